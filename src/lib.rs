@@ -1,1 +1,11 @@
+//! kvferry moves KV-cache blocks between the processes of LLM inference engines, on UCX.
+//!
+//! The life of a request, the layers and their rules are in `docs/architecture.md`; the wire formats are in
+//! `docs/protocol.md`.
 
+#![warn(missing_docs)]
+
+pub mod error;
+pub mod proto;
+
+pub use error::{Error, ErrorKind, Result};

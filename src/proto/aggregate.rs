@@ -1,0 +1,1 @@
+//! Per-rank reports to the outcome per request.

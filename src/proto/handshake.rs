@@ -1,0 +1,1 @@
+//! A peer's session: version, compatibility, metadata, ready or failed.

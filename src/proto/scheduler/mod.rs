@@ -1,0 +1,1 @@
+//! The scheduler side's state machine.

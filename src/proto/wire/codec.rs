@@ -1,0 +1,87 @@
+//! The envelope of every outermost message: magic, version, body.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// The protocol version of this build. Raised when a message changes in a way that an older reader would misread.
+pub const VERSION: u16 = 1;
+
+/// How deeply an incoming message may nest; ours nest at most 8 levels.
+pub const MAX_DEPTH: usize = 32;
+
+/// First field of every message, so that a foreign msgpack blob is told from a damaged one of ours.
+const MAGIC: &str = "kvferry";
+
+#[derive(Serialize)]
+struct Out<'a, T> {
+    magic: &'a str,
+    version: u16,
+    kind: &'a str,
+    body: &'a T,
+}
+
+#[derive(Deserialize)]
+struct Head {
+    #[serde(default)]
+    magic: String,
+    #[serde(default)]
+    version: u16,
+    #[serde(default)]
+    kind: String,
+}
+
+#[derive(Deserialize)]
+struct In<T> {
+    body: T,
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> std::result::Result<T, rmp_serde::decode::Error> {
+    let mut de = rmp_serde::Deserializer::from_read_ref(bytes);
+    de.set_max_depth(MAX_DEPTH);
+    T::deserialize(&mut de)
+}
+
+/// Encodes `body` as a message of `kind` (its name in `docs/protocol.md`).
+pub fn encode<T: Serialize>(kind: &str, body: &T) -> Result<Vec<u8>> {
+    rmp_serde::to_vec_named(&Out { magic: MAGIC, version: VERSION, kind, body })
+        .map_err(|e| Error::new(ErrorKind::Internal, format!("encoding a {kind} message: {e}")))
+}
+
+/// Decodes a message of `kind` of at most `max_bytes`. Errors: [`ErrorKind::Corrupt`] for what is not ours or is
+/// damaged, [`ErrorKind::VersionMismatch`] for another version, [`ErrorKind::Exhausted`] for one over the limit.
+pub fn decode<T: DeserializeOwned>(kind: &str, bytes: &[u8], max_bytes: usize) -> Result<T> {
+    if bytes.len() > max_bytes {
+        return Err(Error::new(
+            ErrorKind::Exhausted,
+            format!("a {kind} message of {} bytes is over the limit of {max_bytes}", bytes.len()),
+        ));
+    }
+    let head: Head = parse(bytes).map_err(|e| {
+        Error::corrupt(format!(
+            "these {} bytes are not a kvferry message ({e}); expected a {kind} message",
+            bytes.len()
+        ))
+    })?;
+    if head.magic != MAGIC {
+        return Err(Error::corrupt(format!(
+            "these {} bytes are not a kvferry message; expected a {kind} message",
+            bytes.len()
+        )));
+    }
+    if head.version != VERSION {
+        return Err(Error::new(
+            ErrorKind::VersionMismatch,
+            format!(
+                "a {kind} message of protocol version {} arrived, this build speaks version {VERSION}; run the same \
+                 kvferry release on both engines",
+                head.version
+            ),
+        ));
+    }
+    if head.kind != kind {
+        return Err(Error::corrupt(format!("expected a {kind} message, got a {:?} message", head.kind)));
+    }
+    let message: In<T> = parse(bytes).map_err(|e| Error::corrupt(format!("damaged {kind} message: {e}")))?;
+    Ok(message.body)
+}

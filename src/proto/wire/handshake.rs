@@ -1,0 +1,93 @@
+//! The handshake: a client asks an engine's listener for the metadata of the ranks that it needs, in one round trip.
+
+use serde::{Deserialize, Serialize};
+
+use super::metadata::Blob;
+use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::wire::EngineShape;
+
+/// What a client sends to the listener.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HandshakeRequest {
+    /// Asks for ranks' metadata.
+    Query {
+        /// Echoed in the reply, to match it to its query.
+        id: u64,
+        /// The engine that the client expects here; another engine is a refusal that names both.
+        engine: Option<EngineId>,
+        /// The ranks wanted; empty means all.
+        ranks: Vec<RankId>,
+    },
+    /// A host without its own RPC pushes one rank's metadata. Accepted when the listener was started for pushes.
+    Push {
+        /// Echoed in the reply.
+        id: u64,
+        /// The engine's ranks are complete when this many have pushed.
+        expected: u32,
+        /// The encoded `RankMetadata`.
+        metadata: Blob,
+    },
+}
+
+/// One rank's encoded `RankMetadata`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankBlob {
+    /// Which rank.
+    pub rank: RankId,
+    /// Its encoded metadata.
+    pub metadata: Blob,
+}
+
+/// Why a listener refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RefusalCode {
+    /// Not all ranks have reported yet; try again.
+    NotReady,
+    /// Another engine listens here.
+    WrongEngine,
+    /// No such rank in this engine.
+    UnknownRank,
+    /// The message could not be understood.
+    Malformed,
+    /// The message's version is not spoken here.
+    Version,
+    /// Pushes are not accepted, or contradict an earlier push.
+    Push,
+}
+
+/// What the listener answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HandshakeReply {
+    /// The ranks asked for.
+    Ranks {
+        /// The query's id.
+        id: u64,
+        /// The engine.
+        engine: EngineId,
+        /// This life of the engine.
+        incarnation: Incarnation,
+        /// Its shape.
+        shape: EngineShape,
+        /// One entry per rank asked for.
+        ranks: Vec<RankBlob>,
+    },
+    /// A push was taken.
+    Pushed {
+        /// The push's id.
+        id: u64,
+        /// Ranks still missing.
+        missing: u32,
+    },
+    /// No.
+    Refused {
+        /// The request's id; 0 when it could not be read.
+        id: u64,
+        /// Why, for programs.
+        code: RefusalCode,
+        /// Why, for people: what was wrong, what was expected, what to do.
+        message: String,
+    },
+}

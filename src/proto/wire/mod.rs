@@ -1,0 +1,22 @@
+//! What crosses a process boundary: versioned msgpack.
+//!
+//! Every message is a msgpack map with field names, so that a newer minor reader ignores what it does not know. Each
+//! outermost message carries [`VERSION`]; a reader refuses another major version by name before it looks at the rest.
+
+mod blocks;
+mod codec;
+mod handshake;
+mod metadata;
+mod params;
+mod peer;
+mod report;
+mod step;
+
+pub use blocks::Blocks;
+pub use codec::{MAX_DEPTH, VERSION, decode, encode};
+pub use handshake::{HandshakeReply, HandshakeRequest, RankBlob, RefusalCode};
+pub use metadata::{AgentMetadata, CompatField, EngineShape, MemoryKind, RankMetadata, RegionMetadata};
+pub use params::TransferParams;
+pub use peer::{PeerMessage, Reader, Verdict};
+pub use report::{Cause, RecvFailure, RecvRecord, WorkerReport};
+pub use step::{Grant, Hold, Load, Release, Remote, StepMetadata};

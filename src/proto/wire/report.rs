@@ -1,0 +1,127 @@
+//! What a worker tells its scheduler side.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::Blocks;
+use crate::proto::ids::{RankId, RequestId};
+use crate::proto::stats::Stats;
+
+/// Why a request's transfer failed. Counted per cause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cause {
+    /// The other side died, restarted or broke the connection.
+    PeerDied,
+    /// The producer's lease had run out, or the producer no longer knew the request.
+    LeaseExpired,
+    /// The producer's listener could not be reached or refused.
+    HandshakeFailed,
+    /// The two engines' caches do not fit together.
+    Incompatible,
+    /// UCX reported an error.
+    TransportError,
+    /// This engine aborted the request.
+    Aborted,
+    /// A stated time ran out.
+    Timeout,
+    /// The request's own data was unusable (block ids out of range, unequal counts).
+    InvalidRequest,
+    /// The worker was shut down.
+    ShutDown,
+}
+
+impl Cause {
+    /// All causes, in the order in which they are counted and printed.
+    pub const ALL: [Cause; 9] = [
+        Cause::PeerDied,
+        Cause::LeaseExpired,
+        Cause::HandshakeFailed,
+        Cause::Incompatible,
+        Cause::TransportError,
+        Cause::Aborted,
+        Cause::Timeout,
+        Cause::InvalidRequest,
+        Cause::ShutDown,
+    ];
+
+    /// The name used in logs, metrics and reports; the same as on the wire.
+    pub fn name(self) -> &'static str {
+        match self {
+            Cause::PeerDied => "peer_died",
+            Cause::LeaseExpired => "lease_expired",
+            Cause::HandshakeFailed => "handshake_failed",
+            Cause::Incompatible => "incompatible",
+            Cause::TransportError => "transport_error",
+            Cause::Aborted => "aborted",
+            Cause::Timeout => "timeout",
+            Cause::InvalidRequest => "invalid_request",
+            Cause::ShutDown => "shut_down",
+        }
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A receive that failed on this rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecvFailure {
+    /// The request.
+    pub request: RequestId,
+    /// Why, for programs.
+    pub cause: Cause,
+    /// Why, for people.
+    pub message: String,
+    /// The local blocks that were to be written, of every KV-cache group. Their contents are undefined.
+    pub invalid_blocks: Blocks,
+}
+
+/// Figures of one completed or failed receive on this rank.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RecvRecord {
+    /// The request as this engine names it.
+    pub request: RequestId,
+    /// The request as the producer names it.
+    pub remote_request: RequestId,
+    /// Blocks asked for, over all groups.
+    pub blocks: u64,
+    /// Bytes moved to this rank.
+    pub bytes: u64,
+    /// UCX operations posted.
+    pub operations: u64,
+    /// From the step's arrival at the worker to the first posted operation, in microseconds.
+    pub queued_us: u64,
+    /// From the first posted operation to the last byte, in microseconds.
+    pub transfer_us: u64,
+    /// From the last byte to the producer's verdict, in microseconds.
+    pub confirm_us: u64,
+    /// None when it succeeded.
+    pub cause: Option<Cause>,
+}
+
+/// What happened on one rank since its last report.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WorkerReport {
+    /// The reporting rank.
+    pub rank: RankId,
+    /// Sends over: each granted request once, whether read, released or expired.
+    #[serde(default)]
+    pub finished_sending: Vec<RequestId>,
+    /// Receives over: each load once, whether it succeeded or failed.
+    #[serde(default)]
+    pub finished_recving: Vec<RequestId>,
+    /// Those of `finished_recving` that failed.
+    #[serde(default)]
+    pub failed_recving: Vec<RecvFailure>,
+    /// Figures of the receives of this report.
+    #[serde(default)]
+    pub records: Vec<RecvRecord>,
+    /// Counters since the last report.
+    #[serde(default)]
+    pub stats: Stats,
+}

@@ -1,0 +1,98 @@
+//! What the scheduler side tells the workers with each engine step.
+
+use serde::{Deserialize, Serialize};
+
+use super::Blocks;
+use crate::proto::ids::{EngineId, Incarnation, RequestId};
+
+/// Where a remotely prefilled request's blocks are, from `kv_transfer_params`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Remote {
+    /// The producer engine.
+    pub engine: EngineId,
+    /// The life of the producer engine that granted the lease, when the params say it.
+    pub incarnation: Option<Incarnation>,
+    /// The request as the producer names it.
+    pub request: RequestId,
+    /// Host of the producer's handshake listener.
+    pub host: String,
+    /// Port of the producer's handshake listener.
+    pub port: u16,
+    /// The lease that the producer granted, in milliseconds, counted from when its params were made.
+    pub lease_ms: u64,
+}
+
+/// Producer: the blocks of a finished prefill are kept until read, released or expired.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Grant {
+    /// The request.
+    pub request: RequestId,
+    /// How long without a heartbeat, in milliseconds from the arrival of this step.
+    pub lease_ms: u64,
+}
+
+/// Consumer: a request with a remote prefill has arrived; connect early and keep its lease alive.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hold {
+    /// The request as this engine names it.
+    pub request: RequestId,
+    /// Where it was prefilled.
+    pub remote: Remote,
+}
+
+/// Consumer: blocks are allocated, read them now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Load {
+    /// The request as this engine names it.
+    pub request: RequestId,
+    /// Where it was prefilled.
+    pub remote: Remote,
+    /// Per KV-cache group, this engine's block ids, paired with `remote_blocks` by position.
+    pub local_blocks: Vec<Blocks>,
+    /// Per KV-cache group, the producer's block ids.
+    pub remote_blocks: Vec<Blocks>,
+}
+
+/// Consumer: the request needs nothing (more) from the producer; let it free the blocks. No report follows.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Release {
+    /// The request as this engine names it.
+    pub request: RequestId,
+    /// Where it was prefilled.
+    pub remote: Remote,
+}
+
+/// One step's work for every worker of an engine.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct StepMetadata {
+    /// Producer: leases granted.
+    #[serde(default)]
+    pub grants: Vec<Grant>,
+    /// Producer: requests that ended without a hand-over; early messages about them are answered `Unknown`.
+    #[serde(default)]
+    pub dropped: Vec<RequestId>,
+    /// Consumer: leases to keep alive from now on.
+    #[serde(default)]
+    pub holds: Vec<Hold>,
+    /// Consumer: reads to start. Each gets exactly one terminal report from each rank.
+    #[serde(default)]
+    pub loads: Vec<Load>,
+    /// Consumer: leases to give back.
+    #[serde(default)]
+    pub releases: Vec<Release>,
+    /// Consumer: loads to abort. Each still gets its one terminal report.
+    #[serde(default)]
+    pub aborts: Vec<RequestId>,
+}
+
+impl StepMetadata {
+    /// Whether the step carries no work.
+    pub fn is_empty(&self) -> bool {
+        self.grants.is_empty()
+            && self.dropped.is_empty()
+            && self.holds.is_empty()
+            && self.loads.is_empty()
+            && self.releases.is_empty()
+            && self.aborts.is_empty()
+    }
+}

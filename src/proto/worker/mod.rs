@@ -1,0 +1,1 @@
+//! The worker side's state machine.
