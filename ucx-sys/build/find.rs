@@ -111,8 +111,8 @@ pub fn ucx_headers(packages: &PythonPackages) -> Result<PathBuf, String> {
 /// Refuses headers older than the oldest UCX that works.
 pub fn check_version(headers: &Path) -> Result<(), String> {
     let path = headers.join("ucp/api/ucp_version.h");
-    let text =
-        fs::read_to_string(&path).map_err(|error| format!("could not read the UCX header {}: {error}", path.display()))?;
+    let text = fs::read_to_string(&path)
+        .map_err(|error| format!("could not read the UCX header {}: {error}", path.display()))?;
     let number = |name: &str| {
         text.lines().find_map(|line| {
             let mut words = line.split_whitespace();
@@ -152,13 +152,16 @@ fn system_has_libclang() -> bool {
         fs::read_dir(folder).into_iter().flatten().flatten().any(|entry| {
             let name = entry.file_name();
             let name = name.to_string_lossy();
-            let versioned = |rest: &str| rest.starts_with(|letter: char| letter.is_ascii_digit()) && rest.contains(".so");
+            let versioned =
+                |rest: &str| rest.starts_with(|letter: char| letter.is_ascii_digit()) && rest.contains(".so");
             // libclang-cpp is another library, and libclang-common-* and their like are packages' folders.
             name.starts_with("libclang.so") || name.strip_prefix("libclang-").is_some_and(versioned)
         })
     };
-    let mut folders: Vec<PathBuf> = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64"].map(PathBuf::from).into();
-    folders.push(PathBuf::from(format!("/usr/lib/{}-linux-gnu", env::var("CARGO_CFG_TARGET_ARCH").unwrap_or_default())));
+    let mut folders: Vec<PathBuf> =
+        ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64"].map(PathBuf::from).into();
+    folders
+        .push(PathBuf::from(format!("/usr/lib/{}-linux-gnu", env::var("CARGO_CFG_TARGET_ARCH").unwrap_or_default())));
     for entry in fs::read_dir("/usr/lib").into_iter().flatten().flatten() {
         if entry.file_name().to_string_lossy().starts_with("llvm") {
             folders.push(entry.path().join("lib"));

@@ -26,3 +26,14 @@
 include!(concat!(env!("OUT_DIR"), "/bindings.rs"));
 
 pub use libloading;
+
+impl Ucp {
+    /// The address of a symbol that the bindings do not list, or `None` when the library and what it
+    /// depends on lack it. `name` ends with a NUL byte.
+    ///
+    /// Nothing vouches for the symbol's type: the caller does, when it uses the address.
+    pub fn symbol(&self, name: &[u8]) -> Option<*mut std::os::raw::c_void> {
+        // SAFETY: the symbol is only looked up, as a plain address; using it is the caller's unsafe act.
+        unsafe { self.__library.get::<*mut std::os::raw::c_void>(name) }.ok().map(|symbol| *symbol)
+    }
+}
