@@ -185,9 +185,11 @@ fn messages_of_all_sizes_arrive_whole() {
 
 #[test]
 fn messages_over_the_limit_are_dropped_and_counted() {
-    let near = Side::new(TCP, 100);
+    // Above this threshold UCX announces a message before it sends it.
+    let announcing = "tcp;RNDV_THRESH=100000";
+    let near = Side::new(announcing, 100);
     let options = WorkerOptions { max_message: 1000, ..WorkerOptions::default() };
-    let far = Side::with_options(TCP, 100, &options);
+    let far = Side::with_options(announcing, 100, &options);
     far.worker.accept_messages(1).unwrap();
     let endpoint = near.connect(&far.worker.address().unwrap());
     // One that UCX sends eagerly and one that it announces first; then one that fits.

@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ucx_sys::{ucp_config_t, ucp_context_attr_t, ucp_context_h, ucp_params_t};
 
@@ -67,6 +67,9 @@ unsafe impl Send for Context {}
 // SAFETY: as for Send.
 unsafe impl Sync for Context {}
 
+/// Held while a context is made.
+static MAKING: Mutex<()> = Mutex::new(());
+
 impl Context {
     /// Makes a context, opening libucp if this process has not yet.
     ///
@@ -77,6 +80,8 @@ impl Context {
     pub fn new(config: &ContextConfig) -> Result<Arc<Self>, UcxError> {
         let library = Library::open(None)?;
         let settings = config.all_settings()?;
+        // UCX's list of settings grows while it loads modules, which is when the first context is made.
+        let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
         let ucx_config = UcxConfig::read(library)?;
         for (name, value) in &settings {
             ucx_config.modify(name, value)?;

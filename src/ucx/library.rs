@@ -361,7 +361,7 @@ fn packaged() -> Vec<PathBuf> {
 /// The names of all settings that the loaded UCX knows, without the prefix `UCX_`; empty when it cannot tell.
 ///
 /// UCP has no function for this; `ucx_info -c` uses the one below. A transport's settings are known once
-/// its module is loaded, which making a context does.
+/// its module is loaded, which making a context does; no context may be made meanwhile.
 pub(super) fn known_settings(library: &Library) -> Vec<String> {
     type PrintAll = unsafe extern "C" fn(*mut libc::FILE, *const c_char, c_int, *mut c_void, *const c_char);
     let (Some(print), Some(list)) =
@@ -378,9 +378,8 @@ pub(super) fn known_settings(library: &Library) -> Vec<String> {
         return Vec::new();
     }
     let flags = (ucx_sys::UCS_CONFIG_PRINT_CONFIG.0 | ucx_sys::UCS_CONFIG_PRINT_HIDDEN.0) as c_int;
-    // SAFETY: the stream is open, the prefix is a C string, the list is UCX's own, and no filter is allowed
-    // as null. UCX changes the list only while it loads modules, which `OPENING` and the context's
-    // creation keep apart from here.
+    // SAFETY: the stream is open, the prefix is a C string, the list is UCX's own, and a null filter stands for
+    // none. UCX changes the list only while it loads modules, and the caller keeps that apart.
     unsafe { print(stream, c"UCX_".as_ptr(), flags, list, std::ptr::null()) };
     // SAFETY: the stream is open and not used again; closing makes `text` and `length` final.
     unsafe { libc::fclose(stream) };

@@ -75,8 +75,12 @@ pub struct Side {
     pub context: Arc<Context>,
 }
 
-pub fn context(tls: &str) -> Arc<Context> {
-    let config = ContextConfig { tls: Some(tls.to_owned()), name: "test".to_owned(), ..ContextConfig::default() };
+/// `transports` is a value of UCX_TLS, followed by other settings (`NAME=value`), all parted by semicolons.
+pub fn context(transports: &str) -> Arc<Context> {
+    let mut parts = transports.split(';');
+    let tls = parts.next().map(str::to_owned);
+    let settings = parts.map(|part| part.split_once('=').unwrap()).map(|(n, v)| (n.to_owned(), v.to_owned())).collect();
+    let config = ContextConfig { tls, settings, name: "test".to_owned(), ..ContextConfig::default() };
     Context::new(&config).unwrap()
 }
 
