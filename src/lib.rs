@@ -7,5 +7,6 @@
 
 pub mod error;
 pub mod proto;
+pub mod ucx;
 
 pub use error::{Error, ErrorKind, Result};
