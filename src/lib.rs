@@ -5,7 +5,9 @@
 
 #![warn(missing_docs)]
 
+pub mod agent;
 pub mod error;
+pub mod mem;
 pub mod proto;
 pub mod ucx;
 
