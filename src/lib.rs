@@ -5,6 +5,7 @@
 
 #![warn(missing_docs)]
 
+pub mod connector;
 pub mod error;
 pub mod net;
 pub mod proto;

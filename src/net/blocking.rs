@@ -49,7 +49,9 @@ fn ask_blocking(host: &str, port: u16, ask: Ask, timeout: Duration) -> Result<Ha
         let wait = client.next_deadline().map_or(timeout, |d| d.saturating_duration_since(now));
         // Rounded up, so that the deadline has come when the wait is over.
         let ms = i64::try_from(wait.as_millis()).unwrap_or(i64::MAX).saturating_add(1);
-        match zmq::poll(&mut client.poll_items(), ms) {
+        let mut items = Vec::new();
+        client.poll_items(&mut items);
+        match zmq::poll(&mut items, ms) {
             Ok(_) | Err(zmq::Error::EINTR) => {}
             Err(e) => return Err(Error::new(ErrorKind::Io, format!("waiting for {host}: {e}"))),
         }

@@ -66,8 +66,8 @@ impl Default for ClientLimits {
     }
 }
 
-/// Asks listeners without blocking: [`Client::ask`], then [`Client::turn`] whenever a socket of [`Client::sockets`] is
-/// ready or [`Client::next_deadline`] has come, then [`Client::poll_answer`]. Every ask gets exactly one answer, at its
+/// Asks listeners without blocking: [`Client::ask`], then [`Client::turn`] whenever a socket of [`Client::poll_items`]
+/// is ready or [`Client::next_deadline`] has come, then [`Client::poll_answer`]. Every ask gets exactly one answer, at its
 /// deadline at the latest. One socket per listener, shared by all requests to it.
 pub struct Client {
     limits: ClientLimits,
@@ -172,17 +172,12 @@ impl Client {
         self.answers.pop_front()
     }
 
-    /// The sockets to wait on, and for what.
-    pub fn sockets(&self) -> impl Iterator<Item = (&zmq::Socket, zmq::PollEvents)> {
-        self.connections.iter().map(|(key, c)| {
+    /// Adds the sockets to wait on, in the form that [`zmq::poll`] takes.
+    pub fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
+        for (key, c) in &self.connections {
             let unsent = self.requests.values().any(|r| matches!(r.phase, Phase::Unsent) && r.key == *key);
-            (&c.socket, if unsent { zmq::POLLIN | zmq::POLLOUT } else { zmq::POLLIN })
-        })
-    }
-
-    /// The sockets of [`Client::sockets`] in the form that [`zmq::poll`] takes.
-    pub fn poll_items(&self) -> Vec<zmq::PollItem<'_>> {
-        self.sockets().map(|(socket, events)| socket.as_poll_item(events)).collect()
+            items.push(c.socket.as_poll_item(if unsent { zmq::POLLIN | zmq::POLLOUT } else { zmq::POLLIN }));
+        }
     }
 
     /// When [`Client::turn`] must run even if no socket is ready.
@@ -404,12 +399,6 @@ impl Client {
         let result = reply.map_err(|e| e.context(format!("what listens on {} answered", host_port(&key.0, key.1))));
         self.requests.remove(&id);
         self.answers.push_back(Answer { token, result });
-    }
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        self.connections.clear();
     }
 }
 
