@@ -9,5 +9,6 @@ pub mod connector;
 pub mod error;
 pub mod net;
 pub mod proto;
+pub mod ucx;
 
 pub use error::{Error, ErrorKind, Result};
