@@ -12,4 +12,4 @@ mod worker;
 
 pub use config::{SchedulerConfig, Transport, WorkerConfig, parse_config};
 pub use scheduler::Scheduler;
-pub use worker::{MAX_STEP_BYTES, Worker, WorkerStats};
+pub use worker::{Worker, WorkerStats};

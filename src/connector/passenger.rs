@@ -8,15 +8,14 @@ use std::time::{Duration, Instant};
 
 use super::request_log::RequestLog;
 use super::shared::{Command, Figures, Shared, lock};
-use super::worker::MAX_STEP_BYTES;
-use crate::agent::{Direction, Event, Ferry, MAX_MESSAGE_BYTES, Passenger, PeerId, TransferId};
+use crate::agent::{Direction, Event, Ferry, Passenger, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Answer, Ask, Client, ClientLimits, host_port};
 use crate::proto::handshake::{HandshakeFailure, Session};
 use crate::proto::plan::CopyPlan;
 use crate::proto::stats::Stats;
 use crate::proto::time::Time;
-use crate::proto::wire::{self, AgentMetadata, Cause, PeerMessage, RankMetadata, StepMetadata};
+use crate::proto::wire::{AgentMetadata, Cause, Message, PeerMessage, RankMetadata, StepMetadata};
 use crate::proto::worker::{
     Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine,
 };
@@ -41,7 +40,9 @@ struct Driver {
     ask_timeout: Duration,
     epoch: Instant,
     local: Option<Arc<RankMetadata>>,
-    sessions: HashMap<SessionId, Asked>,
+    /// By the id that the question has on the wire.
+    sessions: HashMap<u64, Asked>,
+    questions: u64,
     links: HashMap<PeerId, Link>,
     ids: HashMap<PeerKey, PeerId>,
     transfers: HashMap<TransferId, TransferToken>,
@@ -50,6 +51,7 @@ struct Driver {
 }
 
 struct Asked {
+    name: SessionId,
     session: Session,
     at: String,
 }
@@ -138,6 +140,7 @@ impl Driver {
             epoch,
             local: None,
             sessions: HashMap::new(),
+            questions: 0,
             links: HashMap::new(),
             ids: HashMap::new(),
             transfers: HashMap::new(),
@@ -151,7 +154,7 @@ impl Driver {
     }
 
     fn step(&mut self, now: Instant, bytes: &[u8]) {
-        match wire::decode::<StepMetadata>("step", bytes, MAX_STEP_BYTES) {
+        match StepMetadata::from_bytes(bytes) {
             Ok(step) => self.machine.handle_step(self.time(now), step),
             Err(e) => {
                 self.shared.malformed_steps.fetch_add(1, Ordering::Relaxed);
@@ -205,8 +208,7 @@ impl Driver {
     }
 
     fn answer(&mut self, now: Instant, answer: Answer) {
-        let id = SessionId(answer.token);
-        let Some(Asked { session, at }) = self.sessions.remove(&id) else { return };
+        let Some(Asked { name, session, at }) = self.sessions.remove(&answer.id) else { return };
         let result = match answer.result {
             Ok(reply) => session.judge(reply),
             Err(e) => Err(HandshakeFailure {
@@ -218,7 +220,7 @@ impl Driver {
         if let Err(failure) = &result {
             log::warn!("kvferry worker: the handshake with {at} failed: {}", failure.message);
         }
-        self.machine.handle_handshake(self.time(now), id, result);
+        self.machine.handle_handshake(self.time(now), name, result);
     }
 
     fn event(&mut self, now: Instant, event: Event) {
@@ -248,7 +250,7 @@ impl Driver {
                 }
                 self.machine.handle_peer_lost(time, &PeerRef::Inbound(peer.raw()), error.message());
             }
-            Event::Message { peer, data } => match wire::decode::<PeerMessage>("peer_message", &data, MAX_MESSAGE_BYTES) {
+            Event::Message { peer, data } => match PeerMessage::from_bytes(&data) {
                 Ok(message) => {
                     let key = self.links.get(&peer).and_then(|link| link.key.clone());
                     let from = key.map_or(PeerRef::Inbound(peer.raw()), PeerRef::Outbound);
@@ -275,7 +277,7 @@ impl Driver {
 
     fn act(&mut self, ferry: &mut Ferry<'_>, now: Instant, action: Action) {
         match action {
-            Action::Handshake { session, engine, host, port, ranks, .. } => {
+            Action::Handshake { session, engine, incarnation, host, port, ranks } => {
                 let time = self.time(now);
                 let Some(local) = &self.local else {
                     let message = "this rank's own metadata is not complete: set the geometry before the first request";
@@ -287,11 +289,13 @@ impl Driver {
                     self.machine.handle_handshake(time, session, Err(failure));
                     return;
                 };
+                self.questions += 1;
+                let id = self.questions;
                 let at = host_port(&host, port);
-                let judge = Session::new(Arc::clone(local), engine.clone());
-                self.sessions.insert(session, Asked { session: judge, at });
+                let judge = Session::new(Arc::clone(local), id, engine.clone(), incarnation, ranks.clone());
+                self.sessions.insert(id, Asked { name: session, session: judge, at });
                 let ask = Ask::Query { engine: Some(engine), ranks };
-                self.client.ask(now, session.0, &host, port, ask, now + self.ask_timeout);
+                self.client.ask(now, id, &host, port, ask, now + self.ask_timeout);
             }
             Action::Connect { peer, metadata } => self.connect(ferry, now, peer, &metadata),
             Action::Transfer { token, peer, plan } => match self.transfer(ferry, &peer, plan) {
@@ -362,7 +366,7 @@ impl Driver {
             PeerRef::Outbound(key) => *self.ids.get(key).ok_or_else(|| Error::not_found("the connection is gone"))?,
             PeerRef::Inbound(raw) => PeerId::from_raw(*raw),
         };
-        ferry.send(id, wire::encode("peer_message", message)?)
+        ferry.send(id, message.to_bytes()?)
     }
 }
 

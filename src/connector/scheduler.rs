@@ -1,18 +1,16 @@
 //! One engine's scheduler side: the state machine, and the listener that serves the ranks' metadata.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use super::config::SchedulerConfig;
 use super::shared::lock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{self, Listener, ListenerConfig};
-use crate::proto::handshake::Directory;
+use crate::proto::handshake::{Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::scheduler::{Finish, FinishOutcome, Match, Scheduler as Machine, SchedulerConfig as MachineConfig};
-use crate::proto::wire::{self, Blocks, TransferParams, WorkerReport};
-
-/// Largest encoded report accepted, in bytes.
-const MAX_REPORT_BYTES: usize = 64 << 20;
+use crate::proto::wire::{Blocks, Message, TransferParams, WorkerReport};
 
 /// One engine's scheduler side, producer and consumer at once. `Send` and `Sync`; no call waits for another process.
 pub struct Scheduler {
@@ -44,7 +42,8 @@ impl Scheduler {
             null_block: config.null_block,
             lease_ms: config.lease_ms,
         })?;
-        let directory = Directory::new(config.engine_id.clone(), incarnation, config.shape()?, config.push);
+        let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
+        let directory = Directory::new(config.engine_id.clone(), incarnation, config.shape()?, pushes)?;
         let scheduler = Scheduler {
             incarnation,
             machine: Mutex::new(machine),
@@ -75,20 +74,23 @@ impl Scheduler {
     /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine (nothing is served then);
     /// those of [`Listener::bind`].
     pub fn serve(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<(String, u16)> {
-        {
-            let mut directory = lock(&self.directory);
-            for (rank, metadata) in ranks {
-                directory.insert(rank, metadata)?;
+        let mut missing: BTreeSet<RankId> = self.config.shape()?.all().collect();
+        for (rank, metadata) in ranks {
+            let own = lock(&self.directory).offer(metadata)?;
+            if own != rank {
+                return Err(Error::invalid(format!("the metadata given as that of rank {rank} is that of rank {own}")));
             }
-            let missing = directory.missing();
-            if !missing.is_empty() && !self.config.push {
-                let list = missing.iter().map(|r| r.to_string()).collect::<Vec<_>>().join(", ");
-                return Err(Error::invalid(format!(
-                    "the metadata of rank {list} is missing; tp_size is {} and pp_size {}: give every rank's, or \
-                     configure push to have ranks hand it in one by one",
-                    self.config.tp_size, self.config.pp_size
-                )));
-            }
+            missing.remove(&rank);
+        }
+        if !missing.is_empty() && !self.config.push {
+            let list = missing.iter().map(|r| r.to_string()).collect::<Vec<_>>().join(", ");
+            return Err(Error::invalid(format!(
+                "the metadata of {} of the engine's ranks is missing: {list}; tp_size is {}, pp_size {}: give every \
+                 rank's, or configure push to have ranks hand theirs in one by one",
+                missing.len(),
+                self.config.tp_size,
+                self.config.pp_size
+            )));
         }
         self.listen()
     }
@@ -176,8 +178,7 @@ impl Scheduler {
     /// # Errors
     /// [`ErrorKind::Internal`] when it cannot be encoded.
     pub fn step(&self) -> Result<Vec<u8>> {
-        let step = lock(&self.machine).build_step();
-        wire::encode("step", &step)
+        lock(&self.machine).build_step().to_bytes()
     }
 
     /// Whether the next step has work, so that an idle engine should make one.
@@ -195,7 +196,7 @@ impl Scheduler {
     /// # Errors
     /// [`ErrorKind::Corrupt`], [`ErrorKind::VersionMismatch`] or [`ErrorKind::Exhausted`] for bytes that are no report.
     pub fn on_encoded_report(&self, report: &[u8]) -> Result<()> {
-        let report = wire::decode::<WorkerReport>("worker_report", report, MAX_REPORT_BYTES)?;
+        let report = WorkerReport::from_bytes(report)?;
         self.on_report(&report);
         Ok(())
     }

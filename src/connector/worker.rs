@@ -5,6 +5,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use serde::de::IgnoredAny;
+
 use super::config::WorkerConfig;
 use super::passenger::WorkerPassenger;
 use super::request_log::RequestLog;
@@ -15,11 +17,8 @@ use crate::mem::MemoryRange;
 use crate::net;
 use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
-use crate::proto::wire::{self, RankMetadata, StepMetadata, WorkerReport};
+use crate::proto::wire::{self, Message, RankMetadata, StepMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine, WorkerConfig as MachineConfig};
-
-/// Largest encoded step accepted, in bytes: block lists of millions of ids.
-pub const MAX_STEP_BYTES: usize = 64 << 20;
 
 /// Below this an encoded step is decoded by the caller to see whether it is empty, which costs less than waking the
 /// ferry thread for nothing. A step with any work is longer.
@@ -131,7 +130,7 @@ impl Worker {
             geometry,
             agent,
         });
-        let encoded = wire::encode("rank_metadata", &*metadata)?;
+        let encoded = metadata.to_bytes()?;
         self.shared.push(Command::Local(Arc::clone(&metadata)));
         self.agent.waker().wake();
         *local = Some(Local { metadata, encoded });
@@ -172,11 +171,11 @@ impl Worker {
             return Err(Error::new(ErrorKind::ShutDown, "the worker is shut down; the step was not taken"));
         }
         if step.len() <= SMALL_STEP {
-            if wire::decode::<StepMetadata>("step", &step, MAX_STEP_BYTES)?.is_empty() {
+            if StepMetadata::from_bytes(&step)?.is_empty() {
                 return Ok(());
             }
         } else {
-            wire::decode::<serde::de::IgnoredAny>("step", &step, MAX_STEP_BYTES)?;
+            wire::decode::<IgnoredAny>(StepMetadata::KIND, &step, StepMetadata::MAX_BYTES)?;
         }
         self.shared.push(Command::Step(step));
         self.agent.waker().wake();
