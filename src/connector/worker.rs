@@ -107,7 +107,7 @@ impl Worker {
     /// again with the same geometry is harmless.
     ///
     /// # Errors
-    /// Those of [`Geometry::validate`] against the registered regions; [`ErrorKind::AlreadyExists`] for another
+    /// Those of [`RankMetadata::validate`], which checks the geometry against the registered regions; [`ErrorKind::AlreadyExists`] for another
     /// geometry than before.
     pub fn set_geometry(&self, geometry: Geometry) -> Result<()> {
         let mut local = lock(&self.local);
@@ -121,7 +121,6 @@ impl Worker {
             ));
         }
         let agent = self.agent.metadata()?;
-        geometry.validate(&agent.regions).map_err(|e| e.context("set_geometry"))?;
         let metadata = Arc::new(RankMetadata {
             engine: self.config.engine_id.clone(),
             rank: self.config.rank(),
@@ -130,6 +129,7 @@ impl Worker {
             geometry,
             agent,
         });
+        metadata.validate().map_err(|e| e.context("this rank's metadata"))?;
         let encoded = metadata.to_bytes()?;
         self.shared.push(Command::Local(Arc::clone(&metadata)));
         self.agent.waker().wake();
