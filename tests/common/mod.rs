@@ -5,3 +5,4 @@
 pub mod cache;
 pub mod child;
 pub mod engine;
+pub mod netns;
