@@ -6,8 +6,10 @@
 #![warn(missing_docs)]
 
 pub mod agent;
+pub mod connector;
 pub mod error;
 pub mod mem;
+pub mod net;
 pub mod proto;
 pub mod ucx;
 
