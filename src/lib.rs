@@ -6,6 +6,7 @@
 #![warn(missing_docs)]
 
 pub mod error;
+pub mod ffi;
 pub mod proto;
 
 pub use error::{Error, ErrorKind, Result};

@@ -1,0 +1,16 @@
+//! The C ABI. `include/kvferry.h` is generated from these files; its top states the conventions.
+//!
+//! Every export goes through the macro in `boundary.rs`: no panic leaves the library, and every failure leaves its text
+//! with the calling thread. Handles and buffers are looked up, never followed, so that a stale one is an error.
+
+// C spells its types in lower case with a prefix.
+#![allow(non_camel_case_types)]
+
+#[macro_use]
+mod boundary;
+pub mod buffer;
+mod decode;
+mod handle;
+pub mod log;
+pub mod status;
+pub mod version;

@@ -1,0 +1,23 @@
+//! Versions of the library and of what it stands on.
+
+use std::ffi::{CStr, c_char};
+
+/// The number of this C ABI: raised when a program compiled against an older header would misbehave.
+const ABI: u32 = 1;
+
+const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
+    Ok(version) => version,
+    Err(_) => c"",
+};
+
+/// The library's version, such as "0.1.0". The string lives as long as the process.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvf_version() -> *const c_char {
+    VERSION.as_ptr()
+}
+
+/// The number of the C ABI. A program checks that it is the KVF_ABI_VERSION that it was compiled with.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvf_abi_version() -> u32 {
+    ABI
+}
