@@ -8,5 +8,6 @@
 pub mod error;
 pub mod ffi;
 pub mod proto;
+pub mod ucx;
 
 pub use error::{Error, ErrorKind, Result};
