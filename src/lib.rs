@@ -5,8 +5,10 @@
 
 #![warn(missing_docs)]
 
+pub mod connector;
 pub mod error;
 pub mod ffi;
+pub mod net;
 pub mod proto;
 pub mod ucx;
 
