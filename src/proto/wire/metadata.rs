@@ -1,5 +1,7 @@
 //! Who an agent and a rank are, and how their memory is reached.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
@@ -59,6 +61,24 @@ pub struct EngineShape {
     pub pp: u32,
     /// Decode-context-parallel size, at least 1.
     pub dcp: u32,
+}
+
+impl EngineShape {
+    /// Ranks in the engine. Saturates.
+    pub fn ranks(&self) -> u32 {
+        self.tp.saturating_mul(self.pp)
+    }
+
+    /// Whether `rank` is one of the engine's.
+    pub fn contains(&self, rank: RankId) -> bool {
+        rank.pp < self.pp && rank.tp < self.tp
+    }
+}
+
+impl fmt::Display for EngineShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "tp {} x pp {} x dcp {}", self.tp, self.pp, self.dcp)
+    }
 }
 
 /// One fact that must be the same on both engines (model, dtype, ...), compared by name so that an error can say
