@@ -44,6 +44,9 @@ pub enum PeerMessage {
         reader: Reader,
         /// How many readers this producer rank will hear from in all (from the plan).
         readers: u32,
+        /// The reader's number for this read, echoed in the verdict. A `Done` with a number that the producer has
+        /// judged before gets the same answer; another number is another read, judged anew.
+        serial: u64,
     },
     /// Consumer to producer: this reader will not read (any more). Nothing is answered.
     Release {
@@ -60,5 +63,7 @@ pub enum PeerMessage {
         request: RequestId,
         /// The answer.
         verdict: Verdict,
+        /// The number of the read that it is about, from its `Done`.
+        serial: u64,
     },
 }
