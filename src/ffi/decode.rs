@@ -1,12 +1,24 @@
-//! Cold input as msgpack maps: configuration, geometry, params.
+//! Cold input and output as msgpack maps: configuration, geometry, params, stats.
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::MAX_DEPTH;
+
+/// The largest map accepted. The largest that occurs is a geometry: some hundred bytes per layer.
+const MAX_BYTES: usize = 64 << 20;
+
+/// Encodes a map for the caller.
+pub(super) fn encode<T: Serialize>(what: &str, value: &T) -> Result<Vec<u8>> {
+    rmp_serde::to_vec_named(value).map_err(|e| Error::new(ErrorKind::Internal, format!("encoding {what}: {e}")))
+}
 
 /// Decodes the msgpack map `what`. An error names the key by its path, such as `groups[1].block_size`.
 pub(super) fn map<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T> {
+    if bytes.len() > MAX_BYTES {
+        return Err(Error::invalid(format!("{what} has {} bytes, the most is {MAX_BYTES}", bytes.len())));
+    }
     let mut decoder = rmp_serde::Deserializer::from_read_ref(bytes);
     decoder.set_max_depth(MAX_DEPTH);
     serde_path_to_error::deserialize(&mut decoder).map_err(|error| {

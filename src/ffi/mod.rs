@@ -8,9 +8,14 @@
 
 #[macro_use]
 mod boundary;
+pub mod agent;
 pub mod buffer;
 mod decode;
 mod handle;
+mod lists;
 pub mod log;
 pub mod status;
 pub mod version;
+
+/// How long freeing an object that was not shut down may take: what `Agent`'s own drop allows.
+const FREE_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
