@@ -51,6 +51,10 @@ pub struct Load {
     pub local_blocks: Vec<Blocks>,
     /// Per KV-cache group, the producer's block ids.
     pub remote_blocks: Vec<Blocks>,
+    /// Set when the scheduler side found that the blocks do not pair up: nothing is read, the leases are given back,
+    /// and the load fails as an invalid request with this explanation.
+    #[serde(default)]
+    pub refused: Option<String>,
 }
 
 /// Consumer: the request needs nothing (more) from the producer; let it free the blocks. No report follows.
