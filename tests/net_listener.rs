@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use kvferry::ErrorKind;
 use kvferry::net::{
-    Address, Ask, Client, ClientLimits, Listener, ListenerConfig, MAX_REQUEST_BYTES, choose, push_blocking,
-    query_blocking,
+    Address, Ask, Client, ClientLimits, Listener, ListenerConfig, choose, push_blocking, query_blocking,
 };
 use kvferry::proto::ids::{EngineId, Incarnation, RankId};
-use kvferry::proto::wire::{self, EngineShape, HandshakeReply, HandshakeRequest, RefusalCode};
+use kvferry::proto::wire::limits::MAX_REQUEST_BYTES;
+use kvferry::proto::wire::{EngineShape, HandshakeReply, HandshakeRequest, Message, RefusalCode};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -32,11 +32,11 @@ fn echo(request: &[u8]) -> Vec<u8> {
 }
 
 fn request(bytes: &[u8]) -> HandshakeRequest {
-    wire::decode("handshake_request", bytes, MAX_REQUEST_BYTES).unwrap()
+    HandshakeRequest::from_bytes(bytes).unwrap()
 }
 
 fn reply(reply: &HandshakeReply) -> Vec<u8> {
-    wire::encode("handshake_reply", reply).unwrap()
+    reply.to_bytes().unwrap()
 }
 
 fn id_of(request: &HandshakeRequest) -> u64 {
@@ -275,14 +275,14 @@ fn answers(client: &mut Client, n: usize) -> Vec<(u64, kvferry::Result<Handshake
         assert!(start.elapsed() < LONG, "{} of {n} answers", got.len());
         client.turn(Instant::now());
         while let Some(a) = client.poll_answer() {
-            got.push((a.token, a.result));
+            got.push((a.id, a.result));
         }
         let wait = client.next_deadline().map_or(1000, |d| d.saturating_duration_since(Instant::now()).as_millis() + 1);
         let mut items = Vec::new();
         client.poll_items(&mut items);
         zmq::poll(&mut items, wait.min(1000) as i64).unwrap();
     }
-    got.sort_by_key(|(token, _)| *token);
+    got.sort_by_key(|(id, _)| *id);
     got
 }
 
@@ -301,7 +301,7 @@ fn one_client_asks_many_over_one_socket_each() {
     let mut client = Client::new(limits);
     assert_eq!(client.next_deadline(), None);
     let now = Instant::now();
-    for token in 0..100u64 {
+    for token in 1..=100u64 {
         let port = if token % 2 == 0 { quick.port() } else { other.port() };
         client.ask(now, token, "127.0.0.1", port, all(), now + LONG);
     }

@@ -46,6 +46,16 @@ pub enum Transport {
     Shm,
 }
 
+impl From<Transport> for crate::agent::Transport {
+    fn from(transport: Transport) -> Self {
+        match transport {
+            Transport::Auto => crate::agent::Transport::Auto,
+            Transport::Tcp => crate::agent::Transport::Tcp,
+            Transport::Shm => crate::agent::Transport::Shm,
+        }
+    }
+}
+
 /// A worker's configuration. Sizes count ranks, times are in milliseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -103,6 +113,12 @@ pub struct WorkerConfig {
     /// How long an ended request is remembered.
     #[serde(default = "tombstone_ms")]
     pub tombstone_ms: u64,
+    /// How long a lease is kept alive for a request that is neither loaded nor released.
+    #[serde(default = "hold_timeout_ms")]
+    pub hold_timeout_ms: u64,
+    /// A peer that no request has used for this long is disconnected.
+    #[serde(default = "peer_ttl_ms")]
+    pub peer_ttl_ms: u64,
     /// A file that gets one JSON line per finished receive, appended.
     #[serde(default)]
     pub request_log: Option<String>,
@@ -128,6 +144,13 @@ fn early_message_ms() -> u64 {
 }
 fn tombstone_ms() -> u64 {
     120_000
+}
+
+fn hold_timeout_ms() -> u64 {
+    3_600_000
+}
+fn peer_ttl_ms() -> u64 {
+    600_000
 }
 
 /// Refuses a size of zero by its key.
@@ -167,6 +190,8 @@ impl WorkerConfig {
             verdict_timeout_ms: verdict_timeout_ms(),
             early_message_ms: early_message_ms(),
             tombstone_ms: tombstone_ms(),
+            hold_timeout_ms: hold_timeout_ms(),
+            peer_ttl_ms: peer_ttl_ms(),
             request_log: None,
         }
     }
@@ -223,6 +248,8 @@ impl WorkerConfig {
             ("verdict_timeout_ms", self.verdict_timeout_ms),
             ("early_message_ms", self.early_message_ms),
             ("tombstone_ms", self.tombstone_ms),
+            ("hold_timeout_ms", self.hold_timeout_ms),
+            ("peer_ttl_ms", self.peer_ttl_ms),
         ] {
             if ms == 0 || ms > 86_400_000 {
                 return Err(Error::invalid(format!("{key} is {ms}, expected 1 to 86400000 milliseconds")));

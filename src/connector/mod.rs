@@ -4,7 +4,12 @@
 //! that schedules, which needs neither a device nor UCX.
 
 mod config;
+mod passenger;
 mod request_log;
-
+mod scheduler;
+mod shared;
+mod worker;
 
 pub use config::{SchedulerConfig, Transport, WorkerConfig, parse_config};
+pub use scheduler::Scheduler;
+pub use worker::{Worker, WorkerStats};

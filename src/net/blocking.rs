@@ -39,7 +39,7 @@ pub fn push_blocking(host: &str, port: u16, expected: u32, metadata: Vec<u8>, ti
 fn ask_blocking(host: &str, port: u16, ask: Ask, timeout: Duration) -> Result<HandshakeReply> {
     let mut client = Client::new(ClientLimits::default());
     let start = Instant::now();
-    client.ask(start, 0, host, port, ask, start + timeout);
+    client.ask(start, 1, host, port, ask, start + timeout);
     loop {
         let now = Instant::now();
         client.turn(now);

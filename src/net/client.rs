@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use serde_bytes::ByteBuf;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{MAX_REPLY_BYTES, endpoint, host_port, is_ipv6, unbracketed};
+use crate::net::{endpoint, host_port, is_ipv6, unbracketed};
 use crate::proto::ids::{EngineId, RankId};
-use crate::proto::wire::{self, HandshakeReply, HandshakeRequest, RefusalCode};
+use crate::proto::wire::limits::MAX_REPLY_BYTES;
+use crate::proto::wire::{HandshakeReply, HandshakeRequest, Message, RefusalCode};
 
 /// What to ask a listener.
 #[derive(Debug, Clone, PartialEq)]
@@ -33,8 +34,8 @@ pub enum Ask {
 /// What came of an [`Ask`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answer {
-    /// The caller's token.
-    pub token: u64,
+    /// The id that the question was asked under.
+    pub id: u64,
     /// The listener's reply (a refusal included), or why there was none in time.
     pub result: Result<HandshakeReply>,
 }
@@ -76,7 +77,6 @@ pub struct Client {
     context: Option<zmq::Context>,
     requests: BTreeMap<u64, Request>,
     answers: VecDeque<Answer>,
-    next_id: u64,
 }
 
 struct Connection {
@@ -97,7 +97,6 @@ enum Phase {
 }
 
 struct Request {
-    token: u64,
     key: (String, u16),
     bytes: Vec<u8>,
     asked: Instant,
@@ -118,14 +117,17 @@ impl Client {
             context: None,
             requests: BTreeMap::new(),
             answers: VecDeque::new(),
-            next_id: 1,
         }
     }
 
-    /// Asks the listener at `host`:`port`. `token` comes back in the answer; errors are answers too.
-    pub fn ask(&mut self, now: Instant, token: u64, host: &str, port: u16, ask: Ask, deadline: Instant) {
-        let id = self.next_id;
-        self.next_id = self.next_id.wrapping_add(1).max(1);
+    /// Asks the listener at `host`:`port`. `id` is the request's id on the wire and comes back in the answer: not 0, and
+    /// not that of another question without an answer. Errors are answers too.
+    pub fn ask(&mut self, now: Instant, id: u64, host: &str, port: u16, ask: Ask, deadline: Instant) {
+        if id == 0 || self.requests.contains_key(&id) {
+            let e = Error::invalid(format!("handshake request id {id} is 0 or in use"));
+            self.answers.push_back(Answer { id, result: Err(e) });
+            return;
+        }
         let request = match ask {
             Ask::Query { engine, ranks } => HandshakeRequest::Query { id, engine, ranks },
             Ask::Push { expected, metadata } => {
@@ -133,7 +135,7 @@ impl Client {
             }
         };
         let key = (unbracketed(host).to_owned(), port);
-        let ready = wire::encode("handshake_request", &request).and_then(|bytes| {
+        let ready = request.to_bytes().and_then(|bytes| {
             self.connection(now, &key)?;
             Ok(bytes)
         });
@@ -141,18 +143,17 @@ impl Client {
             Ok(bytes) => {
                 let rest = self.limits.retry_min;
                 let phase = Phase::Unsent;
-                let request =
-                    Request { token, key, bytes, asked: now, deadline, phase, sends: 0, rest, refusal: None };
+                let request = Request { key, bytes, asked: now, deadline, phase, sends: 0, rest, refusal: None };
                 self.requests.insert(id, request);
             }
-            Err(e) => self.answers.push_back(Answer { token, result: Err(e) }),
+            Err(e) => self.answers.push_back(Answer { id, result: Err(e) }),
         }
     }
 
-    /// Drops the requests with `token`; they get no answer.
-    pub fn forget(&mut self, token: u64) {
-        self.requests.retain(|_, r| r.token != token);
-        self.answers.retain(|a| a.token != token);
+    /// Drops a question; it gets no answer.
+    pub fn forget(&mut self, id: u64) {
+        self.requests.remove(&id);
+        self.answers.retain(|a| a.id != id);
     }
 
     /// Sends and receives what can be without waiting, and lets deadlines pass.
@@ -261,7 +262,7 @@ impl Client {
         for id in late {
             let Some(r) = self.requests.remove(&id) else { continue };
             let result = r.refusal.clone().map_or_else(|| Err(no_answer(&r, now)), Ok);
-            self.answers.push_back(Answer { token: r.token, result });
+            self.answers.push_back(Answer { id, result });
         }
         for (key, c) in &mut self.connections {
             if !self.requests.values().any(|r| r.key == *key) {
@@ -307,8 +308,8 @@ impl Client {
     fn fail_all(&mut self, key: &(String, u16), error: &Error) {
         let lost: Vec<u64> = self.requests.iter().filter(|(_, r)| r.key == *key).map(|(id, _)| *id).collect();
         for id in lost {
-            if let Some(r) = self.requests.remove(&id) {
-                self.answers.push_back(Answer { token: r.token, result: Err(error.clone()) });
+            if self.requests.remove(&id).is_some() {
+                self.answers.push_back(Answer { id, result: Err(error.clone()) });
             }
         }
     }
@@ -368,7 +369,7 @@ impl Client {
     }
 
     fn judge(&mut self, now: Instant, key: &(String, u16), bytes: &[u8]) {
-        let reply = wire::decode::<HandshakeReply>("handshake_reply", bytes, MAX_REPLY_BYTES);
+        let reply = HandshakeReply::from_bytes(bytes);
         let id = match &reply {
             Ok(HandshakeReply::Ranks { id, .. } | HandshakeReply::Pushed { id, .. } | HandshakeReply::Refused { id, .. }) => *id,
             Err(_) => 0,
@@ -395,10 +396,9 @@ impl Client {
             r.refusal = reply.ok();
             return;
         }
-        let token = r.token;
         let result = reply.map_err(|e| e.context(format!("what listens on {} answered", host_port(&key.0, key.1))));
         self.requests.remove(&id);
-        self.answers.push_back(Answer { token, result });
+        self.answers.push_back(Answer { id, result });
     }
 }
 

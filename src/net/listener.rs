@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{Address, MAX_REQUEST_BYTES, host_port};
+use crate::net::{Address, host_port};
+use crate::proto::wire::limits::MAX_REQUEST_BYTES;
 
 /// Frames of a request that are kept: the sender's identity, an optional empty delimiter, the request, and one more to
 /// tell that there were too many.

@@ -15,13 +15,6 @@ use std::net::Ipv6Addr;
 
 use crate::error::{Error, Result};
 
-/// Largest request that a listener takes, in bytes: a push carries one rank's metadata, which stays under 1 MiB for
-/// several thousand areas.
-pub const MAX_REQUEST_BYTES: usize = 16 << 20;
-
-/// Largest reply that a client takes, in bytes: all ranks of a large engine at once.
-pub const MAX_REPLY_BYTES: usize = 128 << 20;
-
 /// The ZMQ endpoint of a host and port, IPv6 addresses in brackets. `host` may come from another engine, so that it
 /// is checked before ZMQ, which gives some characters a meaning of its own, sees it.
 pub(crate) fn endpoint(host: &str, port: u16) -> Result<String> {
