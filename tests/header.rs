@@ -15,7 +15,19 @@ fn root() -> PathBuf {
 /// The header as it follows from the sources: first what all use, then one noun after the other.
 fn generated() -> String {
     let config = cbindgen::Config::from_file(root().join("include/cbindgen.toml")).unwrap();
-    let names = ["status", "version", "buffer", "log", "agent", "listener", "worker", "scheduler", "aggregator", "report", "stats"];
+    let names = [
+        "status",
+        "version",
+        "buffer",
+        "log",
+        "agent",
+        "listener",
+        "worker",
+        "scheduler",
+        "aggregator",
+        "report",
+        "stats",
+    ];
     let mut builder = cbindgen::Builder::new().with_config(config);
     for name in names {
         builder = builder.with_src(root().join(format!("src/ffi/{name}.rs")));
@@ -95,7 +107,8 @@ fn the_header_compiles_alone_as_cpp17() {
 
 /// The functions that the header declares.
 fn declared(header: &str) -> BTreeSet<String> {
-    let code: String = header.lines().filter(|line| !line.trim_start().starts_with(['*', '/'])).collect::<Vec<_>>().join("\n");
+    let code: String =
+        header.lines().filter(|line| !line.trim_start().starts_with(['*', '/'])).collect::<Vec<_>>().join("\n");
     let words = code.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == '('));
     words
         .filter_map(|word| word.split_once('(').map(|(name, _)| name))
@@ -106,7 +119,8 @@ fn declared(header: &str) -> BTreeSet<String> {
 
 #[test]
 fn the_library_exports_what_the_header_declares_and_nothing_else() {
-    let library = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join(profile()).join("deps/libkvferry.so");
+    let library =
+        PathBuf::from(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join(profile()).join("deps/libkvferry.so");
     let out = Command::new("nm").args(["-D", "--defined-only"]).arg(&library).output();
     let out = match out {
         Ok(out) => out,
@@ -117,7 +131,8 @@ fn the_library_exports_what_the_header_declares_and_nothing_else() {
     };
     assert!(out.status.success(), "nm {}: {}", library.display(), String::from_utf8_lossy(&out.stderr));
     let text = String::from_utf8(out.stdout).unwrap();
-    let exported: BTreeSet<String> = text.lines().filter_map(|line| line.split(' ').nth(2)).map(str::to_owned).collect();
+    let exported: BTreeSet<String> =
+        text.lines().filter_map(|line| line.split(' ').nth(2)).map(str::to_owned).collect();
     assert_eq!(exported, declared(&fs::read_to_string(root().join(HEADER)).unwrap()));
 }
 

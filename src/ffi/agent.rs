@@ -15,7 +15,7 @@ use super::lists::Offsets;
 use super::{decode, log};
 use crate::agent::{Agent, AgentConfig, AgentStats, Direction, Event, PeerId, RegionId, TransferId, Transport};
 use crate::agent::{decode_metadata, encode_metadata};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::mem::MemoryRange;
 use crate::proto::plan::{BlockPair, CopyPlan, Segment};
 use crate::proto::wire::MemoryKind;
@@ -386,7 +386,12 @@ pub unsafe extern "C" fn kvf_agent_send(agent: *mut kvf_agent, peer: u64, data: 
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_agent_poll(agent: *mut kvf_agent, out: *mut kvf_event, cap: usize, count: *mut usize) -> i32 {
+pub unsafe extern "C" fn kvf_agent_poll(
+    agent: *mut kvf_agent,
+    out: *mut kvf_event,
+    cap: usize,
+    count: *mut usize,
+) -> i32 {
     // SAFETY: the caller's promise for this call.
     boundary!(kvf_agent_poll, { unsafe { take_events(agent, None, out, cap, count) } })
 }
@@ -517,12 +522,15 @@ pub unsafe extern "C" fn kvf_agent_recv(agent: *mut kvf_agent, payload: u64, out
 pub unsafe extern "C" fn kvf_agent_stats(agent: *mut kvf_agent, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_agent_stats, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || encode_stats(&handle::get::<Host>(agent)?.agent.stats()?)) }
+        unsafe {
+            fill(out, || decode::encode("the agent's stats", &stats_map(&handle::get::<Host>(agent)?.agent.stats()?)))
+        }
     })
 }
 
-fn encode_stats(stats: &AgentStats) -> Result<Vec<u8>> {
-    let named = BTreeMap::from([
+/// An agent's figures by name.
+pub(super) fn stats_map(stats: &AgentStats) -> BTreeMap<&'static str, u64> {
+    BTreeMap::from([
         ("regions", stats.regions),
         ("region_bytes", stats.region_bytes),
         ("peers", stats.peers),
@@ -540,8 +548,7 @@ fn encode_stats(stats: &AgentStats) -> Result<Vec<u8>> {
         ("peers_lost", stats.peers_lost),
         ("sleeps", stats.sleeps),
         ("turns", stats.turns),
-    ]);
-    decode::encode("the agent's stats", &named)
+    ])
 }
 
 /// Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After
@@ -571,6 +578,7 @@ pub unsafe extern "C" fn kvf_agent_free(agent: *mut kvf_agent) -> i32 {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     fn config(pairs: &[(&str, &str)]) -> Result<AgentConfig> {
         let map: BTreeMap<_, _> = pairs.iter().copied().collect();

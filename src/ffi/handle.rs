@@ -61,7 +61,10 @@ fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
         return Err(Error::invalid(format!("the {} handle is NULL", T::NOUN)));
     }
     let Some(entry) = entry else {
-        return Err(Error::not_found(format!("{number:#x} is no live {} handle: freed already, or never made", T::NOUN)));
+        return Err(Error::not_found(format!(
+            "{number:#x} is no live {} handle: freed already, or never made",
+            T::NOUN
+        )));
     };
     let Ok(object) = Arc::clone(&entry.object).downcast::<T>() else {
         return Err(Error::invalid(format!("this handle is of the kind {}, expected {}", entry.noun, T::NOUN)));

@@ -41,7 +41,9 @@ impl<'a> Offsets<'a> {
         // SAFETY: this function's contract.
         let ids = unsafe { slice(ids, total, name)? };
         let bounds = self.0.windows(2).map(|pair| match pair {
-            [start, end] => (usize::try_from(*start).unwrap_or(usize::MAX), usize::try_from(*end).unwrap_or(usize::MAX)),
+            [start, end] => {
+                (usize::try_from(*start).unwrap_or(usize::MAX), usize::try_from(*end).unwrap_or(usize::MAX))
+            }
             _ => (0, 0),
         });
         bounds

@@ -9,11 +9,15 @@
 #[macro_use]
 mod boundary;
 pub mod agent;
+pub mod aggregator;
 pub mod buffer;
 mod decode;
 mod handle;
+pub mod listener;
 mod lists;
 pub mod log;
+pub mod report;
+pub mod stats;
 pub mod status;
 pub mod version;
 
