@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::request_log::RequestLog;
-use super::shared::{Command, Figures, Shared, lock};
+use super::shared::{Command, Figures, Shared};
 use crate::agent::{Direction, Event, Ferry, Passenger, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Answer, Ask, Client, ClientLimits, host_port};
@@ -95,6 +95,11 @@ impl Passenger for WorkerPassenger {
                     driver.local = Some(local);
                 }
                 (Command::Step(bytes), Some(driver)) => driver.step(ferry.now(), &bytes),
+                (Command::Figures(reply), Some(driver)) => {
+                    let figures = Figures { gauges: driver.machine.gauges(), totals: driver.totals.clone() };
+                    // The asker may have given up.
+                    let _ = reply.try_send(figures);
+                }
                 (Command::Begin(_), Some(_)) | (_, None) => {
                     log::error!("kvferry worker: a command came out of order and is ignored");
                 }
@@ -202,7 +207,6 @@ impl Driver {
         if let Some(log) = &mut self.log {
             log.flush();
         }
-        *lock(&self.shared.figures) = Figures { gauges: self.machine.gauges(), totals: self.totals.clone() };
     }
 
     fn answer(&mut self, now: Instant, answer: Answer) {

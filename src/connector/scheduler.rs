@@ -74,7 +74,8 @@ impl Scheduler {
     /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine (nothing is served then);
     /// those of [`Listener::bind`].
     pub fn serve(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<(String, u16)> {
-        let mut missing: BTreeSet<RankId> = self.config.shape()?.all().collect();
+        let (pp, tp) = (self.config.pp_size, self.config.tp_size);
+        let mut missing: BTreeSet<RankId> = (0..pp).flat_map(|pp| (0..tp).map(move |tp| RankId { pp, tp })).collect();
         for (rank, metadata) in ranks {
             let own = lock(&self.directory).offer(metadata)?;
             if own != rank {

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,8 @@ pub(super) enum Command {
     Local(Arc<RankMetadata>),
     /// A step's encoded work.
     Step(Vec<u8>),
+    /// Asks for figures.
+    Figures(SyncSender<Figures>),
 }
 
 /// Queues and flags. Every lock is held for a queue operation only.
@@ -31,11 +34,10 @@ pub(super) struct Shared {
     gone: AtomicBool,
     pub(super) malformed_steps: AtomicU64,
     pub(super) malformed_messages: AtomicU64,
-    pub(super) figures: Mutex<Figures>,
 }
 
-/// What the passenger publishes after each turn.
-#[derive(Debug, Clone, Default)]
+/// What the passenger counts.
+#[derive(Debug, Clone)]
 pub(super) struct Figures {
     pub(super) gauges: Gauges,
     pub(super) totals: Stats,
@@ -61,6 +63,8 @@ impl Shared {
 
     pub(super) fn set_gone(&self) {
         self.gone.store(true, Ordering::Release);
+        // Whoever waits for an answer learns that there is none.
+        lock(&self.commands).clear();
         // Taking the lock orders this before a waiter's next look.
         drop(lock(&self.report));
         self.arrived.notify_all();

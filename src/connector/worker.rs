@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -23,6 +24,9 @@ use crate::proto::worker::{Gauges, Worker as Machine, WorkerConfig as MachineCon
 /// Below this an encoded step is decoded by the caller to see whether it is empty, which costs less than waking the
 /// ferry thread for nothing. A step with any work is longer.
 const SMALL_STEP: usize = 160;
+
+/// How long a cold call waits for the ferry thread, which answers within milliseconds unless UCX or a driver hangs.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One rank of an engine, producer and consumer at once. `Send` and `Sync`; [`Worker::submit`] and [`Worker::poll`]
 /// never wait for the ferry thread, everything else may.
@@ -107,7 +111,7 @@ impl Worker {
     /// again with the same geometry is harmless.
     ///
     /// # Errors
-    /// Those of [`Geometry::validate`] against the registered regions; [`ErrorKind::AlreadyExists`] for another
+    /// Those of [`RankMetadata::validate`], which checks the geometry against the registered regions; [`ErrorKind::AlreadyExists`] for another
     /// geometry than before.
     pub fn set_geometry(&self, geometry: Geometry) -> Result<()> {
         let mut local = lock(&self.local);
@@ -121,7 +125,6 @@ impl Worker {
             ));
         }
         let agent = self.agent.metadata()?;
-        geometry.validate(&agent.regions).map_err(|e| e.context("set_geometry"))?;
         let metadata = Arc::new(RankMetadata {
             engine: self.config.engine_id.clone(),
             rank: self.config.rank(),
@@ -130,6 +133,7 @@ impl Worker {
             geometry,
             agent,
         });
+        metadata.validate().map_err(|e| e.context("this rank's metadata"))?;
         let encoded = metadata.to_bytes()?;
         self.shared.push(Command::Local(Arc::clone(&metadata)));
         self.agent.waker().wake();
@@ -198,7 +202,14 @@ impl Worker {
     /// [`ErrorKind::ShutDown`] after the end of the ferry thread.
     pub fn stats(&self) -> Result<WorkerStats> {
         let agent = self.agent.stats()?;
-        let figures = lock(&self.shared.figures).clone();
+        let (reply, answer) = sync_channel(1);
+        self.shared.push(Command::Figures(reply));
+        self.agent.waker().wake();
+        let gone = || Error::new(ErrorKind::ShutDown, "the worker is shut down");
+        if self.shared.is_gone() {
+            return Err(gone());
+        }
+        let figures = answer.recv_timeout(ANSWER_TIMEOUT).map_err(|_| gone())?;
         Ok(WorkerStats {
             totals: figures.totals,
             gauges: figures.gauges,

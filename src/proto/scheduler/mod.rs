@@ -78,6 +78,8 @@ pub struct Scheduler {
     address: Option<(String, u16)>,
     recvs: HashMap<RequestId, Recv>,
     sends: HashSet<RequestId>,
+    /// The last lease granted.
+    lease_id: u64,
     step: StepMetadata,
 }
 
@@ -90,6 +92,7 @@ impl Scheduler {
             address: None,
             recvs: HashMap::new(),
             sends: HashSet::new(),
+            lease_id: 0,
             step: StepMetadata::default(),
         })
     }
@@ -334,6 +337,7 @@ impl Scheduler {
                  metadata to the scheduler side (serve) before the first request"
             )));
         };
+        self.lease_id += 1;
         let params = TransferParams {
             do_remote_prefill: true,
             do_remote_decode: false,
@@ -345,12 +349,14 @@ impl Scheduler {
             remote_block_ids: Some(offered),
             remote_num_tokens: i64::try_from(computed_tokens).ok(),
             remote_lease_ms: i64::try_from(self.config.lease_ms).ok(),
+            remote_lease_id: i64::try_from(self.lease_id).ok(),
             tp_size: Some(i64::from(self.config.tp_size)),
             pp_size: Some(i64::from(self.config.pp_size)),
             dcp_size: Some(i64::from(self.config.dcp_size)),
             transfer_mode: Some("pull".into()),
         };
-        self.step.grants.push(Grant { request: request.clone(), lease_ms: self.config.lease_ms });
+        let (lease_ms, lease_id) = (self.config.lease_ms, self.lease_id);
+        self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id });
         self.sends.insert(request.clone());
         Ok(Finish { keep: true, params: Some(params) })
     }

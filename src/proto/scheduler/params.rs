@@ -80,6 +80,13 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
             }
         },
     };
+    let lease_id = match params.remote_lease_id {
+        None => 0,
+        Some(id) => match u64::try_from(id) {
+            Ok(id) if id > 0 => id,
+            _ => return Err(bad(request, format_args!("remote_lease_id: expected 1 or more, got {id}"))),
+        },
+    };
     if let Some(mode) = &params.transfer_mode
         && mode != "pull"
     {
@@ -107,6 +114,7 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
         host: host.clone(),
         port,
         lease_ms,
+        lease_id,
     })
 }
 

@@ -40,6 +40,9 @@ pub enum PeerMessage {
     Done {
         /// The request as the producer named it.
         request: RequestId,
+        /// The lease under which it was read; 0 when that is not known.
+        #[serde(default)]
+        lease_id: u64,
         /// Who read.
         reader: Reader,
         /// How many readers this producer rank will hear from in all (from the plan).
@@ -52,6 +55,9 @@ pub enum PeerMessage {
     Release {
         /// The request as the producer named it.
         request: RequestId,
+        /// The lease that is given back; 0 when that is not known.
+        #[serde(default)]
+        lease_id: u64,
         /// Who declines.
         reader: Reader,
         /// How many readers this producer rank will hear from in all.

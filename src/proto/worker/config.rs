@@ -43,7 +43,7 @@ pub struct WorkerConfig {
     /// How many such messages are kept at most; one more is answered at once. Default 4096.
     #[serde(default = "defaults::early_messages")]
     pub early_messages: usize,
-    /// How long a producer remembers an ended request, and a consumer one that it has given back. Default 120000.
+    /// How long a producer remembers an ended request, to answer what comes late. Default 120000.
     #[serde(default = "defaults::tombstone_ms")]
     pub tombstone_ms: u64,
     /// How many such requests are remembered at most; the oldest go first. Default 16384.
