@@ -8,6 +8,7 @@
 pub mod agent;
 pub mod connector;
 pub mod error;
+pub mod ffi;
 pub mod mem;
 pub mod net;
 pub mod proto;

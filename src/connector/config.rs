@@ -29,7 +29,10 @@ pub fn parse_config<T: DeserializeOwned>(what: &str, msgpack: &[u8]) -> Result<T
     serde_path_to_error::deserialize(&mut de).map_err(|e| {
         let path = e.path().to_string();
         let place = if path == "." { String::new() } else { format!(", key {path:?}") };
-        Error::invalid(format!("{what} configuration{place}: {}; expected a msgpack map, see its documentation", e.inner()))
+        Error::invalid(format!(
+            "{what} configuration{place}: {}; expected a msgpack map, see its documentation",
+            e.inner()
+        ))
     })
 }
 
