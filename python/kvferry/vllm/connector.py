@@ -112,10 +112,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake_metadata
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Submits the step's work. This call comes before the model runs, `start_load_kv` after it: a load submitted
-        here does not wait for a forward pass that it has nothing to do with. Blocks given to a load are not written
-        by a step in flight: vLLM defers freeing them where batches overlap (`defer_block_free`)."""
-        self._submit(kv_connector_metadata)
+        """Submits the step's work, where no block has to be zeroed. This call comes before the model runs,
+        `start_load_kv` after it: a load submitted here does not wait for a forward pass that it has nothing to do with.
+        Blocks given to a load are not written by a step in flight: vLLM defers freeing them where batches overlap
+        (`defer_block_free`). But zeroing of new blocks, which only recurrent state and mixed precisions need, comes
+        between the two calls."""
+        if not self._kv_cache_config.needs_kv_cache_zeroing:
+            self._submit(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Submits the step's work, if `handle_preemptions` has not."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec, SlidingWindowSpec, iter_layer_specs
@@ -39,7 +39,7 @@ class Region(NamedTuple):
 
     addr: int
     nbytes: int
-    kind: str
+    kind: Literal["host", "cuda"]
     device: int
 
 
@@ -206,7 +206,7 @@ def _areas(
 def _parts(
     name: str, spec: Any, kernel: str, head: int, token: int, tokens: int, content: int
 ) -> Iterable[tuple[str, int, int, int | None]]:
-    """Parts of a kernel block: name, first byte, heads, and the bytes per head where its tokens cannot be told apart."""
+    """Parts of a kernel block: name, first byte, heads, and bytes per head where tokens cannot be told apart."""
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         yield "latent", 0, spec.num_heads, None
     elif kernel.startswith("CPU_ATTN"):

@@ -96,9 +96,7 @@ class SchedulerSide:
             return 0, False
         if request.request_id not in self._refusals:
             try:
-                return self._scheduler.matched(
-                    request.request_id, params, request.num_prompt_tokens, computed_tokens
-                )
+                return self._scheduler.matched(request.request_id, params, request.num_prompt_tokens, computed_tokens)
             except kvferry.KvferryError as error:
                 self._refuse(request, error)
         # A load that cannot be: under the policy "fail" vLLM must see it fail, otherwise the prompt is computed here.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,8 @@ class KvferryStats(KVConnectorStats):
     `data` is plain numbers, lists and maps, because vLLM sends it between processes: a number for each of `COUNTERS`,
     a list for each of `SERIES`, and failed receives by cause under `recv_failures`.
     """
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.data = {**_empty(), **self.data}

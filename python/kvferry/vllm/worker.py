@@ -124,9 +124,7 @@ class WorkerSide:
             self._reports += (encoded,)
         return results
 
-    def _failed(
-        self, results: KVConnectorTransferResults, request: str, cause: str, message: str, blocks: Any
-    ) -> None:
+    def _failed(self, results: KVConnectorTransferResults, request: str, cause: str, message: str, blocks: Any) -> None:
         # A request that this engine ended itself is no news.
         log = logger.debug if cause in ("aborted", "shut_down") else logger.warning
         log("Receiving the KV cache of request %s failed (%s): %s", request, cause, message)
