@@ -44,6 +44,11 @@ class SchedulerSide:
         self._fails_load_errors: bool = transfer.kv_load_failure_policy == "fail"
         self._refusals: dict[str, str] = {}
         self._refused_loads: dict[str, RefusedLoad] = {}
+        # vLLM counts by itself which requests all ranks have finished; `kvferry.Scheduler` wants to know it too.
+        ranks = [
+            (pp, tp) for pp in range(parallel.pipeline_parallel_size) for tp in range(parallel.tensor_parallel_size)
+        ]
+        self._aggregator = kvferry.Aggregator(ranks)
         self._scheduler = kvferry.Scheduler(
             {
                 "engine_id": transfer.engine_id,
@@ -180,8 +185,11 @@ class SchedulerSide:
         if not isinstance(metadata, KvferryWorkerMetadata):
             raise TypeError(f"expected worker metadata of KvferryConnector, got {type(metadata).__name__}")
         for report in metadata.reports:
-            self._scheduler.report(report)
+            self._aggregator.add(report)
+        # The rank says nothing about what all ranks have in common.
+        self._scheduler.report({"rank": {"pp": 0, "tp": 0}, **self._aggregator.take()})
 
     def shutdown(self) -> None:
         """Stops the handshake listener. May be called again."""
         self._scheduler.shutdown()
+        self._aggregator.close()
