@@ -1,6 +1,8 @@
-"""A vLLM engine without a model, in a process of its own: vLLM's real scheduler, KV-cache manager, cache views and output
-aggregator, with both roles of the connector. In the model's place, `Engine._compute` writes bytes into the cache that
-follow from the engine, the layer, the head, the token and its position.
+"""A vLLM engine without a model, in a process of its own.
+
+The scheduler, the KV-cache manager, the cache views and the output aggregator are vLLM's, and both roles of the connector
+are there. In the model's place, `Engine._compute` writes bytes into the cache that follow from the engine, the layer, the
+head, the token and its position.
 """
 
 from __future__ import annotations
