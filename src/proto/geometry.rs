@@ -1,6 +1,30 @@
 //! Where a rank keeps which part of the KV cache: a strided address map.
 
+mod bounds;
+mod overlap;
+
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
+
+use super::wire::RegionMetadata;
+use crate::error::Result;
+
+pub(crate) use bounds::{Piece, fold, folded};
+
+/// Most KV-cache groups of a rank. vLLM's hybrid models have fewer than ten.
+pub const MAX_GROUPS: usize = 256;
+/// Most areas of a rank: about what fits into a rank metadata message of 4 MiB.
+pub const MAX_AREAS: usize = 16_384;
+/// Longest layer name in bytes.
+pub const MAX_LAYER_BYTES: usize = 256;
+/// Longest part name in bytes.
+pub const MAX_PART_BYTES: usize = 64;
+/// Most tokens per block, and most heads of a model.
+pub const MAX_AXIS: u32 = 1 << 20;
+/// Most contiguous runs per block of all of a rank's areas together. 160 layers of 16 heads by 64 tokens with nothing
+/// contiguous make 160 Ki.
+pub const MAX_RUNS: u64 = 1 << 20;
 
 /// What kind of cache a KV-cache group holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,6 +41,17 @@ pub enum GroupKind {
     Latent,
     /// A state without token positions (Mamba, SSM): one block per sequence.
     State,
+}
+
+impl fmt::Display for GroupKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            GroupKind::Full => f.write_str("full"),
+            GroupKind::SlidingWindow { window } => write!(f, "sliding window of {window} tokens"),
+            GroupKind::Latent => f.write_str("latent"),
+            GroupKind::State => f.write_str("state"),
+        }
+    }
 }
 
 /// One KV-cache group: layers that share one block table.
@@ -72,3 +107,62 @@ pub struct Geometry {
     /// The areas, in any order.
     pub areas: Vec<Area>,
 }
+
+impl Area {
+    /// Bytes from the region's base to the end of the last block, or none when that does not fit 64 bits.
+    pub fn end(&self) -> Option<u64> {
+        let blocks = self.block_stride.checked_mul(u64::from(self.num_blocks).checked_sub(1)?)?;
+        self.offset.checked_add(blocks)?.checked_add(self.extent()?)
+    }
+
+    /// Bytes from a block's first byte to after its last, gaps between heads and tokens included, or none when that
+    /// does not fit 64 bits.
+    pub fn extent(&self) -> Option<u64> {
+        let heads = self.head_stride.checked_mul(u64::from(self.heads).checked_sub(1)?)?;
+        let tokens = self.token_stride.checked_mul(u64::from(self.tokens).checked_sub(1)?)?;
+        heads.checked_add(tokens)?.checked_add(self.content)
+    }
+
+    /// Bytes of cache in one block, without gaps. Saturates.
+    pub fn block_bytes(&self) -> u64 {
+        u64::from(self.heads).saturating_mul(self.tokens.into()).saturating_mul(self.content)
+    }
+}
+
+impl fmt::Display for Area {
+    /// The layer and part, for messages.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "layer {:?} part {:?}", self.layer, self.part)
+    }
+}
+
+impl Geometry {
+    /// Checks that the map is one of `regions`: counts within this module's limits, no empty axis, every layer and part
+    /// once, all indices in range, every byte of every block inside its region, and no two places of one group's
+    /// cache on the same byte.
+    ///
+    /// Two groups may share memory, as vLLM's hybrid cache does with one tensor for layers of several groups, provided
+    /// that they share it block by block: block `b` of the one touches bytes of block `b` of the other only.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument),
+    /// [`ErrorKind::OutOfRange`](crate::ErrorKind::OutOfRange) for bytes outside a region,
+    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind::AlreadyExists) for places on the same byte,
+    /// [`ErrorKind::Exhausted`](crate::ErrorKind::Exhausted) for one over a limit.
+    pub fn validate(&self, regions: &[RegionMetadata]) -> Result<()> {
+        self.shared_groups(regions).map(|_| ())
+    }
+
+    /// As [`Geometry::validate`]; gives the pairs of groups (lower first, sorted) that share memory block by block.
+    pub(crate) fn shared_groups(&self, regions: &[RegionMetadata]) -> Result<Vec<(u32, u32)>> {
+        bounds::check(self, regions)?;
+        overlap::check(self)
+    }
+
+    /// Blocks that every area of `group` has: ids below this exist. None for a group without areas.
+    pub fn num_blocks(&self, group: u32) -> Option<u32> {
+        self.areas.iter().filter(|area| area.group == group).map(|area| area.num_blocks).min()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,8 +1,20 @@
 //! From two geometries and a request's block lists to copy operations.
+//!
+//! [`RankPlan`] is computed once per pair of ranks: the intersection of their address maps, cut into [`Segment`]s that
+//! repeat at every block. [`RankPlan::request`] adds a request's block lists, which gives a [`CopyPlan`].
+//! [`Expander`] turns that into operations while they are posted, merging neighbours.
+
+mod expand;
+mod rank;
+mod template;
 
 use std::sync::Arc;
 
+use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::Blocks;
+
+pub use expand::{Expander, Operation};
+pub use rank::{RankPlan, check_ranks, peers};
 
 /// A run of bytes that repeats at every block of one KV-cache group: block `i` of the lists copies `len` bytes between
 /// `local_offset + local_ids[i] * local_stride` and `remote_offset + remote_ids[i] * remote_stride` (offsets and
@@ -27,6 +39,13 @@ pub struct Segment {
     pub len: u64,
 }
 
+impl Segment {
+    /// Whether consecutive blocks are contiguous on both sides, so that operations merge across blocks.
+    pub fn is_dense(&self) -> bool {
+        self.len == self.local_stride && self.len == self.remote_stride
+    }
+}
+
 /// A pair of block lists of equal length.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockPair {
@@ -44,4 +63,87 @@ pub struct CopyPlan {
     pub segments: Arc<[Segment]>,
     /// The block lists, indexed by [`Segment::list`].
     pub lists: Vec<BlockPair>,
+}
+
+impl CopyPlan {
+    /// Bytes that the plan moves. Saturates, so that a plan that [`CopyPlan::check`] refuses has a figure too.
+    pub fn bytes(&self) -> u64 {
+        self.segments.iter().fold(0u64, |sum, s| sum.saturating_add(s.len.saturating_mul(self.pairs(s.list))))
+    }
+
+    /// Pairs of blocks in all lists, whether any segment uses them or not.
+    pub fn blocks(&self) -> u64 {
+        (0..self.lists.len()).fold(0u64, |sum, list| sum.saturating_add(self.pairs(list as u32)))
+    }
+
+    /// Whether the plan moves nothing.
+    pub fn is_empty(&self) -> bool {
+        self.bytes() == 0
+    }
+
+    /// The plan's operations, none longer than `max_op_bytes` (0 counts as 1), in an order of the plan's choosing.
+    pub fn expand(self, max_op_bytes: u64) -> Expander {
+        Expander::new(self, max_op_bytes)
+    }
+
+    /// Checks a plan from outside against the lengths in bytes of the regions on either side, in export order: every
+    /// segment names existing regions and lists, lists have equal lengths, and every byte of every block lies inside
+    /// its region. A plan of [`RankPlan::request`] has been checked already.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for unequal lists and unknown indices, [`ErrorKind::OutOfRange`] for a
+    /// block outside its region.
+    pub fn check(&self, local_lens: &[u64], remote_lens: &[u64]) -> Result<()> {
+        for (index, pair) in self.lists.iter().enumerate() {
+            if pair.local.len() != pair.remote.len() {
+                return Err(Error::invalid(format!(
+                    "block list {index} has {} local and {} remote ids; the two must pair up",
+                    pair.local.len(),
+                    pair.remote.len()
+                )));
+            }
+        }
+        let highest: Vec<Option<(u32, u32)>> = self
+            .lists
+            .iter()
+            .map(|pair| Some((*pair.local.ids().iter().max()?, *pair.remote.ids().iter().max()?)))
+            .collect();
+        for (index, s) in self.segments.iter().enumerate() {
+            let Some(highest) = highest.get(s.list as usize) else {
+                return Err(Error::invalid(format!(
+                    "segment {index} names block list {}, the plan has {}",
+                    s.list,
+                    self.lists.len()
+                )));
+            };
+            let sides = [
+                ("local", s.local_region, s.local_offset, s.local_stride, local_lens, highest.map(|h| h.0)),
+                ("remote", s.remote_region, s.remote_offset, s.remote_stride, remote_lens, highest.map(|h| h.1)),
+            ];
+            for (side, region, offset, stride, lens, highest) in sides {
+                let Some(&region_len) = lens.get(region as usize) else {
+                    return Err(Error::invalid(format!(
+                        "segment {index} names {side} region {region}, there are {}",
+                        lens.len()
+                    )));
+                };
+                let Some(id) = highest else { continue };
+                let end = stride.checked_mul(id.into()).and_then(|x| x.checked_add(offset)?.checked_add(s.len));
+                if end.is_none_or(|end| end > region_len) {
+                    return Err(Error::new(
+                        ErrorKind::OutOfRange,
+                        format!(
+                            "segment {index}: {side} block {id} ({} bytes at {offset} + {id} * {stride}) ends outside \
+                             region {region} of {region_len} bytes",
+                            s.len
+                        ),
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn pairs(&self, list: u32) -> u64 {
+        self.lists.get(list as usize).map_or(0, |pair| pair.local.len().min(pair.remote.len()) as u64)
+    }
 }

@@ -1,0 +1,135 @@
+//! How an agent is set up.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::error::{Error, Result};
+
+/// Which of UCX's transports to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Transport {
+    /// What UCX chooses: `UCX_TLS` of the settings or the environment, else the fastest that reaches the peer.
+    #[default]
+    Auto,
+    /// TCP only (and, where UCX has it, copies between host and CUDA memory).
+    Tcp,
+    /// Shared memory and CMA between processes of one host; messages over TCP.
+    Shm,
+}
+
+impl Transport {
+    /// The transport named `auto`, `tcp` or `shm`.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "auto" => Ok(Transport::Auto),
+            "tcp" => Ok(Transport::Tcp),
+            "shm" => Ok(Transport::Shm),
+            other => Err(Error::invalid(format!("the transport {other:?} is unknown; expected auto, tcp or shm"))),
+        }
+    }
+}
+
+/// How much may be in flight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// Operations, at least 1.
+    pub operations: u32,
+    /// Bytes. A single operation over it is posted when nothing else is in flight.
+    pub bytes: u64,
+}
+
+/// An agent's settings; [`AgentConfig::default`] suits most.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AgentConfig {
+    /// Name in logs and in what peers see; at most 256 bytes. Default: `agent`.
+    pub name: String,
+    /// Default: [`Transport::Auto`].
+    pub transport: Transport,
+    /// UCX settings, with or without the `UCX_` prefix; they win over the environment's.
+    pub ucx: BTreeMap<String, String>,
+    /// The libucp to open; by default one already loaded in the process, else the system's, else that of an installed
+    /// Python package `libucx`.
+    pub ucx_lib: Option<PathBuf>,
+    /// In flight to one peer. Default: 64 operations or 16 MiB. 16 MiB is what a 400 Gbit/s link moves in a third of
+    /// a millisecond, well over its round trip; 64 small operations hide the per-operation latency of TCP and RDMA.
+    pub peer_window: Window,
+    /// In flight to all peers. Default: 256 operations or 64 MiB.
+    pub total_window: Window,
+    /// Adjacent blocks are merged into operations of at most this many bytes. Default: 4 MiB, so that four are in
+    /// flight in a full window and a small transfer behind a large one waits for little.
+    pub max_operation_bytes: u64,
+    /// How long a peer may take to answer the hello. Default: 10 s.
+    pub connect_timeout: Duration,
+    /// How long a cancelled transfer's operations may take to end by themselves before the connection is closed by
+    /// force, which ends them. Default: 5 s.
+    pub cancel_grace: Duration,
+    /// How long `deregister` waits for the transfers that use the region. Default: 30 s.
+    pub deregister_timeout: Duration,
+    /// While transfers are in flight: how long the thread spins without progress before it sleeps. Default: 50 us,
+    /// about the time between two completions over TCP on one host; longer steals processor time from the engine.
+    pub spin: Duration,
+    /// Bytes of unsent messages per peer before `send` refuses. Default: 64 MiB.
+    pub send_queue_bytes: u64,
+}
+
+impl Default for AgentConfig {
+    fn default() -> Self {
+        AgentConfig {
+            name: "agent".to_owned(),
+            transport: Transport::Auto,
+            ucx: BTreeMap::new(),
+            ucx_lib: None,
+            peer_window: Window { operations: 64, bytes: 16 << 20 },
+            total_window: Window { operations: 256, bytes: 64 << 20 },
+            max_operation_bytes: 4 << 20,
+            connect_timeout: Duration::from_secs(10),
+            cancel_grace: Duration::from_secs(5),
+            deregister_timeout: Duration::from_secs(30),
+            spin: Duration::from_micros(50),
+            send_queue_bytes: 64 << 20,
+        }
+    }
+}
+
+impl AgentConfig {
+    /// Refuses settings that cannot work, by name.
+    pub fn validate(&self) -> Result<()> {
+        if self.name.is_empty() || self.name.len() > 256 {
+            return Err(Error::invalid(format!(
+                "an agent's name must have 1 to 256 bytes, this one has {}",
+                self.name.len()
+            )));
+        }
+        for (what, window) in [("peer_window", self.peer_window), ("total_window", self.total_window)] {
+            if window.operations == 0 || window.bytes == 0 {
+                return Err(Error::invalid(format!(
+                    "{what} is {} operations, {} bytes; expected at least 1 of each",
+                    window.operations, window.bytes
+                )));
+            }
+        }
+        if self.max_operation_bytes == 0 {
+            return Err(Error::invalid("max_operation_bytes is 0; expected at least 1"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_valid_and_nonsense_is_named() {
+        AgentConfig::default().validate().unwrap();
+        let long = AgentConfig { name: "x".repeat(257), ..AgentConfig::default() };
+        assert!(long.validate().unwrap_err().message().contains("257"));
+        let none = AgentConfig { peer_window: Window { operations: 0, bytes: 1 }, ..AgentConfig::default() };
+        assert!(none.validate().unwrap_err().message().contains("peer_window"));
+        let zero = AgentConfig { max_operation_bytes: 0, ..AgentConfig::default() };
+        assert!(zero.validate().unwrap_err().message().contains("max_operation_bytes"));
+        assert!(Transport::parse("rdma").unwrap_err().message().contains("rdma"));
+    }
+}

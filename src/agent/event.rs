@@ -1,0 +1,65 @@
+//! What an agent tells its owner.
+
+use std::time::Instant;
+
+use super::ids::{PeerId, TransferId};
+use crate::error::{Error, Result};
+use crate::proto::ids::Incarnation;
+
+/// Which way a transfer moves bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// From the peer's regions into local ones (UCX GET).
+    Read,
+    /// From local regions into the peer's (UCX PUT).
+    Write,
+}
+
+/// Something that happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// A transfer is over. Each transfer gets exactly one of these, after the last of its operations has ended: from
+    /// then on nothing of it reads or writes memory.
+    TransferDone {
+        /// The transfer.
+        id: TransferId,
+        /// Its peer.
+        peer: PeerId,
+        /// Whether every byte was moved. After an error the destination's contents are undefined.
+        result: Result<()>,
+        /// Bytes whose operations succeeded.
+        bytes: u64,
+        /// UCX operations posted.
+        operations: u64,
+        /// When the first operation was posted; equal to `finished_at` when none was.
+        posted_at: Instant,
+        /// When the last operation ended.
+        finished_at: Instant,
+    },
+    /// A message arrived. Messages of one peer arrive in the order in which they were sent.
+    Message {
+        /// Who sent it.
+        peer: PeerId,
+        /// Its bytes.
+        data: Vec<u8>,
+    },
+    /// The peer said hello: it is alive and is the incarnation that was expected. Comes once per [`PeerId`], on the
+    /// side that connected and on the side that was connected to.
+    PeerConnected {
+        /// The peer; for a side that was connected to, a new id.
+        peer: PeerId,
+        /// Its name.
+        name: String,
+        /// Its incarnation.
+        incarnation: Incarnation,
+    },
+    /// The peer is gone, its id is no longer valid, and its transfers end with errors (their own
+    /// [`Event::TransferDone`]s may still follow). Connecting again gives a new id. Comes once per [`PeerId`],
+    /// except for one that was disconnected by its own side.
+    PeerLost {
+        /// The peer.
+        peer: PeerId,
+        /// Why.
+        error: Error,
+    },
+}

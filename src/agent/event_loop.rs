@@ -1,0 +1,283 @@
+//! The ferry thread: wait, progress, serve, post, let the passenger have its turn, and again.
+//!
+//! Waiting follows UCX's protocol for its event fd: progress until there is nothing left, arm, and only if arming
+//! found no news sleep on the fd. Three states decide how long:
+//!
+//! - operations of transfers in flight: spin for [`AgentConfig::spin`] after the last progress, then sleep in steps of
+//!   a millisecond, because some transports (CUDA IPC) do not wake the fd;
+//! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
+//! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
+
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::mpsc::SyncSender;
+use std::time::{Duration, Instant};
+
+use super::config::AgentConfig;
+use super::ferry::{Engine, Ferry};
+use super::handle::{MakePassenger, Started};
+use super::operations::InFlight;
+use super::passenger::Passenger;
+use super::shared::{Command, Shared};
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::ucx_error;
+use crate::proto::ids::Incarnation;
+use crate::ucx::{Armed, Posted};
+
+/// How long UCX may be driven before messages, commands and timers are looked at. With CMA, one progress call copies
+/// up to about 4 MiB.
+const PROGRESS_TIME: Duration = Duration::from_millis(1);
+/// Commands served per turn.
+const COMMANDS_PER_TURN: usize = 256;
+/// The longest sleep while UCX has anything to do.
+const BUSY_SLEEP: Duration = Duration::from_millis(1);
+/// How often sockets are looked at while the loop does not sleep.
+const LOOK_INTERVAL: Duration = Duration::from_micros(500);
+/// What the last messages of a shutdown get to leave.
+const FAREWELL: Duration = Duration::from_secs(1);
+/// What UCX gets to end the last operations when a shutdown's time is already up.
+const LAST_CHANCE: Duration = Duration::from_millis(100);
+/// The step in which UCX is armed again after an error of arming, which no UCX is known to return.
+const ARM_RETRY: Duration = Duration::from_millis(1);
+
+/// Runs an agent: the ferry thread's function. Returns when the agent was shut down.
+pub(super) fn run(
+    config: AgentConfig,
+    incarnation: Incarnation,
+    shared: &Arc<Shared>,
+    make: Option<MakePassenger>,
+    up: &SyncSender<Started>,
+) -> Result<()> {
+    let engine = Engine::new(config, incarnation, shared)?;
+    let started =
+        Started { name: engine.config.name.clone(), incarnation, ucx: engine.context.library().info().to_string() };
+    let passenger = make.map(|make| make(shared.waker.clone()));
+    let now = Instant::now();
+    let ferry =
+        Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now, farewell: None };
+    // The starter waits for it.
+    let _ = up.send(started);
+    ferry.run()
+}
+
+struct Loop {
+    engine: Engine,
+    passenger: Option<Box<dyn Passenger>>,
+    shared: Arc<Shared>,
+    /// When anything happened last.
+    progressed_at: Instant,
+    /// When the sockets were looked at last.
+    looked_at: Instant,
+    /// Set when the farewell flushes were posted: when they must be over.
+    farewell: Option<Instant>,
+}
+
+impl Loop {
+    fn run(mut self) -> Result<()> {
+        // The passenger's first turn needs no reason.
+        let mut woken = true;
+        let mut wish: Option<Instant> = None;
+        loop {
+            self.engine.stats.turns += 1;
+            let mut any = self.progress();
+            let now = Instant::now();
+            any |= self.serve_commands(now);
+            self.engine.check_hello_deadlines(now);
+            self.engine.check_graces(now);
+            any |= self.engine.post_transfers();
+            if self.passenger.is_some() {
+                if any || woken || !self.engine.events.is_empty() || wish.is_some_and(|at| at <= now) {
+                    wish = self.passenger_turn();
+                    // What it started is posted before the loop sleeps.
+                    any |= self.engine.post_transfers() || !self.engine.events.is_empty();
+                }
+            } else {
+                self.shared.publish(&mut self.engine.events);
+            }
+            if let Some(deadline) = self.engine.closing {
+                if self.may_end(now) {
+                    return self.finish(true);
+                }
+                if now >= deadline {
+                    return self.finish(false);
+                }
+            }
+            if any {
+                self.progressed_at = now;
+            }
+            woken = self.wait(any, wish);
+        }
+    }
+
+    /// Drives UCX until it is idle or has had its time, and takes what came of it.
+    fn progress(&mut self) -> bool {
+        let begin = Instant::now();
+        let mut any = false;
+        while self.engine.worker.progress() {
+            any = true;
+            if begin.elapsed() >= PROGRESS_TIME {
+                break;
+            }
+        }
+        let now = Instant::now();
+        // Failures first, so that the operations that they end are the lost peer's.
+        self.engine.reap_failed_endpoints(now);
+        self.engine.reap_completions(now);
+        self.engine.receive_messages(now);
+        any
+    }
+
+    fn serve_commands(&mut self, now: Instant) -> bool {
+        if !self.shared.waker.is_pending() {
+            return false;
+        }
+        self.shared.waker.drain();
+        for _ in 0..COMMANDS_PER_TURN {
+            match self.shared.next_command() {
+                Some(Command::ShutDown { deadline }) => self.begin_shutdown(deadline, now),
+                Some(command) => self.engine.serve(command, now),
+                None => return true,
+            }
+        }
+        // There may be more.
+        self.shared.waker.wake();
+        true
+    }
+
+    fn passenger_turn(&mut self) -> Option<Instant> {
+        let mut ferry = Ferry::new(&mut self.engine, Instant::now());
+        self.passenger.as_mut().and_then(|passenger| passenger.turn(&mut ferry))
+    }
+
+    /// Sleeps as long as the state allows. Returns whether the passenger should have a turn.
+    fn wait(&mut self, any: bool, wish: Option<Instant>) -> bool {
+        let now = Instant::now();
+        let moving = self.engine.transfers.in_flight().0 > 0;
+        let hurry = any || (moving && now.duration_since(self.progressed_at) < self.engine.config.spin);
+        if hurry {
+            if self.passenger.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
+                return self.shared.waker.is_pending();
+            }
+            return self.sleep(Some(now), now);
+        }
+        let limit = match self.engine.worker.arm() {
+            Ok(Armed::Busy) => return false,
+            Ok(Armed::Yes) => None,
+            Err(e) => {
+                log::error!("agent {}: {}", self.engine.config.name, ucx_error(e));
+                now.checked_add(ARM_RETRY)
+            }
+        };
+        let busy = (self.engine.worker.in_flight() > 0 || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
+        let timers = [limit, busy, wish, self.engine.peers.deadline(), self.engine.transfers.deadline()];
+        self.engine.stats.sleeps += 1;
+        self.sleep(timers.into_iter().flatten().min(), now)
+    }
+
+    /// Waits for the file descriptors and sockets until `until`; `None` is for ever.
+    fn sleep(&mut self, until: Option<Instant>, now: Instant) -> bool {
+        let timeout = match until {
+            None => -1,
+            // Rounded up: a timer that is looked at too early would be looked at again and again.
+            Some(until) => i64::try_from(until.saturating_duration_since(now).as_nanos().div_ceil(1_000_000))
+                .unwrap_or(i64::MAX)
+                .min(3_600_000),
+        };
+        let mut items = vec![
+            zmq::PollItem::from_fd(self.engine.worker.event_fd().as_raw_fd(), zmq::POLLIN),
+            zmq::PollItem::from_fd(self.shared.waker.fd(), zmq::POLLIN),
+        ];
+        if let Some(passenger) = &self.passenger {
+            passenger.poll_items(&mut items);
+        }
+        let polled = zmq::poll(&mut items, timeout);
+        self.looked_at = Instant::now();
+        if let Err(error) = polled {
+            // A signal is no matter. Anything else (a socket that was closed under us) must not become a busy loop.
+            if error != zmq::Error::EINTR {
+                log::error!("agent {}: waiting for events: {error}", self.engine.config.name);
+                std::thread::sleep(BUSY_SLEEP);
+            }
+            return true;
+        }
+        // All but UCX's own descriptor, whose news become events.
+        items.iter().skip(1).any(|item| item.get_revents() != zmq::PollEvents::empty())
+    }
+
+    fn begin_shutdown(&mut self, deadline: Instant, now: Instant) {
+        if self.engine.closing.is_some() {
+            return;
+        }
+        if let Some(passenger) = &mut self.passenger {
+            passenger.shut_down(&mut Ferry::new(&mut self.engine, now));
+        }
+        self.engine.closing = Some(deadline);
+        // Half of the time for operations to end by themselves, the other half for what force takes.
+        let half = deadline.saturating_duration_since(now) / 2;
+        self.engine.config.cancel_grace = self.engine.config.cancel_grace.min(half);
+        for id in self.engine.transfers.ids() {
+            self.engine.stop(id, Error::new(ErrorKind::ShutDown, "the agent was shut down"), now);
+        }
+    }
+
+    /// Whether nothing is left to wait for.
+    fn may_end(&mut self, now: Instant) -> bool {
+        let idle = self.engine.transfers.len() == 0
+            && self.engine.events.is_empty()
+            && self.passenger.as_ref().is_none_or(|passenger| passenger.finished());
+        if !idle {
+            return false;
+        }
+        let Some(farewell) = self.farewell else {
+            self.farewell = now.checked_add(FAREWELL);
+            self.say_farewell();
+            return false;
+        };
+        self.engine.operations.len() == 0 || now >= farewell
+    }
+
+    /// Lets the last messages leave before the connections are closed by force.
+    fn say_farewell(&mut self) {
+        for id in self.engine.peers.ids() {
+            let Ok(peer) = self.engine.peers.get(id) else { continue };
+            if peer.is_ready() {
+                let token = self.engine.operations.insert(InFlight::Farewell);
+                if !matches!(peer.endpoint.flush(token), Ok(Posted::Pending)) {
+                    self.engine.operations.remove(token);
+                }
+            }
+        }
+    }
+
+    /// Frees everything, or, if UCX does not let go, leaves it alive for ever. `in_time`: no transfer is left.
+    fn finish(mut self, in_time: bool) -> Result<()> {
+        let now = Instant::now();
+        if !in_time {
+            self.engine.abandon_transfers(now);
+        }
+        if self.passenger.is_some() {
+            self.passenger_turn();
+        }
+        self.passenger = None;
+        self.shared.publish(&mut self.engine.events);
+        let limit = self.engine.closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(now)).max(LAST_CHANCE);
+        let Engine { peers, worker, registry, context, config, .. } = self.engine;
+        drop(peers);
+        match worker.close(limit) {
+            Ok(()) if in_time => Ok(()),
+            Ok(()) => Err(Error::new(
+                ErrorKind::Timeout,
+                format!("agent {}: transfers were still in flight when the shutdown's time was up", config.name),
+            )),
+            Err(error) => {
+                // UCX may still touch registered memory.
+                std::mem::forget(registry);
+                std::mem::forget(context);
+                Err(Error::new(
+                    ErrorKind::Timeout,
+                    format!("agent {}: {error}; registered memory must stay alive", config.name),
+                ))
+            }
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! The ferry thread's state, and the verbs that a passenger uses.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::config::AgentConfig;
+use super::event::{Direction, Event};
+use super::handle::check_message;
+use super::hello::AM_ID;
+use super::ids::{PeerId, RegionId, TransferId};
+use super::operations::Operations;
+use super::peers::Peers;
+use super::registry::Registry;
+use super::setup;
+use super::shared::{Command, Shared};
+use super::stats::AgentStats;
+use super::transfers::Transfers;
+use super::waker::Waker;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::{MemoryRange, ucx_error};
+use crate::proto::ids::Incarnation;
+use crate::proto::plan::CopyPlan;
+use crate::proto::wire::AgentMetadata;
+use crate::ucx::{Context, Worker, WorkerOptions};
+
+/// The longest message between agents, in bytes. Far above what the connector sends (block lists do not travel as
+/// messages), low enough that one message holds up the loop for a few milliseconds at most.
+pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// Everything that the ferry thread owns. Fields are dropped in the order in which they stand: what uses UCX's
+/// objects before those.
+pub(super) struct Engine {
+    pub(super) config: AgentConfig,
+    pub(super) shared: Arc<Shared>,
+    pub(super) incarnation: Incarnation,
+    /// This worker's address in its envelope.
+    pub(super) address: Vec<u8>,
+    pub(super) events: VecDeque<Event>,
+    pub(super) stats: AgentStats,
+    /// Set when the agent shuts down: when it must be over.
+    pub(super) closing: Option<Instant>,
+    pub(super) transfers: Transfers,
+    pub(super) operations: Operations,
+    pub(super) peers: Peers,
+    pub(super) worker: Worker,
+    pub(super) registry: Registry,
+    pub(super) context: Arc<Context>,
+}
+
+impl Engine {
+    pub(super) fn new(config: AgentConfig, incarnation: Incarnation, shared: &Arc<Shared>) -> Result<Engine> {
+        let context = setup::context(&config)?;
+        let options = WorkerOptions { name: config.name.clone(), max_message: MAX_MESSAGE_BYTES };
+        let worker = Worker::with_options(&context, &options).map_err(ucx_error)?;
+        worker.accept_messages(AM_ID).map_err(ucx_error)?;
+        let address = worker.address().map_err(ucx_error)?;
+        Ok(Engine {
+            registry: Registry::new(shared.ids.salt()),
+            config,
+            shared: Arc::clone(shared),
+            incarnation,
+            address,
+            events: VecDeque::new(),
+            stats: AgentStats::default(),
+            closing: None,
+            transfers: Transfers::default(),
+            operations: Operations::default(),
+            peers: Peers::default(),
+            worker,
+            context,
+        })
+    }
+
+    pub(super) fn check_open(&self) -> Result<()> {
+        match self.closing {
+            None => Ok(()),
+            Some(_) => Err(Error::new(ErrorKind::ShutDown, "the agent is shutting down")),
+        }
+    }
+
+    pub(super) fn metadata(&self) -> AgentMetadata {
+        AgentMetadata {
+            name: self.config.name.clone(),
+            incarnation: self.incarnation,
+            ucx_version: self.context.library().info().version.clone(),
+            address: self.address.clone(),
+            regions: self.registry.metadata(),
+        }
+    }
+
+    pub(super) fn register(&mut self, range: MemoryRange) -> Result<RegionId> {
+        self.check_open()?;
+        self.registry.register(&self.context, range)
+    }
+
+    pub(super) fn stats(&self) -> AgentStats {
+        let (regions, region_bytes) = self.registry.totals();
+        let (operations_in_flight, bytes_in_flight) = self.transfers.in_flight();
+        AgentStats {
+            regions,
+            region_bytes,
+            peers: self.peers.len() as u64,
+            transfers: self.transfers.len() as u64,
+            operations_in_flight,
+            bytes_in_flight,
+            messages_dropped: self.stats.messages_dropped + self.worker.dropped_messages(),
+            ..self.stats
+        }
+    }
+
+    /// Serves one command of the handle's.
+    pub(super) fn serve(&mut self, command: Command, now: Instant) {
+        // A caller that gave up waiting is no matter of ours: answers may find nobody.
+        match command {
+            Command::Register { range, reply } => {
+                let _ = reply.send(self.register(range));
+            }
+            Command::Deregister { region, reply } => {
+                if let Some(index) = self.registry.close(region, reply) {
+                    self.cancel_users(index, now);
+                    self.registry.unmap_if_unused(index);
+                }
+            }
+            Command::Metadata { reply } => {
+                let _ = reply.send(Ok(self.metadata()));
+            }
+            Command::Connect { metadata, reply } => {
+                let _ = reply.send(self.connect(&metadata, now));
+            }
+            Command::Disconnect { peer } => {
+                // It may have been lost since the handle looked.
+                let _ = self.disconnect(peer, now);
+            }
+            Command::Transfer { id, peer, direction, plan } => {
+                if let Err(error) = self.start_transfer(id, peer, direction, plan, now) {
+                    self.refuse_transfer(id, peer, error, now);
+                }
+            }
+            Command::Cancel { id } => {
+                // It may have ended since the handle looked.
+                let _ = self.cancel(id, now);
+            }
+            Command::Send { peer, data } => {
+                if let Err(error) = self.send(peer, data, now) {
+                    log::debug!("agent {}: a message was not sent: {error}", self.config.name);
+                }
+            }
+            Command::Stats { reply } => {
+                let _ = reply.send(self.stats());
+            }
+            // The loop's own.
+            Command::ShutDown { .. } => {}
+        }
+    }
+}
+
+/// What a [`Passenger`](super::Passenger) does with the agent: the handle's verbs, at once and without queues. On the
+/// ferry thread only.
+pub struct Ferry<'a> {
+    engine: &'a mut Engine,
+    now: Instant,
+}
+
+impl<'a> Ferry<'a> {
+    pub(super) fn new(engine: &'a mut Engine, now: Instant) -> Self {
+        Ferry { engine, now }
+    }
+
+    /// When this turn began.
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
+    /// The agent's name.
+    pub fn name(&self) -> &str {
+        &self.engine.config.name
+    }
+
+    /// This life of the agent.
+    pub fn incarnation(&self) -> Incarnation {
+        self.engine.incarnation
+    }
+
+    /// A handle to wake this loop with, from any thread.
+    pub fn waker(&self) -> Waker {
+        self.engine.shared.waker.clone()
+    }
+
+    /// What a peer needs to connect and to reach the regions registered so far.
+    pub fn metadata(&self) -> AgentMetadata {
+        self.engine.metadata()
+    }
+
+    /// As [`Agent::register`](super::Agent::register).
+    pub fn register(&mut self, range: MemoryRange) -> Result<RegionId> {
+        self.engine.register(range)
+    }
+
+    /// As [`Agent::connect`](super::Agent::connect). A peer that exists already, whichever side made the connection,
+    /// is found and returned.
+    pub fn connect(&mut self, metadata: &AgentMetadata) -> Result<PeerId> {
+        self.engine.connect(metadata, self.now)
+    }
+
+    /// As [`Agent::disconnect`](super::Agent::disconnect).
+    pub fn disconnect(&mut self, peer: PeerId) -> Result<()> {
+        self.engine.disconnect(peer, self.now)
+    }
+
+    /// Starts a transfer. What is wrong with the plan is an error here; then there is no event.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for a stale peer, a region that is not registered (any more) or not exported by the
+    /// peer; [`ErrorKind::OutOfRange`] and [`ErrorKind::InvalidArgument`] as
+    /// [`CopyPlan::check`](crate::proto::plan::CopyPlan::check).
+    pub fn transfer(&mut self, peer: PeerId, direction: Direction, plan: CopyPlan) -> Result<TransferId> {
+        let id = self.engine.shared.ids.transfer()?;
+        self.engine.shared.live().transfers.insert(id);
+        let started = self.engine.start_transfer(id, peer, direction, plan, self.now);
+        if started.is_err() {
+            self.engine.shared.live().transfers.remove(&id);
+        }
+        started.map(|()| id)
+    }
+
+    /// As [`Agent::cancel`](super::Agent::cancel).
+    pub fn cancel(&mut self, id: TransferId) -> Result<()> {
+        self.engine.cancel(id, self.now)
+    }
+
+    /// As [`Agent::send`](super::Agent::send).
+    pub fn send(&mut self, peer: PeerId, data: Vec<u8>) -> Result<()> {
+        check_message(&data)?;
+        self.engine.reserve_message(peer, data.len())?;
+        self.engine.send(peer, data, self.now)
+    }
+
+    /// The oldest event not yet taken.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.engine.events.pop_front()
+    }
+
+    /// Counters now.
+    pub fn stats(&self) -> AgentStats {
+        self.engine.stats()
+    }
+
+    /// Whether the agent is shutting down: then nothing new can be registered, connected to, or transferred;
+    /// messages can still be sent.
+    pub fn is_shutting_down(&self) -> bool {
+        self.engine.closing.is_some()
+    }
+}

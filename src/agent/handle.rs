@@ -1,0 +1,370 @@
+//! The handle: what other threads hold of an agent.
+
+use std::fmt;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::config::AgentConfig;
+use super::event::{Direction, Event};
+use super::event_loop;
+use super::ferry::MAX_MESSAGE_BYTES;
+use super::ids::{PeerId, RegionId, TransferId};
+use super::messages::reserve;
+use super::passenger::Passenger;
+use super::shared::{Command, Reply, Shared};
+use super::stats::AgentStats;
+use super::waker::Waker;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::MemoryRange;
+use crate::proto::ids::Incarnation;
+use crate::proto::plan::CopyPlan;
+use crate::proto::wire::AgentMetadata;
+
+/// Makes the passenger, on the ferry thread.
+pub type MakePassenger = Box<dyn FnOnce(Waker) -> Box<dyn Passenger> + Send>;
+
+/// How long a cold call waits for the ferry thread, which answers within milliseconds unless UCX or a driver hangs.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long dropping the last handle of a running agent may take.
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
+/// What the thread gets beyond its own deadline to say that it ended.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// A transfer engine: registered regions, peers, transfers and messages, served by one thread of its own (the ferry
+/// thread), which owns everything of UCX.
+///
+/// A handle: cheap to clone, usable from any thread. When the last one is dropped, the agent is shut down as by
+/// [`Agent::shutdown`] with 10 seconds.
+#[derive(Clone)]
+pub struct Agent(Arc<Inner>);
+
+struct Inner {
+    shared: Arc<Shared>,
+    started: Started,
+    deregister_timeout: Duration,
+    send_queue_bytes: u64,
+    thread: Mutex<Option<Thread>>,
+}
+
+struct Thread {
+    join: JoinHandle<()>,
+    /// Gets the outcome when the thread has freed (or given up) everything.
+    ended: std::sync::mpsc::Receiver<Result<()>>,
+}
+
+/// What the ferry thread reports when it is up.
+#[derive(Debug, Clone)]
+pub(super) struct Started {
+    pub(super) name: String,
+    pub(super) incarnation: Incarnation,
+    pub(super) ucx: String,
+}
+
+fn shut_down() -> Error {
+    Error::new(ErrorKind::ShutDown, "the agent is shut down")
+}
+
+impl Agent {
+    /// Starts an agent: opens UCX, makes its context and worker, starts the ferry thread.
+    ///
+    /// # Errors
+    /// [`ErrorKind::UcxMissing`] without a usable UCX, [`ErrorKind::InvalidArgument`] for settings that cannot work,
+    /// [`ErrorKind::Ucx`] where UCX refuses.
+    pub fn start(config: AgentConfig) -> Result<Agent> {
+        Self::launch(config, None)
+    }
+
+    /// Starts an agent with a passenger, which `make` makes on the ferry thread; it is given a [`Waker`] of the loop.
+    pub fn start_with(config: AgentConfig, make: MakePassenger) -> Result<Agent> {
+        Self::launch(config, Some(make))
+    }
+
+    fn launch(config: AgentConfig, make: Option<MakePassenger>) -> Result<Agent> {
+        config.validate()?;
+        let incarnation = draw_incarnation()?;
+        let shared = Arc::new(Shared::new(incarnation.0)?);
+        let (deregister_timeout, send_queue_bytes) = (config.deregister_timeout, config.send_queue_bytes);
+        let (up, is_up) = sync_channel(1);
+        let (end, ended) = sync_channel(1);
+        let for_thread = Arc::clone(&shared);
+        let join = std::thread::Builder::new()
+            .name("kvf-ferry".to_owned())
+            .spawn(move || {
+                let outcome = event_loop::run(config, incarnation, &for_thread, make, &up);
+                for_thread.end();
+                for_thread.drop_commands();
+                // Nobody may be listening any more.
+                let _ = end.send(outcome);
+            })
+            .map_err(|e| Error::new(ErrorKind::Io, format!("starting the ferry thread: {e}")))?;
+        let started: Started = match is_up.recv() {
+            Ok(started) => started,
+            Err(_) => {
+                // The thread ended before it was up; its outcome says why.
+                let outcome = ended.recv().unwrap_or_else(|_| Ok(()));
+                let _ = join.join();
+                return Err(match outcome {
+                    Err(error) => error,
+                    Ok(()) => Error::new(ErrorKind::Internal, "the ferry thread ended while it started"),
+                });
+            }
+        };
+        Ok(Agent(Arc::new(Inner {
+            shared,
+            started,
+            deregister_timeout,
+            send_queue_bytes,
+            thread: Mutex::new(Some(Thread { join, ended })),
+        })))
+    }
+
+    /// The configured name.
+    pub fn name(&self) -> &str {
+        &self.0.started.name
+    }
+
+    /// This life of the agent, drawn at random.
+    pub fn incarnation(&self) -> Incarnation {
+        self.0.started.incarnation
+    }
+
+    /// Which UCX is in use: version, path, origin.
+    pub fn ucx(&self) -> &str {
+        &self.0.started.ucx
+    }
+
+    /// A handle to wake the ferry thread with.
+    pub fn waker(&self) -> Waker {
+        self.0.shared.waker.clone()
+    }
+
+    /// Registers a range, so that transfers can name it and peers can read and write it. Waits for the ferry thread
+    /// and the registration itself (pinning gigabytes takes a while). The promise to keep the memory alive was made
+    /// with [`MemoryRange::new`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::AlreadyExists`] when it overlaps a registered range; those of [`crate::mem::check`];
+    /// [`ErrorKind::Unsupported`] when UCX cannot move this kind of memory; [`ErrorKind::Exhausted`] after 65,536
+    /// registrations.
+    pub fn register(&self, range: MemoryRange) -> Result<RegionId> {
+        self.ask(None, |reply| Command::Register { range, reply })?
+    }
+
+    /// Ends a registration: refuses new transfers with the region at once, cancels those that use it, waits for their
+    /// end, then unmaps. Only after `Ok` may the memory be freed.
+    ///
+    /// Peers that still read or write the region get errors or, over shared memory, may go on until they notice: tell
+    /// them first.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for an id that names no region; [`ErrorKind::Timeout`] when the transfers did not end in
+    /// the configured time: the region stays unusable, is unmapped when they end, and the memory must stay alive;
+    /// calling again waits again.
+    pub fn deregister(&self, region: RegionId) -> Result<()> {
+        let timeout = self.0.deregister_timeout;
+        match self.ask(Some(timeout), |reply| Command::Deregister { region, reply }) {
+            Err(e) if e.kind() == ErrorKind::Timeout => Err(Error::new(
+                ErrorKind::Timeout,
+                format!("{region} is still used by transfers after {timeout:?}; keep its memory alive and try again"),
+            )),
+            other => other?,
+        }
+    }
+
+    /// What a peer needs to connect and to reach the regions registered so far.
+    pub fn metadata(&self) -> Result<AgentMetadata> {
+        self.ask(None, |reply| Command::Metadata { reply })?
+    }
+
+    /// Connects to the agent that `metadata` describes, or finds the connection that exists. Returns before the peer
+    /// has answered: transfers and messages may be given at once, [`Event::PeerConnected`] or [`Event::PeerLost`]
+    /// follows.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`] or [`ErrorKind::VersionMismatch`] for damaged or foreign metadata,
+    /// [`ErrorKind::Unreachable`] when no transport is shared.
+    pub fn connect(&self, metadata: &AgentMetadata) -> Result<PeerId> {
+        let metadata = Box::new(metadata.clone());
+        self.ask(None, |reply| Command::Connect { metadata, reply })?
+    }
+
+    /// Ends the connection: its transfers are cancelled, unsent messages are lost, the id becomes stale at once. No
+    /// [`Event::PeerLost`] follows here; the other side gets one.
+    pub fn disconnect(&self, peer: PeerId) -> Result<()> {
+        let mut live = self.0.shared.live();
+        if live.ended {
+            return Err(shut_down());
+        }
+        if live.peers.remove(&peer).is_none() {
+            return Err(peer.unknown());
+        }
+        drop(live);
+        self.0.shared.command(Command::Disconnect { peer });
+        Ok(())
+    }
+
+    /// Starts a transfer. Never waits: what is wrong with the plan is the result in its [`Event::TransferDone`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for a stale peer id.
+    pub fn transfer(&self, peer: PeerId, direction: Direction, plan: CopyPlan) -> Result<TransferId> {
+        let id = self.0.shared.ids.transfer()?;
+        let mut live = self.0.shared.live();
+        if live.ended {
+            return Err(shut_down());
+        }
+        if !live.peers.contains_key(&peer) {
+            return Err(peer.unknown());
+        }
+        live.transfers.insert(id);
+        drop(live);
+        self.0.shared.command(Command::Transfer { id, peer, direction, plan });
+        Ok(id)
+    }
+
+    /// Stops a transfer: nothing more is posted, and its [`Event::TransferDone`] (with [`ErrorKind::Cancelled`], or
+    /// success if it was done already) follows when the operations in flight have ended.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for a transfer that is over.
+    pub fn cancel(&self, id: TransferId) -> Result<()> {
+        let live = self.0.shared.live();
+        if live.ended {
+            return Err(shut_down());
+        }
+        if !live.transfers.contains(&id) {
+            return Err(id.unknown());
+        }
+        drop(live);
+        self.0.shared.command(Command::Cancel { id });
+        Ok(())
+    }
+
+    /// Sends a message of at most 16 MiB. Never waits. It arrives once, in order, unless the connection breaks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for a stale peer id, [`ErrorKind::InvalidArgument`] for a message over the limit,
+    /// [`ErrorKind::Exhausted`] while more than the configured bytes of messages to this peer are not sent yet.
+    pub fn send(&self, peer: PeerId, data: Vec<u8>) -> Result<()> {
+        check_message(&data)?;
+        let live = self.0.shared.live();
+        if live.ended {
+            return Err(shut_down());
+        }
+        let unsent = live.peers.get(&peer).ok_or_else(|| peer.unknown())?;
+        reserve(unsent, data.len(), self.0.send_queue_bytes)?;
+        drop(live);
+        self.0.shared.command(Command::Send { peer, data });
+        Ok(())
+    }
+
+    /// The oldest event not yet taken. Never waits. With a passenger there are none here.
+    pub fn poll_event(&self) -> Option<Event> {
+        self.0.shared.poll_event()
+    }
+
+    /// The oldest event not yet taken, waiting for one for at most `timeout`; `None` at once after a shutdown when
+    /// none is left.
+    pub fn wait_event(&self, timeout: Duration) -> Option<Event> {
+        self.0.shared.wait_event(timeout)
+    }
+
+    /// Counters now.
+    pub fn stats(&self) -> Result<AgentStats> {
+        self.ask(None, |reply| Command::Stats { reply })
+    }
+
+    /// Shuts the agent down: cancels every transfer, closes every connection, frees UCX, ends the thread. Each
+    /// transfer still gets its event, which can be taken afterwards. Memory may be freed after `Ok`. A second call
+    /// is `Ok` and does nothing.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] when that did not end within `timeout`: UCX's objects are then left alive for ever
+    /// instead of freed under operations in flight, and registered memory must stay alive too.
+    pub fn shutdown(&self, timeout: Duration) -> Result<()> {
+        self.0.shutdown(timeout)
+    }
+
+    /// Sends a command and waits for its answer.
+    fn ask<T>(&self, timeout: Option<Duration>, make: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
+        if self.0.shared.live().ended {
+            return Err(shut_down());
+        }
+        let (reply, answer) = sync_channel(1);
+        self.0.shared.command(make(reply));
+        let timeout = timeout.unwrap_or(ANSWER_TIMEOUT);
+        // A thread that ended between the check and the command drops no queue of its own accord: look again.
+        if self.0.shared.live().ended {
+            self.0.shared.drop_commands();
+        }
+        answer.recv_timeout(timeout).map_err(|e| match e {
+            RecvTimeoutError::Disconnected => shut_down(),
+            RecvTimeoutError::Timeout => {
+                Error::new(ErrorKind::Timeout, format!("the ferry thread did not answer within {timeout:?}"))
+            }
+        })
+    }
+}
+
+impl Inner {
+    fn shutdown(&self, timeout: Duration) -> Result<()> {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Thread { join, ended }) = thread.take() else { return Ok(()) };
+        let now = Instant::now();
+        // A timeout beyond what the clock holds is as good as a year.
+        let deadline = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(365 * 86_400));
+        self.shared.command(Command::ShutDown { deadline });
+        match ended.recv_timeout(timeout.saturating_add(LAST_WORDS)) {
+            Ok(outcome) => {
+                if join.join().is_err() {
+                    return Err(Error::new(ErrorKind::Internal, "the ferry thread panicked; the log has its message"));
+                }
+                outcome
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                let _ = join.join();
+                self.shared.end();
+                Err(Error::new(ErrorKind::Internal, "the ferry thread panicked; the log has its message"))
+            }
+            Err(RecvTimeoutError::Timeout) => Err(Error::new(
+                ErrorKind::Timeout,
+                format!(
+                    "the ferry thread did not end within {timeout:?}; it is left behind, keep registered memory alive"
+                ),
+            )),
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let Err(error) = self.shutdown(DROP_TIMEOUT) {
+            log::error!("agent {}: shutting down: {error}", self.started.name);
+        }
+    }
+}
+
+impl fmt::Debug for Agent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Agent({} {})", self.0.started.name, self.0.started.incarnation)
+    }
+}
+
+/// Refuses a message over the limit.
+pub(super) fn check_message(data: &[u8]) -> Result<()> {
+    if data.len() > MAX_MESSAGE_BYTES {
+        return Err(Error::invalid(format!(
+            "a message of {} bytes is over the limit of {MAX_MESSAGE_BYTES}; move bulk data by transfers",
+            data.len()
+        )));
+    }
+    Ok(())
+}
+
+fn draw_incarnation() -> Result<Incarnation> {
+    let number = getrandom::u64()
+        .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random incarnation from the system: {e}")))?;
+    Ok(Incarnation(number.max(1)))
+}

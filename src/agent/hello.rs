@@ -1,0 +1,158 @@
+//! The frame around every active message between agents, and the first message of each connection.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::ids::Incarnation;
+
+/// The active-message id that all agents use.
+pub(super) const AM_ID: u16 = 0x4b;
+
+/// Length of a [`Frame`] in bytes.
+pub(super) const FRAME_BYTES: usize = 32;
+
+const MAGIC: [u8; 4] = *b"KVFM";
+const VERSION: u8 = 1;
+
+/// What a message is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FrameKind {
+    /// A [`Hello`].
+    Hello,
+    /// A message of the agents' owners.
+    Data,
+}
+
+/// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
+/// may complete a small message before a large one sent earlier; the sequence number restores the order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Frame {
+    pub(super) kind: FrameKind,
+    /// The sender's incarnation.
+    pub(super) incarnation: Incarnation,
+    /// The sender's number for the connection, drawn when it made its endpoint.
+    pub(super) connection: u64,
+    /// Counts the connection's messages of kind data from 0.
+    pub(super) sequence: u64,
+}
+
+impl Frame {
+    pub(super) fn encode(&self) -> [u8; FRAME_BYTES] {
+        let kind = match self.kind {
+            FrameKind::Hello => 1,
+            FrameKind::Data => 2,
+        };
+        let mut bytes = [0; FRAME_BYTES];
+        let fields = MAGIC
+            .into_iter()
+            .chain([VERSION, kind, 0, 0])
+            .chain(self.incarnation.0.to_le_bytes())
+            .chain(self.connection.to_le_bytes())
+            .chain(self.sequence.to_le_bytes());
+        for (to, from) in bytes.iter_mut().zip(fields) {
+            *to = from;
+        }
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Frame> {
+        let (Some(([m0, m1, m2, m3, version, kind, _, _], rest)), true) =
+            (bytes.split_first_chunk::<8>(), bytes.len() == FRAME_BYTES)
+        else {
+            return Err(Error::corrupt(format!("a message header of {} bytes, expected {FRAME_BYTES}", bytes.len())));
+        };
+        if [*m0, *m1, *m2, *m3] != MAGIC {
+            return Err(Error::corrupt("a message header that is not kvferry's"));
+        }
+        if *version != VERSION {
+            return Err(Error::new(
+                ErrorKind::VersionMismatch,
+                format!("a message header of version {version}, this build speaks {VERSION}"),
+            ));
+        }
+        let kind = match kind {
+            1 => FrameKind::Hello,
+            2 => FrameKind::Data,
+            other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
+        };
+        let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));
+        let mut next = || words.next().unwrap_or(0);
+        Ok(Frame { kind, incarnation: Incarnation(next()), connection: next(), sequence: next() })
+    }
+}
+
+/// The first message on a connection, from either side.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    /// The sender's name.
+    pub(super) name: String,
+    /// The sender's incarnation.
+    pub(super) incarnation: Incarnation,
+    /// The sender's number for its connection to the receiver.
+    pub(super) connection: u64,
+    /// The receiver's number for its connection to the sender, if the sender has heard of one. A side that reads its
+    /// own current number here need not answer.
+    pub(super) seen: Option<u64>,
+    /// The sender's worker address in its checked envelope, so that the receiver can connect back.
+    #[serde(with = "serde_bytes")]
+    pub(super) address: Vec<u8>,
+}
+
+/// A hello is a name, an address of a few hundred bytes and some numbers.
+const MAX_HELLO_BYTES: usize = 64 << 10;
+
+impl Hello {
+    pub(super) fn encode(&self) -> Result<Vec<u8>> {
+        crate::proto::wire::encode("hello", self)
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Hello> {
+        let hello: Hello = crate::proto::wire::decode("hello", bytes, MAX_HELLO_BYTES)?;
+        if hello.name.is_empty() || hello.name.len() > 256 {
+            return Err(Error::corrupt(format!(
+                "a hello with a name of {} bytes, expected 1 to 256",
+                hello.name.len()
+            )));
+        }
+        Ok(hello)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_survives_the_wire_and_damage_is_refused() {
+        let frame =
+            Frame { kind: FrameKind::Data, incarnation: Incarnation(7), connection: u64::MAX, sequence: 1 << 40 };
+        let bytes = frame.encode();
+        assert_eq!(Frame::decode(&bytes).unwrap(), frame);
+        for cut in 0..FRAME_BYTES {
+            assert_eq!(Frame::decode(&bytes[..cut]).unwrap_err().kind(), ErrorKind::Corrupt);
+        }
+        for (index, value, kind) in
+            [(0, b'X', ErrorKind::Corrupt), (4, 2, ErrorKind::VersionMismatch), (5, 9, ErrorKind::Corrupt)]
+        {
+            let mut bad = bytes;
+            bad[index] = value;
+            assert_eq!(Frame::decode(&bad).unwrap_err().kind(), kind);
+        }
+    }
+
+    #[test]
+    fn a_hello_survives_the_wire_and_foreign_bytes_are_refused() {
+        let hello = Hello {
+            name: "a".to_owned(),
+            incarnation: Incarnation(3),
+            connection: 4,
+            seen: Some(5),
+            address: vec![1, 2, 3],
+        };
+        assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
+        assert!(Hello::decode(b"something else").is_err());
+        let nameless = Hello { name: String::new(), ..hello };
+        assert!(Hello::decode(&nameless.encode().unwrap()).is_err());
+    }
+}

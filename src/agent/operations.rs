@@ -1,0 +1,66 @@
+//! What each UCX operation in flight belongs to.
+
+use super::ids::{PeerId, TransferId};
+
+/// The owner of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum InFlight {
+    /// A read or write of `len` bytes for a transfer.
+    Copy { transfer: TransferId, len: u64 },
+    /// The flush after a transfer's last write: when it ends, the peer's memory holds all of it.
+    Flush { transfer: TransferId },
+    /// A message, for which this much of the peer's send queue was reserved.
+    Message { peer: PeerId, reserved: u64 },
+    /// The flush of a connection before the agent's end, so that its last messages leave.
+    Farewell,
+}
+
+/// Operations by UCX token. A token is used again only after its operation has ended, which UCX says exactly once.
+#[derive(Debug, Default)]
+pub(super) struct Operations {
+    slots: Vec<Option<InFlight>>,
+    free: Vec<usize>,
+}
+
+impl Operations {
+    /// Enters an operation that is about to be posted; gives its token.
+    pub(super) fn insert(&mut self, operation: InFlight) -> u64 {
+        let index = self.free.pop().unwrap_or(self.slots.len());
+        match self.slots.get_mut(index) {
+            Some(slot) => *slot = Some(operation),
+            None => self.slots.push(Some(operation)),
+        }
+        index as u64
+    }
+
+    /// Takes out an operation that has ended, or was not posted after all.
+    pub(super) fn remove(&mut self, token: u64) -> Option<InFlight> {
+        let index = usize::try_from(token).ok()?;
+        let operation = self.slots.get_mut(index)?.take()?;
+        self.free.push(index);
+        Some(operation)
+    }
+
+    /// How many are in flight.
+    pub(super) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_reused_only_after_their_end() {
+        let mut operations = Operations::default();
+        let (a, b) = (operations.insert(InFlight::Farewell), operations.insert(InFlight::Farewell));
+        assert_ne!(a, b);
+        assert_eq!(operations.len(), 2);
+        assert_eq!(operations.remove(a), Some(InFlight::Farewell));
+        assert_eq!(operations.remove(a), None);
+        assert_eq!(operations.remove(99), None);
+        assert_eq!(operations.insert(InFlight::Farewell), a);
+        assert_eq!(operations.len(), 2);
+    }
+}

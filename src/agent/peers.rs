@@ -1,0 +1,401 @@
+//! Connections to other agents: made lazily, agreed on by hellos, lost once.
+//!
+//! Either side may connect, both may at once. Each side numbers its connection at random, says its number in its
+//! hello, and repeats the other's: so a side knows which life of the connection a message belongs to. A hello that
+//! repeats no number from a peer that is known by another one says that the peer has made a new connection, because
+//! it lost the old: the old one is then lost here too.
+
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Instant;
+
+use super::event::Event;
+use super::ferry::Engine;
+use super::hello::{Frame, FrameKind, Hello};
+use super::ids::PeerId;
+use super::messages::Inbox;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::ucx_error;
+use crate::proto::ids::Incarnation;
+use crate::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
+use crate::ucx::{self, Endpoint, EndpointOptions, Rkey};
+
+/// Peers that may be connected at a time. Engines of a thousand ranks on both sides stay under it; a peer that makes
+/// connections without end does not take the process down.
+const MAX_PEERS: usize = 16_384;
+
+/// A region of the peer's. `None` for one that the peer has deregistered.
+type RemoteRegion = Option<(RegionMetadata, Rc<Rkey>)>;
+
+/// One connection.
+pub(super) struct Peer {
+    pub(super) id: PeerId,
+    pub(super) name: String,
+    pub(super) incarnation: Incarnation,
+    /// Our number for this connection.
+    pub(super) connection: u64,
+    /// The peer's, once it said hello. From then on it is known to be alive and itself, and transfers are posted.
+    remote_connection: Option<u64>,
+    /// When the peer must have said hello.
+    deadline: Option<Instant>,
+    regions: Vec<RemoteRegion>,
+    /// Their lengths, 0 for `None`: what plans are checked against.
+    lens: Vec<u64>,
+    pub(super) endpoint: Endpoint,
+    /// Operations of transfers in flight, and their bytes.
+    pub(super) operations: u32,
+    pub(super) bytes: u64,
+    /// Bytes of messages that UCX is not done with; the handle adds to it before it queues one.
+    pub(super) unsent: Arc<AtomicU64>,
+    pub(super) next_sequence: u64,
+    pub(super) inbox: Inbox,
+}
+
+impl Peer {
+    pub(super) fn is_ready(&self) -> bool {
+        self.remote_connection.is_some()
+    }
+
+    /// Whether a message over the peer's connection `connection` belongs to the current one.
+    pub(super) fn is_current(&self, connection: u64) -> bool {
+        self.remote_connection == Some(connection)
+    }
+
+    /// Lengths of its regions by index.
+    pub(super) fn lens(&self) -> &[u64] {
+        &self.lens
+    }
+
+    /// Base address and rkey of a region.
+    pub(super) fn region(&self, index: u32) -> Option<(u64, &Rc<Rkey>)> {
+        self.regions.get(index as usize)?.as_ref().map(|(region, rkey)| (region.base, rkey))
+    }
+
+    /// Refuses an index that names no region of the peer's.
+    pub(super) fn check_region(&self, index: u32) -> Result<()> {
+        match self.regions.get(index as usize) {
+            Some(Some(_)) => Ok(()),
+            Some(None) => Err(Error::not_found(format!(
+                "the plan names region {index} of peer {}, which had deregistered it when its metadata was made",
+                self.name
+            ))),
+            None => Err(Error::not_found(format!(
+                "the plan names region {index} of peer {}, whose metadata lists {}",
+                self.name,
+                self.regions.len()
+            ))),
+        }
+    }
+
+    /// Takes the regions of (newer) metadata; rkeys of unchanged ones are kept.
+    fn update_regions(&mut self, metadata: &AgentMetadata) -> Result<()> {
+        let mut regions = Vec::with_capacity(metadata.regions.len());
+        for (index, region) in metadata.regions.iter().enumerate() {
+            let known = self.regions.get(index).and_then(Option::as_ref).filter(|(known, _)| known == region);
+            regions.push(match known {
+                Some(known) => Some(known.clone()),
+                None => self
+                    .unpack(region)
+                    .map_err(|e| e.context(format!("region {index} of the metadata of agent {}", metadata.name)))?,
+            });
+        }
+        self.lens = regions.iter().map(|region| region.as_ref().map_or(0, |(region, _)| region.len)).collect();
+        self.regions = regions;
+        Ok(())
+    }
+
+    fn unpack(&self, region: &RegionMetadata) -> Result<RemoteRegion> {
+        if region.len == 0 && region.rkey.is_empty() {
+            return Ok(None);
+        }
+        let rkey = self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?;
+        let kind = match region.kind {
+            MemoryKind::Host => ucx::MemoryKind::Host,
+            MemoryKind::Cuda { .. } => ucx::MemoryKind::Cuda,
+        };
+        if (rkey.base(), rkey.len(), rkey.kind()) != (region.base, region.len, kind) {
+            return Err(Error::corrupt(format!(
+                "the metadata says {} bytes of {kind} memory at {:#x}, the rkey inside says {} bytes of {} memory at {:#x}",
+                region.len,
+                region.base,
+                rkey.len(),
+                rkey.kind(),
+                rkey.base()
+            )));
+        }
+        Ok(Some((region.clone(), rkey)))
+    }
+}
+
+/// All connections.
+#[derive(Default)]
+pub(super) struct Peers {
+    by_id: BTreeMap<PeerId, Peer>,
+    by_incarnation: HashMap<Incarnation, PeerId>,
+    by_endpoint: HashMap<u64, PeerId>,
+}
+
+impl Peers {
+    pub(super) fn len(&self) -> usize {
+        self.by_id.len()
+    }
+
+    pub(super) fn get(&self, id: PeerId) -> Result<&Peer> {
+        self.by_id.get(&id).ok_or_else(|| id.unknown())
+    }
+
+    pub(super) fn get_mut(&mut self, id: PeerId) -> Result<&mut Peer> {
+        self.by_id.get_mut(&id).ok_or_else(|| id.unknown())
+    }
+
+    pub(super) fn find(&self, incarnation: Incarnation) -> Option<PeerId> {
+        self.by_incarnation.get(&incarnation).copied()
+    }
+
+    pub(super) fn of_endpoint(&self, endpoint: u64) -> Option<PeerId> {
+        self.by_endpoint.get(&endpoint).copied()
+    }
+
+    pub(super) fn ids(&self) -> Vec<PeerId> {
+        self.by_id.keys().copied().collect()
+    }
+
+    fn insert(&mut self, peer: Peer) {
+        self.by_incarnation.insert(peer.incarnation, peer.id);
+        self.by_endpoint.insert(peer.endpoint.id(), peer.id);
+        self.by_id.insert(peer.id, peer);
+    }
+
+    fn remove(&mut self, id: PeerId) -> Option<Peer> {
+        let peer = self.by_id.remove(&id)?;
+        self.by_incarnation.remove(&peer.incarnation);
+        self.by_endpoint.remove(&peer.endpoint.id());
+        Some(peer)
+    }
+
+    /// The next time at which a peer must have said hello.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.by_id.values().filter_map(|peer| peer.deadline).min()
+    }
+}
+
+impl Engine {
+    /// The peer that `metadata` describes, connected to now if it was not.
+    pub(super) fn connect(&mut self, metadata: &AgentMetadata, now: Instant) -> Result<PeerId> {
+        self.check_open()?;
+        if metadata.name.is_empty() || metadata.name.len() > 256 || metadata.incarnation.0 == 0 {
+            return Err(Error::corrupt(format!(
+                "agent metadata with a name of {} bytes (expected 1 to 256) and incarnation {} (expected not zero)",
+                metadata.name.len(),
+                metadata.incarnation
+            )));
+        }
+        if let Some(id) = self.peers.find(metadata.incarnation) {
+            let peer = self.peers.get_mut(id)?;
+            peer.update_regions(metadata)?;
+            return Ok(id);
+        }
+        let deadline = now.checked_add(self.config.connect_timeout);
+        let mut peer = self.new_peer(metadata.name.clone(), metadata.incarnation, &metadata.address)?;
+        peer.update_regions(metadata)?;
+        peer.deadline = deadline;
+        let id = peer.id;
+        self.admit(peer);
+        if let Err(error) = self.send_hello(id) {
+            self.remove_peer(id);
+            return Err(error);
+        }
+        Ok(id)
+    }
+
+    fn new_peer(&mut self, name: String, incarnation: Incarnation, address: &[u8]) -> Result<Peer> {
+        if self.peers.len() >= MAX_PEERS {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("{MAX_PEERS} peers are connected; disconnect those that are not needed"),
+            ));
+        }
+        let options = EndpointOptions { error_mode_peer: true, name: name.clone() };
+        let endpoint = self
+            .worker
+            .connect(address, &options)
+            .map_err(|e| ucx_error(e).context(format!("connecting to agent {name}")))?;
+        let connection = getrandom::u64()
+            .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random connection number: {e}")))?;
+        Ok(Peer {
+            id: self.shared.ids.peer()?,
+            name,
+            incarnation,
+            connection,
+            remote_connection: None,
+            deadline: None,
+            regions: Vec::new(),
+            lens: Vec::new(),
+            endpoint,
+            operations: 0,
+            bytes: 0,
+            unsent: Arc::default(),
+            next_sequence: 0,
+            inbox: Inbox::default(),
+        })
+    }
+
+    fn admit(&mut self, peer: Peer) {
+        self.shared.live().peers.insert(peer.id, Arc::clone(&peer.unsent));
+        self.peers.insert(peer);
+    }
+
+    fn send_hello(&mut self, id: PeerId) -> Result<()> {
+        let peer = self.peers.get(id)?;
+        let hello = Hello {
+            name: self.config.name.clone(),
+            incarnation: self.incarnation,
+            connection: peer.connection,
+            seen: peer.remote_connection,
+            address: self.address.clone(),
+        };
+        let frame =
+            Frame { kind: FrameKind::Hello, incarnation: self.incarnation, connection: peer.connection, sequence: 0 };
+        self.post_message(id, frame, hello.encode()?, None)
+    }
+
+    /// Takes a hello that arrived.
+    pub(super) fn on_hello(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        let hello = Hello::decode(data)?;
+        if (frame.incarnation, frame.connection) != (hello.incarnation, hello.connection) || hello.incarnation.0 == 0 {
+            return Err(Error::corrupt(format!("a hello of agent {} that contradicts its own header", hello.name)));
+        }
+        let Some(id) = self.peers.find(hello.incarnation) else {
+            return match hello.seen {
+                // An answer to a connection that was given up here meanwhile.
+                Some(_) => Err(Error::not_found(format!("a late hello of agent {}", hello.name))),
+                None => self.accept(hello),
+            };
+        };
+        let peer = self.peers.get_mut(id)?;
+        match (hello.seen, peer.remote_connection) {
+            (Some(seen), _) if seen != peer.connection => {
+                Err(Error::not_found(format!("a hello of agent {} about an earlier connection", hello.name)))
+            }
+            (Some(_), known) => {
+                if known != Some(hello.connection) {
+                    peer.inbox = Inbox::default();
+                }
+                self.greet(id, hello.connection)
+            }
+            (None, Some(known)) if known == hello.connection => Ok(()),
+            (None, None) => {
+                self.greet(id, hello.connection)?;
+                self.send_hello(id)
+            }
+            (None, Some(_)) => {
+                let error = Error::new(
+                    ErrorKind::PeerDied,
+                    format!("agent {} lost the connection and has made a new one", hello.name),
+                );
+                self.lose(id, error, now);
+                self.accept(hello)
+            }
+        }
+    }
+
+    /// Makes a peer of an agent that connected to this one.
+    fn accept(&mut self, hello: Hello) -> Result<()> {
+        self.check_open()?;
+        let peer = self.new_peer(hello.name, hello.incarnation, &hello.address)?;
+        let id = peer.id;
+        self.admit(peer);
+        self.greet(id, hello.connection)?;
+        if let Err(error) = self.send_hello(id) {
+            self.lose(id, error, Instant::now());
+        }
+        Ok(())
+    }
+
+    /// Notes that the peer is there and itself.
+    fn greet(&mut self, id: PeerId, connection: u64) -> Result<()> {
+        let peer = self.peers.get_mut(id)?;
+        let first = peer.remote_connection.replace(connection).is_none();
+        peer.deadline = None;
+        if first {
+            log::info!(
+                "agent {}: connected to agent {} ({}) over {}",
+                self.config.name,
+                peer.name,
+                peer.incarnation,
+                peer.endpoint.describe()
+            );
+            let (name, incarnation) = (peer.name.clone(), peer.incarnation);
+            self.events.push_back(Event::PeerConnected { peer: id, name, incarnation });
+        }
+        Ok(())
+    }
+
+    /// The connection is broken or given up: its transfers fail, its id becomes stale, its owner is told.
+    pub(super) fn lose(&mut self, id: PeerId, error: Error, now: Instant) {
+        if self.peers.get(id).is_err() {
+            return;
+        }
+        log::info!("agent {}: {id} is lost: {error}", self.config.name);
+        self.stats.peers_lost += 1;
+        self.events.push_back(Event::PeerLost { peer: id, error: error.clone() });
+        self.remove_peer(id);
+        self.stop_transfers_of(id, &error, now);
+    }
+
+    /// Drops the connection, which closes the endpoint by force: its operations end with errors.
+    fn remove_peer(&mut self, id: PeerId) {
+        self.shared.live().peers.remove(&id);
+        drop(self.peers.remove(id));
+    }
+
+    pub(super) fn disconnect(&mut self, id: PeerId, now: Instant) -> Result<()> {
+        self.peers.get(id)?;
+        let error = Error::new(ErrorKind::Cancelled, "its peer was disconnected by this side");
+        self.remove_peer(id);
+        self.stop_transfers_of(id, &error, now);
+        Ok(())
+    }
+
+    /// Takes the connections that UCX gave up.
+    pub(super) fn reap_failed_endpoints(&mut self, now: Instant) {
+        while let Some((endpoint, status)) = self.worker.poll_failed_endpoints() {
+            let Some(id) = self.peers.of_endpoint(endpoint) else { continue };
+            let (name, ready) = self.peers.get(id).map_or((String::new(), false), |p| (p.name.clone(), p.is_ready()));
+            let error = if ready {
+                Error::new(
+                    ErrorKind::PeerDied,
+                    format!("the connection to agent {name} broke ({status}): it died, restarted, or closed it"),
+                )
+            } else {
+                Error::new(
+                    ErrorKind::Unreachable,
+                    format!("agent {name} could not be reached ({status}): is it running, and the network open?"),
+                )
+            };
+            self.lose(id, error, now);
+        }
+    }
+
+    /// Gives up on peers that did not say hello in time.
+    pub(super) fn check_hello_deadlines(&mut self, now: Instant) {
+        if self.peers.deadline().is_none_or(|deadline| deadline > now) {
+            return;
+        }
+        for id in self.peers.ids() {
+            let Ok(peer) = self.peers.get(id) else { continue };
+            if peer.deadline.is_some_and(|deadline| deadline <= now) {
+                let error = Error::new(
+                    ErrorKind::Unreachable,
+                    format!(
+                        "agent {} did not answer within {:?}: is it running, and the network open?",
+                        peer.name, self.config.connect_timeout
+                    ),
+                );
+                self.lose(id, error, now);
+            }
+        }
+    }
+}

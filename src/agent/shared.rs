@@ -1,0 +1,136 @@
+//! What the handle and the ferry thread share: the command queue, the event queue, and which ids live.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::event::{Direction, Event};
+use super::ids::{IdSource, PeerId, RegionId, TransferId};
+use super::stats::AgentStats;
+use super::waker::Waker;
+use crate::error::Result;
+use crate::mem::MemoryRange;
+use crate::proto::plan::CopyPlan;
+use crate::proto::wire::AgentMetadata;
+
+/// Where the answer to a cold call goes.
+pub(super) type Reply<T> = SyncSender<T>;
+
+/// What the handle asks of the ferry thread.
+pub(super) enum Command {
+    Register { range: MemoryRange, reply: Reply<Result<RegionId>> },
+    Deregister { region: RegionId, reply: Reply<Result<()>> },
+    Metadata { reply: Reply<Result<AgentMetadata>> },
+    Connect { metadata: Box<AgentMetadata>, reply: Reply<Result<PeerId>> },
+    Disconnect { peer: PeerId },
+    Transfer { id: TransferId, peer: PeerId, direction: Direction, plan: CopyPlan },
+    Cancel { id: TransferId },
+    Send { peer: PeerId, data: Vec<u8> },
+    Stats { reply: Reply<AgentStats> },
+    ShutDown { deadline: Instant },
+}
+
+/// Ids that may be used now, kept by the ferry thread so that the handle can refuse stale ones without waiting.
+#[derive(Default)]
+pub(super) struct Live {
+    /// With the bytes of messages to each that are not sent yet.
+    pub(super) peers: HashMap<PeerId, Arc<AtomicU64>>,
+    pub(super) transfers: HashSet<TransferId>,
+    /// Set when the ferry thread takes no more commands.
+    pub(super) ended: bool,
+}
+
+pub(super) struct Shared {
+    pub(super) ids: IdSource,
+    pub(super) waker: Waker,
+    commands: Mutex<VecDeque<Command>>,
+    events: Mutex<VecDeque<Event>>,
+    arrived: Condvar,
+    live: Mutex<Live>,
+}
+
+/// A panic while one of these short locks was held leaves no half-made state behind.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    pub(super) fn new(entropy: u64) -> Result<Self> {
+        Ok(Shared {
+            ids: IdSource::new(entropy),
+            waker: Waker::new()?,
+            commands: Mutex::default(),
+            events: Mutex::default(),
+            arrived: Condvar::new(),
+            live: Mutex::default(),
+        })
+    }
+
+    pub(super) fn live(&self) -> MutexGuard<'_, Live> {
+        lock(&self.live)
+    }
+
+    /// Queues a command and wakes the thread.
+    pub(super) fn command(&self, command: Command) {
+        lock(&self.commands).push_back(command);
+        self.waker.wake();
+    }
+
+    /// Ferry thread: the oldest command.
+    pub(super) fn next_command(&self) -> Option<Command> {
+        lock(&self.commands).pop_front()
+    }
+
+    /// Ferry thread: drops the commands that nobody will serve, which tells their callers.
+    pub(super) fn drop_commands(&self) {
+        let commands = std::mem::take(&mut *lock(&self.commands));
+        drop(commands);
+    }
+
+    /// Ferry thread: gives `events` to whoever polls the handle.
+    pub(super) fn publish(&self, events: &mut VecDeque<Event>) {
+        if events.is_empty() {
+            return;
+        }
+        lock(&self.events).append(events);
+        self.arrived.notify_all();
+    }
+
+    pub(super) fn poll_event(&self) -> Option<Event> {
+        lock(&self.events).pop_front()
+    }
+
+    pub(super) fn wait_event(&self, timeout: Duration) -> Option<Event> {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut events = lock(&self.events);
+        loop {
+            if let Some(event) = events.pop_front() {
+                return Some(event);
+            }
+            if self.live().ended {
+                return None;
+            }
+            let left = match deadline {
+                Some(deadline) => deadline.checked_duration_since(Instant::now())?,
+                // So far away that it does not matter when to look again.
+                None => Duration::from_secs(3600),
+            };
+            events = self.arrived.wait_timeout(events, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Ferry thread: no event will come any more.
+    pub(super) fn end(&self) {
+        // Under the events' lock, so that a waiter either sees the flag or gets the notification.
+        let events = lock(&self.events);
+        let mut live = self.live();
+        live.ended = true;
+        live.peers.clear();
+        live.transfers.clear();
+        drop(live);
+        drop(events);
+        self.arrived.notify_all();
+    }
+}

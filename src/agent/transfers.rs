@@ -1,0 +1,436 @@
+//! Transfers: validated, expanded and posted in a window, ended exactly once.
+//!
+//! A transfer is *stopped* when it is cancelled, when one of its operations fails, or when its peer is lost: nothing
+//! more is posted for it. It is *over* when in addition none of its operations is in flight. Only then is its event
+//! made and its hold on the registered regions given up.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::config::Window;
+use super::event::{Direction, Event};
+use super::ferry::Engine;
+use super::ids::{PeerId, TransferId};
+use super::operations::InFlight;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::ucx_error;
+use crate::proto::plan::{CopyPlan, Expander, Operation};
+use crate::ucx::{Completion, Posted};
+
+/// Bounds of one round of posting, so that messages and timers wait for a few milliseconds at most: CMA copies during
+/// posting and progress, at 5 to 10 GB/s.
+const TURN_BYTES: u64 = 16 << 20;
+const TURN_TIME: Duration = Duration::from_millis(1);
+
+/// What one transfer may post before the next one of the same peer gets its turn.
+const QUANTUM_OPERATIONS: u32 = 8;
+const QUANTUM_BYTES: u64 = 1 << 20;
+
+pub(super) struct Transfer {
+    peer: PeerId,
+    direction: Direction,
+    expander: Expander,
+    /// The operation to post next; `None` when all are posted.
+    next: Option<Operation>,
+    /// Local regions that it uses, each once.
+    regions: Vec<u32>,
+    in_flight: u32,
+    posted: u64,
+    bytes: u64,
+    posted_at: Option<Instant>,
+    /// Why it was stopped, if it was.
+    stopped: Option<Error>,
+    /// When its operations must have ended after it was stopped.
+    grace: Option<Instant>,
+    /// A write's closing flush was posted.
+    flushed: bool,
+}
+
+/// All transfers that are not over.
+#[derive(Default)]
+pub(super) struct Transfers {
+    table: HashMap<TransferId, Transfer>,
+    /// Per peer, those that have something to post, in the order of their turns.
+    queues: BTreeMap<PeerId, VecDeque<TransferId>>,
+    /// Ends of grace.
+    graces: BTreeSet<(Instant, TransferId)>,
+    operations: u64,
+    bytes: u64,
+}
+
+impl Transfers {
+    pub(super) fn len(&self) -> usize {
+        self.table.len()
+    }
+
+    /// Operations in flight and their bytes.
+    pub(super) fn in_flight(&self) -> (u64, u64) {
+        (self.operations, self.bytes)
+    }
+
+    pub(super) fn ids(&self) -> Vec<TransferId> {
+        self.table.keys().copied().collect()
+    }
+
+    /// The next end of a grace.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.graces.first().map(|(at, _)| *at)
+    }
+}
+
+/// Whether an operation of `len` bytes may join what is in flight.
+fn fits(window: Window, operations: u64, bytes: u64, len: u64) -> bool {
+    operations == 0 || (operations < u64::from(window.operations) && bytes.saturating_add(len) <= window.bytes)
+}
+
+impl Engine {
+    /// Takes a transfer up. On an error nothing was.
+    pub(super) fn start_transfer(
+        &mut self,
+        id: TransferId,
+        peer: PeerId,
+        direction: Direction,
+        plan: CopyPlan,
+        now: Instant,
+    ) -> Result<()> {
+        self.check_open()?;
+        let remote = self.peers.get(peer)?;
+        let (mut locals, mut remotes) = (BTreeSet::new(), BTreeSet::new());
+        for segment in plan.segments.iter() {
+            if locals.insert(segment.local_region) {
+                self.registry.check_live(segment.local_region)?;
+            }
+            if remotes.insert(segment.remote_region) {
+                remote.check_region(segment.remote_region)?;
+            }
+        }
+        plan.check(self.registry.lens(), remote.lens())?;
+        let mut expander = plan.expand(self.config.max_operation_bytes);
+        let next = expander.next();
+        let regions: Vec<u32> = locals.into_iter().collect();
+        self.registry.enter(&regions);
+        let transfer = Transfer {
+            peer,
+            direction,
+            expander,
+            next,
+            regions,
+            in_flight: 0,
+            posted: 0,
+            bytes: 0,
+            posted_at: None,
+            stopped: None,
+            grace: None,
+            flushed: false,
+        };
+        if transfer.next.is_some() {
+            self.transfers.queues.entry(peer).or_default().push_back(id);
+        }
+        self.transfers.table.insert(id, transfer);
+        self.settle(id, now);
+        Ok(())
+    }
+
+    /// Ends a transfer that could not be taken up.
+    pub(super) fn refuse_transfer(&mut self, id: TransferId, peer: PeerId, error: Error, now: Instant) {
+        self.stats.transfers_failed += 1;
+        self.shared.live().transfers.remove(&id);
+        self.events.push_back(Event::TransferDone {
+            id,
+            peer,
+            result: Err(error),
+            bytes: 0,
+            operations: 0,
+            posted_at: now,
+            finished_at: now,
+        });
+    }
+
+    /// Posts what the windows allow, in turns. Returns whether anything was posted.
+    pub(super) fn post_transfers(&mut self) -> bool {
+        let end = Instant::now() + TURN_TIME;
+        let mut left = TURN_BYTES;
+        let mut any = false;
+        loop {
+            let mut progressed = false;
+            // Few: the peers that have something to post.
+            let peers: Vec<PeerId> = self.transfers.queues.keys().copied().collect();
+            for peer in peers {
+                let posted = self.post_turn(peer);
+                progressed |= posted > 0;
+                left = left.saturating_sub(posted);
+            }
+            any |= progressed;
+            if !progressed || left == 0 || Instant::now() >= end {
+                return any;
+            }
+        }
+    }
+
+    /// Gives the first transfer in a peer's queue its turn. Returns the bytes posted.
+    fn post_turn(&mut self, peer_id: PeerId) -> u64 {
+        let Some(queue) = self.transfers.queues.get_mut(&peer_id) else { return 0 };
+        let Ok(peer) = self.peers.get_mut(peer_id) else { return 0 };
+        if !peer.is_ready() {
+            return 0;
+        }
+        // Those that were stopped or are gone have lost their place.
+        let live = |id: &TransferId| self.transfers.table.get(id).is_some_and(|t| t.stopped.is_none());
+        while queue.front().is_some_and(|id| !live(id)) {
+            queue.pop_front();
+        }
+        let Some(id) = queue.pop_front() else {
+            self.transfers.queues.remove(&peer_id);
+            return 0;
+        };
+        let Some(transfer) = self.transfers.table.get_mut(&id) else { return 0 };
+        let (mut bytes, mut operations) = (0, 0);
+        let mut error = None;
+        while let Some(operation) = transfer.next {
+            if operations >= QUANTUM_OPERATIONS
+                || bytes >= QUANTUM_BYTES
+                || !fits(self.config.peer_window, peer.operations.into(), peer.bytes, operation.len)
+                || !fits(self.config.total_window, self.transfers.operations, self.transfers.bytes, operation.len)
+            {
+                break;
+            }
+            let (Some(memory), Some((base, rkey)), Ok(offset), Ok(len)) = (
+                self.registry.memory(operation.local_region),
+                peer.region(operation.remote_region),
+                usize::try_from(operation.local_offset),
+                usize::try_from(operation.len),
+            ) else {
+                error = Some(Error::not_found("a region of the plan is gone"));
+                break;
+            };
+            let token = self.operations.insert(InFlight::Copy { transfer: id, len: operation.len });
+            let remote = base.saturating_add(operation.remote_offset);
+            let posted = match transfer.direction {
+                Direction::Read => peer.endpoint.get(rkey, remote, memory, offset, len, token),
+                Direction::Write => peer.endpoint.put(rkey, remote, memory, offset, len, token),
+            };
+            match posted {
+                Ok(Posted::Pending) => {
+                    transfer.in_flight += 1;
+                    peer.operations += 1;
+                    peer.bytes += operation.len;
+                    self.transfers.operations += 1;
+                    self.transfers.bytes += operation.len;
+                }
+                Ok(Posted::Done) => {
+                    self.operations.remove(token);
+                    transfer.bytes += operation.len;
+                }
+                Err(e) => {
+                    self.operations.remove(token);
+                    error = Some(ucx_error(e));
+                    break;
+                }
+            }
+            transfer.posted_at.get_or_insert_with(Instant::now);
+            transfer.posted += 1;
+            self.stats.operations += 1;
+            bytes += operation.len;
+            operations += 1;
+            transfer.next = transfer.expander.next();
+        }
+        if transfer.next.is_some() && error.is_none() {
+            // It keeps its turn if the window had no room for any of it.
+            if operations == 0 { queue.push_front(id) } else { queue.push_back(id) }
+        }
+        if queue.is_empty() {
+            self.transfers.queues.remove(&peer_id);
+        }
+        let now = Instant::now();
+        match error {
+            Some(error) => self.stop(id, error, now),
+            None => self.settle(id, now),
+        }
+        bytes
+    }
+
+    /// Takes the operations that UCX has ended.
+    pub(super) fn reap_completions(&mut self, now: Instant) {
+        while let Some(Completion { token, result, .. }) = self.worker.poll_completion() {
+            match self.operations.remove(token) {
+                Some(InFlight::Copy { transfer, len }) => self.copied(transfer, len, result.map_err(ucx_error), now),
+                Some(InFlight::Flush { transfer }) => {
+                    if let Some(entry) = self.transfers.table.get_mut(&transfer) {
+                        entry.in_flight = entry.in_flight.saturating_sub(1);
+                    }
+                    self.ended(transfer, result.map_err(ucx_error), now);
+                }
+                Some(InFlight::Message { peer, reserved }) => {
+                    self.message_ended(peer, reserved, result.map_err(ucx_error), now);
+                },
+                Some(InFlight::Farewell) => {}
+                None => log::error!("agent {}: UCX ended an unknown operation", self.config.name),
+            }
+        }
+    }
+
+    fn copied(&mut self, id: TransferId, len: u64, result: Result<()>, now: Instant) {
+        self.transfers.operations = self.transfers.operations.saturating_sub(1);
+        self.transfers.bytes = self.transfers.bytes.saturating_sub(len);
+        let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
+        transfer.in_flight = transfer.in_flight.saturating_sub(1);
+        if result.is_ok() {
+            transfer.bytes += len;
+        }
+        if let Ok(peer) = self.peers.get_mut(transfer.peer) {
+            peer.operations = peer.operations.saturating_sub(1);
+            peer.bytes = peer.bytes.saturating_sub(len);
+        }
+        self.ended(id, result, now);
+    }
+
+    fn ended(&mut self, id: TransferId, result: Result<()>, now: Instant) {
+        match result {
+            Ok(()) => self.settle(id, now),
+            Err(error) => self.stop(id, error, now),
+        }
+    }
+
+    /// Ends a transfer if it is over.
+    fn settle(&mut self, id: TransferId, now: Instant) {
+        let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
+        if transfer.in_flight > 0 || (transfer.stopped.is_none() && transfer.next.is_some()) {
+            return;
+        }
+        // A write is over when the peer's memory holds it, or certainly is not written any more.
+        if transfer.direction == Direction::Write && transfer.posted > 0 && !transfer.flushed {
+            transfer.flushed = true;
+            if let Ok(peer) = self.peers.get(transfer.peer) {
+                let token = self.operations.insert(InFlight::Flush { transfer: id });
+                match peer.endpoint.flush(token) {
+                    Ok(Posted::Pending) => {
+                        transfer.in_flight += 1;
+                        return;
+                    }
+                    Ok(Posted::Done) => drop(self.operations.remove(token)),
+                    Err(e) => {
+                        self.operations.remove(token);
+                        transfer.stopped.get_or_insert_with(|| ucx_error(e));
+                    }
+                }
+            }
+        }
+        self.finish(id, now);
+    }
+
+    fn finish(&mut self, id: TransferId, now: Instant) {
+        let Some(transfer) = self.transfers.table.remove(&id) else { return };
+        if let Some(at) = transfer.grace {
+            self.transfers.graces.remove(&(at, id));
+        }
+        self.shared.live().transfers.remove(&id);
+        match (&transfer.stopped, transfer.direction) {
+            (Some(_), _) => self.stats.transfers_failed += 1,
+            (None, _) => self.stats.transfers_done += 1,
+        }
+        match transfer.direction {
+            Direction::Read => self.stats.bytes_read += transfer.bytes,
+            Direction::Write => self.stats.bytes_written += transfer.bytes,
+        }
+        self.events.push_back(Event::TransferDone {
+            id,
+            peer: transfer.peer,
+            result: transfer.stopped.map_or(Ok(()), Err),
+            bytes: transfer.bytes,
+            operations: transfer.posted,
+            posted_at: transfer.posted_at.unwrap_or(now),
+            finished_at: now,
+        });
+        self.registry.leave(&transfer.regions);
+    }
+
+    /// Posts nothing more for a transfer; the first reason counts.
+    pub(super) fn stop(&mut self, id: TransferId, error: Error, now: Instant) {
+        let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
+        if transfer.stopped.is_none() {
+            transfer.stopped = Some(error);
+            transfer.next = None;
+            if let Some(at) = now.checked_add(self.config.cancel_grace) {
+                transfer.grace = Some(at);
+                self.transfers.graces.insert((at, id));
+            }
+        }
+        self.settle(id, now);
+    }
+
+    pub(super) fn cancel(&mut self, id: TransferId, now: Instant) -> Result<()> {
+        if !self.transfers.table.contains_key(&id) {
+            return Err(id.unknown());
+        }
+        self.stop(id, Error::new(ErrorKind::Cancelled, "the transfer was cancelled"), now);
+        Ok(())
+    }
+
+    /// Stops the transfers that use a local region.
+    pub(super) fn cancel_users(&mut self, region: u32, now: Instant) {
+        let uses = |transfer: &Transfer| transfer.regions.contains(&region);
+        self.stop_where(uses, &Error::new(ErrorKind::Cancelled, "a region that it uses was deregistered"), now);
+    }
+
+    /// Stops the transfers with a peer.
+    pub(super) fn stop_transfers_of(&mut self, peer: PeerId, error: &Error, now: Instant) {
+        self.transfers.queues.remove(&peer);
+        self.stop_where(|transfer| transfer.peer == peer, error, now);
+    }
+
+    fn stop_where(&mut self, which: impl Fn(&Transfer) -> bool, error: &Error, now: Instant) {
+        let ids: Vec<TransferId> = self.transfers.table.iter().filter(|(_, t)| which(t)).map(|(id, _)| *id).collect();
+        for id in ids {
+            self.stop(id, error.clone(), now);
+        }
+    }
+
+    /// Closes by force the connections of stopped transfers whose operations did not end by themselves.
+    pub(super) fn check_graces(&mut self, now: Instant) {
+        while let Some((at, id)) = self.transfers.graces.first().copied().filter(|(at, _)| *at <= now) {
+            self.transfers.graces.remove(&(at, id));
+            let Some(transfer) = self.transfers.table.get_mut(&id) else { continue };
+            transfer.grace = None;
+            let (peer, left) = (transfer.peer, transfer.in_flight);
+            let error = Error::new(
+                ErrorKind::PeerDied,
+                format!(
+                    "{left} operations of a stopped transfer did not end within {:?}, so the connection was closed; \
+                     connect again",
+                    self.config.cancel_grace
+                ),
+            );
+            self.lose(peer, error, now);
+        }
+    }
+
+    /// Ends the transfers that UCX has not given up in the time that a shutdown had. Their memory is not safe, as
+    /// their results say.
+    pub(super) fn abandon_transfers(&mut self, now: Instant) {
+        for id in self.transfers.ids() {
+            if let Some(transfer) = self.transfers.table.get_mut(&id) {
+                transfer.stopped = Some(Error::new(
+                    ErrorKind::Timeout,
+                    "UCX had not given up the transfer's operations when the agent's shutdown ran out of time; they \
+                     may still touch its memory, which must stay alive",
+                ));
+            }
+            self.finish(id, now);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_takes_one_operation_of_any_size_and_then_what_fits() {
+        let window = Window { operations: 2, bytes: 100 };
+        assert!(fits(window, 0, 0, 1000));
+        assert!(fits(window, 1, 60, 40));
+        assert!(!fits(window, 1, 60, 41));
+        assert!(!fits(window, 2, 2, 1));
+        assert!(!fits(window, 1, u64::MAX, u64::MAX));
+    }
+}

@@ -1,0 +1,139 @@
+//! A stated range of memory, and the checks that a registration starts with.
+
+use std::fmt;
+
+use super::{cuda, host};
+use crate::error::{Error, Result};
+use crate::proto::wire::MemoryKind;
+
+/// A range of this process's memory that its owner keeps alive: see [`MemoryRange::new`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryRange {
+    addr: u64,
+    len: u64,
+    kind: MemoryKind,
+}
+
+impl MemoryRange {
+    /// States that `len` bytes at `addr` are memory of `kind`. Checked here: not null, not empty, no overflow.
+    ///
+    /// # Safety
+    /// Whoever registers the range with an agent lets remote processes and the agent's own thread read and write it.
+    /// Until the deregistration has returned successfully (or, where the agent is shut down instead, until the
+    /// shutdown has), the caller must keep the whole range mapped, and must not rely on Rust's aliasing rules for its
+    /// contents: no `&mut` to it may be in use while a transfer could write it, no `&` while one could.
+    pub unsafe fn new(addr: u64, len: u64, kind: MemoryKind) -> Result<Self> {
+        if addr == 0 {
+            return Err(Error::invalid("a null pointer was given as the address of a memory range"));
+        }
+        if len == 0 {
+            return Err(Error::invalid(format!("the memory range at {addr:#x} is empty; expected at least one byte")));
+        }
+        if addr.checked_add(len).is_none() || isize::try_from(len).is_err() {
+            return Err(Error::invalid(format!(
+                "the memory range at {addr:#x} of {len} bytes does not fit the address space; addresses and lengths \
+                 are in bytes"
+            )));
+        }
+        Ok(MemoryRange { addr, len, kind })
+    }
+
+    /// Address of the first byte.
+    pub fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// Length in bytes, at least 1.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Never true: an empty range is refused.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Address after the last byte.
+    pub fn end(&self) -> u64 {
+        self.addr.saturating_add(self.len)
+    }
+
+    /// Where the bytes live.
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    /// Whether the two ranges share a byte.
+    pub fn overlaps(&self, other: &MemoryRange) -> bool {
+        self.addr < other.end() && other.addr < self.end()
+    }
+}
+
+impl fmt::Display for MemoryRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.kind {
+            MemoryKind::Host => write!(f, "host memory {:#x}+{}", self.addr, self.len),
+            MemoryKind::Cuda { device } => write!(f, "memory of CUDA device {device} {:#x}+{}", self.addr, self.len),
+        }
+    }
+}
+
+/// Checks that `range` is what it says it is: mapped host memory that no CUDA device owns, or an allocation of the
+/// stated CUDA device that holds the whole range.
+///
+/// # Errors
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for memory of another kind or device,
+/// [`ErrorKind::OutOfRange`](crate::ErrorKind::OutOfRange) for a range that is not mapped or leaves its allocation,
+/// [`ErrorKind::Cuda`](crate::ErrorKind::Cuda) where the CUDA driver is absent or refuses,
+/// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for managed memory.
+pub fn check(range: &MemoryRange) -> Result<()> {
+    match range.kind {
+        MemoryKind::Host => {
+            cuda::check_not_device(range)?;
+            host::check_mapped(range)
+        }
+        MemoryKind::Cuda { device } => cuda::check_device(range, device),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    fn range(addr: u64, len: u64) -> Result<MemoryRange> {
+        // SAFETY: nothing is registered, so nothing is accessed.
+        unsafe { MemoryRange::new(addr, len, MemoryKind::Host) }
+    }
+
+    #[test]
+    fn null_empty_and_overflowing_ranges_are_refused() {
+        for (addr, len) in [(0, 8), (4096, 0), (u64::MAX - 4, 8), (4096, u64::MAX), (4096, 1 << 63)] {
+            assert_eq!(range(addr, len).unwrap_err().kind(), ErrorKind::InvalidArgument, "{addr:#x}+{len}");
+        }
+        assert!(range(0, 8).unwrap_err().message().contains("null"));
+    }
+
+    #[test]
+    fn overlap_is_symmetric_and_excludes_neighbours() {
+        let a = range(1000, 100).unwrap();
+        for (addr, len, expected) in
+            [(900, 100, false), (900, 101, true), (1099, 1, true), (1100, 5, false), (1010, 3, true), (1, 9000, true)]
+        {
+            let b = range(addr, len).unwrap();
+            assert_eq!((a.overlaps(&b), b.overlaps(&a)), (expected, expected), "{b}");
+        }
+    }
+
+    #[test]
+    fn owned_memory_passes_and_unmapped_memory_does_not() {
+        let bytes = vec![7u8; 100_000];
+        let good = range(bytes.as_ptr() as u64, bytes.len() as u64).unwrap();
+        check(&good).unwrap();
+        // The first page of the address space is never mapped for ordinary processes (vm.mmap_min_addr).
+        let error = check(&range(16, 64).unwrap()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OutOfRange);
+        assert!(error.message().contains("not mapped"), "{error}");
+    }
+}

@@ -1,0 +1,115 @@
+//! Operations out of segments and block lists, on demand.
+
+use super::{CopyPlan, Segment};
+
+/// One contiguous copy between a local and a remote region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Operation {
+    /// Local region index, in export order.
+    pub local_region: u32,
+    /// Bytes from the local region's base.
+    pub local_offset: u64,
+    /// Remote region index, in export order.
+    pub remote_region: u32,
+    /// Bytes from the remote region's base.
+    pub remote_offset: u64,
+    /// Bytes to copy, at least 1.
+    pub len: u64,
+}
+
+/// A run of blocks that are contiguous on both sides, partly handed out.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    local_offset: u64,
+    remote_offset: u64,
+    left: u64,
+}
+
+/// The operations of a [`CopyPlan`], one at a time: it can be left and taken up again at any point, and allocates
+/// nothing. Segment by segment, block by block; consecutive blocks that are contiguous on both sides become one
+/// operation, and nothing is longer than the bound given.
+///
+/// A plan that was never checked (see [`CopyPlan::check`]) may yield operations outside its regions, but does not
+/// panic.
+#[derive(Debug, Clone)]
+pub struct Expander {
+    plan: CopyPlan,
+    max_op_bytes: u64,
+    segment: usize,
+    block: usize,
+    run: Option<Run>,
+}
+
+impl Expander {
+    /// Operations of `plan`, none longer than `max_op_bytes` (0 counts as 1).
+    pub fn new(plan: CopyPlan, max_op_bytes: u64) -> Expander {
+        Expander { plan, max_op_bytes: max_op_bytes.max(1), segment: 0, block: 0, run: None }
+    }
+
+    /// The plan that is being expanded.
+    pub fn plan(&self) -> &CopyPlan {
+        &self.plan
+    }
+
+    /// The run that starts at block `at` of the segment, and how many blocks it takes; none past the lists' end.
+    fn run_at(&self, segment: &Segment, at: usize) -> Option<(Run, usize)> {
+        let pair = self.plan.lists.get(segment.list as usize)?;
+        let local = pair.local.ids().get(at..)?;
+        let remote = pair.remote.ids().get(at..)?;
+        let (&l, &r) = (local.first()?, remote.first()?);
+        let blocks = if segment.is_dense() {
+            let consecutive = |ids: (&[u32], &[u32])| match ids {
+                ([l, next_l, ..], [r, next_r, ..]) => {
+                    l.checked_add(1) == Some(*next_l) && r.checked_add(1) == Some(*next_r)
+                }
+                _ => false,
+            };
+            1 + local.windows(2).zip(remote.windows(2)).take_while(|&pair| consecutive(pair)).count()
+        } else {
+            1
+        };
+        let run = Run {
+            local_offset: segment.local_offset.wrapping_add(segment.local_stride.wrapping_mul(l.into())),
+            remote_offset: segment.remote_offset.wrapping_add(segment.remote_stride.wrapping_mul(r.into())),
+            left: segment.len.saturating_mul(blocks as u64),
+        };
+        Some((run, blocks))
+    }
+}
+
+impl Iterator for Expander {
+    type Item = Operation;
+
+    fn next(&mut self) -> Option<Operation> {
+        loop {
+            let segment = *self.plan.segments.get(self.segment)?;
+            let run = match self.run {
+                Some(run) => run,
+                None => match self.run_at(&segment, self.block) {
+                    Some((run, blocks)) if segment.len > 0 => {
+                        self.block = self.block.saturating_add(blocks);
+                        run
+                    }
+                    _ => {
+                        self.segment += 1;
+                        self.block = 0;
+                        continue;
+                    }
+                },
+            };
+            let len = run.left.min(self.max_op_bytes);
+            self.run = (run.left > len).then(|| Run {
+                local_offset: run.local_offset.wrapping_add(len),
+                remote_offset: run.remote_offset.wrapping_add(len),
+                left: run.left - len,
+            });
+            return Some(Operation {
+                local_region: segment.local_region,
+                local_offset: run.local_offset,
+                remote_region: segment.remote_region,
+                remote_offset: run.remote_offset,
+                len,
+            });
+        }
+    }
+}

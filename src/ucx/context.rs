@@ -1,0 +1,308 @@
+//! A UCX context: transports, devices and memory registrations of one process.
+
+use std::ffi::CString;
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::Arc;
+
+use ucx_sys::{ucp_config_t, ucp_context_attr_t, ucp_context_h, ucp_params_t};
+
+use super::library::{self, Library};
+use super::memory::{Memory, MemoryKind};
+use super::status::{Status, UcxError};
+
+/// What a context is made from. The environment's `UCX_*` variables hold where nothing is set here.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ContextConfig {
+    /// The transports to use, as in UCX_TLS: for example `tcp` or `posix,cma,tcp`.
+    pub tls: Option<String>,
+    /// The network devices to use, as in UCX_NET_DEVICES: for example `eth0` or `mlx5_0:1`.
+    pub net_devices: Option<String>,
+    /// Further settings as (name, value), names as in UCX's documentation with or without the `UCX_` in front.
+    pub settings: Vec<(String, String)>,
+    /// Names the context in UCX's own logs and traces. May be empty; at most 31 bytes are kept.
+    pub name: String,
+}
+
+/// The kinds of memory that a context can move.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct MemoryTypes(u64);
+
+impl MemoryTypes {
+    /// True when memory of this kind can be moved.
+    pub fn contains(self, kind: MemoryKind) -> bool {
+        1u64.checked_shl(kind.code()).is_some_and(|bit| self.0 & bit != 0)
+    }
+}
+
+impl fmt::Display for MemoryTypes {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut between = "";
+        for code in (0..u64::BITS).filter(|code| self.0 >> code & 1 == 1) {
+            write!(out, "{between}{}", MemoryKind::from_code(code))?;
+            between = ", ";
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for MemoryTypes {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{{{self}}}")
+    }
+}
+
+/// A UCX context. May be used from several threads: it is made with `mt_workers_shared`, and a UCX that
+/// was built without support for that is refused.
+pub struct Context {
+    library: &'static Library,
+    handle: ucp_context_h,
+    memory_types: MemoryTypes,
+}
+
+// SAFETY: the context is made with mt_workers_shared and was checked to have got thread mode MULTI, so UCX
+// guards what threads share behind the handle: mapping, unmapping, packing, querying, creating workers.
+unsafe impl Send for Context {}
+// SAFETY: as for Send.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Makes a context, opening libucp if this process has not yet.
+    ///
+    /// # Errors
+    /// [`Status::NO_LIBRARY`] without a usable libucp; [`Status::NO_ELEM`] naming a setting that UCX does not
+    /// know; [`Status::INVALID_PARAM`] for a value that UCX refuses; UCX's own status when it cannot make
+    /// a context of the transports and devices asked for.
+    pub fn new(config: &ContextConfig) -> Result<Arc<Self>, UcxError> {
+        let library = Library::open(None)?;
+        let settings = config.all_settings()?;
+        let ucx_config = UcxConfig::read(library)?;
+        for (name, value) in &settings {
+            ucx_config.modify(name, value)?;
+        }
+        let name = c_string("context name", &config.name)?;
+        // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
+        let mut params: ucp_params_t = unsafe { MaybeUninit::zeroed().assume_init() };
+        params.field_mask = u64::from(
+            ucx_sys::UCP_PARAM_FIELD_FEATURES.0
+                | ucx_sys::UCP_PARAM_FIELD_MT_WORKERS_SHARED.0
+                | ucx_sys::UCP_PARAM_FIELD_NAME.0,
+        );
+        params.features =
+            u64::from(ucx_sys::UCP_FEATURE_RMA.0 | ucx_sys::UCP_FEATURE_AM.0 | ucx_sys::UCP_FEATURE_WAKEUP.0);
+        params.mt_workers_shared = 1;
+        params.name = name.as_ptr();
+        let mut handle = ptr::null_mut();
+        // SAFETY: the configuration and the parameters live during the call, which copies them. The interface
+        // version is the oldest accepted one, because no field newer than that is used.
+        let status = unsafe {
+            library.api().ucp_init_version(
+                library::OLDEST.0,
+                library::OLDEST.1,
+                &params,
+                ucx_config.handle,
+                &mut handle,
+            )
+        };
+        Status::from_raw(status).check("ucp_init", || config.explain())?;
+        let mut context = Self { library, handle, memory_types: MemoryTypes(0) };
+        // Only now: making the context loads the transports' modules, and their settings with them.
+        check_known(library, &settings)?;
+        context.memory_types = context.query()?;
+        Ok(Arc::new(context))
+    }
+
+    /// The libucp in use.
+    pub fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    /// The kinds of memory that this context can move.
+    pub fn memory_types(&self) -> MemoryTypes {
+        self.memory_types
+    }
+
+    /// Registers `len` bytes at the address `addr` for transfers in both directions, local and remote.
+    ///
+    /// UCX looks at the memory itself to find its kind. Where that is not `kind` the registration is refused:
+    /// UCX taking device memory for host memory would crash in the first transfer. Memory that CUDA manages
+    /// counts as CUDA memory.
+    ///
+    /// # Safety
+    /// The range must be memory of this process that stays mapped, and may be read and written by UCX and by
+    /// peers that got its rkey, until the last [`Arc`] of the result is dropped. Operations under way hold one.
+    ///
+    /// # Errors
+    /// [`Status::INVALID_PARAM`] for an empty or wrapping range; [`Status::UNSUPPORTED`] when this UCX cannot
+    /// move memory of that kind or finds another kind; UCX's own status when it cannot register.
+    pub unsafe fn map(self: &Arc<Self>, addr: usize, len: usize, kind: MemoryKind) -> Result<Arc<Memory>, UcxError> {
+        // SAFETY: the caller promises what `Memory::map` asks for.
+        unsafe { Memory::map(self, addr, len, kind) }
+    }
+
+    pub(super) fn handle(&self) -> ucp_context_h {
+        self.handle
+    }
+
+    fn query(&self) -> Result<MemoryTypes, UcxError> {
+        // SAFETY: all-zero is valid for this C structure of integers.
+        let mut attr: ucp_context_attr_t = unsafe { MaybeUninit::zeroed().assume_init() };
+        attr.field_mask = u64::from(ucx_sys::UCP_ATTR_FIELD_THREAD_MODE.0 | ucx_sys::UCP_ATTR_FIELD_MEMORY_TYPES.0);
+        // SAFETY: the handle is alive, and UCX writes only the fields in the mask.
+        let status = unsafe { self.library.api().ucp_context_query(self.handle, &mut attr) };
+        Status::from_raw(status).check("ucp_context_query", String::new)?;
+        if attr.thread_mode != ucx_sys::UCS_THREAD_MODE_MULTI {
+            let detail = format!(
+                "{} was built without support for threads; use one built with --enable-mt, as `pip install \
+                 libucx-cu12` brings",
+                self.library.info()
+            );
+            return Err(UcxError::new("ucp_init", Status::UNSUPPORTED, detail));
+        }
+        Ok(MemoryTypes(attr.memory_types))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: workers and memory hold an Arc of the context, so none is left; the handle is not used again.
+        unsafe { self.library.api().ucp_cleanup(self.handle) };
+    }
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Context").field("library", &self.library).field("memory_types", &self.memory_types).finish()
+    }
+}
+
+impl ContextConfig {
+    /// All settings as (name without the prefix, value), in order.
+    fn all_settings(&self) -> Result<Vec<(String, String)>, UcxError> {
+        let mut all = Vec::new();
+        all.extend(self.tls.iter().map(|value| ("TLS".to_owned(), value.clone())));
+        all.extend(self.net_devices.iter().map(|value| ("NET_DEVICES".to_owned(), value.clone())));
+        for (name, value) in &self.settings {
+            let bare = name.strip_prefix("UCX_").unwrap_or(name);
+            if bare.is_empty() {
+                return Err(UcxError::invalid(
+                    "configure UCX",
+                    format!("a setting has no name (its value is {value:?})"),
+                ));
+            }
+            all.push((bare.to_owned(), value.clone()));
+        }
+        Ok(all)
+    }
+
+    fn explain(&self) -> String {
+        let show = |value: &Option<String>| value.clone().unwrap_or_else(|| "UCX's default".to_owned());
+        format!(
+            "with TLS={}, NET_DEVICES={}; `ucx_info -d` lists the transports and devices that this machine has",
+            show(&self.tls),
+            show(&self.net_devices)
+        )
+    }
+}
+
+/// Refuses a setting that UCX does not know: UCX itself only prints a warning.
+fn check_known(library: &Library, settings: &[(String, String)]) -> Result<(), UcxError> {
+    if settings.is_empty() {
+        return Ok(());
+    }
+    let known = library::known_settings(library);
+    if known.is_empty() {
+        log::debug!("this UCX cannot list its settings; unknown ones are not refused");
+        return Ok(());
+    }
+    for (name, _) in settings {
+        if known.iter().any(|other| other == name) {
+            continue;
+        }
+        let similar: Vec<&str> = known.iter().map(String::as_str).filter(|other| alike(name, other)).take(3).collect();
+        let hint = if similar.is_empty() {
+            "`ucx_info -c` lists those that exist".to_owned()
+        } else {
+            format!("did you mean {}?", similar.join(" or "))
+        };
+        return Err(UcxError::new(
+            "configure UCX",
+            Status::NO_ELEM,
+            format!("{name:?} is not a setting of {}; {hint}", library.info()),
+        ));
+    }
+    Ok(())
+}
+
+/// True when the names differ by a slip: one letter more, less or other, or in the case of letters.
+fn alike(wrong: &str, right: &str) -> bool {
+    let (wrong, right) = (wrong.to_ascii_uppercase().into_bytes(), right.as_bytes());
+    if wrong.len().abs_diff(right.len()) > 1 {
+        return false;
+    }
+    let front = wrong.iter().zip(right).take_while(|(a, b)| a == b).count();
+    let back = wrong.iter().rev().zip(right.iter().rev()).take_while(|(a, b)| a == b).count();
+    front + back + 1 >= wrong.len().max(right.len())
+}
+
+/// UCX's own configuration object.
+struct UcxConfig {
+    library: &'static Library,
+    handle: *mut ucp_config_t,
+}
+
+impl UcxConfig {
+    /// The defaults, UCX's configuration files and the environment.
+    fn read(library: &'static Library) -> Result<Self, UcxError> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: null stands for no further prefix and no further file; the result goes into `handle`.
+        let status = unsafe { library.api().ucp_config_read(ptr::null(), ptr::null(), &mut handle) };
+        Status::from_raw(status)
+            .check("ucp_config_read", || "is a UCX_* variable in the environment malformed?".to_owned())?;
+        Ok(Self { library, handle })
+    }
+
+    fn modify(&self, name: &str, value: &str) -> Result<(), UcxError> {
+        let c_name = c_string("setting name", name)?;
+        let c_value = c_string("setting value", value)?;
+        // SAFETY: the handle is alive and both strings live during the call, which copies them.
+        let status = unsafe { self.library.api().ucp_config_modify(self.handle, c_name.as_ptr(), c_value.as_ptr()) };
+        Status::from_raw(status).check("configure UCX", || format!("UCX refused {value:?} for its setting {name:?}"))
+    }
+}
+
+impl Drop for UcxConfig {
+    fn drop(&mut self) {
+        // SAFETY: read by ucp_config_read, released once.
+        unsafe { self.library.api().ucp_config_release(self.handle) };
+    }
+}
+
+pub(super) fn c_string(what: &'static str, text: &str) -> Result<CString, UcxError> {
+    CString::new(text).map_err(|_| UcxError::invalid(what, format!("{text:?} holds a NUL byte")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slips_are_alike() {
+        assert!(alike("TCP_TX_SEG_SIZ", "TCP_TX_SEG_SIZE"));
+        assert!(alike("tcp_tx_seg_size", "TCP_TX_SEG_SIZE"));
+        assert!(alike("TCP_TX_SEC_SIZE", "TCP_TX_SEG_SIZE"));
+        assert!(alike("TLSS", "TLS"));
+        assert!(!alike("TCP_RX_SEG_SIZ", "TCP_TX_SEG_SIZE"));
+        assert!(!alike("NOTHING_LIKE_IT", "TCP_TX_SEG_SIZE"));
+    }
+
+    #[test]
+    fn memory_types_are_named() {
+        let types = MemoryTypes(0b11);
+        assert!(types.contains(MemoryKind::Host) && types.contains(MemoryKind::Cuda));
+        assert!(!types.contains(MemoryKind::CudaManaged));
+        assert!(!types.contains(MemoryKind::Other(200)));
+        assert_eq!(types.to_string(), "host, cuda");
+    }
+}

@@ -1,0 +1,521 @@
+//! A connection from a worker to a peer's worker, and the operations over it.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_char};
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::os::raw::c_void;
+use std::ptr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ucx_sys::{
+    Ucp, ucp_ep_attr_t, ucp_ep_h, ucp_ep_params_t, ucp_request_param_t, ucp_transport_entry_t, ucs_status_ptr_t,
+    ucs_status_t,
+};
+
+use super::context::c_string;
+use super::envelope::{self, Kind};
+use super::memory::Memory;
+use super::request::{Buffers, Operation, Posted, Purpose};
+use super::rkey::Rkey;
+use super::status::{Status, UcxError};
+use super::worker::WorkerCore;
+
+/// How an endpoint is made.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct EndpointOptions {
+    /// True: the peer's death is noticed and reported, and the endpoint can be closed by force. UCX then uses
+    /// only transports that notice it, which leaves out shared memory for messages. False: everything UCX
+    /// has, but an operation to a dead peer may never end. Both sides should say the same.
+    pub error_mode_peer: bool,
+    /// Names the endpoint in UCX's own logs. May be empty.
+    pub name: String,
+}
+
+impl Default for EndpointOptions {
+    /// Errors of the peer are noticed; no name.
+    fn default() -> Self {
+        Self { error_mode_peer: true, name: String::new() }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Open,
+    Closing,
+    /// UCX has released it.
+    Closed(Status),
+}
+
+/// What lives until UCX and all operations are done with the endpoint. The worker holds one too, until UCX has
+/// closed the endpoint, because UCX's error callback may come until then.
+pub(super) struct EndpointCore {
+    worker: Rc<WorkerCore>,
+    id: u64,
+    name: String,
+    peer_errors: bool,
+    /// Null before it is made and from the moment it is being closed.
+    handle: Cell<ucp_ep_h>,
+    state: Cell<State>,
+    /// What UCX's error callback said, OK as long as it did not.
+    failed: Cell<Status>,
+    in_flight: Cell<usize>,
+}
+
+impl EndpointCore {
+    pub(super) fn api(&self) -> &'static Ucp {
+        self.worker.api()
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// UCX's handle while operations may be posted.
+    pub(super) fn open_handle(&self, op: &'static str) -> Result<ucp_ep_h, UcxError> {
+        if self.state.get() != State::Open {
+            return Err(UcxError::new(op, Status::NOT_CONNECTED, format!("{self:?} is closed")));
+        }
+        match self.failed.get() {
+            Status::OK => Ok(self.handle.get()),
+            status => Err(UcxError::new(op, status, format!("{self:?} has failed; close it and connect again"))),
+        }
+    }
+
+    /// One operation of the owner's has ended.
+    pub(super) fn ended(&self) {
+        self.in_flight.set(self.in_flight.get().saturating_sub(1));
+    }
+
+    /// Starts closing, unless that was done before.
+    pub(super) fn start_close(self: &Rc<Self>, force: bool) {
+        if self.state.get() != State::Open {
+            return;
+        }
+        self.state.set(State::Closing);
+        // UCX refuses force without peer error handling. Waiting for a failed peer's flush would serve nobody.
+        let force = self.peer_errors && (force || !self.failed.get().is_ok());
+        let handle = self.handle.replace(ptr::null_mut());
+        let posted = self.worker.operations().post(
+            Purpose::Close,
+            |operation| operation.endpoint = Some(Rc::clone(self)),
+            |_, param| {
+                if force {
+                    param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_FLAGS.0;
+                    param.flags = ucx_sys::UCP_EP_CLOSE_FLAG_FORCE.0;
+                }
+                // SAFETY: the endpoint was open until now and is closed once: the handle is gone from the core.
+                unsafe { self.api().ucp_ep_close_nbx(handle, param) }
+            },
+        );
+        match posted {
+            Ok(Posted::Pending) => {}
+            Ok(Posted::Done) => self.closed(Status::OK),
+            // "Resources are released and the endpoint can no longer be used", says UCX of a failed close.
+            Err(status) => self.closed(status),
+        }
+    }
+
+    /// UCX has released the endpoint; no error callback will come.
+    pub(super) fn closed(&self, status: Status) {
+        self.state.set(State::Closed(status));
+        self.worker.forget_endpoint(self.id);
+    }
+}
+
+impl fmt::Debug for EndpointCore {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.name.is_empty() {
+            write!(out, "endpoint {}", self.id)
+        } else {
+            write!(out, "endpoint {} ({})", self.id, self.name)
+        }
+    }
+}
+
+/// UCX's callback when the connection failed. Notes it and nothing more.
+unsafe extern "C" fn on_error(core: *mut c_void, _endpoint: ucp_ep_h, status: ucs_status_t) {
+    // SAFETY: the argument is the core's address, and the worker holds the core until UCX has closed the
+    // endpoint, after which this is not called. All that is changed lies in cells.
+    let core = unsafe { &*core.cast::<EndpointCore>() };
+    if core.failed.get().is_ok() {
+        core.failed.set(Status::from_raw(status));
+        core.worker.push_failure(core.id, Status::from_raw(status));
+    }
+}
+
+/// A connection to a peer's worker. For the worker's thread only.
+///
+/// Dropping it closes it by force in the background: its operations end with an error, each with its
+/// completion, and the worker keeps all they use until UCX has let go. An endpoint made without
+/// `error_mode_peer` cannot be forced; dropping it lets its operations finish first.
+pub struct Endpoint {
+    core: Rc<EndpointCore>,
+}
+
+impl Endpoint {
+    pub(super) fn connect(
+        worker: &Rc<WorkerCore>,
+        id: u64,
+        address: &[u8],
+        options: &EndpointOptions,
+    ) -> Result<Self, UcxError> {
+        const OP: &str = "ucp_ep_create";
+        let address = envelope::open(Kind::Address, address)?;
+        if address.is_empty() {
+            return Err(UcxError::new(OP, Status::MALFORMED, "the worker address is empty"));
+        }
+        let name = c_string("endpoint name", &options.name)?;
+        let core = Rc::new(EndpointCore {
+            worker: Rc::clone(worker),
+            id,
+            name: options.name.clone(),
+            peer_errors: options.error_mode_peer,
+            handle: Cell::new(ptr::null_mut()),
+            state: Cell::new(State::Open),
+            failed: Cell::new(Status::OK),
+            in_flight: Cell::new(0),
+        });
+        // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
+        let mut params: ucp_ep_params_t = unsafe { MaybeUninit::zeroed().assume_init() };
+        params.field_mask = u64::from(
+            ucx_sys::UCP_EP_PARAM_FIELD_REMOTE_ADDRESS.0
+                | ucx_sys::UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE.0
+                | ucx_sys::UCP_EP_PARAM_FIELD_NAME.0,
+        );
+        params.address = address.as_ptr().cast();
+        params.name = name.as_ptr();
+        params.err_mode = ucx_sys::UCP_ERR_HANDLING_MODE_NONE;
+        if options.error_mode_peer {
+            params.field_mask |= u64::from(ucx_sys::UCP_EP_PARAM_FIELD_ERR_HANDLER.0);
+            params.err_mode = ucx_sys::UCP_ERR_HANDLING_MODE_PEER;
+            params.err_handler.cb = Some(on_error);
+            params.err_handler.arg = Rc::as_ptr(&core).cast_mut().cast();
+        }
+        worker.remember_endpoint(id, Rc::clone(&core));
+        let mut handle = ptr::null_mut();
+        // SAFETY: worker, address and parameters are alive during the call, which copies what it keeps; the
+        // argument of the error callback is kept alive by the worker. The address is whole: see the envelope.
+        let status = unsafe { core.api().ucp_ep_create(worker.handle(), &params, &mut handle) };
+        if let Err(error) = Status::from_raw(status).check(OP, || {
+            format!(
+                "{core:?} could not be made; no transport of this context (TLS and NET_DEVICES, as configured) \
+                 reaches the peer's address when its status says unreachable"
+            )
+        }) {
+            worker.forget_endpoint(id);
+            return Err(error);
+        }
+        core.handle.set(handle);
+        Ok(Self { core })
+    }
+
+    /// A number that no other endpoint of this worker has or had.
+    pub fn id(&self) -> u64 {
+        self.core.id
+    }
+
+    /// How the connection failed, if it has; reported once by
+    /// [`Worker::poll_failed_endpoints`](super::Worker::poll_failed_endpoints) too.
+    pub fn failure(&self) -> Option<Status> {
+        let status = self.core.failed.get();
+        (!status.is_ok()).then_some(status)
+    }
+
+    /// The number of operations whose completion has not come yet.
+    pub fn in_flight(&self) -> usize {
+        self.core.in_flight.get()
+    }
+
+    /// Makes a peer's exported rkey usable over this endpoint.
+    ///
+    /// # Errors
+    /// [`Status::MALFORMED`] when the bytes are not an exported rkey or are damaged, before UCX sees them;
+    /// [`Status::NOT_CONNECTED`] or the endpoint's failure; UCX's status.
+    pub fn unpack_rkey(&self, bytes: &[u8]) -> Result<Rc<Rkey>, UcxError> {
+        Rkey::unpack(&self.core, bytes)
+    }
+
+    /// Reads `len` bytes at `remote_addr` of the peer into `local` at `local_offset`.
+    ///
+    /// The operation holds the registration, the rkey and the endpoint. Until its completion the local bytes
+    /// are UCX's to write.
+    ///
+    /// # Errors
+    /// [`Status::OUT_OF_RANGE`] when either range leaves its memory; [`Status::INVALID_PARAM`] when the rkey is of
+    /// another endpoint or the memory of another context; [`Status::NOT_CONNECTED`] or the endpoint's
+    /// failure; UCX's status. An error returned here has no completion.
+    pub fn get(
+        &self,
+        rkey: &Rc<Rkey>,
+        remote_addr: u64,
+        local: &Arc<Memory>,
+        local_offset: usize,
+        len: usize,
+        token: u64,
+    ) -> Result<Posted, UcxError> {
+        const OP: &str = "ucp_get_nbx";
+        self.one_sided(OP, rkey, remote_addr, local, local_offset, len, token, |ep, addr, param| {
+            // SAFETY: endpoint, rkey and registration are alive and held by the operation; both ranges were checked.
+            unsafe {
+                self.core.api().ucp_get_nbx(
+                    ep,
+                    ptr::with_exposed_provenance_mut(addr),
+                    len,
+                    remote_addr,
+                    rkey.handle(),
+                    param,
+                )
+            }
+        })
+    }
+
+    /// Writes `len` bytes of `local` at `local_offset` to `remote_addr` of the peer.
+    ///
+    /// Its completion says that the local bytes may be changed again, not that the peer can see the written
+    /// ones: for that, wait for a [`flush`](Self::flush) posted after it. Otherwise as [`get`](Self::get).
+    ///
+    /// # Errors
+    /// As [`get`](Self::get).
+    pub fn put(
+        &self,
+        rkey: &Rc<Rkey>,
+        remote_addr: u64,
+        local: &Arc<Memory>,
+        local_offset: usize,
+        len: usize,
+        token: u64,
+    ) -> Result<Posted, UcxError> {
+        const OP: &str = "ucp_put_nbx";
+        self.one_sided(OP, rkey, remote_addr, local, local_offset, len, token, |ep, addr, param| {
+            // SAFETY: endpoint, rkey and registration are alive and held by the operation; both ranges were checked.
+            unsafe {
+                self.core.api().ucp_put_nbx(
+                    ep,
+                    ptr::with_exposed_provenance(addr),
+                    len,
+                    remote_addr,
+                    rkey.handle(),
+                    param,
+                )
+            }
+        })
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn one_sided(
+        &self,
+        op: &'static str,
+        rkey: &Rc<Rkey>,
+        remote_addr: u64,
+        local: &Arc<Memory>,
+        local_offset: usize,
+        len: usize,
+        token: u64,
+        start: impl FnOnce(ucp_ep_h, usize, &ucp_request_param_t) -> ucs_status_ptr_t,
+    ) -> Result<Posted, UcxError> {
+        if !Rc::ptr_eq(rkey.endpoint(), &self.core) {
+            let detail = format!("the rkey was unpacked by {:?}, not by {:?}", rkey.endpoint(), self.core);
+            return Err(UcxError::invalid(op, detail));
+        }
+        if !Arc::ptr_eq(local.context(), self.core.worker.context()) {
+            return Err(UcxError::invalid(op, format!("{local:?} is of another context than {:?}", self.core)));
+        }
+        rkey.check(op, remote_addr, len)?;
+        let addr = local.slice(op, local_offset, len)?;
+        let ep = self.core.open_handle(op)?;
+        if len == 0 {
+            return Ok(Posted::Done);
+        }
+        self.post(
+            op,
+            token,
+            |operation| {
+                operation.memory = Some(Arc::clone(local));
+                operation.rkey = Some(Rc::clone(rkey));
+            },
+            |_, param| {
+                param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_MEMH.0 | ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0;
+                param.memh = local.handle();
+                param.memory_type = ucx_sys::ucs_memory_type_t(local.kind().code());
+                start(ep, addr, param)
+            },
+        )
+    }
+
+    /// Sends an active message. The peer gets it if its worker
+    /// [accepts](super::Worker::accept_messages) messages of this id; messages may overtake each other.
+    ///
+    /// The completion says that UCX is done with the data, not that the peer got them; when the peer refuses a
+    /// large message as too long, it holds an error.
+    ///
+    /// # Errors
+    /// [`Status::EXCEEDS_LIMIT`] when the header is longer than
+    /// [`Worker::max_header`](super::Worker::max_header); [`Status::NOT_CONNECTED`] or the endpoint's failure;
+    /// UCX's status. An error returned here has no completion.
+    pub fn send_am(&self, id: u16, header: &[u8], data: Vec<u8>, token: u64) -> Result<Posted, UcxError> {
+        const OP: &str = "ucp_am_send_nbx";
+        let limit = self.core.worker.max_header();
+        if header.len() > limit {
+            let detail = format!("the header has {} bytes, and this worker sends at most {limit}", header.len());
+            return Err(UcxError::new(OP, Status::EXCEEDS_LIMIT, detail));
+        }
+        let ep = self.core.open_handle(OP)?;
+        self.post(
+            OP,
+            token,
+            |operation| {
+                operation.header.extend_from_slice(header);
+                operation.data = data;
+            },
+            |buffers, param| {
+                param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0;
+                param.memory_type = ucx_sys::UCS_MEMORY_TYPE_HOST;
+                let (header, header_length) = buffers.header;
+                let (data, length) = buffers.data;
+                // SAFETY: the endpoint is open; header and data are owned by the operation until UCX is done.
+                unsafe {
+                    self.core.api().ucp_am_send_nbx(
+                        ep,
+                        u32::from(id),
+                        header.cast(),
+                        header_length,
+                        data.cast(),
+                        length,
+                        param,
+                    )
+                }
+            },
+        )
+    }
+
+    /// Completes when everything posted on this endpoint before is complete at the peer too.
+    ///
+    /// # Errors
+    /// [`Status::NOT_CONNECTED`] or the endpoint's failure; UCX's status. An error returned here has no
+    /// completion.
+    pub fn flush(&self, token: u64) -> Result<Posted, UcxError> {
+        const OP: &str = "ucp_ep_flush_nbx";
+        let ep = self.core.open_handle(OP)?;
+        self.post(
+            OP,
+            token,
+            |_| {},
+            |_, param| {
+                // SAFETY: the endpoint is open.
+                unsafe { self.core.api().ucp_ep_flush_nbx(ep, param) }
+            },
+        )
+    }
+
+    fn post(
+        &self,
+        op: &'static str,
+        token: u64,
+        fill: impl FnOnce(&mut Operation),
+        start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
+    ) -> Result<Posted, UcxError> {
+        let posted = self.core.worker.operations().post(
+            Purpose::User { op, token },
+            |operation| {
+                operation.endpoint = Some(Rc::clone(&self.core));
+                fill(operation);
+            },
+            start,
+        );
+        match posted {
+            Ok(Posted::Pending) => self.core.in_flight.set(self.core.in_flight.get() + 1),
+            Ok(Posted::Done) => {}
+            Err(status) => return Err(UcxError::new(op, status, format!("{:?}", self.core))),
+        }
+        posted.map_err(|status| UcxError::new(op, status, ""))
+    }
+
+    /// The transports and devices in use, for example `tcp/lo, cma/memory`. UCX connects at the first
+    /// operations, so right after [`connect`](super::Worker::connect) this may tell less than later.
+    pub fn describe(&self) -> String {
+        const MOST: usize = 64;
+        let Ok(handle) = self.core.open_handle("ucp_ep_query") else { return "closed".to_owned() };
+        if self.core.api().ucp_ep_query.is_err() {
+            return "unknown (this UCX cannot tell)".to_owned();
+        }
+        let mut entries = [ucp_transport_entry_t { transport_name: ptr::null(), device_name: ptr::null() }; MOST];
+        // SAFETY: all-zero is valid for this C structure of integers and pointers.
+        let mut attr: ucp_ep_attr_t = unsafe { MaybeUninit::zeroed().assume_init() };
+        attr.field_mask = u64::from(ucx_sys::UCP_EP_ATTR_FIELD_TRANSPORTS.0);
+        attr.transports.entries = entries.as_mut_ptr();
+        attr.transports.num_entries = MOST as u32;
+        attr.transports.entry_size = size_of::<ucp_transport_entry_t>();
+        // SAFETY: the endpoint is open, and UCX writes at most `num_entries` entries of `entry_size` bytes.
+        let status = Status::from_raw(unsafe { self.core.api().ucp_ep_query(handle, &mut attr) });
+        if !status.is_ok() {
+            return format!("unknown ({status})");
+        }
+        let known = entries.iter().take(attr.transports.num_entries as usize);
+        let mut lanes: Vec<String> = known
+            // SAFETY: UCX set both to strings that live as long as the endpoint, which is open.
+            .map(|entry| unsafe { format!("{}/{}", text(entry.transport_name), text(entry.device_name)) })
+            .collect();
+        lanes.dedup();
+        lanes.join(", ")
+    }
+
+    /// Starts closing. Without `force` everything posted finishes first; with it, everything ends now, with
+    /// errors. Where force is impossible (no `error_mode_peer`), or useless, the other is done.
+    pub fn close(self, force: bool) -> CloseRequest {
+        self.core.start_close(force);
+        CloseRequest { core: Rc::clone(&self.core) }
+    }
+}
+
+/// # Safety
+/// `pointer` is null or a C string that is alive during the call.
+unsafe fn text(pointer: *const c_char) -> String {
+    if pointer.is_null() {
+        return "?".to_owned();
+    }
+    // SAFETY: promised by the caller.
+    unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        self.core.start_close(true);
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.core.fmt(out)
+    }
+}
+
+/// A closing endpoint. It goes on without this; [`Worker::progress`](super::Worker::progress) drives it.
+pub struct CloseRequest {
+    core: Rc<EndpointCore>,
+}
+
+impl CloseRequest {
+    /// True when UCX has released the endpoint and every operation on it has delivered its completion: from
+    /// then on UCX touches no memory because of this endpoint.
+    pub fn is_finished(&self) -> bool {
+        matches!(self.core.state.get(), State::Closed(_)) && self.core.in_flight.get() == 0
+    }
+
+    /// How closing went, once it is finished. A failed one is closed too.
+    pub fn result(&self) -> Option<Result<(), UcxError>> {
+        match self.core.state.get() {
+            State::Closed(status) if self.is_finished() => {
+                Some(status.check("ucp_ep_close_nbx", || format!("{:?}", self.core)))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Debug for CloseRequest {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "closing {:?}", self.core)
+    }
+}

@@ -1,0 +1,229 @@
+//! Memory registered with a context.
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::Arc;
+
+use ucx_sys::{ucp_mem_attr_t, ucp_mem_h, ucp_mem_map_params_t, ucs_memory_type_t};
+
+use super::context::Context;
+use super::envelope::{self, Kind};
+use super::status::{Status, UcxError};
+
+/// What kind of memory UCX takes a range for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum MemoryKind {
+    /// Memory of the host.
+    Host,
+    /// Memory of a CUDA device.
+    Cuda,
+    /// Memory that the CUDA driver moves between host and device.
+    CudaManaged,
+    /// Any other of UCX's `ucs_memory_type_t`, by its number.
+    Other(u32),
+}
+
+impl MemoryKind {
+    /// The number that UCX gives it.
+    pub const fn code(self) -> u32 {
+        match self {
+            Self::Host => ucx_sys::UCS_MEMORY_TYPE_HOST.0,
+            Self::Cuda => ucx_sys::UCS_MEMORY_TYPE_CUDA.0,
+            Self::CudaManaged => ucx_sys::UCS_MEMORY_TYPE_CUDA_MANAGED.0,
+            Self::Other(code) => code,
+        }
+    }
+
+    /// The kind of the number that UCX gives it.
+    pub const fn from_code(code: u32) -> Self {
+        match ucs_memory_type_t(code) {
+            ucx_sys::UCS_MEMORY_TYPE_HOST => Self::Host,
+            ucx_sys::UCS_MEMORY_TYPE_CUDA => Self::Cuda,
+            ucx_sys::UCS_MEMORY_TYPE_CUDA_MANAGED => Self::CudaManaged,
+            _ => Self::Other(code),
+        }
+    }
+}
+
+impl fmt::Display for MemoryKind {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host => out.write_str("host"),
+            Self::Cuda => out.write_str("cuda"),
+            Self::CudaManaged => out.write_str("cuda-managed"),
+            Self::Other(code) => write!(out, "type {code}"),
+        }
+    }
+}
+
+/// A registered range of memory. Unmapped when the last [`Arc`] goes, on whatever thread that is; operations
+/// under way hold one each.
+pub struct Memory {
+    context: Arc<Context>,
+    handle: ucp_mem_h,
+    addr: usize,
+    len: usize,
+    kind: MemoryKind,
+}
+
+// SAFETY: the handle is used only with functions of the context, which is made for use from several threads;
+// the range itself is only named here, never read or written by Rust code.
+unsafe impl Send for Memory {}
+// SAFETY: as for Send.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// # Safety
+    /// As [`Context::map`] says.
+    pub(super) unsafe fn map(
+        context: &Arc<Context>,
+        addr: usize,
+        len: usize,
+        wanted: MemoryKind,
+    ) -> Result<Arc<Self>, UcxError> {
+        let range = || format!("{len} bytes of {wanted} memory at {addr:#x}");
+        if addr == 0 || len == 0 || addr.checked_add(len).is_none() {
+            let detail = format!("{} cannot be registered: expected a length above 0 and an end below 2^64", range());
+            return Err(UcxError::invalid("ucp_mem_map", detail));
+        }
+        let unsupported = |found: &str| {
+            let detail = format!(
+                "{}: {found}; {} moves these kinds: {}. Device memory needs a UCX with its device's support, such \
+                 as `pip install libucx-cu12` for CUDA 12, and transports that include it (UCX_TLS)",
+                range(),
+                context.library().info(),
+                context.memory_types()
+            );
+            UcxError::new("ucp_mem_map", Status::UNSUPPORTED, detail)
+        };
+        if !context.memory_types().contains(wanted) {
+            return Err(unsupported("this UCX cannot move it"));
+        }
+        // SAFETY: all-zero is valid for this C structure of integers and pointers.
+        let mut params: ucp_mem_map_params_t = unsafe { MaybeUninit::zeroed().assume_init() };
+        // The memory type is left out on purpose, so that UCX detects it.
+        params.field_mask =
+            u64::from(ucx_sys::UCP_MEM_MAP_PARAM_FIELD_ADDRESS.0 | ucx_sys::UCP_MEM_MAP_PARAM_FIELD_LENGTH.0);
+        params.address = ptr::with_exposed_provenance_mut(addr);
+        params.length = len;
+        let api = context.library().api();
+        let mut handle = ptr::null_mut();
+        // SAFETY: the context is alive; the caller promises that the range is memory that stays valid as long
+        // as the registration, which `Memory` ends when dropped.
+        let status = unsafe { api.ucp_mem_map(context.handle(), &params, &mut handle) };
+        Status::from_raw(status)
+            .check("ucp_mem_map", || format!("{}; is the whole range mapped, readable and writable?", range()))?;
+        let mut memory = Self { context: Arc::clone(context), handle, addr, len, kind: wanted };
+        memory.kind = memory.query_kind()?;
+        let fits = memory.kind == wanted || (wanted, memory.kind) == (MemoryKind::Cuda, MemoryKind::CudaManaged);
+        if fits { Ok(Arc::new(memory)) } else { Err(unsupported(&format!("UCX sees {} memory there", memory.kind))) }
+    }
+
+    /// The first address.
+    pub fn addr(&self) -> usize {
+        self.addr
+    }
+
+    /// The length in bytes; never 0.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The kind that UCX found.
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    /// The bytes that let a peer read and write this memory: its range, its kind and UCX's packed rkey, in a
+    /// checked envelope. For [`Endpoint::unpack_rkey`](super::Endpoint::unpack_rkey) on the other side.
+    ///
+    /// # Errors
+    /// UCX's status when it cannot pack.
+    pub fn pack_rkey(&self) -> Result<Vec<u8>, UcxError> {
+        let api = self.context.library().api();
+        let (mut buffer, mut size) = (ptr::null_mut(), 0);
+        // SAFETY: context and registration are alive; the results go into the two variables.
+        let status = unsafe { api.ucp_rkey_pack(self.context.handle(), self.handle, &mut buffer, &mut size) };
+        Status::from_raw(status).check("ucp_rkey_pack", || format!("{self:?}"))?;
+        let mut payload = Vec::with_capacity(RKEY_PREFIX + size);
+        payload.extend_from_slice(&(self.addr as u64).to_le_bytes());
+        payload.extend_from_slice(&(self.len as u64).to_le_bytes());
+        payload.extend_from_slice(&self.kind.code().to_le_bytes());
+        // SAFETY: UCX returned a buffer of `size` bytes, alive until it is released below.
+        payload.extend_from_slice(unsafe { std::slice::from_raw_parts(buffer.cast::<u8>(), size) });
+        // SAFETY: the buffer of ucp_rkey_pack above, released once and not used again.
+        unsafe { api.ucp_rkey_buffer_release(buffer) };
+        envelope::seal(Kind::Rkey, &payload)
+    }
+
+    /// The address of `len` bytes at `offset`, or an error when they leave the range.
+    pub(super) fn slice(&self, op: &'static str, offset: usize, len: usize) -> Result<usize, UcxError> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(self.addr + offset),
+            _ => Err(UcxError::new(
+                op,
+                Status::OUT_OF_RANGE,
+                format!("{len} bytes at local offset {offset} leave {self:?}"),
+            )),
+        }
+    }
+
+    pub(super) fn handle(&self) -> ucp_mem_h {
+        self.handle
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    fn query_kind(&self) -> Result<MemoryKind, UcxError> {
+        // SAFETY: all-zero is valid for this C structure of integers and pointers.
+        let mut attr: ucp_mem_attr_t = unsafe { MaybeUninit::zeroed().assume_init() };
+        attr.field_mask = u64::from(ucx_sys::UCP_MEM_ATTR_FIELD_MEM_TYPE.0);
+        // SAFETY: the registration is alive, and UCX writes only the field in the mask.
+        let status = unsafe { self.context.library().api().ucp_mem_query(self.handle, &mut attr) };
+        Status::from_raw(status).check("ucp_mem_query", || format!("{self:?}"))?;
+        Ok(MemoryKind::from_code(attr.mem_type.0))
+    }
+}
+
+/// The length of base, length and kind before the packed rkey.
+const RKEY_PREFIX: usize = 8 + 8 + 4;
+
+/// What an exported rkey says about the memory, and UCX's packed rkey.
+pub(super) fn parse_rkey(bytes: &[u8]) -> Result<(u64, u64, MemoryKind, &[u8]), UcxError> {
+    let payload = envelope::open(Kind::Rkey, bytes)?;
+    let short = || UcxError::new("unpack rkey", Status::MALFORMED, "the rkey ends before UCX's part of it");
+    let (prefix, packed) = payload.split_first_chunk::<RKEY_PREFIX>().ok_or_else(short)?;
+    let [a0, a1, a2, a3, a4, a5, a6, a7, l0, l1, l2, l3, l4, l5, l6, l7, k0, k1, k2, k3] = *prefix;
+    let base = u64::from_le_bytes([a0, a1, a2, a3, a4, a5, a6, a7]);
+    let len = u64::from_le_bytes([l0, l1, l2, l3, l4, l5, l6, l7]);
+    let kind = MemoryKind::from_code(u32::from_le_bytes([k0, k1, k2, k3]));
+    if packed.is_empty() {
+        return Err(short());
+    }
+    if len == 0 || base.checked_add(len).is_none() {
+        let detail = format!("the rkey is for {len} bytes at {base:#x}, which is no range of memory");
+        return Err(UcxError::new("unpack rkey", Status::MALFORMED, detail));
+    }
+    Ok((base, len, kind, packed))
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: mapped by ucp_mem_map, unmapped once; no operation uses it, as each would hold an Arc.
+        let status = unsafe { self.context.library().api().ucp_mem_unmap(self.context.handle(), self.handle) };
+        let status = Status::from_raw(status);
+        if !status.is_ok() {
+            log::error!("ucp_mem_unmap of {self:?}: {status}");
+        }
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "the registered {} bytes of {} memory at {:#x}", self.len, self.kind, self.addr)
+    }
+}

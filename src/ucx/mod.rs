@@ -1,0 +1,37 @@
+//! UCX made safe: the only user of `ucx-sys`.
+//!
+//! libucp is opened at run time ([`Library`]). A [`Context`] registers [`Memory`] and may be used from
+//! several threads; a [`Worker`] and its [`Endpoint`]s and [`Rkey`]s belong to the one thread that made the
+//! worker. Ownership keeps the order that UCX asks for: memory, rkeys, endpoints and workers hold what they
+//! need, and an operation under way holds all that it uses until UCX has ended it.
+//!
+//! Nothing here blocks, except [`Worker::close`] and the drop of a worker. The owner calls
+//! [`Worker::progress`] and then empties [`Worker::poll_completion`], [`Worker::poll_message`] and
+//! [`Worker::poll_failed_endpoints`]; to sleep, it calls [`Worker::arm`] and polls [`Worker::event_fd`].
+//!
+//! UCX's callbacks only push to queues: they call nothing of UCX, free nothing and cannot unwind.
+//!
+//! There is no cancelling of one operation, because UCX has none for reads, writes and sends
+//! (ucp_request_cancel does nothing for them): closing the endpoint by force ends all of its operations.
+
+mod am;
+mod context;
+mod endpoint;
+mod envelope;
+mod library;
+mod memory;
+mod queue;
+mod request;
+mod rkey;
+mod status;
+mod worker;
+
+pub use am::AmMessage;
+pub use context::{Context, ContextConfig, MemoryTypes};
+pub use endpoint::{CloseRequest, Endpoint, EndpointOptions};
+pub use library::{Library, LibraryInfo, OLDEST, PATH_VARIABLE, Source};
+pub use memory::{Memory, MemoryKind};
+pub use request::{Completion, Posted};
+pub use rkey::Rkey;
+pub use status::{Status, UcxError};
+pub use worker::{Armed, Worker, WorkerOptions};

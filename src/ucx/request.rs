@@ -1,0 +1,258 @@
+//! Operations under way: what each keeps alive, and how its end gets from UCX's callback to the owner.
+
+use std::cell::Cell;
+use std::os::raw::c_void;
+use std::ptr;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ucx_sys::{ucp_request_param_t, ucs_status_ptr_t, ucs_status_t};
+
+use super::endpoint::EndpointCore;
+use super::memory::Memory;
+use super::queue::Queue;
+use super::rkey::Rkey;
+use super::status::{Reply, Status, UcxError, reply};
+
+/// What posting an operation came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Posted {
+    /// It is complete; there will be no [`Completion`].
+    Done,
+    /// It is under way; its [`Completion`] will come from
+    /// [`Worker::poll_completion`](super::Worker::poll_completion).
+    Pending,
+}
+
+/// The end of an operation that was [`Posted::Pending`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Completion {
+    /// What the poster named it.
+    pub token: u64,
+    /// The [`id`](super::Endpoint::id) of its endpoint.
+    pub endpoint: u64,
+    /// How it ended. After this UCX no longer touches its memory.
+    pub result: Result<(), UcxError>,
+}
+
+/// Why an operation is under way.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// Posted by the owner, who waits for the token. The name is for errors.
+    User { op: &'static str, token: u64 },
+    /// The closing of its endpoint.
+    Close,
+    /// Fetching the data of the active message with this id.
+    Receive { id: u16 },
+}
+
+/// One operation, from posting until it was reaped. Its address is UCX's `user_data`.
+pub(super) struct Operation {
+    /// Where the callback puts this operation.
+    done: Rc<Queue<*mut Operation>>,
+    /// Its place in [`Operations::live`].
+    index: usize,
+    request: *mut c_void,
+    status: ucs_status_t,
+    pub(super) purpose: Purpose,
+    // Kept alive until UCX is done with them.
+    pub(super) endpoint: Option<Rc<EndpointCore>>,
+    pub(super) memory: Option<Arc<Memory>>,
+    pub(super) rkey: Option<Rc<Rkey>>,
+    pub(super) header: Vec<u8>,
+    pub(super) data: Vec<u8>,
+}
+
+impl Operation {
+    pub(super) fn status(&self) -> Status {
+        Status::from_raw(self.status)
+    }
+
+    fn clear(&mut self) {
+        self.request = ptr::null_mut();
+        self.status = ucx_sys::UCS_OK;
+        self.endpoint = None;
+        self.memory = None;
+        self.rkey = None;
+        self.header = Vec::new();
+        self.data = Vec::new();
+    }
+}
+
+/// How many finished operations are kept for reuse: about the number that a windowed transfer has under way.
+const SPARE: usize = 1024;
+
+/// The buffers of an operation, where they lie while it is live.
+pub(super) struct Buffers {
+    pub(super) header: (*const u8, usize),
+    pub(super) data: (*mut u8, usize),
+}
+
+/// All operations of a worker. One that is still live when this is dropped is leaked with all that it keeps
+/// alive, because UCX may still use it.
+pub(super) struct Operations {
+    done: Rc<Queue<*mut Operation>>,
+    live: Cell<Vec<*mut Operation>>,
+    // Boxed because an operation's address is given to UCX, so it must not move when it is taken from here.
+    #[allow(clippy::vec_box)]
+    spare: Cell<Vec<Box<Operation>>>,
+}
+
+impl Operations {
+    pub(super) fn new() -> Self {
+        Self { done: Rc::new(Queue::new()), live: Cell::default(), spare: Cell::default() }
+    }
+
+    /// The number that are under way or not yet reaped.
+    pub(super) fn live(&self) -> usize {
+        let live = self.live.take();
+        let count = live.len();
+        self.live.set(live);
+        count
+    }
+
+    /// True when a callback has come that was not reaped.
+    pub(super) fn has_done(&self) -> bool {
+        !self.done.is_empty()
+    }
+
+    /// Starts an operation: `fill` puts into it what it keeps alive, `start` hands its buffers to UCX with
+    /// parameters whose callback and user data are set, and returns what UCX's function returned.
+    pub(super) fn post(
+        &self,
+        purpose: Purpose,
+        fill: impl FnOnce(&mut Operation),
+        start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
+    ) -> Result<Posted, Status> {
+        self.post_recovering(purpose, fill, start, |_| {})
+    }
+
+    /// As [`Self::post`]; `done` sees the operation when it was complete at once.
+    pub(super) fn post_recovering(
+        &self,
+        purpose: Purpose,
+        fill: impl FnOnce(&mut Operation),
+        start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
+        done: impl FnOnce(&mut Operation),
+    ) -> Result<Posted, Status> {
+        let mut spare = self.spare.take();
+        let reused = spare.pop();
+        self.spare.set(spare);
+        let mut operation = reused.unwrap_or_else(|| {
+            Box::new(Operation {
+                done: Rc::clone(&self.done),
+                index: 0,
+                request: ptr::null_mut(),
+                status: ucx_sys::UCS_OK,
+                purpose,
+                endpoint: None,
+                memory: None,
+                rkey: None,
+                header: Vec::new(),
+                data: Vec::new(),
+            })
+        });
+        operation.purpose = purpose;
+        fill(&mut operation);
+        let buffers = Buffers {
+            header: (operation.header.as_ptr(), operation.header.len()),
+            data: (operation.data.as_mut_ptr(), operation.data.len()),
+        };
+        let raw = self.enter(operation);
+        // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
+        let mut param: ucp_request_param_t = unsafe { std::mem::MaybeUninit::zeroed().assume_init() };
+        param.op_attr_mask = ucx_sys::UCP_OP_ATTR_FIELD_USER_DATA.0 | ucx_sys::UCP_OP_ATTR_FIELD_CALLBACK.0;
+        param.user_data = raw.cast();
+        param.cb.send = Some(on_sent);
+        match reply(start(&buffers, &mut param)) {
+            Reply::Pending(request) => {
+                // SAFETY: the operation is live, as only `reap` and the two arms below end it; nothing borrows it.
+                unsafe { (*raw).request = request };
+                Ok(Posted::Pending)
+            }
+            Reply::Done => {
+                let mut operation = self.leave(raw);
+                done(&mut operation);
+                self.recycle(operation);
+                Ok(Posted::Done)
+            }
+            Reply::Failed(status) => {
+                self.recycle(self.leave(raw));
+                Err(status)
+            }
+        }
+    }
+
+    /// Takes one finished operation out. The caller gives it to [`Self::recycle`] when it has used it, and
+    /// frees its request first.
+    pub(super) fn reap(&self) -> Option<(Box<Operation>, *mut c_void)> {
+        let operation = self.leave(self.done.pop()?);
+        let request = operation.request;
+        Some((operation, request))
+    }
+
+    /// Lets go of what the operation kept alive. Calls UCX when that was the last owner.
+    pub(super) fn recycle(&self, mut operation: Box<Operation>) {
+        operation.clear();
+        let mut spare = self.spare.take();
+        if spare.len() < SPARE {
+            spare.push(operation);
+        }
+        self.spare.set(spare);
+    }
+
+    fn enter(&self, mut operation: Box<Operation>) -> *mut Operation {
+        let mut live = self.live.take();
+        operation.index = live.len();
+        let raw = Box::into_raw(operation);
+        live.push(raw);
+        self.live.set(live);
+        raw
+    }
+
+    fn leave(&self, raw: *mut Operation) -> Box<Operation> {
+        let mut live = self.live.take();
+        // SAFETY: every pointer given here came from `enter` and is given once: by `post` when UCX took no
+        // callback, else by `reap`, from the queue to which its one callback pushed it.
+        let operation = unsafe { Box::from_raw(raw) };
+        if operation.index < live.len() {
+            live.swap_remove(operation.index);
+            if let Some(moved) = live.get(operation.index) {
+                // SAFETY: the pointers in `live` are those of live operations, none of which is borrowed here.
+                unsafe { (**moved).index = operation.index };
+            }
+        }
+        self.live.set(live);
+        operation
+    }
+}
+
+/// UCX's callback at the end of an operation that sends, reads, writes, flushes or closes.
+unsafe extern "C" fn on_sent(_request: *mut c_void, status: ucs_status_t, user_data: *mut c_void) {
+    // SAFETY: `user_data` is the operation's address from `post`.
+    unsafe { finish(user_data, status) };
+}
+
+/// UCX's callback at the end of fetching an active message's data.
+pub(super) unsafe extern "C" fn on_received(
+    _request: *mut c_void,
+    status: ucs_status_t,
+    _length: usize,
+    user_data: *mut c_void,
+) {
+    // SAFETY: `user_data` is the operation's address from `post`.
+    unsafe { finish(user_data, status) };
+}
+
+/// Notes the end and nothing more: no call of UCX, nothing dropped, nothing that unwinds.
+///
+/// # Safety
+/// `user_data` is the address of a live operation, and this is its one callback, on the worker's thread.
+unsafe fn finish(user_data: *mut c_void, status: ucs_status_t) {
+    let operation = user_data.cast::<Operation>();
+    // SAFETY: promised by the caller. Nothing borrows a live operation while UCX runs.
+    unsafe {
+        (*operation).status = status;
+        (*(*operation).done).push(operation);
+    }
+}
