@@ -13,9 +13,10 @@ from .servers import free_port
 # Where each rank of the decode engine writes a line per finished receive.
 REQUEST_LOG = "KVFERRY_REQUEST_LOG"
 
-# UCX's names for what --transport means. `self` is for an agent's connection to itself; `shm` stands for all shared
-# memory, reading another process's memory (CMA) included.
-UCX_TLS = {"tcp": "tcp,self", "shm": "shm,self"}
+# UCX's names for what --transport means to NIXL's agents. `self` is for an agent's connection to itself; `shm` stands
+# for all shared memory, reading another process's memory (CMA) included. Shared memory alone does not connect
+# ("Destination is unreachable"): NIXL's endpoints ask to be told of a peer's death, which needs TCP for that.
+UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class _Observer:
             log.write(json.dumps(line) + "\n")
 
 
-class ObservedNixlConnector(NixlPullConnector):  # type: ignore[misc]
+class ObservedNixlConnector(NixlPullConnector):
     """The stock connector with a line per finished read."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:

@@ -39,6 +39,16 @@ class Record:
         return (self.first_token - self.prefill_answered) * 1e3
 
 
+def open_session() -> aiohttp.ClientSession:
+    """An HTTP client for servers that may be slow.
+
+    There is no limit on a request's time: a first hand-over may wait long on a busy machine. Each request has a
+    connection of its own: vLLM closes idle ones after 5 s, and a request that is just being sent on one then fails.
+    """
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector)
+
+
 class Proxy:
     """One proxy; `records` holds a Record per request id."""
 
@@ -54,8 +64,7 @@ class Proxy:
 
     async def start(self) -> None:
         """Listens on a free port of the loopback interface."""
-        # No limit on a request's time: a first hand-over may wait long on a busy machine.
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        self._session = open_session()
         app = web.Application(client_max_size=16 * 2**20)
         app.router.add_post("/v1/completions", self._completions)
         # With handler_cancellation the handler ends when its client has gone.
@@ -78,6 +87,13 @@ class Proxy:
         return self.records.setdefault(request_id, Record())
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._hand_over(request)
+        except aiohttp.ClientError as problem:
+            text = f"a server behind the proxy failed: {type(problem).__name__}: {problem}"
+            return web.json_response({"error": text}, status=502)
+
+    async def _hand_over(self, request: web.Request) -> web.StreamResponse:
         assert self._session is not None
         body: dict[str, Any] = await request.json()
         request_id = request.headers.get(REQUEST_ID, "")
@@ -96,12 +112,14 @@ class Proxy:
             params = await self.exchange(request_id, params)
 
         decode_body = {**body, "kv_transfer_params": params}
-        async with self._session.post(f"{self._decode_url}/v1/completions", json=decode_body, headers=headers) as source:
+        url = f"{self._decode_url}/v1/completions"
+        async with self._session.post(url, json=decode_body, headers=headers) as source:
             if source.status != 200:
                 return web.Response(status=source.status, body=await source.read(), content_type="application/json")
             answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await answer.prepare(request)
             async for line in source.content:
+                # The prompt's ids come in the first chunk too: lines are long, and only their beginning is looked at.
                 if record.first_token is None and line.startswith(b"data:"):
                     record.first_token = time.perf_counter()
                 await answer.write(line)

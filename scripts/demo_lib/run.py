@@ -19,7 +19,7 @@ from .connectors import CONNECTORS, Connector
 from .engines import baseline_spec, engine_spec, memory_gib
 from .model import make_model
 from .options import Options, Shape, parse_options
-from .proxy import KvParams, Proxy
+from .proxy import KvParams, Proxy, open_session
 from .report import Receive, Result, Row, format_comparison, format_rows, read_receives
 from .servers import Server, ServerFailed, ServerGroup, available_gib
 from .verdict import check_control, check_counters, check_drained, served_tokens_note
@@ -74,8 +74,8 @@ async def run_baseline(setting: Setting, server: Server) -> dict[str, list[int]]
             raise ServerFailed(
                 f"the model ignores the first of {len(first.tokens)} tokens: its output would hide wrong KV blocks"
             )
-    say("baseline: done; a changed first token changes the output of prompts of "
-        + ", ".join(str(len(first.tokens)) for first, _ in workload.probes) + " tokens")
+    lengths = ", ".join(str(len(first.tokens)) for first, _ in workload.probes)
+    say(f"baseline: done; a changed first token changes the output of prompts of {lengths} tokens")
     return tokens
 
 
@@ -161,7 +161,7 @@ def make_rows(
                 transfer_ms=receive.transfer_ms,
                 handover_ms=proxy.record(prompt.name).handover_ms,
                 equal=answer.error is None and answer.tokens == baseline[prompt.name],
-                note=(answer.error or "")[:120],
+                note=" ".join((answer.error or "").split())[:160],
             )
         )
     return rows
@@ -218,7 +218,7 @@ async def run(options: Options, folder: Path) -> int:
     say(f"model: {model.name}; logs: {folder}")
     servers = ServerGroup(folder)
     try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with open_session() as session:
             setting = Setting(options, model, workload, folder, servers, session)
             return await _run_all(setting)
     except ServerFailed as problem:

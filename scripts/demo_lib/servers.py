@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,9 @@ RUN_TAG = "KVFERRY_DEMO_RUN"
 
 _PR_SET_PDEATHSIG = 1
 _STOP_LIMIT_S = 20.0
+_TAIL_LINES = 25
+_TAIL_ERRORS = 12
+_ERROR = re.compile(r"\b\w*(Error|ERROR|Exception)\b:?")
 
 
 def free_port() -> int:
@@ -83,10 +87,12 @@ class Server:
         """The process id, which is also that of its process group."""
         return self._process.pid
 
-    def tail(self, lines: int = 40) -> str:
-        """The end of its log."""
-        text = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(text[-lines:])
+    def tail(self) -> str:
+        """The end of its log, after the first errors in it: vLLM tells the cause long before its last line."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        end = lines[-_TAIL_LINES:]
+        errors = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)][:_TAIL_ERRORS]
+        return "\n".join([*errors, "...", *end] if errors else end)
 
     def check_alive(self) -> None:
         """Raises ServerFailed when the process is gone."""

@@ -76,7 +76,7 @@ def make_workload(count: int, seed: int = 7) -> Workload:
         tokens = _tokens(rng, length)
         if base is not None:
             shared = min(len(base.tokens), length) * 2 // 3
-            tokens = base.tokens[:shared] + (_other(base.tokens[shared]),) + tokens[shared + 1 :]
+            tokens = (*base.tokens[:shared], _other(base.tokens[shared]), *tokens[shared + 1 :])
         prompts.append(Prompt(f"p{index:02}", tokens, shared=shared))
 
     waves: list[tuple[Prompt, ...]] = []
