@@ -61,4 +61,5 @@ async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> str:
     """The text of a server's /metrics."""
     async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=120)) as answer:
         answer.raise_for_status()
-        return await answer.text()
+        text: str = await answer.text()
+        return text

@@ -17,13 +17,13 @@ import aiohttp
 from .client import Answer, complete, complete_through
 from .connectors import CONNECTORS, Connector
 from .engines import baseline_spec, engine_spec, memory_gib
+from .metrics import fetch_metrics, parse_counters
 from .model import make_model
 from .options import Options, Shape, parse_options
 from .proxy import KvParams, Proxy, open_session
 from .report import Receive, Result, Row, format_comparison, format_rows, read_receives
 from .servers import Server, ServerFailed, ServerGroup, available_gib
 from .verdict import check_control, check_counters, check_drained, served_tokens_note
-from .metrics import fetch_metrics, parse_counters
 from .workload import Prompt, Workload, make_workload
 
 SCRIPTS = Path(__file__).resolve().parent.parent

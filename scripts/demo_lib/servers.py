@@ -107,7 +107,7 @@ class Server:
         self.check_alive()
         try:
             async with session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=10)) as answer:
-                return answer.status == 200
+                return bool(answer.status == 200)
         except (aiohttp.ClientError, TimeoutError):
             return False
 
