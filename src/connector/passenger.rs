@@ -16,9 +16,7 @@ use crate::proto::plan::CopyPlan;
 use crate::proto::stats::Stats;
 use crate::proto::time::Time;
 use crate::proto::wire::{AgentMetadata, Cause, Message, PeerMessage, RankMetadata, StepMetadata};
-use crate::proto::worker::{
-    Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine,
-};
+use crate::proto::worker::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine};
 
 /// How many complaints about undecodable messages are logged; all are counted.
 const COMPLAINTS: u64 = 20;
@@ -215,11 +213,9 @@ impl Driver {
         let Some(Asked { name, session, at }) = self.sessions.remove(&answer.id) else { return };
         let result = match answer.result {
             Ok(reply) => session.judge(reply),
-            Err(e) => Err(HandshakeFailure {
-                cause: Cause::HandshakeFailed,
-                retry: true,
-                message: e.message().to_owned(),
-            }),
+            Err(e) => {
+                Err(HandshakeFailure { cause: Cause::HandshakeFailed, retry: true, message: e.message().to_owned() })
+            }
         };
         if let Err(failure) = &result {
             log::warn!("kvferry worker: the handshake with {at} failed: {}", failure.message);
@@ -285,11 +281,8 @@ impl Driver {
                 let time = self.time(now);
                 let Some(local) = &self.local else {
                     let message = "this rank's own metadata is not complete: set the geometry before the first request";
-                    let failure = HandshakeFailure {
-                        cause: Cause::HandshakeFailed,
-                        retry: true,
-                        message: message.to_owned(),
-                    };
+                    let failure =
+                        HandshakeFailure { cause: Cause::HandshakeFailed, retry: true, message: message.to_owned() };
                     self.machine.handle_handshake(time, session, Err(failure));
                     return;
                 };

@@ -35,7 +35,8 @@ struct Line<'a> {
 impl RequestLog {
     pub(super) fn open(path: &str) -> Result<RequestLog> {
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(|e| {
-            let text = format!("request_log {path:?} cannot be opened for appending ({e}); give a writable file's path");
+            let text =
+                format!("request_log {path:?} cannot be opened for appending ({e}); give a writable file's path");
             Error::new(ErrorKind::Io, text)
         })?;
         Ok(RequestLog { path: path.to_owned(), file, lines: Vec::new(), failed: false })

@@ -235,9 +235,8 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
         let engine: String = config.engine_id.as_str().chars().take(32).collect();
         format!("{engine} pp{} tp{}", config.pp_rank, config.tp_rank)
     });
-    let peer_window = config
-        .window
-        .map_or(defaults.peer_window, |operations| Window { operations, ..defaults.peer_window });
+    let peer_window =
+        config.window.map_or(defaults.peer_window, |operations| Window { operations, ..defaults.peer_window });
     AgentConfig {
         name,
         transport: config.transport.into(),

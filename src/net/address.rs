@@ -115,7 +115,11 @@ pub fn choose_among(
         let note = format!("listening on {ip} as configured: only engines on this host can reach it");
         return Ok(Address { bind: ip, advertise: ip, local_only: true, note: Some(note) });
     }
-    found_or_loopback(local()?, None, Some(format!("the host {name:?} stands for {ip} here, which other hosts cannot reach")))
+    found_or_loopback(
+        local()?,
+        None,
+        Some(format!("the host {name:?} stands for {ip} here, which other hosts cannot reach")),
+    )
 }
 
 fn preferred<'a>(ips: impl Iterator<Item = &'a IpAddr>) -> Option<IpAddr> {
@@ -150,9 +154,7 @@ fn found_or_loopback(local: Vec<LocalAddress>, bind: Option<IpAddr>, why: Option
 fn rank(a: &LocalAddress, v6_first: bool) -> Option<u32> {
     let usable = match a.ip {
         IpAddr::V4(ip) => !(ip.is_loopback() || ip.is_link_local() || ip.is_unspecified() || ip.is_multicast()),
-        IpAddr::V6(ip) => {
-            !(ip.is_loopback() || ip.is_unicast_link_local() || ip.is_unspecified() || ip.is_multicast())
-        }
+        IpAddr::V6(ip) => !(ip.is_loopback() || ip.is_unicast_link_local() || ip.is_unspecified() || ip.is_multicast()),
     };
     if !usable {
         return None;

@@ -276,8 +276,12 @@ impl Client {
         }
         let idle = self.limits.idle;
         self.connections.retain(|_, c| c.idle_since.is_none_or(|since| since + idle > now));
-        let stuck: Vec<_> =
-            self.connections.iter().filter(|(_, c)| c.renew_at.is_some_and(|at| at <= now)).map(|(k, _)| k.clone()).collect();
+        let stuck: Vec<_> = self
+            .connections
+            .iter()
+            .filter(|(_, c)| c.renew_at.is_some_and(|at| at <= now))
+            .map(|(k, _)| k.clone())
+            .collect();
         for key in stuck {
             self.renew(now, &key);
         }
@@ -371,7 +375,11 @@ impl Client {
     fn judge(&mut self, now: Instant, key: &(String, u16), bytes: &[u8]) {
         let reply = HandshakeReply::from_bytes(bytes);
         let id = match &reply {
-            Ok(HandshakeReply::Ranks { id, .. } | HandshakeReply::Pushed { id, .. } | HandshakeReply::Refused { id, .. }) => *id,
+            Ok(
+                HandshakeReply::Ranks { id, .. }
+                | HandshakeReply::Pushed { id, .. }
+                | HandshakeReply::Refused { id, .. },
+            ) => *id,
             Err(_) => 0,
         };
         // A listener that could not read a request cannot name it, but it answers in order: it means the oldest.

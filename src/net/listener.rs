@@ -68,8 +68,9 @@ impl Listener {
         let endpoint = super::endpoint(&config.address.bind.to_string(), config.port)?;
         router.bind(&endpoint).map_err(|e| bind_error(config, e))?;
         let port = bound_port(&router)?;
-        let wake = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK | rustix::event::EventfdFlags::CLOEXEC)
-            .map_err(|e| Error::new(ErrorKind::Io, format!("no eventfd for the listener: {e}")))?;
+        let wake =
+            rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK | rustix::event::EventfdFlags::CLOEXEC)
+                .map_err(|e| Error::new(ErrorKind::Io, format!("no eventfd for the listener: {e}")))?;
         let shared = Arc::new(Shared {
             wake,
             stop: AtomicBool::new(false),
