@@ -98,11 +98,12 @@ impl Engine {
     }
 
     /// UCX is done with a message.
-    pub(super) fn message_ended(&mut self, id: PeerId, reserved: u64, sent: bool) {
+    pub(super) fn message_ended(&mut self, id: PeerId, reserved: u64, result: Result<()>, now: Instant) {
         let Ok(peer) = self.peers.get(id) else { return };
         peer.unsent.fetch_sub(reserved, Ordering::Relaxed);
-        if !sent {
-            log::debug!("agent {}: a message to agent {} did not leave", self.config.name, peer.name);
+        if let Err(error) = result {
+            // As above: the peer would wait for it for ever.
+            self.lose(id, error.context("a message could not be sent"), now);
         }
     }
 

@@ -260,7 +260,9 @@ impl Engine {
                     }
                     self.ended(transfer, result.map_err(ucx_error), now);
                 }
-                Some(InFlight::Message { peer, reserved }) => self.message_ended(peer, reserved, result.is_ok()),
+                Some(InFlight::Message { peer, reserved }) => {
+                    self.message_ended(peer, reserved, result.map_err(ucx_error), now);
+                },
                 Some(InFlight::Farewell) => {}
                 None => log::error!("agent {}: UCX ended an unknown operation", self.config.name),
             }

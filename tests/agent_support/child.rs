@@ -1,0 +1,136 @@
+//! An agent in a process of its own, driven over pipes.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use kvferry::agent::{Event, Transport, decode_metadata, encode_metadata};
+use kvferry::proto::wire::AgentMetadata;
+
+use super::{Node, config};
+
+const ROLE: &str = "KVFERRY_TEST_CHILD";
+
+/// The parent's end.
+pub struct Remote {
+    child: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+    pub metadata: AgentMetadata,
+}
+
+/// The name of the test in every test binary that becomes the child; it calls [`serve`].
+pub const TEST: &str = "child_process";
+
+impl Remote {
+    /// Starts this test binary again as an agent with regions of `lens`, filled with `seed`, `seed + 1`, ...
+    pub fn spawn(transport: Transport, seed: u64, lens: &[usize]) -> Remote {
+        let transport = match transport {
+            Transport::Auto => "auto",
+            Transport::Tcp => "tcp",
+            Transport::Shm => "shm",
+        };
+        let lens: Vec<String> = lens.iter().map(usize::to_string).collect();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", TEST, "--ignored", "--nocapture", "--test-threads=1"])
+            .env(ROLE, format!("{transport} {seed} {}", lens.join(",")))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let to = child.stdin.take().unwrap();
+        let mut from = BufReader::new(child.stdout.take().unwrap());
+        let metadata = decode_metadata(&unhex(&answer(&mut from))).unwrap();
+        Remote { child, to, from, metadata }
+    }
+
+    pub fn ask(&mut self, command: &str) -> String {
+        writeln!(self.to, "{command}").unwrap();
+        answer(&mut self.from)
+    }
+
+    /// The contents of all its regions.
+    pub fn contents(&mut self) -> Vec<Vec<u8>> {
+        self.ask("dump").split(',').map(unhex).collect()
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// SIGKILL, and the process is gone when this returns.
+    pub fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    /// Asks it to shut down, and checks that it ends well.
+    pub fn end(mut self) {
+        assert_eq!(self.ask("end"), "ended");
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        // It has ended already unless the test failed.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The next line that the child means for us; the test harness prints others.
+fn answer(from: &mut impl BufRead) -> String {
+    loop {
+        let mut line = String::new();
+        assert_ne!(from.read_line(&mut line).unwrap(), 0, "the child ended early");
+        if let Some((_, text)) = line.trim_end().split_once("ANSWER ") {
+            return text.to_owned();
+        }
+    }
+}
+
+fn say(text: &str) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\nANSWER {text}").unwrap();
+    out.flush().unwrap();
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn unhex(text: &str) -> Vec<u8> {
+    text.as_bytes().chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
+}
+
+/// The child's life: an agent that answers the parent's commands and returns every message that it gets, reversed.
+pub fn serve() {
+    let role = std::env::var(ROLE).expect("started by a test, not by hand");
+    let mut words = role.split(' ');
+    let transport = Transport::parse(words.next().unwrap()).unwrap();
+    let seed = words.next().unwrap().parse().unwrap();
+    let lens: Vec<usize> =
+        words.next().unwrap().split(',').filter(|len| !len.is_empty()).map(|len| len.parse().unwrap()).collect();
+    let node = Node::start(config("child", transport), seed, &lens);
+    say(&hex(&encode_metadata(&node.agent.metadata().unwrap()).unwrap()));
+    let agent = node.agent.clone();
+    let echo = std::thread::spawn(move || {
+        // Ends with the agent: then there are no more events, and waiting returns at once.
+        while let Some(event) = agent.wait_event(std::time::Duration::from_secs(3600)) {
+            if let Event::Message { peer, mut data } = event {
+                data.reverse();
+                let _ = agent.send(peer, data);
+            }
+        }
+    });
+    for line in std::io::stdin().lock().lines() {
+        match line.unwrap().as_str() {
+            "dump" => say(&node.contents().iter().map(|bytes| hex(bytes)).collect::<Vec<_>>().join(",")),
+            "end" => break,
+            other => panic!("unknown command {other}"),
+        }
+    }
+    node.agent.shutdown(super::LIMIT).unwrap();
+    echo.join().unwrap();
+    say("ended");
+}

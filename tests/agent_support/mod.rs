@@ -1,0 +1,271 @@
+//! What the agent's tests share: patterned memory, plans with an independent model of what they copy, agents in this
+//! process and in children, and waiting for events.
+
+#![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+pub mod child;
+
+use std::cell::UnsafeCell;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use kvferry::agent::{Agent, AgentConfig, Direction, Event, PeerId, RegionId, TransferId, Transport};
+use kvferry::mem::MemoryRange;
+use kvferry::proto::plan::{BlockPair, CopyPlan, Segment};
+use kvferry::proto::wire::{AgentMetadata, MemoryKind};
+
+/// Far above what any wait here needs on a busy machine; reaching it fails the test.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// The transports that every host has.
+pub const TRANSPORTS: [Transport; 2] = [Transport::Tcp, Transport::Shm];
+
+/// The byte at `index` of the pattern `seed`: other seeds and other places give other bytes.
+pub fn pattern(seed: u64, index: usize) -> u8 {
+    let mut word = (index as u64 / 8).wrapping_add(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (word ^ (word >> 31)).to_le_bytes()[index % 8]
+}
+
+pub fn pattern_bytes(seed: u64, len: usize) -> Vec<u8> {
+    (0..len).map(|index| pattern(seed, index)).collect()
+}
+
+/// Memory that UCX may write at any time, so it is only ever copied in and out. Page-aligned mapping of its own.
+pub struct Buffer {
+    cells: Box<[UnsafeCell<u8>]>,
+}
+
+impl Buffer {
+    pub fn patterned(seed: u64, len: usize) -> Self {
+        Buffer { cells: (0..len).map(|index| UnsafeCell::new(pattern(seed, index))).collect() }
+    }
+
+    pub fn addr(&self) -> u64 {
+        self.cells.as_ptr().expose_provenance() as u64
+    }
+
+    pub fn len(&self) -> usize {
+        self.cells.len()
+    }
+
+    /// The first `len` bytes at `offset` as a range to register.
+    pub fn range(&self, offset: usize, len: usize) -> MemoryRange {
+        // SAFETY: every test keeps its buffers until its agents are gone, and reads them by copying only.
+        unsafe { MemoryRange::new(self.addr() + offset as u64, len as u64, MemoryKind::Host) }.unwrap()
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        // SAFETY: the memory is ours and no reference to it exists.
+        self.cells.iter().map(|cell| unsafe { cell.get().read_volatile() }).collect()
+    }
+
+    pub fn fill(&self, seed: u64) {
+        for (index, cell) in self.cells.iter().enumerate() {
+            // SAFETY: as in `bytes`.
+            unsafe { cell.get().write_volatile(pattern(seed, index)) };
+        }
+    }
+}
+
+/// A small generator of numbers, the same in every run.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// `count` different block ids below `blocks`, in random order.
+    pub fn blocks(&mut self, count: usize, blocks: u32) -> Vec<u32> {
+        let mut all: Vec<u32> = (0..blocks).collect();
+        for i in (1..all.len()).rev() {
+            all.swap(i, (self.next() % (i as u64 + 1)) as usize);
+        }
+        all.truncate(count);
+        all
+    }
+}
+
+/// An agent with its memory and the events that came and were not asked for yet.
+pub struct Node {
+    pub agent: Agent,
+    pub buffers: Vec<Buffer>,
+    pub regions: Vec<RegionId>,
+    pub events: VecDeque<Event>,
+}
+
+pub fn config(name: &str, transport: Transport) -> AgentConfig {
+    AgentConfig { name: name.to_owned(), transport, ..AgentConfig::default() }
+}
+
+impl Node {
+    /// An agent with a registered region per length, filled with the patterns `seed`, `seed + 1`, ...
+    pub fn start(config: AgentConfig, seed: u64, lens: &[usize]) -> Node {
+        let agent = Agent::start(config).unwrap();
+        let buffers: Vec<Buffer> =
+            lens.iter().enumerate().map(|(i, len)| Buffer::patterned(seed + i as u64, *len)).collect();
+        let regions = buffers.iter().map(|buffer| agent.register(buffer.range(0, buffer.len())).unwrap()).collect();
+        Node { agent, buffers, regions, events: VecDeque::new() }
+    }
+
+    pub fn connect(&self, metadata: &AgentMetadata) -> PeerId {
+        self.agent.connect(metadata).unwrap()
+    }
+
+    /// Waits for the first event that `pick` takes; the others are kept in order for later.
+    pub fn wait_for<T>(&mut self, what: &str, mut pick: impl FnMut(&Event) -> Option<T>) -> T {
+        for at in 0..self.events.len() {
+            if let Some(found) = pick(&self.events[at]) {
+                self.events.remove(at);
+                return found;
+            }
+        }
+        let end = Instant::now() + LIMIT;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let Some(event) = self.agent.wait_event(left) else {
+                panic!("{what} did not come within {LIMIT:?}; other events: {:?}", self.events);
+            };
+            match pick(&event) {
+                Some(found) => return found,
+                None => self.events.push_back(event),
+            }
+        }
+    }
+
+    pub fn wait_connected(&mut self) -> (PeerId, String) {
+        self.wait_for("a connection", |event| match event {
+            Event::PeerConnected { peer, name, .. } => Some((*peer, name.clone())),
+            _ => None,
+        })
+    }
+
+    pub fn wait_done(&mut self, wanted: TransferId) -> (kvferry::Result<()>, u64, u64) {
+        self.wait_for("the end of a transfer", |event| match event {
+            Event::TransferDone { id, result, bytes, operations, .. } if *id == wanted => {
+                Some((result.clone(), *bytes, *operations))
+            }
+            _ => None,
+        })
+    }
+
+    pub fn wait_lost(&mut self, wanted: PeerId) -> kvferry::Error {
+        self.wait_for("the loss of a peer", |event| match event {
+            Event::PeerLost { peer, error } if *peer == wanted => Some(error.clone()),
+            _ => None,
+        })
+    }
+
+    pub fn wait_message(&mut self) -> (PeerId, Vec<u8>) {
+        self.wait_for("a message", |event| match event {
+            Event::Message { peer, data } => Some((*peer, data.clone())),
+            _ => None,
+        })
+    }
+
+    /// Moves a plan's bytes and checks that it succeeded with the right figures.
+    pub fn move_all(&mut self, peer: PeerId, direction: Direction, plan: CopyPlan) -> u64 {
+        let expected = model_bytes(&plan);
+        let id = self.agent.transfer(peer, direction, plan).unwrap();
+        let (result, bytes, operations) = self.wait_done(id);
+        result.unwrap();
+        assert_eq!(bytes, expected);
+        operations
+    }
+
+    pub fn contents(&self) -> Vec<Vec<u8>> {
+        self.buffers.iter().map(Buffer::bytes).collect()
+    }
+}
+
+/// Bytes that a plan moves, counted block by block.
+pub fn model_bytes(plan: &CopyPlan) -> u64 {
+    plan.segments.iter().map(|s| s.len * plan.lists[s.list as usize].local.len() as u64).sum()
+}
+
+/// Does to copies of both sides' memory what a transfer of `plan` should do, block by block and byte by byte.
+pub fn model(plan: &CopyPlan, direction: Direction, local: &mut [Vec<u8>], remote: &mut [Vec<u8>]) {
+    for s in plan.segments.iter() {
+        let pair = &plan.lists[s.list as usize];
+        for (l, r) in pair.local.ids().iter().zip(pair.remote.ids()) {
+            for byte in 0..s.len {
+                let at = (s.local_offset + u64::from(*l) * s.local_stride + byte) as usize;
+                let there = (s.remote_offset + u64::from(*r) * s.remote_stride + byte) as usize;
+                match direction {
+                    Direction::Read => local[s.local_region as usize][at] = remote[s.remote_region as usize][there],
+                    Direction::Write => remote[s.remote_region as usize][there] = local[s.local_region as usize][at],
+                }
+            }
+        }
+    }
+}
+
+/// Compares memory with what it should be; says where the first difference is.
+pub fn assert_same(what: &str, actual: &[Vec<u8>], expected: &[Vec<u8>]) {
+    assert_eq!(actual.len(), expected.len(), "{what}: regions");
+    for (region, (a, e)) in actual.iter().zip(expected).enumerate() {
+        assert_eq!(a.len(), e.len(), "{what}: length of region {region}");
+        if let Some(at) = (0..a.len()).find(|at| a[*at] != e[*at]) {
+            panic!("{what}: region {region}, byte {at}: {:#x}, expected {:#x}", a[at], e[at]);
+        }
+    }
+}
+
+/// A plan of one segment: `len` bytes of each block, blocks `stride` apart on both sides.
+pub fn plan(local_region: u32, remote_region: u32, stride: u64, len: u64, local: Vec<u32>, remote: Vec<u32>) -> CopyPlan {
+    let segment = Segment {
+        list: 0,
+        local_region,
+        remote_region,
+        local_offset: 0,
+        remote_offset: 0,
+        local_stride: stride,
+        remote_stride: stride,
+        len,
+    };
+    CopyPlan { segments: [segment].into(), lists: vec![BlockPair { local: local.into(), remote: remote.into() }] }
+}
+
+/// Two regions on each side, several layers in each with different offsets and strides, two block lists.
+pub fn rich_plan(random: &mut Random) -> CopyPlan {
+    let mut segments = Vec::new();
+    for layer in 0..3u64 {
+        // Region 0: dense layers after each other, blocks of 1024 bytes, merged where ids are consecutive.
+        segments.push(Segment {
+            list: 0,
+            local_region: 0,
+            remote_region: 0,
+            local_offset: layer * 64 * 1024,
+            remote_offset: layer * 64 * 1024,
+            local_stride: 1024,
+            remote_stride: 1024,
+            len: 1024,
+        });
+        // Region 1: blocks with a gap, other strides on either side, odd lengths.
+        segments.push(Segment {
+            list: 1,
+            local_region: 1,
+            remote_region: 1,
+            local_offset: layer * 700 + 3,
+            remote_offset: layer * 900,
+            local_stride: 4001,
+            remote_stride: 4096,
+            len: 517,
+        });
+    }
+    let count = 10 + (random.next() % 30) as usize;
+    let contiguous: Vec<u32> = (5..5 + count as u32).collect();
+    let lists = vec![
+        BlockPair { local: random.blocks(count, 64).into(), remote: random.blocks(count, 64).into() },
+        BlockPair { local: contiguous.clone().into(), remote: contiguous.into() },
+    ];
+    CopyPlan { segments: segments.into(), lists }
+}
+
+/// The lengths of regions that hold [`rich_plan`].
+pub const RICH: [usize; 2] = [3 * 64 * 1024, 64 * 4096];

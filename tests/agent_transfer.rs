@@ -1,0 +1,257 @@
+//! Transfers between two agents, in one process and in two, with every byte of both sides checked.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod agent_support;
+
+use agent_support::child::{Remote, serve};
+use agent_support::{LIMIT, Node, RICH, Random, TRANSPORTS, assert_same, config, model, plan, rich_plan};
+use kvferry::ErrorKind;
+use kvferry::agent::{Agent, AgentConfig, Direction, Event, TransferId, Transport, Window};
+use kvferry::proto::plan::CopyPlan;
+
+#[test]
+#[ignore = "the other process of this file's tests"]
+fn child_process() {
+    serve();
+}
+
+const DIRECTIONS: [Direction; 2] = [Direction::Read, Direction::Write];
+
+#[test]
+fn every_byte_of_rich_plans_arrives_within_one_process() {
+    let mut random = Random(11);
+    for transport in TRANSPORTS {
+        let mut a = Node::start(config("a", transport), 100, &RICH);
+        let b = Node::start(config("b", transport), 200, &RICH);
+        let peer = a.connect(&b.agent.metadata().unwrap());
+        for direction in [DIRECTIONS, DIRECTIONS].concat() {
+            let plan = rich_plan(&mut random);
+            let (mut local, mut remote) = (a.contents(), b.contents());
+            model(&plan, direction, &mut local, &mut remote);
+            let operations = a.move_all(peer, direction, plan);
+            assert!(operations > 0);
+            assert_same("local", &a.contents(), &local);
+            assert_same("remote", &b.contents(), &remote);
+        }
+        a.agent.shutdown(LIMIT).unwrap();
+        b.agent.shutdown(LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn every_byte_of_rich_plans_arrives_between_processes() {
+    let mut random = Random(12);
+    for transport in TRANSPORTS {
+        let mut a = Node::start(config("a", transport), 300, &RICH);
+        let mut b = Remote::spawn(transport, 400, &RICH);
+        let peer = a.connect(&b.metadata);
+        for direction in [DIRECTIONS, DIRECTIONS].concat() {
+            let plan = rich_plan(&mut random);
+            let (mut local, mut remote) = (a.contents(), b.contents());
+            model(&plan, direction, &mut local, &mut remote);
+            a.move_all(peer, direction, plan);
+            assert_same("local", &a.contents(), &local);
+            assert_same("remote", &b.contents(), &remote);
+        }
+        b.end();
+        a.wait_lost(peer);
+        a.agent.shutdown(LIMIT).unwrap();
+    }
+}
+
+/// Contiguous blocks are one operation per bound, scattered ones one each.
+#[test]
+fn operations_are_merged_up_to_the_bound() {
+    let settings = AgentConfig { max_operation_bytes: 64 << 10, ..config("a", Transport::Tcp) };
+    let mut a = Node::start(settings, 1, &[1 << 20]);
+    let b = Node::start(config("b", Transport::Tcp), 2, &[1 << 20]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let ids: Vec<u32> = (0..256).collect();
+    assert_eq!(a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, ids.clone(), ids.clone())), 16);
+    assert_same("merged", &a.contents(), &b.contents());
+    let scattered: Vec<u32> = (0..128).map(|i| i * 2).collect();
+    assert_eq!(a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, scattered.clone(), scattered)), 128);
+    assert_same("scattered", &a.contents(), &b.contents());
+    // Nothing to move is done at once, without an operation.
+    assert_eq!(a.move_all(peer, Direction::Read, CopyPlan::default()), 0);
+}
+
+/// A gigabyte in single blocks through the smallest window there is, so that every limit is hit.
+#[test]
+fn a_window_of_one_moves_everything() {
+    let settings = AgentConfig {
+        peer_window: Window { operations: 1, bytes: 1 },
+        total_window: Window { operations: 1, bytes: 1 },
+        ..config("a", Transport::Tcp)
+    };
+    let mut a = Node::start(settings, 1, &[1 << 20]);
+    let b = Node::start(config("b", Transport::Tcp), 2, &[1 << 20]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let plan = plan(0, 0, 8192, 5000, Random(3).blocks(128, 128), Random(4).blocks(128, 128));
+    let (mut local, mut remote) = (a.contents(), b.contents());
+    model(&plan, Direction::Read, &mut local, &mut remote);
+    assert_eq!(a.move_all(peer, Direction::Read, plan), 128);
+    assert_same("local", &a.contents(), &local);
+    assert_same("remote", &b.contents(), &remote);
+}
+
+/// The order in which transfers end.
+fn order(node: &mut Node, count: usize) -> Vec<TransferId> {
+    (0..count)
+        .map(|_| {
+            node.wait_for("the end of a transfer", |event| match event {
+                Event::TransferDone { id, result, .. } => {
+                    result.as_ref().unwrap();
+                    Some(*id)
+                }
+                _ => None,
+            })
+        })
+        .collect()
+}
+
+#[test]
+fn a_small_transfer_does_not_wait_for_a_large_one_before_it() {
+    // The large one has 4096 operations of which 4 may be in flight.
+    let settings = AgentConfig { peer_window: Window { operations: 4, bytes: 1 << 20 }, ..config("a", Transport::Tcp) };
+    let mut a = Node::start(settings, 1, &[32 << 20, 4096]);
+    let b = Node::start(config("b", Transport::Tcp), 5, &[32 << 20, 4096]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let ids: Vec<u32> = (0..4096).collect();
+    let large = a.agent.transfer(peer, Direction::Read, plan(0, 0, 8192, 8000, ids.clone(), ids)).unwrap();
+    let small = a.agent.transfer(peer, Direction::Read, plan(1, 1, 4096, 4096, vec![0], vec![0])).unwrap();
+    assert_eq!(order(&mut a, 2), [small, large]);
+    assert_same("small", &a.contents()[1..], &b.contents()[1..]);
+    let (here, there) = (a.contents(), b.contents());
+    for block in 0..4096 {
+        let from = block * 8192;
+        assert_eq!(here[0][from..from + 8000], there[0][from..from + 8000], "block {block}");
+        assert_eq!(here[0][from + 8000..from + 8192], agent_support::pattern_bytes(1, 32 << 20)[from + 8000..from + 8192]);
+    }
+}
+
+#[test]
+fn a_cancelled_transfer_ends_once_and_its_memory_stays_as_it_was_then() {
+    for transport in TRANSPORTS {
+        let settings = AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", transport) };
+        let mut a = Node::start(settings, 1, &[64 << 20]);
+        let mut b = Remote::spawn(transport, 2, &[64 << 20]);
+        let peer = a.connect(&b.metadata);
+        a.wait_connected();
+        let ids: Vec<u32> = (0..16384).collect();
+        let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4095, ids.clone(), ids)).unwrap();
+        a.agent.cancel(id).unwrap();
+        let (result, bytes, _) = a.wait_done(id);
+        assert_eq!(result.unwrap_err().kind(), ErrorKind::Cancelled);
+        assert!(bytes < 16384 * 4095, "it was cancelled before it could end");
+        // Whatever the transfer left in flight would write what the memory does not hold now.
+        a.buffers[0].fill(77);
+        assert_eq!(a.agent.cancel(id).unwrap_err().kind(), ErrorKind::NotFound);
+        a.move_all(peer, Direction::Write, plan(0, 0, 4096, 4096, vec![0], vec![3]));
+        assert_same("local", &a.contents(), &[agent_support::pattern_bytes(77, 64 << 20)]);
+        let mut expected = agent_support::pattern_bytes(2, 64 << 20);
+        expected[3 * 4096..4 * 4096].copy_from_slice(&agent_support::pattern_bytes(77, 4096));
+        // Dumping 64 MiB as text is slow: read it back instead, into memory that holds something else.
+        a.buffers[0].fill(78);
+        a.move_all(peer, Direction::Read, plan(0, 0, 64 << 20, 64 << 20, vec![0], vec![0]));
+        assert_same("remote", &a.contents(), &[expected]);
+        let end = b.ask("end");
+        assert_eq!(end, "ended");
+    }
+}
+
+#[test]
+fn deregistering_ends_the_transfers_that_use_the_region_and_spares_the_others() {
+    let settings = AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", Transport::Tcp) };
+    let mut a = Node::start(settings, 1, &[32 << 20, 1 << 20]);
+    let b = Node::start(config("b", Transport::Tcp), 5, &[32 << 20, 1 << 20]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    a.wait_connected();
+    let ids: Vec<u32> = (0..4096).collect();
+    let doomed = a.agent.transfer(peer, Direction::Read, plan(0, 0, 8192, 8000, ids.clone(), ids)).unwrap();
+    let spared = a.agent.transfer(peer, Direction::Read, plan(1, 1, 1 << 20, 1 << 20, vec![0], vec![0])).unwrap();
+    a.agent.deregister(a.regions[0]).unwrap();
+    // From here on nothing writes region 0.
+    a.buffers[0].fill(9);
+    let (result, ..) = a.wait_done(doomed);
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Cancelled);
+    assert!(error.message().contains("deregistered"), "{error}");
+    a.wait_done(spared).0.unwrap();
+    assert_same("region 0", &a.contents()[..1], &[agent_support::pattern_bytes(9, 32 << 20)]);
+    assert_same("region 1", &a.contents()[1..], &b.contents()[1..]);
+    // The region's id, its index, and its place in the metadata are gone; region 1 keeps its index.
+    assert_eq!(a.agent.deregister(a.regions[0]).unwrap_err().kind(), ErrorKind::NotFound);
+    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0])).unwrap();
+    assert_eq!(a.wait_done(id).0.unwrap_err().kind(), ErrorKind::NotFound);
+    let metadata = a.agent.metadata().unwrap();
+    assert_eq!(metadata.regions.len(), 2);
+    assert_eq!((metadata.regions[0].len, metadata.regions[1].len), (0, 1 << 20));
+    // A region that is registered now gets a new index, though it is the same memory.
+    let again = a.agent.register(a.buffers[0].range(0, 4096)).unwrap();
+    assert_eq!(again.index(), 2);
+    a.move_all(peer, Direction::Read, plan(2, 0, 4096, 4096, vec![0], vec![5]));
+    assert_eq!(a.contents()[0][..4096], b.contents()[0][5 * 4096..6 * 4096]);
+}
+
+#[test]
+fn plans_that_leave_their_regions_move_nothing() {
+    let mut a = Node::start(config("a", Transport::Tcp), 1, &[64 << 10]);
+    let b = Node::start(config("b", Transport::Tcp), 2, &[32 << 10]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let (mut local, mut remote) = (a.contents(), b.contents());
+    let good = |l, r| plan(0, 0, 4096, 4096, l, r);
+    let cases = [
+        (good(vec![16], vec![0]), ErrorKind::OutOfRange, "local block 16"),
+        (good(vec![0, 1], vec![7, 8]), ErrorKind::OutOfRange, "remote block 8"),
+        (good(vec![u32::MAX], vec![0]), ErrorKind::OutOfRange, "local block 4294967295"),
+        (plan(0, 0, u64::MAX, 1, vec![2], vec![0]), ErrorKind::OutOfRange, "local block 2"),
+        (plan(0, 0, 4096, 4097, vec![15], vec![0]), ErrorKind::OutOfRange, "local block 15"),
+        (good(vec![0, 1], vec![0]), ErrorKind::InvalidArgument, "2 local and 1 remote"),
+        (plan(1, 0, 1, 1, vec![0], vec![0]), ErrorKind::NotFound, "local region 1"),
+        (plan(0, 1, 1, 1, vec![0], vec![0]), ErrorKind::NotFound, "region 1 of peer b"),
+    ];
+    for direction in DIRECTIONS {
+        for (bad, kind, text) in cases.clone() {
+            let id = a.agent.transfer(peer, direction, bad).unwrap();
+            let (result, bytes, operations) = a.wait_done(id);
+            let error = result.unwrap_err();
+            assert_eq!((error.kind(), bytes, operations), (kind, 0, 0), "{error}");
+            assert!(error.message().contains(text), "{error}");
+        }
+    }
+    // The peer is none the worse for it.
+    let plan = good(vec![1, 2, 9], vec![7, 0, 3]);
+    model(&plan, Direction::Read, &mut local, &mut remote);
+    a.move_all(peer, Direction::Read, plan);
+    assert_same("local", &a.contents(), &local);
+    assert_same("remote", &b.contents(), &remote);
+}
+
+#[test]
+fn stale_and_foreign_ids_are_not_found() {
+    let a = Node::start(config("a", Transport::Tcp), 1, &[4096]);
+    let b = Node::start(config("b", Transport::Tcp), 2, &[4096]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let one = || plan(0, 0, 1, 1, vec![0], vec![0]);
+    let not_found = |result: kvferry::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::NotFound);
+    not_found(b.agent.send(peer, vec![1]));
+    not_found(b.agent.disconnect(peer));
+    not_found(b.agent.transfer(peer, Direction::Read, one()).map(drop));
+    not_found(b.agent.deregister(a.regions[0]));
+    not_found(a.agent.cancel(TransferId::from_raw(peer.raw())));
+    not_found(a.agent.cancel(TransferId::from_raw(0)));
+    a.agent.disconnect(peer).unwrap();
+    not_found(a.agent.disconnect(peer));
+    not_found(a.agent.send(peer, vec![1]));
+    not_found(a.agent.transfer(peer, Direction::Read, one()).map(drop));
+    let over = |result: kvferry::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::ShutDown);
+    let agent: &Agent = &a.agent;
+    agent.shutdown(LIMIT).unwrap();
+    over(agent.metadata().map(drop));
+    over(agent.send(peer, vec![1]));
+    over(agent.cancel(TransferId::from_raw(1)));
+    over(agent.deregister(a.regions[0]));
+    agent.shutdown(LIMIT).unwrap();
+}
