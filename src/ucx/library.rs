@@ -17,6 +17,10 @@ pub const PATH_VARIABLE: &str = "KVFERRY_UCX_LIB";
 /// The oldest UCX that works, as (major, minor): the first of which every function used here was checked.
 pub const OLDEST: (u32, u32) = (1, 18);
 
+/// The first UCX in which a read over CMA from a process that has died is an error. Of 1.18.1, 1.19.0, 1.20.1 and
+/// 1.21.0 it was measured to abort the reading process.
+const UNWATCHED_SINCE: (u32, u32) = (1, 22);
+
 const SONAME: &str = "libucp.so.0";
 const IN_PACKAGE: &str = "libucx/lib/libucp.so.0";
 const OPEN: &str = "open UCX";
@@ -121,6 +125,13 @@ impl Library {
     /// Path, version and origin.
     pub fn info(&self) -> &LibraryInfo {
         &self.info
+    }
+
+    /// True when endpoints may leave their peer unwatched: before UCX 1.22 a peer's death could abort the
+    /// process then.
+    pub fn allows_unwatched_peers(&self) -> bool {
+        let (major, minor, _) = self.info.number;
+        (major, minor) >= UNWATCHED_SINCE
     }
 
     /// Other libucp files that are loaded in this process now. Two UCX in a process disturb each other

@@ -303,7 +303,8 @@ impl Worker {
     ///
     /// # Errors
     /// [`Status::MALFORMED`] when the bytes are not an exported address or are damaged, before UCX sees them;
-    /// [`Status::UNREACHABLE`] when no transport is shared; UCX's status.
+    /// [`Status::UNREACHABLE`] when no transport is shared; [`Status::UNSUPPORTED`] for an endpoint that does not
+    /// watch its peer when this UCX cannot be trusted with one; UCX's status.
     pub fn connect(&self, address: &[u8], options: &EndpointOptions) -> Result<Endpoint, UcxError> {
         let id = self.core.next_endpoint.get();
         self.core.next_endpoint.set(id.wrapping_add(1));
