@@ -49,7 +49,7 @@ fn unwatched_is_allowed() -> bool {
 /// Reads and writes the peer's memory in pieces of many lengths and checks every byte on both sides. Returns the
 /// lanes used.
 fn move_bytes(tls: &str, options: &EndpointOptions) -> String {
-    const LEN: usize = 8 * MIB;
+    const LEN: usize = 4 * MIB;
     let mut peer = start(tls, LEN, 10);
     let side = Side::new(tls, LEN);
     let endpoint = side.worker.connect(&peer.address, options).unwrap();
@@ -164,7 +164,7 @@ fn messages_move_over_shared_memory() {
 
 /// Kills the peer while reads are under way: each must end, and the failure must be told if the peer is watched.
 fn lose_the_peer(tls: &str, options: &EndpointOptions) {
-    const LEN: usize = 16 * MIB;
+    const LEN: usize = 4 * MIB;
     const WINDOW: usize = 64;
     let mut peer = start(tls, LEN, 20);
     let side = Side::new(tls, LEN);
