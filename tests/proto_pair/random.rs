@@ -63,7 +63,7 @@ fn apply(sim: &mut Sim, op: Op) {
         Op::Pace { delay, transfer, lag } => {
             (sim.delay, sim.transfer_time, sim.p_lag) = (ms(delay), ms(transfer), ms(lag));
         }
-        Op::Twin(i) => pick(i).into_iter().for_each(|i| drop(sim.twin(i))),
+        Op::Twin(i) => pick(i).into_iter().for_each(|i| _ = sim.twin(i)),
         Op::ShutDownD => sim.shut_down_d(),
     }
 }
