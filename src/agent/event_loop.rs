@@ -49,8 +49,11 @@ pub(super) fn run(
     up: &SyncSender<Started>,
 ) -> Result<()> {
     let engine = Engine::new(config, incarnation, shared)?;
-    let started =
-        Started { name: engine.config.name.clone(), incarnation, ucx: engine.context.library().info().to_string() };
+    let started = Started {
+        name: engine.config.name.clone(),
+        incarnation,
+        ucx: engine.context.library().info().to_string(),
+    };
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
     let ferry =

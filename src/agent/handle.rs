@@ -330,9 +330,7 @@ impl Inner {
             }
             Err(RecvTimeoutError::Timeout) => Err(Error::new(
                 ErrorKind::Timeout,
-                format!(
-                    "the ferry thread did not end within {timeout:?}; it is left behind, keep registered memory alive"
-                ),
+                format!("the ferry thread did not end within {timeout:?}; it is left behind, keep registered memory alive"),
             )),
         }
     }

@@ -109,10 +109,7 @@ impl Hello {
     pub(super) fn decode(bytes: &[u8]) -> Result<Hello> {
         let hello: Hello = crate::proto::wire::decode("hello", bytes, MAX_HELLO_BYTES)?;
         if hello.name.is_empty() || hello.name.len() > 256 {
-            return Err(Error::corrupt(format!(
-                "a hello with a name of {} bytes, expected 1 to 256",
-                hello.name.len()
-            )));
+            return Err(Error::corrupt(format!("a hello with a name of {} bytes, expected 1 to 256", hello.name.len())));
         }
         Ok(hello)
     }
@@ -125,8 +122,7 @@ mod tests {
 
     #[test]
     fn a_frame_survives_the_wire_and_damage_is_refused() {
-        let frame =
-            Frame { kind: FrameKind::Data, incarnation: Incarnation(7), connection: u64::MAX, sequence: 1 << 40 };
+        let frame = Frame { kind: FrameKind::Data, incarnation: Incarnation(7), connection: u64::MAX, sequence: 1 << 40 };
         let bytes = frame.encode();
         assert_eq!(Frame::decode(&bytes).unwrap(), frame);
         for cut in 0..FRAME_BYTES {

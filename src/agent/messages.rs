@@ -78,13 +78,7 @@ impl Engine {
     }
 
     /// Hands a frame to UCX. `reserved` bytes of the peer's send queue are given back when UCX is done with it.
-    pub(super) fn post_message(
-        &mut self,
-        id: PeerId,
-        frame: Frame,
-        data: Vec<u8>,
-        reserved: Option<u64>,
-    ) -> Result<()> {
+    pub(super) fn post_message(&mut self, id: PeerId, frame: Frame, data: Vec<u8>, reserved: Option<u64>) -> Result<()> {
         let peer = self.peers.get(id)?;
         let token = self.operations.insert(InFlight::Message { peer: id, reserved: reserved.unwrap_or(0) });
         let posted = peer.endpoint.send_am(AM_ID, &frame.encode(), data, token);

@@ -256,8 +256,12 @@ impl Engine {
             seen: peer.remote_connection,
             address: self.address.clone(),
         };
-        let frame =
-            Frame { kind: FrameKind::Hello, incarnation: self.incarnation, connection: peer.connection, sequence: 0 };
+        let frame = Frame {
+            kind: FrameKind::Hello,
+            incarnation: self.incarnation,
+            connection: peer.connection,
+            sequence: 0,
+        };
         self.post_message(id, frame, hello.encode()?, None)
     }
 

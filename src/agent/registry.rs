@@ -46,9 +46,7 @@ impl Registry {
         if self.regions.len() >= MAX_REGIONS {
             return Err(Error::new(
                 ErrorKind::Exhausted,
-                format!(
-                    "{MAX_REGIONS} regions were registered in this agent's life; register larger ranges, or start anew"
-                ),
+                format!("{MAX_REGIONS} regions were registered in this agent's life; register larger ranges, or start anew"),
             ));
         }
         if let Some((other, region)) = self.iter().find(|(_, region)| region.range.overlaps(&range)) {

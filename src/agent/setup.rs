@@ -12,9 +12,8 @@ pub(super) fn context(config: &AgentConfig) -> Result<Arc<Context>> {
     let library = Library::open(config.ucx_lib.as_deref()).map_err(ucx_error)?;
     let tls = tls(config)?;
     let settings = config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
-    let context =
-        Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, name: config.name.clone() })
-            .map_err(ucx_error)?;
+    let context = Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, name: config.name.clone() })
+        .map_err(ucx_error)?;
     log::info!(
         "agent {}: {}; transports: {}; memory: {}",
         config.name,

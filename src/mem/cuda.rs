@@ -163,9 +163,7 @@ pub fn check_device(range: &MemoryRange, device: u32) -> Result<()> {
             "the CUDA driver does not know {range}: it is not device memory, or was freed; register ordinary memory as \
              host memory"
         ))),
-        Pointer::PinnedHost => {
-            Err(Error::invalid(format!("{range} is pinned host memory; register it as host memory")))
-        }
+        Pointer::PinnedHost => Err(Error::invalid(format!("{range} is pinned host memory; register it as host memory"))),
         Pointer::Managed => Err(managed(range)),
         Pointer::Device { device: actual, .. } if actual != device => Err(Error::invalid(format!(
             "{range} belongs to CUDA device {actual}, not {device}; register it with its own device"
@@ -259,7 +257,8 @@ mod tests {
         }
         let bytes = vec![1u8; 4096];
         // SAFETY: nothing is registered, so nothing is accessed.
-        let range = unsafe { MemoryRange::new(bytes.as_ptr() as u64, 4096, MemoryKind::Cuda { device: 0 }) }.unwrap();
+        let range =
+            unsafe { MemoryRange::new(bytes.as_ptr() as u64, 4096, MemoryKind::Cuda { device: 0 }) }.unwrap();
         let error = super::super::check(&range).unwrap_err();
         assert!(matches!(error.kind(), ErrorKind::Cuda | ErrorKind::InvalidArgument), "{error}");
         assert!(PrimaryContext::retain(0).is_err());
