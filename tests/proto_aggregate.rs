@@ -248,25 +248,32 @@ fn wrong_ranks_and_counts_are_refused() {
 }
 
 /// What must not depend on order or repetition.
-fn essence(
-    outcomes: Vec<Outcome>,
-) -> (BTreeSet<RequestId>, BTreeSet<RequestId>, BTreeMap<RequestId, String>, BTreeSet<String>, Stats) {
-    let mut all = (BTreeSet::new(), BTreeSet::new(), BTreeMap::new(), BTreeSet::new(), Stats::default());
+#[derive(Debug, Default, PartialEq)]
+struct Essence {
+    sent: BTreeSet<RequestId>,
+    received: BTreeSet<RequestId>,
+    failed: BTreeMap<RequestId, String>,
+    records: BTreeSet<String>,
+    stats: Stats,
+}
+
+fn essence(outcomes: Vec<Outcome>) -> Essence {
+    let mut all = Essence::default();
     for outcome in outcomes {
         for request in outcome.finished_sending {
-            assert!(all.0.insert(request), "a send ended twice");
+            assert!(all.sent.insert(request), "a send ended twice");
         }
         for request in outcome.finished_recving {
-            assert!(all.1.insert(request), "a receive ended twice");
+            assert!(all.received.insert(request), "a receive ended twice");
         }
         for failure in outcome.failed_recving {
             let text = format!("{:?} {:?}", failure.causes, failure.invalid_blocks);
-            assert!(all.2.insert(failure.request, text).is_none());
+            assert!(all.failed.insert(failure.request, text).is_none());
         }
         for record in outcome.records {
-            assert!(all.3.insert(format!("{record:?}")), "a record came twice");
+            assert!(all.records.insert(format!("{record:?}")), "a record came twice");
         }
-        all.4.merge(&outcome.stats);
+        all.stats.merge(&outcome.stats);
     }
     all
 }
@@ -322,7 +329,7 @@ proptest! {
     ) {
         let plain = essence(aggregate(&ranks, reports.clone()));
         // What has ended is what every rank has reported.
-        for (done, of) in [(&plain.0, true), (&plain.1, false)] {
+        for (done, of) in [(&plain.sent, true), (&plain.received, false)] {
             let mut counts: BTreeMap<&RequestId, usize> = BTreeMap::new();
             for r in &reports {
                 let list = if of { &r.finished_sending } else { &r.finished_recving };

@@ -86,12 +86,13 @@ fn remote(incarnation: Option<Incarnation>) -> Remote {
         host: "10.0.0.1".into(),
         port: 5680,
         lease_ms: 30_000,
+        lease_id: 6,
     }
 }
 
 fn step() -> StepMetadata {
     StepMetadata {
-        grants: vec![Grant { request: request("g"), lease_ms: 30_000 }],
+        grants: vec![Grant { request: request("g"), lease_ms: 30_000, lease_id: 4 }],
         dropped: vec![request("x")],
         holds: vec![Hold { request: request("h"), remote: remote(None) }],
         loads: vec![Load {
@@ -99,6 +100,7 @@ fn step() -> StepMetadata {
             remote: remote(Some(Incarnation(7))),
             local_blocks: vec![vec![1, 2, 0x0403_0201].into(), Blocks::default()],
             remote_blocks: vec![vec![5, 6, 7].into(), Blocks::default()],
+            refused: Some("why".into()),
         }],
         releases: vec![Release { request: request("r"), remote: remote(None) }],
         aborts: vec![request("a")],
@@ -141,9 +143,12 @@ fn peer_messages() -> Vec<(&'static str, PeerMessage)> {
     let reader = || Reader { engine: engine(), incarnation: Incarnation(9), rank: RANK };
     vec![
         ("peer_heartbeat", PeerMessage::Heartbeat { requests: vec![request("a"), request("b")] }),
-        ("peer_done", PeerMessage::Done { request: request("a"), reader: reader(), readers: 2 }),
-        ("peer_release", PeerMessage::Release { request: request("a"), reader: reader(), readers: 1 }),
-        ("peer_verdict", PeerMessage::Verdict { request: request("a"), verdict: Verdict::Expired }),
+        (
+            "peer_done",
+            PeerMessage::Done { request: request("a"), lease_id: 6, reader: reader(), readers: 2, serial: 11 },
+        ),
+        ("peer_release", PeerMessage::Release { request: request("a"), lease_id: 6, reader: reader(), readers: 1 }),
+        ("peer_verdict", PeerMessage::Verdict { request: request("a"), verdict: Verdict::Expired, serial: 11 }),
     ]
 }
 
@@ -327,6 +332,7 @@ fn block_lists_are_bounded_and_whole() {
             remote: remote(None),
             local_blocks: vec![blocks],
             remote_blocks: vec![],
+            refused: None,
         }],
         ..StepMetadata::default()
     };
@@ -450,6 +456,7 @@ proptest! {
                 remote: remote(None),
                 local_blocks: vec![ids.clone().into()],
                 remote_blocks: vec![ids.clone().into()],
+                refused: None,
             }],
             ..StepMetadata::default()
         };
