@@ -24,15 +24,18 @@ pub fn parse_config<T: DeserializeOwned>(what: &str, msgpack: &[u8]) -> Result<T
             msgpack.len()
         )));
     }
+    // By way of a tree, whose errors say what was found; the msgpack reader's name a marker byte.
     let mut de = rmp_serde::Deserializer::from_read_ref(msgpack);
     de.set_max_depth(crate::proto::wire::MAX_DEPTH);
-    serde_path_to_error::deserialize(&mut de).map_err(|e| {
+    let tree = serde_json::Value::deserialize(&mut de)
+        .map_err(|e| Error::invalid(format!("the {what} configuration is not msgpack ({e}); expected a map")))?;
+    if !tree.is_object() {
+        return Err(Error::invalid(format!("the {what} configuration is not a map of keys and values: {tree}")));
+    }
+    serde_path_to_error::deserialize(tree).map_err(|e| {
         let path = e.path().to_string();
         let place = if path == "." { String::new() } else { format!(", key {path:?}") };
-        Error::invalid(format!(
-            "{what} configuration{place}: {}; expected a msgpack map, see its documentation",
-            e.inner()
-        ))
+        Error::invalid(format!("{what} configuration{place}: {}", e.inner()))
     })
 }
 

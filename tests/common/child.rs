@@ -26,6 +26,7 @@ pub const LONG: Duration = Duration::from_secs(120);
 pub type Lists = Vec<Vec<u32>>;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
+#[allow(clippy::large_enum_variant)]
 pub enum Ask {
     StartWorker {
         config: Box<WorkerConfig>,
