@@ -77,7 +77,7 @@ fn operations_are_merged_up_to_the_bound() {
     assert_eq!(a.move_all(peer, Direction::Read, CopyPlan::default()), 0);
 }
 
-/// A gigabyte in single blocks through the smallest window there is, so that every limit is hit.
+/// The smallest window there is: every operation is over its byte limit and waits for the one before.
 #[test]
 fn a_window_of_one_moves_everything() {
     let settings = AgentConfig {
@@ -115,19 +115,18 @@ fn order(node: &mut Node, count: usize) -> Vec<TransferId> {
 fn a_small_transfer_does_not_wait_for_a_large_one_before_it() {
     // The large one has 4096 operations of which 4 may be in flight.
     let settings = AgentConfig { peer_window: Window { operations: 4, bytes: 1 << 20 }, ..config("a", Transport::Tcp) };
-    let mut a = Node::start(settings, 1, &[32 << 20, 4096]);
-    let b = Node::start(config("b", Transport::Tcp), 5, &[32 << 20, 4096]);
+    let mut a = Node::start(settings, 1, &[8 << 20, 4096]);
+    let b = Node::start(config("b", Transport::Tcp), 5, &[8 << 20, 4096]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let ids: Vec<u32> = (0..4096).collect();
-    let large = a.agent.transfer(peer, Direction::Read, plan(0, 0, 8192, 8000, ids.clone(), ids)).unwrap();
+    let large = a.agent.transfer(peer, Direction::Read, plan(0, 0, 2048, 2000, ids.clone(), ids)).unwrap();
     let small = a.agent.transfer(peer, Direction::Read, plan(1, 1, 4096, 4096, vec![0], vec![0])).unwrap();
     assert_eq!(order(&mut a, 2), [small, large]);
     assert_same("small", &a.contents()[1..], &b.contents()[1..]);
-    let (here, there) = (a.contents(), b.contents());
-    for block in 0..4096 {
-        let from = block * 8192;
-        assert_eq!(here[0][from..from + 8000], there[0][from..from + 8000], "block {block}");
-        assert_eq!(here[0][from + 8000..from + 8192], agent_support::pattern_bytes(1, 32 << 20)[from + 8000..from + 8192]);
+    let (here, there, before) = (a.contents(), b.contents(), agent_support::pattern_bytes(1, 8 << 20));
+    for from in (0..8 << 20).step_by(2048) {
+        assert_eq!(here[0][from..from + 2000], there[0][from..from + 2000], "block at {from}");
+        assert_eq!(here[0][from + 2000..from + 2048], before[from + 2000..from + 2048], "gap at {from}");
     }
 }
 
@@ -135,26 +134,26 @@ fn a_small_transfer_does_not_wait_for_a_large_one_before_it() {
 fn a_cancelled_transfer_ends_once_and_its_memory_stays_as_it_was_then() {
     for transport in TRANSPORTS {
         let settings = AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", transport) };
-        let mut a = Node::start(settings, 1, &[64 << 20]);
-        let mut b = Remote::spawn(transport, 2, &[64 << 20]);
+        let mut a = Node::start(settings, 1, &[16 << 20]);
+        let mut b = Remote::spawn(transport, 2, &[16 << 20]);
         let peer = a.connect(&b.metadata);
         a.wait_connected();
         let ids: Vec<u32> = (0..16384).collect();
-        let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4095, ids.clone(), ids)).unwrap();
+        let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 1024, 1023, ids.clone(), ids)).unwrap();
         a.agent.cancel(id).unwrap();
         let (result, bytes, _) = a.wait_done(id);
         assert_eq!(result.unwrap_err().kind(), ErrorKind::Cancelled);
-        assert!(bytes < 16384 * 4095, "it was cancelled before it could end");
+        assert!(bytes < 16384 * 1023, "it was cancelled before it could end");
         // Whatever the transfer left in flight would write what the memory does not hold now.
         a.buffers[0].fill(77);
         assert_eq!(a.agent.cancel(id).unwrap_err().kind(), ErrorKind::NotFound);
         a.move_all(peer, Direction::Write, plan(0, 0, 4096, 4096, vec![0], vec![3]));
-        assert_same("local", &a.contents(), &[agent_support::pattern_bytes(77, 64 << 20)]);
-        let mut expected = agent_support::pattern_bytes(2, 64 << 20);
+        assert_same("local", &a.contents(), &[agent_support::pattern_bytes(77, 16 << 20)]);
+        let mut expected = agent_support::pattern_bytes(2, 16 << 20);
         expected[3 * 4096..4 * 4096].copy_from_slice(&agent_support::pattern_bytes(77, 4096));
-        // Dumping 64 MiB as text is slow: read it back instead, into memory that holds something else.
+        // Dumping 16 MiB as text is slow: read it back instead, into memory that holds something else.
         a.buffers[0].fill(78);
-        a.move_all(peer, Direction::Read, plan(0, 0, 64 << 20, 64 << 20, vec![0], vec![0]));
+        a.move_all(peer, Direction::Read, plan(0, 0, 16 << 20, 16 << 20, vec![0], vec![0]));
         assert_same("remote", &a.contents(), &[expected]);
         let end = b.ask("end");
         assert_eq!(end, "ended");
@@ -164,12 +163,12 @@ fn a_cancelled_transfer_ends_once_and_its_memory_stays_as_it_was_then() {
 #[test]
 fn deregistering_ends_the_transfers_that_use_the_region_and_spares_the_others() {
     let settings = AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", Transport::Tcp) };
-    let mut a = Node::start(settings, 1, &[32 << 20, 1 << 20]);
-    let b = Node::start(config("b", Transport::Tcp), 5, &[32 << 20, 1 << 20]);
+    let mut a = Node::start(settings, 1, &[8 << 20, 1 << 20]);
+    let b = Node::start(config("b", Transport::Tcp), 5, &[8 << 20, 1 << 20]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     a.wait_connected();
     let ids: Vec<u32> = (0..4096).collect();
-    let doomed = a.agent.transfer(peer, Direction::Read, plan(0, 0, 8192, 8000, ids.clone(), ids)).unwrap();
+    let doomed = a.agent.transfer(peer, Direction::Read, plan(0, 0, 2048, 2000, ids.clone(), ids)).unwrap();
     let spared = a.agent.transfer(peer, Direction::Read, plan(1, 1, 1 << 20, 1 << 20, vec![0], vec![0])).unwrap();
     a.agent.deregister(a.regions[0]).unwrap();
     // From here on nothing writes region 0.
@@ -179,7 +178,7 @@ fn deregistering_ends_the_transfers_that_use_the_region_and_spares_the_others() 
     assert_eq!(error.kind(), ErrorKind::Cancelled);
     assert!(error.message().contains("deregistered"), "{error}");
     a.wait_done(spared).0.unwrap();
-    assert_same("region 0", &a.contents()[..1], &[agent_support::pattern_bytes(9, 32 << 20)]);
+    assert_same("region 0", &a.contents()[..1], &[agent_support::pattern_bytes(9, 8 << 20)]);
     assert_same("region 1", &a.contents()[1..], &b.contents()[1..]);
     // The region's id, its index, and its place in the metadata are gone; region 1 keeps its index.
     assert_eq!(a.agent.deregister(a.regions[0]).unwrap_err().kind(), ErrorKind::NotFound);

@@ -53,8 +53,19 @@ impl Remote {
         self.ask("dump").split(',').map(unhex).collect()
     }
 
-    pub fn pid(&self) -> u32 {
-        self.child.id()
+    /// Sends it a signal by name, such as `STOP`, and waits until a `STOP` has taken effect.
+    pub fn signal(&self, name: &str) {
+        let pid = self.child.id();
+        let sent = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
+        assert!(sent.success());
+        let stopped = || {
+            let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+            tasks.into_iter().all(|task| {
+                let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+                stat.rsplit_once(')').unwrap().1.trim_start().starts_with('T')
+            })
+        };
+        while name == "STOP" && !stopped() {}
     }
 
     /// SIGKILL, and the process is gone when this returns.
@@ -96,11 +107,13 @@ fn say(text: &str) {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    let digit = |value: u8| char::from(b"0123456789abcdef"[usize::from(value)]);
+    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
 
 fn unhex(text: &str) -> Vec<u8> {
-    text.as_bytes().chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
+    let digit = |c: u8| (c as char).to_digit(16).unwrap() as u8;
+    text.as_bytes().chunks(2).map(|pair| digit(pair[0]) << 4 | digit(pair[1])).collect()
 }
 
 /// The child's life: an agent that answers the parent's commands and returns every message that it gets, reversed.
