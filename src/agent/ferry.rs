@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use super::config::AgentConfig;
 use super::event::{Direction, Event};
+use super::farewell::Leaving;
 use super::handle::check_message;
 use super::hello::AM_ID;
 use super::ids::{PeerId, RegionId, TransferId};
@@ -43,6 +44,7 @@ pub(super) struct Engine {
     pub(super) transfers: Transfers,
     pub(super) operations: Operations,
     pub(super) peers: Peers,
+    pub(super) leaving: Leaving,
     pub(super) worker: Worker,
     pub(super) registry: Registry,
     pub(super) context: Arc<Context>,
@@ -67,6 +69,7 @@ impl Engine {
             transfers: Transfers::default(),
             operations: Operations::default(),
             peers: Peers::default(),
+            leaving: Leaving::default(),
             worker,
             context,
         })

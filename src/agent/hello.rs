@@ -21,6 +21,8 @@ pub(super) enum FrameKind {
     Hello,
     /// A message of the agents' owners.
     Data,
+    /// The sender leaves; nothing follows on this connection.
+    Goodbye,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -32,7 +34,7 @@ pub(super) struct Frame {
     pub(super) incarnation: Incarnation,
     /// The sender's number for the connection, drawn when it made its endpoint.
     pub(super) connection: u64,
-    /// Counts the connection's messages of kind data from 0.
+    /// Counts the connection's messages of kind data and the goodbye after them from 0.
     pub(super) sequence: u64,
 }
 
@@ -41,6 +43,7 @@ impl Frame {
         let kind = match self.kind {
             FrameKind::Hello => 1,
             FrameKind::Data => 2,
+            FrameKind::Goodbye => 3,
         };
         let mut bytes = [0; FRAME_BYTES];
         let fields = MAGIC
@@ -73,6 +76,7 @@ impl Frame {
         let kind = match kind {
             1 => FrameKind::Hello,
             2 => FrameKind::Data,
+            3 => FrameKind::Goodbye,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));

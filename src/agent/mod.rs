@@ -39,6 +39,7 @@
 mod config;
 mod event;
 mod event_loop;
+mod farewell;
 mod ferry;
 mod handle;
 mod hello;

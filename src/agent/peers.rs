@@ -221,7 +221,7 @@ impl Engine {
         let endpoint = self
             .worker
             .connect(address, &options)
-            .map_err(|e| ucx_error(e).context(format!("connecting to agent {name}")))?;
+            .map_err(|e| ucx_error(e).context(format!("connecting to agent {name} (is it running, and the network open?)")))?;
         let connection = getrandom::u64()
             .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random connection number: {e}")))?;
         Ok(Peer {
@@ -351,10 +351,18 @@ impl Engine {
         drop(self.peers.remove(id));
     }
 
+    /// Drops the connection in order.
+    pub(super) fn part(&mut self, id: PeerId, now: Instant) {
+        self.shared.live().peers.remove(&id);
+        if let Some(peer) = self.peers.remove(id) {
+            self.leave(peer, now);
+        }
+    }
+
     pub(super) fn disconnect(&mut self, id: PeerId, now: Instant) -> Result<()> {
         self.peers.get(id)?;
         let error = Error::new(ErrorKind::Cancelled, "its peer was disconnected by this side");
-        self.remove_peer(id);
+        self.part(id, now);
         self.stop_transfers_of(id, &error, now);
         Ok(())
     }

@@ -263,7 +263,8 @@ impl Engine {
                 Some(InFlight::Message { peer, reserved }) => {
                     self.message_ended(peer, reserved, result.map_err(ucx_error), now);
                 },
-                Some(InFlight::Farewell) => {}
+                Some(InFlight::Goodbye) => {}
+                Some(InFlight::Farewell) => self.left(token),
                 None => log::error!("agent {}: UCX ended an unknown operation", self.config.name),
             }
         }
