@@ -19,6 +19,7 @@ enum Op {
     FailTransfer,
     DropVerdicts(bool),
     Pace { delay: u64, transfer: u64, lag: u64 },
+    Twin(usize),
     ShutDownD,
 }
 
@@ -35,6 +36,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::BreakConnections),
         1 => Just(Op::FailTransfer),
         1 => any::<bool>().prop_map(Op::DropVerdicts),
+        1 => (0usize..12).prop_map(Op::Twin),
         2 => (0u64..50, prop_oneof![3 => 0u64..50, 1 => 0u64..6_000], prop_oneof![3 => 0u64..50, 1 => 0u64..2_000])
             .prop_map(|(delay, transfer, lag)| Op::Pace { delay, transfer, lag }),
     ]
@@ -61,12 +63,13 @@ fn apply(sim: &mut Sim, op: Op) {
         Op::Pace { delay, transfer, lag } => {
             (sim.delay, sim.transfer_time, sim.p_lag) = (ms(delay), ms(transfer), ms(lag));
         }
+        Op::Twin(i) => pick(i).into_iter().for_each(|i| _ = sim.twin(i)),
         Op::ShutDownD => sim.shut_down_d(),
     }
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(400), ..Default::default() })]
 
     #[test]
     fn every_sequence_of_events_keeps_the_rules(ops in prop::collection::vec(op(), 1..80)) {

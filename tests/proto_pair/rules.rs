@@ -269,3 +269,39 @@ fn heartbeats_of_one_peer_travel_together() {
     assert_eq!(beats, vec![5; 6], "a lease of {LEASE_MS} ms is renewed six times, for all requests at once");
     sim.settle();
 }
+
+#[test]
+fn two_requests_for_one_prefill_never_believe_freed_blocks() {
+    let mut sim = Sim::new();
+    let a = sim.prefill(4, false).unwrap();
+    let b = sim.twin(a);
+    let c = sim.twin(a);
+    sim.arrive(c);
+    sim.run(ms(10));
+    sim.transfer_time = ms(100);
+    sim.allocate(a, 0);
+    sim.run(ms(10));
+    sim.finish(c, FinishOutcome::Aborted);
+    sim.run(ms(10));
+    assert_eq!(sim.p_kept(), 1, "one of them gave up, the other still reads");
+    sim.transfer_time = ms(300);
+    sim.allocate(b, 0);
+    sim.run(ms(500));
+    assert_eq!((sim.outcome(a), sim.outcome(b)), (Some(Ok(())), Some(Err(Cause::LeaseExpired))));
+    sim.settle();
+}
+
+#[test]
+fn a_name_used_again_is_granted_anew_even_when_its_consumer_is_early() {
+    let mut sim = Sim::new();
+    let first = sim.prefill(4, false).unwrap();
+    sim.allocate(first, 0);
+    sim.run(ms(50));
+    sim.p_lag = ms(400);
+    let second = sim.prefill(4, false).unwrap();
+    assert_eq!(sim.requests[first].params.remote_request_id, sim.requests[second].params.remote_request_id);
+    sim.allocate(second, 0);
+    sim.run(ms(600));
+    assert_eq!((sim.outcome(first), sim.outcome(second)), (Some(Ok(())), Some(Ok(()))));
+    sim.settle();
+}

@@ -210,7 +210,9 @@ impl Sim {
         for (i, &block) in tail.iter().enumerate() {
             self.p.memory.block(1, block).copy_from_slice(&tag(prefill, 1, blocks - windowed + i));
         }
-        let id = request(format!("p-{prefill}"));
+        // The lowest name that is free: names are used again as soon as they can be.
+        let mut names = (0..).map(|n| request(format!("p-{n}")));
+        let id = names.find(|name| !self.p.requests.contains_key(name)).unwrap();
         let padded: Vec<u32> = std::iter::repeat_n(0, blocks - windowed).chain(tail.iter().copied()).collect();
         let asked = TransferParams { do_remote_decode: true, ..Default::default() };
         let outcome = if abort { FinishOutcome::Aborted } else { FinishOutcome::Complete };
@@ -237,6 +239,24 @@ impl Sim {
             outcome: None,
         });
         Some(self.requests.len() - 1)
+    }
+
+    /// Another request of D for the same prefill, as with several samples of one prompt.
+    pub fn twin(&mut self, i: usize) -> usize {
+        let r = &self.requests[i];
+        let twin = DRequest {
+            id: request(format!("d-{}-{}", r.prefill, self.requests.len())),
+            params: r.params.clone(),
+            prefill: r.prefill,
+            blocks_total: r.blocks_total,
+            local: None,
+            loading: false,
+            load_given: false,
+            ended: false,
+            outcome: None,
+        };
+        self.requests.push(twin);
+        self.requests.len() - 1
     }
 
     fn p_step(&mut self) {
