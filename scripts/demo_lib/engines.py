@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from . import ray_on_cpu
 from .client import SERVED_NAME
 from .connectors import Connector
 from .options import Options, Shape
@@ -37,7 +38,6 @@ def _environment(scripts: Path, deps: Path) -> dict[str, str]:
         GLOO_SOCKET_IFNAME="lo",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS="1",
-        RAY_USAGE_STATS_ENABLED="0",
         VLLM_CACHE_ROOT=str(deps / "vllm-cache"),
     )
     return environment
@@ -76,4 +76,6 @@ def engine_spec(
     arguments += connector.arguments(role, options)
     environment = _environment(scripts, deps)
     environment.update(connector.environment(role, options, request_log))
+    if options.executor == "ray":
+        environment.update(ray_on_cpu.environment(shape.ranks, scripts, deps))
     return ServerSpec("prefill" if producer else "decode", arguments, environment)

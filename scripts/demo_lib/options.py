@@ -1,8 +1,13 @@
-"""The command line of `scripts/demo`."""
+"""The command line of `scripts/demo`.
+
+Run as a program it checks the command line with nothing installed, and prints what the run needs: the part of
+scripts/setup, then `kvferry` if the package has to be built.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,3 +127,8 @@ def parse_options(arguments: list[str]) -> Options:
         negative_control=parsed.negative_control,
         start_limit_s=parsed.start_limit,
     )
+
+
+if __name__ == "__main__":
+    _options = parse_options(sys.argv[1:])
+    print("ray" if _options.executor == "ray" else "vllm", *(["kvferry"] if "kvferry" in _options.connectors else []))
