@@ -1,8 +1,8 @@
 """A vLLM engine without a model, in a process of its own.
 
-The scheduler, the KV-cache manager, the cache views and the output aggregator are vLLM's, and both roles of the connector
-are there. In the model's place, `Engine._compute` writes bytes into the cache that follow from the engine, the layer, the
-head, the token and its position.
+The scheduler, the KV-cache manager, the cache views and the output aggregator are vLLM's, and both roles of the
+connector are there. In place of the model, `Engine._compute` writes bytes into the cache that follow from the engine,
+the layer, the head, the token and its position.
 """
 
 from __future__ import annotations
