@@ -39,19 +39,15 @@ fn generated() -> String {
     let mut lines: Vec<&str> = Vec::new();
     let mut skipping = false;
     for line in text.lines() {
-        let doc = line.trim_start().strip_prefix('*').map(str::trim);
-        match doc {
-            Some("# Safety") => {
-                skipping = true;
-                if lines.last().is_some_and(|last| last.trim() == "*") {
-                    lines.pop();
-                }
+        let doc = line.trim_start().strip_prefix("//").map(str::trim);
+        if doc == Some("# Safety") {
+            skipping = true;
+            if lines.last().is_some_and(|last| last.trim() == "//") {
+                lines.pop();
             }
-            Some(_) if skipping && !line.trim_start().starts_with("*/") => {}
-            _ => {
-                skipping = false;
-                lines.push(line);
-            }
+        } else if doc.is_none() || !skipping {
+            skipping = false;
+            lines.push(line);
         }
     }
     lines.join("\n") + "\n"

@@ -31,10 +31,10 @@ from ._errors import (
 )
 from ._lib import abi_version, header_path, library_path, ucx_info, version
 from .agent import Agent, Event, Message, PeerConnected, PeerLost, Region, Segment, Transfer, TransferDone
-from .aggregator import Aggregator, Outcome
+from .aggregator import Aggregator, Outcome, RankRecord
 from .listener import Listener
 from .scheduler import Scheduler
-from .worker import Rank, RecvFailure, RecvRecord, Report, Worker, decode_report, encode_report
+from .worker import Rank, RecvFailure, RecvRecord, Report, Worker, decode_report, encode_report, merge_reports
 
 __all__ = [
     "AddressInUseError",
@@ -61,6 +61,7 @@ __all__ = [
     "PeerDiedError",
     "PeerLost",
     "Rank",
+    "RankRecord",
     "RecvFailure",
     "RecvRecord",
     "Region",
@@ -82,6 +83,7 @@ __all__ = [
     "encode_report",
     "header_path",
     "library_path",
+    "merge_reports",
     "ucx_info",
     "version",
 ]

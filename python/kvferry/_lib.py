@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import cffi
 
-from ._errors import KvferryError, make_error
+from ._errors import KvferryError, UcxMissingError, make_error
 
 ABI_VERSION = 1
 """The `kvf_abi_version` that this package was written for."""
@@ -69,19 +69,21 @@ def library_path() -> Path:
 
 
 def declarations(header: str) -> str:
-    """The part of the header that a C parser without a preprocessor understands."""
+    """The part of the header that a parser of plain C without a preprocessor understands."""
     header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     header = re.sub(r"//[^\n]*", "", header)
     lines = []
-    skipping = 0
+    taken: list[bool] = []
     for line in header.splitlines():
         directive = line.strip()
-        if skipping:
-            skipping += directive.startswith("#if")
-            skipping -= directive.startswith("#endif")
-        elif directive.startswith("#ifdef __cplusplus"):
-            skipping = 1
-        elif not directive.startswith("#"):
+        if directive.startswith("#if"):
+            # We are neither C++ nor C23, and see the header for the first time: only an #ifndef holds.
+            taken.append(directive.startswith("#ifndef"))
+        elif directive.startswith("#else"):
+            taken[-1] = not taken[-1]
+        elif directive.startswith("#endif"):
+            taken.pop()
+        elif all(taken) and not directive.startswith("#"):
             lines.append(line)
     return "\n".join(lines)
 
@@ -241,12 +243,20 @@ def address_of(view: memoryview) -> int:
     return int(ffi.cast("uintptr_t", ffi.from_buffer(view)))
 
 
+_left_behind: list[object] = []
+"""Owners of memory that the library could not give back in time and may still touch."""
+
+
 class Handle:
-    """A root object of the library. Freed by the noun's function or with the last reference to it."""
+    """A root object of the library. Freed by the noun's function or with the last reference to it.
+
+    `owners` are the objects whose memory is registered, by region. They are let go after the library is done with them.
+    """
 
     def __init__(self, noun: str, pointer: Any) -> None:
         self.noun = noun
         self.pointer = pointer
+        self.owners: dict[int, object] = {}
         self._lock = threading.Lock()
 
     def free(self) -> None:
@@ -255,7 +265,13 @@ class Handle:
             if pointer is None:
                 return
             self.pointer = None
-        _call(f"kvf_{self.noun}_free", pointer)
+        try:
+            _call(f"kvf_{self.noun}_free", pointer)
+        except BaseException:
+            _left_behind.extend(self.owners.values())
+            raise
+        finally:
+            self.owners.clear()
 
     def get(self) -> Any:
         """The pointer; raises `ShutDownError` when it is freed."""
@@ -295,18 +311,23 @@ def abi_version() -> int:
 
 
 def ucx_info(ucx_lib: str | None = None) -> dict[str, Any]:
-    """Which UCX would be used: `{"path": str, "version": str}`. Raises `UcxMissingError` when there is none."""
+    """Which UCX the agents of this process use: `{"path": str, "version": str, "source": str}`.
+
+    Opens it. Raises `UcxMissingError` when there is none; the message says where it was looked for.
+    """
     import msgpack
 
-    path = default_ucx_lib() if ucx_lib is None else ucx_lib
-    encoded = b"" if path is None else _text("ucx_lib", path)
-    info: dict[str, Any] = msgpack.unpackb(_bytes_from("kvf_ucx_info", encoded, len(encoded)))
-    return info
+    def ask(path: str | None) -> dict[str, Any]:
+        encoded = b"" if path is None else _text("ucx_lib", path)
+        info: dict[str, Any] = msgpack.unpackb(_bytes_from("kvf_ucx_info", encoded, len(encoded)))
+        return info
+
+    return with_packaged_ucx(ask, ucx_lib)
 
 
 @cache
 def _packaged_ucx() -> str | None:
-    """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when it is installed."""
+    """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when this Python has it."""
     try:
         spec = importlib.util.find_spec("libucx")
     except (ImportError, ValueError):
@@ -318,30 +339,22 @@ def _packaged_ucx() -> str | None:
     return None
 
 
-def _ucx_is_loaded() -> bool:
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            return any("/libucp" in line for line in maps)
-    except OSError:
-        return False
+_Result = TypeVar("_Result")
 
 
-def default_ucx_lib() -> str | None:
-    """The libucp to use when nothing names one; None leaves the choice to the library.
+def with_packaged_ucx(start: Callable[[str | None], _Result], chosen: str | None) -> _Result:
+    """`start(chosen)`; where nothing was chosen and no UCX found, `start` with that of this Python's packages.
 
-    One UCX per process: the library prefers one that is loaded already, and `KVFERRY_UCX_LIB` is the user's word.
+    The library looks for UCX itself and keeps the order (loaded already, the system's, a package beside it). Only this
+    process's module path may know of a package elsewhere.
     """
-    if os.environ.get("KVFERRY_UCX_LIB") or _ucx_is_loaded():
-        return None
-    return _packaged_ucx()
-
-
-def with_ucx(config: Mapping[str, object]) -> Mapping[str, object]:
-    """`config` with `ucx_lib` set to the default when it has none."""
-    if not isinstance(config, Mapping) or config.get("ucx_lib") is not None:
-        return config
-    path = default_ucx_lib()
-    return config if path is None else {**config, "ucx_lib": path}
+    try:
+        return start(chosen)
+    except UcxMissingError:
+        packaged = _packaged_ucx()
+        if chosen is not None or packaged is None or os.environ.get("KVFERRY_UCX_LIB"):
+            raise
+        return start(packaged)
 
 
 # --- agent
@@ -351,11 +364,12 @@ def agent_start(config: bytes) -> Handle:
     return _start("agent", config)
 
 
-def agent_register(agent: Handle, address: int, nbytes: int, kind: str, device: int) -> tuple[int, int]:
+def agent_register(agent: Handle, address: int, nbytes: int, kind: str, device: int, owner: object) -> tuple[int, int]:
     region, index = _new("uint64_t *"), _new("uint32_t *")
     pointer = _pointer(address)
     number = _constant(_KINDS, "memory kind", kind)
     _call("kvf_agent_register", agent.get(), pointer, nbytes, number, device, region, index)
+    agent.owners[region[0]] = owner
     return region[0], index[0]
 
 
@@ -367,6 +381,7 @@ def _pointer(address: int) -> Any:
 
 def agent_deregister(agent: Handle, region: int) -> None:
     _call("kvf_agent_deregister", agent.get(), region)
+    agent.owners.pop(region, None)
 
 
 def agent_metadata(agent: Handle) -> bytes:
@@ -482,6 +497,11 @@ def _shutdown(handle: Handle, timeout: float) -> None:
     limit = _milliseconds(timeout)
     try:
         _call(f"kvf_{handle.noun}_shutdown", handle.get(), limit)
+    except KvferryError:
+        # Freeing it finds it shut down and succeeds, though memory may still be in use.
+        _left_behind.extend(handle.owners.values())
+        handle.owners.clear()
+        raise
     finally:
         handle.free()
 
@@ -534,9 +554,12 @@ def worker_metadata(worker: Handle) -> bytes:
     return _bytes_from("kvf_worker_metadata", worker.get())
 
 
-def worker_push_metadata(worker: Handle, host: str, port: int, expected: int) -> None:
-    name = _text("host", host)
-    _call("kvf_worker_push_metadata", worker.get(), name, len(name), port, expected)
+def worker_push_metadata(worker: Handle, host: str, port: int, expected: int, timeout: float) -> int:
+    name, missing = _text("host", host), _new("uint32_t *")
+    limit = _milliseconds(timeout)
+    _call("kvf_worker_push_metadata", worker.get(), name, len(name), port, expected, limit, missing)
+    number: int = missing[0]
+    return number
 
 
 def worker_submit(worker: Handle, step: bytes) -> None:
@@ -546,6 +569,10 @@ def worker_submit(worker: Handle, step: bytes) -> None:
 
 def worker_poll(worker: Handle) -> bytes | None:
     return _bytes_from("kvf_worker_poll", worker.get()) or None
+
+
+def worker_wait(worker: Handle, timeout: float) -> bytes | None:
+    return _bytes_from("kvf_worker_wait", worker.get(), _milliseconds(timeout)) or None
 
 
 def worker_stats(worker: Handle) -> bytes:
@@ -685,6 +712,17 @@ def aggregator_add(aggregator: Handle, report: bytes) -> None:
     _call("kvf_aggregator_add", aggregator.get(), report, len(report))
 
 
+def aggregator_expect(aggregator: Handle, request: str, side: str, count: int) -> None:
+    name = _text("a request id", request)
+    number = _constant({"sending": "KVF_SENDING", "recving": "KVF_RECVING"}, "side", side)
+    _call("kvf_aggregator_expect", aggregator.get(), name, len(name), number, count)
+
+
+def aggregator_forget(aggregator: Handle, request: str) -> None:
+    name = _text("a request id", request)
+    _call("kvf_aggregator_forget", aggregator.get(), name, len(name))
+
+
 def aggregator_take(aggregator: Handle) -> bytes:
     return _bytes_from("kvf_aggregator_take", aggregator.get())
 
@@ -700,6 +738,11 @@ def report_decode(report: bytes) -> bytes:
 
 def report_encode(body: bytes) -> bytes:
     return _bytes_from("kvf_report_encode", body, len(body))
+
+
+def report_merge(left: bytes, right: bytes) -> bytes:
+    left, right = _checked_bytes("a report", left), _checked_bytes("a report", right)
+    return _bytes_from("kvf_report_merge", left, len(left), right, len(right))
 
 
 def stats_merge(left: bytes, right: bytes) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -22,6 +22,17 @@ def pack(what: str, value: Mapping[str, object]) -> bytes:
     except (TypeError, ValueError, OverflowError) as error:
         raise make_error(-1, "invalid_argument", f"{what} holds a value that cannot be passed on: {error}") from error
     return packed
+
+
+def start_with_ucx(start: Callable[[bytes], _lib.Handle], config: Mapping[str, object]) -> _lib.Handle:
+    """Starts an object that needs UCX, see `_lib.with_packaged_ucx`."""
+    packed = pack("config", config)
+    chosen = config.get("ucx_lib")
+    if chosen is not None:
+        return start(packed)
+    return _lib.with_packaged_ucx(
+        lambda path: start(packed if path is None else pack("config", {**config, "ucx_lib": path})), None
+    )
 
 
 def unpack_map(what: str, data: bytes) -> dict[str, Any]:

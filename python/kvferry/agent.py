@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from . import _lib, _wire
 from ._errors import KvferryError, make_error
-from ._memory import Span, span_of
+from ._memory import span_of
 
 Direction = Literal["read", "write"]
 
@@ -108,15 +108,14 @@ class Transfer:
         self._agent.cancel(self)
 
 
+@dataclass(frozen=True)
 class Region:
-    """Memory that is registered with an agent. Keeps the registered object alive until it is deregistered."""
+    """Memory that is registered with an agent. `index` is what segments on both sides call it."""
 
-    def __init__(self, id: int, index: int, span: Span) -> None:
-        self.id = id
-        self.index = index
-        self.address = span.address
-        self.nbytes = span.nbytes
-        self._owner: object | None = span.owner
+    id: int
+    index: int
+    address: int
+    nbytes: int
 
 
 class Agent:
@@ -130,12 +129,11 @@ class Agent:
     """
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        self._handle = _lib.agent_start(_wire.pack("config", _lib.with_ucx(config or {})))
+        self._handle = _wire.start_with_ucx(_lib.agent_start, {} if config is None else config)
         self._lock = threading.Lock()
         self._polling = threading.Lock()
         self._events: deque[Event] = deque()
         self._transfers: dict[int, Transfer] = {}
-        self._regions: dict[int, Region] = {}
 
     def register(
         self, memory: Any, *, kind: Literal["host", "cuda"] | None = None, device: int | None = None
@@ -150,18 +148,12 @@ class Agent:
             device: The CUDA device's ordinal, when `kind` is "cuda".
         """
         span = span_of(memory, kind, device)
-        id, index = _lib.agent_register(self._handle, span.address, span.nbytes, span.kind, span.device)
-        region = Region(id, index, span)
-        with self._lock:
-            self._regions[id] = region
-        return region
+        id, index = _lib.agent_register(self._handle, span.address, span.nbytes, span.kind, span.device, span.owner)
+        return Region(id, index, span.address, span.nbytes)
 
     def deregister(self, region: Region) -> None:
         """Takes a region back: when this returns, no transfer touches it. Transfers that use it are ended first."""
         _lib.agent_deregister(self._handle, region.id)
-        with self._lock:
-            self._regions.pop(region.id, None)
-        region._owner = None
 
     def metadata(self) -> bytes:
         """What another agent needs to connect to this one and to reach the regions registered so far."""
@@ -224,10 +216,6 @@ class Agent:
         Waits at most `timeout` seconds for transfers in flight to be given up.
         """
         _lib.agent_shutdown(self._handle, timeout)
-        with self._lock:
-            for region in self._regions.values():
-                region._owner = None
-            self._regions.clear()
 
     def __enter__(self) -> Agent:
         return self

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TypedDict, cast
+from typing import Literal, TypedDict, cast
 
 from . import _lib, _wire
-from .worker import RecvFailure, RecvRecord, Report, encode_report
+from .worker import Rank, RecvFailure, RecvRecord, Report, encode_report
+
+
+class RankRecord(TypedDict):
+    """Figures of one receive on one rank."""
+
+    rank: Rank
+    record: RecvRecord
 
 
 class Outcome(TypedDict):
@@ -20,7 +27,7 @@ class Outcome(TypedDict):
     finished_sending: list[str]
     finished_recving: list[str]
     failed_recving: list[RecvFailure]
-    records: list[RecvRecord]
+    records: list[RankRecord]
     stats: dict[str, object]
 
 
@@ -36,8 +43,19 @@ class Aggregator:
         self._handle = _lib.aggregator_start(_wire.pack("config", config))
 
     def add(self, report: bytes | Report) -> None:
-        """Takes in one rank's report; one from a rank that is not expected raises `NotFoundError`."""
+        """Takes in one rank's report, or several as `merge_reports` made them.
+
+        A report that comes again changes nothing; one of a rank that is not expected raises `InvalidArgumentError`.
+        """
         _lib.aggregator_add(self._handle, report if isinstance(report, bytes) else encode_report(report))
+
+    def expect(self, request: str, side: Literal["sending", "recving"], count: int) -> None:
+        """From now on `count` ranks, whichever, end `request` on that side, in place of all."""
+        _lib.aggregator_expect(self._handle, request, side, count)
+
+    def forget(self, request: str) -> None:
+        """Forgets a request, so that its id can be used again."""
+        _lib.aggregator_forget(self._handle, request)
 
     def take(self) -> Outcome:
         """What has become known since the last call."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Literal, cast
 
 from . import _lib, _wire
+from .aggregator import Outcome as OutcomeDict
 from .worker import Report, encode_report
 
 Outcome = Literal["complete", "aborted"]
@@ -87,9 +88,12 @@ class Scheduler:
         """Whether there is work that `step` would hand out."""
         return _lib.scheduler_has_pending(self._handle)
 
-    def report(self, report: bytes | Report) -> None:
-        """Takes in one rank's report."""
-        _lib.scheduler_report(self._handle, report if isinstance(report, bytes) else encode_report(report))
+    def report(self, report: bytes | Report | OutcomeDict) -> None:
+        """Takes in what all ranks together have reported: an outcome of `Aggregator.take`, or, from an engine of one
+        rank, the rank's report."""
+        if not isinstance(report, bytes):
+            report = encode_report(_as_report(report))
+        _lib.scheduler_report(self._handle, report)
 
     def shutdown(self) -> None:
         """Stops the listener and frees the scheduler. Calling it again does nothing."""
@@ -102,3 +106,17 @@ class Scheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+def _as_report(report: Report | OutcomeDict) -> Report:
+    """An outcome in the form of a report. The scheduler side looks at neither the rank nor single ranks' figures."""
+    if "rank" in report:
+        return cast(Report, report)
+    return {
+        "rank": {"pp": 0, "tp": 0},
+        "finished_sending": report["finished_sending"],
+        "finished_recving": report["finished_recving"],
+        "failed_recving": report["failed_recving"],
+        "records": [],
+        "stats": {},
+    }

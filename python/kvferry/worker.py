@@ -57,18 +57,20 @@ class Report(TypedDict):
 
 
 class Worker:
-    """One rank's worker. May be used from any thread; no call waits for the network except `shutdown`.
+    """One rank's worker. May be used from any thread; `push_metadata`, `wait` and `shutdown` wait, nothing else does.
 
     Args:
         config: Keys `engine_id` (str), `pp_rank`, `tp_rank`, `tp_size`, `pp_size`, `dcp_size` (int), `compat` (list of
             [name, value] pairs that both engines must share), `transport` ("auto", "tcp" or "shm"), `ucx` (UCX
             settings without the `UCX_` prefix), `ucx_lib` (path of libucp), `name`, `window` (operations in flight),
-            timeouts in milliseconds, and `request_log` (path of a file that gets one JSON line per finished receive).
+            `heartbeat_divisor`, `handshake_timeout_ms`, `transfer_timeout_ms`, `verdict_timeout_ms`,
+            `early_message_ms`, `tombstone_ms`, and `request_log` (path of a file that gets one JSON line per finished
+            receive). Only `engine_id` has no default.
             An unknown key or a value of the wrong type raises `InvalidArgumentError` that names it.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self._handle = _lib.worker_start(_wire.pack("config", _lib.with_ucx(config)))
+        self._handle = _wire.start_with_ucx(_lib.worker_start, config)
 
     def register(self, addr: int, nbytes: int, kind: MemoryKind = "host", device: int = 0) -> int:
         """Registers `nbytes` bytes at `addr` and returns the region's index, counted from 0 in order of registration.
@@ -93,9 +95,13 @@ class Worker:
         """The rank's encoded metadata, for `Scheduler.serve`. Needs the regions and the geometry to be set."""
         return _lib.worker_metadata(self._handle)
 
-    def push_metadata(self, host: str, port: int, expected: int) -> None:
-        """Sends the metadata to a listener that accepts pushes; the engine is complete when `expected` ranks have."""
-        _lib.worker_push_metadata(self._handle, host, port, expected)
+    def push_metadata(self, host: str, port: int, expected: int, timeout: float = 30.0) -> int:
+        """Sends the metadata to the engine's listener, for engines without an RPC of their own.
+
+        Waits up to `timeout` seconds, also for a listener that is not up yet. `expected` is the engine's number of
+        ranks; returns how many the listener still lacks.
+        """
+        return _lib.worker_push_metadata(self._handle, host, port, expected, timeout)
 
     def submit(self, step: bytes) -> None:
         """Hands over one step made by `Scheduler.step`. Returns at once."""
@@ -112,8 +118,14 @@ class Worker:
         report = _lib.worker_poll(self._handle)
         return None if report is None else decode_report(report)
 
+    def wait(self, timeout: float) -> Report | None:
+        """Like `poll`, but waits up to `timeout` seconds for something to happen."""
+        report = _lib.worker_wait(self._handle, timeout)
+        return None if report is None else decode_report(report)
+
     def stats(self) -> dict[str, object]:
-        """Counters since the worker started (see `kvferry.stats`), not reset by polls."""
+        """Since the start: `totals` (counters as in `Report["stats"]`), `gauges`, `agent`, `malformed_steps` and
+        `malformed_messages`. Polls do not reset them."""
         return _wire.unpack_map("stats", _lib.worker_stats(self._handle))
 
     def shutdown(self, timeout: float = 10.0) -> None:
@@ -135,6 +147,14 @@ class Worker:
 def decode_report(report: bytes) -> Report:
     """An encoded report of `Worker.poll_encoded` as a dict."""
     return cast(Report, _wire.decode_report(report))
+
+
+def merge_reports(left: bytes, right: bytes) -> bytes:
+    """Two encoded reports, or what this function made of some, as one, for `Aggregator.add`.
+
+    Associative and commutative, so that a host can merge the reports of ranks in any order and grouping.
+    """
+    return _lib.report_merge(left, right)
 
 
 def encode_report(report: Report) -> bytes:

@@ -19,18 +19,27 @@ pub(super) fn map<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T> {
     if bytes.len() > MAX_BYTES {
         return Err(Error::invalid(format!("{what} has {} bytes, the most is {MAX_BYTES}", bytes.len())));
     }
+    let error = match direct(bytes) {
+        Ok(value) => return Ok(value),
+        Err(error) => error,
+    };
+    // The msgpack decoder names the marker that it found ("FixStr(4)") and not what was expected. A second look
+    // through a self-describing value says both in words; maps that hold binary cannot take it.
+    let explained = direct::<serde_json::Value>(bytes).ok().and_then(|value| {
+        serde_path_to_error::deserialize::<_, T>(value).err().map(|e| (e.path().to_string(), e.into_inner().to_string()))
+    });
+    let (path, text) = explained.unwrap_or_else(|| (error.path().to_string(), error.into_inner().to_string()));
+    // The path of an error at the map itself is a single dot.
+    let place = if path == "." { String::new() } else { format!("key {path:?}: ") };
+    Err(Error::invalid(format!("{what}: {place}{text}")))
+}
+
+fn direct<T: DeserializeOwned>(
+    bytes: &[u8],
+) -> std::result::Result<T, serde_path_to_error::Error<rmp_serde::decode::Error>> {
     let mut decoder = rmp_serde::Deserializer::from_read_ref(bytes);
     decoder.set_max_depth(MAX_DEPTH);
-    serde_path_to_error::deserialize(&mut decoder).map_err(|error| {
-        let path = error.path().to_string();
-        let inner = error.into_inner();
-        // The path of an error at the map itself is a single dot.
-        if path == "." {
-            Error::invalid(format!("{what}: {inner}"))
-        } else {
-            Error::invalid(format!("{what}: key {path:?}: {inner}"))
-        }
-    })
+    serde_path_to_error::deserialize(&mut decoder)
 }
 
 #[cfg(test)]

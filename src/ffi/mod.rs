@@ -17,9 +17,11 @@ pub mod listener;
 mod lists;
 pub mod log;
 pub mod report;
+pub mod scheduler;
 pub mod stats;
 pub mod status;
 pub mod version;
+pub mod worker;
 
 /// How long freeing an object that was not shut down may take: what `Agent`'s own drop allows.
 const FREE_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);

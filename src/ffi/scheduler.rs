@@ -57,7 +57,11 @@ pub struct kvf_rank_metadata {
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_scheduler_start(config: *const u8, config_len: usize, out: *mut *mut kvf_scheduler) -> i32 {
+pub unsafe extern "C" fn kvf_scheduler_start(
+    config: *const u8,
+    config_len: usize,
+    out: *mut *mut kvf_scheduler,
+) -> i32 {
     boundary!(kvf_scheduler_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
@@ -157,8 +161,7 @@ pub unsafe extern "C" fn kvf_scheduler_matched(
 ) -> i32 {
     boundary!(kvf_scheduler_matched, {
         // SAFETY: the caller's promise for out-parameters.
-        let (tokens, asynchronous) =
-            unsafe { (Out::new(tokens, "tokens")?, Out::new(asynchronous, "asynchronous")?) };
+        let (tokens, asynchronous) = unsafe { (Out::new(tokens, "tokens")?, Out::new(asynchronous, "asynchronous")?) };
         let scheduler = handle::get::<Scheduler>(scheduler)?;
         // SAFETY: the caller's promise for arrays.
         let (id, params) = unsafe { request(request_id, request_id_len, params, params_len)? };
@@ -199,9 +202,8 @@ pub unsafe extern "C" fn kvf_scheduler_allocated(
     boundary!(kvf_scheduler_allocated, {
         let scheduler = handle::get::<Scheduler>(scheduler)?;
         // SAFETY: the caller's promise for arrays.
-        let ((id, params), blocks) = unsafe {
-            (request(request_id, request_id_len, params, params_len)?, blocks(ids, list_offsets, lists)?)
-        };
+        let ((id, params), blocks) =
+            unsafe { (request(request_id, request_id_len, params, params_len)?, blocks(ids, list_offsets, lists)?) };
         scheduler.allocated(id, &params, blocks, external_tokens)
     })
 }
@@ -235,13 +237,14 @@ pub unsafe extern "C" fn kvf_scheduler_finished(
             o if o == kvf_outcome::KVF_COMPLETE as u32 => FinishOutcome::Complete,
             o if o == kvf_outcome::KVF_ABORTED as u32 => FinishOutcome::Aborted,
             other => {
-                return Err(Error::invalid(format!("outcome {other} is unknown; expected KVF_COMPLETE or KVF_ABORTED")));
+                return Err(Error::invalid(format!(
+                    "outcome {other} is unknown; expected KVF_COMPLETE or KVF_ABORTED"
+                )));
             }
         };
         // SAFETY: the caller's promise for arrays.
-        let ((id, params), blocks) = unsafe {
-            (request(request_id, request_id_len, params, params_len)?, blocks(ids, list_offsets, lists)?)
-        };
+        let ((id, params), blocks) =
+            unsafe { (request(request_id, request_id_len, params, params_len)?, blocks(ids, list_offsets, lists)?) };
         let finish = scheduler.finished(id, &params, outcome, blocks, computed_tokens)?;
         let encoded = match finish.params {
             Some(params) => decode::encode("kv_transfer_params", &params)?,
@@ -284,7 +287,11 @@ pub unsafe extern "C" fn kvf_scheduler_has_pending(scheduler: *mut kvf_scheduler
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_scheduler_report(scheduler: *mut kvf_scheduler, report: *const u8, report_len: usize) -> i32 {
+pub unsafe extern "C" fn kvf_scheduler_report(
+    scheduler: *mut kvf_scheduler,
+    report: *const u8,
+    report_len: usize,
+) -> i32 {
     boundary!(kvf_scheduler_report, {
         // SAFETY: the caller's promise for arrays.
         let report = unsafe { slice(report, report_len, "report")? };
