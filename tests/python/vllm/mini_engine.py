@@ -1,8 +1,8 @@
 """A vLLM engine without a model, in a process of its own.
 
-The scheduler, the KV-cache manager, the cache views and the output aggregator are vLLM's, and both roles of the connector
-are there. In the model's place, `Engine._compute` writes bytes into the cache that follow from the engine, the layer, the
-head, the token and its position.
+The scheduler, the KV-cache manager, the cache views and the output aggregator are vLLM's, and both roles of the
+connector are there. In place of the model, `Engine._compute` writes bytes into the cache that follow from the engine,
+the layer, the head, the token and its position.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Engine:
             kv_transfer_config=KVTransferConfig(
                 kv_connector="KvferryConnector",
                 kv_connector_module_path="kvferry.vllm",
-                kv_role=settings.role,  # type: ignore[arg-type]
-                kv_load_failure_policy=settings.policy,  # type: ignore[arg-type]
+                kv_role=settings.role,
+                kv_load_failure_policy=settings.policy,
                 kv_connector_extra_config={"host": "127.0.0.1", "port": 0, **settings.extra},
             ),
         ).create_engine_config()
@@ -256,7 +256,7 @@ class Engine:
                 self.wrong_bytes[request] = wrong
             self._compute(request, range(start, end))
             tokens.append([end % 500] if end >= state.num_tokens else [])
-        self.worker.start_load_kv(None)  # type: ignore[arg-type]
+        self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(scheduled.finished_req_ids)
         output = KVConnectorOutput(

@@ -6,6 +6,7 @@ reads it back through the areas' address formula from the raw memory.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any
 
@@ -89,7 +90,7 @@ def read(layout: Any, area: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     )
     region = layout.regions[area["region"]]
     assert offsets.max() < region.nbytes
-    memory = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * region.nbytes).from_address(region.addr))
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.addr))
     return memory[offsets], offsets
 
 
@@ -281,7 +282,7 @@ def test_a_layer_without_a_cache_is_named() -> None:
 
 def test_state_tensors_are_refused_by_name() -> None:
     cache = Cache(attention(), KVCacheLayout.LBHNC)
-    cache.views[cache.names[0]] = [torch.zeros(2), torch.zeros(2)]  # type: ignore[assignment]
+    cache.views[cache.names[0]] = [torch.zeros(2), torch.zeros(2)]
     with pytest.raises(LayoutError, match=r"model\.layers\.0\.self_attn\.attn is a list, expected one tensor"):
         cache.describe()
 

@@ -122,7 +122,9 @@ def test_prometheus_metrics() -> None:
     metrics.observe(TWO.to_dict(), 1)
 
     def value(name: str, engine: str, **labels: str) -> float | None:
-        return registry.get_sample_value(f"vllm:kvferry_{name}", {"model_name": "m", "engine": engine, **labels})
+        labels = {"model_name": "m", "engine": engine, **labels}
+        found: float | None = registry.get_sample_value(f"vllm:kvferry_{name}", labels)
+        return found
 
     assert value("recvs_total", "1") == 2
     assert value("recvs_total", "0") == 0
