@@ -46,15 +46,11 @@ pub(super) fn run(
     up: &SyncSender<Started>,
 ) -> Result<()> {
     let engine = Engine::new(config, incarnation, shared)?;
-    let started = Started {
-        name: engine.config.name.clone(),
-        incarnation,
-        ucx: engine.context.library().info().to_string(),
-    };
+    let started =
+        Started { name: engine.config.name.clone(), incarnation, ucx: engine.context.library().info().to_string() };
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
-    let ferry =
-        Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now };
+    let ferry = Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now };
     // The starter waits for it.
     let _ = up.send(started);
     ferry.run()

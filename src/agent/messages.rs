@@ -94,7 +94,13 @@ impl Engine {
     }
 
     /// Hands a frame to UCX. `reserved` bytes of the peer's send queue are given back when UCX is done with it.
-    pub(super) fn post_message(&mut self, id: PeerId, frame: Frame, data: Vec<u8>, reserved: Option<u64>) -> Result<()> {
+    pub(super) fn post_message(
+        &mut self,
+        id: PeerId,
+        frame: Frame,
+        data: Vec<u8>,
+        reserved: Option<u64>,
+    ) -> Result<()> {
         let peer = self.peers.get(id)?;
         let token = self.operations.insert(InFlight::Message { peer: id, reserved: reserved.unwrap_or(0) });
         let posted = peer.endpoint.send_am(AM_ID, &frame.encode(), data, token);
@@ -138,6 +144,9 @@ impl Engine {
         let peer = self.peers.get_mut(id)?;
         if !peer.is_current(frame.connection) {
             return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
+        }
+        if !matches!(frame.kind, FrameKind::Data | FrameKind::Goodbye) {
+            return self.on_service(id, frame, &data, now);
         }
         let item = if frame.kind == FrameKind::Goodbye { Item::Goodbye } else { Item::Data(data) };
         match peer.inbox.take(frame.sequence, item) {

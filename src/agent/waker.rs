@@ -22,8 +22,9 @@ struct Inner {
 
 impl Waker {
     pub(super) fn new() -> Result<Self> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::new(ErrorKind::Io, format!("making an eventfd: {e}; is the open files limit reached?")))?;
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|e| {
+            Error::new(ErrorKind::Io, format!("making an eventfd: {e}; is the open files limit reached?"))
+        })?;
         Ok(Waker(Arc::new(Inner { fd, pending: AtomicBool::new(false) })))
     }
 

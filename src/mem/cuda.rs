@@ -46,7 +46,7 @@ unsafe impl Send for PrimaryContext {}
 unsafe impl Sync for PrimaryContext {}
 
 /// Turns a driver result into an error that names the call.
-fn ok(call: &str, result: sys::CUresult) -> Result<()> {
+pub(super) fn ok(call: &str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
@@ -163,7 +163,9 @@ pub fn check_device(range: &MemoryRange, device: u32) -> Result<()> {
             "the CUDA driver does not know {range}: it is not device memory, or was freed; register ordinary memory as \
              host memory"
         ))),
-        Pointer::PinnedHost => Err(Error::invalid(format!("{range} is pinned host memory; register it as host memory"))),
+        Pointer::PinnedHost => {
+            Err(Error::invalid(format!("{range} is pinned host memory; register it as host memory")))
+        }
         Pointer::Managed => Err(managed(range)),
         Pointer::Device { device: actual, .. } if actual != device => Err(Error::invalid(format!(
             "{range} belongs to CUDA device {actual}, not {device}; register it with its own device"
@@ -257,8 +259,7 @@ mod tests {
         }
         let bytes = vec![1u8; 4096];
         // SAFETY: nothing is registered, so nothing is accessed.
-        let range =
-            unsafe { MemoryRange::new(bytes.as_ptr() as u64, 4096, MemoryKind::Cuda { device: 0 }) }.unwrap();
+        let range = unsafe { MemoryRange::new(bytes.as_ptr() as u64, 4096, MemoryKind::Cuda { device: 0 }) }.unwrap();
         let error = super::super::check(&range).unwrap_err();
         assert!(matches!(error.kind(), ErrorKind::Cuda | ErrorKind::InvalidArgument), "{error}");
         assert!(PrimaryContext::retain(0).is_err());

@@ -2,9 +2,7 @@
 
 use std::collections::HashSet;
 
-use super::{
-    Area, Geometry, GroupKind, MAX_AREAS, MAX_AXIS, MAX_GROUPS, MAX_LAYER_BYTES, MAX_PART_BYTES, MAX_RUNS,
-};
+use super::{Area, Geometry, GroupKind, MAX_AREAS, MAX_AXIS, MAX_GROUPS, MAX_LAYER_BYTES, MAX_PART_BYTES, MAX_RUNS};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::RegionMetadata;
 
@@ -34,10 +32,7 @@ pub(crate) fn fold<const N: usize>(
 }
 
 /// The run length of [`fold`], and the axes that are left, the contiguous ones with count 1.
-pub(crate) fn folded<const N: usize>(
-    content: u64,
-    mut axes: [(u32, [u64; N]); 2],
-) -> (u64, [(u32, [u64; N]); 2]) {
+pub(crate) fn folded<const N: usize>(content: u64, mut axes: [(u32, [u64; N]); 2]) -> (u64, [(u32, [u64; N]); 2]) {
     let mut len = content;
     for _ in 0..axes.len() {
         for (count, strides) in &mut axes {
@@ -59,7 +54,10 @@ impl Area {
 
 fn over(what: &str, found: usize, limit: usize) -> Result<()> {
     if found > limit {
-        return Err(Error::new(ErrorKind::Exhausted, format!("the geometry has {found} {what}, at most {limit} can be")));
+        return Err(Error::new(
+            ErrorKind::Exhausted,
+            format!("the geometry has {found} {what}, at most {limit} can be"),
+        ));
     }
     Ok(())
 }
@@ -150,7 +148,10 @@ fn check_area(area: &Area, geometry: &Geometry, regions: &[RegionMetadata]) -> R
     }
     for (name, value) in [("heads", area.total_heads), ("tokens", area.tokens)] {
         if value > MAX_AXIS {
-            return Err(Error::new(ErrorKind::Exhausted, format!("{area} has {value} {name}, at most {MAX_AXIS} can be")));
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("{area} has {value} {name}, at most {MAX_AXIS} can be"),
+            ));
         }
     }
     if area.first_head.checked_add(area.heads).is_none_or(|end| end > area.total_heads) {

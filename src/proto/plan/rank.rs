@@ -69,7 +69,8 @@ fn check_groups(local: &Geometry, remote: &Geometry) -> Result<()> {
 
 fn check_areas(local: &Geometry, remote: &Geometry) -> Result<()> {
     let (local, remote) = (by_name(local), by_name(remote));
-    let extra = |a: &BTreeMap<&str, _>, b: &BTreeMap<&str, _>| a.keys().find(|k| !b.contains_key(*k)).map(|k| k.to_string());
+    let extra =
+        |a: &BTreeMap<&str, _>, b: &BTreeMap<&str, _>| a.keys().find(|k| !b.contains_key(*k)).map(|k| k.to_string());
     let extra_here = local.keys().find(|layer| !remote.contains_key(*layer));
     let extra_there = remote.keys().find(|layer| !local.contains_key(*layer));
     if extra_here.is_some() || extra_there.is_some() {
@@ -117,7 +118,12 @@ fn check_areas(local: &Geometry, remote: &Geometry) -> Result<()> {
 pub fn check_ranks(local: &RankMetadata, remote: &RankMetadata) -> Result<()> {
     check_shapes(local.shape, remote.shape)?;
     if local.rank != remote.rank {
-        return Err(differs("rank", local.rank, remote.rank, "with equal shapes a rank reads from its own counterpart"));
+        return Err(differs(
+            "rank",
+            local.rank,
+            remote.rank,
+            "with equal shapes a rank reads from its own counterpart",
+        ));
     }
     check_groups(&local.geometry, &remote.geometry)?;
     check_areas(&local.geometry, &remote.geometry)

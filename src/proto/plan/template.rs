@@ -13,8 +13,7 @@ fn common(local: &Area, remote: &Area) -> ([u64; 2], u64, [(u32, [u64; 2]); 2]) 
         area.offset.wrapping_add(u64::from(first.saturating_sub(area.first_head)).wrapping_mul(area.head_stride))
     };
     let tokens = local.tokens.min(remote.tokens);
-    let axes =
-        [(heads, [local.head_stride, remote.head_stride]), (tokens, [local.token_stride, remote.token_stride])];
+    let axes = [(heads, [local.head_stride, remote.head_stride]), (tokens, [local.token_stride, remote.token_stride])];
     ([base(local), base(remote)], local.content.min(remote.content), axes)
 }
 
