@@ -8,7 +8,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use agent_support::child::{Remote, serve};
-use agent_support::{Buffer, LIMIT, Node, TRANSPORTS, assert_same, config, pattern_bytes, plan};
+use agent_support::{Buffer, LIMIT, Node, assert_same, config, pattern_bytes, plan};
 use kvferry::ErrorKind;
 use kvferry::agent::{
     Agent, AgentConfig, Direction, Event, Ferry, Passenger, PeerId, RegionId, Transport, Window, encode_metadata,

@@ -1,1 +1,349 @@
 //! Per-rank reports to the outcome per request.
+//!
+//! Each rank reports a request's send or receive once, whenever it is done with it. The request is over when every rank
+//! that was expected to has reported; it failed if any of them says so. Which ranks those are is told at run time: by
+//! default all of the engine's, per request and direction whatever the plan's readers make it.
+
+mod rank_set;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+
+use serde::{Deserialize, Serialize};
+
+use self::rank_set::RankSet;
+use super::ids::{RankId, RequestId};
+use super::stats::Stats;
+use super::wire::limits::MAX_RANKS;
+use super::wire::{self, Blocks, Cause, RecvRecord, ReportBatch, WorkerReport};
+use crate::error::{Error, ErrorKind, Result};
+
+/// Requests remembered by default: so many under way, and as many completed ones, per direction.
+pub const DEFAULT_LIMIT: usize = 1 << 16;
+
+/// Which of a request's two sides a report is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Direction {
+    /// The producer's blocks being read.
+    Send,
+    /// The consumer's blocks being filled.
+    Recv,
+}
+
+/// A receive that failed on at least one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailedRecv {
+    /// The request.
+    pub request: RequestId,
+    /// What each failed rank said first, by rank.
+    pub causes: Vec<(RankId, Cause, String)>,
+    /// The blocks that any rank calls invalid, ascending.
+    pub invalid_blocks: Blocks,
+}
+
+/// What came to its end since the last poll. Each request is in at most one outcome per direction.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Outcome {
+    /// Sends over, in the order in which they ended.
+    pub finished_sending: Vec<RequestId>,
+    /// Receives over, in the order in which they ended, failed ones included.
+    pub finished_recving: Vec<RequestId>,
+    /// Those of `finished_recving` that failed.
+    pub failed_recving: Vec<FailedRecv>,
+    /// Figures of single ranks, in the order in which they came.
+    pub records: Vec<(RankId, RecvRecord)>,
+    /// All ranks' counters since the last poll.
+    pub stats: Stats,
+}
+
+impl Outcome {
+    /// Whether there is nothing to tell.
+    pub fn is_empty(&self) -> bool {
+        self.finished_sending.is_empty()
+            && self.finished_recving.is_empty()
+            && self.failed_recving.is_empty()
+            && self.records.is_empty()
+            && self.stats.is_empty()
+    }
+}
+
+/// A request under way in one direction.
+#[derive(Debug, Clone, Default)]
+struct Pending {
+    reported: RankSet,
+    /// How many ranks must report; none means all.
+    count: Option<u32>,
+    /// Which ranks must report; none means any.
+    ranks: Option<RankSet>,
+    failures: BTreeMap<RankId, (Cause, String)>,
+    invalid: BTreeSet<u32>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Side {
+    pending: HashMap<RequestId, Pending>,
+    /// Completed requests, who has reported them, and the serial number of their completion.
+    done: HashMap<RequestId, (RankSet, u64)>,
+    /// The same in order of completion, with entries of forgotten requests among them.
+    done_order: VecDeque<(RequestId, u64)>,
+    serial: u64,
+}
+
+/// Turns ranks' reports into outcomes. Reports may come in any order and grouping; a rank that repeats itself changes
+/// nothing. Reports can only be told from their repetitions by the requests in them: statistics of a report without any
+/// are added each time, those of a report in which every request is old news are not.
+#[derive(Debug, Clone)]
+pub struct Aggregator {
+    ranks: Vec<RankId>,
+    limit: usize,
+    send: Side,
+    recv: Side,
+    ready: Outcome,
+}
+
+impl Aggregator {
+    /// An aggregator for an engine of `ranks` (repeats are dropped), remembering [`DEFAULT_LIMIT`] requests.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] without any rank, [`ErrorKind::Exhausted`] for more than [`MAX_RANKS`].
+    pub fn new(ranks: impl IntoIterator<Item = RankId>) -> Result<Aggregator> {
+        Self::with_limit(ranks, DEFAULT_LIMIT)
+    }
+
+    /// As [`Aggregator::new`], remembering `limit` requests under way and as many completed, per direction.
+    pub fn with_limit(ranks: impl IntoIterator<Item = RankId>, limit: usize) -> Result<Aggregator> {
+        let ranks: Vec<RankId> = ranks.into_iter().collect::<BTreeSet<_>>().into_iter().collect();
+        if ranks.is_empty() {
+            return Err(Error::invalid("an aggregator needs the ranks whose reports it is to expect, none were given"));
+        }
+        if ranks.len() > MAX_RANKS as usize {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("{} ranks were given to an aggregator, at most {MAX_RANKS} can be", ranks.len()),
+            ));
+        }
+        let (send, recv) = (Side::default(), Side::default());
+        Ok(Aggregator { ranks, limit: limit.max(1), send, recv, ready: Outcome::default() })
+    }
+
+    /// The engine's ranks, ascending.
+    pub fn ranks(&self) -> &[RankId] {
+        &self.ranks
+    }
+
+    /// Requests under way, both directions together.
+    pub fn pending(&self) -> usize {
+        self.send.pending.len().saturating_add(self.recv.pending.len())
+    }
+
+    /// From now on `count` ranks, whichever, end `request`, in place of all ranks. May come before, between and after
+    /// the reports; without effect once the request has ended.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for 0 or more than there are ranks, [`ErrorKind::Exhausted`] when too many
+    /// requests are under way.
+    pub fn expect(&mut self, request: &RequestId, direction: Direction, count: u32) -> Result<()> {
+        if count == 0 || count as usize > self.ranks.len() {
+            return Err(Error::invalid(format!(
+                "{count} reports were expected of request {request}, the engine has {} ranks: expect 1 to that many",
+                self.ranks.len()
+            )));
+        }
+        self.set_expected(request, direction, Some(count), None)
+    }
+
+    /// From now on exactly `ranks` end `request`. Otherwise as [`Aggregator::expect`].
+    ///
+    /// Errors: also [`ErrorKind::InvalidArgument`] for a rank that is not the engine's.
+    pub fn expect_ranks(&mut self, request: &RequestId, direction: Direction, ranks: &[RankId]) -> Result<()> {
+        let mut set = RankSet::default();
+        for rank in ranks {
+            set.insert(self.index(*rank)?);
+        }
+        if set.is_empty() {
+            return Err(Error::invalid(format!(
+                "no rank was named to report request {request}, expected at least one"
+            )));
+        }
+        self.set_expected(request, direction, None, Some(set))
+    }
+
+    /// The ranks that have not reported `request` yet; empty for one that is not under way. With a mere count expected,
+    /// some of these need not report.
+    pub fn waiting_for(&self, request: &RequestId, direction: Direction) -> Vec<RankId> {
+        let Some(pending) = self.side(direction).pending.get(request) else { return Vec::new() };
+        let missing = |index: usize| {
+            !pending.reported.contains(index) && pending.ranks.as_ref().is_none_or(|ranks| ranks.contains(index))
+        };
+        self.ranks.iter().enumerate().filter(|&(index, _)| missing(index)).map(|(_, &rank)| rank).collect()
+    }
+
+    /// Takes one report, wholly or (on error) not at all.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for a rank that is not the engine's; [`ErrorKind::Exhausted`] when too
+    /// many requests are under way: poll, [`Aggregator::forget`] what will not end, and add the report again.
+    pub fn add(&mut self, report: &WorkerReport) -> Result<()> {
+        let index = self.index(report.rank)?;
+        let (sends, recvs) = wire::requests(report);
+        for (side, requests) in [(&self.send, &sends), (&self.recv, &recvs)] {
+            let new = requests.iter().filter(|r| !side.pending.contains_key(**r) && !side.done.contains_key(**r));
+            if side.pending.len().saturating_add(new.count()) > self.limit {
+                return Err(self.full(report.rank));
+            }
+        }
+        let new_sends: BTreeSet<_> = sends.iter().filter(|request| self.send.report(request, index)).collect();
+        let new_recvs: BTreeSet<_> = recvs.iter().filter(|request| self.recv.report(request, index)).collect();
+        for failure in report.failed_recving.iter().filter(|failure| new_recvs.contains(&&failure.request)) {
+            if let Some(pending) = self.recv.pending.get_mut(&failure.request) {
+                pending.failures.entry(report.rank).or_insert_with(|| (failure.cause, failure.message.clone()));
+                pending.invalid.extend(failure.invalid_blocks.ids());
+            }
+        }
+        let repeated = sends.len() + recvs.len() > 0 && new_sends.is_empty() && new_recvs.is_empty();
+        if !repeated {
+            self.ready.stats.merge(&report.stats);
+            // A record of a request that this report does not end stands for itself.
+            let new = |record: &&RecvRecord| new_recvs.contains(&&record.request) || !recvs.contains(&record.request);
+            let records = report.records.iter().filter(new).map(|record| (report.rank, record.clone()));
+            self.ready.records.extend(records);
+        }
+        // In the order in which the rank told them.
+        for request in report.finished_sending.iter().filter(|r| new_sends.contains(r)) {
+            self.settle(request, Direction::Send);
+        }
+        let failed = report.failed_recving.iter().map(|failure| &failure.request);
+        for request in report.finished_recving.iter().chain(failed).filter(|r| new_recvs.contains(r)) {
+            self.settle(request, Direction::Recv);
+        }
+        Ok(())
+    }
+
+    /// Takes every report of a batch; on error the ranks before the failing one have been taken, and the batch can be
+    /// added again.
+    pub fn add_batch(&mut self, batch: &ReportBatch) -> Result<()> {
+        batch.reports().try_for_each(|report| self.add(report))
+    }
+
+    /// What has ended since the last poll, if anything.
+    pub fn poll(&mut self) -> Option<Outcome> {
+        let ready = std::mem::take(&mut self.ready);
+        (!ready.is_empty()).then_some(ready)
+    }
+
+    /// Forgets `request` in both directions, under way or completed, so that its id can be used again. A late report
+    /// about it counts as the first of a new request.
+    pub fn forget(&mut self, request: &RequestId) {
+        for side in [&mut self.send, &mut self.recv] {
+            side.pending.remove(request);
+            side.done.remove(request);
+        }
+    }
+
+    fn side(&self, direction: Direction) -> &Side {
+        match direction {
+            Direction::Send => &self.send,
+            Direction::Recv => &self.recv,
+        }
+    }
+
+    fn side_mut(&mut self, direction: Direction) -> &mut Side {
+        match direction {
+            Direction::Send => &mut self.send,
+            Direction::Recv => &mut self.recv,
+        }
+    }
+
+    fn index(&self, rank: RankId) -> Result<usize> {
+        self.ranks.binary_search(&rank).map_err(|_| {
+            Error::invalid(format!(
+                "rank {rank} is not one of the {} that this aggregator was made for; make it with every rank of the \
+                 engine",
+                self.ranks.len()
+            ))
+        })
+    }
+
+    fn full(&self, rank: RankId) -> Error {
+        Error::new(
+            ErrorKind::Exhausted,
+            format!(
+                "the report of rank {rank} would bring the requests under way over the limit of {}; poll, forget \
+                 requests that will not end, and add it again",
+                self.limit
+            ),
+        )
+    }
+
+    fn set_expected(
+        &mut self,
+        request: &RequestId,
+        direction: Direction,
+        count: Option<u32>,
+        ranks: Option<RankSet>,
+    ) -> Result<()> {
+        let limit = self.limit;
+        let side = self.side_mut(direction);
+        if side.done.contains_key(request) {
+            return Ok(());
+        }
+        if !side.pending.contains_key(request) && side.pending.len() >= limit {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("request {request} would be one more under way than the limit of {limit}"),
+            ));
+        }
+        let pending = side.pending.entry(request.clone()).or_default();
+        (pending.count, pending.ranks) = (count, ranks);
+        self.settle(request, direction);
+        Ok(())
+    }
+
+    /// Moves `request` to the outcome if all expected ranks have reported.
+    fn settle(&mut self, request: &RequestId, direction: Direction) {
+        let (all, limit) = (self.ranks.len(), self.limit);
+        let side = self.side_mut(direction);
+        let complete = side.pending.get(request).is_some_and(|pending| match (&pending.ranks, pending.count) {
+            (Some(ranks), _) => pending.reported.contains_all(ranks),
+            (None, Some(count)) => pending.reported.len() >= count as usize,
+            (None, None) => pending.reported.len() >= all,
+        });
+        if !complete {
+            return;
+        }
+        let Some(pending) = side.pending.remove(request) else { return };
+        side.bury(request, pending.reported, limit);
+        match direction {
+            Direction::Send => self.ready.finished_sending.push(request.clone()),
+            Direction::Recv => {
+                self.ready.finished_recving.push(request.clone());
+                if !pending.failures.is_empty() {
+                    let causes =
+                        pending.failures.into_iter().map(|(rank, (cause, text))| (rank, cause, text)).collect();
+                    let invalid_blocks = pending.invalid.into_iter().collect::<Vec<u32>>().into();
+                    self.ready.failed_recving.push(FailedRecv { request: request.clone(), causes, invalid_blocks });
+                }
+            }
+        }
+    }
+}
+
+impl Side {
+    /// Notes that the rank has reported `request`; whether that is news.
+    fn report(&mut self, request: &RequestId, index: usize) -> bool {
+        match self.done.get_mut(request) {
+            Some((reported, _)) => reported.insert(index),
+            None => self.pending.entry(request.clone()).or_default().reported.insert(index),
+        }
+    }
+
+    /// Remembers a completed request, and forgets the oldest beyond `limit`.
+    fn bury(&mut self, request: &RequestId, reported: RankSet, limit: usize) {
+        self.serial = self.serial.wrapping_add(1);
+        self.done.insert(request.clone(), (reported, self.serial));
+        self.done_order.push_back((request.clone(), self.serial));
+        while self.done_order.len() > limit {
+            let Some((oldest, serial)) = self.done_order.pop_front() else { break };
+            if self.done.get(&oldest).is_some_and(|(_, known)| *known == serial) {
+                self.done.remove(&oldest);
+            }
+        }
+    }
+}

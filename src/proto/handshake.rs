@@ -1,1 +1,48 @@
-//! A peer's session: version, compatibility, metadata, ready or failed.
+//! The handshake without its sockets: [`Session`] is the client's half, [`Directory`] the listener's.
+//!
+//! A client asks for the ranks that it needs in one query and judges the reply: protocol version, engine, incarnation,
+//! compatibility field by field, shape, geometry. The first thing that does not fit is named with both values and a
+//! remedy.
+
+mod directory;
+mod session;
+
+use std::fmt;
+
+use crate::proto::ids::{EngineId, Incarnation};
+use crate::proto::wire::{Cause, EngineShape, RankMetadata};
+
+pub use directory::{Directory, Pushes};
+pub use session::Session;
+
+/// What a handshake gave.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HandshakeOutcome {
+    /// The remote engine.
+    pub engine: EngineId,
+    /// This life of the remote engine.
+    pub incarnation: Incarnation,
+    /// Its shape.
+    pub shape: EngineShape,
+    /// The ranks asked for, in the order asked.
+    pub ranks: Vec<RankMetadata>,
+}
+
+/// Why a handshake failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HandshakeFailure {
+    /// Why, for programs.
+    pub cause: Cause,
+    /// Whether the same query may succeed later.
+    pub retry: bool,
+    /// Why, for people: what was wrong, what was expected, what to do.
+    pub message: String,
+}
+
+impl fmt::Display for HandshakeFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for HandshakeFailure {}

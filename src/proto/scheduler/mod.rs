@@ -1,1 +1,373 @@
-//! The scheduler side's state machine.
+//! The scheduler side's state machine: from a request's life in the engine's scheduler to the workers' steps.
+//!
+//! One machine serves both roles. The host calls it from its scheduler thread:
+//!
+//! | when | call | role | effect |
+//! | --- | --- | --- | --- |
+//! | a request came in | [`Scheduler::arrived`] | consumer | hold: workers connect and keep the lease alive |
+//! | prefix lookup | [`Scheduler::matched`] | consumer | none; how many tokens can be loaded |
+//! | blocks allocated | [`Scheduler::allocated`] | consumer | load, or release when nothing is to be loaded |
+//! | the request ended | [`Scheduler::finished`] | both | producer: grant or drop; consumer: release or abort |
+//! | a step is scheduled | [`Scheduler::build_step`] | both | hands out what the calls above queued |
+//! | workers reported | [`Scheduler::on_report`] | both | requests that are over are forgotten |
+//!
+//! A consumer's request is remembered from its first call until `finished` was called and no load is under way; a
+//! producer's from `finished` until its sending is over. So the machine holds no more than the engine does.
+
+mod config;
+mod params;
+
+use std::collections::{HashMap, HashSet};
+
+pub use config::SchedulerConfig;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::aggregate::Outcome;
+use crate::proto::ids::RequestId;
+use crate::proto::wire::{Blocks, Grant, Hold, Load, Release, Remote, StepMetadata, TransferParams, WorkerReport};
+
+/// What can be loaded for a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Match {
+    /// Tokens beyond those computed here.
+    pub tokens: u64,
+    /// Whether they are loaded between steps, while the engine runs other requests.
+    pub asynchronous: bool,
+}
+
+/// How a request ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishOutcome {
+    /// By its length or a stop.
+    Complete,
+    /// In any other way: aborted, failed, never scheduled.
+    Aborted,
+}
+
+/// What becomes of a finished request's blocks.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Finish {
+    /// Whether the blocks must stay until a report says that the request's sending (producer) or receiving (consumer)
+    /// is over.
+    pub keep: bool,
+    /// Producer: what to hand to the decoder.
+    pub params: Option<TransferParams>,
+}
+
+/// Where a consumer's request stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RecvState {
+    /// The lease is kept alive, nothing is allocated.
+    Held,
+    /// The workers load it. `ended`: the request has finished meanwhile.
+    Loading { ended: bool },
+    /// Its load is over, or it was released.
+    Over,
+}
+
+#[derive(Debug)]
+struct Recv {
+    remote: Remote,
+    state: RecvState,
+}
+
+/// One engine's state machine, producer and consumer at once. Not thread-safe by itself: the host's scheduler thread
+/// owns it.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    address: Option<(String, u16)>,
+    recvs: HashMap<RequestId, Recv>,
+    sends: HashSet<RequestId>,
+    /// The last lease granted.
+    lease_id: u64,
+    step: StepMetadata,
+}
+
+impl Scheduler {
+    /// A machine without requests. Errors: what [`SchedulerConfig::check`] says.
+    pub fn new(config: SchedulerConfig) -> Result<Scheduler> {
+        config.check()?;
+        Ok(Scheduler {
+            config,
+            address: None,
+            recvs: HashMap::new(),
+            sends: HashSet::new(),
+            lease_id: 0,
+            step: StepMetadata::default(),
+        })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// Requests of a remote prefill that are remembered.
+    pub fn receiving(&self) -> usize {
+        self.recvs.len()
+    }
+
+    /// Finished requests whose blocks are kept for a decoder.
+    pub fn sending(&self) -> usize {
+        self.sends.len()
+    }
+
+    /// Whether the next step has work, so that an engine without other work must still make one.
+    pub fn has_pending(&self) -> bool {
+        !self.step.is_empty()
+    }
+
+    /// Where this engine's handshake listener is reached. Needed before a hand-over can be offered.
+    pub fn set_address(&mut self, host: impl Into<String>, port: u16) {
+        self.address = Some((host.into(), port));
+    }
+
+    /// Consumer: a request came in; if it was prefilled remotely, its lease is kept alive from the next step on. Calling
+    /// it is optional, and calling it again changes nothing.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] naming the missing or malformed keys; nothing is remembered then.
+    pub fn arrived(&mut self, request: &RequestId, params: &TransferParams) -> Result<()> {
+        params::check_roles(request, params)?;
+        if !params.do_remote_prefill || self.recvs.contains_key(request) {
+            return Ok(());
+        }
+        let remote = params::remote(request, params)?;
+        self.step.holds.push(Hold { request: request.clone(), remote: remote.clone() });
+        self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Held });
+        Ok(())
+    }
+
+    /// Consumer: how many of the prompt's tokens beyond `computed_tokens` can be loaded from the producer. Zero for a
+    /// request without a remote prefill, and for one that has had its load or release already. No side effect.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for params that no load could use, naming the key.
+    pub fn matched(
+        &self,
+        request: &RequestId,
+        params: &TransferParams,
+        prompt_tokens: u64,
+        computed_tokens: u64,
+    ) -> Result<Match> {
+        params::check_roles(request, params)?;
+        let known = self.recvs.get(request).is_some_and(|recv| recv.state != RecvState::Held);
+        if !params.do_remote_prefill || known {
+            return Ok(Match::default());
+        }
+        params::remote(request, params)?;
+        params::check_tokens(request, params, &self.config, prompt_tokens)?;
+        let tokens = prompt_tokens.saturating_sub(computed_tokens);
+        Ok(Match { tokens, asynchronous: tokens > 0 })
+    }
+
+    /// Consumer: `local_blocks` (per KV-cache group, those to be filled, in the order of their tokens) are allocated for
+    /// the last `external_tokens` of the prompt. Queues the load; with `external_tokens` 0, the release that the
+    /// producer is owed. Only the first call for a request does anything.
+    ///
+    /// Blocks that do not pair up with the producer's become a load that fails as an invalid request on every worker, so
+    /// that the host, which may have committed itself to a load, gets its terminal report.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for params that [`Scheduler::matched`] refuses and for a wrong number of
+    /// lists; nothing is queued then.
+    pub fn allocated(
+        &mut self,
+        request: &RequestId,
+        params: &TransferParams,
+        local_blocks: Vec<Blocks>,
+        external_tokens: u64,
+    ) -> Result<()> {
+        params::check_roles(request, params)?;
+        let known = self.recvs.get(request).is_some_and(|recv| recv.state != RecvState::Held);
+        if !params.do_remote_prefill || known {
+            return Ok(());
+        }
+        let remote = params::remote(request, params)?;
+        if external_tokens == 0 {
+            self.release(request.clone(), remote.clone());
+            self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Over });
+            return Ok(());
+        }
+        let remote_blocks = params::remote_blocks(request, params, &self.config)?;
+        if local_blocks.len() != self.config.groups.len() {
+            return Err(Error::invalid(format!(
+                "request {request}: expected one list of allocated blocks for each of the {} KV-cache groups, got {}",
+                self.config.groups.len(),
+                local_blocks.len()
+            )));
+        }
+        let paired = params::pair(&self.config, params, &local_blocks, &remote_blocks, external_tokens);
+        let (local_blocks, remote_blocks, refused) = match paired {
+            Ok((local, remote)) => (local, remote, None),
+            Err(text) => (local_blocks, remote_blocks.into_iter().map(Blocks::from).collect(), Some(text)),
+        };
+        let load = Load { request: request.clone(), remote: remote.clone(), local_blocks, remote_blocks, refused };
+        self.step.loads.push(load);
+        self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Loading { ended: false } });
+        Ok(())
+    }
+
+    /// The request ended; `blocks` are its blocks per KV-cache group and `computed_tokens` the tokens whose cache they
+    /// hold.
+    ///
+    /// - Producer, `do_remote_decode`, complete: the blocks are kept, a lease is granted with the next step, and the
+    ///   params for the decoder come back. In any other outcome, or without blocks, nothing is kept.
+    /// - Consumer: a request without a load gives the producer's blocks back; one that is being loaded is aborted, and
+    ///   its blocks must stay until its terminal report; one that was loaded owes nothing. Params that name no producer
+    ///   have nothing to give back and are no error here.
+    ///
+    /// Errors ([`ErrorKind::InvalidArgument`], [`ErrorKind::AlreadyExists`]) mean that nothing is kept or handed over.
+    pub fn finished(
+        &mut self,
+        request: &RequestId,
+        params: &TransferParams,
+        outcome: FinishOutcome,
+        blocks: Vec<Blocks>,
+        computed_tokens: u64,
+    ) -> Result<Finish> {
+        if let Some(recv) = self.recvs.get_mut(request) {
+            return Ok(match recv.state {
+                RecvState::Loading { ended } => {
+                    if !ended {
+                        recv.state = RecvState::Loading { ended: true };
+                        self.step.aborts.push(request.clone());
+                    }
+                    Finish { keep: true, params: None }
+                }
+                RecvState::Held => {
+                    let remote = recv.remote.clone();
+                    self.recvs.remove(request);
+                    self.release(request.clone(), remote);
+                    Finish::default()
+                }
+                RecvState::Over => {
+                    self.recvs.remove(request);
+                    Finish::default()
+                }
+            });
+        }
+        params::check_roles(request, params)?;
+        if params.do_remote_prefill {
+            if let Ok(remote) = params::remote(request, params) {
+                self.release(request.clone(), remote);
+            }
+            return Ok(Finish::default());
+        }
+        if !params.do_remote_decode {
+            return Ok(Finish::default());
+        }
+        self.finished_prefill(request, outcome, &blocks, computed_tokens)
+    }
+
+    /// The work for the next step, for every worker alike. Each piece of work is handed out once.
+    pub fn build_step(&mut self) -> StepMetadata {
+        std::mem::take(&mut self.step)
+    }
+
+    /// Takes the report of a one-rank engine, or one made of what is over on all ranks. Requests that are not known are
+    /// ignored.
+    pub fn on_report(&mut self, report: &WorkerReport) {
+        self.over(&report.finished_sending, &report.finished_recving);
+    }
+
+    /// As [`Scheduler::on_report`], from the aggregator of several ranks.
+    pub fn on_outcome(&mut self, outcome: &Outcome) {
+        self.over(&outcome.finished_sending, &outcome.finished_recving);
+    }
+
+    fn over(&mut self, sending: &[RequestId], recving: &[RequestId]) {
+        for request in sending {
+            self.sends.remove(request);
+        }
+        for request in recving {
+            let Some(recv) = self.recvs.get_mut(request) else { continue };
+            match recv.state {
+                RecvState::Loading { ended: false } => recv.state = RecvState::Over,
+                RecvState::Loading { ended: true } => {
+                    self.recvs.remove(request);
+                    self.step.aborts.retain(|aborted| aborted != request);
+                }
+                RecvState::Held | RecvState::Over => {}
+            }
+        }
+    }
+
+    /// Queues a release, in place of a hold that no step has taken yet.
+    fn release(&mut self, request: RequestId, remote: Remote) {
+        self.step.holds.retain(|hold| hold.request != request);
+        self.step.releases.push(Release { request, remote });
+    }
+
+    fn finished_prefill(
+        &mut self,
+        request: &RequestId,
+        outcome: FinishOutcome,
+        blocks: &[Blocks],
+        computed_tokens: u64,
+    ) -> Result<Finish> {
+        if self.sends.contains(request) {
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                format!("request {request} has finished already, and its blocks are kept for a decoder"),
+            ));
+        }
+        if outcome == FinishOutcome::Aborted {
+            self.step.dropped.push(request.clone());
+            return Ok(Finish::default());
+        }
+        if blocks.len() != self.config.groups.len() {
+            return Err(Error::invalid(format!(
+                "request {request}: expected one list of blocks for each of the {} KV-cache groups, got {}",
+                self.config.groups.len(),
+                blocks.len()
+            )));
+        }
+        let offered: Vec<Vec<i64>> = self
+            .config
+            .groups
+            .iter()
+            .zip(blocks)
+            .map(|(group, list)| {
+                // A host may have blocks beyond the computed tokens (for tokens to come): they hold nothing yet.
+                let used = computed_tokens.div_ceil(params::tokens_per_block(&self.config, group));
+                let list = list.ids().get(..usize::try_from(used).unwrap_or(usize::MAX)).unwrap_or(list.ids());
+                params::in_window(group, list)
+                    .iter()
+                    .skip_while(|&&id| self.config.null_block == Some(id))
+                    .map(|&id| i64::from(id))
+                    .collect()
+            })
+            .collect();
+        if offered.iter().all(Vec::is_empty) {
+            self.step.dropped.push(request.clone());
+            return Ok(Finish::default());
+        }
+        let Some((host, port)) = &self.address else {
+            return Err(Error::invalid(format!(
+                "request {request} cannot be handed over: this engine has no handshake listener yet; hand the workers' \
+                 metadata to the scheduler side (serve) before the first request"
+            )));
+        };
+        self.lease_id += 1;
+        let params = TransferParams {
+            do_remote_prefill: true,
+            do_remote_decode: false,
+            remote_engine_id: Some(self.config.engine_id.to_string()),
+            remote_incarnation: Some(self.config.incarnation.to_string()),
+            remote_request_id: Some(request.to_string()),
+            remote_host: Some(host.clone()),
+            remote_port: Some(i64::from(*port)),
+            remote_block_ids: Some(offered),
+            remote_num_tokens: i64::try_from(computed_tokens).ok(),
+            remote_lease_ms: i64::try_from(self.config.lease_ms).ok(),
+            remote_lease_id: i64::try_from(self.lease_id).ok(),
+            tp_size: Some(i64::from(self.config.tp_size)),
+            pp_size: Some(i64::from(self.config.pp_size)),
+            dcp_size: Some(i64::from(self.config.dcp_size)),
+            transfer_mode: Some("pull".into()),
+        };
+        let (lease_ms, lease_id) = (self.config.lease_ms, self.lease_id);
+        self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id });
+        self.sends.insert(request.clone());
+        Ok(Finish { keep: true, params: Some(params) })
+    }
+}

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use super::scan::scan;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The protocol version of this build. Raised when a message changes in a way that an older reader would misread.
@@ -36,12 +37,6 @@ struct In<T> {
     body: T,
 }
 
-fn parse<T: DeserializeOwned>(bytes: &[u8]) -> std::result::Result<T, rmp_serde::decode::Error> {
-    let mut de = rmp_serde::Deserializer::from_read_ref(bytes);
-    de.set_max_depth(MAX_DEPTH);
-    T::deserialize(&mut de)
-}
-
 /// Encodes `body` as a message of `kind` (its name in `docs/protocol.md`).
 pub fn encode<T: Serialize>(kind: &str, body: &T) -> Result<Vec<u8>> {
     rmp_serde::to_vec_named(&Out { magic: MAGIC, version: VERSION, kind, body })
@@ -57,17 +52,16 @@ pub fn decode<T: DeserializeOwned>(kind: &str, bytes: &[u8], max_bytes: usize) -
             format!("a {kind} message of {} bytes is over the limit of {max_bytes}", bytes.len()),
         ));
     }
-    let head: Head = parse(bytes).map_err(|e| {
+    let foreign = |why: &dyn std::fmt::Display| {
         Error::corrupt(format!(
-            "these {} bytes are not a kvferry message ({e}); expected a {kind} message",
+            "these {} bytes are not a kvferry message ({why}); expected a {kind} message",
             bytes.len()
         ))
-    })?;
+    };
+    scan(bytes, MAX_DEPTH).map_err(|why| foreign(&why))?;
+    let head: Head = rmp_serde::from_slice(bytes).map_err(|e| foreign(&e))?;
     if head.magic != MAGIC {
-        return Err(Error::corrupt(format!(
-            "these {} bytes are not a kvferry message; expected a {kind} message",
-            bytes.len()
-        )));
+        return Err(foreign(&format_args!("no field \"magic\" with the value {MAGIC:?}")));
     }
     if head.version != VERSION {
         return Err(Error::new(
@@ -82,6 +76,7 @@ pub fn decode<T: DeserializeOwned>(kind: &str, bytes: &[u8], max_bytes: usize) -
     if head.kind != kind {
         return Err(Error::corrupt(format!("expected a {kind} message, got a {:?} message", head.kind)));
     }
-    let message: In<T> = parse(bytes).map_err(|e| Error::corrupt(format!("damaged {kind} message: {e}")))?;
+    let message: In<T> =
+        rmp_serde::from_slice(bytes).map_err(|e| Error::corrupt(format!("damaged {kind} message: {e}")))?;
     Ok(message.body)
 }

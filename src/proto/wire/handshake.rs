@@ -55,6 +55,11 @@ pub enum RefusalCode {
     Version,
     /// Pushes are not accepted, or contradict an earlier push.
     Push,
+    /// The answer would be over the limit; ask for fewer ranks at once.
+    TooLarge,
+    /// A reason that this build does not know yet; the message tells it.
+    #[serde(other)]
+    Other,
 }
 
 /// What the listener answers.

@@ -1,10 +1,13 @@
 //! Who an agent and a rank are, and how their memory is reached.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
+use super::limits::{MAX_COMPAT_FIELDS, MAX_RANKS, MAX_REGIONS};
+use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::Geometry;
 use crate::proto::ids::{EngineId, Incarnation, RankId};
 
@@ -64,6 +67,23 @@ pub struct EngineShape {
 }
 
 impl EngineShape {
+    /// Errors: [`ErrorKind::InvalidArgument`] for a size of 0, [`ErrorKind::Exhausted`] for more than [`MAX_RANKS`]
+    /// ranks.
+    pub fn validate(&self) -> Result<()> {
+        for (name, size) in [("tensor", self.tp), ("pipeline", self.pp), ("decode-context", self.dcp)] {
+            if size == 0 {
+                return Err(Error::invalid(format!("the engine's {name}-parallel size is 0, expected at least 1")));
+            }
+        }
+        if self.ranks() > MAX_RANKS {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("an engine of {self} has {} ranks, at most {MAX_RANKS} can be", self.ranks()),
+            ));
+        }
+        Ok(())
+    }
+
     /// Ranks in the engine. Saturates.
     pub fn ranks(&self) -> u32 {
         self.tp.saturating_mul(self.pp)
@@ -106,6 +126,61 @@ pub struct RankMetadata {
     pub geometry: Geometry,
     /// How to reach its memory.
     pub agent: AgentMetadata,
+}
+
+impl AgentMetadata {
+    /// Checks the number of regions and that none is empty or wraps around the end of the address space.
+    ///
+    /// Errors: [`ErrorKind::Exhausted`], [`ErrorKind::OutOfRange`].
+    pub fn validate(&self) -> Result<()> {
+        if self.regions.len() > MAX_REGIONS {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("agent {:?} exports {} regions, at most {MAX_REGIONS} can be", self.name, self.regions.len()),
+            ));
+        }
+        for (index, region) in self.regions.iter().enumerate() {
+            if region.len == 0 || region.base.checked_add(region.len).is_none() {
+                return Err(Error::new(
+                    ErrorKind::OutOfRange,
+                    format!(
+                        "region {index} of agent {:?} has {} bytes at {:#x}: empty, or beyond the address space",
+                        self.name, region.len, region.base
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl RankMetadata {
+    /// Checks everything that can be checked without the other side: shape, rank, compatibility fields, regions,
+    /// geometry.
+    ///
+    /// Errors: as [`EngineShape::validate`], [`AgentMetadata::validate`] and [`Geometry::validate`];
+    /// [`ErrorKind::InvalidArgument`] for a rank outside the shape and for a compatibility field named twice.
+    pub fn validate(&self) -> Result<()> {
+        self.shape.validate()?;
+        if !self.shape.contains(self.rank) {
+            return Err(Error::invalid(format!(
+                "rank {} is not in engine {}, which is {}",
+                self.rank, self.engine, self.shape
+            )));
+        }
+        if self.compat.len() > MAX_COMPAT_FIELDS {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("{} compatibility fields, at most {MAX_COMPAT_FIELDS} can be", self.compat.len()),
+            ));
+        }
+        let mut names = BTreeSet::new();
+        if let Some(field) = self.compat.iter().find(|field| !names.insert(&field.name)) {
+            return Err(Error::invalid(format!("compatibility field {:?} is given twice", field.name)));
+        }
+        self.agent.validate()?;
+        self.geometry.validate(&self.agent.regions)
+    }
 }
 
 /// An opaque encoded [`RankMetadata`].

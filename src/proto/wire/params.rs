@@ -36,6 +36,9 @@ pub struct TransferParams {
     /// The lease granted, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote_lease_ms: Option<i64>,
+    /// Which of the producer's grants it is, from 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote_lease_id: Option<i64>,
     /// Producer's tensor-parallel size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tp_size: Option<i64>,

@@ -40,15 +40,24 @@ pub enum PeerMessage {
     Done {
         /// The request as the producer named it.
         request: RequestId,
+        /// The lease under which it was read; 0 when that is not known.
+        #[serde(default)]
+        lease_id: u64,
         /// Who read.
         reader: Reader,
         /// How many readers this producer rank will hear from in all (from the plan).
         readers: u32,
+        /// The reader's number for this read, echoed in the verdict. A `Done` with a number that the producer has
+        /// judged before gets the same answer; another number is another read, judged anew.
+        serial: u64,
     },
     /// Consumer to producer: this reader will not read (any more). Nothing is answered.
     Release {
         /// The request as the producer named it.
         request: RequestId,
+        /// The lease that is given back; 0 when that is not known.
+        #[serde(default)]
+        lease_id: u64,
         /// Who declines.
         reader: Reader,
         /// How many readers this producer rank will hear from in all.
@@ -60,5 +69,7 @@ pub enum PeerMessage {
         request: RequestId,
         /// The answer.
         verdict: Verdict,
+        /// The number of the read that it is about, from its `Done`.
+        serial: u64,
     },
 }

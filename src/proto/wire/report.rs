@@ -82,7 +82,7 @@ pub struct RecvFailure {
 }
 
 /// Figures of one completed or failed receive on this rank.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RecvRecord {
     /// The request as this engine names it.
     pub request: RequestId,
@@ -105,7 +105,7 @@ pub struct RecvRecord {
 }
 
 /// What happened on one rank since its last report.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerReport {
     /// The reporting rank.
     pub rank: RankId,

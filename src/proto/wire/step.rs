@@ -20,6 +20,10 @@ pub struct Remote {
     pub port: u16,
     /// The lease that the producer granted, in milliseconds, counted from when its params were made.
     pub lease_ms: u64,
+    /// Which of the producer's grants it is, so that a request id used again is not taken for its predecessor; 0 when
+    /// the params do not say it.
+    #[serde(default)]
+    pub lease_id: u64,
 }
 
 /// Producer: the blocks of a finished prefill are kept until read, released or expired.
@@ -29,6 +33,9 @@ pub struct Grant {
     pub request: RequestId,
     /// How long without a heartbeat, in milliseconds from the arrival of this step.
     pub lease_ms: u64,
+    /// Which grant of this engine it is, from 1.
+    #[serde(default)]
+    pub lease_id: u64,
 }
 
 /// Consumer: a request with a remote prefill has arrived; connect early and keep its lease alive.
@@ -51,6 +58,10 @@ pub struct Load {
     pub local_blocks: Vec<Blocks>,
     /// Per KV-cache group, the producer's block ids.
     pub remote_blocks: Vec<Blocks>,
+    /// Set when the scheduler side found that the blocks do not pair up: nothing is read, the leases are given back,
+    /// and the load fails as an invalid request with this explanation.
+    #[serde(default)]
+    pub refused: Option<String>,
 }
 
 /// Consumer: the request needs nothing (more) from the producer; let it free the blocks. No report follows.

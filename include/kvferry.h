@@ -1,0 +1,647 @@
+/*
+ * kvferry: moves KV-cache blocks between the processes of LLM inference engines, on UCX.
+ * This file is generated from src/ffi. Do not edit it.
+ *
+ * Errors. A call returns KVF_OK (0) or a negative kvf_code. Results go to out-parameters, which are written only on
+ * success. The text of a thread's last failed call is got by kvf_last_error: what was wrong, what was expected and
+ * what to do. Nothing a caller passes ends the process, except a pointer that is not null and yet not valid.
+ *
+ * Objects. kvf_agent, kvf_listener, kvf_worker, kvf_scheduler and kvf_aggregator are made by kvf_*_start and freed
+ * by kvf_*_free. Their pointers are handles that are looked up and never followed: one that is NULL, freed, foreign or
+ * of another kind gives KVF_INVALID_ARGUMENT or KVF_NOT_FOUND. An object that a fork has copied into another
+ * process gives KVF_SHUT_DOWN there. Regions, peers and transfers are ids that are never used twice.
+ *
+ * Threads. Any function may be called from any thread at any time, also on one object at once, where the function
+ * does not say otherwise. No function waits for the network or for a transfer, except those that take a timeout and
+ * those that say so.
+ *
+ * Memory. What a caller passes is read (or copied) before the call returns, except memory that it registers. A
+ * kvf_buffer that a call fills belongs to the library until kvf_buffer_free. A pair of pointer and length may be NULL
+ * with length 0. Text is UTF-8, passed with its length in bytes and without a NUL.
+ *
+ * Data. Configuration, params and statistics are msgpack maps with text keys; an unknown key, a missing one or a value
+ * of the wrong type is KVF_INVALID_ARGUMENT, and the text names the key. Metadata, steps and reports are opaque bytes
+ * with a version.
+ */
+
+
+#ifndef KVFERRY_H
+#define KVFERRY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* The ABI that this header describes; kvf_abi_version() must return it. */
+#define KVF_ABI_VERSION 1
+
+
+// What a call returns: KVF_OK, or what kind of thing went wrong. A number is never changed or used again for another
+// kind; later releases may add some.
+enum kvf_code
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Success.
+  KVF_OK = 0,
+  // An argument is malformed: null, empty, of the wrong type or length, or contradicts another.
+  KVF_INVALID_ARGUMENT = -1,
+  // The named thing is not known, or not any more (a stale id or handle).
+  KVF_NOT_FOUND = -2,
+  // The thing exists already (an overlapping registration, a rank pushed twice with other contents).
+  KVF_ALREADY_EXISTS = -3,
+  // A block id, offset or length lies outside its region.
+  KVF_OUT_OF_RANGE = -4,
+  // Two engines cannot exchange KV caches: some named field differs.
+  KVF_INCOMPATIBLE = -5,
+  // The installed UCX, CUDA driver or this build cannot do it.
+  KVF_UNSUPPORTED = -6,
+  // Bytes from outside do not decode: truncated, damaged, or not kvferry's.
+  KVF_CORRUPT = -7,
+  // Bytes from outside are of a protocol version that this build does not speak.
+  KVF_VERSION_MISMATCH = -8,
+  // The other side could not be reached.
+  KVF_UNREACHABLE = -9,
+  // The other side died, restarted, or broke the connection.
+  KVF_PEER_DIED = -10,
+  // A stated time ran out.
+  KVF_TIMEOUT = -11,
+  // The caller cancelled it.
+  KVF_CANCELLED = -12,
+  // The port or address cannot be bound.
+  KVF_ADDRESS_IN_USE = -13,
+  // No usable UCX was found at run time.
+  KVF_UCX_MISSING = -14,
+  // UCX refused or failed an operation.
+  KVF_UCX = -15,
+  // The CUDA driver refused or failed a call, or is absent.
+  KVF_CUDA = -16,
+  // The object is shut down.
+  KVF_SHUT_DOWN = -17,
+  // A bound is reached (queue, table, message size); try again later or raise the bound.
+  KVF_EXHAUSTED = -18,
+  // The operating system refused a call.
+  KVF_IO = -19,
+  // A bug in kvferry: a panic was caught at the boundary.
+  KVF_INTERNAL = -20,
+  // The producer's lease on the blocks had run out, so what was read may be wrong.
+  KVF_LEASE_EXPIRED = -21,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum kvf_code kvf_code;
+#else
+typedef int32_t kvf_code;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Where registered bytes live.
+enum kvf_memory_kind
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // Ordinary process memory.
+  KVF_MEMORY_HOST = 0,
+  // Memory of a CUDA device.
+  KVF_MEMORY_CUDA = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum kvf_memory_kind kvf_memory_kind;
+#else
+typedef uint32_t kvf_memory_kind;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Which way a transfer moves bytes.
+enum kvf_direction
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // From the peer's regions into ours.
+  KVF_READ = 0,
+  // From our regions into the peer's.
+  KVF_WRITE = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum kvf_direction kvf_direction;
+#else
+typedef uint32_t kvf_direction;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// What a kvf_event tells.
+enum kvf_event_kind
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // A transfer is over, and touches no memory any more. Each transfer gets exactly one. `status` is KVF_OK when every
+  // byte was moved; otherwise the payload is the error's text.
+  KVF_EVENT_TRANSFER_DONE = 1,
+  // A message arrived; the payload is its bytes.
+  KVF_EVENT_MESSAGE = 2,
+  // The peer said hello; the payload is its name. Also comes, with a new peer id, on the side that was connected to.
+  KVF_EVENT_PEER_CONNECTED = 3,
+  // The peer is gone and its id dead; `status` and the payload, a text, say why.
+  KVF_EVENT_PEER_LOST = 4,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum kvf_event_kind kvf_event_kind;
+#else
+typedef uint32_t kvf_event_kind;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// How a request ended.
+enum kvf_outcome
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // By its length or a stop.
+  KVF_COMPLETE = 0,
+  // In any other way.
+  KVF_ABORTED = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum kvf_outcome kvf_outcome;
+#else
+typedef uint32_t kvf_outcome;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// A transfer engine. Opaque.
+typedef struct kvf_agent kvf_agent;
+
+// An aggregator. Opaque.
+typedef struct kvf_aggregator kvf_aggregator;
+
+// A handshake listener. Opaque.
+typedef struct kvf_listener kvf_listener;
+
+// One engine's scheduler side. Opaque.
+typedef struct kvf_scheduler kvf_scheduler;
+
+// One rank's worker. Opaque.
+typedef struct kvf_worker kvf_worker;
+
+// A byte string made by the library. Read `len` bytes at `data`, change nothing, and give it back with
+// `kvf_buffer_free`. An empty one has `data` NULL.
+typedef struct kvf_buffer {
+  // The bytes.
+  const uint8_t *data;
+  // How many.
+  size_t len;
+  // Tells this buffer from every other.
+  uint64_t id;
+} kvf_buffer;
+
+// Gets one log line. `level` is 1 (error), 2 (warn), 3 (info), 4 (debug) or 5 (trace); `target` names the module,
+// such as "kvferry::agent". Both strings end with the call. It may come from any thread of the library and must not
+// call `kvf_log_set` or `kvf_log_unset`; lines that it causes itself are dropped.
+typedef void (*kvf_log_callback)(uint32_t level, const char *target, const char *message, void *user);
+
+// A run of bytes that repeats at every block of one pair of lists: block `i` of list `list` moves `length` bytes
+// between `local_offset + local_ids[i] * local_stride` in the local region and `remote_offset + remote_ids[i] *
+// remote_stride` in the remote one. Offsets, strides and length are in bytes.
+typedef struct kvf_segment {
+  // Which pair of block lists.
+  uint32_t list;
+  // Local region, by its index.
+  uint32_t local_region;
+  // Remote region, by its index.
+  uint32_t remote_region;
+  // From the local region's first byte to that of block 0.
+  uint64_t local_offset;
+  // From the remote region's first byte to that of block 0.
+  uint64_t remote_offset;
+  // From a local block to the next.
+  uint64_t local_stride;
+  // From a remote block to the next.
+  uint64_t remote_stride;
+  // Moved per block.
+  uint64_t length;
+} kvf_segment;
+
+// Something that happened. Fields that a kind does not use are 0.
+typedef struct kvf_event {
+  // A kvf_event_kind. A program ignores the kinds that it does not know.
+  uint32_t kind;
+  // A kvf_code.
+  int32_t status;
+  // The peer.
+  uint64_t peer;
+  // The transfer.
+  uint64_t transfer;
+  // Bytes whose operations succeeded.
+  uint64_t bytes;
+  // UCX operations posted.
+  uint64_t operations;
+  // From the first posted operation to the last ended one, in microseconds.
+  uint64_t duration_us;
+  // The peer's incarnation.
+  uint64_t incarnation;
+  // Names the event's bytes for kvf_agent_recv; 0 when it has none.
+  uint64_t payload;
+  // How many bytes.
+  uint64_t payload_len;
+} kvf_event;
+
+// One rank's encoded metadata.
+typedef struct kvf_rank_metadata {
+  // Pipeline-parallel rank.
+  uint32_t pp_rank;
+  // Tensor-parallel rank.
+  uint32_t tp_rank;
+  // The bytes of kvf_worker_metadata.
+  const uint8_t *data;
+  // How many.
+  size_t len;
+} kvf_rank_metadata;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// The name of a status in lower case without the prefix, such as "not_found"; "ok" for KVF_OK and "unknown" for a
+// number that this release does not have. The string lives as long as the process.
+const char *kvf_status_name(int32_t status);
+
+// Copies the text of the calling thread's last failed call to `out`: at most `cap - 1` bytes and a NUL, cut between
+// characters. `*len` becomes the whole text's length without the NUL, so that a caller can come back with more room.
+// `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this function itself leaves
+// it as it is.
+int32_t kvf_last_error(char *out,
+                       size_t cap,
+                       size_t *len);
+
+// The library's version, such as "0.1.0". The string lives as long as the process.
+const char *kvf_version(void);
+
+// The number of the C ABI. A program checks that it is the KVF_ABI_VERSION that it was compiled with.
+uint32_t kvf_abi_version(void);
+
+// Opens the UCX that agents of this process use, and tells which it is: a msgpack map of path, version and source
+// (how it was found). `ucx_lib` is the path of a libucp, or NULL with length 0 to have one found. A process has one
+// UCX: another path than the one in use is KVF_INVALID_ARGUMENT. Without a usable one it is KVF_UCX_MISSING, and the
+// text says where it was looked for and how to get one.
+int32_t kvf_ucx_info(const char *ucx_lib,
+                     size_t ucx_lib_len,
+                     struct kvf_buffer *out);
+
+// Gives a buffer back and empties `*buffer`. Freeing it again, or freeing an empty one, does nothing; freeing a second
+// copy of the struct is KVF_NOT_FOUND.
+int32_t kvf_buffer_free(struct kvf_buffer *buffer);
+
+// Has `callback` called with `user` for every log line up to `max_level` (1 error to 5 trace, 0 none). Replaces a
+// callback set before: when this returns, that one is not running and is not called any more. Without a callback,
+// lines up to the level that the environment variable KVFERRY_LOG names (off, error, warn, info, debug, trace;
+// default warn) go to standard error.
+int32_t kvf_log_set(kvf_log_callback callback,
+                    void *user,
+                    uint32_t max_level);
+
+// Removes the callback: when this returns, it is not running and is not called any more. Lines up to "warn" go to
+// standard error again.
+int32_t kvf_log_unset(void);
+
+// Starts an agent: opens UCX and starts the thread that owns it.
+//
+// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: name (str), transport ("auto", "tcp" or
+// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), window and window_bytes (in
+// flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB), connect_timeout_ms (10000), cancel_grace_ms
+// (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB).
+int32_t kvf_agent_start(const uint8_t *config,
+                        size_t config_len,
+                        struct kvf_agent **out);
+
+// Registers `len` bytes at `addr`, so that transfers can name them and peers can read and write them. `kind` is a
+// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). `*region` names the registration,
+// `*index` is what segments on both sides call it. Waits for the registration, which pins the memory.
+//
+// The memory must stay allocated until kvf_agent_deregister, kvf_agent_shutdown or kvf_agent_free has returned KVF_OK.
+int32_t kvf_agent_register(struct kvf_agent *agent,
+                           void *addr,
+                           uint64_t len,
+                           uint32_t kind,
+                           uint32_t device,
+                           uint64_t *region,
+                           uint32_t *index);
+
+// Takes a region back: new transfers with it are refused, those that use it are cancelled, and when this returns
+// KVF_OK none touches its memory. KVF_TIMEOUT when they have not ended in time: then the memory must stay allocated.
+int32_t kvf_agent_deregister(struct kvf_agent *agent,
+                             uint64_t region);
+
+// The metadata with which another agent connects to this one and reaches the regions registered so far.
+int32_t kvf_agent_metadata(struct kvf_agent *agent, struct kvf_buffer *out);
+
+// Connects to the agent that made `metadata`. Returns before the peer has answered: transfers and messages may be
+// started at once; KVF_EVENT_PEER_CONNECTED or KVF_EVENT_PEER_LOST follows.
+int32_t kvf_agent_connect(struct kvf_agent *agent,
+                          const uint8_t *metadata,
+                          size_t metadata_len,
+                          uint64_t *peer);
+
+// Ends a connection: its transfers are cancelled, messages not sent yet are lost, and the id is dead at once.
+int32_t kvf_agent_disconnect(struct kvf_agent *agent, uint64_t peer);
+
+// Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
+// lie one list after the other in `local_ids` and in `remote_ids`; list `i` is the entries from `list_offsets[i]` to
+// before `list_offsets[i + 1]` of both, so that `list_offsets` has `lists + 1` entries. All arrays may be freed when
+// this returns.
+//
+// What is wrong with the blocks (an id out of range, an unknown region) is the status of the transfer's
+// KVF_EVENT_TRANSFER_DONE.
+int32_t kvf_agent_transfer(struct kvf_agent *agent,
+                           uint64_t peer,
+                           uint32_t direction,
+                           const struct kvf_segment *segments,
+                           size_t segments_len,
+                           const uint32_t *local_ids,
+                           const uint32_t *remote_ids,
+                           const uint64_t *list_offsets,
+                           size_t lists,
+                           uint64_t *transfer);
+
+// Stops a transfer. Its KVF_EVENT_TRANSFER_DONE still follows, with KVF_CANCELLED unless it was complete.
+int32_t kvf_agent_cancel(struct kvf_agent *agent, uint64_t transfer);
+
+// Sends a message of at most 16 MiB, copied before this returns. It arrives once and in order, unless the connection
+// breaks. KVF_EXHAUSTED while too many bytes to this peer are not sent yet.
+int32_t kvf_agent_send(struct kvf_agent *agent,
+                       uint64_t peer,
+                       const uint8_t *data,
+                       size_t data_len);
+
+// Takes up to `cap` of the oldest events not yet taken, without waiting; `*count` becomes their number, which may
+// be 0. The payloads of the events taken before are dropped: fetch what you need with kvf_agent_recv first. One thread
+// at a time polls or waits.
+int32_t kvf_agent_poll(struct kvf_agent *agent,
+                       struct kvf_event *out,
+                       size_t cap,
+                       size_t *count);
+
+// Like kvf_agent_poll, but waits up to `timeout_ms` milliseconds for the first event.
+int32_t kvf_agent_wait(struct kvf_agent *agent,
+                       uint32_t timeout_ms,
+                       struct kvf_event *out,
+                       size_t cap,
+                       size_t *count);
+
+// Fetches an event's payload, once. KVF_NOT_FOUND after it was fetched, and after the next poll or wait.
+int32_t kvf_agent_recv(struct kvf_agent *agent, uint64_t payload, struct kvf_buffer *out);
+
+// Gauges and counters since the start, as a msgpack map of name to number.
+int32_t kvf_agent_stats(struct kvf_agent *agent, struct kvf_buffer *out);
+
+// Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After
+// KVF_OK no memory is touched any more; the events of ended transfers can still be taken, and everything else gives
+// KVF_SHUT_DOWN. A second call does nothing. After KVF_TIMEOUT registered memory must stay allocated for ever.
+int32_t kvf_agent_shutdown(struct kvf_agent *agent,
+                           uint32_t timeout_ms);
+
+// Frees the agent, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
+// status. The handle is dead in any case.
+int32_t kvf_agent_free(struct kvf_agent *agent);
+
+// Starts a listener that serves the metadata of one engine's ranks to other engines. It is bound when this returns; a
+// port that is taken is KVF_ADDRESS_IN_USE.
+//
+// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), host (str or nil: an address
+// that other hosts can reach is found), port (0: a free one), data_parallel_index (added to a port that is not 0),
+// push (bool: also take metadata from ranks over the network), advertise_local (bool: a name of a loopback address
+// may be advertised).
+int32_t kvf_listener_start(const uint8_t *config,
+                           size_t config_len,
+                           struct kvf_listener **out);
+
+// Adds one rank's metadata (of kvf_worker_metadata); `*missing` becomes the number of ranks still missing. Queries are
+// answered with "not ready" until there are none.
+int32_t kvf_listener_offer(struct kvf_listener *listener,
+                           const uint8_t *metadata,
+                           size_t metadata_len,
+                           uint32_t *missing);
+
+// The host and port to tell other engines.
+int32_t kvf_listener_address(struct kvf_listener *listener, struct kvf_buffer *host, uint16_t *port);
+
+// Stops the listener, frees its port and the handle.
+int32_t kvf_listener_free(struct kvf_listener *listener);
+
+// Starts a worker: opens UCX and starts the thread that owns it.
+//
+// `config` is a msgpack map. Keys: engine_id (str), pp_rank, tp_rank (0), tp_size, pp_size, dcp_size (1), compat (list
+// of [name, value] that both engines must share), transport ("auto", "tcp" or "shm"), ucx (map of UCX settings without
+// the UCX_ prefix), ucx_lib (path of libucp), name, window (operations in flight), heartbeat_divisor (6),
+// handshake_timeout_ms (30000), transfer_timeout_ms (120000), verdict_timeout_ms (10000), early_message_ms (30000),
+// tombstone_ms (120000), request_log (path of a file that gets one JSON line per finished receive).
+int32_t kvf_worker_start(const uint8_t *config,
+                         size_t config_len,
+                         struct kvf_worker **out);
+
+// Registers `len` bytes at `addr` as a KV-cache region; `*index` is what the geometry calls it. `kind` is a
+// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). Waits for the registration. All regions
+// come before kvf_worker_set_geometry.
+//
+// The memory must stay allocated until kvf_worker_shutdown or kvf_worker_free has returned KVF_OK.
+int32_t kvf_worker_register(struct kvf_worker *worker,
+                            void *addr,
+                            uint64_t len,
+                            uint32_t kind,
+                            uint32_t device,
+                            uint32_t *index);
+
+// States where the rank keeps which part of the cache, which completes its metadata. Once; again with the same
+// geometry does nothing.
+//
+// `geometry` is a msgpack map. groups: list of maps with kind ("full", "latent", "state" or {"sliding_window":
+// {"window": tokens}}) and block_size (tokens). areas: list of maps with layer, part (str), group (index), region
+// (index), offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride, tokens, token_stride and
+// content (offset, strides and content in bytes).
+int32_t kvf_worker_set_geometry(struct kvf_worker *worker,
+                                const uint8_t *geometry,
+                                size_t geometry_len);
+
+// The rank's metadata, for the scheduler side. Its size grows with regions and layers, never with blocks.
+int32_t kvf_worker_metadata(struct kvf_worker *worker, struct kvf_buffer *out);
+
+// Hands the metadata to a listener that takes pushes, waiting up to `timeout_ms` milliseconds for it. `expected` is the
+// engine's number of ranks; `*missing` becomes how many the listener still lacks.
+int32_t kvf_worker_push_metadata(struct kvf_worker *worker,
+                                 const char *host,
+                                 size_t host_len,
+                                 uint16_t port,
+                                 uint32_t expected,
+                                 uint32_t timeout_ms,
+                                 uint32_t *missing);
+
+// Hands over one step, as kvf_scheduler_step made it, and returns at once.
+int32_t kvf_worker_submit(struct kvf_worker *worker, const uint8_t *step, size_t step_len);
+
+// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
+int32_t kvf_worker_poll(struct kvf_worker *worker, struct kvf_buffer *out);
+
+// Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen.
+int32_t kvf_worker_wait(struct kvf_worker *worker, uint32_t timeout_ms, struct kvf_buffer *out);
+
+// Counters since the start and gauges, as a msgpack map: totals, gauges, agent, malformed_steps, malformed_messages.
+int32_t kvf_worker_stats(struct kvf_worker *worker,
+                         struct kvf_buffer *out);
+
+// Ends every request with a report, gives leases back and frees UCX, waiting at most `timeout_ms` milliseconds. After
+// KVF_OK no memory is touched any more; the last reports can still be polled. A second call does nothing. After
+// KVF_TIMEOUT registered memory must stay allocated for ever.
+int32_t kvf_worker_shutdown(struct kvf_worker *worker,
+                            uint32_t timeout_ms);
+
+// Frees the worker, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
+// status. The handle is dead in any case.
+int32_t kvf_worker_free(struct kvf_worker *worker);
+
+// Starts a scheduler side. It touches no device memory and no UCX.
+//
+// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), groups (list of maps with kind and
+// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none), lease_ms
+// (30000), host (str or nil: an address that other hosts can reach is found), port (5680; 0 for a free one),
+// data_parallel_index (added to a port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool).
+int32_t kvf_scheduler_start(const uint8_t *config,
+                            size_t config_len,
+                            struct kvf_scheduler **out);
+
+// Starts the handshake listener with the metadata of the engine's ranks. `*host` and `*port` are what other engines are
+// told. The port is bound when this returns.
+int32_t kvf_scheduler_serve(struct kvf_scheduler *scheduler,
+                            const struct kvf_rank_metadata *ranks,
+                            size_t ranks_len,
+                            struct kvf_buffer *host,
+                            uint16_t *port);
+
+// Consumer: a request with a remote prefill has arrived. Connect early and keep its lease alive. `params` here and
+// below is the request's kv_transfer_params as a msgpack map; what is wrong with them affects this request only.
+int32_t kvf_scheduler_arrived(struct kvf_scheduler *scheduler,
+                              const char *request_id,
+                              size_t request_id_len,
+                              const uint8_t *params,
+                              size_t params_len);
+
+// How many tokens beyond `computed_tokens` can be loaded, and whether between steps (`*asynchronous` 1). Has no side
+// effects.
+int32_t kvf_scheduler_matched(struct kvf_scheduler *scheduler,
+                              const char *request_id,
+                              size_t request_id_len,
+                              const uint8_t *params,
+                              size_t params_len,
+                              uint64_t prompt_tokens,
+                              uint64_t computed_tokens,
+                              uint64_t *tokens,
+                              uint8_t *asynchronous);
+
+// Consumer: blocks are allocated, and `external_tokens` tokens are to be loaded into them; 0 gives the lease back. A
+// second call for the same request does nothing. The ids of all `lists` lists, one per KV-cache group, lie one list
+// after the other in `ids`; list `i` is the entries from `list_offsets[i]` to before `list_offsets[i + 1]`.
+int32_t kvf_scheduler_allocated(struct kvf_scheduler *scheduler,
+                                const char *request_id,
+                                size_t request_id_len,
+                                const uint8_t *params,
+                                size_t params_len,
+                                const uint32_t *ids,
+                                const uint64_t *list_offsets,
+                                size_t lists,
+                                uint64_t external_tokens);
+
+// A request ended as `outcome` (a kvf_outcome) says. `*keep` is 1 when its blocks must stay until a report says that
+// its sending is over. `*answer` is the kv_transfer_params for the client as a msgpack map, empty when there are none.
+// Blocks are passed as in kvf_scheduler_allocated.
+int32_t kvf_scheduler_finished(struct kvf_scheduler *scheduler,
+                               const char *request_id,
+                               size_t request_id_len,
+                               const uint8_t *params,
+                               size_t params_len,
+                               uint32_t outcome,
+                               const uint32_t *ids,
+                               const uint64_t *list_offsets,
+                               size_t lists,
+                               uint64_t computed_tokens,
+                               uint8_t *keep,
+                               struct kvf_buffer *answer);
+
+// What is new for the workers, for kvf_worker_submit of every rank. Each piece of work is handed out once.
+int32_t kvf_scheduler_step(struct kvf_scheduler *scheduler, struct kvf_buffer *out);
+
+// Whether the next step has work (`*pending` 1), so that an idle engine should make one.
+int32_t kvf_scheduler_has_pending(struct kvf_scheduler *scheduler, uint8_t *pending);
+
+// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's.
+int32_t kvf_scheduler_report(struct kvf_scheduler *scheduler,
+                             const uint8_t *report,
+                             size_t report_len);
+
+// Stops the listener, frees its port and the handle.
+int32_t kvf_scheduler_free(struct kvf_scheduler *scheduler);
+
+// Starts an aggregator. `config` is a msgpack map. Keys: ranks (list of maps with pp and tp: every rank of the
+// engine), limit (requests remembered).
+int32_t kvf_aggregator_start(const uint8_t *config,
+                             size_t config_len,
+                             struct kvf_aggregator **out);
+
+// Takes in an encoded report (of kvf_worker_poll) or a batch (of kvf_report_merge). Any order will do, and a report
+// that comes again changes nothing.
+int32_t kvf_aggregator_add(struct kvf_aggregator *aggregator,
+                           const uint8_t *report,
+                           size_t report_len);
+
+// From now on `count` ranks, whichever, end `request` on `side` (a kvf_side), in place of all.
+int32_t kvf_aggregator_expect(struct kvf_aggregator *aggregator,
+                              const char *request,
+                              size_t request_len,
+                              uint32_t side,
+                              uint32_t count);
+
+// Forgets a request, so that its id can be used again.
+int32_t kvf_aggregator_forget(struct kvf_aggregator *aggregator, const char *request, size_t request_len);
+
+// What has ended since the last call, as a msgpack map: finished_sending, finished_recving, failed_recving (request,
+// cause, message, invalid_blocks as little-endian words of 32 bits), records (rank, record) and stats.
+int32_t kvf_aggregator_take(struct kvf_aggregator *aggregator,
+                            struct kvf_buffer *out);
+
+// Frees the aggregator.
+int32_t kvf_aggregator_free(struct kvf_aggregator *aggregator);
+
+// The content of an encoded report as a msgpack map: rank, finished_sending, finished_recving, failed_recving, records
+// and stats. Block ids are binary, little-endian words of 32 bits.
+int32_t kvf_report_decode(const uint8_t *report,
+                          size_t report_len,
+                          struct kvf_buffer *out);
+
+// The inverse of kvf_report_decode.
+int32_t kvf_report_encode(const uint8_t *body, size_t body_len, struct kvf_buffer *out);
+
+// Combines two encoded reports, or batches that this function made, into one batch for kvf_aggregator_add.
+// Associative and commutative.
+int32_t kvf_report_merge(const uint8_t *left,
+                         size_t left_len,
+                         const uint8_t *right,
+                         size_t right_len,
+                         struct kvf_buffer *out);
+
+// Adds two maps of counters, such as the stats of a report. An empty map is the identity; the order does not matter.
+int32_t kvf_stats_merge(const uint8_t *left,
+                        size_t left_len,
+                        const uint8_t *right,
+                        size_t right_len,
+                        struct kvf_buffer *out);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* KVFERRY_H */

@@ -1,0 +1,89 @@
+"""Moves KV-cache blocks between the processes of LLM inference engines, on UCX.
+
+`Agent` moves bytes between registered memory of two processes. `Worker` and `Scheduler` are the two sides of a KV
+connector for one engine; `Aggregator` combines the reports of several workers; `Listener` serves handshakes alone.
+The connector for vLLM is in `kvferry.vllm`.
+"""
+
+from ._errors import (
+    AddressInUseError,
+    AlreadyExistsError,
+    CancelledError,
+    CorruptError,
+    CudaError,
+    ExhaustedError,
+    IncompatibleError,
+    InternalError,
+    InvalidArgumentError,
+    KvferryError,
+    LeaseExpiredError,
+    NotFoundError,
+    OsError,
+    OutOfRangeError,
+    PeerDiedError,
+    ShutDownError,
+    TimedOutError,
+    UcxError,
+    UcxMissingError,
+    UnreachableError,
+    UnsupportedError,
+    VersionMismatchError,
+)
+from ._lib import abi_version, header_path, library_path, ucx_info, version
+from .agent import Agent, Event, Message, PeerConnected, PeerLost, Region, Segment, Transfer, TransferDone
+from .aggregator import Aggregator, Outcome, RankRecord
+from .listener import Listener
+from .scheduler import Scheduler
+from .worker import Rank, RecvFailure, RecvRecord, Report, Worker, decode_report, encode_report, merge_reports
+
+__all__ = [
+    "AddressInUseError",
+    "Agent",
+    "Aggregator",
+    "AlreadyExistsError",
+    "CancelledError",
+    "CorruptError",
+    "CudaError",
+    "Event",
+    "ExhaustedError",
+    "IncompatibleError",
+    "InternalError",
+    "InvalidArgumentError",
+    "KvferryError",
+    "LeaseExpiredError",
+    "Listener",
+    "Message",
+    "NotFoundError",
+    "OsError",
+    "OutOfRangeError",
+    "Outcome",
+    "PeerConnected",
+    "PeerDiedError",
+    "PeerLost",
+    "Rank",
+    "RankRecord",
+    "RecvFailure",
+    "RecvRecord",
+    "Region",
+    "Report",
+    "Scheduler",
+    "Segment",
+    "ShutDownError",
+    "TimedOutError",
+    "Transfer",
+    "TransferDone",
+    "UcxError",
+    "UcxMissingError",
+    "UnreachableError",
+    "UnsupportedError",
+    "VersionMismatchError",
+    "Worker",
+    "abi_version",
+    "decode_report",
+    "encode_report",
+    "header_path",
+    "library_path",
+    "merge_reports",
+    "ucx_info",
+    "version",
+]

@@ -1,0 +1,779 @@
+"""The C ABI of libkvferry. Nothing outside this file knows it.
+
+The declarations are read from `kvferry.h` as shipped, so that they cannot differ from the library's. Each function
+here takes and returns Python values, raises `KvferryError` for a status other than 0, and releases the GIL while the
+library works. The library is loaded by the first call, not by the import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import cffi
+
+from ._errors import KvferryError, UcxMissingError, make_error
+
+ABI_VERSION = 1
+"""The `kvf_abi_version` that this package was written for."""
+
+_HERE = Path(__file__).resolve().parent
+_KINDS = {"host": "KVF_MEMORY_HOST", "cuda": "KVF_MEMORY_CUDA"}
+_DIRECTIONS = {"read": "KVF_READ", "write": "KVF_WRITE"}
+_OUTCOMES = {"complete": "KVF_COMPLETE", "aborted": "KVF_ABORTED"}
+_EVENTS_AT_ONCE = 256
+
+
+class RawEvent(NamedTuple):
+    """One `kvf_event`. Fields that the kind does not use are 0, empty or None."""
+
+    kind: Literal["transfer_done", "message", "peer_connected", "peer_lost"]
+    id: int
+    peer: int
+    nbytes: int
+    operations: int
+    duration: float
+    incarnation: int
+    payload: bytes
+    error: KvferryError | None
+
+
+# --- loading
+
+
+def header_path() -> Path:
+    """The header `kvferry.h` that belongs to the library, for C programs."""
+    return _HERE / "kvferry.h"
+
+
+def library_path() -> Path:
+    """The library's file: `KVFERRY_LIBRARY` when set, else the one in this package."""
+    chosen = os.environ.get("KVFERRY_LIBRARY")
+    if chosen:
+        return Path(chosen)
+    found = sorted((_HERE / "_native").glob("*.so"))
+    if not found:
+        raise make_error(
+            -2,
+            "not_found",
+            f"there is no library in {_HERE / '_native'}: this copy of the package is a source tree. Install the "
+            "wheel that scripts/build-wheel makes, or set KVFERRY_LIBRARY to the path of libkvferry.so",
+        )
+    return found[0]
+
+
+def declarations(header: str) -> str:
+    """The part of the header that a parser of plain C without a preprocessor understands."""
+    header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    header = re.sub(r"//[^\n]*", "", header)
+    lines = []
+    taken: list[bool] = []
+    for line in header.splitlines():
+        directive = line.strip()
+        if directive.startswith("#if"):
+            # We are neither C++ nor C23, and see the header for the first time: only an #ifndef holds.
+            taken.append(directive.startswith("#ifndef"))
+        elif directive.startswith("#else"):
+            taken[-1] = not taken[-1]
+        elif directive.startswith("#endif"):
+            taken.pop()
+        elif all(taken) and not directive.startswith("#"):
+            lines.append(line)
+    return "\n".join(lines)
+
+
+class _Library(NamedTuple):
+    ffi: Any
+    functions: Any
+
+
+_load_lock = threading.Lock()
+
+
+@cache
+def _load_once() -> _Library:
+    path = library_path()
+    ffi = cffi.FFI()
+    ffi.cdef(declarations(header_path().read_text(encoding="utf-8")))
+    try:
+        functions = ffi.dlopen(str(path))
+    except OSError as error:
+        raise make_error(-2, "not_found", f"cannot load {path}: {error}") from error
+    found = functions.kvf_abi_version()
+    if found != ABI_VERSION:
+        raise make_error(
+            -6,
+            "unsupported",
+            f"{path} has C ABI {found}, this package was written for {ABI_VERSION}; install the library and the "
+            "package of one release",
+        )
+    return _Library(ffi, functions)
+
+
+def _load() -> _Library:
+    # `cache` alone would let two threads load at once.
+    with _load_lock:
+        return _load_once()
+
+
+# --- values in and out
+
+
+def _error(library: _Library, status: int) -> KvferryError:
+    needed = library.ffi.new("size_t *")
+    size = 1024
+    while True:
+        text = library.ffi.new("char[]", size)
+        library.functions.kvf_last_error(text, size, needed)
+        if needed[0] < size:
+            break
+        size = needed[0] + 1
+    message = library.ffi.string(text).decode("utf-8", "replace")
+    return make_error(status, _status_name(library, status), message)
+
+
+def _status_name(library: _Library, status: int) -> str:
+    name: bytes = library.ffi.string(library.functions.kvf_status_name(status))
+    return name.decode()
+
+
+def _call(name: str, *arguments: Any) -> None:
+    library = _load()
+    function = getattr(library.functions, name)
+    try:
+        status = function(*arguments)
+    except (TypeError, OverflowError) as error:
+        raise make_error(-1, "invalid_argument", f"{name}: {error}") from error
+    if status != 0:
+        raise _error(library, status)
+
+
+def _new(ctype: str) -> Any:
+    return _load().ffi.new(ctype)
+
+
+def _take(buffer: Any) -> bytes:
+    """Copies a library-made buffer and gives it back."""
+    library = _load()
+    data = bytes(library.ffi.buffer(buffer.data, buffer.len)) if buffer.len else b""
+    _call("kvf_buffer_free", buffer)
+    return data
+
+
+def _bytes_from(name: str, *arguments: Any) -> bytes:
+    buffer = _new("kvf_buffer *")
+    _call(name, *arguments, buffer)
+    return _take(buffer)
+
+
+def _checked_bytes(what: str, data: object) -> bytes:
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, (bytearray, memoryview)):
+        return bytes(data)
+    raise make_error(-1, "invalid_argument", f"{what} must be bytes, not {type(data).__name__}")
+
+
+def _text(what: str, text: object) -> bytes:
+    if not isinstance(text, str):
+        raise make_error(-1, "invalid_argument", f"{what} must be str, not {type(text).__name__}")
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _milliseconds(timeout: float) -> int:
+    if not timeout >= 0:
+        raise make_error(-1, "invalid_argument", f"a timeout must be a number of seconds from 0, not {timeout!r}")
+    return min(int(timeout * 1000 + 0.999), 0xFFFF_FFFF)
+
+
+def _constant(names: Mapping[str, str], what: str, value: str) -> int:
+    name = names.get(value)
+    if name is None:
+        raise make_error(-1, "invalid_argument", f"unknown {what} {value!r}, expected one of {', '.join(names)}")
+    number: int = getattr(_load().functions, name)
+    return number
+
+
+def _ids(ids: Sequence[int], what: str) -> tuple[Any, int]:
+    """Block ids as a C array and their number. A contiguous numpy uint32 array is passed without a copy."""
+    ffi = _load().ffi
+    try:
+        view = memoryview(ids)  # type: ignore[arg-type]
+    except TypeError:
+        view = None
+    if view is not None and view.format == "I" and view.ndim == 1 and view.c_contiguous:
+        return ffi.from_buffer("uint32_t[]", view), len(view)
+    plain = ids if isinstance(ids, (list, tuple)) else list(ids)
+    try:
+        return ffi.new("uint32_t[]", plain), len(plain)
+    except (TypeError, OverflowError) as error:
+        raise make_error(
+            -1, "invalid_argument", f"{what}: block ids must be integers from 0 to 4294967295: {error}"
+        ) from error
+
+
+class _Lists:
+    """Block lists as one flat array of ids and the offset of each list's end, as the C ABI takes them."""
+
+    def __init__(self, lists: Sequence[Sequence[int]], what: str) -> None:
+        ffi = _load().ffi
+        parts = [_ids(ids, f"{what}, list {number}") for number, ids in enumerate(lists)]
+        ends = [0]
+        for _, count in parts:
+            ends.append(ends[-1] + count)
+        if len(parts) == 1:
+            self.ids = parts[0][0]
+        else:
+            self.ids = ffi.new("uint32_t[]", ends[-1])
+            for (array, count), start in zip(parts, ends, strict=False):
+                ffi.memmove(self.ids + start, array, 4 * count)
+        self.count = len(parts)
+        self.offsets = ffi.new("uint64_t[]", ends)
+
+
+def address_of(view: memoryview) -> int:
+    """The address of a contiguous buffer's first byte."""
+    ffi = _load().ffi
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(view)))
+
+
+_left_behind: list[object] = []
+"""Owners of memory that the library could not give back in time and may still touch."""
+
+
+class Handle:
+    """A root object of the library. Freed by the noun's function or with the last reference to it.
+
+    `owners` are the objects whose memory is registered, by region. They are let go after the library is done with them.
+    """
+
+    def __init__(self, noun: str, pointer: Any) -> None:
+        self.noun = noun
+        self.pointer = pointer
+        self.owners: dict[int, object] = {}
+        self._lock = threading.Lock()
+
+    def free(self) -> None:
+        with self._lock:
+            pointer = self.pointer
+            if pointer is None:
+                return
+            self.pointer = None
+        try:
+            _call(f"kvf_{self.noun}_free", pointer)
+        except BaseException:
+            _left_behind.extend(self.owners.values())
+            raise
+        finally:
+            self.owners.clear()
+
+    def get(self) -> Any:
+        """The pointer; raises `ShutDownError` when it is freed."""
+        pointer = self.pointer
+        if pointer is None:
+            raise make_error(-17, "shut_down", f"this {self.noun} is shut down; make a new one")
+        return pointer
+
+    def __del__(self) -> None:
+        # Modules may be half gone at interpreter exit; the process ends anyway then.
+        try:
+            self.free()
+        except Exception:
+            pass
+
+
+def _start(noun: str, config: bytes) -> Handle:
+    out = _new(f"kvf_{noun} **")
+    _call(f"kvf_{noun}_start", config, len(config), out)
+    return Handle(noun, out[0])
+
+
+# --- versions
+
+
+def version() -> str:
+    """The library's version."""
+    library = _load()
+    text: bytes = library.ffi.string(library.functions.kvf_version())
+    return text.decode()
+
+
+def abi_version() -> int:
+    """The library's C ABI number."""
+    number: int = _load().functions.kvf_abi_version()
+    return number
+
+
+def ucx_info(ucx_lib: str | None = None) -> dict[str, Any]:
+    """Which UCX the agents of this process use: `{"path": str, "version": str, "source": str}`.
+
+    Opens it. Raises `UcxMissingError` when there is none; the message says where it was looked for.
+    """
+    import msgpack
+
+    def ask(path: str | None) -> dict[str, Any]:
+        encoded = b"" if path is None else _text("ucx_lib", path)
+        info: dict[str, Any] = msgpack.unpackb(_bytes_from("kvf_ucx_info", encoded, len(encoded)))
+        return info
+
+    return with_packaged_ucx(ask, ucx_lib)
+
+
+@cache
+def _packaged_ucx() -> str | None:
+    """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when this Python has it."""
+    try:
+        spec = importlib.util.find_spec("libucx")
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / "lib" / "libucp.so.0"
+        if path.is_file():
+            return str(path)
+    return None
+
+
+_Result = TypeVar("_Result")
+
+
+def with_packaged_ucx(start: Callable[[str | None], _Result], chosen: str | None) -> _Result:
+    """`start(chosen)`; where nothing was chosen and no UCX found, `start` with that of this Python's packages.
+
+    The library looks for UCX itself and keeps the order (loaded already, the system's, a package beside it). Only this
+    process's module path may know of a package elsewhere.
+    """
+    try:
+        return start(chosen)
+    except UcxMissingError:
+        packaged = _packaged_ucx()
+        if chosen is not None or packaged is None or os.environ.get("KVFERRY_UCX_LIB"):
+            raise
+        return start(packaged)
+
+
+# --- agent
+
+
+def agent_start(config: bytes) -> Handle:
+    return _start("agent", config)
+
+
+def agent_register(agent: Handle, address: int, nbytes: int, kind: str, device: int, owner: object) -> tuple[int, int]:
+    region, index = _new("uint64_t *"), _new("uint32_t *")
+    pointer = _pointer(address)
+    number = _constant(_KINDS, "memory kind", kind)
+    _call("kvf_agent_register", agent.get(), pointer, nbytes, number, device, region, index)
+    agent.owners[region[0]] = owner
+    return region[0], index[0]
+
+
+def _pointer(address: int) -> Any:
+    if not isinstance(address, int) or not 0 <= address < 1 << 64:
+        raise make_error(-1, "invalid_argument", f"an address must be an int from 0 to 2**64 - 1, not {address!r}")
+    return _load().ffi.cast("void *", address)
+
+
+def agent_deregister(agent: Handle, region: int) -> None:
+    _call("kvf_agent_deregister", agent.get(), region)
+    agent.owners.pop(region, None)
+
+
+def agent_metadata(agent: Handle) -> bytes:
+    return _bytes_from("kvf_agent_metadata", agent.get())
+
+
+def agent_connect(agent: Handle, metadata: bytes) -> int:
+    metadata = _checked_bytes("metadata", metadata)
+    peer = _new("uint64_t *")
+    _call("kvf_agent_connect", agent.get(), metadata, len(metadata), peer)
+    number: int = peer[0]
+    return number
+
+
+def agent_disconnect(agent: Handle, peer: int) -> None:
+    _call("kvf_agent_disconnect", agent.get(), peer)
+
+
+def agent_transfer(
+    agent: Handle,
+    peer: int,
+    direction: str,
+    segments: Sequence[tuple[int, ...]],
+    blocks: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> int:
+    number = _constant(_DIRECTIONS, "direction", direction)
+    for pair, (ours, theirs) in enumerate(blocks):
+        if len(ours) != len(theirs):
+            raise make_error(
+                -1,
+                "invalid_argument",
+                f"block list {pair} names {len(ours)} local and {len(theirs)} remote blocks; they go in pairs",
+            )
+    try:
+        array = _load().ffi.new("kvf_segment[]", [tuple(segment) for segment in segments])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise make_error(-1, "invalid_argument", f"segments: {error}") from error
+    local = _Lists([pair[0] for pair in blocks], "local blocks")
+    remote = _Lists([pair[1] for pair in blocks], "remote blocks")
+    out = _new("uint64_t *")
+    _call(
+        "kvf_agent_transfer",
+        agent.get(),
+        peer,
+        number,
+        array,
+        len(segments),
+        local.ids,
+        remote.ids,
+        local.offsets,
+        local.count,
+        out,
+    )
+    transfer: int = out[0]
+    return transfer
+
+
+def agent_cancel(agent: Handle, transfer: int) -> None:
+    _call("kvf_agent_cancel", agent.get(), transfer)
+
+
+def agent_send(agent: Handle, peer: int, data: bytes) -> None:
+    data = _checked_bytes("a message", data)
+    _call("kvf_agent_send", agent.get(), peer, data, len(data))
+
+
+def agent_events(agent: Handle, timeout: float) -> list[RawEvent]:
+    """Up to 256 events, after waiting up to `timeout` seconds for the first. One thread at a time."""
+    library = _load()
+    events, count = _new(f"kvf_event[{_EVENTS_AT_ONCE}]"), _new("size_t *")
+    if timeout > 0:
+        _call("kvf_agent_wait", agent.get(), _milliseconds(timeout), events, _EVENTS_AT_ONCE, count)
+    else:
+        _call("kvf_agent_poll", agent.get(), events, _EVENTS_AT_ONCE, count)
+    return [_event(library, agent, events[number]) for number in range(count[0])]
+
+
+def _event(library: _Library, agent: Handle, event: Any) -> RawEvent:
+    kinds: dict[int, Literal["transfer_done", "message", "peer_connected", "peer_lost"]] = {
+        library.functions.KVF_EVENT_TRANSFER_DONE: "transfer_done",
+        library.functions.KVF_EVENT_MESSAGE: "message",
+        library.functions.KVF_EVENT_PEER_CONNECTED: "peer_connected",
+        library.functions.KVF_EVENT_PEER_LOST: "peer_lost",
+    }
+    payload = _bytes_from("kvf_agent_recv", agent.get(), event.payload) if event.payload else b""
+    error = None
+    if event.status != 0:
+        error = make_error(event.status, _status_name(library, event.status), payload.decode("utf-8", "replace"))
+    return RawEvent(
+        kinds[event.kind],
+        event.transfer,
+        event.peer,
+        event.bytes,
+        event.operations,
+        event.duration_us / 1e6,
+        event.incarnation,
+        payload,
+        error,
+    )
+
+
+def agent_stats(agent: Handle) -> bytes:
+    return _bytes_from("kvf_agent_stats", agent.get())
+
+
+def agent_shutdown(agent: Handle, timeout: float) -> None:
+    _shutdown(agent, timeout)
+
+
+def _shutdown(handle: Handle, timeout: float) -> None:
+    if handle.pointer is None:
+        return
+    limit = _milliseconds(timeout)
+    try:
+        _call(f"kvf_{handle.noun}_shutdown", handle.get(), limit)
+    except KvferryError:
+        # Freeing it finds it shut down and succeeds, though memory may still be in use.
+        _left_behind.extend(handle.owners.values())
+        handle.owners.clear()
+        raise
+    finally:
+        handle.free()
+
+
+# --- listener
+
+
+def listener_start(config: bytes) -> Handle:
+    return _start("listener", config)
+
+
+def listener_offer(listener: Handle, metadata: bytes) -> int:
+    metadata = _checked_bytes("metadata", metadata)
+    missing = _new("uint32_t *")
+    _call("kvf_listener_offer", listener.get(), metadata, len(metadata), missing)
+    number: int = missing[0]
+    return number
+
+
+def listener_address(listener: Handle) -> tuple[str, int]:
+    host, port = _new("kvf_buffer *"), _new("uint16_t *")
+    _call("kvf_listener_address", listener.get(), host, port)
+    return _take(host).decode(), port[0]
+
+
+def listener_free(listener: Handle) -> None:
+    listener.free()
+
+
+# --- worker
+
+
+def worker_start(config: bytes) -> Handle:
+    return _start("worker", config)
+
+
+def worker_register(worker: Handle, address: int, nbytes: int, kind: str, device: int) -> int:
+    index = _new("uint32_t *")
+    number = _constant(_KINDS, "memory kind", kind)
+    _call("kvf_worker_register", worker.get(), _pointer(address), nbytes, number, device, index)
+    region: int = index[0]
+    return region
+
+
+def worker_set_geometry(worker: Handle, geometry: bytes) -> None:
+    _call("kvf_worker_set_geometry", worker.get(), geometry, len(geometry))
+
+
+def worker_metadata(worker: Handle) -> bytes:
+    return _bytes_from("kvf_worker_metadata", worker.get())
+
+
+def worker_push_metadata(worker: Handle, host: str, port: int, expected: int, timeout: float) -> int:
+    name, missing = _text("host", host), _new("uint32_t *")
+    limit = _milliseconds(timeout)
+    _call("kvf_worker_push_metadata", worker.get(), name, len(name), port, expected, limit, missing)
+    number: int = missing[0]
+    return number
+
+
+def worker_submit(worker: Handle, step: bytes) -> None:
+    step = _checked_bytes("a step", step)
+    _call("kvf_worker_submit", worker.get(), step, len(step))
+
+
+def worker_poll(worker: Handle) -> bytes | None:
+    return _bytes_from("kvf_worker_poll", worker.get()) or None
+
+
+def worker_wait(worker: Handle, timeout: float) -> bytes | None:
+    return _bytes_from("kvf_worker_wait", worker.get(), _milliseconds(timeout)) or None
+
+
+def worker_stats(worker: Handle) -> bytes:
+    return _bytes_from("kvf_worker_stats", worker.get())
+
+
+def worker_shutdown(worker: Handle, timeout: float) -> None:
+    _shutdown(worker, timeout)
+
+
+# --- scheduler
+
+
+def scheduler_start(config: bytes) -> Handle:
+    return _start("scheduler", config)
+
+
+def scheduler_serve(scheduler: Handle, ranks: Mapping[tuple[int, int], bytes]) -> tuple[str, int]:
+    ffi = _load().ffi
+    blobs = ffi.new("kvf_rank_metadata[]", len(ranks))
+    keep = []
+    for blob, ((pp, tp), metadata) in zip(blobs, ranks.items(), strict=True):
+        data = ffi.from_buffer(_checked_bytes(f"the metadata of rank (pp {pp}, tp {tp})", metadata))
+        keep.append(data)
+        try:
+            blob.pp_rank, blob.tp_rank = pp, tp
+        except (TypeError, OverflowError) as error:
+            raise make_error(-1, "invalid_argument", f"ranks must be integers from 0: {error}") from error
+        blob.data, blob.len = ffi.cast("uint8_t *", data), len(data)
+    host, port = _new("kvf_buffer *"), _new("uint16_t *")
+    _call("kvf_scheduler_serve", scheduler.get(), blobs, len(ranks), host, port)
+    return _take(host).decode(), port[0]
+
+
+def scheduler_arrived(scheduler: Handle, request: str, params: bytes) -> None:
+    name = _text("a request id", request)
+    _call("kvf_scheduler_arrived", scheduler.get(), name, len(name), params, len(params))
+
+
+def scheduler_matched(
+    scheduler: Handle, request: str, params: bytes, prompt_tokens: int, computed_tokens: int
+) -> tuple[int, bool]:
+    name = _text("a request id", request)
+    tokens, asynchronous = _new("uint64_t *"), _new("uint8_t *")
+    _call(
+        "kvf_scheduler_matched",
+        scheduler.get(),
+        name,
+        len(name),
+        params,
+        len(params),
+        prompt_tokens,
+        computed_tokens,
+        tokens,
+        asynchronous,
+    )
+    return tokens[0], asynchronous[0] != 0
+
+
+def scheduler_allocated(
+    scheduler: Handle, request: str, params: bytes, blocks: Sequence[Sequence[int]], external_tokens: int
+) -> None:
+    name = _text("a request id", request)
+    lists = _Lists(blocks, "blocks")
+    _call(
+        "kvf_scheduler_allocated",
+        scheduler.get(),
+        name,
+        len(name),
+        params,
+        len(params),
+        lists.ids,
+        lists.offsets,
+        lists.count,
+        external_tokens,
+    )
+
+
+def scheduler_finished(
+    scheduler: Handle,
+    request: str,
+    params: bytes,
+    outcome: str,
+    blocks: Sequence[Sequence[int]],
+    computed_tokens: int,
+) -> tuple[bool, bytes | None]:
+    name = _text("a request id", request)
+    number = _constant(_OUTCOMES, "outcome", outcome)
+    lists = _Lists(blocks, "blocks")
+    keep, answer = _new("uint8_t *"), _new("kvf_buffer *")
+    _call(
+        "kvf_scheduler_finished",
+        scheduler.get(),
+        name,
+        len(name),
+        params,
+        len(params),
+        number,
+        lists.ids,
+        lists.offsets,
+        lists.count,
+        computed_tokens,
+        keep,
+        answer,
+    )
+    return keep[0] != 0, _take(answer) or None
+
+
+def scheduler_step(scheduler: Handle) -> bytes:
+    return _bytes_from("kvf_scheduler_step", scheduler.get())
+
+
+def scheduler_has_pending(scheduler: Handle) -> bool:
+    pending = _new("uint8_t *")
+    _call("kvf_scheduler_has_pending", scheduler.get(), pending)
+    return bool(pending[0])
+
+
+def scheduler_report(scheduler: Handle, report: bytes) -> None:
+    report = _checked_bytes("a report", report)
+    _call("kvf_scheduler_report", scheduler.get(), report, len(report))
+
+
+def scheduler_free(scheduler: Handle) -> None:
+    scheduler.free()
+
+
+# --- aggregator, reports and stats
+
+
+def aggregator_start(config: bytes) -> Handle:
+    return _start("aggregator", config)
+
+
+def aggregator_add(aggregator: Handle, report: bytes) -> None:
+    report = _checked_bytes("a report", report)
+    _call("kvf_aggregator_add", aggregator.get(), report, len(report))
+
+
+def aggregator_expect(aggregator: Handle, request: str, side: str, count: int) -> None:
+    name = _text("a request id", request)
+    number = _constant({"sending": "KVF_SENDING", "recving": "KVF_RECVING"}, "side", side)
+    _call("kvf_aggregator_expect", aggregator.get(), name, len(name), number, count)
+
+
+def aggregator_forget(aggregator: Handle, request: str) -> None:
+    name = _text("a request id", request)
+    _call("kvf_aggregator_forget", aggregator.get(), name, len(name))
+
+
+def aggregator_take(aggregator: Handle) -> bytes:
+    return _bytes_from("kvf_aggregator_take", aggregator.get())
+
+
+def aggregator_free(aggregator: Handle) -> None:
+    aggregator.free()
+
+
+def report_decode(report: bytes) -> bytes:
+    report = _checked_bytes("a report", report)
+    return _bytes_from("kvf_report_decode", report, len(report))
+
+
+def report_encode(body: bytes) -> bytes:
+    return _bytes_from("kvf_report_encode", body, len(body))
+
+
+def report_merge(left: bytes, right: bytes) -> bytes:
+    left, right = _checked_bytes("a report", left), _checked_bytes("a report", right)
+    return _bytes_from("kvf_report_merge", left, len(left), right, len(right))
+
+
+def stats_merge(left: bytes, right: bytes) -> bytes:
+    return _bytes_from("kvf_stats_merge", left, len(left), right, len(right))
+
+
+# --- log
+
+_callback: Any = None
+
+
+def log_set(emit: Callable[[int, str, str], None], level: int) -> None:
+    """Has `emit(level, target, message)` called for every line up to `level`, from any of the library's threads."""
+    global _callback
+    library = _load()
+
+    def forward(number: int, target: Any, message: Any, _user: Any) -> None:
+        emit(
+            number,
+            library.ffi.string(target).decode("utf-8", "replace"),
+            library.ffi.string(message).decode("utf-8", "replace"),
+        )
+
+    callback = library.ffi.callback("void(uint32_t, const char *, const char *, void *)", forward)
+    _call("kvf_log_set", callback, library.ffi.NULL, level)
+    # Only now may the callback that was set before be collected: the library has stopped calling it.
+    _callback = callback
+
+
+def log_unset() -> None:
+    """Undoes `log_set`: when it returns, no call of `emit` is running or will come."""
+    global _callback
+    _call("kvf_log_unset")
+    _callback = None

@@ -1,0 +1,74 @@
+"""Reports of all ranks to the outcome per request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Literal, TypedDict, cast
+
+from . import _lib, _wire
+from .worker import Rank, RecvFailure, RecvRecord, Report, encode_report
+
+
+class RankRecord(TypedDict):
+    """Figures of one receive on one rank."""
+
+    rank: Rank
+    record: RecvRecord
+
+
+class Outcome(TypedDict):
+    """What is newly known about requests, all expected ranks counted.
+
+    A request is in `finished_sending` or `finished_recving` once, when every expected rank has reported it; in
+    `failed_recving` when any rank reported a failure, with the union of the invalid blocks.
+    """
+
+    finished_sending: list[str]
+    finished_recving: list[str]
+    failed_recving: list[RecvFailure]
+    records: list[RankRecord]
+    stats: dict[str, object]
+
+
+class Aggregator:
+    """Combines worker reports, in any order and with duplicates. May be used from any thread.
+
+    Args:
+        ranks: The `(pp_rank, tp_rank)` of every rank whose report is needed.
+    """
+
+    def __init__(self, ranks: Iterable[tuple[int, int]]) -> None:
+        config = {"ranks": [{"pp": pp, "tp": tp} for pp, tp in ranks]}
+        self._handle = _lib.aggregator_start(_wire.pack("config", config))
+
+    def add(self, report: bytes | Report) -> None:
+        """Takes in one rank's report, or several as `merge_reports` made them.
+
+        A report that comes again changes nothing; one of a rank that is not expected raises `InvalidArgumentError`.
+        """
+        _lib.aggregator_add(self._handle, report if isinstance(report, bytes) else encode_report(report))
+
+    def expect(self, request: str, side: Literal["sending", "recving"], count: int) -> None:
+        """From now on `count` ranks, whichever, end `request` on that side, in place of all."""
+        _lib.aggregator_expect(self._handle, request, side, count)
+
+    def forget(self, request: str) -> None:
+        """Forgets a request, so that its id can be used again."""
+        _lib.aggregator_forget(self._handle, request)
+
+    def take(self) -> Outcome:
+        """What has become known since the last call."""
+        return cast(Outcome, _wire.decode_outcome(_lib.aggregator_take(self._handle)))
+
+    def close(self) -> None:
+        """Frees the aggregator. Calling it again does nothing."""
+        _lib.aggregator_free(self._handle)
+
+    def __enter__(self) -> Aggregator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

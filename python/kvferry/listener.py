@@ -1,0 +1,42 @@
+"""The handshake listener alone, for hosts that bring their own scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from . import _lib, _wire
+
+
+class Listener:
+    """Serves the metadata of an engine's ranks to other engines. Bound when the constructor returns.
+
+    Args:
+        config: Keys `engine_id`, `tp_size`, `pp_size`, `dcp_size`, `host` (str or None: found), `port` (0: a free
+            one), `data_parallel_index`, `push` (bool: also accept metadata over the network), `advertise_local`
+            (bool).
+    """
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._handle = _lib.listener_start(_wire.pack("config", config))
+
+    def offer(self, metadata: bytes) -> int:
+        """Adds one rank's metadata and returns how many ranks are still missing."""
+        return _lib.listener_offer(self._handle, metadata)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and port that other engines are to be told."""
+        return _lib.listener_address(self._handle)
+
+    def close(self) -> None:
+        """Stops and frees the listener. Calling it again does nothing."""
+        _lib.listener_free(self._handle)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

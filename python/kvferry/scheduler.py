@@ -1,0 +1,122 @@
+"""The scheduler side of a KV connector: one per engine, in the process that schedules requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Literal, cast
+
+from . import _lib, _wire
+from .aggregator import Outcome as OutcomeDict
+from .worker import Report, encode_report
+
+Outcome = Literal["complete", "aborted"]
+BlockLists = Sequence[Sequence[int]]
+
+
+class Scheduler:
+    """The scheduler side: decides what to send and load, and serves the ranks' metadata to other engines.
+
+    It touches no device memory and no UCX. May be used from any thread; calls on one object are serialized.
+
+    `params` below is a request's `kv_transfer_params`; a missing or ill-typed key raises `InvalidArgumentError` that
+    names it, and affects that request only. `blocks` is one list of block ids per KV-cache group; a numpy uint32 array
+    per group is taken without conversion.
+
+    Args:
+        config: Keys `engine_id` (str), `tp_size`, `pp_size`, `dcp_size` (int), `groups` (list of `{"kind",
+            "block_size"}` as in the geometry), `null_block` (int or None), `lease_ms`, `host` (str or None: found),
+            `port` (0: a free one), `data_parallel_index` (added to a port that is not 0), `push` (bool: accept
+            metadata rank by rank), `advertise_local` (bool). Unknown keys and wrong types raise
+            `InvalidArgumentError` that names them.
+    """
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._handle = _lib.scheduler_start(_wire.pack("config", config))
+
+    def serve(self, ranks: Mapping[tuple[int, int], bytes]) -> tuple[str, int]:
+        """Starts the handshake listener with `{(pp_rank, tp_rank): Worker.metadata()}` of all ranks.
+
+        Returns the host and port that other engines are told. It is bound when this returns.
+        """
+        return _lib.scheduler_serve(self._handle, ranks)
+
+    def arrived(self, request: str, params: Mapping[str, object]) -> None:
+        """Consumer: a request with a remote prefill has arrived. Connect early and keep its lease alive."""
+        _lib.scheduler_arrived(self._handle, request, _wire.pack("kv_transfer_params", params))
+
+    def matched(
+        self, request: str, params: Mapping[str, object], prompt_tokens: int, computed_tokens: int
+    ) -> tuple[int, bool]:
+        """How many tokens beyond `computed_tokens` can be loaded, and whether the load is asynchronous.
+
+        Has no side effects.
+        """
+        return _lib.scheduler_matched(
+            self._handle, request, _wire.pack("kv_transfer_params", params), prompt_tokens, computed_tokens
+        )
+
+    def allocated(self, request: str, params: Mapping[str, object], blocks: BlockLists, external_tokens: int) -> None:
+        """Consumer: these local blocks are to be filled with `external_tokens` tokens; 0 gives the lease back.
+
+        A second call for the same request does nothing.
+        """
+        _lib.scheduler_allocated(
+            self._handle, request, _wire.pack("kv_transfer_params", params), blocks, external_tokens
+        )
+
+    def finished(
+        self,
+        request: str,
+        params: Mapping[str, object],
+        outcome: Outcome,
+        blocks: BlockLists,
+        computed_tokens: int,
+    ) -> tuple[bool, dict[str, object] | None]:
+        """A request ended. Returns whether its blocks must be kept until `finished_sending`, and the
+        `kv_transfer_params` to return to the client (None if there are none)."""
+        keep, answer = _lib.scheduler_finished(
+            self._handle, request, _wire.pack("kv_transfer_params", params), outcome, blocks, computed_tokens
+        )
+        return keep, None if answer is None else _wire.unpack_map("kv_transfer_params", answer)
+
+    def step(self) -> bytes:
+        """What is new for the workers, for `Worker.submit` of every rank. Each piece of work is handed out once."""
+        return _lib.scheduler_step(self._handle)
+
+    def has_pending(self) -> bool:
+        """Whether there is work that `step` would hand out."""
+        return _lib.scheduler_has_pending(self._handle)
+
+    def report(self, report: bytes | Report | OutcomeDict) -> None:
+        """Takes in what all ranks together have reported: an outcome of `Aggregator.take`, or, from an engine of one
+        rank, the rank's report."""
+        if not isinstance(report, bytes):
+            report = encode_report(_as_report(report))
+        _lib.scheduler_report(self._handle, report)
+
+    def shutdown(self) -> None:
+        """Stops the listener and frees the scheduler. Calling it again does nothing."""
+        _lib.scheduler_free(self._handle)
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _as_report(report: Report | OutcomeDict) -> Report:
+    """An outcome in the form of a report. The scheduler side looks at neither the rank nor single ranks' figures."""
+    if "rank" in report:
+        return cast(Report, report)
+    return {
+        "rank": {"pp": 0, "tp": 0},
+        "finished_sending": report["finished_sending"],
+        "finished_recving": report["finished_recving"],
+        "failed_recving": report["failed_recving"],
+        "records": [],
+        "stats": {},
+    }

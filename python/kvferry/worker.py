@@ -1,0 +1,162 @@
+"""The worker side of a KV connector: one per rank, in the process that owns the rank's KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Literal, TypedDict, cast
+
+from . import _lib, _wire
+
+MemoryKind = Literal["host", "cuda"]
+
+
+class Rank(TypedDict):
+    """A worker's place in its engine."""
+
+    pp: int
+    tp: int
+
+
+class RecvFailure(TypedDict):
+    """A receive that failed on this rank."""
+
+    request: str
+    cause: str
+    message: str
+    invalid_blocks: list[int]
+
+
+class RecvRecord(TypedDict):
+    """Figures of one completed or failed receive on this rank; times in microseconds."""
+
+    request: str
+    remote_request: str
+    blocks: int
+    bytes: int
+    operations: int
+    queued_us: int
+    transfer_us: int
+    confirm_us: int
+    cause: str | None
+
+
+class Report(TypedDict):
+    """What happened on one rank since its last report.
+
+    `finished_recving` names failed receives too; `failed_recving` says which of them failed and why. `stats` holds
+    counters since the last report (see `kvferry.stats`).
+    """
+
+    rank: Rank
+    finished_sending: list[str]
+    finished_recving: list[str]
+    failed_recving: list[RecvFailure]
+    records: list[RecvRecord]
+    stats: dict[str, object]
+
+
+class Worker:
+    """One rank's worker. May be used from any thread; `push_metadata`, `wait` and `shutdown` wait, nothing else does.
+
+    Args:
+        config: Keys `engine_id` (str), `pp_rank`, `tp_rank`, `tp_size`, `pp_size`, `dcp_size` (int), `compat` (list of
+            [name, value] pairs that both engines must share), `transport` ("auto", "tcp" or "shm"), `ucx` (UCX
+            settings without the `UCX_` prefix), `ucx_lib` (path of libucp), `name`, `window` (operations in flight),
+            `heartbeat_divisor`, `handshake_timeout_ms`, `transfer_timeout_ms`, `verdict_timeout_ms`,
+            `early_message_ms`, `tombstone_ms`, and `request_log` (path of a file that gets one JSON line per finished
+            receive). Only `engine_id` has no default.
+            An unknown key or a value of the wrong type raises `InvalidArgumentError` that names it.
+    """
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._handle = _wire.start_with_ucx(_lib.worker_start, config)
+
+    def register(self, addr: int, nbytes: int, kind: MemoryKind = "host", device: int = 0) -> int:
+        """Registers `nbytes` bytes at `addr` and returns the region's index, counted from 0 in order of registration.
+
+        The memory must stay valid until `shutdown` returns. `device` is the CUDA ordinal when `kind` is "cuda".
+        """
+        return _lib.worker_register(self._handle, addr, nbytes, kind, device)
+
+    def set_geometry(self, geometry: Mapping[str, object]) -> None:
+        """States where the rank keeps which part of the cache.
+
+        Args:
+            geometry: `{"groups": [{"kind": ..., "block_size": int}], "areas": [{"layer": str, "part": str, "group":
+                int, "region": int, "offset": int, "num_blocks": int, "block_stride": int, "heads": int,
+                "first_head": int, "total_heads": int, "head_stride": int, "tokens": int, "token_stride": int,
+                "content": int}]}`. A group's kind is "full", "latent", "state" or `{"sliding_window": {"window":
+                tokens}}`; offsets, strides and content are in bytes. Every area must lie inside its region.
+        """
+        _lib.worker_set_geometry(self._handle, _wire.pack("geometry", geometry))
+
+    def metadata(self) -> bytes:
+        """The rank's encoded metadata, for `Scheduler.serve`. Needs the regions and the geometry to be set."""
+        return _lib.worker_metadata(self._handle)
+
+    def push_metadata(self, host: str, port: int, expected: int, timeout: float = 30.0) -> int:
+        """Sends the metadata to the engine's listener, for engines without an RPC of their own.
+
+        Waits up to `timeout` seconds, also for a listener that is not up yet. `expected` is the engine's number of
+        ranks; returns how many the listener still lacks.
+        """
+        return _lib.worker_push_metadata(self._handle, host, port, expected, timeout)
+
+    def submit(self, step: bytes) -> None:
+        """Hands over one step made by `Scheduler.step`. Returns at once."""
+        _lib.worker_submit(self._handle, step)
+
+    def poll_encoded(self) -> bytes | None:
+        """What has happened since the last poll, as bytes for `Aggregator.add` or `Scheduler.report`;
+        None if nothing."""
+        return _lib.worker_poll(self._handle)
+
+    def poll(self) -> Report | None:
+        """What has happened since the last poll, decoded; None if nothing. Takes from the same queue as
+        `poll_encoded`."""
+        report = _lib.worker_poll(self._handle)
+        return None if report is None else decode_report(report)
+
+    def wait(self, timeout: float) -> Report | None:
+        """Like `poll`, but waits up to `timeout` seconds for something to happen."""
+        report = _lib.worker_wait(self._handle, timeout)
+        return None if report is None else decode_report(report)
+
+    def stats(self) -> dict[str, object]:
+        """Since the start: `totals` (counters as in `Report["stats"]`), `gauges`, `agent`, `malformed_steps` and
+        `malformed_messages`. Polls do not reset them."""
+        return _wire.unpack_map("stats", _lib.worker_stats(self._handle))
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Ends every request with a report, gives all memory back to the caller and frees the worker.
+
+        Waits at most `timeout` seconds for transfers in flight to be given up. Calling it again does nothing.
+        """
+        _lib.worker_shutdown(self._handle, timeout)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def decode_report(report: bytes) -> Report:
+    """An encoded report of `Worker.poll_encoded` as a dict."""
+    return cast(Report, _wire.decode_report(report))
+
+
+def merge_reports(left: bytes, right: bytes) -> bytes:
+    """Two encoded reports, or what this function made of some, as one, for `Aggregator.add`.
+
+    Associative and commutative, so that a host can merge the reports of ranks in any order and grouping.
+    """
+    return _lib.report_merge(left, right)
+
+
+def encode_report(report: Report) -> bytes:
+    """The inverse of `decode_report`."""
+    return _wire.encode_report(cast("dict[str, object]", report))

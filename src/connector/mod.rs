@@ -1,0 +1,15 @@
+//! The drivers of the state machines: they pump `proto` <-> `agent`, `net` and the clock, and decide nothing.
+//!
+//! [`Worker`] is one per rank, in the process that owns the KV cache; [`Scheduler`] is one per engine, in the process
+//! that schedules, which needs neither a device nor UCX.
+
+mod config;
+mod passenger;
+mod request_log;
+mod scheduler;
+mod shared;
+mod worker;
+
+pub use config::{SchedulerConfig, Transport, WorkerConfig, parse_config};
+pub use scheduler::Scheduler;
+pub use worker::{Worker, WorkerStats};

@@ -1,0 +1,380 @@
+//! The worker's driver on the ferry thread: actions of the state machine become verbs of the agent and questions to
+//! listeners, their outcomes become its inputs.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::request_log::RequestLog;
+use super::shared::{Command, Figures, Shared};
+use crate::agent::{Direction, Event, Ferry, Passenger, PeerId, TransferId};
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::{Answer, Ask, Client, ClientLimits, host_port};
+use crate::proto::handshake::{HandshakeFailure, Session};
+use crate::proto::plan::CopyPlan;
+use crate::proto::stats::Stats;
+use crate::proto::time::Time;
+use crate::proto::wire::{AgentMetadata, Cause, Message, PeerMessage, RankMetadata, StepMetadata};
+use crate::proto::worker::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine};
+
+/// How many complaints about undecodable messages are logged; all are counted.
+const COMPLAINTS: u64 = 20;
+
+pub(super) struct WorkerPassenger {
+    shared: Arc<Shared>,
+    driver: Option<Driver>,
+    log: Option<RequestLog>,
+    handshake_timeout: Duration,
+}
+
+struct Driver {
+    machine: Machine,
+    shared: Arc<Shared>,
+    log: Option<RequestLog>,
+    client: Client,
+    /// The share of the machine's own handshake timeout that the listener gets; the rest is for connecting. So the
+    /// error that names the listener comes before the machine's, which can't.
+    ask_timeout: Duration,
+    epoch: Instant,
+    local: Option<Arc<RankMetadata>>,
+    /// By the id that the question has on the wire.
+    sessions: HashMap<u64, Asked>,
+    questions: u64,
+    links: HashMap<PeerId, Link>,
+    ids: HashMap<PeerKey, PeerId>,
+    transfers: HashMap<TransferId, TransferToken>,
+    tokens: HashMap<TransferToken, TransferId>,
+    totals: Stats,
+}
+
+struct Asked {
+    name: SessionId,
+    session: Session,
+    at: String,
+}
+
+/// One connection of the agent.
+#[derive(Default)]
+struct Link {
+    /// What the state machine calls it, if it asked for it.
+    key: Option<PeerKey>,
+    name: String,
+    connected: bool,
+    /// Whether we made it. One that the other side made is not closed when only we are done with it.
+    ours: bool,
+}
+
+impl WorkerPassenger {
+    pub(super) fn new(shared: Arc<Shared>, log: Option<RequestLog>, handshake_timeout: Duration) -> Self {
+        WorkerPassenger { shared, driver: None, log, handshake_timeout }
+    }
+}
+
+impl Drop for WorkerPassenger {
+    fn drop(&mut self) {
+        self.shared.set_gone();
+    }
+}
+
+impl Passenger for WorkerPassenger {
+    fn turn(&mut self, ferry: &mut Ferry<'_>) -> Option<Instant> {
+        while let Some(command) = self.shared.pop() {
+            match (command, self.driver.as_mut()) {
+                (Command::Begin(machine), None) => {
+                    let shared = Arc::clone(&self.shared);
+                    let mut driver =
+                        Driver::new(*machine, shared, self.log.take(), self.handshake_timeout, ferry.now());
+                    if ferry.is_shutting_down() {
+                        driver.machine.handle_shutdown(driver.time(ferry.now()));
+                    }
+                    self.driver = Some(driver);
+                }
+                (Command::Local(local), Some(driver)) => {
+                    driver.machine.set_local(Arc::clone(&local));
+                    driver.local = Some(local);
+                }
+                (Command::Step(bytes), Some(driver)) => driver.step(ferry.now(), &bytes),
+                (Command::Figures(reply), Some(driver)) => {
+                    let figures = Figures { gauges: driver.machine.gauges(), totals: driver.totals.clone() };
+                    // The asker may have given up.
+                    let _ = reply.try_send(figures);
+                }
+                (Command::Begin(_), Some(_)) | (_, None) => {
+                    log::error!("kvferry worker: a command came out of order and is ignored");
+                }
+            }
+        }
+        self.driver.as_mut()?.turn(ferry)
+    }
+
+    fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
+        if let Some(driver) = &self.driver {
+            driver.client.poll_items(items);
+        }
+    }
+
+    fn shut_down(&mut self, ferry: &mut Ferry<'_>) {
+        if let Some(driver) = &mut self.driver {
+            driver.machine.handle_shutdown(driver.time(ferry.now()));
+            driver.turn(ferry);
+        }
+    }
+
+    fn finished(&self) -> bool {
+        self.driver.as_ref().is_none_or(|d| d.machine.is_drained())
+    }
+}
+
+impl Driver {
+    fn new(
+        machine: Machine,
+        shared: Arc<Shared>,
+        log: Option<RequestLog>,
+        handshake_timeout: Duration,
+        epoch: Instant,
+    ) -> Driver {
+        Driver {
+            machine,
+            shared,
+            log,
+            client: Client::new(ClientLimits::default()),
+            ask_timeout: handshake_timeout.mul_f64(0.9),
+            epoch,
+            local: None,
+            sessions: HashMap::new(),
+            questions: 0,
+            links: HashMap::new(),
+            ids: HashMap::new(),
+            transfers: HashMap::new(),
+            tokens: HashMap::new(),
+            totals: Stats::default(),
+        }
+    }
+
+    fn time(&self, at: Instant) -> Time {
+        Time::default() + at.saturating_duration_since(self.epoch)
+    }
+
+    fn step(&mut self, now: Instant, bytes: &[u8]) {
+        match StepMetadata::from_bytes(bytes) {
+            Ok(step) => self.machine.handle_step(self.time(now), step),
+            Err(e) => {
+                self.shared.malformed_steps.fetch_add(1, Ordering::Relaxed);
+                log::error!("kvferry worker: a step of {} bytes is ignored: {e}", bytes.len());
+            }
+        }
+    }
+
+    fn turn(&mut self, ferry: &mut Ferry<'_>) -> Option<Instant> {
+        let now = ferry.now();
+        self.client.turn(now);
+        while let Some(answer) = self.client.poll_answer() {
+            self.answer(now, answer);
+        }
+        while let Some(event) = ferry.poll_event() {
+            self.event(now, event);
+        }
+        if self.machine.poll_timeout().is_some_and(|at| at <= self.time(now)) {
+            self.machine.handle_timeout(self.time(now));
+        }
+        while let Some(action) = self.machine.poll_action() {
+            self.act(ferry, now, action);
+        }
+        self.report();
+        // A question that could not be asked is answered already, and comes back in a turn of its own.
+        let next = self.machine.poll_timeout().map(|at| self.epoch + Duration::from_micros(at.0));
+        [next, self.client.next_deadline()].into_iter().flatten().min()
+    }
+
+    fn report(&mut self) {
+        while let Some(report) = self.machine.poll_report() {
+            if let Some(log) = &mut self.log {
+                report.records.iter().for_each(|record| log.add(report.rank, record));
+            }
+            for failure in &report.failed_recving {
+                log::warn!(
+                    "kvferry worker {}: request {} was not received ({}): {}",
+                    report.rank,
+                    failure.request,
+                    failure.cause,
+                    failure.message
+                );
+            }
+            self.totals.merge(&report.stats);
+            self.shared.publish(report);
+        }
+        if let Some(log) = &mut self.log {
+            log.flush();
+        }
+    }
+
+    fn answer(&mut self, now: Instant, answer: Answer) {
+        let Some(Asked { name, session, at }) = self.sessions.remove(&answer.id) else { return };
+        let result = match answer.result {
+            Ok(reply) => session.judge(reply),
+            Err(e) => {
+                Err(HandshakeFailure { cause: Cause::HandshakeFailed, retry: true, message: e.message().to_owned() })
+            }
+        };
+        if let Err(failure) = &result {
+            log::warn!("kvferry worker: the handshake with {at} failed: {}", failure.message);
+        }
+        self.machine.handle_handshake(self.time(now), name, result);
+    }
+
+    fn event(&mut self, now: Instant, event: Event) {
+        let time = self.time(now);
+        match event {
+            Event::PeerConnected { peer, name, incarnation } => {
+                let link = self.links.entry(peer).or_default();
+                link.connected = true;
+                link.name = name;
+                match &link.key {
+                    Some(key) => {
+                        log::info!("kvferry worker: connected to {key} ({})", link.name);
+                        self.machine.handle_connected(time, key);
+                    }
+                    None => log::info!("kvferry worker: {} connected to us, incarnation {incarnation}", link.name),
+                }
+            }
+            Event::PeerLost { peer, error } => {
+                let link = self.links.remove(&peer).unwrap_or_default();
+                match link.key {
+                    Some(key) => {
+                        log::warn!("kvferry worker: lost {key} ({}): {error}", link.name);
+                        self.ids.remove(&key);
+                        self.machine.handle_peer_lost(time, &PeerRef::Outbound(key), error.message());
+                    }
+                    None => log::info!("kvferry worker: {} is gone: {error}", link.name),
+                }
+                self.machine.handle_peer_lost(time, &PeerRef::Inbound(peer.raw()), error.message());
+            }
+            Event::Message { peer, data } => match PeerMessage::from_bytes(&data) {
+                Ok(message) => {
+                    let key = self.links.get(&peer).and_then(|link| link.key.clone());
+                    let from = key.map_or(PeerRef::Inbound(peer.raw()), PeerRef::Outbound);
+                    self.machine.handle_message(time, &from, message);
+                }
+                Err(e) => {
+                    if self.shared.malformed_messages.fetch_add(1, Ordering::Relaxed) < COMPLAINTS {
+                        log::warn!("kvferry worker: a message of {peer} is ignored: {e}");
+                    }
+                }
+            },
+            Event::TransferDone { id, result, bytes, operations, posted_at, finished_at, .. } => {
+                let Some(token) = self.transfers.remove(&id) else { return };
+                self.tokens.remove(&token);
+                let (posted_at, finished_at) = (self.time(posted_at), self.time(finished_at));
+                let result = match result {
+                    Ok(()) => Ok(TransferFigures { bytes, operations, posted_at, finished_at }),
+                    Err(e) => Err((cause(e.kind()), e.message().to_owned())),
+                };
+                self.machine.handle_transfer_done(time, token, result);
+            }
+        }
+    }
+
+    fn act(&mut self, ferry: &mut Ferry<'_>, now: Instant, action: Action) {
+        match action {
+            Action::Handshake { session, engine, incarnation, host, port, ranks } => {
+                let time = self.time(now);
+                let Some(local) = &self.local else {
+                    let message = "this rank's own metadata is not complete: set the geometry before the first request";
+                    let failure =
+                        HandshakeFailure { cause: Cause::HandshakeFailed, retry: true, message: message.to_owned() };
+                    self.machine.handle_handshake(time, session, Err(failure));
+                    return;
+                };
+                self.questions += 1;
+                let id = self.questions;
+                let at = host_port(&host, port);
+                let judge = Session::new(Arc::clone(local), id, engine.clone(), incarnation, ranks.clone());
+                self.sessions.insert(id, Asked { name: session, session: judge, at });
+                let ask = Ask::Query { engine: Some(engine), ranks };
+                self.client.ask(now, id, &host, port, ask, now + self.ask_timeout);
+            }
+            Action::Connect { peer, metadata } => self.connect(ferry, now, peer, &metadata),
+            Action::Transfer { token, peer, plan } => match self.transfer(ferry, &peer, plan) {
+                Ok(id) => {
+                    self.transfers.insert(id, token);
+                    self.tokens.insert(token, id);
+                }
+                Err(e) => {
+                    let result = Err((cause(e.kind()), e.message().to_owned()));
+                    self.machine.handle_transfer_done(self.time(now), token, result);
+                }
+            },
+            Action::Cancel { token } => {
+                if let Some(id) = self.tokens.get(&token)
+                    && let Err(e) = ferry.cancel(*id)
+                {
+                    log::debug!("kvferry worker: {e}");
+                }
+            }
+            Action::Send { peer, message } => {
+                if let Err(e) = self.send(ferry, &peer, &message) {
+                    log::debug!("kvferry worker: a message to {peer} was not sent: {e}");
+                }
+            }
+            Action::Disconnect { peer } => {
+                let Some(id) = self.ids.remove(&peer) else { return };
+                let Some(link) = self.links.get_mut(&id) else { return };
+                link.key = None;
+                if link.ours {
+                    self.links.remove(&id);
+                    if let Err(e) = ferry.disconnect(id) {
+                        log::debug!("kvferry worker: {e}");
+                    }
+                }
+            }
+        }
+    }
+
+    fn connect(&mut self, ferry: &mut Ferry<'_>, now: Instant, key: PeerKey, metadata: &AgentMetadata) {
+        let time = self.time(now);
+        let id = match ferry.connect(metadata) {
+            Ok(id) => id,
+            Err(e) => {
+                log::warn!("kvferry worker: no connection to {key}: {e}");
+                self.machine.handle_peer_lost(time, &PeerRef::Outbound(key), e.message());
+                return;
+            }
+        };
+        let link = self.links.entry(id).or_insert_with(|| Link { ours: true, ..Link::default() });
+        if let Some(earlier) = link.key.replace(key.clone()) {
+            self.ids.remove(&earlier);
+        }
+        self.ids.insert(key.clone(), id);
+        if link.connected {
+            log::info!("kvferry worker: connected to {key} ({}), over the connection that it had made", link.name);
+            self.machine.handle_connected(time, &key);
+        }
+    }
+
+    fn transfer(&mut self, ferry: &mut Ferry<'_>, peer: &PeerKey, plan: CopyPlan) -> Result<TransferId> {
+        let gone = || Error::new(ErrorKind::PeerDied, format!("the connection to {peer} is gone"));
+        let id = *self.ids.get(peer).ok_or_else(gone)?;
+        ferry.transfer(id, Direction::Read, plan)
+    }
+
+    fn send(&self, ferry: &mut Ferry<'_>, peer: &PeerRef, message: &PeerMessage) -> Result<()> {
+        let id = match peer {
+            PeerRef::Outbound(key) => *self.ids.get(key).ok_or_else(|| Error::not_found("the connection is gone"))?,
+            PeerRef::Inbound(raw) => PeerId::from_raw(*raw),
+        };
+        ferry.send(id, message.to_bytes()?)
+    }
+}
+
+/// The cause that a failed transfer is counted under.
+fn cause(kind: ErrorKind) -> Cause {
+    match kind {
+        ErrorKind::PeerDied | ErrorKind::Unreachable => Cause::PeerDied,
+        ErrorKind::Cancelled => Cause::Aborted,
+        ErrorKind::Timeout => Cause::Timeout,
+        ErrorKind::ShutDown => Cause::ShutDown,
+        ErrorKind::InvalidArgument | ErrorKind::OutOfRange | ErrorKind::NotFound => Cause::InvalidRequest,
+        _ => Cause::TransportError,
+    }
+}

@@ -1,0 +1,211 @@
+//! One engine's scheduler side: the state machine, and the listener that serves the ranks' metadata.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use super::config::SchedulerConfig;
+use super::shared::lock;
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::{self, Listener, ListenerConfig};
+use crate::proto::handshake::{Directory, Pushes};
+use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
+use crate::proto::scheduler::{Finish, FinishOutcome, Match, Scheduler as Machine, SchedulerConfig as MachineConfig};
+use crate::proto::wire::{Blocks, Message, TransferParams, WorkerReport};
+
+/// One engine's scheduler side, producer and consumer at once. `Send` and `Sync`; no call waits for another process.
+pub struct Scheduler {
+    config: SchedulerConfig,
+    incarnation: Incarnation,
+    machine: Mutex<Machine>,
+    directory: Arc<Mutex<Directory>>,
+    listener: Mutex<Option<Listener>>,
+}
+
+impl Scheduler {
+    /// Draws this life's incarnation. With `push` configured the listener is bound now, so that workers can push to
+    /// [`Scheduler::address`]; otherwise [`Scheduler::serve`] binds it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; those of [`Listener::bind`].
+    pub fn start(config: SchedulerConfig) -> Result<Scheduler> {
+        config.check()?;
+        let number = getrandom::u64()
+            .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random incarnation from the system: {e}")))?;
+        let incarnation = Incarnation(number.max(1));
+        let machine = Machine::new(MachineConfig {
+            engine_id: config.engine_id.clone(),
+            incarnation,
+            tp_size: config.tp_size,
+            pp_size: config.pp_size,
+            dcp_size: config.dcp_size,
+            groups: config.groups.clone(),
+            null_block: config.null_block,
+            lease_ms: config.lease_ms,
+        })?;
+        let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
+        let directory = Directory::new(config.engine_id.clone(), incarnation, config.shape()?, pushes)?;
+        let scheduler = Scheduler {
+            incarnation,
+            machine: Mutex::new(machine),
+            directory: Arc::new(Mutex::new(directory)),
+            listener: Mutex::new(None),
+            config,
+        };
+        if scheduler.config.push {
+            scheduler.listen()?;
+        }
+        Ok(scheduler)
+    }
+
+    /// The engine.
+    pub fn engine(&self) -> &EngineId {
+        &self.config.engine_id
+    }
+
+    /// This life of the engine.
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// Takes the encoded `RankMetadata` of the engine's ranks, as the host gathered them, and serves them. Returns the
+    /// host and port that are advertised. The listener is bound when this returns.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine (nothing is served then);
+    /// those of [`Listener::bind`].
+    pub fn serve(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<(String, u16)> {
+        let (pp, tp) = (self.config.pp_size, self.config.tp_size);
+        let mut missing: BTreeSet<RankId> = (0..pp).flat_map(|pp| (0..tp).map(move |tp| RankId { pp, tp })).collect();
+        for (rank, metadata) in ranks {
+            let own = lock(&self.directory).offer(metadata)?;
+            if own != rank {
+                return Err(Error::invalid(format!("the metadata given as that of rank {rank} is that of rank {own}")));
+            }
+            missing.remove(&rank);
+        }
+        if !missing.is_empty() && !self.config.push {
+            let list = missing.iter().map(|r| r.to_string()).collect::<Vec<_>>().join(", ");
+            return Err(Error::invalid(format!(
+                "the metadata of {} of the engine's ranks is missing: {list}; tp_size is {}, pp_size {}: give every \
+                 rank's, or configure push to have ranks hand theirs in one by one",
+                missing.len(),
+                self.config.tp_size,
+                self.config.pp_size
+            )));
+        }
+        self.listen()
+    }
+
+    /// The host and port that are advertised, once the listener is bound.
+    pub fn address(&self) -> Option<(String, u16)> {
+        lock(&self.listener).as_ref().map(|l| (l.host().to_owned(), l.port()))
+    }
+
+    /// Why the listener's thread ended, if it did without [`Scheduler::shutdown`].
+    pub fn listener_failure(&self) -> Option<Error> {
+        lock(&self.listener).as_ref().and_then(Listener::failure)
+    }
+
+    fn listen(&self) -> Result<(String, u16)> {
+        let mut listener = lock(&self.listener);
+        if listener.is_none() {
+            let address = net::choose(self.config.host.as_deref(), self.config.advertise_local)?;
+            let config = ListenerConfig { address, port: self.config.bind_port()? };
+            let directory = Arc::clone(&self.directory);
+            *listener = Some(Listener::bind(&config, move |request| lock(&directory).answer(request))?);
+        }
+        let Some(listener) = listener.as_ref() else {
+            return Err(Error::new(ErrorKind::Internal, "the listener is gone"));
+        };
+        let (host, port) = (listener.host().to_owned(), listener.port());
+        lock(&self.machine).set_address(host.clone(), port);
+        Ok((host, port))
+    }
+
+    /// A request arrived; see [`Machine::arrived`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for an unusable id or params without a needed key, by its name.
+    pub fn arrived(&self, request: &str, params: &TransferParams) -> Result<()> {
+        lock(&self.machine).arrived(&RequestId::new(request)?, params)
+    }
+
+    /// How many tokens beyond `computed_tokens` of the prompt's `prompt_tokens` can be loaded; see
+    /// [`Machine::matched`].
+    ///
+    /// # Errors
+    /// As [`Scheduler::arrived`].
+    pub fn matched(
+        &self,
+        request: &str,
+        params: &TransferParams,
+        prompt_tokens: u64,
+        computed_tokens: u64,
+    ) -> Result<Match> {
+        lock(&self.machine).matched(&RequestId::new(request)?, params, prompt_tokens, computed_tokens)
+    }
+
+    /// Blocks are allocated; see [`Machine::allocated`].
+    ///
+    /// # Errors
+    /// As [`Scheduler::arrived`]; [`ErrorKind::InvalidArgument`] for block lists that do not fit the params'.
+    pub fn allocated(
+        &self,
+        request: &str,
+        params: &TransferParams,
+        local_blocks: Vec<Blocks>,
+        external_tokens: u64,
+    ) -> Result<()> {
+        lock(&self.machine).allocated(&RequestId::new(request)?, params, local_blocks, external_tokens)
+    }
+
+    /// A request ended; see [`Machine::finished`].
+    ///
+    /// # Errors
+    /// As [`Scheduler::arrived`].
+    pub fn finished(
+        &self,
+        request: &str,
+        params: &TransferParams,
+        outcome: FinishOutcome,
+        blocks: Vec<Blocks>,
+        computed_tokens: u64,
+    ) -> Result<Finish> {
+        lock(&self.machine).finished(&RequestId::new(request)?, params, outcome, blocks, computed_tokens)
+    }
+
+    /// The next step's work for every worker, encoded. What it returns is not returned again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Internal`] when it cannot be encoded.
+    pub fn step(&self) -> Result<Vec<u8>> {
+        lock(&self.machine).build_step().to_bytes()
+    }
+
+    /// Whether the next step has work, so that an idle engine should make one.
+    pub fn has_pending(&self) -> bool {
+        lock(&self.machine).has_pending()
+    }
+
+    /// Takes what all ranks together have reported.
+    pub fn on_report(&self, report: &WorkerReport) {
+        lock(&self.machine).on_report(report);
+    }
+
+    /// As [`Scheduler::on_report`], encoded.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`], [`ErrorKind::VersionMismatch`] or [`ErrorKind::Exhausted`] for bytes that are no report.
+    pub fn on_encoded_report(&self, report: &[u8]) -> Result<()> {
+        let report = WorkerReport::from_bytes(report)?;
+        self.on_report(&report);
+        Ok(())
+    }
+
+    /// Stops the listener and frees its port. Harmless when repeated.
+    pub fn shutdown(&self) {
+        if let Some(mut listener) = lock(&self.listener).take() {
+            listener.shutdown();
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! What a worker's handle and its passenger on the ferry thread share.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::proto::stats::Stats;
+use crate::proto::wire::{RankMetadata, WorkerReport};
+use crate::proto::worker::{Gauges, Worker as Machine};
+
+/// What the handle asks of the passenger.
+pub(super) enum Command {
+    /// The first command: the state machine to drive.
+    Begin(Box<Machine>),
+    /// The rank's metadata is complete.
+    Local(Arc<RankMetadata>),
+    /// A step's encoded work.
+    Step(Vec<u8>),
+    /// Asks for figures.
+    Figures(SyncSender<Figures>),
+}
+
+/// Queues and flags. Every lock is held for a queue operation only.
+#[derive(Default)]
+pub(super) struct Shared {
+    commands: Mutex<VecDeque<Command>>,
+    report: Mutex<Option<WorkerReport>>,
+    arrived: Condvar,
+    /// Whether `report` holds one, so that polling without one costs a load.
+    has_report: AtomicBool,
+    /// Set when the passenger is gone: nothing will be done any more.
+    gone: AtomicBool,
+    pub(super) malformed_steps: AtomicU64,
+    pub(super) malformed_messages: AtomicU64,
+}
+
+/// What the passenger counts.
+#[derive(Debug, Clone)]
+pub(super) struct Figures {
+    pub(super) gauges: Gauges,
+    pub(super) totals: Stats,
+}
+
+/// A lock that a panic elsewhere does not take away: what it guards is whole between any two statements.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    pub(super) fn push(&self, command: Command) {
+        lock(&self.commands).push_back(command);
+    }
+
+    pub(super) fn pop(&self) -> Option<Command> {
+        lock(&self.commands).pop_front()
+    }
+
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    pub(super) fn set_gone(&self) {
+        self.gone.store(true, Ordering::Release);
+        // Whoever waits for an answer learns that there is none.
+        lock(&self.commands).clear();
+        // Taking the lock orders this before a waiter's next look.
+        drop(lock(&self.report));
+        self.arrived.notify_all();
+    }
+
+    pub(super) fn publish(&self, report: WorkerReport) {
+        let mut slot = lock(&self.report);
+        match slot.as_mut() {
+            Some(earlier) => append(earlier, report),
+            None => *slot = Some(report),
+        }
+        self.has_report.store(true, Ordering::Release);
+        drop(slot);
+        self.arrived.notify_all();
+    }
+
+    pub(super) fn take_report(&self) -> Option<WorkerReport> {
+        if !self.has_report.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut slot = lock(&self.report);
+        self.has_report.store(false, Ordering::Release);
+        slot.take()
+    }
+
+    /// As `take_report`, but waits for one for at most `timeout`, unless none can come.
+    pub(super) fn wait_report(&self, timeout: Duration) -> Option<WorkerReport> {
+        let start = Instant::now();
+        let mut slot = lock(&self.report);
+        loop {
+            if slot.is_some() || self.is_gone() {
+                self.has_report.store(false, Ordering::Release);
+                return slot.take();
+            }
+            let left = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero())?;
+            slot = self.arrived.wait_timeout(slot, left).map_or_else(|e| e.into_inner().0, |(slot, _)| slot);
+        }
+    }
+}
+
+/// Adds a later report of the same rank to an earlier one.
+fn append(earlier: &mut WorkerReport, later: WorkerReport) {
+    let WorkerReport { rank: _, finished_sending, finished_recving, failed_recving, records, stats } = later;
+    earlier.finished_sending.extend(finished_sending);
+    earlier.finished_recving.extend(finished_recving);
+    earlier.failed_recving.extend(failed_recving);
+    earlier.records.extend(records);
+    earlier.stats.merge(&stats);
+}

@@ -1,0 +1,267 @@
+//! One rank's worker: an agent whose ferry thread also drives the worker's state machine.
+
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use serde::de::IgnoredAny;
+
+use super::config::WorkerConfig;
+use super::passenger::WorkerPassenger;
+use super::request_log::RequestLog;
+use super::shared::{Command, Shared, lock};
+use crate::agent::{Agent, AgentConfig, AgentStats, Window};
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::MemoryRange;
+use crate::net;
+use crate::proto::geometry::Geometry;
+use crate::proto::stats::Stats;
+use crate::proto::wire::{self, Message, RankMetadata, StepMetadata, WorkerReport};
+use crate::proto::worker::{Gauges, Worker as Machine, WorkerConfig as MachineConfig};
+
+/// Up to this length an encoded step is decoded by the caller to see whether it is empty, which costs less than waking
+/// the ferry thread for nothing. An empty step takes about 100 bytes.
+const SMALL_STEP: usize = 160;
+
+/// How long a cold call waits for the ferry thread, which answers within milliseconds unless UCX or a driver hangs.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// One rank of an engine, producer and consumer at once. `Send` and `Sync`; [`Worker::submit`] and [`Worker::poll`]
+/// never wait for the ferry thread, everything else may.
+pub struct Worker {
+    config: WorkerConfig,
+    agent: Agent,
+    shared: Arc<Shared>,
+    local: Mutex<Option<Local>>,
+}
+
+struct Local {
+    metadata: Arc<RankMetadata>,
+    encoded: Vec<u8>,
+}
+
+/// Counters of one worker since its start, and how much it holds now.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WorkerStats {
+    /// What was received and sent.
+    pub totals: Stats,
+    /// What the state machine remembers.
+    pub gauges: Gauges,
+    /// What the agent moved.
+    pub agent: AgentStats,
+    /// Steps that could not be decoded.
+    pub malformed_steps: u64,
+    /// Messages of peers that could not be decoded.
+    pub malformed_messages: u64,
+}
+
+impl Worker {
+    /// Opens UCX and starts the ferry thread.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; [`ErrorKind::Io`] for a request
+    /// log that cannot be opened; those of [`Agent::start`].
+    pub fn start(config: WorkerConfig) -> Result<Worker> {
+        config.check()?;
+        let log = config.request_log.as_deref().map(RequestLog::open).transpose()?;
+        let shared = Arc::new(Shared::default());
+        let for_thread = Arc::clone(&shared);
+        let timeout = Duration::from_millis(config.handshake_timeout_ms);
+        let agent = Agent::start_with(
+            agent_config(&config),
+            Box::new(move |_| Box::new(WorkerPassenger::new(for_thread, log, timeout))),
+        )?;
+        let machine = Machine::new(machine_config(&config, &agent)?)?;
+        shared.push(Command::Begin(Box::new(machine)));
+        agent.waker().wake();
+        Ok(Worker { config, agent, shared, local: Mutex::new(None) })
+    }
+
+    /// The configuration that the worker was started with.
+    pub fn config(&self) -> &WorkerConfig {
+        &self.config
+    }
+
+    /// The agent beneath, for its name, incarnation and UCX.
+    pub fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    /// Registers a KV-cache region. Returns its index, by which the geometry names it. All regions come before
+    /// [`Worker::set_geometry`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] after [`Worker::set_geometry`]; those of [`Agent::register`].
+    pub fn register(&self, range: MemoryRange) -> Result<u32> {
+        let local = lock(&self.local);
+        if local.is_some() {
+            return Err(Error::invalid(format!(
+                "{range} was registered after set_geometry: peers may know this rank's metadata already; register \
+                 every region first"
+            )));
+        }
+        let region = self.agent.register(range)?;
+        drop(local);
+        Ok(region.index())
+    }
+
+    /// States where in the registered regions which part of the cache lies. This completes the rank's metadata. Once;
+    /// again with the same geometry is harmless.
+    ///
+    /// # Errors
+    /// Those of [`RankMetadata::validate`], which checks the geometry against the registered regions; [`ErrorKind::AlreadyExists`] for another
+    /// geometry than before.
+    pub fn set_geometry(&self, geometry: Geometry) -> Result<()> {
+        let mut local = lock(&self.local);
+        if let Some(known) = local.as_ref() {
+            if known.metadata.geometry == geometry {
+                return Ok(());
+            }
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                "another geometry was set before, and peers may know it; start a new worker for another cache",
+            ));
+        }
+        let agent = self.agent.metadata()?;
+        let metadata = Arc::new(RankMetadata {
+            engine: self.config.engine_id.clone(),
+            rank: self.config.rank(),
+            shape: self.config.shape()?,
+            compat: self.config.compat()?,
+            geometry,
+            agent,
+        });
+        metadata.validate().map_err(|e| e.context("this rank's metadata"))?;
+        let encoded = metadata.to_bytes()?;
+        self.shared.push(Command::Local(Arc::clone(&metadata)));
+        self.agent.waker().wake();
+        *local = Some(Local { metadata, encoded });
+        Ok(())
+    }
+
+    /// The encoded `RankMetadata` for the scheduler side. Its size grows with regions and layers, never with blocks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] before [`Worker::set_geometry`].
+    pub fn metadata(&self) -> Result<Vec<u8>> {
+        match lock(&self.local).as_ref() {
+            Some(local) => Ok(local.encoded.clone()),
+            None => Err(Error::not_found(
+                "the rank's metadata is not complete: register the KV-cache regions, then set the geometry",
+            )),
+        }
+    }
+
+    /// Hands the rank's metadata to its own engine's listener at `host`:`port` over ZMQ, for hosts without an RPC;
+    /// `expected` is the number of ranks of the engine. Waits up to `timeout`, also for a listener that is not up yet.
+    /// Returns how many ranks are still missing there.
+    ///
+    /// # Errors
+    /// As [`Worker::metadata`] and [`net::push_blocking`].
+    pub fn push_metadata(&self, host: &str, port: u16, expected: u32, timeout: Duration) -> Result<u32> {
+        net::push_blocking(host, port, expected, self.metadata()?, timeout)
+    }
+
+    /// Hands over a step's work, as the scheduler side's `step` encoded it. Never waits. Only its envelope is checked
+    /// here; a body that does not decode is logged and counted.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`], [`ErrorKind::VersionMismatch`] or [`ErrorKind::Exhausted`] for bytes that are no step,
+    /// [`ErrorKind::ShutDown`] after the end of the ferry thread.
+    pub fn submit(&self, step: Vec<u8>) -> Result<()> {
+        if self.shared.is_gone() {
+            return Err(Error::new(ErrorKind::ShutDown, "the worker is shut down; the step was not taken"));
+        }
+        if step.len() <= SMALL_STEP {
+            if StepMetadata::from_bytes(&step)?.is_empty() {
+                return Ok(());
+            }
+        } else {
+            wire::decode::<IgnoredAny>(StepMetadata::KIND, &step, StepMetadata::MAX_BYTES)?;
+        }
+        self.shared.push(Command::Step(step));
+        self.agent.waker().wake();
+        Ok(())
+    }
+
+    /// What happened since the last call, if anything did. Never waits; without news it costs one atomic load.
+    pub fn poll(&self) -> Option<WorkerReport> {
+        self.shared.take_report()
+    }
+
+    /// As [`Worker::poll`], but waits for news for at most `timeout`; returns at once when none can come any more.
+    pub fn wait(&self, timeout: Duration) -> Option<WorkerReport> {
+        self.shared.wait_report(timeout)
+    }
+
+    /// Counters and gauges.
+    ///
+    /// # Errors
+    /// [`ErrorKind::ShutDown`] after the end of the ferry thread.
+    pub fn stats(&self) -> Result<WorkerStats> {
+        let agent = self.agent.stats()?;
+        let (reply, answer) = sync_channel(1);
+        self.shared.push(Command::Figures(reply));
+        self.agent.waker().wake();
+        let gone = || Error::new(ErrorKind::ShutDown, "the worker is shut down");
+        if self.shared.is_gone() {
+            return Err(gone());
+        }
+        let figures = answer.recv_timeout(ANSWER_TIMEOUT).map_err(|_| gone())?;
+        Ok(WorkerStats {
+            totals: figures.totals,
+            gauges: figures.gauges,
+            agent,
+            malformed_steps: self.shared.malformed_steps.load(Ordering::Relaxed),
+            malformed_messages: self.shared.malformed_messages.load(Ordering::Relaxed),
+        })
+    }
+
+    /// Ends every load (each still gets its report, to be polled afterwards), gives leases back, closes the
+    /// connections and ends the ferry thread. After `Ok` the registered memory may be freed. Harmless when repeated.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] when that took longer than `timeout`: the memory must then stay alive.
+    pub fn shutdown(&self, timeout: Duration) -> Result<()> {
+        self.agent.shutdown(timeout)
+    }
+}
+
+fn agent_config(config: &WorkerConfig) -> AgentConfig {
+    let defaults = AgentConfig::default();
+    let name = config.name.clone().unwrap_or_else(|| {
+        let engine: String = config.engine_id.as_str().chars().take(32).collect();
+        format!("{engine} pp{} tp{}", config.pp_rank, config.tp_rank)
+    });
+    let peer_window =
+        config.window.map_or(defaults.peer_window, |operations| Window { operations, ..defaults.peer_window });
+    AgentConfig {
+        name,
+        transport: config.transport.into(),
+        ucx: config.ucx.clone(),
+        ucx_lib: config.ucx_lib.as_ref().map(PathBuf::from),
+        peer_window,
+        total_window: Window {
+            operations: defaults.total_window.operations.max(peer_window.operations),
+            ..defaults.total_window
+        },
+        ..defaults
+    }
+}
+
+fn machine_config(config: &WorkerConfig, agent: &Agent) -> Result<MachineConfig> {
+    let base = MachineConfig::new(config.engine_id.clone(), config.rank(), config.shape()?, agent.incarnation());
+    Ok(MachineConfig {
+        heartbeat_divisor: config.heartbeat_divisor,
+        handshake_timeout_ms: config.handshake_timeout_ms,
+        transfer_timeout_ms: config.transfer_timeout_ms,
+        verdict_timeout_ms: config.verdict_timeout_ms,
+        early_message_ms: config.early_message_ms,
+        tombstone_ms: config.tombstone_ms,
+        hold_timeout_ms: config.hold_timeout_ms,
+        peer_ttl_ms: config.peer_ttl_ms,
+        ..base
+    })
+}

@@ -1,0 +1,603 @@
+//! `kvf_agent_*`: the transfer engine.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::c_void;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use super::boundary::{Out, slice, slice_mut};
+use super::buffer::{fill, kvf_buffer};
+use super::handle::{self, Object};
+use super::lists::Offsets;
+use super::{decode, log};
+use crate::agent::{Agent, AgentConfig, AgentStats, Direction, Event, PeerId, RegionId, TransferId, Transport};
+use crate::agent::{decode_metadata, encode_metadata};
+use crate::error::{Error, Result};
+use crate::mem::MemoryRange;
+use crate::proto::plan::{BlockPair, CopyPlan, Segment};
+use crate::proto::wire::MemoryKind;
+
+/// A transfer engine. Opaque.
+pub struct kvf_agent {
+    _opaque: (),
+}
+
+/// Where registered bytes live.
+#[repr(u32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum kvf_memory_kind {
+    /// Ordinary process memory.
+    KVF_MEMORY_HOST = 0,
+    /// Memory of a CUDA device.
+    KVF_MEMORY_CUDA = 1,
+}
+
+/// Which way a transfer moves bytes.
+#[repr(u32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum kvf_direction {
+    /// From the peer's regions into ours.
+    KVF_READ = 0,
+    /// From our regions into the peer's.
+    KVF_WRITE = 1,
+}
+
+/// What a kvf_event tells.
+#[repr(u32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum kvf_event_kind {
+    /// A transfer is over, and touches no memory any more. Each transfer gets exactly one. `status` is KVF_OK when every
+    /// byte was moved; otherwise the payload is the error's text.
+    KVF_EVENT_TRANSFER_DONE = 1,
+    /// A message arrived; the payload is its bytes.
+    KVF_EVENT_MESSAGE = 2,
+    /// The peer said hello; the payload is its name. Also comes, with a new peer id, on the side that was connected to.
+    KVF_EVENT_PEER_CONNECTED = 3,
+    /// The peer is gone and its id dead; `status` and the payload, a text, say why.
+    KVF_EVENT_PEER_LOST = 4,
+}
+
+/// A run of bytes that repeats at every block of one pair of lists: block `i` of list `list` moves `length` bytes
+/// between `local_offset + local_ids[i] * local_stride` in the local region and `remote_offset + remote_ids[i] *
+/// remote_stride` in the remote one. Offsets, strides and length are in bytes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct kvf_segment {
+    /// Which pair of block lists.
+    pub list: u32,
+    /// Local region, by its index.
+    pub local_region: u32,
+    /// Remote region, by its index.
+    pub remote_region: u32,
+    /// From the local region's first byte to that of block 0.
+    pub local_offset: u64,
+    /// From the remote region's first byte to that of block 0.
+    pub remote_offset: u64,
+    /// From a local block to the next.
+    pub local_stride: u64,
+    /// From a remote block to the next.
+    pub remote_stride: u64,
+    /// Moved per block.
+    pub length: u64,
+}
+
+/// Something that happened. Fields that a kind does not use are 0.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct kvf_event {
+    /// A kvf_event_kind. A program ignores the kinds that it does not know.
+    pub kind: u32,
+    /// A kvf_code.
+    pub status: i32,
+    /// The peer.
+    pub peer: u64,
+    /// The transfer.
+    pub transfer: u64,
+    /// Bytes whose operations succeeded.
+    pub bytes: u64,
+    /// UCX operations posted.
+    pub operations: u64,
+    /// From the first posted operation to the last ended one, in microseconds.
+    pub duration_us: u64,
+    /// The peer's incarnation.
+    pub incarnation: u64,
+    /// Names the event's bytes for kvf_agent_recv; 0 when it has none.
+    pub payload: u64,
+    /// How many bytes.
+    pub payload_len: u64,
+}
+
+/// What a handle stands for.
+struct Host {
+    agent: Agent,
+    /// The bytes of the events handed out last.
+    payloads: Mutex<Payloads>,
+}
+
+#[derive(Default)]
+struct Payloads {
+    last: u64,
+    bytes: HashMap<u64, Vec<u8>>,
+}
+
+impl Object for Host {
+    type C = kvf_agent;
+    const NOUN: &'static str = "agent";
+}
+
+/// The keys of an agent's configuration.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct Config {
+    name: Option<String>,
+    transport: Option<String>,
+    ucx: BTreeMap<String, String>,
+    ucx_lib: Option<PathBuf>,
+    window: Option<u32>,
+    window_bytes: Option<u64>,
+    max_operation_bytes: Option<u64>,
+    connect_timeout_ms: Option<u64>,
+    cancel_grace_ms: Option<u64>,
+    deregister_timeout_ms: Option<u64>,
+    spin_us: Option<u64>,
+    send_queue_bytes: Option<u64>,
+}
+
+impl Config {
+    fn agent_config(self) -> Result<AgentConfig> {
+        let mut config = AgentConfig { ucx: self.ucx, ucx_lib: self.ucx_lib, ..AgentConfig::default() };
+        if let Some(name) = self.name {
+            config.name = name;
+        }
+        if let Some(transport) = self.transport {
+            config.transport = Transport::parse(&transport)?;
+        }
+        set(&mut config.peer_window.operations, self.window);
+        config.total_window.operations = config.total_window.operations.max(config.peer_window.operations);
+        set(&mut config.peer_window.bytes, self.window_bytes);
+        config.total_window.bytes = config.total_window.bytes.max(config.peer_window.bytes);
+        set(&mut config.max_operation_bytes, self.max_operation_bytes);
+        set(&mut config.connect_timeout, self.connect_timeout_ms.map(Duration::from_millis));
+        set(&mut config.cancel_grace, self.cancel_grace_ms.map(Duration::from_millis));
+        set(&mut config.deregister_timeout, self.deregister_timeout_ms.map(Duration::from_millis));
+        set(&mut config.spin, self.spin_us.map(Duration::from_micros));
+        set(&mut config.send_queue_bytes, self.send_queue_bytes);
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+fn set<T>(place: &mut T, value: Option<T>) {
+    if let Some(value) = value {
+        *place = value;
+    }
+}
+
+/// What the C side says a range is.
+pub(super) fn memory_kind(kind: u32, device: u32) -> Result<MemoryKind> {
+    if kind == kvf_memory_kind::KVF_MEMORY_HOST as u32 {
+        Ok(MemoryKind::Host)
+    } else if kind == kvf_memory_kind::KVF_MEMORY_CUDA as u32 {
+        Ok(MemoryKind::Cuda { device })
+    } else {
+        Err(Error::invalid(format!("memory kind {kind} is unknown; expected KVF_MEMORY_HOST or KVF_MEMORY_CUDA")))
+    }
+}
+
+/// Starts an agent: opens UCX and starts the thread that owns it.
+///
+/// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: name (str), transport ("auto", "tcp" or
+/// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), window and window_bytes (in
+/// flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB), connect_timeout_ms (10000), cancel_grace_ms
+/// (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB).
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_start(config: *const u8, config_len: usize, out: *mut *mut kvf_agent) -> i32 {
+    boundary!(kvf_agent_start, {
+        // SAFETY: the caller's promise for out-parameters.
+        let out = unsafe { Out::new(out, "out")? };
+        // SAFETY: the caller's promise for arrays.
+        let config = unsafe { slice(config, config_len, "config")? };
+        let config = if config.is_empty() { Config::default() } else { decode::map("the agent's config", config)? };
+        log::start();
+        let agent = Agent::start(config.agent_config()?)?;
+        out.write(handle::give(Host { agent, payloads: Mutex::default() }));
+        Ok(())
+    })
+}
+
+/// Registers `len` bytes at `addr`, so that transfers can name them and peers can read and write them. `kind` is a
+/// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). `*region` names the registration,
+/// `*index` is what segments on both sides call it. Waits for the registration, which pins the memory.
+///
+/// The memory must stay allocated until kvf_agent_deregister, kvf_agent_shutdown or kvf_agent_free has returned KVF_OK.
+///
+/// # Safety
+/// As above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_register(
+    agent: *mut kvf_agent,
+    addr: *mut c_void,
+    len: u64,
+    kind: u32,
+    device: u32,
+    region: *mut u64,
+    index: *mut u32,
+) -> i32 {
+    boundary!(kvf_agent_register, {
+        // SAFETY: the caller's promise for out-parameters.
+        let (region, index) = unsafe { (Out::new(region, "region")?, Out::new(index, "index")?) };
+        let host = handle::get::<Host>(agent)?;
+        // SAFETY: the caller promises that the memory stays allocated until it is taken back.
+        let range = unsafe { MemoryRange::new(addr.addr() as u64, len, memory_kind(kind, device)?)? };
+        let id = host.agent.register(range)?;
+        region.write(id.raw());
+        index.write(id.index());
+        Ok(())
+    })
+}
+
+/// Takes a region back: new transfers with it are refused, those that use it are cancelled, and when this returns
+/// KVF_OK none touches its memory. KVF_TIMEOUT when they have not ended in time: then the memory must stay allocated.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_deregister(agent: *mut kvf_agent, region: u64) -> i32 {
+    boundary!(kvf_agent_deregister, { handle::get::<Host>(agent)?.agent.deregister(RegionId::from_raw(region)) })
+}
+
+/// The metadata with which another agent connects to this one and reaches the regions registered so far.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_metadata(agent: *mut kvf_agent, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_agent_metadata, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || encode_metadata(&handle::get::<Host>(agent)?.agent.metadata()?)) }
+    })
+}
+
+/// Connects to the agent that made `metadata`. Returns before the peer has answered: transfers and messages may be
+/// started at once; KVF_EVENT_PEER_CONNECTED or KVF_EVENT_PEER_LOST follows.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_connect(
+    agent: *mut kvf_agent,
+    metadata: *const u8,
+    metadata_len: usize,
+    peer: *mut u64,
+) -> i32 {
+    boundary!(kvf_agent_connect, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (peer, metadata) = unsafe { (Out::new(peer, "peer")?, slice(metadata, metadata_len, "metadata")?) };
+        let host = handle::get::<Host>(agent)?;
+        peer.write(host.agent.connect(&decode_metadata(metadata)?)?.raw());
+        Ok(())
+    })
+}
+
+/// Ends a connection: its transfers are cancelled, messages not sent yet are lost, and the id is dead at once.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_disconnect(agent: *mut kvf_agent, peer: u64) -> i32 {
+    boundary!(kvf_agent_disconnect, { handle::get::<Host>(agent)?.agent.disconnect(PeerId::from_raw(peer)) })
+}
+
+/// Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
+/// lie one list after the other in `local_ids` and in `remote_ids`; list `i` is the entries from `list_offsets[i]` to
+/// before `list_offsets[i + 1]` of both, so that `list_offsets` has `lists + 1` entries. All arrays may be freed when
+/// this returns.
+///
+/// What is wrong with the blocks (an id out of range, an unknown region) is the status of the transfer's
+/// KVF_EVENT_TRANSFER_DONE.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_transfer(
+    agent: *mut kvf_agent,
+    peer: u64,
+    direction: u32,
+    segments: *const kvf_segment,
+    segments_len: usize,
+    local_ids: *const u32,
+    remote_ids: *const u32,
+    list_offsets: *const u64,
+    lists: usize,
+    transfer: *mut u64,
+) -> i32 {
+    boundary!(kvf_agent_transfer, {
+        // SAFETY: the caller's promise for out-parameters.
+        let transfer = unsafe { Out::new(transfer, "transfer")? };
+        let host = handle::get::<Host>(agent)?;
+        let direction = match direction {
+            d if d == kvf_direction::KVF_READ as u32 => Direction::Read,
+            d if d == kvf_direction::KVF_WRITE as u32 => Direction::Write,
+            other => {
+                return Err(Error::invalid(format!("direction {other} is unknown; expected KVF_READ or KVF_WRITE")));
+            }
+        };
+        // SAFETY: the caller's promise for arrays.
+        let (segments, local, remote) = unsafe {
+            let offsets = Offsets::new(list_offsets, lists)?;
+            let segments = slice(segments, segments_len, "segments")?;
+            (segments, offsets.cut(local_ids, "local_ids")?, offsets.cut(remote_ids, "remote_ids")?)
+        };
+        let plan = CopyPlan {
+            segments: segments.iter().map(segment).collect(),
+            lists: local.into_iter().zip(remote).map(|(local, remote)| BlockPair { local, remote }).collect(),
+        };
+        transfer.write(host.agent.transfer(PeerId::from_raw(peer), direction, plan)?.raw());
+        Ok(())
+    })
+}
+
+fn segment(from: &kvf_segment) -> Segment {
+    Segment {
+        list: from.list,
+        local_region: from.local_region,
+        remote_region: from.remote_region,
+        local_offset: from.local_offset,
+        remote_offset: from.remote_offset,
+        local_stride: from.local_stride,
+        remote_stride: from.remote_stride,
+        len: from.length,
+    }
+}
+
+/// Stops a transfer. Its KVF_EVENT_TRANSFER_DONE still follows, with KVF_CANCELLED unless it was complete.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_cancel(agent: *mut kvf_agent, transfer: u64) -> i32 {
+    boundary!(kvf_agent_cancel, { handle::get::<Host>(agent)?.agent.cancel(TransferId::from_raw(transfer)) })
+}
+
+/// Sends a message of at most 16 MiB, copied before this returns. It arrives once and in order, unless the connection
+/// breaks. KVF_EXHAUSTED while too many bytes to this peer are not sent yet.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_send(agent: *mut kvf_agent, peer: u64, data: *const u8, data_len: usize) -> i32 {
+    boundary!(kvf_agent_send, {
+        // SAFETY: the caller's promise for arrays.
+        let data = unsafe { slice(data, data_len, "data")? };
+        handle::get::<Host>(agent)?.agent.send(PeerId::from_raw(peer), data.to_vec())
+    })
+}
+
+/// Takes up to `cap` of the oldest events not yet taken, without waiting; `*count` becomes their number, which may
+/// be 0. The payloads of the events taken before are dropped: fetch what you need with kvf_agent_recv first. One thread
+/// at a time polls or waits.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_poll(
+    agent: *mut kvf_agent,
+    out: *mut kvf_event,
+    cap: usize,
+    count: *mut usize,
+) -> i32 {
+    // SAFETY: the caller's promise for this call.
+    boundary!(kvf_agent_poll, { unsafe { take_events(agent, None, out, cap, count) } })
+}
+
+/// Like kvf_agent_poll, but waits up to `timeout_ms` milliseconds for the first event.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_wait(
+    agent: *mut kvf_agent,
+    timeout_ms: u32,
+    out: *mut kvf_event,
+    cap: usize,
+    count: *mut usize,
+) -> i32 {
+    let timeout = Duration::from_millis(timeout_ms.into());
+    // SAFETY: the caller's promise for this call.
+    boundary!(kvf_agent_wait, { unsafe { take_events(agent, Some(timeout), out, cap, count) } })
+}
+
+/// # Safety
+/// `out` must be valid for writes of `cap` events, and `count` for a write.
+unsafe fn take_events(
+    agent: *mut kvf_agent,
+    timeout: Option<Duration>,
+    out: *mut kvf_event,
+    cap: usize,
+    count: *mut usize,
+) -> Result<()> {
+    // SAFETY: this function's contract.
+    let count = unsafe { Out::new(count, "count")? };
+    // SAFETY: as above. An array that was not initialized is not read: `kvf_event` is plain numbers, and it is only
+    // written through `MaybeUninit`.
+    let out = unsafe { slice_mut(out.cast::<std::mem::MaybeUninit<kvf_event>>(), cap, "out")? };
+    let host = handle::get::<Host>(agent)?;
+    if out.is_empty() {
+        return Err(Error::invalid("cap is 0; expected room for at least one event"));
+    }
+    let mut first = timeout.and_then(|timeout| host.agent.wait_event(timeout));
+    let mut payloads = host.payloads.lock().unwrap_or_else(PoisonError::into_inner);
+    payloads.bytes.clear();
+    let mut taken = 0usize;
+    for place in out.iter_mut() {
+        let Some(event) = first.take().or_else(|| host.agent.poll_event()) else { break };
+        place.write(payloads.describe(event));
+        taken = taken.saturating_add(1);
+    }
+    count.write(taken);
+    Ok(())
+}
+
+impl Payloads {
+    fn describe(&mut self, event: Event) -> kvf_event {
+        let mut described = kvf_event::default();
+        let payload = match event {
+            Event::TransferDone { id, peer, result, bytes, operations, posted_at, finished_at } => {
+                described.kind = kvf_event_kind::KVF_EVENT_TRANSFER_DONE as u32;
+                described.transfer = id.raw();
+                described.peer = peer.raw();
+                described.bytes = bytes;
+                described.operations = operations;
+                let duration = finished_at.saturating_duration_since(posted_at);
+                described.duration_us = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
+                match result {
+                    Ok(()) => Vec::new(),
+                    Err(error) => {
+                        described.status = error.kind().code();
+                        error.message().as_bytes().to_vec()
+                    }
+                }
+            }
+            Event::Message { peer, data } => {
+                described.kind = kvf_event_kind::KVF_EVENT_MESSAGE as u32;
+                described.peer = peer.raw();
+                data
+            }
+            Event::PeerConnected { peer, name, incarnation } => {
+                described.kind = kvf_event_kind::KVF_EVENT_PEER_CONNECTED as u32;
+                described.peer = peer.raw();
+                described.incarnation = incarnation.0;
+                name.into_bytes()
+            }
+            Event::PeerLost { peer, error } => {
+                described.kind = kvf_event_kind::KVF_EVENT_PEER_LOST as u32;
+                described.peer = peer.raw();
+                described.status = error.kind().code();
+                error.message().as_bytes().to_vec()
+            }
+        };
+        if !payload.is_empty() {
+            self.last = self.last.wrapping_add(1);
+            described.payload = self.last;
+            described.payload_len = payload.len() as u64;
+            self.bytes.insert(self.last, payload);
+        }
+        described
+    }
+}
+
+/// Fetches an event's payload, once. KVF_NOT_FOUND after it was fetched, and after the next poll or wait.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_recv(agent: *mut kvf_agent, payload: u64, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_agent_recv, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe {
+            fill(out, || {
+                let host = handle::get::<Host>(agent)?;
+                let mut payloads = host.payloads.lock().unwrap_or_else(PoisonError::into_inner);
+                payloads.bytes.remove(&payload).ok_or_else(|| {
+                    Error::not_found(format!(
+                        "payload {payload} is not waiting: it was fetched already, or events were taken since"
+                    ))
+                })
+            })
+        }
+    })
+}
+
+/// Gauges and counters since the start, as a msgpack map of name to number.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_stats(agent: *mut kvf_agent, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_agent_stats, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe {
+            fill(out, || decode::encode("the agent's stats", &stats_map(&handle::get::<Host>(agent)?.agent.stats()?)))
+        }
+    })
+}
+
+/// An agent's figures by name.
+pub(super) fn stats_map(stats: &AgentStats) -> BTreeMap<&'static str, u64> {
+    BTreeMap::from([
+        ("regions", stats.regions),
+        ("region_bytes", stats.region_bytes),
+        ("peers", stats.peers),
+        ("transfers", stats.transfers),
+        ("operations_in_flight", stats.operations_in_flight),
+        ("bytes_in_flight", stats.bytes_in_flight),
+        ("operations", stats.operations),
+        ("bytes_read", stats.bytes_read),
+        ("bytes_written", stats.bytes_written),
+        ("transfers_done", stats.transfers_done),
+        ("transfers_failed", stats.transfers_failed),
+        ("messages_sent", stats.messages_sent),
+        ("messages_received", stats.messages_received),
+        ("messages_dropped", stats.messages_dropped),
+        ("peers_lost", stats.peers_lost),
+        ("sleeps", stats.sleeps),
+        ("turns", stats.turns),
+    ])
+}
+
+/// Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After
+/// KVF_OK no memory is touched any more; the events of ended transfers can still be taken, and everything else gives
+/// KVF_SHUT_DOWN. A second call does nothing. After KVF_TIMEOUT registered memory must stay allocated for ever.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_shutdown(agent: *mut kvf_agent, timeout_ms: u32) -> i32 {
+    boundary!(kvf_agent_shutdown, {
+        handle::get::<Host>(agent)?.agent.shutdown(Duration::from_millis(timeout_ms.into()))
+    })
+}
+
+/// Frees the agent, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
+/// status. The handle is dead in any case.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_free(agent: *mut kvf_agent) -> i32 {
+    boundary!(kvf_agent_free, { handle::take::<Host>(agent)?.agent.shutdown(super::FREE_TIMEOUT) })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    fn config(pairs: &[(&str, &str)]) -> Result<AgentConfig> {
+        let map: BTreeMap<_, _> = pairs.iter().copied().collect();
+        decode::map::<Config>("the agent's config", &rmp_serde::to_vec_named(&map).unwrap())?.agent_config()
+    }
+
+    #[test]
+    fn settings_are_taken_and_bad_ones_named() {
+        let good = config(&[("name", "n"), ("transport", "tcp"), ("ucx_lib", "/x/libucp.so.0")]).unwrap();
+        assert_eq!((good.name.as_str(), good.transport), ("n", Transport::Tcp));
+        assert_eq!(good.ucx_lib, Some(PathBuf::from("/x/libucp.so.0")));
+        for (key, value, expected) in [
+            ("transport", "rdma", "expected auto, tcp or shm"),
+            ("windw", "8", "unknown field `windw`"),
+            ("window", "8", "key \"window\""),
+        ] {
+            let error = config(&[(key, value)]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.message().contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Root objects as the C side holds them.
+//!
+//! A handle looks like a pointer and is none: it is a number that is never given out twice, and it is looked up. So a
+//! null, foreign, stale or twice freed handle is an error, and freeing an object while another thread is in a call on it
+//! is safe: that call keeps the object until it returns.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::process;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// What a handle stands for.
+pub(super) trait Object: Any + Send + Sync {
+    /// The opaque C type.
+    type C;
+    /// Its name in messages.
+    const NOUN: &'static str;
+}
+
+struct Entry {
+    noun: &'static str,
+    object: Arc<dyn Any + Send + Sync>,
+    process: u32,
+}
+
+static LIVE: RwLock<Option<HashMap<usize, Entry>>> = RwLock::new(None);
+
+/// Numbers start in a page that no process maps, so that following a handle by mistake faults at once.
+static NEXT: AtomicUsize = AtomicUsize::new(0x10);
+
+/// Makes a handle for `object`.
+pub(super) fn give<T: Object>(object: T) -> *mut T::C {
+    let number = NEXT.fetch_add(0x10, Ordering::Relaxed);
+    let entry = Entry { noun: T::NOUN, object: Arc::new(object), process: process::id() };
+    LIVE.write().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(number, entry);
+    std::ptr::without_provenance_mut(number)
+}
+
+/// The object of a handle.
+pub(super) fn get<T: Object>(handle: *mut T::C) -> Result<Arc<T>> {
+    let live = LIVE.read().unwrap_or_else(PoisonError::into_inner);
+    let entry = live.as_ref().and_then(|live| live.get(&handle.addr()));
+    checked::<T>(handle.addr(), entry)
+}
+
+/// Takes a handle out of use. The object lives until the last call on it returns.
+pub(super) fn take<T: Object>(handle: *mut T::C) -> Result<Arc<T>> {
+    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
+    let object = checked::<T>(handle.addr(), live.as_ref().and_then(|live| live.get(&handle.addr())))?;
+    let entry = live.as_mut().and_then(|live| live.remove(&handle.addr()));
+    drop(live);
+    drop(entry);
+    Ok(object)
+}
+
+fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
+    if number == 0 {
+        return Err(Error::invalid(format!("the {} handle is NULL", T::NOUN)));
+    }
+    let Some(entry) = entry else {
+        return Err(Error::not_found(format!(
+            "{number:#x} is no live {} handle: freed already, or never made",
+            T::NOUN
+        )));
+    };
+    let Ok(object) = Arc::clone(&entry.object).downcast::<T>() else {
+        return Err(Error::invalid(format!("this handle is of the kind {}, expected {}", entry.noun, T::NOUN)));
+    };
+    if entry.process != process::id() {
+        return Err(Error::new(
+            ErrorKind::ShutDown,
+            format!(
+                "this {} belongs to process {} and its threads stayed there at the fork; make a new one in process {}",
+                T::NOUN,
+                entry.process,
+                process::id()
+            ),
+        ));
+    }
+    Ok(object)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    struct CApple;
+    struct CPear;
+    #[derive(Debug)]
+    struct Apple(u32);
+    #[derive(Debug)]
+    struct Pear;
+    impl Object for Apple {
+        type C = CApple;
+        const NOUN: &'static str = "apple";
+    }
+    impl Object for Pear {
+        type C = CPear;
+        const NOUN: &'static str = "pear";
+    }
+
+    #[test]
+    fn a_handle_is_good_until_it_is_taken() {
+        let apple = give(Apple(3));
+        assert_eq!(get::<Apple>(apple).unwrap().0, 3);
+        assert_eq!(take::<Apple>(apple).unwrap().0, 3);
+        assert_eq!(get::<Apple>(apple).unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(take::<Apple>(apple).unwrap_err().kind(), ErrorKind::NotFound);
+        let other = give(Apple(4));
+        assert_ne!(apple, other);
+        assert_eq!(get::<Apple>(apple).unwrap_err().kind(), ErrorKind::NotFound);
+        take::<Apple>(other).unwrap();
+    }
+
+    #[test]
+    fn null_foreign_and_wrong_kinds_are_told_apart() {
+        assert_eq!(get::<Apple>(std::ptr::null_mut()).unwrap_err().message(), "the apple handle is NULL");
+        let foreign = Box::into_raw(Box::new(CApple));
+        assert_eq!(get::<Apple>(foreign).unwrap_err().kind(), ErrorKind::NotFound);
+        // SAFETY: made by `Box::into_raw` above and not freed by the lookup.
+        drop(unsafe { Box::from_raw(foreign) });
+        let pear = give(Pear);
+        let error = take::<Apple>(pear.cast()).unwrap_err();
+        assert_eq!(error.message(), "this handle is of the kind pear, expected apple");
+        take::<Pear>(pear).unwrap();
+    }
+
+    #[test]
+    fn an_object_outlives_its_handle_while_a_call_uses_it() {
+        let apple = give(Apple(5));
+        let in_use = get::<Apple>(apple).unwrap();
+        drop(take::<Apple>(apple).unwrap());
+        assert_eq!(in_use.0, 5);
+    }
+}

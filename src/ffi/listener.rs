@@ -1,0 +1,168 @@
+//! `kvf_listener_*`: the handshake listener alone.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::Deserialize;
+
+use super::boundary::{Out, slice};
+use super::buffer::{self, kvf_buffer};
+use super::handle::{self, Object};
+use super::{decode, log};
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::{self, ListenerConfig};
+use crate::proto::handshake::{Directory, Pushes};
+use crate::proto::ids::{EngineId, Incarnation};
+use crate::proto::wire::EngineShape;
+
+/// A handshake listener. Opaque.
+pub struct kvf_listener {
+    _opaque: (),
+}
+
+struct Host {
+    listener: Mutex<net::Listener>,
+    directory: Arc<Mutex<Directory>>,
+}
+
+impl Object for Host {
+    type C = kvf_listener;
+    const NOUN: &'static str = "listener";
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Config {
+    engine_id: EngineId,
+    #[serde(default = "one")]
+    tp_size: u32,
+    #[serde(default = "one")]
+    pp_size: u32,
+    #[serde(default = "one")]
+    dcp_size: u32,
+    #[serde(default)]
+    host: Option<String>,
+    #[serde(default)]
+    port: u16,
+    #[serde(default)]
+    data_parallel_index: u16,
+    #[serde(default)]
+    push: bool,
+    #[serde(default)]
+    advertise_local: bool,
+}
+
+fn one() -> u32 {
+    1
+}
+
+impl Config {
+    fn bind_port(&self) -> Result<u16> {
+        if self.port == 0 {
+            return Ok(0);
+        }
+        self.port.checked_add(self.data_parallel_index).ok_or_else(|| {
+            Error::invalid(format!(
+                "port {} plus data_parallel_index {} is over 65535; configure a lower port",
+                self.port, self.data_parallel_index
+            ))
+        })
+    }
+}
+
+fn start(config: &Config) -> Result<Host> {
+    let shape = EngineShape { tp: config.tp_size, pp: config.pp_size, dcp: config.dcp_size };
+    let drawn = getrandom::u64()
+        .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random incarnation from the system: {e}")))?;
+    let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
+    let directory = Directory::new(config.engine_id.clone(), Incarnation(drawn.max(1)), shape, pushes)?;
+    let directory = Arc::new(Mutex::new(directory));
+    let address = net::choose(config.host.as_deref(), config.advertise_local)?;
+    let shared = Arc::clone(&directory);
+    let listener = net::Listener::bind(&ListenerConfig { address, port: config.bind_port()? }, move |request| {
+        shared.lock().unwrap_or_else(PoisonError::into_inner).answer(request)
+    })?;
+    Ok(Host { listener: Mutex::new(listener), directory })
+}
+
+/// Starts a listener that serves the metadata of one engine's ranks to other engines. It is bound when this returns; a
+/// port that is taken is KVF_ADDRESS_IN_USE.
+///
+/// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), host (str or nil: an address
+/// that other hosts can reach is found), port (0: a free one), data_parallel_index (added to a port that is not 0),
+/// push (bool: also take metadata from ranks over the network), advertise_local (bool: a name of a loopback address
+/// may be advertised).
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_listener_start(config: *const u8, config_len: usize, out: *mut *mut kvf_listener) -> i32 {
+    boundary!(kvf_listener_start, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
+        let config: Config = decode::map("the listener's config", config)?;
+        log::start();
+        out.write(handle::give(start(&config)?));
+        Ok(())
+    })
+}
+
+/// Adds one rank's metadata (of kvf_worker_metadata); `*missing` becomes the number of ranks still missing. Queries are
+/// answered with "not ready" until there are none.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_listener_offer(
+    listener: *mut kvf_listener,
+    metadata: *const u8,
+    metadata_len: usize,
+    missing: *mut u32,
+) -> i32 {
+    boundary!(kvf_listener_offer, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (missing, metadata) =
+            unsafe { (Out::new(missing, "missing")?, slice(metadata, metadata_len, "metadata")?) };
+        let host = handle::get::<Host>(listener)?;
+        let mut directory = host.directory.lock().unwrap_or_else(PoisonError::into_inner);
+        directory.offer(metadata.to_vec())?;
+        missing.write(directory.missing());
+        Ok(())
+    })
+}
+
+/// The host and port to tell other engines.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_listener_address(
+    listener: *mut kvf_listener,
+    host: *mut kvf_buffer,
+    port: *mut u16,
+) -> i32 {
+    boundary!(kvf_listener_address, {
+        // SAFETY: the caller's promise for out-parameters.
+        let (host, port) = unsafe { (Out::new(host, "host")?, Out::new(port, "port")?) };
+        let object = handle::get::<Host>(listener)?;
+        let listener = object.listener.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(error) = listener.failure() {
+            return Err(error);
+        }
+        buffer::give(host, listener.host().as_bytes().to_vec());
+        port.write(listener.port());
+        Ok(())
+    })
+}
+
+/// Stops the listener, frees its port and the handle.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_listener_free(listener: *mut kvf_listener) -> i32 {
+    boundary!(kvf_listener_free, {
+        let host = handle::take::<Host>(listener)?;
+        host.listener.lock().unwrap_or_else(PoisonError::into_inner).shutdown();
+        Ok(())
+    })
+}

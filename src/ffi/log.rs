@@ -1,0 +1,193 @@
+//! Log lines for the host: to its callback, or to standard error.
+
+use std::cell::Cell;
+use std::env;
+use std::ffi::{CString, c_char, c_void};
+use std::sync::{Once, PoisonError, RwLock};
+
+use log::{Level, LevelFilter, Log, Metadata, Record};
+
+use crate::error::{Error, Result};
+
+/// Gets one log line. `level` is 1 (error), 2 (warn), 3 (info), 4 (debug) or 5 (trace); `target` names the module,
+/// such as "kvferry::agent". Both strings end with the call. It may come from any thread of the library and must not
+/// call `kvf_log_set` or `kvf_log_unset`; lines that it causes itself are dropped.
+pub type kvf_log_callback =
+    Option<unsafe extern "C" fn(level: u32, target: *const c_char, message: *const c_char, user: *mut c_void)>;
+
+#[derive(Clone, Copy)]
+struct Sink {
+    call: unsafe extern "C" fn(u32, *const c_char, *const c_char, *mut c_void),
+    user: *mut c_void,
+}
+
+// SAFETY: the contract of `kvf_log_set` is that the callback may be called with `user` from any thread.
+unsafe impl Send for Sink {}
+// SAFETY: as above, also from several threads at once.
+unsafe impl Sync for Sink {}
+
+/// Readers hold the lock while they call, so that a writer knows that no call is running when it has the lock.
+static SINK: RwLock<Option<Sink>> = RwLock::new(None);
+static STARTED: Once = Once::new();
+
+thread_local! {
+    /// Whether this thread is in the callback.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+struct Host;
+
+impl Log for Host {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.level() <= log::max_level()
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        if !self.enabled(record.metadata()) || INSIDE.try_with(Cell::get).unwrap_or(true) {
+            return;
+        }
+        let sink = SINK.read().unwrap_or_else(PoisonError::into_inner);
+        match *sink {
+            Some(sink) => call(sink, record),
+            None => print(record),
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+fn call(sink: Sink, record: &Record<'_>) {
+    let target = c_text(record.target());
+    let message = c_text(&record.args().to_string());
+    let _ = INSIDE.try_with(|inside| inside.set(true));
+    // SAFETY: the callback was given for calls from any thread until it is unset, which waits for the lock that the
+    // caller holds; both strings are live and end with a NUL.
+    unsafe { (sink.call)(record.level() as u32, target.as_ptr(), message.as_ptr(), sink.user) };
+    let _ = INSIDE.try_with(|inside| inside.set(false));
+}
+
+fn print(record: &Record<'_>) {
+    use std::io::Write;
+    // Standard error may be closed; there is no better place to say so.
+    let _ = writeln!(std::io::stderr(), "kvferry {} {}: {}", record.level(), record.target(), record.args());
+}
+
+fn c_text(text: &str) -> CString {
+    CString::new(text.replace('\0', "?")).unwrap_or_default()
+}
+
+/// Makes this module the process's logger, once. Every `kvf_*_start` calls it. A Rust program that embeds the library
+/// and has a logger keeps it.
+pub(super) fn start() {
+    STARTED.call_once(|| {
+        if log::set_logger(&Host).is_err() {
+            return;
+        }
+        match env::var("KVFERRY_LOG").as_deref().map(str::parse::<LevelFilter>) {
+            Ok(Ok(level)) => log::set_max_level(level),
+            Err(env::VarError::NotPresent) => log::set_max_level(LevelFilter::Warn),
+            Ok(Err(_)) | Err(env::VarError::NotUnicode(_)) => {
+                log::set_max_level(LevelFilter::Warn);
+                log::warn!(
+                    "KVFERRY_LOG={:?} is no level; expected off, error, warn, info, debug or trace; using warn",
+                    env::var_os("KVFERRY_LOG").unwrap_or_default()
+                );
+            }
+        }
+    });
+}
+
+fn not_inside() -> Result<()> {
+    if INSIDE.try_with(Cell::get).unwrap_or(false) {
+        return Err(Error::invalid("the log callback cannot set or unset a log callback; do it from elsewhere"));
+    }
+    Ok(())
+}
+
+/// Has `callback` called with `user` for every log line up to `max_level` (1 error to 5 trace, 0 none). Replaces a
+/// callback set before: when this returns, that one is not running and is not called any more. Without a callback,
+/// lines up to the level that the environment variable KVFERRY_LOG names (off, error, warn, info, debug, trace;
+/// default warn) go to standard error.
+///
+/// # Safety
+/// `callback` must be safe to call from any thread, also from several at once, until it is replaced or unset.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_log_set(callback: kvf_log_callback, user: *mut c_void, max_level: u32) -> i32 {
+    boundary!(kvf_log_set, {
+        let call = callback.ok_or_else(|| Error::invalid("callback is NULL; use kvf_log_unset to remove one"))?;
+        let level = match max_level {
+            0 => LevelFilter::Off,
+            level => Level::iter()
+                .find(|candidate| *candidate as u32 == level)
+                .map(|level| level.to_level_filter())
+                .ok_or_else(|| Error::invalid(format!("max_level is {max_level}, expected 0 (none) to 5 (trace)")))?,
+        };
+        not_inside()?;
+        start();
+        *SINK.write().unwrap_or_else(PoisonError::into_inner) = Some(Sink { call, user });
+        log::set_max_level(level);
+        Ok(())
+    })
+}
+
+/// Removes the callback: when this returns, it is not running and is not called any more. Lines up to "warn" go to
+/// standard error again.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvf_log_unset() -> i32 {
+    boundary!(kvf_log_unset, {
+        not_inside()?;
+        *SINK.write().unwrap_or_else(PoisonError::into_inner) = None;
+        log::set_max_level(LevelFilter::Warn);
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::ffi::CStr;
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::error::ErrorKind;
+
+    type Lines = Mutex<Vec<(u32, String, String, i32)>>;
+
+    unsafe extern "C" fn note(level: u32, target: *const c_char, message: *const c_char, user: *mut c_void) {
+        log::error!(target: "ffi_test", "from inside");
+        let refused = kvf_log_unset();
+        // SAFETY: the strings are live during the call, and `user` is the test's `Lines`, which outlives the callback.
+        unsafe {
+            let text = |text| CStr::from_ptr(text).to_str().unwrap().to_owned();
+            let line = (level, text(target), text(message), refused);
+            (*user.cast::<Lines>()).lock().unwrap().push(line);
+        }
+    }
+
+    #[test]
+    fn lines_go_to_the_callback_until_it_is_unset() {
+        let lines = Lines::default();
+        let user = (&raw const lines).cast_mut().cast();
+        // SAFETY: `note` may be called from any thread, and `lines` lives until it is unset.
+        unsafe {
+            assert_eq!(kvf_log_set(None, user, 3), ErrorKind::InvalidArgument.code());
+            assert_eq!(kvf_log_set(Some(note), user, 6), ErrorKind::InvalidArgument.code());
+            assert_eq!(kvf_log_set(Some(note), user, 3), 0);
+        }
+        log::info!(target: "ffi_test", "one\0two");
+        log::debug!(target: "ffi_test", "too detailed");
+        std::thread::spawn(|| log::error!(target: "ffi_test", "from a thread")).join().unwrap();
+        assert_eq!(kvf_log_unset(), 0);
+        log::error!(target: "ffi_test", "to standard error");
+        let lines = lines.into_inner().unwrap();
+        let refused = ErrorKind::InvalidArgument.code();
+        let ours: Vec<_> = lines.into_iter().filter(|line| line.1 == "ffi_test").collect();
+        assert_eq!(
+            ours,
+            [
+                (3, "ffi_test".to_owned(), "one?two".to_owned(), refused),
+                (1, "ffi_test".to_owned(), "from a thread".to_owned(), refused),
+            ]
+        );
+    }
+}

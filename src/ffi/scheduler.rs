@@ -1,0 +1,312 @@
+//! `kvf_scheduler_*`: the scheduler side of a KV connector.
+
+use std::ffi::c_char;
+
+use super::boundary::{Out, slice, text};
+use super::buffer::{self, fill, kvf_buffer};
+use super::handle::{self, Object};
+use super::lists::Offsets;
+use super::{decode, log};
+use crate::connector::{Scheduler, SchedulerConfig};
+use crate::error::{Error, Result};
+use crate::proto::ids::RankId;
+use crate::proto::scheduler::FinishOutcome;
+use crate::proto::wire::{Blocks, TransferParams};
+
+/// One engine's scheduler side. Opaque.
+pub struct kvf_scheduler {
+    _opaque: (),
+}
+
+impl Object for Scheduler {
+    type C = kvf_scheduler;
+    const NOUN: &'static str = "scheduler";
+}
+
+/// How a request ended.
+#[repr(u32)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum kvf_outcome {
+    /// By its length or a stop.
+    KVF_COMPLETE = 0,
+    /// In any other way.
+    KVF_ABORTED = 1,
+}
+
+/// One rank's encoded metadata.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct kvf_rank_metadata {
+    /// Pipeline-parallel rank.
+    pub pp_rank: u32,
+    /// Tensor-parallel rank.
+    pub tp_rank: u32,
+    /// The bytes of kvf_worker_metadata.
+    pub data: *const u8,
+    /// How many.
+    pub len: usize,
+}
+
+/// Starts a scheduler side. It touches no device memory and no UCX.
+///
+/// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), groups (list of maps with kind and
+/// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none), lease_ms
+/// (30000), host (str or nil: an address that other hosts can reach is found), port (5680; 0 for a free one),
+/// data_parallel_index (added to a port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool).
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_start(
+    config: *const u8,
+    config_len: usize,
+    out: *mut *mut kvf_scheduler,
+) -> i32 {
+    boundary!(kvf_scheduler_start, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
+        let config: SchedulerConfig = decode::map("the scheduler's config", config)?;
+        log::start();
+        out.write(handle::give(Scheduler::start(config)?));
+        Ok(())
+    })
+}
+
+/// Starts the handshake listener with the metadata of the engine's ranks. `*host` and `*port` are what other engines are
+/// told. The port is bound when this returns.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_serve(
+    scheduler: *mut kvf_scheduler,
+    ranks: *const kvf_rank_metadata,
+    ranks_len: usize,
+    host: *mut kvf_buffer,
+    port: *mut u16,
+) -> i32 {
+    boundary!(kvf_scheduler_serve, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (host, port, ranks) =
+            unsafe { (Out::new(host, "host")?, Out::new(port, "port")?, slice(ranks, ranks_len, "ranks")?) };
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        let ranks = ranks
+            .iter()
+            .map(|entry| {
+                let rank = RankId { pp: entry.pp_rank, tp: entry.tp_rank };
+                // SAFETY: the caller's promise for arrays.
+                let data = unsafe { slice(entry.data, entry.len, "a rank's data")? };
+                Ok((rank, data.to_vec()))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let (name, number) = scheduler.serve(ranks)?;
+        buffer::give(host, name.into_bytes());
+        port.write(number);
+        Ok(())
+    })
+}
+
+/// The request's id and params.
+///
+/// # Safety
+/// Both arrays must be valid for reads for `'a`.
+unsafe fn request<'a>(
+    request: *const c_char,
+    request_len: usize,
+    params: *const u8,
+    params_len: usize,
+) -> Result<(&'a str, TransferParams)> {
+    // SAFETY: this function's contract.
+    let (id, params) = unsafe { (text(request, request_len, "request")?, slice(params, params_len, "params")?) };
+    Ok((id, decode::map("kv_transfer_params", params).map_err(|e| e.context(format_args!("request {id:?}")))?))
+}
+
+/// Consumer: a request with a remote prefill has arrived. Connect early and keep its lease alive. `params` here and
+/// below is the request's kv_transfer_params as a msgpack map; what is wrong with them affects this request only.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_arrived(
+    scheduler: *mut kvf_scheduler,
+    request_id: *const c_char,
+    request_id_len: usize,
+    params: *const u8,
+    params_len: usize,
+) -> i32 {
+    boundary!(kvf_scheduler_arrived, {
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        // SAFETY: the caller's promise for arrays.
+        let (id, params) = unsafe { request(request_id, request_id_len, params, params_len)? };
+        scheduler.arrived(id, &params)
+    })
+}
+
+/// How many tokens beyond `computed_tokens` can be loaded, and whether between steps (`*asynchronous` 1). Has no side
+/// effects.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_matched(
+    scheduler: *mut kvf_scheduler,
+    request_id: *const c_char,
+    request_id_len: usize,
+    params: *const u8,
+    params_len: usize,
+    prompt_tokens: u64,
+    computed_tokens: u64,
+    tokens: *mut u64,
+    asynchronous: *mut u8,
+) -> i32 {
+    boundary!(kvf_scheduler_matched, {
+        // SAFETY: the caller's promise for out-parameters.
+        let (tokens, asynchronous) = unsafe { (Out::new(tokens, "tokens")?, Out::new(asynchronous, "asynchronous")?) };
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        // SAFETY: the caller's promise for arrays.
+        let (id, params) = unsafe { request(request_id, request_id_len, params, params_len)? };
+        let matched = scheduler.matched(id, &params, prompt_tokens, computed_tokens)?;
+        tokens.write(matched.tokens);
+        asynchronous.write(matched.asynchronous.into());
+        Ok(())
+    })
+}
+
+/// The block lists of a call.
+///
+/// # Safety
+/// `offsets` must be valid for reads of `lists + 1` entries, and `ids` of as many as the last offset says.
+unsafe fn blocks(ids: *const u32, offsets: *const u64, lists: usize) -> Result<Vec<Blocks>> {
+    // SAFETY: this function's contract.
+    unsafe { Offsets::new(offsets, lists)?.cut(ids, "ids") }
+}
+
+/// Consumer: blocks are allocated, and `external_tokens` tokens are to be loaded into them; 0 gives the lease back. A
+/// second call for the same request does nothing. The ids of all `lists` lists, one per KV-cache group, lie one list
+/// after the other in `ids`; list `i` is the entries from `list_offsets[i]` to before `list_offsets[i + 1]`.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_allocated(
+    scheduler: *mut kvf_scheduler,
+    request_id: *const c_char,
+    request_id_len: usize,
+    params: *const u8,
+    params_len: usize,
+    ids: *const u32,
+    list_offsets: *const u64,
+    lists: usize,
+    external_tokens: u64,
+) -> i32 {
+    boundary!(kvf_scheduler_allocated, {
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        // SAFETY: the caller's promise for arrays.
+        let ((id, params), blocks) =
+            unsafe { (request(request_id, request_id_len, params, params_len)?, blocks(ids, list_offsets, lists)?) };
+        scheduler.allocated(id, &params, blocks, external_tokens)
+    })
+}
+
+/// A request ended as `outcome` (a kvf_outcome) says. `*keep` is 1 when its blocks must stay until a report says that
+/// its sending is over. `*answer` is the kv_transfer_params for the client as a msgpack map, empty when there are none.
+/// Blocks are passed as in kvf_scheduler_allocated.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_finished(
+    scheduler: *mut kvf_scheduler,
+    request_id: *const c_char,
+    request_id_len: usize,
+    params: *const u8,
+    params_len: usize,
+    outcome: u32,
+    ids: *const u32,
+    list_offsets: *const u64,
+    lists: usize,
+    computed_tokens: u64,
+    keep: *mut u8,
+    answer: *mut kvf_buffer,
+) -> i32 {
+    boundary!(kvf_scheduler_finished, {
+        // SAFETY: the caller's promise for out-parameters.
+        let (keep, answer) = unsafe { (Out::new(keep, "keep")?, Out::new(answer, "answer")?) };
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        let outcome = match outcome {
+            o if o == kvf_outcome::KVF_COMPLETE as u32 => FinishOutcome::Complete,
+            o if o == kvf_outcome::KVF_ABORTED as u32 => FinishOutcome::Aborted,
+            other => {
+                return Err(Error::invalid(format!(
+                    "outcome {other} is unknown; expected KVF_COMPLETE or KVF_ABORTED"
+                )));
+            }
+        };
+        // SAFETY: the caller's promise for arrays.
+        let ((id, params), blocks) =
+            unsafe { (request(request_id, request_id_len, params, params_len)?, blocks(ids, list_offsets, lists)?) };
+        let finish = scheduler.finished(id, &params, outcome, blocks, computed_tokens)?;
+        let encoded = match finish.params {
+            Some(params) => decode::encode("kv_transfer_params", &params)?,
+            None => Vec::new(),
+        };
+        keep.write(finish.keep.into());
+        buffer::give(answer, encoded);
+        Ok(())
+    })
+}
+
+/// What is new for the workers, for kvf_worker_submit of every rank. Each piece of work is handed out once.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_step(scheduler: *mut kvf_scheduler, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_scheduler_step, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || handle::get::<Scheduler>(scheduler)?.step()) }
+    })
+}
+
+/// Whether the next step has work (`*pending` 1), so that an idle engine should make one.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_has_pending(scheduler: *mut kvf_scheduler, pending: *mut u8) -> i32 {
+    boundary!(kvf_scheduler_has_pending, {
+        // SAFETY: the caller's promise for out-parameters.
+        let pending = unsafe { Out::new(pending, "pending")? };
+        pending.write(handle::get::<Scheduler>(scheduler)?.has_pending().into());
+        Ok(())
+    })
+}
+
+/// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_report(
+    scheduler: *mut kvf_scheduler,
+    report: *const u8,
+    report_len: usize,
+) -> i32 {
+    boundary!(kvf_scheduler_report, {
+        // SAFETY: the caller's promise for arrays.
+        let report = unsafe { slice(report, report_len, "report")? };
+        handle::get::<Scheduler>(scheduler)?.on_encoded_report(report)
+    })
+}
+
+/// Stops the listener, frees its port and the handle.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_free(scheduler: *mut kvf_scheduler) -> i32 {
+    boundary!(kvf_scheduler_free, {
+        handle::take::<Scheduler>(scheduler)?.shutdown();
+        Ok(())
+    })
+}

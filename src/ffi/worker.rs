@@ -1,0 +1,250 @@
+//! `kvf_worker_*`: the worker side of a KV connector.
+
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_void};
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::agent::{memory_kind, stats_map};
+use super::boundary::{Out, slice, text};
+use super::buffer::{fill, kvf_buffer};
+use super::handle::{self, Object};
+use super::{decode, log};
+use crate::connector::{Worker, WorkerConfig, WorkerStats};
+use crate::error::Result;
+use crate::mem::MemoryRange;
+use crate::proto::geometry::Geometry;
+use crate::proto::stats::Stats;
+use crate::proto::wire::{Message, WorkerReport};
+
+/// One rank's worker. Opaque.
+pub struct kvf_worker {
+    _opaque: (),
+}
+
+impl Object for Worker {
+    type C = kvf_worker;
+    const NOUN: &'static str = "worker";
+}
+
+#[derive(Serialize)]
+struct Figures {
+    totals: Stats,
+    gauges: BTreeMap<&'static str, u64>,
+    agent: BTreeMap<&'static str, u64>,
+    malformed_steps: u64,
+    malformed_messages: u64,
+}
+
+impl From<WorkerStats> for Figures {
+    fn from(stats: WorkerStats) -> Self {
+        let gauges = stats.gauges;
+        let count = |n: usize| u64::try_from(n).unwrap_or(u64::MAX);
+        Figures {
+            totals: stats.totals,
+            gauges: BTreeMap::from([
+                ("leases", count(gauges.leases)),
+                ("early", count(gauges.early)),
+                ("tombstones", count(gauges.tombstones)),
+                ("holds", count(gauges.holds)),
+                ("loads", count(gauges.loads)),
+                ("releases", count(gauges.releases)),
+                ("sessions", count(gauges.sessions)),
+                ("peers", count(gauges.peers)),
+            ]),
+            agent: stats_map(&stats.agent),
+            malformed_steps: stats.malformed_steps,
+            malformed_messages: stats.malformed_messages,
+        }
+    }
+}
+
+/// Starts a worker: opens UCX and starts the thread that owns it.
+///
+/// `config` is a msgpack map. Keys: engine_id (str), pp_rank, tp_rank (0), tp_size, pp_size, dcp_size (1), compat (list
+/// of [name, value] that both engines must share), transport ("auto", "tcp" or "shm"), ucx (map of UCX settings without
+/// the UCX_ prefix), ucx_lib (path of libucp), name, window (operations in flight), heartbeat_divisor (6),
+/// handshake_timeout_ms (30000), transfer_timeout_ms (120000), verdict_timeout_ms (10000), early_message_ms (30000),
+/// tombstone_ms (120000), request_log (path of a file that gets one JSON line per finished receive).
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_start(config: *const u8, config_len: usize, out: *mut *mut kvf_worker) -> i32 {
+    boundary!(kvf_worker_start, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
+        let config: WorkerConfig = decode::map("the worker's config", config)?;
+        log::start();
+        out.write(handle::give(Worker::start(config)?));
+        Ok(())
+    })
+}
+
+/// Registers `len` bytes at `addr` as a KV-cache region; `*index` is what the geometry calls it. `kind` is a
+/// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). Waits for the registration. All regions
+/// come before kvf_worker_set_geometry.
+///
+/// The memory must stay allocated until kvf_worker_shutdown or kvf_worker_free has returned KVF_OK.
+///
+/// # Safety
+/// As above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_register(
+    worker: *mut kvf_worker,
+    addr: *mut c_void,
+    len: u64,
+    kind: u32,
+    device: u32,
+    index: *mut u32,
+) -> i32 {
+    boundary!(kvf_worker_register, {
+        // SAFETY: the caller's promise for out-parameters.
+        let index = unsafe { Out::new(index, "index")? };
+        let worker = handle::get::<Worker>(worker)?;
+        // SAFETY: the caller promises that the memory stays allocated until the worker is shut down.
+        let range = unsafe { MemoryRange::new(addr.addr() as u64, len, memory_kind(kind, device)?)? };
+        index.write(worker.register(range)?);
+        Ok(())
+    })
+}
+
+/// States where the rank keeps which part of the cache, which completes its metadata. Once; again with the same
+/// geometry does nothing.
+///
+/// `geometry` is a msgpack map. groups: list of maps with kind ("full", "latent", "state" or {"sliding_window":
+/// {"window": tokens}}) and block_size (tokens). areas: list of maps with layer, part (str), group (index), region
+/// (index), offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride, tokens, token_stride and
+/// content (offset, strides and content in bytes).
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_set_geometry(
+    worker: *mut kvf_worker,
+    geometry: *const u8,
+    geometry_len: usize,
+) -> i32 {
+    boundary!(kvf_worker_set_geometry, {
+        // SAFETY: the caller's promise for arrays.
+        let bytes = unsafe { slice(geometry, geometry_len, "geometry")? };
+        let worker = handle::get::<Worker>(worker)?;
+        worker.set_geometry(decode::map::<Geometry>("the geometry", bytes)?)
+    })
+}
+
+/// The rank's metadata, for the scheduler side. Its size grows with regions and layers, never with blocks.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_metadata(worker: *mut kvf_worker, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_worker_metadata, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || handle::get::<Worker>(worker)?.metadata()) }
+    })
+}
+
+/// Hands the metadata to a listener that takes pushes, waiting up to `timeout_ms` milliseconds for it. `expected` is the
+/// engine's number of ranks; `*missing` becomes how many the listener still lacks.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_push_metadata(
+    worker: *mut kvf_worker,
+    host: *const c_char,
+    host_len: usize,
+    port: u16,
+    expected: u32,
+    timeout_ms: u32,
+    missing: *mut u32,
+) -> i32 {
+    boundary!(kvf_worker_push_metadata, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (missing, host) = unsafe { (Out::new(missing, "missing")?, text(host, host_len, "host")?) };
+        let worker = handle::get::<Worker>(worker)?;
+        missing.write(worker.push_metadata(host, port, expected, Duration::from_millis(timeout_ms.into()))?);
+        Ok(())
+    })
+}
+
+/// Hands over one step, as kvf_scheduler_step made it, and returns at once.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_submit(worker: *mut kvf_worker, step: *const u8, step_len: usize) -> i32 {
+    boundary!(kvf_worker_submit, {
+        // SAFETY: the caller's promise for arrays.
+        let step = unsafe { slice(step, step_len, "step")? };
+        handle::get::<Worker>(worker)?.submit(step.to_vec())
+    })
+}
+
+/// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_poll(worker: *mut kvf_worker, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_worker_poll, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.poll())) }
+    })
+}
+
+/// Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_wait(worker: *mut kvf_worker, timeout_ms: u32, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_worker_wait, {
+        let timeout = Duration::from_millis(timeout_ms.into());
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.wait(timeout))) }
+    })
+}
+
+fn encoded(report: Option<WorkerReport>) -> Result<Vec<u8>> {
+    report.map_or(Ok(Vec::new()), |report| report.to_bytes())
+}
+
+/// Counters since the start and gauges, as a msgpack map: totals, gauges, agent, malformed_steps, malformed_messages.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_stats(worker: *mut kvf_worker, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_worker_stats, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe {
+            fill(out, || decode::encode("the worker's stats", &Figures::from(handle::get::<Worker>(worker)?.stats()?)))
+        }
+    })
+}
+
+/// Ends every request with a report, gives leases back and frees UCX, waiting at most `timeout_ms` milliseconds. After
+/// KVF_OK no memory is touched any more; the last reports can still be polled. A second call does nothing. After
+/// KVF_TIMEOUT registered memory must stay allocated for ever.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_shutdown(worker: *mut kvf_worker, timeout_ms: u32) -> i32 {
+    boundary!(kvf_worker_shutdown, {
+        handle::get::<Worker>(worker)?.shutdown(Duration::from_millis(timeout_ms.into()))
+    })
+}
+
+/// Frees the worker, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
+/// status. The handle is dead in any case.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_free(worker: *mut kvf_worker) -> i32 {
+    boundary!(kvf_worker_free, { handle::take::<Worker>(worker)?.shutdown(super::FREE_TIMEOUT) })
+}

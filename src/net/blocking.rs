@@ -1,0 +1,59 @@
+//! The client for callers that may wait: tools, tests, and a host that pushes metadata from its own thread.
+
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::{Ask, Client, ClientLimits};
+use crate::proto::ids::{EngineId, RankId};
+use crate::proto::wire::HandshakeReply;
+
+/// Asks the listener at `host`:`port` for the metadata of `ranks` (all if empty) of `engine` (any if None), and waits
+/// up to `timeout`, also for a listener that is not up or not complete yet. A refusal is a reply.
+///
+/// # Errors
+/// [`ErrorKind::Unreachable`] or [`ErrorKind::Timeout`] without an answer in time, [`ErrorKind::Corrupt`] or
+/// [`ErrorKind::VersionMismatch`] for one that cannot be understood.
+pub fn query_blocking(
+    host: &str,
+    port: u16,
+    engine: Option<EngineId>,
+    ranks: Vec<RankId>,
+    timeout: Duration,
+) -> Result<HandshakeReply> {
+    ask_blocking(host, port, Ask::Query { engine, ranks }, timeout)
+}
+
+/// Hands one rank's encoded `RankMetadata` to the listener of its own engine, which is complete with `expected` ranks,
+/// and waits up to `timeout`. Returns how many ranks are still missing.
+///
+/// # Errors
+/// As [`query_blocking`]; [`ErrorKind::InvalidArgument`] with the listener's words when it refuses.
+pub fn push_blocking(host: &str, port: u16, expected: u32, metadata: Vec<u8>, timeout: Duration) -> Result<u32> {
+    match ask_blocking(host, port, Ask::Push { expected, metadata }, timeout)? {
+        HandshakeReply::Pushed { missing, .. } => Ok(missing),
+        HandshakeReply::Refused { message, .. } => Err(Error::invalid(message)),
+        HandshakeReply::Ranks { .. } => Err(Error::corrupt("the listener answered a push with ranks")),
+    }
+}
+
+fn ask_blocking(host: &str, port: u16, ask: Ask, timeout: Duration) -> Result<HandshakeReply> {
+    let mut client = Client::new(ClientLimits::default());
+    let start = Instant::now();
+    client.ask(start, 1, host, port, ask, start + timeout);
+    loop {
+        let now = Instant::now();
+        client.turn(now);
+        if let Some(answer) = client.poll_answer() {
+            return answer.result;
+        }
+        let wait = client.next_deadline().map_or(timeout, |d| d.saturating_duration_since(now));
+        // Rounded up, so that the deadline has come when the wait is over.
+        let ms = i64::try_from(wait.as_millis()).unwrap_or(i64::MAX).saturating_add(1);
+        let mut items = Vec::new();
+        client.poll_items(&mut items);
+        match zmq::poll(&mut items, ms) {
+            Ok(_) | Err(zmq::Error::EINTR) => {}
+            Err(e) => return Err(Error::new(ErrorKind::Io, format!("waiting for {host}: {e}"))),
+        }
+    }
+}

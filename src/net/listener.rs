@@ -1,0 +1,279 @@
+//! The handshake listener: a ZMQ ROUTER on a thread of its own, which passes each request to an answering function.
+
+use std::net::IpAddr;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::{Address, host_port};
+use crate::proto::wire::limits::MAX_REQUEST_BYTES;
+
+/// Frames of a request that are kept: the sender's identity, an optional empty delimiter, the request, and one more to
+/// tell that there were too many.
+const MAX_FRAMES: usize = 4;
+
+/// Requests answered before the stop signal is looked at again.
+const BATCH: usize = 64;
+
+/// Messages queued per client and direction. A client that does not read its replies loses them and asks again.
+const QUEUE: i32 = 64;
+
+/// How long a client may take for ZMQ's own greeting, in milliseconds.
+const GREETING_MS: i32 = 10_000;
+
+/// Errors in a row, without a request in between, after which the thread gives up.
+const MAX_ERRORS: u32 = 100;
+
+/// Where to listen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListenerConfig {
+    /// The addresses to bind and to advertise, from [`crate::net::choose`].
+    pub address: Address,
+    /// The TCP port; 0 takes a free one.
+    pub port: u16,
+}
+
+/// A running listener. Dropping it stops the thread and frees the port.
+#[derive(Debug)]
+pub struct Listener {
+    host: String,
+    port: u16,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    wake: OwnedFd,
+    stop: AtomicBool,
+    alive: AtomicBool,
+    requests: AtomicU64,
+    failure: Mutex<Option<Error>>,
+}
+
+impl Listener {
+    /// Binds, and only then starts the thread `kvf-listener`, which passes every request's bytes to `answer` and sends
+    /// back what it returns. `answer` must bound its own work; a panic in it costs that reply only.
+    ///
+    /// # Errors
+    /// [`ErrorKind::AddressInUse`] when the port is taken or the address is not this host's; [`ErrorKind::Io`] when ZMQ
+    /// or the system refuses anything else.
+    pub fn bind(config: &ListenerConfig, answer: impl FnMut(&[u8]) -> Vec<u8> + Send + 'static) -> Result<Listener> {
+        let context = zmq::Context::new();
+        let router = context.socket(zmq::ROUTER).map_err(|e| refused("a ROUTER socket", e))?;
+        configure(&router, config).map_err(|e| refused("the listener's socket options", e))?;
+        let endpoint = super::endpoint(&config.address.bind.to_string(), config.port)?;
+        router.bind(&endpoint).map_err(|e| bind_error(config, e))?;
+        let port = bound_port(&router)?;
+        let wake =
+            rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK | rustix::event::EventfdFlags::CLOEXEC)
+                .map_err(|e| Error::new(ErrorKind::Io, format!("no eventfd for the listener: {e}")))?;
+        let shared = Arc::new(Shared {
+            wake,
+            stop: AtomicBool::new(false),
+            alive: AtomicBool::new(true),
+            requests: AtomicU64::new(0),
+            failure: Mutex::new(None),
+        });
+        let host = config.address.advertise.to_string();
+        if let Some(note) = &config.address.note {
+            log::warn!("kvferry listener: {note}");
+        }
+        log::info!("kvferry listener: bound to {endpoint}, advertising {}", host_port(&host, port));
+        let thread = std::thread::Builder::new()
+            .name("kvf-listener".to_owned())
+            .spawn({
+                let shared = Arc::clone(&shared);
+                move || thread_main(&shared, router, answer)
+            })
+            .map_err(|e| Error::new(ErrorKind::Io, format!("the listener's thread cannot be started: {e}")))?;
+        Ok(Listener { host, port, shared, thread: Some(thread) })
+    }
+
+    /// The address to tell others, without brackets.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// The port that is bound.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Whether the thread serves requests. When false without a [`Listener::shutdown`], [`Listener::failure`] says why.
+    pub fn is_alive(&self) -> bool {
+        self.shared.alive.load(Ordering::Acquire)
+    }
+
+    /// Why the thread gave up, if it did.
+    pub fn failure(&self) -> Option<Error> {
+        self.shared.failure.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// Messages received so far, malformed ones included.
+    pub fn requests(&self) -> u64 {
+        self.shared.requests.load(Ordering::Relaxed)
+    }
+
+    /// Stops the thread, drops unsent replies, frees the port, and waits for all of that. Harmless when repeated.
+    pub fn shutdown(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        let woken = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
+        if let Err(e) = woken {
+            log::error!("kvferry listener: the stop signal failed: {e}");
+        }
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("kvferry listener: the thread ended by a panic");
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+fn refused(what: &str, e: zmq::Error) -> Error {
+    Error::new(ErrorKind::Io, format!("ZMQ refused {what}: {e}"))
+}
+
+fn configure(router: &zmq::Socket, config: &ListenerConfig) -> zmq::Result<()> {
+    router.set_ipv6(config.address.bind.is_ipv6())?;
+    router.set_linger(0)?;
+    router.set_maxmsgsize(i64::try_from(MAX_REQUEST_BYTES).unwrap_or(i64::MAX))?;
+    router.set_sndhwm(QUEUE)?;
+    router.set_rcvhwm(QUEUE)?;
+    router.set_handshake_ivl(GREETING_MS)?;
+    router.set_tcp_keepalive(1)
+}
+
+fn bind_error(config: &ListenerConfig, e: zmq::Error) -> Error {
+    let ip: IpAddr = config.address.bind;
+    let at = host_port(&ip.to_string(), config.port);
+    let text = match e {
+        zmq::Error::EADDRINUSE => format!(
+            "the handshake listener cannot bind {at}: port {} is in use; stop the process that has it, configure \
+             another port, or port 0 to take a free one",
+            config.port
+        ),
+        zmq::Error::EADDRNOTAVAIL | zmq::Error::ENODEV => format!(
+            "the handshake listener cannot bind {at}: {ip} is not an address of this host ({}); configure one that \
+             is, or leave the host out to have one found",
+            super::local_addresses().map_or_else(
+                |e| e.message().to_owned(),
+                |l| l.iter().map(|a| a.ip.to_string()).collect::<Vec<_>>().join(", ")
+            )
+        ),
+        zmq::Error::EACCES => format!(
+            "the handshake listener may not bind {at}: ports under 1024 need a privilege; configure a higher port"
+        ),
+        other => {
+            return Error::new(ErrorKind::Io, format!("the handshake listener cannot bind {at}: {other}"));
+        }
+    };
+    Error::new(ErrorKind::AddressInUse, text)
+}
+
+fn bound_port(router: &zmq::Socket) -> Result<u16> {
+    let endpoint = router.get_last_endpoint().map_err(|e| refused("to name its endpoint", e))?.unwrap_or_default();
+    endpoint
+        .rsplit_once(':')
+        .and_then(|(_, port)| port.parse().ok())
+        .ok_or_else(|| Error::new(ErrorKind::Io, format!("ZMQ names its endpoint {endpoint:?}, which has no port")))
+}
+
+fn thread_main(shared: &Shared, router: zmq::Socket, mut answer: impl FnMut(&[u8]) -> Vec<u8>) {
+    let ended = catch_unwind(AssertUnwindSafe(|| serve(shared, &router, &mut answer)));
+    drop(router);
+    let failure = match ended {
+        Ok(Ok(())) => None,
+        Ok(Err(e)) => Some(e),
+        Err(_) => Some(Error::new(ErrorKind::Internal, "the handshake listener's thread panicked")),
+    };
+    if let Some(e) = failure {
+        log::error!("kvferry listener: stopped serving handshakes: {e}");
+        *shared.failure.lock().unwrap_or_else(|p| p.into_inner()) = Some(e);
+    }
+    shared.alive.store(false, Ordering::Release);
+}
+
+fn serve(shared: &Shared, router: &zmq::Socket, answer: &mut impl FnMut(&[u8]) -> Vec<u8>) -> Result<()> {
+    let mut errors = 0u32;
+    while !shared.stop.load(Ordering::Acquire) {
+        let mut items =
+            [router.as_poll_item(zmq::POLLIN), zmq::PollItem::from_fd(shared.wake.as_raw_fd(), zmq::POLLIN)];
+        let outcome = match zmq::poll(&mut items, -1) {
+            Ok(_) => serve_batch(shared, router, answer, &mut errors),
+            Err(zmq::Error::EINTR) => Ok(()),
+            Err(e) => Err(e),
+        };
+        if let Err(e) = outcome {
+            errors += 1;
+            log::warn!("kvferry listener: {e}");
+            if errors >= MAX_ERRORS {
+                return Err(Error::new(ErrorKind::Io, format!("{MAX_ERRORS} errors in a row, the last: {e}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn serve_batch(
+    shared: &Shared,
+    router: &zmq::Socket,
+    answer: &mut impl FnMut(&[u8]) -> Vec<u8>,
+    errors: &mut u32,
+) -> zmq::Result<()> {
+    for _ in 0..BATCH {
+        let frames = match receive(router) {
+            Ok(frames) => frames,
+            Err(zmq::Error::EAGAIN) => return Ok(()),
+            Err(zmq::Error::EINTR) => continue,
+            Err(e) => return Err(e),
+        };
+        *errors = 0;
+        shared.requests.fetch_add(1, Ordering::Relaxed);
+        // REQ sockets put an empty frame before the request, DEALER sockets need not. What has another form is handed
+        // on as an empty request, so that its sender is told that it was malformed.
+        let (identity, delimiter, request): (&[u8], bool, &[u8]) = match frames.as_slice() {
+            [identity, request] => (identity, false, request),
+            [identity, empty, request] if empty.is_empty() => (identity, true, request),
+            [identity, second, ..] => (identity, second.is_empty(), &[]),
+            _ => continue,
+        };
+        let Ok(reply) = catch_unwind(AssertUnwindSafe(|| answer(request))) else {
+            log::error!("kvferry listener: answering a request of {} bytes panicked; it gets no reply", request.len());
+            continue;
+        };
+        let mut out: Vec<&[u8]> = vec![identity];
+        if delimiter {
+            out.push(&[]);
+        }
+        out.push(&reply);
+        if let Err(e) = router.send_multipart(out, zmq::DONTWAIT) {
+            log::debug!("kvferry listener: a reply was dropped, its client is gone or does not read: {e}");
+        }
+    }
+    Ok(())
+}
+
+/// One message without waiting, at most [`MAX_FRAMES`] of its frames.
+fn receive(router: &zmq::Socket) -> zmq::Result<Vec<zmq::Message>> {
+    let mut frames = Vec::with_capacity(MAX_FRAMES);
+    loop {
+        let frame = router.recv_msg(zmq::DONTWAIT)?;
+        let more = frame.get_more();
+        if frames.len() < MAX_FRAMES {
+            frames.push(frame);
+        }
+        if !more {
+            return Ok(frames);
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! The listener's half of the handshake: request bytes in, reply bytes out.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+use serde_bytes::Bytes;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REPLY_BYTES};
+use crate::proto::wire::{
+    self, EngineShape, HandshakeReply, HandshakeRequest, Message, RankMetadata, RefusalCode, kind,
+};
+
+/// Whether ranks may bring their metadata over the network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pushes {
+    /// The host hands over all metadata itself.
+    Refused,
+    /// Ranks push theirs.
+    Accepted,
+}
+
+/// What a listener knows: its engine and the encoded metadata of every rank. Holds one copy of each rank's bytes and
+/// nothing per query or per block.
+#[derive(Debug, Clone)]
+pub struct Directory {
+    engine: EngineId,
+    incarnation: Incarnation,
+    shape: EngineShape,
+    pushes: Pushes,
+    ranks: BTreeMap<RankId, Vec<u8>>,
+}
+
+/// A refusal before it has its request's id.
+struct Refusal(RefusalCode, String);
+
+/// [`HandshakeReply::Ranks`] with the blobs borrowed, so that an answer copies each once, into the reply.
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case")]
+enum BorrowedReply<'a> {
+    Ranks { id: u64, engine: &'a EngineId, incarnation: Incarnation, shape: EngineShape, ranks: Vec<BorrowedBlob<'a>> },
+}
+
+#[derive(Serialize)]
+struct BorrowedBlob<'a> {
+    rank: RankId,
+    metadata: &'a Bytes,
+}
+
+/// What a reply takes beside the blobs: fixed fields, and per rank its id and framing. Generous.
+const REPLY_FRAME_BYTES: usize = 1024;
+const RANK_FRAME_BYTES: usize = 64;
+
+impl Directory {
+    /// A directory without ranks yet.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for a shape with a zero or of more than
+    /// [`MAX_RANKS`](crate::proto::wire::limits::MAX_RANKS) ranks, and for
+    /// incarnation 0.
+    pub fn new(engine: EngineId, incarnation: Incarnation, shape: EngineShape, pushes: Pushes) -> Result<Directory> {
+        shape.validate()?;
+        if incarnation == Incarnation(0) {
+            return Err(Error::invalid("an engine's incarnation is never 0; draw it at random at each start"));
+        }
+        Ok(Directory { engine, incarnation, shape, pushes, ranks: BTreeMap::new() })
+    }
+
+    /// The engine served.
+    pub fn engine(&self) -> &EngineId {
+        &self.engine
+    }
+
+    /// This life of the engine.
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// The engine's shape.
+    pub fn shape(&self) -> EngineShape {
+        self.shape
+    }
+
+    /// Whether every rank has reported, so that queries are answered.
+    pub fn is_ready(&self) -> bool {
+        self.missing() == 0
+    }
+
+    /// Ranks that have not reported yet.
+    pub fn missing(&self) -> u32 {
+        self.shape.ranks().saturating_sub(u32::try_from(self.ranks.len()).unwrap_or(u32::MAX))
+    }
+
+    /// Takes one rank's encoded `RankMetadata` (message kind `rank_metadata`) and gives its rank. The same bytes
+    /// again change nothing.
+    ///
+    /// Errors: [`ErrorKind::Exhausted`] over [`MAX_RANK_METADATA_BYTES`](crate::proto::wire::limits::MAX_RANK_METADATA_BYTES), [`ErrorKind::Corrupt`] and
+    /// [`ErrorKind::VersionMismatch`] for bytes that do not decode, [`ErrorKind::Incompatible`] for another engine or
+    /// shape, [`ErrorKind::InvalidArgument`] for a rank outside the shape, [`ErrorKind::AlreadyExists`] for other
+    /// contents than the rank gave before.
+    pub fn offer(&mut self, metadata: Vec<u8>) -> Result<RankId> {
+        let decoded = RankMetadata::from_bytes(&metadata)?;
+        if decoded.engine != self.engine {
+            return Err(Error::new(
+                ErrorKind::Incompatible,
+                format!(
+                    "metadata of rank {} of engine {:?} was brought to the listener of engine {:?}; give all ranks and \
+                     the scheduler the same engine id",
+                    decoded.rank,
+                    decoded.engine.as_str(),
+                    self.engine.as_str()
+                ),
+            ));
+        }
+        if decoded.shape != self.shape {
+            return Err(Error::new(
+                ErrorKind::Incompatible,
+                format!(
+                    "rank {} says that engine {} is {}, the listener was started for {}; give all ranks and the \
+                     scheduler the same sizes",
+                    decoded.rank, self.engine, decoded.shape, self.shape
+                ),
+            ));
+        }
+        decoded.validate().map_err(|e| e.context(format_args!("metadata of rank {}", decoded.rank)))?;
+        match self.ranks.get(&decoded.rank) {
+            Some(known) if *known == metadata => {}
+            Some(_) => {
+                return Err(Error::new(
+                    ErrorKind::AlreadyExists,
+                    format!(
+                        "rank {} of engine {} has given other metadata before; a rank that restarts needs its engine's \
+                         scheduler side restarted too",
+                        decoded.rank, self.engine
+                    ),
+                ));
+            }
+            None => {
+                self.ranks.insert(decoded.rank, metadata);
+            }
+        }
+        Ok(decoded.rank)
+    }
+
+    /// Answers one request, whatever its bytes are. Empty only if the answer cannot be encoded, which does not happen
+    /// for lack of anything in the request.
+    pub fn answer(&mut self, request: &[u8]) -> Vec<u8> {
+        let (id, outcome) = match self.read(request) {
+            Ok(HandshakeRequest::Query { id, .. }) if request.len() > MAX_QUERY_BYTES => {
+                (id, Err(too_long(request.len())))
+            }
+            Ok(HandshakeRequest::Query { id, engine, ranks }) => (id, self.query(id, engine, &ranks)),
+            Ok(HandshakeRequest::Push { id, expected, metadata }) => (id, self.push(id, expected, metadata.into_vec())),
+            Err(refusal) => (0, Err(refusal)),
+        };
+        outcome.unwrap_or_else(|Refusal(code, message)| {
+            HandshakeReply::Refused { id, code, message }.to_bytes().unwrap_or_default()
+        })
+    }
+
+    fn read(&self, request: &[u8]) -> Result<HandshakeRequest, Refusal> {
+        HandshakeRequest::from_bytes(request).map_err(|e| {
+            let code = match e.kind() {
+                ErrorKind::VersionMismatch => RefusalCode::Version,
+                _ => RefusalCode::Malformed,
+            };
+            Refusal(code, e.message().into())
+        })
+    }
+
+    fn query(&self, id: u64, engine: Option<EngineId>, ranks: &[RankId]) -> Result<Vec<u8>, Refusal> {
+        if let Some(wanted) = engine.filter(|wanted| *wanted != self.engine) {
+            return Err(Refusal(
+                RefusalCode::WrongEngine,
+                format!(
+                    "engine {:?} was asked for, engine {:?} listens here; check the host and port in the request's \
+                     kv_transfer_params",
+                    wanted.as_str(),
+                    self.engine.as_str()
+                ),
+            ));
+        }
+        if let Some(rank) = ranks.iter().find(|rank| !self.shape.contains(**rank)) {
+            return Err(Refusal(
+                RefusalCode::UnknownRank,
+                format!("rank {rank} was asked for, engine {} is {}", self.engine, self.shape),
+            ));
+        }
+        if !self.is_ready() {
+            return Err(Refusal(
+                RefusalCode::NotReady,
+                format!(
+                    "engine {} is starting: {} of its {} ranks have not reported yet; try again",
+                    self.engine,
+                    self.missing(),
+                    self.shape.ranks()
+                ),
+            ));
+        }
+        let mut asked = BTreeSet::new();
+        let mut bytes = REPLY_FRAME_BYTES;
+        let mut found = Vec::new();
+        let all = ranks.is_empty().then(|| self.ranks.keys());
+        for &rank in ranks.iter().chain(all.into_iter().flatten()) {
+            if let Some(metadata) = self.ranks.get(&rank).filter(|_| asked.insert(rank)) {
+                bytes = bytes.saturating_add(metadata.len()).saturating_add(RANK_FRAME_BYTES);
+                found.push(BorrowedBlob { rank, metadata: Bytes::new(metadata) });
+            }
+        }
+        if bytes > MAX_REPLY_BYTES {
+            return Err(Refusal(
+                RefusalCode::TooLarge,
+                format!(
+                    "the metadata of {} ranks takes {bytes} bytes, a reply holds {MAX_REPLY_BYTES}; ask for fewer ranks \
+                     at once",
+                    found.len()
+                ),
+            ));
+        }
+        let (engine, incarnation, shape) = (&self.engine, self.incarnation, self.shape);
+        wire::encode(kind::HANDSHAKE_REPLY, &BorrowedReply::Ranks { id, engine, incarnation, shape, ranks: found })
+            .map_err(|e| Refusal(RefusalCode::Malformed, e.message().into()))
+    }
+
+    fn push(&mut self, id: u64, expected: u32, metadata: Vec<u8>) -> Result<Vec<u8>, Refusal> {
+        let refuse = |message: String| Refusal(RefusalCode::Push, message);
+        if self.pushes == Pushes::Refused {
+            return Err(refuse(format!(
+                "the listener of engine {} takes no pushes; start it with pushes on, or hand the metadata over there",
+                self.engine
+            )));
+        }
+        if expected != self.shape.ranks() {
+            return Err(refuse(format!(
+                "a rank expects {expected} ranks in engine {}, its listener was started for {} ({}); give all ranks \
+                 and the scheduler the same sizes",
+                self.engine,
+                self.shape.ranks(),
+                self.shape
+            )));
+        }
+        self.offer(metadata).map_err(|e| refuse(e.message().into()))?;
+        HandshakeReply::Pushed { id, missing: self.missing() }.to_bytes().map_err(|e| refuse(e.message().into()))
+    }
+}
+
+fn too_long(bytes: usize) -> Refusal {
+    Refusal(RefusalCode::Malformed, format!("a query of {bytes} bytes is over the limit of {MAX_QUERY_BYTES}"))
+}

@@ -1,0 +1,203 @@
+//! The client's half of the handshake.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use super::{HandshakeFailure, HandshakeOutcome};
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::plan;
+use crate::proto::wire::{
+    Cause, CompatField, HandshakeReply, HandshakeRequest, Message, RankBlob, RankMetadata, RefusalCode,
+};
+
+/// One query to one engine and what is expected of its reply.
+#[derive(Debug, Clone)]
+pub struct Session {
+    local: Arc<RankMetadata>,
+    id: u64,
+    engine: EngineId,
+    incarnation: Option<Incarnation>,
+    ranks: Vec<RankId>,
+}
+
+fn fail(cause: Cause, message: impl Into<String>) -> HandshakeFailure {
+    HandshakeFailure { cause, retry: false, message: message.into() }
+}
+
+impl Session {
+    /// A session of the rank `local` with `engine` (in the life `incarnation`, if that is known), asking for `ranks`
+    /// (empty means all). `id` ties the reply to the query.
+    pub fn new(
+        local: Arc<RankMetadata>,
+        id: u64,
+        engine: EngineId,
+        incarnation: Option<Incarnation>,
+        ranks: Vec<RankId>,
+    ) -> Session {
+        Session { local, id, engine, incarnation, ranks }
+    }
+
+    /// The id that ties the reply to the query.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The query, encoded. Errors: [`ErrorKind::Exhausted`] when it asks for too many ranks.
+    pub fn request(&self) -> Result<Vec<u8>> {
+        HandshakeRequest::Query { id: self.id, engine: Some(self.engine.clone()), ranks: self.ranks.clone() }.to_bytes()
+    }
+
+    /// Judges the reply's bytes: as [`Session::judge`], after decoding.
+    pub fn judge_bytes(&self, reply: &[u8]) -> Result<HandshakeOutcome, HandshakeFailure> {
+        let reply = HandshakeReply::from_bytes(reply).map_err(|e| {
+            let cause = match e.kind() {
+                ErrorKind::VersionMismatch => Cause::Incompatible,
+                _ => Cause::HandshakeFailed,
+            };
+            fail(cause, format!("the answer of engine {}'s listener: {e}", self.engine))
+        })?;
+        self.judge(reply)
+    }
+
+    /// Judges a reply: engine, incarnation, ranks, then for each rank compatibility field by field, shape and geometry.
+    ///
+    /// Whether a rank's cache fits is asked only of ranks that this rank copies from, [`plan::peers`].
+    pub fn judge(&self, reply: HandshakeReply) -> Result<HandshakeOutcome, HandshakeFailure> {
+        match reply {
+            HandshakeReply::Refused { id, code, message } => Err(self.refused(id, code, &message)),
+            HandshakeReply::Pushed { .. } => Err(fail(
+                Cause::HandshakeFailed,
+                format!("engine {} answered a query as if it were a push", self.engine),
+            )),
+            HandshakeReply::Ranks { id, engine, incarnation, shape, ranks } => {
+                self.check_id(id)?;
+                if engine != self.engine {
+                    return Err(fail(
+                        Cause::HandshakeFailed,
+                        format!(
+                            "engine {:?} was expected, engine {:?} answered; check the host and port in the request's \
+                             kv_transfer_params",
+                            self.engine.as_str(),
+                            engine.as_str()
+                        ),
+                    ));
+                }
+                if let Some(expected) = self.incarnation.filter(|expected| *expected != incarnation) {
+                    return Err(fail(
+                        Cause::PeerDied,
+                        format!(
+                            "engine {engine} has restarted since it prefilled the request (incarnation {expected} \
+                             expected, {incarnation} found): the blocks are gone, prefill the request again"
+                        ),
+                    ));
+                }
+                let wrong = |e: Error| fail(cause_of(&e), format!("the answer of engine {engine}'s listener: {e}"));
+                shape.validate().map_err(wrong)?;
+                let wanted = plan::peers(self.local.rank, self.local.shape, shape)
+                    .map_err(|e| fail(cause_of(&e), format!("engine {engine}: {e}")))?;
+                let mut decoded = BTreeMap::new();
+                for RankBlob { rank, metadata } in ranks {
+                    let m = RankMetadata::from_bytes(&metadata).map_err(wrong)?;
+                    if m.rank != rank || m.engine != engine || m.shape != shape {
+                        return Err(fail(
+                            Cause::HandshakeFailed,
+                            format!(
+                                "the listener of engine {engine} ({shape}) gave metadata of rank {} of engine {} ({}) as \
+                                 that of rank {rank}",
+                                m.rank, m.engine, m.shape
+                            ),
+                        ));
+                    }
+                    m.validate().map_err(|e| wrong(e.context(format_args!("rank {rank}"))))?;
+                    if wanted.contains(&rank) {
+                        self.check_rank(&m)?;
+                    }
+                    if decoded.insert(rank, m).is_some() {
+                        return Err(fail(Cause::HandshakeFailed, format!("engine {engine} gave rank {rank} twice")));
+                    }
+                }
+                let ranks = self.pick(decoded, shape.ranks())?;
+                Ok(HandshakeOutcome { engine, incarnation, shape, ranks })
+            }
+        }
+    }
+
+    fn check_id(&self, id: u64) -> Result<(), HandshakeFailure> {
+        if id == self.id {
+            return Ok(());
+        }
+        Err(fail(Cause::HandshakeFailed, format!("query {} was answered with the answer to query {id}", self.id)))
+    }
+
+    fn refused(&self, id: u64, code: RefusalCode, message: &str) -> HandshakeFailure {
+        // 0: the listener could not read the request, so not its id either.
+        if let Err(failure) = self.check_id(if id == 0 { self.id } else { id }) {
+            return failure;
+        }
+        let cause = match code {
+            RefusalCode::Version => Cause::Incompatible,
+            _ => Cause::HandshakeFailed,
+        };
+        HandshakeFailure {
+            cause,
+            retry: code == RefusalCode::NotReady,
+            message: format!("the listener of engine {} refused: {message}", self.engine),
+        }
+    }
+
+    fn check_rank(&self, remote: &RankMetadata) -> Result<(), HandshakeFailure> {
+        let who = format!("engine {} rank {}", remote.engine, remote.rank);
+        let mismatch = |text: String| fail(Cause::Incompatible, format!("{who}: {text}"));
+        let (here, there) = (by_name(&self.local.compat), by_name(&remote.compat));
+        for name in here.keys().chain(there.keys()).collect::<BTreeSet<_>>() {
+            match (here.get(name), there.get(name)) {
+                (Some(a), Some(b)) if a == b => {}
+                (a, b) => {
+                    let text = |value: Option<&&str>| value.map_or("missing".into(), |v| format!("{v:?}"));
+                    return Err(mismatch(format!(
+                        "compatibility field {name:?} differs: {} here, {} there; start both engines with the same \
+                         {name}",
+                        text(a),
+                        text(b)
+                    )));
+                }
+            }
+        }
+        plan::check_ranks(&self.local, remote).map_err(|e| mismatch(e.message().into()))
+    }
+
+    /// The ranks asked for, in that order; all in rank order when none were named.
+    fn pick(&self, mut found: BTreeMap<RankId, RankMetadata>, all: u32) -> Result<Vec<RankMetadata>, HandshakeFailure> {
+        if self.ranks.is_empty() {
+            if found.len() != all as usize {
+                let text = format!("engine {} has {all} ranks, its listener gave {}", self.engine, found.len());
+                return Err(fail(Cause::HandshakeFailed, text));
+            }
+            return Ok(found.into_values().collect());
+        }
+        let mut picked = Vec::with_capacity(self.ranks.len());
+        for rank in &self.ranks {
+            match found.remove(rank) {
+                Some(m) => picked.push(m),
+                None if picked.iter().any(|m: &RankMetadata| m.rank == *rank) => {}
+                None => {
+                    let text = format!("rank {rank} was asked for, the listener of engine {} left it out", self.engine);
+                    return Err(fail(Cause::HandshakeFailed, text));
+                }
+            }
+        }
+        Ok(picked)
+    }
+}
+
+fn cause_of(error: &Error) -> Cause {
+    match error.kind() {
+        ErrorKind::Incompatible | ErrorKind::VersionMismatch => Cause::Incompatible,
+        _ => Cause::HandshakeFailed,
+    }
+}
+
+fn by_name(fields: &[CompatField]) -> BTreeMap<&str, &str> {
+    fields.iter().map(|field| (field.name.as_str(), field.value.as_str())).collect()
+}

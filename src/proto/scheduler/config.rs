@@ -1,0 +1,100 @@
+//! What the scheduler side's state machine is told at start.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::geometry::{Group, GroupKind};
+use crate::proto::ids::{EngineId, Incarnation};
+
+/// Settings of one engine's scheduler side.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SchedulerConfig {
+    /// The engine.
+    pub engine_id: EngineId,
+    /// This life of the engine.
+    pub incarnation: Incarnation,
+    /// Tensor-parallel size, at least 1.
+    pub tp_size: u32,
+    /// Pipeline-parallel size, at least 1.
+    pub pp_size: u32,
+    /// Decode-context-parallel size, at least 1.
+    pub dcp_size: u32,
+    /// The KV-cache groups in the engine's order, block sizes as the cache has them (not times `dcp_size`).
+    pub groups: Vec<Group>,
+    /// The block that stands for "no block here" in a block list (vLLM: 0); it is never read or written.
+    #[serde(default = "default_null_block")]
+    pub null_block: Option<u32>,
+    /// How long a hand-over's blocks are kept without a heartbeat, in milliseconds, at least 1000.
+    #[serde(default = "default_lease_ms")]
+    pub lease_ms: u64,
+}
+
+fn default_null_block() -> Option<u32> {
+    Some(0)
+}
+
+fn default_lease_ms() -> u64 {
+    30_000
+}
+
+impl SchedulerConfig {
+    /// A configuration of one rank with every default.
+    pub fn new(engine_id: EngineId, incarnation: Incarnation, groups: Vec<Group>) -> Self {
+        SchedulerConfig {
+            engine_id,
+            incarnation,
+            tp_size: 1,
+            pp_size: 1,
+            dcp_size: 1,
+            groups,
+            null_block: default_null_block(),
+            lease_ms: default_lease_ms(),
+        }
+    }
+
+    /// Checks every value. Errors: [`ErrorKind::InvalidArgument`] naming the key, its value and what is allowed;
+    /// [`ErrorKind::Unsupported`] for a kind of cache that cannot be handed over.
+    pub fn check(&self) -> Result<()> {
+        for (key, value) in [("tp_size", self.tp_size), ("pp_size", self.pp_size), ("dcp_size", self.dcp_size)] {
+            if value == 0 {
+                return Err(Error::invalid(format!("{key}: expected at least 1, got 0")));
+            }
+        }
+        if self.incarnation == Incarnation(0) {
+            return Err(Error::invalid("incarnation: expected a number other than 0, drawn at random at each start"));
+        }
+        if !(1_000..=864_000_000).contains(&self.lease_ms) {
+            return Err(Error::invalid(format!(
+                "lease_ms: expected 1000 to 864000000 milliseconds, got {}; 30000 is usual",
+                self.lease_ms
+            )));
+        }
+        if self.groups.is_empty() {
+            return Err(Error::invalid("groups: expected at least one KV-cache group, got none"));
+        }
+        for (index, group) in self.groups.iter().enumerate() {
+            if group.block_size == 0 {
+                return Err(Error::invalid(format!("groups[{index}].block_size: expected at least 1, got 0")));
+            }
+            match group.kind {
+                GroupKind::Full | GroupKind::Latent => {}
+                GroupKind::SlidingWindow { window: 0 } => {
+                    return Err(Error::invalid(format!("groups[{index}].kind: a sliding window has at least 1 token")));
+                }
+                GroupKind::SlidingWindow { .. } => {}
+                // A state after the whole prompt is of no use to a decoder that computes the last prompt token again.
+                GroupKind::State => {
+                    return Err(Error::new(
+                        ErrorKind::Unsupported,
+                        format!(
+                            "groups[{index}]: a state cache (Mamba, SSM) cannot be handed over by this release; serve \
+                             this model without kvferry"
+                        ),
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,75 @@
+//! Which type travels as which kind of message, and how long one may be.
+
+use serde::{Serialize, de::DeserializeOwned};
+
+use super::limits::*;
+use super::{
+    AgentMetadata, HandshakeReply, HandshakeRequest, PeerMessage, RankMetadata, ReportBatch, StepMetadata,
+    WorkerReport, codec,
+};
+use crate::error::{Error, ErrorKind, Result};
+
+/// The names of the message kinds.
+pub mod kind {
+    /// [`AgentMetadata`](super::AgentMetadata).
+    pub const AGENT_METADATA: &str = "agent_metadata";
+    /// [`RankMetadata`](super::RankMetadata).
+    pub const RANK_METADATA: &str = "rank_metadata";
+    /// [`HandshakeRequest`](super::HandshakeRequest).
+    pub const HANDSHAKE_REQUEST: &str = "handshake_request";
+    /// [`HandshakeReply`](super::HandshakeReply).
+    pub const HANDSHAKE_REPLY: &str = "handshake_reply";
+    /// [`PeerMessage`](super::PeerMessage).
+    pub const PEER_MESSAGE: &str = "peer_message";
+    /// [`StepMetadata`](super::StepMetadata).
+    pub const STEP: &str = "step";
+    /// [`WorkerReport`](super::WorkerReport).
+    pub const WORKER_REPORT: &str = "worker_report";
+    /// [`ReportBatch`](super::ReportBatch).
+    pub const REPORT_BATCH: &str = "report_batch";
+}
+
+/// A type that is an outermost message.
+pub trait Message: Serialize + DeserializeOwned {
+    /// The kind's name.
+    const KIND: &'static str;
+    /// The longest encoding that is sent or accepted, in bytes.
+    const MAX_BYTES: usize;
+
+    /// The message, encoded. Errors: [`ErrorKind::Exhausted`] when it is over [`Message::MAX_BYTES`].
+    fn to_bytes(&self) -> Result<Vec<u8>> {
+        let bytes = codec::encode(Self::KIND, self)?;
+        if bytes.len() > Self::MAX_BYTES {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("this {} message takes {} bytes, at most {} can be", Self::KIND, bytes.len(), Self::MAX_BYTES),
+            ));
+        }
+        Ok(bytes)
+    }
+
+    /// Decodes a message. Errors: those of [`codec::decode`].
+    fn from_bytes(bytes: &[u8]) -> Result<Self> {
+        codec::decode(Self::KIND, bytes, Self::MAX_BYTES)
+    }
+}
+
+macro_rules! messages {
+    ($($type:ty: $kind:expr, $max:expr;)*) => {
+        $(impl Message for $type {
+            const KIND: &'static str = $kind;
+            const MAX_BYTES: usize = $max;
+        })*
+    };
+}
+
+messages! {
+    AgentMetadata: kind::AGENT_METADATA, MAX_AGENT_METADATA_BYTES;
+    RankMetadata: kind::RANK_METADATA, MAX_RANK_METADATA_BYTES;
+    HandshakeRequest: kind::HANDSHAKE_REQUEST, MAX_REQUEST_BYTES;
+    HandshakeReply: kind::HANDSHAKE_REPLY, MAX_REPLY_BYTES;
+    PeerMessage: kind::PEER_MESSAGE, MAX_PEER_MESSAGE_BYTES;
+    StepMetadata: kind::STEP, MAX_STEP_BYTES;
+    WorkerReport: kind::WORKER_REPORT, MAX_REPORT_BYTES;
+    ReportBatch: kind::REPORT_BATCH, MAX_REPORT_BYTES;
+}

@@ -1,0 +1,167 @@
+//! What the worker's state machine is told at start.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::wire::EngineShape;
+
+/// Settings of one rank's state machine. All times are in milliseconds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WorkerConfig {
+    /// This rank's engine.
+    pub engine: EngineId,
+    /// This rank's place in it.
+    pub rank: RankId,
+    /// The engine's shape.
+    pub shape: EngineShape,
+    /// This life of the rank's agent: what producers know this reader by.
+    pub incarnation: Incarnation,
+    /// A lease of L ms is renewed every L / `heartbeat_divisor` ms, at most every 100 ms. Default 6: five heartbeats
+    /// may be late before a lease runs out.
+    #[serde(default = "defaults::heartbeat_divisor")]
+    pub heartbeat_divisor: u32,
+    /// From a handshake's start until every rank needed is connected. Default 30000.
+    #[serde(default = "defaults::handshake_timeout_ms")]
+    pub handshake_timeout_ms: u64,
+    /// For this long after a failed handshake a hold does not start another one; a load does. Default 1000.
+    #[serde(default = "defaults::handshake_backoff_ms")]
+    pub handshake_backoff_ms: u64,
+    /// From the posting of a load's transfers until the last has completed; then they are cancelled. Default 120000.
+    #[serde(default = "defaults::transfer_timeout_ms")]
+    pub transfer_timeout_ms: u64,
+    /// From saying done until the last verdict. Default 10000.
+    #[serde(default = "defaults::verdict_timeout_ms")]
+    pub verdict_timeout_ms: u64,
+    /// How long a producer keeps a `Done` or `Release` about a request that it has not granted (yet): with
+    /// asynchronous scheduling its own step may come after the consumer's message. Default 30000.
+    #[serde(default = "defaults::early_message_ms")]
+    pub early_message_ms: u64,
+    /// How many such messages are kept at most; one more is answered at once. Default 4096.
+    #[serde(default = "defaults::early_messages")]
+    pub early_messages: usize,
+    /// How long a producer remembers an ended request, to answer what comes late. Default 120000.
+    #[serde(default = "defaults::tombstone_ms")]
+    pub tombstone_ms: u64,
+    /// How many such requests are remembered at most; the oldest go first. Default 16384.
+    #[serde(default = "defaults::tombstones")]
+    pub tombstones: usize,
+    /// How long a lease is kept alive for a request that is neither loaded nor released. Default 3600000 (1 h).
+    #[serde(default = "defaults::hold_timeout_ms")]
+    pub hold_timeout_ms: u64,
+    /// A peer that no request has used for this long is disconnected. Default 600000 (10 min).
+    #[serde(default = "defaults::peer_ttl_ms")]
+    pub peer_ttl_ms: u64,
+}
+
+mod defaults {
+    pub fn heartbeat_divisor() -> u32 {
+        6
+    }
+    pub fn handshake_timeout_ms() -> u64 {
+        30_000
+    }
+    pub fn handshake_backoff_ms() -> u64 {
+        1_000
+    }
+    pub fn transfer_timeout_ms() -> u64 {
+        120_000
+    }
+    pub fn verdict_timeout_ms() -> u64 {
+        10_000
+    }
+    pub fn early_message_ms() -> u64 {
+        30_000
+    }
+    pub fn early_messages() -> usize {
+        4_096
+    }
+    pub fn tombstone_ms() -> u64 {
+        120_000
+    }
+    pub fn tombstones() -> usize {
+        16_384
+    }
+    pub fn hold_timeout_ms() -> u64 {
+        3_600_000
+    }
+    pub fn peer_ttl_ms() -> u64 {
+        600_000
+    }
+}
+
+/// The longest time that any setting accepts: ten days. Longer ones are taken for a mistake of unit.
+const MAX_MS: u64 = 864_000_000;
+
+impl WorkerConfig {
+    /// A configuration with every default.
+    pub fn new(engine: EngineId, rank: RankId, shape: EngineShape, incarnation: Incarnation) -> Self {
+        WorkerConfig {
+            engine,
+            rank,
+            shape,
+            incarnation,
+            heartbeat_divisor: defaults::heartbeat_divisor(),
+            handshake_timeout_ms: defaults::handshake_timeout_ms(),
+            handshake_backoff_ms: defaults::handshake_backoff_ms(),
+            transfer_timeout_ms: defaults::transfer_timeout_ms(),
+            verdict_timeout_ms: defaults::verdict_timeout_ms(),
+            early_message_ms: defaults::early_message_ms(),
+            early_messages: defaults::early_messages(),
+            tombstone_ms: defaults::tombstone_ms(),
+            tombstones: defaults::tombstones(),
+            hold_timeout_ms: defaults::hold_timeout_ms(),
+            peer_ttl_ms: defaults::peer_ttl_ms(),
+        }
+    }
+
+    /// Checks every value. Errors: [`crate::ErrorKind::InvalidArgument`] naming the key, its value and what is allowed.
+    pub fn check(&self) -> Result<()> {
+        if self.shape.tp == 0 || self.shape.pp == 0 || self.shape.dcp == 0 {
+            return Err(Error::invalid(format!(
+                "shape: sizes are at least 1, got tp {}, pp {}, dcp {}",
+                self.shape.tp, self.shape.pp, self.shape.dcp
+            )));
+        }
+        if self.rank.tp >= self.shape.tp || self.rank.pp >= self.shape.pp {
+            return Err(Error::invalid(format!(
+                "rank: {} is outside the engine's shape of tp {} and pp {}",
+                self.rank, self.shape.tp, self.shape.pp
+            )));
+        }
+        if !(2..=1000).contains(&self.heartbeat_divisor) {
+            return Err(Error::invalid(format!(
+                "heartbeat_divisor: expected 2 to 1000, got {}; 6 is usual",
+                self.heartbeat_divisor
+            )));
+        }
+        for (key, value) in [
+            ("handshake_timeout_ms", self.handshake_timeout_ms),
+            ("handshake_backoff_ms", self.handshake_backoff_ms),
+            ("transfer_timeout_ms", self.transfer_timeout_ms),
+            ("verdict_timeout_ms", self.verdict_timeout_ms),
+            ("early_message_ms", self.early_message_ms),
+            ("tombstone_ms", self.tombstone_ms),
+            ("hold_timeout_ms", self.hold_timeout_ms),
+            ("peer_ttl_ms", self.peer_ttl_ms),
+        ] {
+            if !(1..=MAX_MS).contains(&value) {
+                return Err(Error::invalid(format!("{key}: expected 1 to {MAX_MS} milliseconds, got {value}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// The time between two heartbeats for a lease of `lease_ms`.
+    pub(super) fn heartbeat_period(&self, lease_ms: u64) -> Duration {
+        ms((lease_ms / u64::from(self.heartbeat_divisor.max(1))).max(100))
+    }
+}
+
+/// Milliseconds as a duration.
+pub(super) fn ms(value: u64) -> Duration {
+    Duration::from_millis(value)
+}

@@ -1,0 +1,578 @@
+//! The consumer's half: holds, loads and releases.
+//!
+//! Each is a *want* with a number of its own (a ticket), so that a request id that comes again is not mistaken for its
+//! predecessor. A load goes from waiting (for a session) to reading to confirming; its report is made when no operation
+//! of it can touch memory any more.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::action::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
+use super::config::{WorkerConfig, ms};
+use super::load::{LoadState, Phase, Read};
+use super::outbox::Outbox;
+use super::sessions::{Due, Joined, Sessions, State, Ticket};
+use super::timers::Deadlines;
+use crate::error::ErrorKind;
+use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
+use crate::proto::ids::RequestId;
+use crate::proto::time::Time;
+use crate::proto::wire::{Cause, Hold, Load, PeerMessage, RankMetadata, Reader, Release, Remote, Verdict};
+
+#[derive(Debug)]
+enum Kind {
+    Hold,
+    Load(Box<LoadState>),
+    /// Waits for a session, to say so. No report, no name: the request is over here.
+    Release,
+}
+
+#[derive(Debug)]
+struct Want {
+    request: RequestId,
+    remote: Remote,
+    session: Option<SessionId>,
+    /// Whether heartbeats go out for it.
+    beating: bool,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Timer {
+    Hold(Ticket),
+    Load(Ticket),
+}
+
+#[derive(Debug)]
+pub(super) struct Consumer {
+    config: WorkerConfig,
+    local: Option<Arc<RankMetadata>>,
+    wants: BTreeMap<Ticket, Want>,
+    names: HashMap<RequestId, Ticket>,
+    tokens: HashMap<TransferToken, Ticket>,
+    serials: HashMap<u64, Ticket>,
+    sessions: Sessions,
+    deadlines: Deadlines<Timer>,
+    /// Source of tickets, tokens and serials.
+    next: u64,
+    closed: bool,
+}
+
+impl Consumer {
+    pub(super) fn new(config: &WorkerConfig) -> Self {
+        Consumer {
+            config: config.clone(),
+            local: None,
+            wants: BTreeMap::new(),
+            names: HashMap::new(),
+            tokens: HashMap::new(),
+            serials: HashMap::new(),
+            sessions: Sessions::new(config),
+            deadlines: Deadlines::new(),
+            next: 0,
+            closed: false,
+        }
+    }
+
+    pub(super) fn set_local(&mut self, local: Arc<RankMetadata>) {
+        self.local = Some(local);
+    }
+
+    /// Holds, loads, releases.
+    pub(super) fn counts(&self) -> (usize, usize, usize) {
+        self.wants.values().fold((0, 0, 0), |(holds, loads, releases), want| match want.kind {
+            Kind::Hold => (holds + 1, loads, releases),
+            Kind::Load(_) => (holds, loads + 1, releases),
+            Kind::Release => (holds, loads, releases + 1),
+        })
+    }
+
+    pub(super) fn sessions(&self) -> &Sessions {
+        &self.sessions
+    }
+
+    /// Transfers that may touch memory.
+    pub(super) fn in_flight(&self) -> usize {
+        self.tokens.len()
+    }
+
+    pub(super) fn hold(&mut self, now: Time, hold: Hold, out: &mut Outbox) {
+        if self.closed || self.local.is_none() || self.names.contains_key(&hold.request) {
+            return;
+        }
+        let ticket = self.add(hold.request, hold.remote, Kind::Hold);
+        self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.hold_timeout_ms));
+        self.join(now, ticket, false, out);
+    }
+
+    pub(super) fn load(&mut self, now: Time, load: Load, out: &mut Outbox) {
+        let state = Box::new(LoadState::new(now, &load));
+        let Load { request, remote, refused, .. } = load;
+        let mut held = None;
+        if let Some(&known) = self.names.get(&request) {
+            match self.wants.get(&known) {
+                // The load is under way; its one report will come.
+                Some(Want { kind: Kind::Load(_), .. }) => return,
+                Some(want) if want.remote == remote => held = Some(known),
+                _ => self.give_back(now, known, out),
+            }
+        }
+        let joined = held.is_some();
+        let ticket = match held.and_then(|ticket| Some((ticket, self.wants.get_mut(&ticket)?))) {
+            Some((ticket, want)) => {
+                want.kind = Kind::Load(state);
+                self.deadlines.cancel(&Timer::Hold(ticket));
+                ticket
+            }
+            None => self.add(request, remote, Kind::Load(state)),
+        };
+        if self.closed {
+            self.fail(now, ticket, Cause::ShutDown, "the worker is shut down".into(), out);
+            return;
+        }
+        if self.local.is_none() {
+            let text = "this rank has not stated its geometry, so nothing can be read; call set_geometry first";
+            self.fail(now, ticket, Cause::InvalidRequest, text.into(), out);
+            return;
+        }
+        if let Some(text) = refused {
+            if !joined {
+                self.join_session(now, ticket, true, out);
+            }
+            self.fail(now, ticket, Cause::InvalidRequest, text, out);
+        } else if joined {
+            self.progress(now, ticket, out);
+        } else {
+            self.join(now, ticket, true, out);
+        }
+    }
+
+    pub(super) fn release(&mut self, now: Time, release: Release, out: &mut Outbox) {
+        if let Some(&ticket) = self.names.get(&release.request) {
+            match self.wants.get(&ticket).map(|want| &want.kind) {
+                Some(Kind::Load(_)) => self.abort(now, &release.request, out),
+                _ => self.give_back(now, ticket, out),
+            }
+            return;
+        }
+        if self.closed || self.local.is_none() {
+            return;
+        }
+        let ticket = self.add(release.request.clone(), release.remote, Kind::Release);
+        self.names.remove(&release.request);
+        self.join(now, ticket, false, out);
+    }
+
+    pub(super) fn abort(&mut self, now: Time, request: &RequestId, out: &mut Outbox) {
+        let Some(&ticket) = self.names.get(request) else { return };
+        match self.wants.get(&ticket).map(|want| &want.kind) {
+            Some(Kind::Load(_)) => {
+                self.fail(now, ticket, Cause::Aborted, "this engine aborted the request".into(), out);
+            }
+            _ => self.give_back(now, ticket, out),
+        }
+    }
+
+    pub(super) fn handshake(
+        &mut self,
+        now: Time,
+        id: SessionId,
+        result: Result<HandshakeOutcome, HandshakeFailure>,
+        out: &mut Outbox,
+    ) {
+        if !self.sessions.is_handshaking(id) {
+            return;
+        }
+        let outcome = match result {
+            Ok(outcome) => outcome,
+            Err(failure) => return self.session_failed(now, id, failure.cause, &failure.message, out),
+        };
+        // The leases of another life are gone, whoever answered now.
+        for ticket in self.users(id) {
+            let Some(want) = self.wants.get(&ticket) else { continue };
+            let Some(granted_by) = want.remote.incarnation.filter(|i| *i != outcome.incarnation) else { continue };
+            let text = format!(
+                "engine {} restarted: incarnation {granted_by} granted the lease, {} answers now",
+                outcome.engine, outcome.incarnation
+            );
+            self.strand(now, ticket, Cause::PeerDied, text, out);
+        }
+        let users = self.users(id);
+        if self.sessions.has_twin(id, &outcome) {
+            for ticket in users {
+                self.sessions.leave(now, id, ticket, out);
+                self.join(now, ticket, true, out);
+            }
+            self.sessions.break_off(now, id, false, out);
+            return;
+        }
+        if users.is_empty() {
+            self.sessions.break_off(now, id, false, out);
+            return;
+        }
+        let Some(local) = self.local.clone() else { return };
+        if let Err(e) = self.sessions.connect(id, &local, &outcome, out) {
+            let cause = match e.kind() {
+                ErrorKind::Incompatible => Cause::Incompatible,
+                _ => Cause::HandshakeFailed,
+            };
+            self.session_failed(now, id, cause, e.message(), out);
+        }
+    }
+
+    pub(super) fn connected(&mut self, now: Time, key: &PeerKey, out: &mut Outbox) {
+        if let Some(id) = self.sessions.connected(key) {
+            out.report.stats.handshakes += 1;
+            for ticket in self.users(id) {
+                self.progress(now, ticket, out);
+            }
+        }
+    }
+
+    pub(super) fn peer_lost(&mut self, now: Time, key: &PeerKey, message: &str, out: &mut Outbox) {
+        let Some(id) = self.sessions.session_of(key) else { return };
+        self.sessions.forget_peer(key);
+        if self.sessions.get(id).is_some_and(|session| session.state == State::Connecting) {
+            out.report.stats.handshake_failures += 1;
+        }
+        self.sessions.break_off(now, id, true, out);
+        for ticket in self.users(id) {
+            self.strand(now, ticket, Cause::PeerDied, format!("{key} is lost: {message}"), out);
+        }
+    }
+
+    pub(super) fn transfer_done(
+        &mut self,
+        now: Time,
+        token: TransferToken,
+        result: Result<TransferFigures, (Cause, String)>,
+        out: &mut Outbox,
+    ) {
+        let Some(ticket) = self.tokens.remove(&token) else { return };
+        let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
+        match result {
+            Ok(figures) => {
+                load.completed(token, Some(figures));
+                if load.in_flight().next().is_some() {
+                    return;
+                }
+                if load.failure.is_some() { self.conclude(now, ticket, out) } else { self.confirm(now, ticket, out) }
+            }
+            Err((cause, message)) => {
+                load.completed(token, None);
+                self.fail(now, ticket, cause, message, out);
+            }
+        }
+    }
+
+    pub(super) fn verdict(
+        &mut self,
+        now: Time,
+        key: &PeerKey,
+        request: &RequestId,
+        verdict: Verdict,
+        serial: u64,
+        out: &mut Outbox,
+    ) {
+        let Some(&ticket) = self.serials.get(&serial) else { return };
+        let Some(want) = self.wants.get_mut(&ticket).filter(|want| want.remote.request == *request) else { return };
+        let Kind::Load(load) = &mut want.kind else { return };
+        let Some(read) = load.reads.iter_mut().find(|read| read.connection == key.connection) else { return };
+        let text = match verdict {
+            Verdict::Valid => {
+                read.valid = true;
+                if load.reads.iter().all(|read| read.valid) {
+                    self.conclude(now, ticket, out);
+                }
+                return;
+            }
+            Verdict::Expired => "the lease had run out, or the blocks had been given back, when the read was over",
+            Verdict::Unknown => "the producer does not know the request (any more)",
+        };
+        self.fail(now, ticket, Cause::LeaseExpired, format!("{key}, request {request}: {text}"), out);
+    }
+
+    pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) {
+        while let Some(Due::Late(id)) = self.sessions.advance(now, out) {
+            let limit = self.config.handshake_timeout_ms;
+            let what = match self.sessions.get(id).map(|session| session.state) {
+                Some(State::Connecting) => "its ranks were not connected",
+                _ => "its listener gave no usable answer",
+            };
+            self.session_failed(now, id, Cause::HandshakeFailed, &format!("{what} within {limit} ms"), out);
+        }
+        while let Some(timer) = self.deadlines.expired(now) {
+            match timer {
+                Timer::Hold(ticket) => self.give_back(now, ticket, out),
+                Timer::Load(ticket) => {
+                    let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { continue };
+                    let text = match load.phase {
+                        Phase::Confirming => {
+                            format!("no verdict within {} ms of the read", self.config.verdict_timeout_ms)
+                        }
+                        _ => format!("the read took longer than {} ms", self.config.transfer_timeout_ms),
+                    };
+                    self.fail(now, ticket, Cause::Timeout, text, out);
+                }
+            }
+        }
+    }
+
+    pub(super) fn next_timeout(&mut self) -> Option<Time> {
+        [self.deadlines.next(), self.sessions.next_timeout()].into_iter().flatten().min()
+    }
+
+    pub(super) fn shut_down(&mut self, now: Time, out: &mut Outbox) {
+        self.closed = true;
+        let tickets: Vec<Ticket> = self.wants.keys().copied().collect();
+        for ticket in tickets {
+            self.strand(now, ticket, Cause::ShutDown, "the worker is shut down".into(), out);
+        }
+        self.sessions.close(out);
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn add(&mut self, request: RequestId, remote: Remote, kind: Kind) -> Ticket {
+        let ticket = self.number();
+        self.names.insert(request.clone(), ticket);
+        self.wants.insert(ticket, Want { request, remote, session: None, beating: false, kind });
+        ticket
+    }
+
+    fn users(&self, id: SessionId) -> Vec<Ticket> {
+        self.sessions.get(id).map(|session| session.users.iter().copied().collect()).unwrap_or_default()
+    }
+
+    /// Finds a session for a want. `insist`: also right after a failed handshake.
+    fn join_session(&mut self, now: Time, ticket: Ticket, insist: bool, out: &mut Outbox) -> bool {
+        let Some(want) = self.wants.get_mut(&ticket) else { return false };
+        match self.sessions.join(now, ticket, &want.remote, insist, out) {
+            Joined::Ready(id) | Joined::Waiting(id) => {
+                want.session = Some(id);
+                true
+            }
+            Joined::Refused => false,
+        }
+    }
+
+    fn join(&mut self, now: Time, ticket: Ticket, insist: bool, out: &mut Outbox) {
+        if self.join_session(now, ticket, insist, out) {
+            self.progress(now, ticket, out);
+        } else {
+            let text = "the last handshake with the engine failed a moment ago".into();
+            self.strand(now, ticket, Cause::HandshakeFailed, text, out);
+        }
+    }
+
+    fn ready_session(&self, ticket: Ticket) -> Option<SessionId> {
+        let id = self.wants.get(&ticket)?.session?;
+        (self.sessions.get(id)?.state == State::Ready).then_some(id)
+    }
+
+    /// Does what the want can do once its session is ready.
+    fn progress(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
+        let Some(id) = self.ready_session(ticket) else { return };
+        let Some(want) = self.wants.get_mut(&ticket) else { return };
+        let release = matches!(want.kind, Kind::Release);
+        if !release && !want.beating {
+            want.beating = true;
+            let period = self.config.heartbeat_period(want.remote.lease_ms);
+            self.sessions.beat(now, id, &want.remote.request, period, out);
+        }
+        let waiting = matches!(&want.kind, Kind::Load(load) if load.phase == Phase::Waiting);
+        if release {
+            self.remove(now, ticket, true, out);
+        } else if waiting {
+            self.read(now, ticket, id, out);
+        }
+    }
+
+    /// Posts a load's reads, one per rank; none if one of them cannot be planned.
+    fn read(&mut self, now: Time, ticket: Ticket, id: SessionId, out: &mut Outbox) {
+        let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
+        let plans: crate::Result<Vec<_>> = self
+            .sessions
+            .peers_of(id)
+            .map(|peer| Ok((peer.key.clone(), peer.plan.request(&load.local_blocks, &load.remote_blocks)?)))
+            .collect();
+        let posts = match plans {
+            Ok(posts) => posts,
+            Err(e) => return self.fail(now, ticket, Cause::InvalidRequest, e.message().into(), out),
+        };
+        load.phase = Phase::Reading;
+        for (peer, plan) in posts {
+            let mut token = None;
+            let connection = peer.connection;
+            if !plan.is_empty() {
+                self.next += 1;
+                let number = TransferToken(self.next);
+                self.tokens.insert(number, ticket);
+                out.push(Action::Transfer { token: number, peer, plan });
+                token = Some(number);
+            }
+            load.reads.push(Read { connection, token, valid: false });
+        }
+        if load.in_flight().next().is_none() {
+            self.confirm(now, ticket, out);
+        } else {
+            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.transfer_timeout_ms));
+        }
+    }
+
+    /// Everything is read: asks the producer whether it still holds good.
+    fn confirm(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
+        let serial = self.number();
+        let reader = self.reader();
+        let Some(want) = self.wants.get_mut(&ticket) else { return };
+        let (Kind::Load(load), Some(id)) = (&mut want.kind, want.session) else { return };
+        load.phase = Phase::Confirming;
+        load.serial = Some(serial);
+        self.serials.insert(serial, ticket);
+        for peer in self.sessions.peers_of(id) {
+            let message = PeerMessage::Done {
+                request: want.remote.request.clone(),
+                lease_id: want.remote.lease_id,
+                reader: reader.clone(),
+                readers: peer.plan.readers(),
+                serial,
+            };
+            out.send(PeerRef::Outbound(peer.key.clone()), message);
+        }
+        self.deadlines.set(Timer::Load(ticket), now + ms(self.config.verdict_timeout_ms));
+    }
+
+    fn reader(&self) -> Reader {
+        Reader { engine: self.config.engine.clone(), incarnation: self.config.incarnation, rank: self.config.rank }
+    }
+
+    /// A load has failed: nothing more is posted, what is posted is cancelled, and once that is over the load concludes.
+    fn fail(&mut self, now: Time, ticket: Ticket, cause: Cause, message: String, out: &mut Outbox) {
+        let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
+        if load.failure.is_none() {
+            load.failure = Some((cause, message));
+            self.deadlines.cancel(&Timer::Load(ticket));
+            for token in load.in_flight() {
+                out.push(Action::Cancel { token });
+            }
+        }
+        if load.in_flight().next().is_none() {
+            self.conclude(now, ticket, out);
+        }
+    }
+
+    /// The load's one terminal report.
+    fn conclude(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
+        let Some(Want { request, remote, kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { return };
+        let record = load.record(now, request, remote);
+        let stats = &mut out.report.stats;
+        let told = load.phase == Phase::Confirming;
+        let gone = matches!(
+            load.failure,
+            Some((Cause::PeerDied | Cause::HandshakeFailed | Cause::Incompatible | Cause::ShutDown, _))
+        );
+        match load.recv_failure(request) {
+            Some(failure) => {
+                *stats.recv_failures.entry(failure.cause).or_default() += 1;
+                out.report.failed_recving.push(failure);
+            }
+            None => {
+                stats.recvs += 1;
+                stats.bytes += record.bytes;
+                stats.blocks += record.blocks;
+                stats.operations += record.operations;
+                stats.transfer_us += record.transfer_us;
+                stats.queued_us += record.queued_us;
+                stats.confirm_us += record.confirm_us;
+            }
+        }
+        out.report.records.push(record);
+        out.report.finished_recving.push(request.clone());
+        if told {
+            self.remove(now, ticket, false, out);
+        } else if gone {
+            self.remove(now, ticket, true, out);
+        } else {
+            self.give_back(now, ticket, out);
+        }
+    }
+
+    /// The want ends here, but the producer is told, as soon as there is a session.
+    fn give_back(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
+        let Some(want) = self.wants.get_mut(&ticket) else { return };
+        let waits = want
+            .session
+            .and_then(|id| self.sessions.get(id))
+            .is_some_and(|session| matches!(session.state, State::Handshaking | State::Connecting));
+        if !waits {
+            self.remove(now, ticket, true, out);
+            return;
+        }
+        want.kind = Kind::Release;
+        self.forget_name(ticket);
+        self.deadlines.cancel(&Timer::Hold(ticket));
+        self.deadlines.cancel(&Timer::Load(ticket));
+    }
+
+    fn forget_name(&mut self, ticket: Ticket) {
+        if let Some(want) = self.wants.get(&ticket)
+            && self.names.get(&want.request) == Some(&ticket)
+        {
+            self.names.remove(&want.request);
+        }
+    }
+
+    /// Forgets a want. `tell`: release the producer's blocks, unless another request of ours still wants them.
+    fn remove(&mut self, now: Time, ticket: Ticket, tell: bool, out: &mut Outbox) {
+        self.forget_name(ticket);
+        let Some(want) = self.wants.remove(&ticket) else { return };
+        self.deadlines.cancel(&Timer::Hold(ticket));
+        self.deadlines.cancel(&Timer::Load(ticket));
+        if let Kind::Load(load) = &want.kind
+            && let Some(serial) = load.serial
+        {
+            self.serials.remove(&serial);
+        }
+        let Some(id) = want.session else { return };
+        let last = if want.beating {
+            self.sessions.stop_beat(id, &want.remote.request)
+        } else {
+            self.sessions.peers_of(id).all(|peer| !peer.beats(&want.remote.request))
+        };
+        if tell && last {
+            let reader = self.reader();
+            for peer in self.sessions.peers_of(id).filter(|peer| peer.is_connected()) {
+                let message = PeerMessage::Release {
+                    request: want.remote.request.clone(),
+                    lease_id: want.remote.lease_id,
+                    reader: reader.clone(),
+                    readers: peer.plan.readers(),
+                };
+                out.send(PeerRef::Outbound(peer.key.clone()), message);
+            }
+        }
+        self.sessions.leave(now, id, ticket, out);
+    }
+
+    /// A want that has lost its session, or the machine's end: a load fails, anything else is forgotten.
+    fn strand(&mut self, now: Time, ticket: Ticket, cause: Cause, message: String, out: &mut Outbox) {
+        if matches!(self.wants.get(&ticket), Some(Want { kind: Kind::Load(_), .. })) {
+            self.fail(now, ticket, cause, message, out);
+        } else {
+            self.remove(now, ticket, true, out);
+        }
+    }
+
+    fn session_failed(&mut self, now: Time, id: SessionId, cause: Cause, message: &str, out: &mut Outbox) {
+        out.report.stats.handshake_failures += 1;
+        // A restarted engine answers well: only the leases of its former life are gone.
+        self.sessions.break_off(now, id, cause != Cause::PeerDied, out);
+        for ticket in self.users(id) {
+            let engine = self.wants.get(&ticket).map(|want| want.remote.engine.to_string()).unwrap_or_default();
+            self.strand(now, ticket, cause, format!("handshake with engine {engine} failed: {message}"), out);
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! One load: its reads, what failed, and its figures.
+
+use super::action::{TransferFigures, TransferToken};
+use crate::proto::ids::RequestId;
+use crate::proto::time::Time;
+use crate::proto::wire::{Blocks, Cause, Load, RecvFailure, RecvRecord, Remote};
+
+/// Where a load stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// No session yet; nothing is posted.
+    Waiting,
+    /// Transfers are under way, or winding down after a failure.
+    Reading,
+    /// Everything is read; the producer's verdicts are awaited.
+    Confirming,
+}
+
+/// One rank's read.
+#[derive(Debug)]
+pub(super) struct Read {
+    /// The connection that it goes over.
+    pub(super) connection: u64,
+    /// The transfer, while it may touch memory.
+    pub(super) token: Option<TransferToken>,
+    /// Whether the producer rank has judged it valid.
+    pub(super) valid: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct LoadState {
+    pub(super) local_blocks: Vec<Blocks>,
+    pub(super) remote_blocks: Vec<Blocks>,
+    pub(super) phase: Phase,
+    pub(super) reads: Vec<Read>,
+    /// The number under which the verdicts come.
+    pub(super) serial: Option<u64>,
+    /// The first thing that went wrong.
+    pub(super) failure: Option<(Cause, String)>,
+    arrived: Time,
+    posted: Option<Time>,
+    last_byte: Option<Time>,
+    bytes: u64,
+    operations: u64,
+}
+
+fn micros(from: Time, to: Time) -> u64 {
+    u64::try_from(to.since(from).as_micros()).unwrap_or(u64::MAX)
+}
+
+impl LoadState {
+    pub(super) fn new(now: Time, load: &Load) -> Self {
+        LoadState {
+            local_blocks: load.local_blocks.clone(),
+            remote_blocks: load.remote_blocks.clone(),
+            phase: Phase::Waiting,
+            reads: Vec::new(),
+            serial: None,
+            failure: None,
+            arrived: now,
+            posted: None,
+            last_byte: None,
+            bytes: 0,
+            operations: 0,
+        }
+    }
+
+    /// Transfers that may still touch memory.
+    pub(super) fn in_flight(&self) -> impl Iterator<Item = TransferToken> {
+        self.reads.iter().filter_map(|read| read.token)
+    }
+
+    /// Takes note of a completed transfer.
+    pub(super) fn completed(&mut self, token: TransferToken, figures: Option<TransferFigures>) {
+        for read in &mut self.reads {
+            if read.token == Some(token) {
+                read.token = None;
+            }
+        }
+        let Some(figures) = figures else { return };
+        self.bytes = self.bytes.saturating_add(figures.bytes);
+        self.operations = self.operations.saturating_add(figures.operations);
+        self.posted = Some(self.posted.map_or(figures.posted_at, |t| t.min(figures.posted_at)));
+        self.last_byte = Some(self.last_byte.map_or(figures.finished_at, |t| t.max(figures.finished_at)));
+    }
+
+    /// The figures of a load that is over at `now`. Phases that it did not reach count as zero.
+    pub(super) fn record(&self, now: Time, request: &RequestId, remote: &Remote) -> RecvRecord {
+        let posted = self.posted.unwrap_or(now);
+        let last_byte = self.last_byte.unwrap_or(now);
+        RecvRecord {
+            request: request.clone(),
+            remote_request: remote.request.clone(),
+            blocks: self.local_blocks.iter().fold(0, |sum, list| sum + list.len() as u64),
+            bytes: self.bytes,
+            operations: self.operations,
+            queued_us: micros(self.arrived, posted),
+            transfer_us: micros(posted, last_byte),
+            confirm_us: micros(last_byte, now),
+            cause: self.failure.as_ref().map(|(cause, _)| *cause),
+        }
+    }
+
+    /// The failure as reported: every local block of every group is suspect, whichever rank failed.
+    pub(super) fn recv_failure(&self, request: &RequestId) -> Option<RecvFailure> {
+        let (cause, message) = self.failure.as_ref()?;
+        let mut invalid: Vec<u32> = self.local_blocks.iter().flat_map(|list| list.ids()).copied().collect();
+        invalid.sort_unstable();
+        invalid.dedup();
+        Some(RecvFailure {
+            request: request.clone(),
+            cause: *cause,
+            message: message.clone(),
+            invalid_blocks: invalid.into(),
+        })
+    }
+}

@@ -1,0 +1,298 @@
+//! The producer's half: leases, and the judgement of reads.
+//!
+//! A request's blocks are safe to read from its grant until this half reports `finished_sending`: the scheduler side
+//! frees them only then. So a read is right exactly when its `Done` arrives while the lease holds.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use super::action::PeerRef;
+use super::config::{WorkerConfig, ms};
+use super::outbox::Outbox;
+use super::timers::{Deadlines, Memory};
+use crate::proto::ids::RequestId;
+use crate::proto::time::Time;
+use crate::proto::wire::{Grant, PeerMessage, Reader, Verdict};
+
+/// The most readers of one request on one rank; far above any ratio of tensor-parallel sizes. Bounds what a peer can
+/// make this machine remember.
+const MAX_READERS: usize = 1024;
+
+/// The most reads of one reader that are remembered for repeated `Done`s.
+const MAX_SERIALS: usize = 8;
+
+/// Who has said `Done` or `Release`, with the numbers of the reads that were judged valid.
+type Readers = HashMap<Reader, Vec<u64>>;
+
+#[derive(Debug)]
+struct Lease {
+    id: u64,
+    length: Duration,
+    /// How many readers will be heard from, as far as they have said.
+    expected: usize,
+    readers: Readers,
+}
+
+/// What is remembered of a request that is over.
+#[derive(Debug)]
+struct Tombstone {
+    lease_id: u64,
+    readers: Readers,
+    /// The answer to a read that was not judged while the lease held.
+    otherwise: Verdict,
+}
+
+/// A message that came before its request's grant.
+#[derive(Debug)]
+enum Early {
+    Done { from: PeerRef, said: Said, serial: u64 },
+    Release(Said),
+}
+
+/// What a reader says of itself and of the lease that it means.
+#[derive(Debug, Clone)]
+pub(super) struct Said {
+    pub(super) reader: Reader,
+    pub(super) readers: u32,
+    pub(super) lease_id: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Producer {
+    leases: HashMap<RequestId, Lease>,
+    early: HashMap<RequestId, Vec<Early>>,
+    early_count: usize,
+    early_keep: Duration,
+    early_most: usize,
+    tombstones: Memory<RequestId, Tombstone>,
+    deadlines: Deadlines<Timer>,
+    closed: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Timer {
+    Lease(RequestId),
+    Early(RequestId),
+}
+
+impl Producer {
+    pub(super) fn new(config: &WorkerConfig) -> Self {
+        Producer {
+            leases: HashMap::new(),
+            early: HashMap::new(),
+            early_count: 0,
+            early_keep: ms(config.early_message_ms),
+            early_most: config.early_messages,
+            tombstones: Memory::new(ms(config.tombstone_ms), config.tombstones),
+            deadlines: Deadlines::new(),
+            closed: false,
+        }
+    }
+
+    pub(super) fn leases(&self) -> usize {
+        self.leases.len()
+    }
+
+    pub(super) fn early(&self) -> usize {
+        self.early_count
+    }
+
+    pub(super) fn tombstones(&self) -> usize {
+        self.tombstones.len()
+    }
+
+    /// A request's blocks are kept from now on. A grant for a lease that still holds renews it; one for a request that
+    /// is over starts anew.
+    pub(super) fn grant(&mut self, now: Time, grant: Grant, out: &mut Outbox) {
+        let Grant { request, lease_ms, lease_id } = grant;
+        if self.closed {
+            out.report.finished_sending.push(request);
+            return;
+        }
+        self.tombstones.remove(&request);
+        let length = ms(lease_ms.max(1));
+        self.deadlines.set(Timer::Lease(request.clone()), now + length);
+        self.leases
+            .entry(request.clone())
+            .and_modify(|lease| (lease.id, lease.length) = (lease_id, length))
+            .or_insert_with(|| Lease { id: lease_id, length, expected: 1, readers: Readers::new() });
+        for early in self.take_early(&request) {
+            match early {
+                Early::Done { from, said, serial } => self.done(now, &from, request.clone(), said, serial, out),
+                Early::Release(said) => self.release(now, request.clone(), said, out),
+            }
+        }
+    }
+
+    /// A request ended without a hand-over.
+    pub(super) fn dropped(&mut self, now: Time, request: RequestId, out: &mut Outbox) {
+        if self.leases.contains_key(&request) {
+            self.end(now, &request, Verdict::Expired, out);
+            return;
+        }
+        self.refuse_early(&request, out);
+        let tombstone = Tombstone { lease_id: 0, readers: Readers::new(), otherwise: Verdict::Unknown };
+        self.tombstones.insert(now, request, tombstone);
+    }
+
+    /// Renews the leases that still hold.
+    pub(super) fn heartbeat(&mut self, now: Time, requests: Vec<RequestId>, out: &mut Outbox) {
+        for request in requests {
+            if let Some(lease) = self.leases.get(&request) {
+                self.deadlines.set(Timer::Lease(request), now + lease.length);
+                out.report.stats.renewals += 1;
+            }
+        }
+    }
+
+    /// A reader has completed its read number `serial`: judges it.
+    pub(super) fn done(
+        &mut self,
+        now: Time,
+        from: &PeerRef,
+        request: RequestId,
+        said: Said,
+        serial: u64,
+        out: &mut Outbox,
+    ) {
+        let verdict = if let Some(lease) = self.leases.get_mut(&request) {
+            lease.hear(said, Some(serial))
+        } else if let Some(tombstone) = self.tombstone(&request, &said) {
+            let judged = tombstone.readers.get(&said.reader).is_some_and(|serials| serials.contains(&serial));
+            if judged { Verdict::Valid } else { tombstone.otherwise }
+        } else {
+            let early = Early::Done { from: from.clone(), said, serial };
+            if self.keep_early(now, &request, early) {
+                return;
+            }
+            Verdict::Unknown
+        };
+        out.send(from.clone(), PeerMessage::Verdict { request: request.clone(), verdict, serial });
+        self.end_if_heard(now, &request, out);
+    }
+
+    /// A reader declines to read (any more).
+    pub(super) fn release(&mut self, now: Time, request: RequestId, said: Said, out: &mut Outbox) {
+        if let Some(lease) = self.leases.get_mut(&request) {
+            lease.hear(said, None);
+            self.end_if_heard(now, &request, out);
+        } else if self.tombstone(&request, &said).is_none() {
+            self.keep_early(now, &request, Early::Release(said));
+        }
+    }
+
+    pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) {
+        while let Some(timer) = self.deadlines.expired(now) {
+            match timer {
+                Timer::Lease(request) => {
+                    out.report.stats.sends_expired += 1;
+                    self.end(now, &request, Verdict::Expired, out);
+                }
+                Timer::Early(request) => self.refuse_early(&request, out),
+            }
+        }
+        self.tombstones.advance(now);
+    }
+
+    pub(super) fn next_timeout(&mut self) -> Option<Time> {
+        [self.deadlines.next(), self.tombstones.next_due()].into_iter().flatten().min()
+    }
+
+    pub(super) fn shut_down(&mut self, now: Time, out: &mut Outbox) {
+        self.closed = true;
+        let mut requests: Vec<RequestId> = self.leases.keys().cloned().collect();
+        requests.sort();
+        for request in requests {
+            self.end(now, &request, Verdict::Expired, out);
+        }
+        let mut requests: Vec<RequestId> = self.early.keys().cloned().collect();
+        requests.sort();
+        for request in requests {
+            self.refuse_early(&request, out);
+        }
+    }
+
+    fn end_if_heard(&mut self, now: Time, request: &RequestId, out: &mut Outbox) {
+        let Some(lease) = self.leases.get(request) else { return };
+        if lease.readers.len() < lease.expected {
+            return;
+        }
+        if lease.readers.values().any(|serials| !serials.is_empty()) {
+            out.report.stats.sends_read += 1;
+        } else {
+            out.report.stats.sends_released += 1;
+        }
+        self.end(now, request, Verdict::Expired, out);
+    }
+
+    /// The lease is over: the scheduler side may free the blocks, so no read counts from now on.
+    fn end(&mut self, now: Time, request: &RequestId, otherwise: Verdict, out: &mut Outbox) {
+        let Some(lease) = self.leases.remove(request) else { return };
+        self.deadlines.cancel(&Timer::Lease(request.clone()));
+        self.tombstones.insert(
+            now,
+            request.clone(),
+            Tombstone { lease_id: lease.id, readers: lease.readers, otherwise },
+        );
+        out.report.finished_sending.push(request.clone());
+    }
+
+    /// What is remembered of the request, unless a later lease is meant, whose grant is still to come.
+    fn tombstone(&self, request: &RequestId, said: &Said) -> Option<&Tombstone> {
+        self.tombstones.get(request).filter(|t| t.lease_id == 0 || said.lease_id <= t.lease_id)
+    }
+
+    /// Whether there was room.
+    fn keep_early(&mut self, now: Time, request: &RequestId, early: Early) -> bool {
+        if self.closed || self.early_count >= self.early_most {
+            return false;
+        }
+        if !self.early.contains_key(request) {
+            self.deadlines.set(Timer::Early(request.clone()), now + self.early_keep);
+        }
+        self.early.entry(request.clone()).or_default().push(early);
+        self.early_count += 1;
+        true
+    }
+
+    fn take_early(&mut self, request: &RequestId) -> Vec<Early> {
+        let Some(early) = self.early.remove(request) else { return Vec::new() };
+        self.deadlines.cancel(&Timer::Early(request.clone()));
+        self.early_count = self.early_count.saturating_sub(early.len());
+        early
+    }
+
+    fn refuse_early(&mut self, request: &RequestId, out: &mut Outbox) {
+        for early in self.take_early(request) {
+            if let Early::Done { from, serial, .. } = early {
+                let request = request.clone();
+                out.send(from, PeerMessage::Verdict { request, verdict: Verdict::Unknown, serial });
+            }
+        }
+    }
+}
+
+impl Lease {
+    /// Records what a reader said while the lease holds: that it has completed read `serial`, or declines.
+    fn hear(&mut self, said: Said, serial: Option<u64>) -> Verdict {
+        let Said { reader, readers, lease_id } = said;
+        if lease_id != 0 && self.id != 0 && lease_id != self.id {
+            return Verdict::Expired;
+        }
+        let announced = usize::try_from(readers).unwrap_or(MAX_READERS).clamp(1, MAX_READERS);
+        self.expected = self.expected.max(announced);
+        if self.readers.len() >= MAX_READERS && !self.readers.contains_key(&reader) {
+            return Verdict::Unknown;
+        }
+        let serials = self.readers.entry(reader).or_default();
+        if let Some(serial) = serial
+            && !serials.contains(&serial)
+        {
+            if serials.len() >= MAX_SERIALS {
+                serials.remove(0);
+            }
+            serials.push(serial);
+        }
+        Verdict::Valid
+    }
+}

@@ -1,0 +1,453 @@
+//! The consumer's view of producer engines: handshakes, the connections that they lead to, and heartbeats over these.
+//!
+//! A session is one handshake with one engine and the connections made from it. It is `Handshaking` until the metadata
+//! is there, `Connecting` until every rank needed is connected, then `Ready`. A session whose connection broke is
+//! `Broken`: its users wind down, and the next request makes another one.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::Duration;
+
+use super::action::{Action, PeerKey, PeerRef, SessionId};
+use super::config::{WorkerConfig, ms};
+use super::outbox::Outbox;
+use super::timers::{Deadlines, Memory};
+use crate::error::Result;
+use crate::proto::handshake::HandshakeOutcome;
+use crate::proto::ids::{EngineId, Incarnation, RequestId};
+use crate::proto::plan::{self, RankPlan};
+use crate::proto::time::Time;
+use crate::proto::wire::limits::MAX_HEARTBEAT_REQUESTS;
+use crate::proto::wire::{PeerMessage, RankMetadata, Remote};
+
+/// Numbers a hold, load or release inside this machine.
+pub(super) type Ticket = u64;
+
+/// How many failed routes are remembered at most.
+const MAX_FAILED: usize = 1024;
+
+/// Whom to handshake with, and where.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Route {
+    engine: EngineId,
+    host: String,
+    port: u16,
+}
+
+impl Route {
+    fn of(remote: &Remote) -> Self {
+        Route { engine: remote.engine.clone(), host: remote.host.clone(), port: remote.port }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    Handshaking,
+    Connecting,
+    Ready,
+    Broken,
+}
+
+#[derive(Debug)]
+pub(super) struct Session {
+    route: Route,
+    /// The life that was asked for.
+    wanted: Option<Incarnation>,
+    pub(super) state: State,
+    /// The life that answered.
+    pub(super) incarnation: Option<Incarnation>,
+    /// Its connections, by number, in the order of the ranks needed.
+    pub(super) peers: Vec<u64>,
+    pub(super) users: BTreeSet<Ticket>,
+}
+
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) key: PeerKey,
+    pub(super) plan: RankPlan,
+    session: SessionId,
+    connected: bool,
+    beats: BTreeMap<RequestId, Beat>,
+}
+
+impl Peer {
+    pub(super) fn is_connected(&self) -> bool {
+        self.connected
+    }
+
+    /// Whether the lease of `request` is kept alive here.
+    pub(super) fn beats(&self, request: &RequestId) -> bool {
+        self.beats.contains_key(request)
+    }
+}
+
+/// A producer's request whose lease is kept alive, for `users` of ours.
+#[derive(Debug)]
+struct Beat {
+    period: Duration,
+    users: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Timer {
+    /// A session must be ready.
+    Session(SessionId),
+    /// A session has had no user for long.
+    Idle(SessionId),
+    /// A peer's heartbeats are due.
+    Beat(u64),
+}
+
+/// What became of a request for a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Joined {
+    /// It can be used now.
+    Ready(SessionId),
+    /// It is being made.
+    Waiting(SessionId),
+    /// It failed a moment ago; the request is not worth another try.
+    Refused,
+}
+
+/// What `Sessions::advance` found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Due {
+    /// A session was not ready in time.
+    Late(SessionId),
+}
+
+#[derive(Debug)]
+pub(super) struct Sessions {
+    sessions: BTreeMap<SessionId, Session>,
+    peers: HashMap<u64, Peer>,
+    /// The newest session per route that is connecting or ready.
+    current: HashMap<Route, SessionId>,
+    /// Handshakes under way.
+    pending: HashMap<(Route, Option<Incarnation>), SessionId>,
+    failed: Memory<Route, ()>,
+    deadlines: Deadlines<Timer>,
+    next: u64,
+    closed: bool,
+    timeout: Duration,
+    ttl: Duration,
+}
+
+impl Sessions {
+    pub(super) fn new(config: &WorkerConfig) -> Self {
+        Sessions {
+            sessions: BTreeMap::new(),
+            peers: HashMap::new(),
+            current: HashMap::new(),
+            pending: HashMap::new(),
+            failed: Memory::new(ms(config.handshake_backoff_ms), MAX_FAILED),
+            deadlines: Deadlines::new(),
+            next: 0,
+            closed: false,
+            timeout: ms(config.handshake_timeout_ms),
+            ttl: ms(config.peer_ttl_ms),
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.sessions.len()
+    }
+
+    pub(super) fn peer_count(&self) -> usize {
+        self.peers.len()
+    }
+
+    pub(super) fn get(&self, id: SessionId) -> Option<&Session> {
+        self.sessions.get(&id)
+    }
+
+    /// The session's peers that are there.
+    pub(super) fn peers_of(&self, id: SessionId) -> impl Iterator<Item = &Peer> {
+        self.sessions.get(&id).into_iter().flat_map(|session| &session.peers).filter_map(|c| self.peers.get(c))
+    }
+
+    pub(super) fn session_of(&self, key: &PeerKey) -> Option<SessionId> {
+        self.peers.get(&key.connection).filter(|peer| peer.key == *key).map(|peer| peer.session)
+    }
+
+    /// Finds or starts a session for `remote` and makes `ticket` its user. `insist`: also right after a failure.
+    pub(super) fn join(
+        &mut self,
+        now: Time,
+        ticket: Ticket,
+        remote: &Remote,
+        insist: bool,
+        out: &mut Outbox,
+    ) -> Joined {
+        let route = Route::of(remote);
+        if let Some(id) = self.current.get(&route)
+            && let Some(session) = self.sessions.get_mut(id)
+            && (remote.incarnation.is_none() || remote.incarnation == session.incarnation)
+        {
+            session.users.insert(ticket);
+            self.deadlines.cancel(&Timer::Idle(*id));
+            return match session.state {
+                State::Ready => Joined::Ready(*id),
+                _ => Joined::Waiting(*id),
+            };
+        }
+        let key = (route.clone(), remote.incarnation);
+        if let Some(id) = self.pending.get(&key)
+            && let Some(session) = self.sessions.get_mut(id)
+        {
+            session.users.insert(ticket);
+            return Joined::Waiting(*id);
+        }
+        if self.closed || (!insist && self.failed.get(&route).is_some()) {
+            return Joined::Refused;
+        }
+        self.next += 1;
+        let id = SessionId(self.next);
+        self.sessions.insert(
+            id,
+            Session {
+                route,
+                wanted: remote.incarnation,
+                state: State::Handshaking,
+                incarnation: None,
+                peers: Vec::new(),
+                users: BTreeSet::from([ticket]),
+            },
+        );
+        self.pending.insert(key, id);
+        self.deadlines.set(Timer::Session(id), now + self.timeout);
+        out.push(Action::Handshake {
+            session: id,
+            engine: remote.engine.clone(),
+            incarnation: remote.incarnation,
+            host: remote.host.clone(),
+            port: remote.port,
+            ranks: Vec::new(),
+        });
+        Joined::Waiting(id)
+    }
+
+    /// Whether this is a handshake whose answer is still awaited.
+    pub(super) fn is_handshaking(&self, id: SessionId) -> bool {
+        self.sessions.get(&id).is_some_and(|session| session.state == State::Handshaking)
+    }
+
+    /// Whether a handshake found only what another session of the same route is connected (or connecting) to.
+    pub(super) fn has_twin(&self, id: SessionId, outcome: &HandshakeOutcome) -> bool {
+        let Some(other) = self
+            .sessions
+            .get(&id)
+            .and_then(|session| self.current.get(&session.route))
+            .and_then(|twin| self.sessions.get(twin))
+        else {
+            return false;
+        };
+        let same_agents = other.peers.iter().filter_map(|c| self.peers.get(c)).all(|peer| {
+            outcome.ranks.iter().any(|r| r.rank == peer.key.rank && r.agent.incarnation == peer.key.incarnation)
+        });
+        other.incarnation == Some(outcome.incarnation) && same_agents
+    }
+
+    /// The metadata is there: plan with every rank needed, and connect to them.
+    pub(super) fn connect(
+        &mut self,
+        id: SessionId,
+        local: &RankMetadata,
+        outcome: &HandshakeOutcome,
+        out: &mut Outbox,
+    ) -> Result<()> {
+        let needed = plan::peers(local.rank, local.shape, outcome.shape)?;
+        let mut plans = Vec::with_capacity(needed.len());
+        for rank in needed {
+            let remote = outcome.ranks.iter().find(|remote| remote.rank == rank).ok_or_else(|| {
+                crate::Error::not_found(format!(
+                    "the listener of engine {} gave no metadata of rank {rank}, which this rank reads from",
+                    outcome.engine
+                ))
+            })?;
+            plans.push((remote, RankPlan::new(local, remote)?));
+        }
+        let Some(session) = self.sessions.get_mut(&id) else { return Ok(()) };
+        session.state = State::Connecting;
+        session.incarnation = Some(outcome.incarnation);
+        for (remote, plan) in plans {
+            self.next += 1;
+            let connection = self.next;
+            let key = PeerKey {
+                connection,
+                engine: outcome.engine.clone(),
+                incarnation: remote.agent.incarnation,
+                rank: remote.rank,
+            };
+            session.peers.push(connection);
+            out.push(Action::Connect { peer: key.clone(), metadata: remote.agent.clone() });
+            self.peers.insert(connection, Peer { key, plan, session: id, connected: false, beats: BTreeMap::new() });
+        }
+        let (route, key) = (session.route.clone(), (session.route.clone(), session.wanted));
+        self.pending.remove(&key);
+        if let Some(old) = self.current.insert(route, id) {
+            self.drop_if_unused(old, out);
+        }
+        Ok(())
+    }
+
+    /// Takes note of a connection; gives the session if it is ready now.
+    pub(super) fn connected(&mut self, key: &PeerKey) -> Option<SessionId> {
+        let peer = self.peers.get_mut(&key.connection).filter(|peer| peer.key == *key)?;
+        peer.connected = true;
+        let id = peer.session;
+        let session = self.sessions.get_mut(&id)?;
+        let all = session.peers.iter().all(|c| self.peers.get(c).is_some_and(|peer| peer.connected));
+        if session.state != State::Connecting || !all {
+            return None;
+        }
+        session.state = State::Ready;
+        self.deadlines.cancel(&Timer::Session(id));
+        Some(id)
+    }
+
+    /// Takes a session out of use. Its users stay until they leave; without any it goes at once. `remember`: it failed
+    /// before it was of use.
+    pub(super) fn break_off(&mut self, now: Time, id: SessionId, remember: bool, out: &mut Outbox) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.state = State::Broken;
+        let (route, key) = (session.route.clone(), (session.route.clone(), session.wanted));
+        if self.pending.get(&key) == Some(&id) {
+            self.pending.remove(&key);
+        }
+        if self.current.get(&route) == Some(&id) {
+            self.current.remove(&route);
+        }
+        self.deadlines.cancel(&Timer::Session(id));
+        if remember {
+            self.failed.insert(now, route, ());
+        }
+        self.drop_if_unused(id, out);
+    }
+
+    /// Forgets a peer whose connection is gone.
+    pub(super) fn forget_peer(&mut self, key: &PeerKey) {
+        self.peers.remove(&key.connection);
+        self.deadlines.cancel(&Timer::Beat(key.connection));
+    }
+
+    /// `ticket` no longer uses the session.
+    pub(super) fn leave(&mut self, now: Time, id: SessionId, ticket: Ticket, out: &mut Outbox) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.users.remove(&ticket);
+        if !session.users.is_empty() {
+            return;
+        }
+        let current = self.current.get(&session.route) == Some(&id);
+        if current && !self.closed {
+            self.deadlines.set(Timer::Idle(id), now + self.ttl);
+        } else {
+            self.drop_if_unused(id, out);
+        }
+    }
+
+    /// Keeps the lease of `request` alive on every peer of a ready session, from this moment on.
+    pub(super) fn beat(&mut self, now: Time, id: SessionId, request: &RequestId, period: Duration, out: &mut Outbox) {
+        let Some(session) = self.sessions.get(&id) else { return };
+        for connection in &session.peers {
+            let Some(peer) = self.peers.get_mut(connection) else { continue };
+            match peer.beats.get_mut(request) {
+                Some(beat) => {
+                    beat.users += 1;
+                    beat.period = beat.period.min(period);
+                }
+                None => {
+                    peer.beats.insert(request.clone(), Beat { period, users: 1 });
+                    let message = PeerMessage::Heartbeat { requests: vec![request.clone()] };
+                    out.send(PeerRef::Outbound(peer.key.clone()), message);
+                }
+            }
+            let timer = Timer::Beat(*connection);
+            let due = now + period;
+            if self.deadlines.get(&timer).is_none_or(|set| due < set) {
+                self.deadlines.set(timer, due);
+            }
+        }
+    }
+
+    /// One user of ours no longer needs the lease of `request`. Gives whether it was the last one.
+    pub(super) fn stop_beat(&mut self, id: SessionId, request: &RequestId) -> bool {
+        let Some(session) = self.sessions.get(&id) else { return true };
+        let mut last = true;
+        for connection in &session.peers {
+            let Some(peer) = self.peers.get_mut(connection) else { continue };
+            let Some(beat) = peer.beats.get_mut(request) else { continue };
+            beat.users = beat.users.saturating_sub(1);
+            if beat.users > 0 {
+                last = false;
+                continue;
+            }
+            peer.beats.remove(request);
+            if peer.beats.is_empty() {
+                self.deadlines.cancel(&Timer::Beat(*connection));
+            }
+        }
+        last
+    }
+
+    /// Sends what is due and forgets what is unused; gives what the caller has to act on.
+    pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) -> Option<Due> {
+        self.failed.advance(now);
+        while let Some(timer) = self.deadlines.expired(now) {
+            match timer {
+                Timer::Session(id) => return Some(Due::Late(id)),
+                Timer::Idle(id) => {
+                    if self.sessions.get(&id).is_some_and(|session| session.users.is_empty()) {
+                        self.break_off(now, id, false, out);
+                    }
+                }
+                Timer::Beat(connection) => self.send_beats(now, connection, out),
+            }
+        }
+        None
+    }
+
+    pub(super) fn next_timeout(&mut self) -> Option<Time> {
+        [self.deadlines.next(), self.failed.next_due()].into_iter().flatten().min()
+    }
+
+    /// Sessions that nobody uses go now, the others when their users leave; no new one is made.
+    pub(super) fn close(&mut self, out: &mut Outbox) {
+        self.closed = true;
+        let ids: Vec<SessionId> = self.sessions.keys().copied().collect();
+        for id in ids {
+            self.drop_if_unused(id, out);
+        }
+    }
+
+    fn send_beats(&mut self, now: Time, connection: u64, out: &mut Outbox) {
+        let Some(peer) = self.peers.get(&connection) else { return };
+        let Some(period) = peer.beats.values().map(|beat| beat.period).min() else { return };
+        let requests: Vec<RequestId> = peer.beats.keys().cloned().collect();
+        for batch in requests.chunks(MAX_HEARTBEAT_REQUESTS) {
+            let message = PeerMessage::Heartbeat { requests: batch.to_vec() };
+            out.send(PeerRef::Outbound(peer.key.clone()), message);
+        }
+        self.deadlines.set(Timer::Beat(connection), now + period);
+    }
+
+    fn drop_if_unused(&mut self, id: SessionId, out: &mut Outbox) {
+        if self.sessions.get(&id).is_none_or(|session| !session.users.is_empty()) {
+            return;
+        }
+        let Some(session) = self.sessions.remove(&id) else { return };
+        let key = (session.route.clone(), session.wanted);
+        if self.pending.get(&key) == Some(&id) {
+            self.pending.remove(&key);
+        }
+        if self.current.get(&session.route) == Some(&id) {
+            self.current.remove(&session.route);
+        }
+        self.deadlines.cancel(&Timer::Session(id));
+        self.deadlines.cancel(&Timer::Idle(id));
+        for connection in session.peers {
+            self.deadlines.cancel(&Timer::Beat(connection));
+            if let Some(peer) = self.peers.remove(&connection) {
+                out.push(Action::Disconnect { peer: peer.key });
+            }
+        }
+    }
+}

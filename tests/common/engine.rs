@@ -1,0 +1,262 @@
+//! An engine as a host would run it: worker processes, a scheduler side, and the steps between them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+
+use kvferry::connector::{Scheduler, SchedulerConfig, Transport, WorkerConfig};
+use kvferry::proto::ids::{EngineId, RankId, RequestId};
+use kvferry::proto::scheduler::FinishOutcome;
+use kvferry::proto::stats::Stats;
+use kvferry::proto::wire::{Blocks, RecvFailure, TransferParams, WorkerReport};
+
+use super::cache::CacheSpec;
+use super::child::{Ask, Child, LONG, Lists, Tell};
+
+pub fn id(name: &str) -> EngineId {
+    EngineId::new(name).unwrap()
+}
+
+pub fn request(name: &str) -> RequestId {
+    RequestId::new(name).unwrap()
+}
+
+pub fn blocks(lists: &[Vec<u32>]) -> Vec<Blocks> {
+    lists.iter().map(|list| Blocks::from(list.as_slice())).collect()
+}
+
+/// The configuration of one rank of an engine with such caches.
+pub fn worker_config(engine: &str, rank: RankId, cache: &CacheSpec, transport: Transport) -> WorkerConfig {
+    WorkerConfig {
+        pp_rank: rank.pp,
+        tp_rank: rank.tp,
+        tp_size: cache.tp,
+        pp_size: cache.pp,
+        transport,
+        compat: vec![("model".into(), "tiny".into()), ("dtype".into(), "bfloat16".into())],
+        ..WorkerConfig::new(id(engine))
+    }
+}
+
+pub fn scheduler_config(engine: &str, cache: &CacheSpec) -> SchedulerConfig {
+    SchedulerConfig {
+        tp_size: cache.tp,
+        pp_size: cache.pp,
+        host: Some("127.0.0.1".into()),
+        port: 0,
+        ..SchedulerConfig::new(id(engine), cache.groups.clone())
+    }
+}
+
+pub fn ranks(cache: &CacheSpec) -> Vec<RankId> {
+    (0..cache.pp).flat_map(|pp| (0..cache.tp).map(move |tp| RankId { pp, tp })).collect()
+}
+
+/// What a rank said about one request.
+#[derive(Debug, Clone, Default)]
+pub struct Said {
+    pub sent: BTreeSet<RankId>,
+    pub received: BTreeSet<RankId>,
+    pub failures: BTreeMap<RankId, RecvFailure>,
+}
+
+pub struct Engine {
+    pub name: String,
+    pub cache: CacheSpec,
+    pub scheduler: Scheduler,
+    pub workers: Vec<Child>,
+    pub said: BTreeMap<String, Said>,
+    pub stats: Stats,
+    pub address: Option<(String, u16)>,
+}
+
+impl Engine {
+    /// Starts workers and scheduler side and serves the metadata.
+    pub fn start(name: &str, cache: &CacheSpec, transport: Transport) -> Engine {
+        Self::start_with(name, cache, transport, |_| {}, |_| {})
+    }
+
+    pub fn start_with(
+        name: &str,
+        cache: &CacheSpec,
+        transport: Transport,
+        change_worker: impl Fn(&mut WorkerConfig),
+        change_scheduler: impl Fn(&mut SchedulerConfig),
+    ) -> Engine {
+        let mut engine = Self::start_cold(name, cache, transport, change_worker, change_scheduler);
+        let metadata = engine.complete();
+        engine.address = Some(engine.scheduler.serve(metadata).unwrap());
+        engine
+    }
+
+    /// Starts workers without caches, and the scheduler side without their metadata.
+    pub fn start_cold(
+        name: &str,
+        cache: &CacheSpec,
+        transport: Transport,
+        change_worker: impl Fn(&mut WorkerConfig),
+        change_scheduler: impl Fn(&mut SchedulerConfig),
+    ) -> Engine {
+        let mut workers: Vec<Child> = ranks(cache).into_iter().map(|rank| Child::start(rank, None, &[])).collect();
+        for worker in &mut workers {
+            let mut config = worker_config(name, worker.rank, cache, transport);
+            change_worker(&mut config);
+            worker.send(&Ask::StartWorker { config: Box::new(config), cache: None });
+        }
+        for worker in &mut workers {
+            assert_eq!(worker.receive(), Tell::Ok);
+        }
+        let mut config = scheduler_config(name, cache);
+        change_scheduler(&mut config);
+        let scheduler = Scheduler::start(config).unwrap();
+        Engine {
+            name: name.into(),
+            cache: cache.clone(),
+            scheduler,
+            workers,
+            said: BTreeMap::new(),
+            stats: Stats::default(),
+            address: None,
+        }
+    }
+
+    /// Gives every worker its cache; their metadata.
+    pub fn complete(&mut self) -> Vec<(RankId, Vec<u8>)> {
+        let ask = Ask::Complete { cache: self.cache.clone() };
+        self.workers.iter_mut().map(|w| (w.rank, w.bytes(&ask))).collect()
+    }
+
+    /// One step of the engine: the scheduler side's work goes to every worker.
+    pub fn step(&mut self) {
+        let step = self.scheduler.step().unwrap();
+        for worker in &mut self.workers {
+            worker.ok(&Ask::Submit { step: step.clone() });
+        }
+    }
+
+    /// Collects reports until `enough`, and tells the scheduler side what all ranks have reported.
+    pub fn until(&mut self, what: &str, enough: impl Fn(&Engine) -> bool) {
+        let start = Instant::now();
+        while !enough(self) {
+            assert!(start.elapsed() < LONG, "{}: waiting for {what}; so far {:#?}", self.name, self.said);
+            for index in 0..self.workers.len() {
+                if let Some(report) = self.workers[index].report(20) {
+                    self.take(report);
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, report: WorkerReport) {
+        let all = self.workers.len();
+        self.stats.merge(&report.stats);
+        let mut whole = WorkerReport {
+            rank: report.rank,
+            finished_sending: vec![],
+            finished_recving: vec![],
+            failed_recving: vec![],
+            records: vec![],
+            stats: Stats::default(),
+        };
+        for request in &report.finished_sending {
+            let said = self.said.entry(request.to_string()).or_default();
+            assert!(said.sent.insert(report.rank), "{request} was sent twice by rank {}", report.rank);
+            if said.sent.len() == all {
+                whole.finished_sending.push(request.clone());
+            }
+        }
+        for request in &report.finished_recving {
+            let said = self.said.entry(request.to_string()).or_default();
+            assert!(said.received.insert(report.rank), "{request} was received twice by rank {}", report.rank);
+            if said.received.len() == all {
+                whole.finished_recving.push(request.clone());
+            }
+        }
+        for failure in &report.failed_recving {
+            assert!(report.finished_recving.contains(&failure.request), "a failed receive is a finished one");
+            let said = self.said.entry(failure.request.to_string()).or_default();
+            said.failures.insert(report.rank, failure.clone());
+        }
+        self.scheduler.on_report(&whole);
+    }
+
+    pub fn said(&self, request: &str) -> Said {
+        self.said.get(request).cloned().unwrap_or_default()
+    }
+
+    /// Waits until every rank has said that the receive is over.
+    pub fn await_received(&mut self, request: &str) -> Said {
+        self.until(&format!("the receive of {request}"), |e| e.said(request).received.len() == e.workers.len());
+        self.said(request)
+    }
+
+    /// Waits until every rank has said that the send is over.
+    pub fn await_sent(&mut self, request: &str) {
+        self.until(&format!("the send of {request}"), |e| e.said(request).sent.len() == e.workers.len());
+    }
+
+    /// A finished prefill: fills the blocks on every rank and grants the lease. Returns the decoder's params.
+    pub fn prefill(&mut self, request: &str, lists: &Lists, tokens: u64) -> TransferParams {
+        for worker in &mut self.workers {
+            worker.ok(&Ask::Fill { request: request.into(), blocks: lists.clone() });
+        }
+        self.finish_prefill(request, lists, tokens)
+    }
+
+    /// As `prefill`, with the blocks as they are.
+    pub fn finish_prefill(&mut self, request: &str, lists: &Lists, tokens: u64) -> TransferParams {
+        let asked = TransferParams { do_remote_decode: true, ..TransferParams::default() };
+        let finish = self.scheduler.finished(request, &asked, FinishOutcome::Complete, blocks(lists), tokens).unwrap();
+        assert!(finish.keep);
+        self.step();
+        finish.params.unwrap()
+    }
+
+    /// A request with a remote prefill arrives and its blocks are allocated.
+    pub fn load(&mut self, request: &str, params: &TransferParams, lists: &Lists, tokens: u64) {
+        self.scheduler.arrived(request, params).unwrap();
+        let found = self.scheduler.matched(request, params, tokens, 0).unwrap();
+        assert_eq!((found.tokens, found.asynchronous), (tokens, true));
+        self.scheduler.allocated(request, params, blocks(lists), tokens).unwrap();
+        self.step();
+    }
+
+    /// Checks every byte of every rank.
+    pub fn check(&mut self, loads: &[(&str, &Lists)]) {
+        let loads: Vec<(String, Lists)> = loads.iter().map(|(r, l)| ((*r).to_owned(), (*l).clone())).collect();
+        for worker in &mut self.workers {
+            worker.check(&loads);
+        }
+    }
+
+    /// Waits until what every worker tells about itself is so.
+    pub fn until_stats(&mut self, what: &str, enough: impl Fn(usize, usize, u64) -> bool) {
+        let start = Instant::now();
+        for worker in &mut self.workers {
+            loop {
+                let Tell::Stats { loads, leases, transfers, .. } = worker.ok(&Ask::Stats) else { panic!("no stats") };
+                if enough(loads, leases, transfers) {
+                    break;
+                }
+                assert!(start.elapsed() < LONG, "waiting for {what}: {loads} loads, {leases} leases");
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
+        }
+    }
+}
+
+/// Block lists for a prompt of `blocks4` blocks of 4 tokens: the full group's, and those of the window of 6 tokens at
+/// 2 tokens a block, of which 4 can be in the window and the rest are null. `first` is the lowest id used; the order
+/// is scrambled so that runs of neighbours and jumps both occur.
+pub fn lists(first: u32, blocks4: u32, reversed: bool) -> Lists {
+    let mut full: Vec<u32> = (first..first + blocks4).collect();
+    let halves = blocks4 * 2;
+    let kept = halves.min(4);
+    let mut window: Vec<u32> = (first + 1..first + 1 + kept).collect();
+    if reversed {
+        full.reverse();
+        window.rotate_left(1);
+    }
+    let mut padded = vec![0; (halves - kept) as usize];
+    padded.extend(window);
+    vec![full, padded]
+}

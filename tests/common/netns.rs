@@ -1,0 +1,75 @@
+//! Hosts as network namespaces: each with an address of its own, joined by a bridge.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Says that a test was skipped, or fails it where `KVFERRY_REQUIRE` names `what`.
+pub fn skip(what: &str, why: &str) {
+    let required = std::env::var("KVFERRY_REQUIRE").unwrap_or_default();
+    assert!(!required.split([',', ' ']).any(|r| r == what), "{what} is required and not there: {why}");
+    println!("SKIPPED (needs {what}): {why}");
+}
+
+fn run(command: &str) -> Result<(), String> {
+    let mut words = command.split(' ');
+    let out = Command::new(words.next().unwrap()).args(words).output().map_err(|e| format!("{command}: {e}"))?;
+    if out.status.success() {
+        return Ok(());
+    }
+    Err(format!("{command}: {}", String::from_utf8_lossy(&out.stderr).trim()))
+}
+
+/// Some hosts on one network. The bridge lies in a namespace of its own, so that the machine's own network sees none
+/// of it. Dropping removes all.
+pub struct Hosts {
+    names: Vec<String>,
+    /// The addresses, host by host.
+    pub addresses: Vec<String>,
+}
+
+impl Hosts {
+    /// `count` hosts with addresses in 10.77.0.0/24 or in fd77::/64. The error says why this machine has none.
+    pub fn new(count: u32, ipv6: bool) -> Result<Hosts, String> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let tag = format!("kvf{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let mut hosts = Hosts { names: vec![], addresses: vec![] };
+        let switch = format!("{tag}-s");
+        hosts.add(&switch)?;
+        run(&format!("ip -n {switch} link add br0 type bridge"))?;
+        run(&format!("ip -n {switch} link set br0 up"))?;
+        for index in 1..=count {
+            let name = format!("{tag}-{index}");
+            hosts.add(&name)?;
+            run(&format!("ip -n {name} link add eth0 type veth peer name port{index} netns {switch}"))?;
+            run(&format!("ip -n {switch} link set port{index} master br0 up"))?;
+            let (address, bits, flags) =
+                if ipv6 { (format!("fd77::{index}"), 64, " nodad") } else { (format!("10.77.0.{index}"), 24, "") };
+            run(&format!("ip -n {name} addr add {address}/{bits} dev eth0{flags}"))?;
+            run(&format!("ip -n {name} link set eth0 up"))?;
+            hosts.addresses.push(address);
+        }
+        Ok(hosts)
+    }
+
+    fn add(&mut self, name: &str) -> Result<(), String> {
+        run(&format!("ip netns add {name}"))?;
+        self.names.push(name.to_owned());
+        run(&format!("ip -n {name} link set lo up"))
+    }
+
+    /// The namespace of the host numbered from 0.
+    pub fn netns(&self, host: usize) -> &str {
+        // The first is the bridge's.
+        &self.names[host + 1]
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        for name in &self.names {
+            if let Err(e) = run(&format!("ip netns del {name}")) {
+                eprintln!("{e}");
+            }
+        }
+    }
+}

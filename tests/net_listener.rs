@@ -1,0 +1,369 @@
+//! The listener against any bytes, and the client against listeners that are absent, slow, wrong or gone.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use kvferry::ErrorKind;
+use kvferry::net::{
+    Address, Ask, Client, ClientLimits, Listener, ListenerConfig, choose, push_blocking, query_blocking,
+};
+use kvferry::proto::ids::{EngineId, Incarnation, RankId};
+use kvferry::proto::wire::limits::MAX_REQUEST_BYTES;
+use kvferry::proto::wire::{EngineShape, HandshakeReply, HandshakeRequest, Message, RefusalCode};
+
+const LONG: Duration = Duration::from_secs(60);
+
+fn at(ip: IpAddr, port: u16) -> ListenerConfig {
+    ListenerConfig { address: Address { bind: ip, advertise: ip, local_only: true, note: None }, port }
+}
+
+fn loopback(port: u16) -> ListenerConfig {
+    at(Ipv4Addr::LOCALHOST.into(), port)
+}
+
+/// Answers with the request's own bytes behind a mark.
+fn echo(request: &[u8]) -> Vec<u8> {
+    [b"echo:".as_slice(), request].concat()
+}
+
+fn request(bytes: &[u8]) -> HandshakeRequest {
+    HandshakeRequest::from_bytes(bytes).unwrap()
+}
+
+fn reply(reply: &HandshakeReply) -> Vec<u8> {
+    reply.to_bytes().unwrap()
+}
+
+fn id_of(request: &HandshakeRequest) -> u64 {
+    match request {
+        HandshakeRequest::Query { id, .. } | HandshakeRequest::Push { id, .. } => *id,
+    }
+}
+
+/// An engine without ranks, which is enough to tell replies apart.
+fn ranks(id: u64, engine: &str) -> HandshakeReply {
+    HandshakeReply::Ranks {
+        id,
+        engine: EngineId::new(engine).unwrap(),
+        incarnation: Incarnation(1),
+        shape: EngineShape { tp: 1, pp: 1, dcp: 1 },
+        ranks: vec![],
+    }
+}
+
+fn refused(id: u64, code: RefusalCode) -> HandshakeReply {
+    HandshakeReply::Refused { id, code, message: "no".into() }
+}
+
+fn receive(socket: &zmq::Socket) -> Vec<Vec<u8>> {
+    socket.set_rcvtimeo(60_000).unwrap();
+    socket.recv_multipart(0).unwrap()
+}
+
+#[test]
+fn the_listener_survives_any_bytes() {
+    let mut listener = Listener::bind(&loopback(0), |request| {
+        assert!(request != b"panic", "the answering function panics on purpose");
+        echo(request)
+    })
+    .unwrap();
+    assert_ne!(listener.port(), 0);
+    let endpoint = format!("tcp://{}:{}", listener.host(), listener.port());
+    let context = zmq::Context::new();
+    let dealer = context.socket(zmq::DEALER).unwrap();
+    dealer.set_linger(0).unwrap();
+    dealer.connect(&endpoint).unwrap();
+
+    // A DEALER without and with the empty delimiter, and a REQ, which adds one by itself.
+    dealer.send("plain", 0).unwrap();
+    assert_eq!(receive(&dealer), [b"echo:plain".to_vec()]);
+    dealer.send_multipart([b"".as_slice(), b"marked"], 0).unwrap();
+    assert_eq!(receive(&dealer), [b"".to_vec(), b"echo:marked".to_vec()]);
+    let req = context.socket(zmq::REQ).unwrap();
+    req.set_linger(0).unwrap();
+    req.connect(&endpoint).unwrap();
+    req.send("req", 0).unwrap();
+    assert_eq!(receive(&req), [b"echo:req".to_vec()]);
+
+    // Other framings count as an empty request, so that the sender hears of it.
+    for frames in [vec!["a", "b"], vec!["a", "", "b"], vec!["", "a", "b"], vec!["", "", "", ""], vec!["x"; 500]] {
+        let delimited = frames[0].is_empty();
+        dealer.send_multipart(&frames, 0).unwrap();
+        let got = receive(&dealer);
+        assert_eq!(got.last().unwrap(), b"echo:", "{} frames", frames.len());
+        assert_eq!(got.len(), 1 + usize::from(delimited));
+    }
+    dealer.send("", 0).unwrap();
+    assert_eq!(receive(&dealer), [b"echo:".to_vec()]);
+
+    // A panic in the answer costs that reply only.
+    dealer.send("panic", 0).unwrap();
+    dealer.send("after", 0).unwrap();
+    assert_eq!(receive(&dealer), [b"echo:after".to_vec()]);
+
+    // What is not ZMQ at all, and a ZMQ greeting cut short.
+    for bytes in [b"GET / HTTP/1.1\r\n\r\n".to_vec(), vec![0xff; 4096], vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3]] {
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, listener.port())).unwrap();
+        stream.write_all(&bytes).unwrap();
+        stream.shutdown(std::net::Shutdown::Write).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        let mut sink = Vec::new();
+        let _ = stream.read_to_end(&mut sink);
+    }
+
+    // A frame over the limit costs its sender the connection and nobody else anything.
+    let huge = context.socket(zmq::DEALER).unwrap();
+    huge.set_linger(0).unwrap();
+    huge.connect(&endpoint).unwrap();
+    huge.send(vec![7u8; MAX_REQUEST_BYTES + 1], 0).unwrap();
+    let before = listener.requests();
+    dealer.send("still here", 0).unwrap();
+    assert_eq!(receive(&dealer), [b"echo:still here".to_vec()]);
+    assert_eq!(listener.requests(), before + 1);
+
+    // One that never reads its replies loses them, the others do not wait for it.
+    let deaf = context.socket(zmq::DEALER).unwrap();
+    deaf.set_linger(0).unwrap();
+    deaf.set_rcvhwm(1).unwrap();
+    deaf.connect(&endpoint).unwrap();
+    for _ in 0..40 {
+        deaf.send(vec![1u8; 1 << 20], 0).unwrap();
+    }
+    dealer.send("heard", 0).unwrap();
+    assert_eq!(receive(&dealer), [b"echo:heard".to_vec()]);
+
+    assert!(listener.is_alive() && listener.failure().is_none());
+    listener.shutdown();
+    listener.shutdown();
+    assert!(!listener.is_alive() && listener.failure().is_none());
+    TcpListener::bind((Ipv4Addr::LOCALHOST, listener.port())).unwrap();
+}
+
+#[test]
+fn a_port_in_use_is_an_error_with_a_remedy() {
+    let first = Listener::bind(&loopback(0), echo).unwrap();
+    let error = Listener::bind(&loopback(first.port()), echo).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::AddressInUse);
+    for part in [&first.port().to_string(), "in use", "another port", "port 0"] {
+        assert!(error.message().contains(part), "{error}");
+    }
+    let foreign = Listener::bind(&at("192.0.2.7".parse().unwrap(), 0), echo).unwrap_err();
+    assert_eq!(foreign.kind(), ErrorKind::AddressInUse);
+    assert!(foreign.message().contains("192.0.2.7 is not an address of this host (127.0.0.1"), "{foreign}");
+    let port = first.port();
+    drop(first);
+    assert_eq!(Listener::bind(&loopback(port), echo).unwrap().port(), port);
+}
+
+#[test]
+fn ipv6_is_bracketed_all_the_way() {
+    if TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_err() {
+        println!("SKIPPED ipv6_is_bracketed_all_the_way: this host has no IPv6");
+        return;
+    }
+    let answer = |bytes: &[u8]| reply(&ranks(id_of(&request(bytes)), "six"));
+    let listener = Listener::bind(&at(Ipv6Addr::LOCALHOST.into(), 0), answer).unwrap();
+    assert_eq!(listener.host(), "::1");
+    for host in ["::1", "[::1]"] {
+        let got = query_blocking(host, listener.port(), None, vec![], LONG).unwrap();
+        assert_eq!(got, ranks(1, "six"));
+    }
+    let any = Listener::bind(&at(Ipv6Addr::UNSPECIFIED.into(), 0), answer).unwrap();
+    for host in ["::1", "127.0.0.1"] {
+        assert_eq!(query_blocking(host, any.port(), None, vec![], LONG).unwrap(), ranks(1, "six"));
+    }
+    let taken = Listener::bind(&at(Ipv6Addr::LOCALHOST.into(), listener.port()), echo).unwrap_err();
+    assert!(taken.message().contains(&format!("[::1]:{}", listener.port())), "{taken}");
+}
+
+#[test]
+fn the_wildcard_is_bound_but_not_advertised() {
+    let address = choose(Some("0.0.0.0"), false).unwrap();
+    assert!(!address.advertise.is_unspecified());
+    let found = address.advertise.to_string();
+    let local_only = address.local_only;
+    let answer = |bytes: &[u8]| reply(&ranks(id_of(&request(bytes)), "wild"));
+    let listener = Listener::bind(&ListenerConfig { address, port: 0 }, answer).unwrap();
+    assert_eq!(listener.host(), found);
+    assert!(local_only || !listener.host().starts_with("127."));
+    for host in [found.as_str(), "127.0.0.1"] {
+        assert_eq!(query_blocking(host, listener.port(), None, vec![], LONG).unwrap(), ranks(1, "wild"));
+    }
+}
+
+#[test]
+fn a_listener_that_is_not_ready_is_asked_again() {
+    let asked = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&asked);
+    let listener = Listener::bind(&loopback(0), move |bytes| {
+        let id = id_of(&request(bytes));
+        let n = count.fetch_add(1, Ordering::SeqCst);
+        reply(&if n < 4 { refused(id, RefusalCode::NotReady) } else { ranks(id, "late") })
+    })
+    .unwrap();
+    let got = query_blocking("127.0.0.1", listener.port(), None, vec![], LONG).unwrap();
+    assert_eq!(got, ranks(1, "late"));
+    assert_eq!(asked.load(Ordering::SeqCst), 5);
+
+    // One that stays so gives its refusal as the answer when the time is up.
+    let never = Listener::bind(&loopback(0), |bytes| reply(&refused(id_of(&request(bytes)), RefusalCode::NotReady)));
+    let port = never.as_ref().unwrap().port();
+    let got = query_blocking("127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap();
+    assert_eq!(got, refused(1, RefusalCode::NotReady));
+}
+
+#[test]
+fn an_unreachable_head_is_named() {
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let error = query_blocking("127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unreachable);
+    for part in [&format!("127.0.0.1:{port}"), "check that the producer engine runs"] {
+        assert!(error.message().contains(part), "{error}");
+    }
+    // One that accepts and says nothing: not ZMQ.
+    let mute = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = mute.local_addr().unwrap().port();
+    let error = query_blocking("127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unreachable);
+    // One that takes the request and answers nothing.
+    let context = zmq::Context::new();
+    let router = context.socket(zmq::ROUTER).unwrap();
+    router.bind("tcp://127.0.0.1:*").unwrap();
+    let port = router.get_last_endpoint().unwrap().unwrap().rsplit_once(':').unwrap().1.parse().unwrap();
+    let silent = query_blocking("127.0.0.1", port, None, vec![], Duration::from_millis(1500)).unwrap_err();
+    assert_eq!(silent.kind(), ErrorKind::Timeout, "{silent}");
+    assert!(silent.message().contains("answered none"), "{silent}");
+    for (host, port) in [("no host", 1u16), ("127.0.0.1", 0), ("", 7)] {
+        let error = query_blocking(host, port, None, vec![], LONG).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+}
+
+#[test]
+fn a_head_that_comes_late_is_found() {
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let asking = std::thread::spawn(move || query_blocking("127.0.0.1", port, None, vec![], LONG));
+    std::thread::sleep(Duration::from_millis(200));
+    let _listener = Listener::bind(&loopback(port), |b| reply(&ranks(id_of(&request(b)), "late"))).unwrap();
+    assert_eq!(asking.join().unwrap().unwrap(), ranks(1, "late"));
+}
+
+#[test]
+fn pushes_and_their_refusals() {
+    let listener = Listener::bind(&loopback(0), |bytes| match request(bytes) {
+        HandshakeRequest::Push { id, expected, metadata } if metadata.as_slice() == b"good" => {
+            reply(&HandshakeReply::Pushed { id, missing: expected - 1 })
+        }
+        other => reply(&refused(id_of(&other), RefusalCode::Push)),
+    })
+    .unwrap();
+    assert_eq!(push_blocking("127.0.0.1", listener.port(), 4, b"good".to_vec(), LONG), Ok(3));
+    let error = push_blocking("127.0.0.1", listener.port(), 4, b"bad".to_vec(), LONG).unwrap_err();
+    assert_eq!((error.kind(), error.message()), (ErrorKind::InvalidArgument, "no"));
+}
+
+/// Runs the client's loop until `n` answers are there.
+fn answers(client: &mut Client, n: usize) -> Vec<(u64, kvferry::Result<HandshakeReply>)> {
+    let start = Instant::now();
+    let mut got = Vec::new();
+    while got.len() < n {
+        assert!(start.elapsed() < LONG, "{} of {n} answers", got.len());
+        client.turn(Instant::now());
+        while let Some(a) = client.poll_answer() {
+            got.push((a.id, a.result));
+        }
+        let wait = client.next_deadline().map_or(1000, |d| d.saturating_duration_since(Instant::now()).as_millis() + 1);
+        let mut items = Vec::new();
+        client.poll_items(&mut items);
+        zmq::poll(&mut items, wait.min(1000) as i64).unwrap();
+    }
+    got.sort_by_key(|(id, _)| *id);
+    got
+}
+
+fn all() -> Ask {
+    Ask::Query { engine: None, ranks: vec![RankId { pp: 0, tp: 0 }] }
+}
+
+#[test]
+fn one_client_asks_many_over_one_socket_each() {
+    let quick = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)), "quick"))).unwrap();
+    let other = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)), "other"))).unwrap();
+    let stray = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)) + 1000, "stray"))).unwrap();
+    let newer = Listener::bind(&loopback(0), |_| reply(&refused(0, RefusalCode::Version))).unwrap();
+    let garbage = Listener::bind(&loopback(0), |_| vec![0x7e; 3]).unwrap();
+    let limits = ClientLimits { idle: Duration::from_millis(50), ..ClientLimits::default() };
+    let mut client = Client::new(limits);
+    assert_eq!(client.next_deadline(), None);
+    let now = Instant::now();
+    for token in 1..=100u64 {
+        let port = if token % 2 == 0 { quick.port() } else { other.port() };
+        client.ask(now, token, "127.0.0.1", port, all(), now + LONG);
+    }
+    assert_eq!(client.connections(), 2);
+    for (token, result) in answers(&mut client, 100) {
+        let HandshakeReply::Ranks { engine, .. } = result.unwrap() else { panic!("not ranks") };
+        assert_eq!(engine.as_str(), if token % 2 == 0 { "quick" } else { "other" });
+    }
+    // A reply to nobody's question is no answer; one that names no request answers the oldest; garbage is said to be.
+    let now = Instant::now();
+    client.ask(now, 200, "127.0.0.1", stray.port(), all(), now + Duration::from_millis(700));
+    client.ask(now, 201, "127.0.0.1", newer.port(), all(), now + LONG);
+    client.ask(now, 202, "127.0.0.1", garbage.port(), all(), now + LONG);
+    client.ask(now, 203, "127.0.0.1", garbage.port(), all(), now + LONG);
+    client.forget(203);
+    let got = answers(&mut client, 3);
+    assert!(got[0].1.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout), "{got:?}");
+    assert_eq!(got[1].1, Ok(refused(0, RefusalCode::Version)));
+    assert!(got[2].1.as_ref().is_err_and(|e| e.kind() == ErrorKind::Corrupt), "{got:?}");
+    // Idle connections are closed.
+    let start = Instant::now();
+    while client.connections() > 0 {
+        assert!(start.elapsed() < LONG);
+        client.turn(Instant::now());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(client.next_deadline(), None);
+}
+
+#[test]
+fn a_lost_request_is_sent_again_on_a_new_connection() {
+    // The first head takes the request and dies with it; the second, on the same port, answers.
+    let context = zmq::Context::new();
+    let router = context.socket(zmq::ROUTER).unwrap();
+    router.set_linger(0).unwrap();
+    router.bind("tcp://127.0.0.1:*").unwrap();
+    let port: u16 = router.get_last_endpoint().unwrap().unwrap().rsplit_once(':').unwrap().1.parse().unwrap();
+    let limits = ClientLimits { resend: Duration::from_millis(100), ..ClientLimits::default() };
+    let mut client = Client::new(limits);
+    let now = Instant::now();
+    client.ask(now, 1, "127.0.0.1", port, all(), now + LONG);
+    let mut taken = false;
+    while !taken {
+        assert!(now.elapsed() < LONG);
+        client.turn(Instant::now());
+        taken = router.poll(zmq::POLLIN, 10).unwrap() == 1;
+    }
+    router.recv_multipart(0).unwrap();
+    drop(router);
+    drop(context);
+    let _second = Listener::bind(&loopback(port), |b| reply(&ranks(id_of(&request(b)), "second"))).unwrap();
+    assert_eq!(answers(&mut client, 1)[0].1, Ok(ranks(1, "second")));
+}
+
+#[test]
+fn connections_are_bounded() {
+    let mut client = Client::new(ClientLimits { connections: 2, ..ClientLimits::default() });
+    let now = Instant::now();
+    for (token, port) in [(1u64, 1u16), (2, 2), (3, 3)] {
+        client.ask(now, token, "127.0.0.1", port, all(), now + Duration::from_millis(50));
+    }
+    let got = answers(&mut client, 3);
+    assert!(got[2].1.as_ref().is_err_and(|e| e.kind() == ErrorKind::Exhausted), "{got:?}");
+    assert!(got[..2].iter().all(|(_, r)| r.as_ref().is_err_and(|e| e.kind() == ErrorKind::Unreachable)), "{got:?}");
+}

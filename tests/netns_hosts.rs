@@ -1,0 +1,147 @@
+//! One engine on two hosts: the ranks of the producer run in two network namespaces with addresses of their own, its
+//! scheduler side on the first; the consumer in a third knows the head's address only. Every byte from both ranks.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod common;
+
+use common::cache::CacheSpec;
+use common::child::{Ask, Child, Lists, Tell, serve_if_child};
+use common::engine::{lists, ranks, scheduler_config, worker_config};
+use common::netns::{Hosts, skip};
+use kvferry::connector::{Scheduler, SchedulerConfig, Transport};
+use kvferry::proto::ids::RankId;
+use kvferry::proto::wire::{Cause, TransferParams, WorkerReport};
+
+/// The other processes of these tests.
+#[test]
+fn child() {
+    serve_if_child();
+}
+
+/// Worker processes of an engine, one per (rank, host).
+fn workers(hosts: &Hosts, places: &[usize], engine: &str, cache: &CacheSpec) -> Vec<Child> {
+    let mut children: Vec<Child> = ranks(cache)
+        .into_iter()
+        .zip(places)
+        .map(|(rank, host)| Child::start(rank, Some(hosts.netns(*host)), &[]))
+        .collect();
+    for child in &mut children {
+        let config = Box::new(worker_config(engine, child.rank, cache, Transport::Tcp));
+        child.send(&Ask::StartWorker { config, cache: Some(cache.clone()) });
+    }
+    children
+}
+
+fn metadata(children: &mut [Child]) -> Vec<(RankId, Vec<u8>)> {
+    let one = |c: &mut Child| match c.receive() {
+        Tell::Bytes(bytes) => (c.rank, bytes),
+        other => panic!("{other:?}"),
+    };
+    children.iter_mut().map(one).collect()
+}
+
+fn report(child: &mut Child, mut enough: impl FnMut(&WorkerReport) -> bool) {
+    let start = std::time::Instant::now();
+    loop {
+        if let Some(report) = child.report(1_000)
+            && enough(&report)
+        {
+            return;
+        }
+        assert!(start.elapsed() < common::child::LONG, "rank {} does not report", child.rank);
+    }
+}
+
+fn two_hosts_and_a_consumer(ipv6: bool, tp: u32, pp: u32) {
+    let hosts = match Hosts::new(3, ipv6) {
+        Ok(hosts) => hosts,
+        Err(why) => return skip("netns", &why),
+    };
+    let p_cache = CacheSpec::small(tp, pp, 50);
+    let d_cache = CacheSpec { blocks: 50, padding: 8, ..CacheSpec::small(tp, pp, 51) };
+    let mut p = workers(&hosts, &[0, 1], "prefill", &p_cache);
+    let mut d = workers(&hosts, &[2, 2], "decode", &d_cache);
+
+    // The head: no host is configured, so that it has to find the address that the others can reach.
+    let mut head = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(0)), &[]);
+    let config = SchedulerConfig { host: None, ..scheduler_config("prefill", &p_cache) };
+    head.ok(&Ask::StartScheduler { config: Box::new(config) });
+    let ranks = metadata(&mut p);
+    let Tell::Address(host, port) = head.ok(&Ask::Serve { ranks }) else { panic!("no address") };
+    assert_eq!(host, hosts.addresses[0]);
+    metadata(&mut d);
+
+    let (there, here): (Lists, Lists) = (lists(1, 12, true), lists(20, 12, false));
+    for child in &mut p {
+        child.ok(&Ask::Fill { request: "p".into(), blocks: there.clone() });
+    }
+    let params = TransferParams { do_remote_decode: true, ..TransferParams::default() };
+    let finished = Ask::Finished { request: "p".into(), params, blocks: there, tokens: 48 };
+    let Tell::Params(Some(params)) = head.ok(&finished) else { panic!("no params") };
+    assert_eq!(params.remote_host.as_deref(), Some(hosts.addresses[0].as_str()));
+    assert_eq!(params.remote_port, Some(i64::from(port)));
+    let step = head.bytes(&Ask::Step);
+    for child in &mut p {
+        child.ok(&Ask::Submit { step: step.clone() });
+    }
+
+    // The consumer's scheduler side needs no network.
+    let scheduler = Scheduler::start(scheduler_config("decode", &d_cache)).unwrap();
+    scheduler.allocated("d", &params, common::engine::blocks(&here), 48).unwrap();
+    let step = scheduler.step().unwrap();
+    for child in &mut d {
+        child.ok(&Ask::Submit { step: step.clone() });
+    }
+    for child in &mut d {
+        report(child, |r| {
+            assert!(r.failed_recving.is_empty(), "{r:#?}");
+            r.finished_recving.iter().any(|r| r.as_str() == "d")
+        });
+    }
+    for child in &mut p {
+        report(child, |r| r.finished_sending.iter().any(|r| r.as_str() == "p"));
+    }
+    for child in &mut d {
+        child.check(&[("p".to_owned(), here.clone())]);
+    }
+
+    // The second host dies: the rank that reads from it fails, the other does not.
+    p[1].signal(rustix::process::Signal::STOP);
+    let again = Ask::Finished {
+        request: "p2".into(),
+        params: TransferParams { do_remote_decode: true, ..TransferParams::default() },
+        blocks: lists(1, 12, true),
+        tokens: 48,
+    };
+    let Tell::Params(Some(params)) = head.ok(&again) else { panic!("no params") };
+    let step = head.bytes(&Ask::Step);
+    p[0].ok(&Ask::Submit { step });
+    scheduler.allocated("d2", &params, common::engine::blocks(&here), 48).unwrap();
+    let step = scheduler.step().unwrap();
+    for child in &mut d {
+        child.ok(&Ask::Submit { step: step.clone() });
+    }
+    report(&mut d[0], |r| {
+        assert!(r.failed_recving.is_empty(), "{r:#?}");
+        r.finished_recving.iter().any(|r| r.as_str() == "d2")
+    });
+    p[1].kill();
+    report(&mut d[1], |r| {
+        let failure = r.failed_recving.iter().find(|f| f.request.as_str() == "d2");
+        failure.is_some_and(|f| {
+            assert_eq!(f.cause, Cause::PeerDied, "{}", f.message);
+            true
+        })
+    });
+}
+
+#[test]
+fn two_tensor_ranks_on_two_hosts() {
+    two_hosts_and_a_consumer(false, 2, 1);
+}
+
+#[test]
+fn two_pipeline_ranks_on_two_hosts_over_ipv6() {
+    two_hosts_and_a_consumer(true, 1, 2);
+}
