@@ -5,6 +5,7 @@ connector for one engine; `Aggregator` combines the reports of several workers; 
 The connector for vLLM is in `kvferry.vllm`.
 """
 
+from . import log, stats
 from ._errors import (
     AddressInUseError,
     AlreadyExistsError,
@@ -83,7 +84,9 @@ __all__ = [
     "encode_report",
     "header_path",
     "library_path",
+    "log",
     "merge_reports",
+    "stats",
     "ucx_info",
     "version",
 ]

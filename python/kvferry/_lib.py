@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import cffi
 
@@ -28,6 +28,14 @@ _KINDS = {"host": "KVF_MEMORY_HOST", "cuda": "KVF_MEMORY_CUDA"}
 _DIRECTIONS = {"read": "KVF_READ", "write": "KVF_WRITE"}
 _OUTCOMES = {"complete": "KVF_COMPLETE", "aborted": "KVF_ABORTED"}
 _EVENTS_AT_ONCE = 256
+
+
+class Ids(Protocol):
+    """Block ids: a list of int, or an array of them. A contiguous numpy uint32 array is passed on as it lies."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Any: ...
 
 
 class RawEvent(NamedTuple):
@@ -200,7 +208,7 @@ def _constant(names: Mapping[str, str], what: str, value: str) -> int:
     return number
 
 
-def _ids(ids: Sequence[int], what: str) -> tuple[Any, int]:
+def _ids(ids: Ids, what: str) -> tuple[Any, int]:
     """Block ids as a C array and their number. A contiguous numpy uint32 array is passed without a copy."""
     ffi = _load().ffi
     try:
@@ -221,7 +229,7 @@ def _ids(ids: Sequence[int], what: str) -> tuple[Any, int]:
 class _Lists:
     """Block lists as one flat array of ids and the offset of each list's end, as the C ABI takes them."""
 
-    def __init__(self, lists: Sequence[Sequence[int]], what: str) -> None:
+    def __init__(self, lists: Sequence[Ids], what: str) -> None:
         ffi = _load().ffi
         parts = [_ids(ids, f"{what}, list {number}") for number, ids in enumerate(lists)]
         ends = [0]
@@ -405,7 +413,7 @@ def agent_transfer(
     peer: int,
     direction: str,
     segments: Sequence[tuple[int, ...]],
-    blocks: Sequence[tuple[Sequence[int], Sequence[int]]],
+    blocks: Sequence[tuple[Ids, Ids]],
 ) -> int:
     number = _constant(_DIRECTIONS, "direction", direction)
     for pair, (ours, theirs) in enumerate(blocks):
@@ -633,7 +641,7 @@ def scheduler_matched(
 
 
 def scheduler_allocated(
-    scheduler: Handle, request: str, params: bytes, blocks: Sequence[Sequence[int]], external_tokens: int
+    scheduler: Handle, request: str, params: bytes, blocks: Sequence[Ids], external_tokens: int
 ) -> None:
     name = _text("a request id", request)
     lists = _Lists(blocks, "blocks")
@@ -656,7 +664,7 @@ def scheduler_finished(
     request: str,
     params: bytes,
     outcome: str,
-    blocks: Sequence[Sequence[int]],
+    blocks: Sequence[Ids],
     computed_tokens: int,
 ) -> tuple[bool, bytes | None]:
     name = _text("a request id", request)

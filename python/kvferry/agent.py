@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     length: int
 
 
-BlockPairs = Sequence[tuple[Sequence[int], Sequence[int]]]
+BlockPairs = Sequence[tuple[_lib.Ids, _lib.Ids]]
 """Per list, the local and the remote block ids, of equal length. numpy uint32 arrays are taken without conversion."""
 
 

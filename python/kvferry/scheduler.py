@@ -11,7 +11,7 @@ from .aggregator import Outcome as OutcomeDict
 from .worker import Report, encode_report
 
 Outcome = Literal["complete", "aborted"]
-BlockLists = Sequence[Sequence[int]]
+BlockLists = Sequence[_lib.Ids]
 
 
 class Scheduler:

@@ -23,7 +23,8 @@ def contents(tag: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """Bytes that differ by tag and by place."""
     number = np.prod(shape)
     words = np.arange(number, dtype=np.uint64) * np.uint64(2654435761) + np.uint64(tag * 97 + 13)
-    return (words >> np.uint64(7)).astype(np.uint8).reshape(shape)
+    cut: NDArray[np.uint8] = (words >> np.uint64(7)).astype(np.uint8)
+    return cut.reshape(shape)
 
 
 def remote_cache(tag: int) -> NDArray[np.uint8]:
@@ -227,7 +228,7 @@ def test_bad_metadata_is_refused() -> None:
 
 
 def test_bad_configs_name_the_key() -> None:
-    for config, expected in [
+    configs: list[tuple[dict[str, object], str]] = [
         ({"transprot": "tcp"}, "unknown field `transprot`"),
         ({"transport": "rdma"}, "expected auto, tcp or shm"),
         ({"window": "many"}, 'key "window": invalid type: string "many", expected u32'),
@@ -235,7 +236,8 @@ def test_bad_configs_name_the_key() -> None:
         ({"name": ""}, "name"),
         ({"name": object()}, "cannot be passed on"),
         ({"ucx": {"TLS": 3}}, 'key "ucx.TLS"'),
-    ]:
+    ]
+    for config, expected in configs:
         with pytest.raises(kvferry.InvalidArgumentError) as caught:
             kvferry.Agent(config)
         assert expected in str(caught.value)
@@ -257,7 +259,7 @@ def test_a_stale_agent_is_an_error() -> None:
 
 
 def test_registered_memory_is_kept_alive() -> None:
-    class Owned(np.ndarray):  # type: ignore[type-arg]
+    class Owned(np.ndarray):
         """An array that can be referred to weakly."""
 
     with kvferry.Agent({"transport": "tcp"}) as agent:
