@@ -186,8 +186,7 @@ class SchedulerSide:
             raise TypeError(f"expected worker metadata of KvferryConnector, got {type(metadata).__name__}")
         for report in metadata.reports:
             self._aggregator.add(report)
-        # The rank says nothing about what all ranks have in common.
-        self._scheduler.report({"rank": {"pp": 0, "tp": 0}, **self._aggregator.take()})
+        self._scheduler.report(self._aggregator.take())
 
     def shutdown(self) -> None:
         """Stops the handshake listener. May be called again."""

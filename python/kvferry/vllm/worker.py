@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -13,7 +13,7 @@ import kvferry
 from .config import Options
 from .geometry import Split, describe, transfer_layers
 from .log import logger
-from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata
+from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
 from .stats import KvferryStats
 from .support import attention_kernels, check_served, compat_fields
 
@@ -44,7 +44,7 @@ class WorkerSide:
         self._invalid_blocks: set[int] = set()
         self._stats = KvferryStats()
         self._reports: tuple[bytes, ...] = ()
-        self._refused: dict[str, Any] = {}
+        self._refused: dict[str, RefusedLoad] = {}
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Starts the worker and registers the memory behind `kv_caches`, each storage once."""
@@ -108,7 +108,7 @@ class WorkerSide:
         results = KVConnectorTransferResults()
         for request, refused in self._refused.items():
             results.finished_recving.add(request)
-            self._failed(results, request, "invalid_request", refused.message, refused.blocks)
+            self._failed(results, request, refused.blocks)
             self._stats = self._stats.aggregate(KvferryStats({"recv_failures": {"invalid_request": 1}}))
         self._refused = {}
         encoded = self._worker.poll_encoded() if self._worker is not None else None
@@ -117,17 +117,13 @@ class WorkerSide:
             results.finished_sending.update(report["finished_sending"])
             results.finished_recving.update(report["finished_recving"])
             for failure in report["failed_recving"]:
-                self._failed(
-                    results, failure["request"], failure["cause"], failure["message"], failure["invalid_blocks"]
-                )
+                self._failed(results, failure["request"], failure["invalid_blocks"])
             self._stats = self._stats.aggregate(KvferryStats.from_report(report))
             self._reports += (encoded,)
         return results
 
-    def _failed(self, results: KVConnectorTransferResults, request: str, cause: str, message: str, blocks: Any) -> None:
-        # A request that this engine ended itself is no news.
-        log = logger.debug if cause in ("aborted", "shut_down") else logger.warning
-        log("Receiving the KV cache of request %s failed (%s): %s", request, cause, message)
+    def _failed(self, results: KVConnectorTransferResults, request: str, blocks: Iterable[int]) -> None:
+        # The side that decided it has logged why.
         results.failed_recving.add(request)
         if self._reports_blocks:
             self._invalid_blocks.update(blocks)

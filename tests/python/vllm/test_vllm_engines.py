@@ -36,6 +36,8 @@ class Pair:
         self.prefill.call("run_until", f"'reason' in e.answers.get('p-{name}', {{}})")
         params: dict[str, Any] = self.prefill.call("answer", f"p-{name}")["params"]
         assert params["do_remote_prefill"] is True
+        # The lease goes out with the next step, which vLLM makes because the request is still kept.
+        self.prefill.call("step")
         return params
 
     def decoded(self, name: str, tokens: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
