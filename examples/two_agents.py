@@ -1,8 +1,7 @@
 """Two kvferry agents in one process: one reads scattered blocks from the other's array."""
 
-import numpy as np
-
 import kvferry
+import numpy as np
 from kvferry import Agent, Segment
 
 BLOCKS, BLOCK_BYTES = 64, 4096
