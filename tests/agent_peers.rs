@@ -9,8 +9,8 @@ use std::time::Duration;
 use agent_support::child::{Remote, serve};
 use agent_support::{LIMIT, Node, TRANSPORTS, assert_same, config, model, pattern_bytes, plan};
 use kvferry::ErrorKind;
-use kvferry::agent::{AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, Transport, decode_metadata, encode_metadata};
 use kvferry::agent::Window;
+use kvferry::agent::{AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, Transport, decode_metadata, encode_metadata};
 use kvferry::proto::wire::AgentMetadata;
 
 #[test]
@@ -298,4 +298,26 @@ fn every_event_of_a_lost_peer_comes_once() {
     a.agent.shutdown(LIMIT).unwrap();
     let rest: Vec<Event> = std::iter::from_fn(|| a.agent.wait_event(LIMIT)).collect();
     assert!(rest.is_empty() && a.events.is_empty(), "{rest:?} {:?}", a.events);
+}
+
+#[test]
+fn a_consumer_that_dies_while_it_reads_leaves_the_producer_alive() {
+    for transport in TRANSPORTS {
+        let mut producer = Remote::spawn(transport, 1, &[1 << 20]);
+        for round in 0..10 {
+            let mut consumer = Remote::spawn(transport, 2, &[1 << 20]);
+            assert_eq!(consumer.ask(&format!("read {}", producer.metadata_hex())), "reading");
+            if round % 2 == 1 {
+                // Requests pile up in the producer's socket, as when it is busy.
+                producer.signal("STOP");
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            consumer.kill();
+            if round % 2 == 1 {
+                producer.signal("CONT");
+            }
+            assert_same("producer", &producer.contents(), &[pattern_bytes(1, 1 << 20)]);
+        }
+        assert_eq!(producer.ask("end"), "ended");
+    }
 }

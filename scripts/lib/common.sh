@@ -61,23 +61,12 @@ stamped() {
   [[ -f "$1/.stamp-$2" && "$(cat "$1/.stamp-$2")" == "$3" && -x "$1/bin/python" ]]
 }
 
-# site_packages VENV: its site-packages folder.
-site_packages() {
-  "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-}
-
-# kvf_build_env: what compiling needs and the system may lack, from the tools that scripts/setup installed.
-# Exports LIBCLANG_PATH and KVFERRY_UCX_PREFIX unless they are set already, and a C++ compiler where there is none.
+# kvf_build_env: the environment for cargo and maturin. The build finds libclang and UCX in .deps/venv by itself; a C++
+# compiler from there (see scripts/setup) has to be named, together with the linker that knows its C++ library.
 kvf_build_env() {
-  local site
-  site="$(site_packages "$KVF_DEPS/venv")"
-  if [[ -z "${LIBCLANG_PATH:-}" && -d "$site/clang/native" ]]; then
-    export LIBCLANG_PATH="$site/clang/native"
-  fi
-  if [[ -z "${KVFERRY_UCX_PREFIX:-}" && -d "$site/libucx" ]]; then
-    export KVFERRY_UCX_PREFIX="$site/libucx"
-  fi
+  local host
   if [[ -x "$KVF_DEPS/zig/c++" ]]; then
-    export CXX="$KVF_DEPS/zig/c++" CXXSTDLIB=c++
+    host="$(rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')"
+    export CXX="$KVF_DEPS/zig/c++" CXXSTDLIB=c++ "CARGO_TARGET_${host}_LINKER=$KVF_DEPS/zig/cc"
   fi
 }

@@ -50,8 +50,7 @@ pub(super) fn run(
         Started { name: engine.config.name.clone(), incarnation, ucx: engine.context.library().info().to_string() };
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
-    let ferry =
-        Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now };
+    let ferry = Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now };
     // The starter waits for it.
     let _ = up.send(started);
     ferry.run()

@@ -13,6 +13,7 @@ use super::ids::{PeerId, RegionId, TransferId};
 use super::operations::Operations;
 use super::peers::Peers;
 use super::registry::Registry;
+use super::served::Chunks;
 use super::setup;
 use super::shared::{Command, Shared};
 use super::stats::AgentStats;
@@ -43,6 +44,7 @@ pub(super) struct Engine {
     pub(super) closing: Option<Instant>,
     pub(super) transfers: Transfers,
     pub(super) operations: Operations,
+    pub(super) chunks: Chunks,
     pub(super) peers: Peers,
     pub(super) leaving: Leaving,
     pub(super) worker: Worker,
@@ -68,6 +70,7 @@ impl Engine {
             closing: None,
             transfers: Transfers::default(),
             operations: Operations::default(),
+            chunks: Chunks::default(),
             peers: Peers::default(),
             leaving: Leaving::default(),
             worker,

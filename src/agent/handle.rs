@@ -113,7 +113,7 @@ impl Agent {
             Ok(started) => started,
             Err(_) => {
                 // The thread ended before it was up; its outcome says why.
-                let outcome = ended.recv().unwrap_or_else(|_| Ok(()));
+                let outcome = ended.recv().unwrap_or(Ok(()));
                 let _ = join.join();
                 return Err(match outcome {
                     Err(error) => error,

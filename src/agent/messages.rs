@@ -145,6 +145,9 @@ impl Engine {
         if !peer.is_current(frame.connection) {
             return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
         }
+        if !matches!(frame.kind, FrameKind::Data | FrameKind::Goodbye) {
+            return self.on_service(id, frame, &data, now);
+        }
         let item = if frame.kind == FrameKind::Goodbye { Item::Goodbye } else { Item::Data(data) };
         match peer.inbox.take(frame.sequence, item) {
             Ok(due) => {

@@ -50,6 +50,7 @@ mod operations;
 mod passenger;
 mod peers;
 mod registry;
+mod served;
 mod setup;
 mod shared;
 mod stats;

@@ -11,6 +11,8 @@ pub(super) enum InFlight {
     Flush { transfer: TransferId },
     /// A message, for which this much of the peer's send queue was reserved.
     Message { peer: PeerId, reserved: u64 },
+    /// A request or reply of a served transfer, of which this much counts as unsent replies.
+    Service { peer: PeerId, held: u64 },
     /// The message that tells a peer that this side leaves.
     Goodbye,
     /// The flush after it.

@@ -16,8 +16,9 @@ pub(super) fn context(config: &AgentConfig) -> Result<Arc<Context>> {
     if !is_set(config, "RNDV_THRESH") {
         settings.push(("RNDV_THRESH".to_owned(), "inf".to_owned()));
     }
-    let context = Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, name: config.name.clone() })
-        .map_err(ucx_error)?;
+    let context =
+        Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, name: config.name.clone() })
+            .map_err(ucx_error)?;
     log::info!(
         "agent {}: {}; transports: {}; memory: {}",
         config.name,

@@ -43,6 +43,10 @@ impl Remote {
         Remote { child, to, from, metadata }
     }
 
+    pub fn metadata_hex(&self) -> String {
+        hex(&encode_metadata(&self.metadata).unwrap())
+    }
+
     pub fn ask(&mut self, command: &str) -> String {
         writeln!(self.to, "{command}").unwrap();
         answer(&mut self.from)
@@ -140,6 +144,19 @@ pub fn serve() {
         match line.unwrap().as_str() {
             "dump" => say(&node.contents().iter().map(|bytes| hex(bytes)).collect::<Vec<_>>().join(",")),
             "end" => break,
+            command if command.starts_with("read ") => {
+                // Reads all of the first region in pieces that do not merge, again and again, until it is killed.
+                let metadata = decode_metadata(&unhex(&command[5..])).unwrap();
+                let peer = node.agent.connect(&metadata).unwrap();
+                let count = (metadata.regions[0].len / 1024) as u32;
+                let ids: Vec<u32> = (0..count).rev().collect();
+                for _ in 0..64 {
+                    let plan = super::plan(0, 0, 1024, 1000, ids.clone(), ids.clone());
+                    node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
+                }
+                while node.agent.stats().unwrap().bytes_read == 0 && node.agent.stats().unwrap().operations < 200 {}
+                say("reading");
+            }
             other => panic!("unknown command {other}"),
         }
     }

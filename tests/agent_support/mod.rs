@@ -236,7 +236,14 @@ pub fn assert_same(what: &str, actual: &[Vec<u8>], expected: &[Vec<u8>]) {
 }
 
 /// A plan of one segment: `len` bytes of each block, blocks `stride` apart on both sides.
-pub fn plan(local_region: u32, remote_region: u32, stride: u64, len: u64, local: Vec<u32>, remote: Vec<u32>) -> CopyPlan {
+pub fn plan(
+    local_region: u32,
+    remote_region: u32,
+    stride: u64,
+    len: u64,
+    local: Vec<u32>,
+    remote: Vec<u32>,
+) -> CopyPlan {
     let segment = Segment {
         list: 0,
         local_region,

@@ -1,0 +1,194 @@
+"""The connector's half in the scheduler's process: asks `kvferry.Scheduler` and converts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+import kvferry
+
+from .config import Options
+from .geometry import transfer_groups
+from .log import logger
+from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
+from .support import check_served
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+"""How a prefill ends whose blocks are worth handing over."""
+
+
+def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
+    """The request's `kv_transfer_params` if they ask for `key`. What is neither true nor false is left for
+    `kvferry.Scheduler` to refuse by name."""
+    params: Mapping[str, Any] | None = request.kv_transfer_params
+    return params if params and params.get(key) not in (None, False) else None
+
+
+class SchedulerSide:
+    """What `KvferryConnector` does in the scheduler's process. All calls come from the engine core's thread."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+        check_served(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        parallel = vllm_config.parallel_config
+        self._kv_cache_config = kv_cache_config
+        self._loads: bool = transfer.is_kv_consumer
+        self._sends: bool = transfer.is_kv_producer
+        self._fails_load_errors: bool = transfer.kv_load_failure_policy == "fail"
+        self._refusals: dict[str, str] = {}
+        self._refused_loads: dict[str, RefusedLoad] = {}
+        # vLLM counts by itself which requests all ranks have finished; `kvferry.Scheduler` wants to know it too.
+        ranks = [
+            (pp, tp) for pp in range(parallel.pipeline_parallel_size) for tp in range(parallel.tensor_parallel_size)
+        ]
+        self._aggregator = kvferry.Aggregator(ranks)
+        self._scheduler = kvferry.Scheduler(
+            {
+                "engine_id": transfer.engine_id,
+                "tp_size": parallel.tensor_parallel_size,
+                "pp_size": parallel.pipeline_parallel_size,
+                "dcp_size": parallel.decode_context_parallel_size,
+                "groups": transfer_groups(kv_cache_config),
+                "data_parallel_index": parallel.data_parallel_index,
+                **options.scheduler,
+            }
+        )
+
+    def serve(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Takes all ranks' metadata and, on an engine that sends, starts the handshake listener."""
+        ranks: dict[tuple[int, int], bytes] = {}
+        for rank, entry in metadata.items():
+            if not isinstance(entry, KvferryHandshakeMetadata):
+                raise TypeError(
+                    f"rank {rank} sent handshake metadata of type {type(entry).__name__}, not KvferryConnector's. "
+                    "MultiConnector passes on only the first child's that has some: put KvferryConnector first"
+                )
+            ranks[rank] = entry.rank_metadata
+        if not self._sends:
+            # Nobody asks an engine that only receives.
+            return
+        host, port = self._scheduler.serve(ranks)
+        logger.info("Serving the handshake metadata of %d ranks at %s port %d", len(ranks), host, port)
+
+    # --- requests
+
+    def arrived(self, request: Request) -> None:
+        """A new request: if its prompt was prefilled elsewhere, the workers connect and keep the lease."""
+        params = _wants(request, "do_remote_prefill")
+        if params is None:
+            return
+        if not self._loads:
+            logger.warning(
+                "Request %s has do_remote_prefill, but kv_role is kv_producer: its prompt is computed here",
+                request.request_id,
+            )
+        try:
+            self._scheduler.arrived(request.request_id, params)
+        except kvferry.KvferryError as error:
+            self._refuse(request, error)
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens beyond `computed_tokens` are loaded, and whether between steps."""
+        params = _wants(request, "do_remote_prefill")
+        if params is None or not self._loads:
+            return 0, False
+        if request.request_id not in self._refusals:
+            try:
+                return self._scheduler.matched(request.request_id, params, request.num_prompt_tokens, computed_tokens)
+            except kvferry.KvferryError as error:
+                self._refuse(request, error)
+        # A load that cannot be: under the policy "fail" vLLM must see it fail, otherwise the prompt is computed here.
+        tokens = request.num_prompt_tokens - computed_tokens if self._fails_load_errors else 0
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        """Blocks are allocated: those without a hash yet are the ones to fill."""
+        params = _wants(request, "do_remote_prefill")
+        if params is None:
+            return
+        request_id = request.request_id
+        fill = self._transferred(blocks.get_unhashed_block_ids_all_groups()) if external_tokens else ()
+        if request_id not in self._refusals:
+            try:
+                groups: Sequence[Sequence[int]] = fill or [()] * len(self._kv_cache_config.transfer_groups)
+                self._scheduler.allocated(request_id, params, groups, external_tokens)
+                return
+            except kvferry.KvferryError as error:
+                self._refuse(request, error)
+        if external_tokens:
+            flat = tuple(block for group in fill for block in group)
+            self._refused_loads[request_id] = RefusedLoad(self._refusals[request_id], flat)
+
+    def finished(self, request: Request, blocks: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: whether to keep its blocks, and the params for the decode engine."""
+        params = _wants(request, "do_remote_decode") or _wants(request, "do_remote_prefill")
+        if params is None:
+            return False, None
+        request_id = request.request_id
+        self._refusals.pop(request_id, None)
+        complete = request.status in COMPLETE
+        if complete and not self._sends and _wants(request, "do_remote_decode"):
+            # vLLM may already have given away the blocks of a request that a consumer finishes after a preemption.
+            logger.warning("Request %s has do_remote_decode, but kv_role is kv_consumer: nothing is kept", request_id)
+            complete = False
+        try:
+            return self._scheduler.finished(
+                request_id,
+                params,
+                "complete" if complete else "aborted",
+                self._transferred(blocks),
+                request.num_computed_tokens,
+            )
+        except kvferry.KvferryError as error:
+            logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
+            return False, None
+
+    def _refuse(self, request: Request, error: kvferry.KvferryError) -> None:
+        if request.request_id not in self._refusals:
+            outcome = "it fails" if self._fails_load_errors else "its prompt is computed here"
+            logger.error(
+                "Request %s: its prompt cannot be loaded from a prefill engine, %s: %s",
+                request.request_id,
+                outcome,
+                error,
+            )
+            self._refusals[request.request_id] = str(error)
+
+    def _transferred(self, blocks: Sequence[list[int]]) -> tuple[list[int], ...]:
+        selected: tuple[list[int], ...] = self._kv_cache_config.select_transfer_block_ids(blocks)
+        return selected
+
+    # --- steps
+
+    def build_step(self) -> KvferryConnectorMetadata:
+        """The work of this engine step; cheap when there is none."""
+        refused, self._refused_loads = self._refused_loads, {}
+        step = self._scheduler.step() if self._scheduler.has_pending() else b""
+        return KvferryConnectorMetadata(step, refused)
+
+    def has_pending(self) -> bool:
+        """Whether an engine step is needed to hand out work, even if no request is left."""
+        return bool(self._refused_loads) or self._scheduler.has_pending()
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Takes in the reports of all ranks of one step."""
+        metadata = output.kv_connector_worker_meta
+        if metadata is None:
+            return
+        if not isinstance(metadata, KvferryWorkerMetadata):
+            raise TypeError(f"expected worker metadata of KvferryConnector, got {type(metadata).__name__}")
+        for report in metadata.reports:
+            self._aggregator.add(report)
+        self._scheduler.report(self._aggregator.take())
+
+    def shutdown(self) -> None:
+        """Stops the handshake listener. May be called again."""
+        self._scheduler.shutdown()
+        self._aggregator.close()

@@ -1,0 +1,122 @@
+"""What this release of the connector serves, and the facts that two engines must share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import vllm
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
+
+SERVED_SPECS: tuple[type[KVCacheSpec], ...] = (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SlidingWindowMLASpec,
+)
+"""Served by exact type: a subclass means another rule for which blocks hold what."""
+
+
+class NotServedError(ValueError):
+    """The engine is configured in a way that this release does not serve."""
+
+
+def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises `NotServedError` for an engine whose cache would be transferred wrongly or not at all."""
+    parallel = vllm_config.parallel_config
+    for option, size in (
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise NotServedError(f"KvferryConnector does not serve {option} {size}: set it to 1")
+    if vllm_config.num_prefill_lookahead_tokens > 1:
+        raise NotServedError(
+            "KvferryConnector does not serve speculative decoding that looks "
+            f"{vllm_config.num_prefill_lookahead_tokens} tokens ahead in the prefill (multi-module MTP): the decode "
+            "engine would have to recompute the prompt's last tokens. Use a method that looks 1 token ahead, or none"
+        )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise NotServedError(
+            "KvferryConnector does not serve --enable-sleep-mode: sleeping unmaps the registered KV cache"
+        )
+    for group in kv_cache_config.transfer_groups:
+        if group.host_resident:
+            raise NotServedError("KvferryConnector does not serve KV-cache groups that live in a host pool (HiSparse)")
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            _check_spec(spec, group.layer_names)
+
+
+def _check_spec(spec: Any, layers: Iterable[str]) -> None:
+    where = next(iter(layers), "no layer on this rank")
+    if type(spec) not in SERVED_SPECS:
+        names = ", ".join(served.__name__ for served in SERVED_SPECS)
+        raise NotServedError(
+            f"KvferryConnector does not serve caches of kind {type(spec).__name__} (layer {where}); it serves {names}"
+        )
+    if spec.tokens_per_state != 1:
+        raise NotServedError(
+            f"KvferryConnector does not serve compressed caches ({spec.tokens_per_state} tokens per state, layer "
+            f"{where})"
+        )
+    if spec.prefix_replay_tokens:
+        raise NotServedError(f"KvferryConnector does not serve caches with bounded replay (layer {where})")
+
+
+def attention_kernels(vllm_config: Any) -> dict[str, str]:
+    """For every attention layer of this rank, who wrote its cache and how: the backend's name, and for the CPU backend
+    also the instruction set, because that decides how a block is laid out inside (see `geometry`)."""
+    layers: Mapping[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    kernels = {}
+    for name, layer in layers.items():
+        kernel = str(layer.get_attn_backend().get_name())
+        isa = getattr(layer, "isa", None)
+        kernels[name] = f"{kernel}/{isa}" if kernel == "CPU_ATTN" and isa else kernel
+    return kernels
+
+
+def compat_fields(vllm_config: Any, kernels: Mapping[str, str]) -> list[list[str]]:
+    """The facts that two engines must share, as `[name, value]`; the handshake names the first that differs.
+
+    Sizes, strides and the split over ranks are not among them: the geometry states those.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    fields: dict[str, object] = {
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "model": model.model,
+        "model_revision": model.revision,
+        "dtype": model.dtype,
+        "kv_cache_dtype": cache.cache_dtype,
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_size": model.get_head_size(),
+        "hidden_layers": model.get_total_num_hidden_layers(),
+        "attention": ",".join(sorted(set(kernels.values()))),
+        "hybrid_kv_cache_manager": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+        **_speculative_fields(vllm_config),
+    }
+    return [[name, str(value)] for name, value in fields.items()]
+
+
+def _speculative_fields(vllm_config: Any) -> dict[str, object]:
+    # Only drafters that read the target's hidden states keep cache of their own that has to travel.
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return {"speculative": "none"}
+    draft = speculative.draft_model_config
+    return {
+        "speculative": speculative.method,
+        "speculative_model": draft.model,
+        "speculative_revision": draft.revision,
+        "speculative_parallel": speculative.parallel_drafting,
+        "speculative_kv_cache_dtype": speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype,
+        "speculative_aux_layers": getattr(draft.hf_config, "eagle_aux_hidden_state_layer_ids", None),
+    }

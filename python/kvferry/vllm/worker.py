@@ -1,0 +1,160 @@
+"""The connector's half in a worker process: registers the KV cache and passes steps and reports on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+import kvferry
+
+from .config import Options
+from .geometry import Split, describe, transfer_layers
+from .log import logger
+from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
+from .stats import KvferryStats
+from .support import attention_kernels, check_served, compat_fields
+
+if TYPE_CHECKING:
+    import torch
+
+SHUTDOWN_SECONDS = 10.0
+"""Longest wait for transfers in flight when the worker process ends."""
+
+
+class WorkerSide:
+    """What `KvferryConnector` does in a worker. All calls come from the model runner's thread."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
+        check_served(vllm_config, kv_cache_config)
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._options = options
+        # Taken now: the model runner adds layers that share a cache to the groups later.
+        self._layers = transfer_layers(kv_cache_config)
+        # Block ids are unique within a group only, so that vLLM refuses flat ones where there are several groups
+        # (and takes failed requests whole there).
+        self._reports_blocks = len(kv_cache_config.kv_cache_groups) == 1
+        self._worker: kvferry.Worker | None = None
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._metadata: KvferryHandshakeMetadata | None = None
+        self._submitted: KvferryConnectorMetadata | None = None
+        self._invalid_blocks: set[int] = set()
+        self._stats = KvferryStats()
+        self._reports: tuple[bytes, ...] = ()
+        self._refused: dict[str, RefusedLoad] = {}
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Starts the worker and registers the memory behind `kv_caches`, each storage once."""
+        if self._worker is not None:
+            raise RuntimeError("the KV caches of this worker are registered already; they cannot be replaced")
+        parallel = self._vllm_config.parallel_config
+        kernels = attention_kernels(self._vllm_config)
+        tp_rank, tp_size = get_tp_group().rank_in_group, parallel.tensor_parallel_size
+        kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        layout = describe(self._kv_cache_config, self._layers, kv_caches, kernels, Split(tp_rank, tp_size, kv_heads))
+        engine_id, pp_rank = self._vllm_config.kv_transfer_config.engine_id, get_pp_group().rank_in_group
+        worker = kvferry.Worker(
+            {
+                "engine_id": engine_id,
+                "pp_rank": pp_rank,
+                "tp_rank": tp_rank,
+                "tp_size": tp_size,
+                "pp_size": parallel.pipeline_parallel_size,
+                "dcp_size": parallel.decode_context_parallel_size,
+                "compat": compat_fields(self._vllm_config, kernels),
+                "name": f"{engine_id} pp {pp_rank} tp {tp_rank}",
+                **self._options.worker,
+            }
+        )
+        try:
+            for region in layout.regions:
+                worker.register(region.addr, region.nbytes, region.kind, region.device)
+            worker.set_geometry(layout.geometry)
+            self._metadata = KvferryHandshakeMetadata(worker.metadata())
+        except BaseException:
+            worker.shutdown(SHUTDOWN_SECONDS)
+            raise
+        # The memory must outlive the registration.
+        self._kv_caches = kv_caches
+        self._worker = worker
+        logger.info(
+            "Registered the KV cache of %d layers: %d bytes in %d regions, %d blocks of %d groups",
+            len(self._layers),
+            sum(region.nbytes for region in layout.regions),
+            len(layout.regions),
+            self._kv_cache_config.num_blocks,
+            len(layout.geometry["groups"]),
+        )
+
+    @property
+    def handshake_metadata(self) -> KvferryHandshakeMetadata | None:
+        """This rank's metadata, once the KV caches are registered."""
+        return self._metadata
+
+    def submit(self, metadata: KvferryConnectorMetadata) -> None:
+        """Hands over one engine step's work, once: a second call with the same step does nothing."""
+        if metadata is self._submitted:
+            return
+        self._submitted = metadata
+        self._refused.update(metadata.refused)
+        if metadata.step:
+            self._running().submit(metadata.step)
+
+    def collect(self) -> KVConnectorTransferResults:
+        """What has ended since the last call. The rest of the report waits for the `take_*` calls of the same step."""
+        results = KVConnectorTransferResults()
+        for request, refused in self._refused.items():
+            results.finished_recving.add(request)
+            self._failed(results, request, refused.blocks)
+            self._stats = self._stats.aggregate(KvferryStats({"recv_failures": {"invalid_request": 1}}))
+        self._refused = {}
+        encoded = self._worker.poll_encoded() if self._worker is not None else None
+        if encoded is not None:
+            report = kvferry.decode_report(encoded)
+            results.finished_sending.update(report["finished_sending"])
+            results.finished_recving.update(report["finished_recving"])
+            for failure in report["failed_recving"]:
+                self._failed(results, failure["request"], failure["invalid_blocks"])
+            self._stats = self._stats.aggregate(KvferryStats.from_report(report))
+            self._reports += (encoded,)
+        return results
+
+    def _failed(self, results: KVConnectorTransferResults, request: str, blocks: Iterable[int]) -> None:
+        # The side that decided it has logged why.
+        results.failed_recving.add(request)
+        if self._reports_blocks:
+            self._invalid_blocks.update(blocks)
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of failed receives since the last call; always empty where there are several KV-cache groups."""
+        taken, self._invalid_blocks = self._invalid_blocks, set()
+        return taken
+
+    def take_stats(self) -> KvferryStats | None:
+        """Figures since the last call, None if there are none."""
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, KvferryStats()
+        return taken
+
+    def take_worker_metadata(self) -> KvferryWorkerMetadata | None:
+        """Reports for the scheduler side since the last call, None if there are none."""
+        if not self._reports:
+            return None
+        taken, self._reports = self._reports, ()
+        return KvferryWorkerMetadata(taken)
+
+    def shutdown(self) -> None:
+        """Ends all transfers and gives the memory back. May be called again."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown(SHUTDOWN_SECONDS)
+        self._kv_caches = {}
+
+    def _running(self) -> kvferry.Worker:
+        if self._worker is None:
+            raise RuntimeError("a step with transfers came before the KV caches were registered or after the shutdown")
+        return self._worker

@@ -1,0 +1,377 @@
+"""A vLLM engine without a model, in a process of its own.
+
+The scheduler, the KV-cache manager, the cache views and the output aggregator are vLLM's, and both roles of the
+connector are there. In place of the model, `Engine._compute` writes bytes into the cache that follow from the engine,
+the layer, the head, the token and its position.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+BLOCK = 16
+HEADS = 2
+HEAD_SIZE = 32
+FULL_LAYERS = ("model.layers.0.self_attn.attn", "model.layers.2.self_attn.attn")
+WINDOW_LAYERS = ("model.layers.1.self_attn.attn", "model.layers.3.self_attn.attn")
+WINDOW = 40
+LIMIT = 240.0
+"""Seconds after which a wait has failed; a working wait takes a small part of it even on a crowded machine."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine is made of."""
+
+    role: str
+    model: str
+    salt: int
+    policy: str = "fail"
+    hybrid: bool = False
+    blocks: int = 96
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def write_model(folder: Path) -> str:
+    """A model's configuration, which is all of the model that is read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HEADS * HEAD_SIZE,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_SIZE,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+class Engine:
+    """Runs in the child process; the parent calls its public methods through `Remote`."""
+
+    def __init__(self, settings: Settings) -> None:
+        import torch
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        self.salt = settings.salt
+        config = self._vllm_config(settings)
+        self.kv_cache_config = self._kv_cache_config(settings)
+        config.cache_config.num_gpu_blocks = settings.blocks
+        with set_current_vllm_config(config):
+            store = Path(settings.model) / f"group-{os.getpid()}"
+            init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
+            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.kv_cache_config)
+            from vllm.v1.kv_cache_layout import KVCacheLayout
+
+            self.views = allocate_kv_cache(self.kv_cache_config, torch.device("cpu"), KVCacheLayout.LBHNC)
+            worker.register_kv_caches(self.views)
+            self.scheduler = Scheduler(
+                config, self.kv_cache_config, StructuredOutputManager(config), BLOCK, log_stats=True
+            )
+        self.worker = worker
+        connector = self.scheduler.connector
+        assert connector is not None
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+        self.aggregator = KVOutputAggregator.from_connector(connector, 1)
+        init_none_hash(sha256)
+        self.hasher: Callable[..., Any] = get_request_block_hasher(BLOCK, sha256)
+        self.free_at_start = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self.sources: dict[str, list[int]] = {}
+        self.wrong_bytes: dict[str, int] = {}
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.figures: dict[str, Any] = {}
+
+    def _vllm_config(self, settings: Settings) -> Any:
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+
+        return EngineArgs(
+            model=settings.model,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=1024,
+            max_num_seqs=8,
+            max_num_batched_tokens=1024,
+            block_size=BLOCK,
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 24,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="KvferryConnector",
+                kv_connector_module_path="kvferry.vllm",
+                kv_role=settings.role,
+                kv_load_failure_policy=settings.policy,
+                kv_connector_extra_config={"host": "127.0.0.1", "port": 0, **settings.extra},
+            ),
+        ).create_engine_config()
+
+    def _kv_cache_config(self, settings: Settings) -> Any:
+        import torch
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            KVCacheTensor,
+            SlidingWindowSpec,
+        )
+
+        shape: dict[str, Any] = {
+            "block_size": BLOCK,
+            "num_kv_heads": HEADS,
+            "head_size": HEAD_SIZE,
+            "dtype": torch.bfloat16,
+        }
+        full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=WINDOW)
+        page, layers = full.page_size_bytes, len(FULL_LAYERS)
+        placement: dict[str, Any] = {
+            "size": page * settings.blocks * layers,
+            "layer_stride": page * settings.blocks,
+            "block_stride": page,
+        }
+        groups = [KVCacheGroupSpec(list(FULL_LAYERS), full)]
+        if settings.hybrid:
+            groups.append(KVCacheGroupSpec(list(WINDOW_LAYERS), window))
+        # The groups overlay each other, as vLLM lays them out: a block belongs to one group at a time.
+        tensors = [KVCacheTensor(layers=list(group.layer_names), **placement) for group in groups]
+        return KVCacheConfig(settings.blocks, tensors, groups)
+
+    # --- the model's place
+
+    def _cells(self, request: str, positions: range, salt: int) -> Any:
+        """What layer `l` holds at each position, as (layer, position, head, byte): 8-bit, different in each."""
+        import numpy as np
+
+        layers = [*FULL_LAYERS, *WINDOW_LAYERS]
+        tokens = np.array([self.scheduler.requests[request].all_token_ids[p] for p in positions], dtype=np.uint64)
+        cell = (
+            np.uint64(salt * 1_000_003)
+            + np.arange(len(layers), dtype=np.uint64)[:, None, None, None] * np.uint64(7_919)
+            + tokens[:, None, None] * np.uint64(104_729)
+            + np.array(positions, dtype=np.uint64)[:, None, None] * np.uint64(15_485_863)
+            + np.arange(HEADS, dtype=np.uint64)[:, None] * np.uint64(611_953)
+            + np.arange(4 * HEAD_SIZE, dtype=np.uint64) * np.uint64(2_750_159)
+        )
+        return ((cell * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(56)).astype(np.uint8)
+
+    def _places(self, request: str, positions: range) -> list[tuple[int, str, Any, Any, Any]]:
+        """Where positions lie: index of the layer, its name, and which positions in which block and slot."""
+        import numpy as np
+
+        places = []
+        block_ids = self.scheduler.kv_cache_manager.get_block_ids(request)
+        for group, ids in zip(self.kv_cache_config.kv_cache_groups, block_ids, strict=True):
+            at = np.array(positions)
+            blocks = np.array([ids[p // BLOCK] for p in positions])
+            # Blocks that have left the window are null: nothing is there.
+            kept = blocks != 0
+            for name in group.layer_names:
+                layer = [*FULL_LAYERS, *WINDOW_LAYERS].index(name)
+                places.append((layer, name, np.flatnonzero(kept), blocks[kept], at[kept] % BLOCK))
+        return places
+
+    def _compute(self, request: str, positions: range) -> None:
+        import torch
+
+        cells = self._cells(request, positions, self.salt)
+        for layer, name, which, blocks, slots in self._places(request, positions):
+            view = self.views[name].view(torch.uint8).numpy()
+            view[blocks, :, slots] = cells[layer, which]
+
+    def _count_wrong(self, request: str, positions: range, salt: int) -> tuple[int, int]:
+        import torch
+
+        cells = self._cells(request, positions, salt)
+        wrong = total = 0
+        for layer, name, which, blocks, slots in self._places(request, positions):
+            found = self.views[name].view(torch.uint8).numpy()[blocks, :, slots]
+            wrong += int((found != cells[layer, which]).sum())
+            total += found.size
+        return wrong, total
+
+    # --- what the parent calls
+
+    def add(self, request: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+        """A request comes in."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        self.scheduler.add_request(Request(request, prompt, sampling, None, block_hasher=self.hasher))
+
+    def abort(self, request: str) -> None:
+        """The client goes away."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request, RequestStatus.FINISHED_ABORTED)
+
+    def loaded_from(self, salt: int) -> None:
+        """From now on, count wrong bytes of loaded prompts against what the engine with `salt` computes."""
+        self.expected_salt = salt
+
+    expected_salt: int | None = None
+
+    def step(self) -> None:
+        """One engine step, with the calls of vLLM's model runner in their order."""
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        scheduled = self.scheduler.schedule()
+        metadata = scheduled.kv_connector_metadata
+        assert metadata is not None
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
+        requests, tokens = list(scheduled.num_scheduled_tokens), []
+        for request in requests:
+            state = self.scheduler.requests[request]
+            end = state.num_computed_tokens
+            start = end - scheduled.num_scheduled_tokens[request]
+            self.sources.setdefault(request, []).append(start)
+            if start and len(self.sources[request]) == 1 and self.expected_salt is not None:
+                wrong, total = self._count_wrong(request, range(start), self.expected_salt)
+                assert total
+                self.wrong_bytes[request] = wrong
+            self._compute(request, range(start, end))
+            tokens.append([end % 500] if end >= state.num_tokens else [])
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(scheduled.finished_req_ids)
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=self.worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.worker.clear_connector_metadata()
+        if output.kv_connector_stats is not None:
+            self.figures = output.kv_connector_stats.aggregate(type(output.kv_connector_stats)(self.figures)).to_dict()
+        indices = {request: index for index, request in enumerate(requests)}
+        ran = ModelRunnerOutput(requests, indices, tokens, kv_connector_output=output)
+        merged = self.aggregator.aggregate([ran])
+        assert merged is not None
+        for outputs in self.scheduler.update_from_output(scheduled, merged).values():
+            for each in outputs.outputs:
+                answer = self.answers.setdefault(each.request_id, {"tokens": []})
+                answer["tokens"] += each.new_token_ids
+                if each.finish_reason is not None:
+                    answer["reason"] = str(each.finish_reason)
+                    answer["params"] = each.kv_transfer_params
+
+    def run_until(self, condition: str) -> None:
+        """Steps until a Python expression over this engine (as `e`) holds, as long as `LIMIT`."""
+        deadline = time.monotonic() + LIMIT
+        while not eval(condition, {"e": self}):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{condition} did not come true: {self.state()}")
+            self.step()
+            time.sleep(0.001)
+
+    def run_while_needed(self) -> None:
+        """Steps as long as vLLM's engine core would."""
+        self.run_until("not e.scheduler.has_requests()")
+
+    def state(self) -> dict[str, Any]:
+        """For error messages and assertions."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            "requests": {name: str(request.status) for name, request in self.scheduler.requests.items()},
+            "leaked_blocks": self.free_at_start - pool.get_num_free_blocks(),
+            "figures": self.figures,
+            "starts": self.sources,
+            "wrong_bytes": self.wrong_bytes,
+        }
+
+    def answer(self, request: str) -> dict[str, Any]:
+        """What the client got."""
+        return self.answers[request]
+
+    def shutdown(self) -> None:
+        """As at the end of vLLM's processes."""
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def _serve(pipe: Connection, settings: Settings) -> None:
+    try:
+        engine = Engine(settings)
+        pipe.send(("ok", None))
+        while (call := pipe.recv()) is not None:
+            try:
+                pipe.send(("ok", getattr(engine, call[0])(*call[1:])))
+            except Exception:
+                pipe.send(("error", traceback.format_exc()))
+        engine.shutdown()
+        pipe.send(("ok", None))
+    except EOFError:
+        pass
+    except Exception:
+        pipe.send(("error", traceback.format_exc()))
+
+
+class Remote:
+    """An `Engine` in a process of its own; its methods are called by name."""
+
+    def __init__(self, settings: Settings) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, other = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(other, settings), daemon=True)
+        self._process.start()
+        other.close()
+
+    def wait_started(self) -> Remote:
+        """Returns when the engine is ready."""
+        self._answer("start")
+        return self
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """`method(*arguments)` in the engine."""
+        self._pipe.send((method, *arguments))
+        return self._answer(method)
+
+    def _answer(self, method: str) -> Any:
+        if not self._pipe.poll(2 * LIMIT):
+            raise TimeoutError(f"the engine did not answer {method}")
+        kind, value = self._pipe.recv()
+        if kind == "error":
+            raise RuntimeError(f"{method} failed in the engine:\n{value}")
+        return value
+
+    def kill(self) -> None:
+        """The engine dies at once."""
+        self._process.kill()
+        self._process.join()
+
+    def close(self) -> None:
+        """The engine shuts down in good order; an engine that is gone already is no error."""
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._answer("shutdown")
+            self._process.join(LIMIT)
+            if self._process.is_alive():
+                self.kill()
+                raise TimeoutError("the engine did not end after its shutdown")
