@@ -129,6 +129,7 @@ fn valgrind_finds_nothing() {
         let out = run(Command::new("valgrind")
             .args(["--quiet", "--trace-children=yes", "--error-exitcode=23", "--leak-check=full"])
             .args(["--errors-for-leak-kinds=definite", "--show-leak-kinds=definite", "--num-callers=30"])
+            .arg(format!("--suppressions={}", root().join("tests/abi/valgrind.supp").display()))
             .arg(&program)
             .arg(transport));
         must_pass(&out, &format!("valgrind, {transport}"));

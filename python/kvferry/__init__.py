@@ -30,7 +30,8 @@ from ._errors import (
     UnsupportedError,
     VersionMismatchError,
 )
-from ._lib import abi_version, header_path, library_path, ucx_info, version
+from ._find import header_path, library_path
+from ._lib import abi_version, ucx_info, version
 from .agent import Agent, Event, Message, PeerConnected, PeerLost, Region, Segment, Transfer, TransferDone
 from .aggregator import Aggregator, Outcome, RankRecord
 from .listener import Listener

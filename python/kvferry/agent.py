@@ -215,7 +215,7 @@ class Agent:
 
         Waits at most `timeout` seconds for transfers in flight to be given up.
         """
-        _lib.agent_shutdown(self._handle, timeout)
+        _lib.shutdown(self._handle, timeout)
 
     def __enter__(self) -> Agent:
         return self

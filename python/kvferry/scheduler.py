@@ -97,7 +97,7 @@ class Scheduler:
 
     def shutdown(self) -> None:
         """Stops the listener and frees the scheduler. Calling it again does nothing."""
-        _lib.scheduler_free(self._handle)
+        self._handle.free()
 
     def __enter__(self) -> Scheduler:
         return self

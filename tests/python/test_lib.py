@@ -10,7 +10,7 @@ import sys
 
 import kvferry
 import pytest
-from kvferry import _errors, _lib
+from kvferry import _errors, _find, _lib
 
 
 def test_versions() -> None:
@@ -76,4 +76,4 @@ def test_declarations_leave_out_what_is_for_other_compilers() -> None:
         "#ifndef G\n#define G\nint a;\n#ifdef __cplusplus\nint b;\n#else\nint c; // int d;\n#endif\n"
         "#if __STDC_VERSION__ >= 202311L\nint e;\n#endif\n/* int f; */\n#endif\n"
     )
-    assert _lib.declarations(header).split() == ["int", "a;", "int", "c;"]
+    assert _find.declarations(header).split() == ["int", "a;", "int", "c;"]
