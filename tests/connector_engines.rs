@@ -60,8 +60,10 @@ fn requests_arrive(tp: u32, pp: u32, transport: Transport) {
     };
     // Bytes per block of 4 tokens in the full group, and per block of 2 in the other: K and V, and one packed layer.
     let token = 3 * u64::from(p_cache.heads) * p_cache.content;
-    let expected: u64 =
-        2 * wanted.iter().map(|(_, _, _, len)| u64::from(*len) * 4 * token + u64::from((len * 2).min(4)) * 2 * token).sum::<u64>();
+    let expected: u64 = 2 * wanted
+        .iter()
+        .map(|(_, _, _, len)| u64::from(*len) * 4 * token + u64::from((len * 2).min(4)) * 2 * token)
+        .sum::<u64>();
     for worker in &mut d.workers {
         assert_eq!(per_rank(worker), expected);
     }
@@ -185,8 +187,7 @@ fn the_request_log_has_a_line_per_receive() {
     let cache = CacheSpec::small(2, 1, 9);
     let mut p = Engine::start("prefill", &cache, Transport::Tcp);
     let log = path.to_str().unwrap().to_owned();
-    let mut d =
-        Engine::start_with("decode", &cache, Transport::Tcp, |w| w.request_log = Some(log.clone()), |_| {});
+    let mut d = Engine::start_with("decode", &cache, Transport::Tcp, |w| w.request_log = Some(log.clone()), |_| {});
     let there = lists(1, 2, false);
     let params = p.prefill("p \"1\"", &there, 8);
     d.load("d-1", &params, &there, 8);

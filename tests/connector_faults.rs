@@ -8,7 +8,7 @@ mod common;
 use std::net::{Ipv4Addr, TcpListener};
 
 use common::cache::CacheSpec;
-use common::child::{Ask, LONG, Tell, serve_if_child};
+use common::child::{Ask, LONG, Lists, Tell, serve_if_child};
 use common::engine::{Engine, Said, blocks, lists, scheduler_config};
 use kvferry::ErrorKind;
 use kvferry::connector::{Scheduler, Transport, WorkerConfig};
@@ -50,13 +50,20 @@ fn assert_failed(said: &Said, ranks: usize, cause: Cause, parts: &[&str], here: 
 
 /// A hand-over that must work, to show that what went before broke nothing.
 fn works(p: &mut Engine, d: &mut Engine, name: &str) {
+    works_beside(p, d, name, &[]);
+}
+
+/// As `works`, where earlier reads left bytes in blocks of D.
+fn works_beside(p: &mut Engine, d: &mut Engine, name: &str, earlier: &[(&str, &Lists)]) {
     let (there, here) = (lists(25, 3, true), lists(29, 3, false));
     let params = p.prefill(name, &there, 12);
     d.load(name, &params, &here, 12);
     let said = d.await_received(name);
     assert!(said.failures.is_empty(), "{said:#?}");
     p.await_sent(name);
-    d.check(&[(name, &here)]);
+    let mut loads = earlier.to_vec();
+    loads.push((name, &here));
+    d.check(&loads);
 }
 
 fn free_port() -> u16 {
@@ -170,10 +177,14 @@ fn a_lease_that_ran_out_is_a_failure() {
     // Nobody renews it: P frees the blocks.
     p.await_sent("p");
     assert_eq!(p.stats.sends_expired, 2);
+    // It computes another prompt in them: this is what D reads, and must not take for its own.
+    for worker in &mut p.workers {
+        worker.ok(&Ask::Fill { request: "another".into(), blocks: lists(5, 3, false) });
+    }
     d.load("d", &params, &here, 12);
     let said = d.await_received("d");
     assert_failed(&said, 2, Cause::LeaseExpired, &["lease"], &here);
-    works(&mut p, &mut d, "next");
+    works_beside(&mut p, &mut d, "next", &[("another", &here)]);
 }
 
 #[test]
@@ -208,7 +219,8 @@ fn a_hold_keeps_the_lease_and_a_release_gives_it_back() {
 fn killed_mid_transfer(transport: Transport) {
     let cache = CacheSpec::small(1, 1, 26);
     let mut p = Engine::start("prefill", &cache, transport);
-    let mut d = Engine::start("decode", &CacheSpec { seed: 1026, ..cache.clone() }, transport);
+    let d_cache = CacheSpec { seed: 1026, ..cache.clone() };
+    let mut d = Engine::start_with("decode", &d_cache, transport, |w| w.handshake_timeout_ms = 5_000, |_| {});
     works(&mut p, &mut d, "before");
     let here = lists(1, 6, false);
     let params = p.prefill("p", &lists(5, 6, false), 24);
@@ -249,6 +261,37 @@ fn a_producer_killed_mid_transfer_over_shm() {
     killed_mid_transfer(Transport::Shm);
 }
 
+/// The producer must outlive its consumers: one dies while the producer has its reads still to serve.
+fn consumer_killed_mid_transfer(transport: Transport) {
+    let cache = CacheSpec::small(1, 1, 31);
+    let mut p = Engine::start_with("prefill", &cache, transport, |_| {}, |s| s.lease_ms = 2_000);
+    let mut d = Engine::start("decode", &CacheSpec { seed: 1031, ..cache.clone() }, transport);
+    works(&mut p, &mut d, "before");
+    let params = p.prefill("p", &lists(5, 6, false), 24);
+    p.workers[0].signal(Signal::STOP);
+    d.load("d", &params, &lists(1, 6, true), 24);
+    d.until_stats("a load under way", |loads, _, _| loads == 1);
+    d.workers[0].kill();
+    d.workers.clear();
+    p.workers[0].signal(Signal::CONT);
+    // Nobody renews the lease.
+    p.await_sent("p");
+    assert_eq!(p.stats.sends_expired, 1);
+    let mut d = Engine::start("decode", &CacheSpec { seed: 1032, ..cache.clone() }, transport);
+    works(&mut p, &mut d, "next");
+}
+
+#[test]
+#[ignore = "UCX 1.22 aborts a process whose reply to a software-emulated GET meets a closed connection"]
+fn a_consumer_killed_mid_transfer_over_tcp() {
+    consumer_killed_mid_transfer(Transport::Tcp);
+}
+
+#[test]
+fn a_consumer_killed_mid_transfer_over_shm() {
+    consumer_killed_mid_transfer(Transport::Shm);
+}
+
 #[test]
 fn an_abort_ends_a_load_with_one_report() {
     let cache = CacheSpec::small(1, 1, 27);
@@ -286,7 +329,10 @@ fn malformed_steps_and_block_ids_cost_only_themselves() {
         assert_eq!(got, kind.code(), "{message}");
     }
     // Well-formed msgpack of the right kind whose body is something else, long enough to be decoded off-thread.
-    let odd = kvferry::proto::wire::encode(StepMetadata::KIND, &std::collections::BTreeMap::from([("loads", "x".repeat(500))]));
+    let odd = kvferry::proto::wire::encode(
+        StepMetadata::KIND,
+        &std::collections::BTreeMap::from([("loads", "x".repeat(500))]),
+    );
     d.workers[0].ok(&Ask::Submit { step: odd.unwrap() });
     let far = TransferParams { remote_block_ids: Some(vec![vec![5, 6, 7_000_000], vec![1, 2, 3, 4]]), ..good.clone() };
     let here = lists(1, 3, false);

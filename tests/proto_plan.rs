@@ -363,11 +363,12 @@ fn areas_that_are_neighbours_in_a_block_become_one_segment() {
     let (geometry, lens) = lay_out(&cache, &Layout { reverse_layers: true, ..layout.clone() });
     let other = RankPlan::new(&m, &rank_metadata(geometry, &lens)).unwrap();
     assert_eq!(other.segments().iter().map(|s| s.len).collect::<Vec<_>>(), [128, 128, 128]);
-    // Heads and tokens swapped: only the content does.
+    // Heads and tokens swapped: only the content does, and where one part's last and the next part's first touch.
     let (geometry, lens) = lay_out(&cache, &Layout { heads_first: false, ..layout });
     let swapped = RankPlan::new(&m, &rank_metadata(geometry, &lens)).unwrap();
-    assert_eq!(swapped.segments().len(), 3 * 2 * 8);
-    assert!(swapped.segments().iter().all(|s| s.len == 8));
+    assert_eq!(swapped.segments().iter().map(|s| s.len).sum::<u64>(), 6 * 64);
+    assert_eq!(swapped.segments().iter().filter(|s| s.len == 8).count(), 6 * 8 - 2 * 5);
+    assert_eq!(swapped.segments().iter().filter(|s| s.len == 16).count(), 5);
 }
 
 #[test]

@@ -5,6 +5,7 @@ connector for one engine; `Aggregator` combines the reports of several workers; 
 The connector for vLLM is in `kvferry.vllm`.
 """
 
+from . import log, stats
 from ._errors import (
     AddressInUseError,
     AlreadyExistsError,
@@ -29,7 +30,8 @@ from ._errors import (
     UnsupportedError,
     VersionMismatchError,
 )
-from ._lib import abi_version, header_path, library_path, ucx_info, version
+from ._find import header_path, library_path
+from ._lib import abi_version, ucx_info, version
 from .agent import Agent, Event, Message, PeerConnected, PeerLost, Region, Segment, Transfer, TransferDone
 from .aggregator import Aggregator, Outcome, RankRecord
 from .listener import Listener
@@ -83,7 +85,9 @@ __all__ = [
     "encode_report",
     "header_path",
     "library_path",
+    "log",
     "merge_reports",
+    "stats",
     "ucx_info",
     "version",
 ]

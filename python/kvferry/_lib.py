@@ -7,27 +7,31 @@ library works. The library is loaded by the first call, not by the import.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 import cffi
 
-from ._errors import KvferryError, UcxMissingError, make_error
+from ._errors import KvferryError, make_error
+from ._find import declarations, header_path, library_path, with_packaged_ucx
 
 ABI_VERSION = 1
 """The `kvf_abi_version` that this package was written for."""
 
-_HERE = Path(__file__).resolve().parent
 _KINDS = {"host": "KVF_MEMORY_HOST", "cuda": "KVF_MEMORY_CUDA"}
 _DIRECTIONS = {"read": "KVF_READ", "write": "KVF_WRITE"}
 _OUTCOMES = {"complete": "KVF_COMPLETE", "aborted": "KVF_ABORTED"}
 _EVENTS_AT_ONCE = 256
+
+
+class Ids(Protocol):
+    """Block ids: a list of int, or an array of them. A contiguous numpy uint32 array is passed on as it lies."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Any: ...
 
 
 class RawEvent(NamedTuple):
@@ -45,47 +49,6 @@ class RawEvent(NamedTuple):
 
 
 # --- loading
-
-
-def header_path() -> Path:
-    """The header `kvferry.h` that belongs to the library, for C programs."""
-    return _HERE / "kvferry.h"
-
-
-def library_path() -> Path:
-    """The library's file: `KVFERRY_LIBRARY` when set, else the one in this package."""
-    chosen = os.environ.get("KVFERRY_LIBRARY")
-    if chosen:
-        return Path(chosen)
-    found = sorted((_HERE / "_native").glob("*.so"))
-    if not found:
-        raise make_error(
-            -2,
-            "not_found",
-            f"there is no library in {_HERE / '_native'}: this copy of the package is a source tree. Install the "
-            "wheel that scripts/build-wheel makes, or set KVFERRY_LIBRARY to the path of libkvferry.so",
-        )
-    return found[0]
-
-
-def declarations(header: str) -> str:
-    """The part of the header that a parser of plain C without a preprocessor understands."""
-    header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
-    header = re.sub(r"//[^\n]*", "", header)
-    lines = []
-    taken: list[bool] = []
-    for line in header.splitlines():
-        directive = line.strip()
-        if directive.startswith("#if"):
-            # We are neither C++ nor C23, and see the header for the first time: only an #ifndef holds.
-            taken.append(directive.startswith("#ifndef"))
-        elif directive.startswith("#else"):
-            taken[-1] = not taken[-1]
-        elif directive.startswith("#endif"):
-            taken.pop()
-        elif all(taken) and not directive.startswith("#"):
-            lines.append(line)
-    return "\n".join(lines)
 
 
 class _Library(NamedTuple):
@@ -200,7 +163,7 @@ def _constant(names: Mapping[str, str], what: str, value: str) -> int:
     return number
 
 
-def _ids(ids: Sequence[int], what: str) -> tuple[Any, int]:
+def _ids(ids: Ids, what: str) -> tuple[Any, int]:
     """Block ids as a C array and their number. A contiguous numpy uint32 array is passed without a copy."""
     ffi = _load().ffi
     try:
@@ -221,7 +184,7 @@ def _ids(ids: Sequence[int], what: str) -> tuple[Any, int]:
 class _Lists:
     """Block lists as one flat array of ids and the offset of each list's end, as the C ABI takes them."""
 
-    def __init__(self, lists: Sequence[Sequence[int]], what: str) -> None:
+    def __init__(self, lists: Sequence[Ids], what: str) -> None:
         ffi = _load().ffi
         parts = [_ids(ids, f"{what}, list {number}") for number, ids in enumerate(lists)]
         ends = [0]
@@ -325,38 +288,6 @@ def ucx_info(ucx_lib: str | None = None) -> dict[str, Any]:
     return with_packaged_ucx(ask, ucx_lib)
 
 
-@cache
-def _packaged_ucx() -> str | None:
-    """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when this Python has it."""
-    try:
-        spec = importlib.util.find_spec("libucx")
-    except (ImportError, ValueError):
-        return None
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder) / "lib" / "libucp.so.0"
-        if path.is_file():
-            return str(path)
-    return None
-
-
-_Result = TypeVar("_Result")
-
-
-def with_packaged_ucx(start: Callable[[str | None], _Result], chosen: str | None) -> _Result:
-    """`start(chosen)`; where nothing was chosen and no UCX found, `start` with that of this Python's packages.
-
-    The library looks for UCX itself and keeps the order (loaded already, the system's, a package beside it). Only this
-    process's module path may know of a package elsewhere.
-    """
-    try:
-        return start(chosen)
-    except UcxMissingError:
-        packaged = _packaged_ucx()
-        if chosen is not None or packaged is None or os.environ.get("KVFERRY_UCX_LIB"):
-            raise
-        return start(packaged)
-
-
 # --- agent
 
 
@@ -405,7 +336,7 @@ def agent_transfer(
     peer: int,
     direction: str,
     segments: Sequence[tuple[int, ...]],
-    blocks: Sequence[tuple[Sequence[int], Sequence[int]]],
+    blocks: Sequence[tuple[Ids, Ids]],
 ) -> int:
     number = _constant(_DIRECTIONS, "direction", direction)
     for pair, (ours, theirs) in enumerate(blocks):
@@ -487,11 +418,8 @@ def agent_stats(agent: Handle) -> bytes:
     return _bytes_from("kvf_agent_stats", agent.get())
 
 
-def agent_shutdown(agent: Handle, timeout: float) -> None:
-    _shutdown(agent, timeout)
-
-
-def _shutdown(handle: Handle, timeout: float) -> None:
+def shutdown(handle: Handle, timeout: float) -> None:
+    """Shuts an agent or worker down, waiting up to `timeout` seconds, and frees it. Harmless when repeated."""
     if handle.pointer is None:
         return
     limit = _milliseconds(timeout)
@@ -525,10 +453,6 @@ def listener_address(listener: Handle) -> tuple[str, int]:
     host, port = _new("kvf_buffer *"), _new("uint16_t *")
     _call("kvf_listener_address", listener.get(), host, port)
     return _take(host).decode(), port[0]
-
-
-def listener_free(listener: Handle) -> None:
-    listener.free()
 
 
 # --- worker
@@ -577,10 +501,6 @@ def worker_wait(worker: Handle, timeout: float) -> bytes | None:
 
 def worker_stats(worker: Handle) -> bytes:
     return _bytes_from("kvf_worker_stats", worker.get())
-
-
-def worker_shutdown(worker: Handle, timeout: float) -> None:
-    _shutdown(worker, timeout)
 
 
 # --- scheduler
@@ -633,7 +553,7 @@ def scheduler_matched(
 
 
 def scheduler_allocated(
-    scheduler: Handle, request: str, params: bytes, blocks: Sequence[Sequence[int]], external_tokens: int
+    scheduler: Handle, request: str, params: bytes, blocks: Sequence[Ids], external_tokens: int
 ) -> None:
     name = _text("a request id", request)
     lists = _Lists(blocks, "blocks")
@@ -656,7 +576,7 @@ def scheduler_finished(
     request: str,
     params: bytes,
     outcome: str,
-    blocks: Sequence[Sequence[int]],
+    blocks: Sequence[Ids],
     computed_tokens: int,
 ) -> tuple[bool, bytes | None]:
     name = _text("a request id", request)
@@ -696,10 +616,6 @@ def scheduler_report(scheduler: Handle, report: bytes) -> None:
     _call("kvf_scheduler_report", scheduler.get(), report, len(report))
 
 
-def scheduler_free(scheduler: Handle) -> None:
-    scheduler.free()
-
-
 # --- aggregator, reports and stats
 
 
@@ -725,10 +641,6 @@ def aggregator_forget(aggregator: Handle, request: str) -> None:
 
 def aggregator_take(aggregator: Handle) -> bytes:
     return _bytes_from("kvf_aggregator_take", aggregator.get())
-
-
-def aggregator_free(aggregator: Handle) -> None:
-    aggregator.free()
 
 
 def report_decode(report: bytes) -> bytes:

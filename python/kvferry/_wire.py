@@ -11,6 +11,7 @@ import msgpack
 
 from . import _lib
 from ._errors import make_error
+from ._find import with_packaged_ucx
 
 
 def pack(what: str, value: Mapping[str, object]) -> bytes:
@@ -25,12 +26,12 @@ def pack(what: str, value: Mapping[str, object]) -> bytes:
 
 
 def start_with_ucx(start: Callable[[bytes], _lib.Handle], config: Mapping[str, object]) -> _lib.Handle:
-    """Starts an object that needs UCX, see `_lib.with_packaged_ucx`."""
+    """Starts an object that needs UCX, see `_find.with_packaged_ucx`."""
     packed = pack("config", config)
     chosen = config.get("ucx_lib")
     if chosen is not None:
         return start(packed)
-    return _lib.with_packaged_ucx(
+    return with_packaged_ucx(
         lambda path: start(packed if path is None else pack("config", {**config, "ucx_lib": path})), None
     )
 

@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     length: int
 
 
-BlockPairs = Sequence[tuple[Sequence[int], Sequence[int]]]
+BlockPairs = Sequence[tuple[_lib.Ids, _lib.Ids]]
 """Per list, the local and the remote block ids, of equal length. numpy uint32 arrays are taken without conversion."""
 
 
@@ -215,7 +215,7 @@ class Agent:
 
         Waits at most `timeout` seconds for transfers in flight to be given up.
         """
-        _lib.agent_shutdown(self._handle, timeout)
+        _lib.shutdown(self._handle, timeout)
 
     def __enter__(self) -> Agent:
         return self

@@ -63,7 +63,7 @@ class Aggregator:
 
     def close(self) -> None:
         """Frees the aggregator. Calling it again does nothing."""
-        _lib.aggregator_free(self._handle)
+        self._handle.free()
 
     def __enter__(self) -> Aggregator:
         return self

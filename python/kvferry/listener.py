@@ -31,7 +31,7 @@ class Listener:
 
     def close(self) -> None:
         """Stops and frees the listener. Calling it again does nothing."""
-        _lib.listener_free(self._handle)
+        self._handle.free()
 
     def __enter__(self) -> Listener:
         return self

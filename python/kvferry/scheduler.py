@@ -11,7 +11,7 @@ from .aggregator import Outcome as OutcomeDict
 from .worker import Report, encode_report
 
 Outcome = Literal["complete", "aborted"]
-BlockLists = Sequence[Sequence[int]]
+BlockLists = Sequence[_lib.Ids]
 
 
 class Scheduler:
@@ -97,7 +97,7 @@ class Scheduler:
 
     def shutdown(self) -> None:
         """Stops the listener and frees the scheduler. Calling it again does nothing."""
-        _lib.scheduler_free(self._handle)
+        self._handle.free()
 
     def __enter__(self) -> Scheduler:
         return self

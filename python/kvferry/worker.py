@@ -133,7 +133,7 @@ class Worker:
 
         Waits at most `timeout` seconds for transfers in flight to be given up. Calling it again does nothing.
         """
-        _lib.worker_shutdown(self._handle, timeout)
+        _lib.shutdown(self._handle, timeout)
 
     def __enter__(self) -> Worker:
         return self

@@ -16,13 +16,12 @@ use std::time::{Duration, Instant};
 use super::config::AgentConfig;
 use super::ferry::{Engine, Ferry};
 use super::handle::{MakePassenger, Started};
-use super::operations::InFlight;
 use super::passenger::Passenger;
 use super::shared::{Command, Shared};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
-use crate::ucx::{Armed, Posted};
+use crate::ucx::Armed;
 
 /// How long UCX may be driven before messages, commands and timers are looked at. With CMA, one progress call copies
 /// up to about 4 MiB.
@@ -33,8 +32,6 @@ const COMMANDS_PER_TURN: usize = 256;
 const BUSY_SLEEP: Duration = Duration::from_millis(1);
 /// How often sockets are looked at while the loop does not sleep.
 const LOOK_INTERVAL: Duration = Duration::from_micros(500);
-/// What the last messages of a shutdown get to leave.
-const FAREWELL: Duration = Duration::from_secs(1);
 /// What UCX gets to end the last operations when a shutdown's time is already up.
 const LAST_CHANCE: Duration = Duration::from_millis(100);
 /// The step in which UCX is armed again after an error of arming, which no UCX is known to return.
@@ -53,8 +50,7 @@ pub(super) fn run(
         Started { name: engine.config.name.clone(), incarnation, ucx: engine.context.library().info().to_string() };
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
-    let ferry =
-        Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now, farewell: None };
+    let ferry = Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now };
     // The starter waits for it.
     let _ = up.send(started);
     ferry.run()
@@ -68,8 +64,6 @@ struct Loop {
     progressed_at: Instant,
     /// When the sockets were looked at last.
     looked_at: Instant,
-    /// Set when the farewell flushes were posted: when they must be over.
-    farewell: Option<Instant>,
 }
 
 impl Loop {
@@ -84,6 +78,7 @@ impl Loop {
             any |= self.serve_commands(now);
             self.engine.check_hello_deadlines(now);
             self.engine.check_graces(now);
+            self.engine.check_leaving(now);
             any |= self.engine.post_transfers();
             if self.passenger.is_some() {
                 if any || woken || !self.engine.events.is_empty() || wish.is_some_and(|at| at <= now) {
@@ -169,7 +164,9 @@ impl Loop {
             }
         };
         let busy = (self.engine.worker.in_flight() > 0 || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
-        let timers = [limit, busy, wish, self.engine.peers.deadline(), self.engine.transfers.deadline()];
+        let engine = &self.engine;
+        let timers =
+            [limit, busy, wish, engine.peers.deadline(), engine.transfers.deadline(), engine.leaving.deadline()];
         self.engine.stats.sleeps += 1;
         self.sleep(timers.into_iter().flatten().min(), now)
     }
@@ -228,25 +225,10 @@ impl Loop {
         if !idle {
             return false;
         }
-        let Some(farewell) = self.farewell else {
-            self.farewell = now.checked_add(FAREWELL);
-            self.say_farewell();
-            return false;
-        };
-        self.engine.operations.len() == 0 || now >= farewell
-    }
-
-    /// Lets the last messages leave before the connections are closed by force.
-    fn say_farewell(&mut self) {
         for id in self.engine.peers.ids() {
-            let Ok(peer) = self.engine.peers.get(id) else { continue };
-            if peer.is_ready() {
-                let token = self.engine.operations.insert(InFlight::Farewell);
-                if !matches!(peer.endpoint.flush(token), Ok(Posted::Pending)) {
-                    self.engine.operations.remove(token);
-                }
-            }
+            self.engine.part(id, now);
         }
+        self.engine.leaving.is_empty()
     }
 
     /// Frees everything, or, if UCX does not let go, leaves it alive for ever. `in_time`: no transfer is left.
@@ -261,8 +243,8 @@ impl Loop {
         self.passenger = None;
         self.shared.publish(&mut self.engine.events);
         let limit = self.engine.closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(now)).max(LAST_CHANCE);
-        let Engine { peers, worker, registry, context, config, .. } = self.engine;
-        drop(peers);
+        let Engine { peers, leaving, worker, registry, context, config, .. } = self.engine;
+        drop((peers, leaving));
         match worker.close(limit) {
             Ok(()) if in_time => Ok(()),
             Ok(()) => Err(Error::new(

@@ -6,12 +6,14 @@ use std::time::Instant;
 
 use super::config::AgentConfig;
 use super::event::{Direction, Event};
+use super::farewell::Leaving;
 use super::handle::check_message;
 use super::hello::AM_ID;
 use super::ids::{PeerId, RegionId, TransferId};
 use super::operations::Operations;
 use super::peers::Peers;
 use super::registry::Registry;
+use super::served::Chunks;
 use super::setup;
 use super::shared::{Command, Shared};
 use super::stats::AgentStats;
@@ -42,7 +44,9 @@ pub(super) struct Engine {
     pub(super) closing: Option<Instant>,
     pub(super) transfers: Transfers,
     pub(super) operations: Operations,
+    pub(super) chunks: Chunks,
     pub(super) peers: Peers,
+    pub(super) leaving: Leaving,
     pub(super) worker: Worker,
     pub(super) registry: Registry,
     pub(super) context: Arc<Context>,
@@ -66,7 +70,9 @@ impl Engine {
             closing: None,
             transfers: Transfers::default(),
             operations: Operations::default(),
+            chunks: Chunks::default(),
             peers: Peers::default(),
+            leaving: Leaving::default(),
             worker,
             context,
         })

@@ -54,6 +54,16 @@ struct Thread {
     ended: std::sync::mpsc::Receiver<Result<()>>,
 }
 
+/// Tells the handle that the thread serves nobody any more, also when it panics.
+struct Ending(Arc<Shared>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0.end();
+        self.0.drop_commands();
+    }
+}
+
 /// What the ferry thread reports when it is up.
 #[derive(Debug, Clone)]
 pub(super) struct Started {
@@ -92,9 +102,9 @@ impl Agent {
         let join = std::thread::Builder::new()
             .name("kvf-ferry".to_owned())
             .spawn(move || {
-                let outcome = event_loop::run(config, incarnation, &for_thread, make, &up);
-                for_thread.end();
-                for_thread.drop_commands();
+                let ending = Ending(for_thread);
+                let outcome = event_loop::run(config, incarnation, &ending.0, make, &up);
+                drop(ending);
                 // Nobody may be listening any more.
                 let _ = end.send(outcome);
             })
@@ -103,7 +113,7 @@ impl Agent {
             Ok(started) => started,
             Err(_) => {
                 // The thread ended before it was up; its outcome says why.
-                let outcome = ended.recv().unwrap_or_else(|_| Ok(()));
+                let outcome = ended.recv().unwrap_or(Ok(()));
                 let _ = join.join();
                 return Err(match outcome {
                     Err(error) => error,

@@ -21,6 +21,16 @@ pub(super) enum FrameKind {
     Hello,
     /// A message of the agents' owners.
     Data,
+    /// The sender leaves; nothing follows on this connection.
+    Goodbye,
+    /// Asks for bytes of the receiver's regions.
+    ReadRequest,
+    /// Holds them.
+    ReadReply,
+    /// Holds bytes for the receiver's regions.
+    WriteRequest,
+    /// Says that they are in place.
+    WriteReply,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -32,7 +42,8 @@ pub(super) struct Frame {
     pub(super) incarnation: Incarnation,
     /// The sender's number for the connection, drawn when it made its endpoint.
     pub(super) connection: u64,
-    /// Counts the connection's messages of kind data from 0.
+    /// Counts the connection's messages of kind data and the goodbye after them from 0; in requests and replies, the
+    /// chunk's number.
     pub(super) sequence: u64,
 }
 
@@ -41,6 +52,11 @@ impl Frame {
         let kind = match self.kind {
             FrameKind::Hello => 1,
             FrameKind::Data => 2,
+            FrameKind::Goodbye => 3,
+            FrameKind::ReadRequest => 4,
+            FrameKind::ReadReply => 5,
+            FrameKind::WriteRequest => 6,
+            FrameKind::WriteReply => 7,
         };
         let mut bytes = [0; FRAME_BYTES];
         let fields = MAGIC
@@ -73,6 +89,11 @@ impl Frame {
         let kind = match kind {
             1 => FrameKind::Hello,
             2 => FrameKind::Data,
+            3 => FrameKind::Goodbye,
+            4 => FrameKind::ReadRequest,
+            5 => FrameKind::ReadReply,
+            6 => FrameKind::WriteRequest,
+            7 => FrameKind::WriteReply,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));

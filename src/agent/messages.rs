@@ -18,28 +18,44 @@ use crate::ucx;
 const MAX_HELD: usize = 4096;
 const MAX_HELD_BYTES: usize = 256 << 20;
 
+/// A message, or the goodbye that ends the connection.
+#[derive(Debug, PartialEq, Eq)]
+enum Item {
+    Data(Vec<u8>),
+    Goodbye,
+}
+
+impl Item {
+    fn len(&self) -> usize {
+        match self {
+            Item::Data(data) => data.len(),
+            Item::Goodbye => 0,
+        }
+    }
+}
+
 /// Puts a connection's messages back into the order in which they were sent.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     next: u64,
-    held: BTreeMap<u64, Vec<u8>>,
+    held: BTreeMap<u64, Item>,
     held_bytes: usize,
 }
 
 impl Inbox {
     /// Takes message number `sequence` and returns those whose turn has come. `Err`: too many are held back.
-    fn take(&mut self, sequence: u64, data: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+    fn take(&mut self, sequence: u64, item: Item) -> Result<Vec<Item>> {
         // Beside numbers of the past: a second one of a number that is held.
         if sequence < self.next || self.held.contains_key(&sequence) {
             return Err(Error::corrupt(format!("message {sequence} came twice")));
         }
-        self.held_bytes += data.len();
-        self.held.insert(sequence, data);
+        self.held_bytes += item.len();
+        self.held.insert(sequence, item);
         let mut due = Vec::new();
-        while let Some(data) = self.held.remove(&self.next) {
-            self.held_bytes -= data.len();
+        while let Some(item) = self.held.remove(&self.next) {
+            self.held_bytes -= item.len();
             self.next += 1;
-            due.push(data);
+            due.push(item);
         }
         if self.held.len() > MAX_HELD || self.held_bytes > MAX_HELD_BYTES {
             return Err(Error::new(
@@ -129,10 +145,24 @@ impl Engine {
         if !peer.is_current(frame.connection) {
             return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
         }
-        match peer.inbox.take(frame.sequence, data) {
+        if !matches!(frame.kind, FrameKind::Data | FrameKind::Goodbye) {
+            return self.on_service(id, frame, &data, now);
+        }
+        let item = if frame.kind == FrameKind::Goodbye { Item::Goodbye } else { Item::Data(data) };
+        match peer.inbox.take(frame.sequence, item) {
             Ok(due) => {
-                self.stats.messages_received += due.len() as u64;
-                self.events.extend(due.into_iter().map(|data| Event::Message { peer: id, data }));
+                for item in due {
+                    match item {
+                        Item::Data(data) => {
+                            self.stats.messages_received += 1;
+                            self.events.push_back(Event::Message { peer: id, data });
+                        }
+                        Item::Goodbye => {
+                            let error = Error::new(ErrorKind::PeerDied, "the peer closed the connection");
+                            self.lose(id, error, now);
+                        }
+                    }
+                }
                 Ok(())
             }
             Err(error) => {
@@ -168,26 +198,29 @@ mod tests {
     #[test]
     fn messages_come_out_in_order_whatever_the_order_of_arrival() {
         let mut inbox = Inbox::default();
-        assert!(inbox.take(1, vec![1]).unwrap().is_empty());
-        assert!(inbox.take(2, vec![2]).unwrap().is_empty());
-        assert_eq!(inbox.take(0, vec![0]).unwrap(), [[0], [1], [2]]);
-        assert_eq!(inbox.take(3, vec![3]).unwrap(), [[3]]);
+        let item = |byte| Item::Data(vec![byte]);
+        assert!(inbox.take(1, item(1)).unwrap().is_empty());
+        assert!(inbox.take(3, Item::Goodbye).unwrap().is_empty());
+        assert!(inbox.take(2, item(2)).unwrap().is_empty());
+        assert_eq!(inbox.take(0, item(0)).unwrap(), [item(0), item(1), item(2), Item::Goodbye]);
+        assert_eq!(inbox.take(4, item(4)).unwrap(), [item(4)]);
         assert_eq!(inbox.held_bytes, 0);
     }
 
     #[test]
     fn a_number_that_came_before_is_refused() {
         let mut inbox = Inbox::default();
-        inbox.take(0, vec![]).unwrap();
-        inbox.take(5, vec![]).unwrap();
-        assert_eq!(inbox.take(0, vec![]).unwrap_err().kind(), ErrorKind::Corrupt);
-        assert_eq!(inbox.take(5, vec![]).unwrap_err().kind(), ErrorKind::Corrupt);
+        let empty = || Item::Data(Vec::new());
+        inbox.take(0, empty()).unwrap();
+        inbox.take(5, empty()).unwrap();
+        assert_eq!(inbox.take(0, empty()).unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!(inbox.take(5, empty()).unwrap_err().kind(), ErrorKind::Corrupt);
     }
 
     #[test]
     fn holding_back_has_a_bound() {
         let mut inbox = Inbox::default();
-        let refused = (1..).find_map(|number| inbox.take(number, vec![]).err()).unwrap();
+        let refused = (1..).find_map(|number| inbox.take(number, Item::Data(Vec::new())).err()).unwrap();
         assert_eq!(refused.kind(), ErrorKind::Exhausted);
         assert!(refused.message().contains("message 0 is missing"), "{refused}");
     }

@@ -39,6 +39,7 @@
 mod config;
 mod event;
 mod event_loop;
+mod farewell;
 mod ferry;
 mod handle;
 mod hello;
@@ -49,6 +50,7 @@ mod operations;
 mod passenger;
 mod peers;
 mod registry;
+mod served;
 mod setup;
 mod shared;
 mod stats;

@@ -16,6 +16,7 @@ use super::ferry::Engine;
 use super::hello::{Frame, FrameKind, Hello};
 use super::ids::PeerId;
 use super::messages::Inbox;
+use super::served::Service;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
@@ -51,6 +52,35 @@ pub(super) struct Peer {
     pub(super) unsent: Arc<AtomicU64>,
     pub(super) next_sequence: u64,
     pub(super) inbox: Inbox,
+    pub(super) service: Service,
+    /// Which pairs of memory the connection moves one-sided; known when it is ready.
+    reach: Reach,
+}
+
+/// What a connection's transports move one-sided, that is without the peer's processor.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Reach {
+    /// Between host memory and host memory.
+    host: bool,
+    /// Between device memory and device memory.
+    device: bool,
+    /// Between host and device memory.
+    mixed: bool,
+}
+
+impl Reach {
+    /// From UCX's description of an endpoint's lanes, such as `tcp/lo, cma/memory`.
+    fn of(lanes: &str) -> Reach {
+        let any = |starts: &[&str]| {
+            lanes.split(", ").any(|lane| starts.iter().any(|start| lane.trim_start().starts_with(start)))
+        };
+        let rdma = any(&["rc_", "dc_", "srd"]);
+        Reach {
+            host: rdma || any(&["cma/", "knem/", "xpmem/", "self/"]),
+            device: rdma || any(&["cuda_ipc/"]),
+            mixed: rdma,
+        }
+    }
 }
 
 impl Peer {
@@ -66,6 +96,16 @@ impl Peer {
     /// Lengths of its regions by index.
     pub(super) fn lens(&self) -> &[u64] {
         &self.lens
+    }
+
+    /// Whether bytes of its region `index` reach local memory of kind `local` one-sided.
+    pub(super) fn is_direct(&self, index: u32, local: MemoryKind) -> bool {
+        let Some(Some((region, _))) = self.regions.get(index as usize) else { return false };
+        match (local, region.kind) {
+            (MemoryKind::Host, MemoryKind::Host) => self.reach.host,
+            (MemoryKind::Cuda { .. }, MemoryKind::Cuda { .. }) => self.reach.device,
+            _ => self.reach.mixed,
+        }
     }
 
     /// Base address and rkey of a region.
@@ -218,10 +258,9 @@ impl Engine {
             ));
         }
         let options = EndpointOptions { error_mode_peer: true, name: name.clone() };
-        let endpoint = self
-            .worker
-            .connect(address, &options)
-            .map_err(|e| ucx_error(e).context(format!("connecting to agent {name}")))?;
+        let endpoint = self.worker.connect(address, &options).map_err(|e| {
+            ucx_error(e).context(format!("connecting to agent {name} (is it running, and the network open?)"))
+        })?;
         let connection = getrandom::u64()
             .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random connection number: {e}")))?;
         Ok(Peer {
@@ -239,6 +278,8 @@ impl Engine {
             unsent: Arc::default(),
             next_sequence: 0,
             inbox: Inbox::default(),
+            service: Service::default(),
+            reach: Reach::default(),
         })
     }
 
@@ -320,12 +361,18 @@ impl Engine {
         let first = peer.remote_connection.replace(connection).is_none();
         peer.deadline = None;
         if first {
+            let lanes = peer.endpoint.describe();
+            peer.reach = Reach::of(&lanes);
             log::info!(
-                "agent {}: connected to agent {} ({}) over {}",
+                "agent {}: connected to agent {} ({}) over {lanes}; {}",
                 self.config.name,
                 peer.name,
                 peer.incarnation,
-                peer.endpoint.describe()
+                if peer.reach == Reach::default() {
+                    "no transport moves memory one-sided, so it is served by messages, which is slower"
+                } else {
+                    "memory is moved one-sided"
+                }
             );
             let (name, incarnation) = (peer.name.clone(), peer.incarnation);
             self.events.push_back(Event::PeerConnected { peer: id, name, incarnation });
@@ -343,6 +390,7 @@ impl Engine {
         self.events.push_back(Event::PeerLost { peer: id, error: error.clone() });
         self.remove_peer(id);
         self.stop_transfers_of(id, &error, now);
+        self.fail_chunks_of(id, &error, now);
     }
 
     /// Drops the connection, which closes the endpoint by force: its operations end with errors.
@@ -351,11 +399,20 @@ impl Engine {
         drop(self.peers.remove(id));
     }
 
+    /// Drops the connection in order.
+    pub(super) fn part(&mut self, id: PeerId, now: Instant) {
+        self.shared.live().peers.remove(&id);
+        if let Some(peer) = self.peers.remove(id) {
+            self.leave(peer, now);
+        }
+    }
+
     pub(super) fn disconnect(&mut self, id: PeerId, now: Instant) -> Result<()> {
         self.peers.get(id)?;
         let error = Error::new(ErrorKind::Cancelled, "its peer was disconnected by this side");
-        self.remove_peer(id);
+        self.part(id, now);
         self.stop_transfers_of(id, &error, now);
+        self.fail_chunks_of(id, &error, now);
         Ok(())
     }
 
@@ -396,6 +453,27 @@ impl Engine {
                 );
                 self.lose(id, error, now);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_connection_reaches_is_read_from_its_lanes() {
+        let reach = |host, device, mixed| Reach { host, device, mixed };
+        for (lanes, expected) in [
+            ("tcp/lo, tcp/eth0", reach(false, false, false)),
+            ("tcp/lo, cma/memory", reach(true, false, false)),
+            ("self/memory", reach(true, false, false)),
+            ("posix/memory, cuda_copy/cuda", reach(false, false, false)),
+            ("tcp/eth0, cuda_ipc/cuda, cma/memory", reach(true, true, false)),
+            ("rc_mlx5/mlx5_0:1, cuda_copy/cuda", reach(true, true, true)),
+            ("unknown (this UCX cannot tell)", reach(false, false, false)),
+        ] {
+            assert_eq!(Reach::of(lanes), expected, "{lanes}");
         }
     }
 }

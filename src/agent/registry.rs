@@ -1,6 +1,7 @@
 //! The agent's own regions.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
 use super::ids::RegionId;
@@ -74,10 +75,10 @@ impl Registry {
     fn enter_device(&mut self, range: &MemoryRange, device: u32) -> Result<()> {
         // Before a context is made on a device that does not own the memory.
         mem::check(range)?;
-        if !self.cuda.contains_key(&device) {
-            self.cuda.insert(device, PrimaryContext::retain(device)?);
+        match self.cuda.entry(device) {
+            Entry::Occupied(held) => held.get().make_current(),
+            Entry::Vacant(place) => place.insert(PrimaryContext::retain(device)?).make_current(),
         }
-        self.cuda.get(&device).map_or(Ok(()), PrimaryContext::make_current)
     }
 
     fn map(&self, context: &Arc<ucx::Context>, range: MemoryRange) -> Result<Region> {
@@ -103,6 +104,11 @@ impl Registry {
     /// The registration of a region that may be used.
     pub(super) fn memory(&self, index: u32) -> Option<&Arc<ucx::Memory>> {
         self.regions.get(index as usize)?.as_ref().map(|region| &region.memory)
+    }
+
+    /// The range of a registered region.
+    pub(super) fn range(&self, index: u32) -> Option<&MemoryRange> {
+        self.regions.get(index as usize)?.as_ref().map(|region| &region.range)
     }
 
     /// Refuses an index that names no region, or one that is being deregistered.
@@ -157,13 +163,12 @@ impl Registry {
     /// Unmaps a region that is being deregistered if no transfer uses it any more.
     pub(super) fn unmap_if_unused(&mut self, index: u32) {
         let Some(slot) = self.regions.get_mut(index as usize) else { return };
-        if slot.as_ref().is_some_and(|region| region.users == 0 && region.closing.is_some()) {
-            if let Some(Region { memory, closing, .. }) = slot.take() {
-                // The last owner: operations hold one each, and there are none.
-                drop(memory);
-                for reply in closing.unwrap_or_default() {
-                    let _ = reply.send(Ok(()));
-                }
+        let unused = slot.as_ref().is_some_and(|region| region.users == 0 && region.closing.is_some());
+        if let Some(Region { memory, closing, .. }) = slot.take_if(|_| unused) {
+            // The last owner: operations hold one each, and there are none.
+            drop(memory);
+            for reply in closing.unwrap_or_default() {
+                let _ = reply.send(Ok(()));
             }
         }
     }

@@ -11,7 +11,11 @@ use crate::ucx::{Context, ContextConfig, Library};
 pub(super) fn context(config: &AgentConfig) -> Result<Arc<Context>> {
     let library = Library::open(config.ucx_lib.as_deref()).map_err(ucx_error)?;
     let tls = tls(config)?;
-    let settings = config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
+    let mut settings: Vec<(String, String)> =
+        config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
+    if !is_set(config, "RNDV_THRESH") {
+        settings.push(("RNDV_THRESH".to_owned(), "inf".to_owned()));
+    }
     let context =
         Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, name: config.name.clone() })
             .map_err(ucx_error)?;
@@ -32,14 +36,24 @@ pub(super) fn context(config: &AgentConfig) -> Result<Arc<Context>> {
     Ok(context)
 }
 
+/// Whether the caller or the environment sets UCX's setting `name` (without the prefix).
+///
+/// Why rendezvous is switched off unless it is set: an endpoint that watches its peer, as ours do, may with rendezvous
+/// use only transports that can revoke a peer's access to memory. CMA cannot, so UCX would emulate reads over TCP
+/// (seen with UCX 1.22). Transfers are one-sided and need no rendezvous; messages are at most 16 MiB.
+fn is_set(config: &AgentConfig, name: &str) -> bool {
+    config.ucx.keys().any(|key| key.strip_prefix("UCX_").unwrap_or(key) == name)
+        || std::env::var_os(format!("UCX_{name}")).is_some()
+}
+
 /// The value for `UCX_TLS`; `None` leaves it to the settings, the environment and UCX.
 fn tls(config: &AgentConfig) -> Result<Option<String>> {
     let base = match config.transport {
         Transport::Auto => return Ok(None),
         Transport::Tcp => "tcp",
-        // CMA moves the bytes; the messages and the connection's set-up need a transport that notices a dead peer,
-        // which UCX's shared-memory ones do not: those go over TCP.
-        Transport::Shm => "sm,tcp,self",
+        // CMA moves the bytes between two processes, `self` those within one worker. Messages need a transport that
+        // notices a dead peer, which UCX's shared-memory ones do not by default: they go over TCP.
+        Transport::Shm => "cma,tcp,self",
     };
     if let Some(name) = config.ucx.keys().find(|name| matches!(name.as_str(), "TLS" | "UCX_TLS")) {
         return Err(Error::invalid(format!(

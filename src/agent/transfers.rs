@@ -12,6 +12,7 @@ use super::event::{Direction, Event};
 use super::ferry::Engine;
 use super::ids::{PeerId, TransferId};
 use super::operations::InFlight;
+use super::served::{CHUNK_BYTES, CHUNK_PIECES, Chunk, Piece};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::plan::{CopyPlan, Expander, Operation};
@@ -42,8 +43,8 @@ pub(super) struct Transfer {
     stopped: Option<Error>,
     /// When its operations must have ended after it was stopped.
     grace: Option<Instant>,
-    /// A write's closing flush was posted.
-    flushed: bool,
+    /// One-sided writes were posted that no flush covers yet.
+    unflushed: bool,
 }
 
 /// All transfers that are not over.
@@ -121,7 +122,7 @@ impl Engine {
             posted_at: None,
             stopped: None,
             grace: None,
-            flushed: false,
+            unflushed: false,
         };
         if transfer.next.is_some() {
             self.transfers.queues.entry(peer).or_default().push_back(id);
@@ -184,6 +185,12 @@ impl Engine {
             return 0;
         };
         let Some(transfer) = self.transfers.table.get_mut(&id) else { return 0 };
+        if let Some(operation) = transfer.next {
+            let local = self.registry.range(operation.local_region).map(|range| range.kind());
+            if !local.is_some_and(|kind| peer.is_direct(operation.remote_region, kind)) {
+                return self.post_chunk(peer_id, id);
+            }
+        }
         let (mut bytes, mut operations) = (0, 0);
         let mut error = None;
         while let Some(operation) = transfer.next {
@@ -229,6 +236,7 @@ impl Engine {
             }
             transfer.posted_at.get_or_insert_with(Instant::now);
             transfer.posted += 1;
+            transfer.unflushed = transfer.direction == Direction::Write;
             self.stats.operations += 1;
             bytes += operation.len;
             operations += 1;
@@ -249,6 +257,58 @@ impl Engine {
         bytes
     }
 
+    /// Posts one chunk of a transfer that the peer serves: the turn of [`Engine::post_turn`] for those.
+    fn post_chunk(&mut self, peer_id: PeerId, id: TransferId) -> u64 {
+        let (Some(transfer), Ok(peer)) = (self.transfers.table.get_mut(&id), self.peers.get_mut(peer_id)) else {
+            return 0;
+        };
+        let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
+        let room = fits(self.config.peer_window, peer.operations.into(), peer.bytes, CHUNK_BYTES)
+            && fits(self.config.total_window, self.transfers.operations, self.transfers.bytes, CHUNK_BYTES);
+        while let Some(operation) = transfer.next.filter(|_| room && bytes < CHUNK_BYTES && local.len() < CHUNK_PIECES)
+        {
+            // At most CHUNK_BYTES, so it fits 32 bits.
+            let len = operation.len.min(CHUNK_BYTES - bytes) as u32;
+            local.push(Piece { region: operation.local_region, offset: operation.local_offset, len });
+            remote.push(Piece { region: operation.remote_region, offset: operation.remote_offset, len });
+            bytes += u64::from(len);
+            transfer.next = match operation.len - u64::from(len) {
+                0 => transfer.expander.next(),
+                left => Some(Operation {
+                    local_offset: operation.local_offset + u64::from(len),
+                    remote_offset: operation.remote_offset + u64::from(len),
+                    len: left,
+                    ..operation
+                }),
+            };
+        }
+        let more = transfer.next.is_some();
+        if let Some(queue) = self.transfers.queues.get_mut(&peer_id) {
+            match (more, room) {
+                (true, true) => queue.push_back(id),
+                (true, false) => queue.push_front(id),
+                (false, _) if queue.is_empty() => drop(self.transfers.queues.remove(&peer_id)),
+                (false, _) => {}
+            }
+        }
+        if bytes == 0 {
+            return 0;
+        }
+        transfer.in_flight += 1;
+        transfer.posted += 1;
+        transfer.posted_at.get_or_insert_with(Instant::now);
+        peer.operations += 1;
+        peer.bytes += bytes;
+        self.transfers.operations += 1;
+        self.transfers.bytes += bytes;
+        self.stats.operations += 1;
+        let chunk = Chunk { transfer: id, peer: peer_id, direction: transfer.direction, local, bytes };
+        if let Err(error) = self.request_chunk(chunk, &remote) {
+            self.copied(id, bytes, Err(error), Instant::now());
+        }
+        bytes
+    }
+
     /// Takes the operations that UCX has ended.
     pub(super) fn reap_completions(&mut self, now: Instant) {
         while let Some(Completion { token, result, .. }) = self.worker.poll_completion() {
@@ -262,14 +322,18 @@ impl Engine {
                 }
                 Some(InFlight::Message { peer, reserved }) => {
                     self.message_ended(peer, reserved, result.map_err(ucx_error), now);
-                },
-                Some(InFlight::Farewell) => {}
+                }
+                Some(InFlight::Service { peer, held }) => {
+                    self.service_ended(peer, held, result.map_err(ucx_error), now);
+                }
+                Some(InFlight::Goodbye) => {}
+                Some(InFlight::Farewell) => self.left(token),
                 None => log::error!("agent {}: UCX ended an unknown operation", self.config.name),
             }
         }
     }
 
-    fn copied(&mut self, id: TransferId, len: u64, result: Result<()>, now: Instant) {
+    pub(super) fn copied(&mut self, id: TransferId, len: u64, result: Result<()>, now: Instant) {
         self.transfers.operations = self.transfers.operations.saturating_sub(1);
         self.transfers.bytes = self.transfers.bytes.saturating_sub(len);
         let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
@@ -298,8 +362,8 @@ impl Engine {
             return;
         }
         // A write is over when the peer's memory holds it, or certainly is not written any more.
-        if transfer.direction == Direction::Write && transfer.posted > 0 && !transfer.flushed {
-            transfer.flushed = true;
+        if transfer.unflushed {
+            transfer.unflushed = false;
             if let Ok(peer) = self.peers.get(transfer.peer) {
                 let token = self.operations.insert(InFlight::Flush { transfer: id });
                 match peer.endpoint.flush(token) {

@@ -24,15 +24,18 @@ pub fn parse_config<T: DeserializeOwned>(what: &str, msgpack: &[u8]) -> Result<T
             msgpack.len()
         )));
     }
+    // By way of a tree, whose errors say what was found; the msgpack reader's name a marker byte.
     let mut de = rmp_serde::Deserializer::from_read_ref(msgpack);
     de.set_max_depth(crate::proto::wire::MAX_DEPTH);
-    serde_path_to_error::deserialize(&mut de).map_err(|e| {
+    let tree = serde_json::Value::deserialize(&mut de)
+        .map_err(|e| Error::invalid(format!("the {what} configuration is not msgpack ({e}); expected a map")))?;
+    if !tree.is_object() {
+        return Err(Error::invalid(format!("the {what} configuration is not a map of keys and values: {tree}")));
+    }
+    serde_path_to_error::deserialize(tree).map_err(|e| {
         let path = e.path().to_string();
         let place = if path == "." { String::new() } else { format!(", key {path:?}") };
-        Error::invalid(format!(
-            "{what} configuration{place}: {}; expected a msgpack map, see its documentation",
-            e.inner()
-        ))
+        Error::invalid(format!("{what} configuration{place}: {}", e.inner()))
     })
 }
 
@@ -370,5 +373,90 @@ impl SchedulerConfig {
             return Err(Error::invalid(format!("lease_ms is {}, expected 1000 to 86400000", self.lease_ms)));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::collections::BTreeMap;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::proto::geometry::GroupKind;
+
+    fn worker(config: Value) -> Result<WorkerConfig> {
+        let config: WorkerConfig = parse_config("worker", &rmp_serde::to_vec_named(&config).unwrap())?;
+        config.check()?;
+        Ok(config)
+    }
+
+    fn scheduler(config: Value) -> Result<SchedulerConfig> {
+        let config: SchedulerConfig = parse_config("scheduler", &rmp_serde::to_vec_named(&config).unwrap())?;
+        config.check()?;
+        Ok(config)
+    }
+
+    fn groups() -> Value {
+        serde_json::to_value(vec![Group { kind: GroupKind::Full, block_size: 16 }]).unwrap()
+    }
+
+    #[test]
+    fn defaults_fill_what_is_not_given() {
+        let engine = EngineId::new("e").unwrap();
+        assert_eq!(worker(json!({"engine_id": "e"})).unwrap(), WorkerConfig::new(engine.clone()));
+        let groups_of = vec![Group { kind: GroupKind::Full, block_size: 16 }];
+        let got = scheduler(json!({"engine_id": "e", "groups": groups()})).unwrap();
+        assert_eq!(got, SchedulerConfig::new(engine, groups_of));
+        let given = json!({
+            "engine_id": "e", "tp_rank": 1, "tp_size": 2, "transport": "shm", "ucx": {"LOG_LEVEL": "info"},
+            "compat": [["model", "m"]], "window": 8, "request_log": "/tmp/x",
+        });
+        let got = worker(given).unwrap();
+        assert_eq!((got.rank(), got.transport, got.window), (RankId { pp: 0, tp: 1 }, Transport::Shm, Some(8)));
+        assert_eq!(got.ucx, BTreeMap::from([("LOG_LEVEL".to_owned(), "info".to_owned())]));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let mistakes = [
+            (json!({}), vec!["engine_id"]),
+            (json!({"engine_id": ""}), vec!["engine_id", "1 to 256"]),
+            (json!({"engine_id": "e", "tp_sise": 2}), vec!["tp_sise", "tp_size"]),
+            (json!({"engine_id": "e", "tp_size": "two"}), vec!["tp_size", "two", "u32"]),
+            (json!({"engine_id": "e", "tp_size": 0}), vec!["tp_size", "0", "at least 1"]),
+            (json!({"engine_id": "e", "pp_rank": 2, "pp_size": 2}), vec!["pp_rank", "2", "pp_size"]),
+            (json!({"engine_id": "e", "transport": "rdma"}), vec!["transport", "rdma", "tcp"]),
+            (json!({"engine_id": "e", "window": 0}), vec!["window"]),
+            (json!({"engine_id": "e", "verdict_timeout_ms": 0}), vec!["verdict_timeout_ms", "0"]),
+            (json!({"engine_id": "e", "compat": [["a", "1"], ["a", "2"]]}), vec!["\"a\" twice"]),
+            (json!([1, 2]), vec!["worker configuration"]),
+        ];
+        for (config, parts) in mistakes {
+            let error = worker(config.clone()).unwrap_err();
+            for part in parts {
+                assert!(error.message().contains(part), "{config}: {part:?} is not in {error}");
+            }
+        }
+        let base = |extra: Value| {
+            let mut all = json!({"engine_id": "e", "groups": groups()});
+            all.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+            all
+        };
+        let mistakes = [
+            (base(json!({"port": 65_535, "data_parallel_index": 1})), vec!["data_parallel_index", "65535"]),
+            (base(json!({"port": 70_000})), vec!["port", "70000"]),
+            (base(json!({"lease_ms": 10})), vec!["lease_ms", "10", "1000"]),
+            (base(json!({"groups": []})), vec!["groups"]),
+        ];
+        for (config, parts) in mistakes {
+            let error = scheduler(config.clone()).unwrap_err();
+            for part in parts {
+                assert!(error.message().contains(part), "{config}: {part:?} is not in {error}");
+            }
+        }
+        assert_eq!(scheduler(base(json!({"port": 0, "data_parallel_index": 9}))).unwrap().bind_port(), Ok(0));
+        assert_eq!(scheduler(base(json!({"port": 10, "data_parallel_index": 9}))).unwrap().bind_port(), Ok(19));
     }
 }

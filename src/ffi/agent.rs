@@ -15,6 +15,7 @@ use super::lists::Offsets;
 use super::{decode, log};
 use crate::agent::{Agent, AgentConfig, AgentStats, Direction, Event, PeerId, RegionId, TransferId, Transport};
 use crate::agent::{decode_metadata, encode_metadata};
+use crate::connector::parse_config;
 use crate::error::{Error, Result};
 use crate::mem::MemoryRange;
 use crate::proto::plan::{BlockPair, CopyPlan, Segment};
@@ -203,7 +204,7 @@ pub unsafe extern "C" fn kvf_agent_start(config: *const u8, config_len: usize, o
         let out = unsafe { Out::new(out, "out")? };
         // SAFETY: the caller's promise for arrays.
         let config = unsafe { slice(config, config_len, "config")? };
-        let config = if config.is_empty() { Config::default() } else { decode::map("the agent's config", config)? };
+        let config = if config.is_empty() { Config::default() } else { parse_config("agent", config)? };
         log::start();
         let agent = Agent::start(config.agent_config()?)?;
         out.write(handle::give(Host { agent, payloads: Mutex::default() }));
@@ -582,7 +583,7 @@ mod tests {
 
     fn config(pairs: &[(&str, &str)]) -> Result<AgentConfig> {
         let map: BTreeMap<_, _> = pairs.iter().copied().collect();
-        decode::map::<Config>("the agent's config", &rmp_serde::to_vec_named(&map).unwrap())?.agent_config()
+        parse_config::<Config>("agent", &rmp_serde::to_vec_named(&map).unwrap())?.agent_config()
     }
 
     #[test]

@@ -9,6 +9,7 @@ use super::boundary::{Out, slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log, report};
+use crate::connector::parse_config;
 use crate::error::{Error, Result};
 use crate::proto::aggregate::{Aggregator, Direction, Outcome};
 use crate::proto::ids::{RankId, RequestId};
@@ -116,7 +117,7 @@ pub unsafe extern "C" fn kvf_aggregator_start(
     boundary!(kvf_aggregator_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: Config = decode::map("the aggregator's config", config)?;
+        let config: Config = parse_config("aggregator", config)?;
         log::start();
         let aggregator = match config.limit {
             Some(limit) => Aggregator::with_limit(config.ranks, limit)?,

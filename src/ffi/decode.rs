@@ -26,7 +26,9 @@ pub(super) fn map<T: DeserializeOwned>(what: &str, bytes: &[u8]) -> Result<T> {
     // The msgpack decoder names the marker that it found ("FixStr(4)") and not what was expected. A second look
     // through a self-describing value says both in words; maps that hold binary cannot take it.
     let explained = direct::<serde_json::Value>(bytes).ok().and_then(|value| {
-        serde_path_to_error::deserialize::<_, T>(value).err().map(|e| (e.path().to_string(), e.into_inner().to_string()))
+        serde_path_to_error::deserialize::<_, T>(value)
+            .err()
+            .map(|e| (e.path().to_string(), e.into_inner().to_string()))
     });
     let (path, text) = explained.unwrap_or_else(|| (error.path().to_string(), error.into_inner().to_string()));
     // The path of an error at the map itself is a single dot.

@@ -7,7 +7,8 @@ use serde::Deserialize;
 use super::boundary::{Out, slice};
 use super::buffer::{self, kvf_buffer};
 use super::handle::{self, Object};
-use super::{decode, log};
+use super::log;
+use crate::connector::parse_config;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{self, ListenerConfig};
 use crate::proto::handshake::{Directory, Pushes};
@@ -99,7 +100,7 @@ pub unsafe extern "C" fn kvf_listener_start(config: *const u8, config_len: usize
     boundary!(kvf_listener_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: Config = decode::map("the listener's config", config)?;
+        let config: Config = parse_config("listener", config)?;
         log::start();
         out.write(handle::give(start(&config)?));
         Ok(())

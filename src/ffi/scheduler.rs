@@ -7,7 +7,7 @@ use super::buffer::{self, fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::lists::Offsets;
 use super::{decode, log};
-use crate::connector::{Scheduler, SchedulerConfig};
+use crate::connector::{Scheduler, SchedulerConfig, parse_config};
 use crate::error::{Error, Result};
 use crate::proto::ids::RankId;
 use crate::proto::scheduler::FinishOutcome;
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn kvf_scheduler_start(
     boundary!(kvf_scheduler_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: SchedulerConfig = decode::map("the scheduler's config", config)?;
+        let config: SchedulerConfig = parse_config("scheduler", config)?;
         log::start();
         out.write(handle::give(Scheduler::start(config)?));
         Ok(())

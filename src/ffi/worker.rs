@@ -11,7 +11,7 @@ use super::boundary::{Out, slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
-use crate::connector::{Worker, WorkerConfig, WorkerStats};
+use crate::connector::{Worker, WorkerConfig, WorkerStats, parse_config};
 use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::geometry::Geometry;
@@ -75,7 +75,7 @@ pub unsafe extern "C" fn kvf_worker_start(config: *const u8, config_len: usize, 
     boundary!(kvf_worker_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: WorkerConfig = decode::map("the worker's config", config)?;
+        let config: WorkerConfig = parse_config("worker", config)?;
         log::start();
         out.write(handle::give(Worker::start(config)?));
         Ok(())

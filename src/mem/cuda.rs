@@ -46,7 +46,7 @@ unsafe impl Send for PrimaryContext {}
 unsafe impl Sync for PrimaryContext {}
 
 /// Turns a driver result into an error that names the call.
-fn ok(call: &str, result: sys::CUresult) -> Result<()> {
+pub(super) fn ok(call: &str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }

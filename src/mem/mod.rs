@@ -4,6 +4,7 @@
 //! called host memory is an error with an explanation and never a crash in UCX.
 
 mod convert;
+pub mod copy;
 pub mod cuda;
 pub mod host;
 mod range;

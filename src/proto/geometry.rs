@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::wire::RegionMetadata;
 use crate::error::Result;
 
-pub(crate) use bounds::{Piece, fold, folded};
+pub(crate) use bounds::{Axes, Piece, fold, folded};
 
 /// Most KV-cache groups of a rank. vLLM's hybrid models have fewer than ten.
 pub const MAX_GROUPS: usize = 256;

@@ -46,6 +46,3 @@ impl fmt::Display for HandshakeFailure {
 }
 
 impl std::error::Error for HandshakeFailure {}
-
-#[cfg(test)]
-mod tests;

@@ -4,7 +4,7 @@ use std::ffi::CString;
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use ucx_sys::{ucp_config_t, ucp_context_attr_t, ucp_context_h, ucp_params_t};
 
@@ -67,6 +67,9 @@ unsafe impl Send for Context {}
 // SAFETY: as for Send.
 unsafe impl Sync for Context {}
 
+/// Held while a context is made.
+static MAKING: Mutex<()> = Mutex::new(());
+
 impl Context {
     /// Makes a context, opening libucp if this process has not yet.
     ///
@@ -77,6 +80,8 @@ impl Context {
     pub fn new(config: &ContextConfig) -> Result<Arc<Self>, UcxError> {
         let library = Library::open(None)?;
         let settings = config.all_settings()?;
+        // UCX's list of settings grows while it loads modules, which is when the first context is made.
+        let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
         let ucx_config = UcxConfig::read(library)?;
         for (name, value) in &settings {
             ucx_config.modify(name, value)?;
@@ -105,7 +110,11 @@ impl Context {
                 &mut handle,
             )
         };
-        Status::from_raw(status).check("ucp_init", || config.explain())?;
+        let status = Status::from_raw(status);
+        if !status.is_ok() {
+            check_known(library, &settings)?;
+        }
+        status.check("ucp_init", || config.explain())?;
         let mut context = Self { library, handle, memory_types: MemoryTypes(0) };
         // Only now: making the context loads the transports' modules, and their settings with them.
         check_known(library, &settings)?;
@@ -206,7 +215,8 @@ impl ContextConfig {
     }
 }
 
-/// Refuses a setting that UCX does not know: UCX itself only prints a warning.
+/// Refuses a setting that UCX does not know. Of some versions (1.22) UCX refuses it without naming it, of others
+/// it only prints a warning.
 fn check_known(library: &Library, settings: &[(String, String)]) -> Result<(), UcxError> {
     if settings.is_empty() {
         return Ok(());
@@ -216,23 +226,20 @@ fn check_known(library: &Library, settings: &[(String, String)]) -> Result<(), U
         log::debug!("this UCX cannot list its settings; unknown ones are not refused");
         return Ok(());
     }
-    for (name, _) in settings {
-        if known.iter().any(|other| other == name) {
-            continue;
-        }
-        let similar: Vec<&str> = known.iter().map(String::as_str).filter(|other| alike(name, other)).take(3).collect();
-        let hint = if similar.is_empty() {
-            "`ucx_info -c` lists those that exist".to_owned()
-        } else {
-            format!("did you mean {}?", similar.join(" or "))
-        };
-        return Err(UcxError::new(
-            "configure UCX",
-            Status::NO_ELEM,
-            format!("{name:?} is not a setting of {}; {hint}", library.info()),
-        ));
+    match settings.iter().find(|(name, _)| !known.contains(name)) {
+        Some((name, _)) => Err(unknown_setting(library, name, &known)),
+        None => Ok(()),
     }
-    Ok(())
+}
+
+fn unknown_setting(library: &Library, name: &str, known: &[String]) -> UcxError {
+    let similar: Vec<&str> = known.iter().map(String::as_str).filter(|other| alike(name, other)).take(3).collect();
+    let hint = if similar.is_empty() {
+        "`ucx_info -c` lists those that exist".to_owned()
+    } else {
+        format!("did you mean {}?", similar.join(" or "))
+    };
+    UcxError::new("configure UCX", Status::NO_ELEM, format!("{name:?} is not a setting of {}; {hint}", library.info()))
 }
 
 /// True when the names differ by a slip: one letter more, less or other, or in the case of letters.
@@ -268,7 +275,14 @@ impl UcxConfig {
         let c_value = c_string("setting value", value)?;
         // SAFETY: the handle is alive and both strings live during the call, which copies them.
         let status = unsafe { self.library.api().ucp_config_modify(self.handle, c_name.as_ptr(), c_value.as_ptr()) };
-        Status::from_raw(status).check("configure UCX", || format!("UCX refused {value:?} for its setting {name:?}"))
+        let status = Status::from_raw(status);
+        if !status.is_ok() {
+            let known = library::known_settings(self.library);
+            if !known.is_empty() && !known.iter().any(|other| other == name) {
+                return Err(unknown_setting(self.library, name, &known));
+            }
+        }
+        status.check("configure UCX", || format!("UCX refused {value:?} for its setting {name:?}"))
     }
 }
 

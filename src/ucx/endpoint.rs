@@ -25,9 +25,16 @@ use super::worker::WorkerCore;
 /// How an endpoint is made.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EndpointOptions {
-    /// True: the peer's death is noticed and reported, and the endpoint can be closed by force. UCX then uses
-    /// only transports that notice it, which leaves out shared memory for messages. False: everything UCX
-    /// has, but an operation to a dead peer may never end. Both sides should say the same.
+    /// True: the peer is watched. Its death is noticed and reported, and the endpoint can be closed by force. UCX
+    /// then uses only transports that can watch: TCP and RDMA, but not CMA, and shared memory only with the
+    /// settings `POSIX_ERROR_HANDLING=y` or `SYSV_ERROR_HANDLING=y` (it looks after the peer's process once per
+    /// `KEEPALIVE_INTERVAL`). Measured with UCX 1.18 to 1.22.
+    ///
+    /// False: everything UCX has, CMA included, but the peer's death is not reported, and what is under way may
+    /// never end then (over TCP and plain shared memory; reads over CMA end with an error). Needs UCX 1.22,
+    /// see [`Library::allows_unwatched_peers`](super::Library::allows_unwatched_peers).
+    ///
+    /// Both sides should say the same.
     pub error_mode_peer: bool,
     /// Names the endpoint in UCX's own logs. May be empty.
     pub name: String,
@@ -165,6 +172,15 @@ impl Endpoint {
         let address = envelope::open(Kind::Address, address)?;
         if address.is_empty() {
             return Err(UcxError::new(OP, Status::MALFORMED, "the worker address is empty"));
+        }
+        let library = worker.context().library();
+        if !options.error_mode_peer && !library.allows_unwatched_peers() {
+            let detail = format!(
+                "an endpoint that does not watch its peer needs UCX 1.22 or newer, because {} may abort this process \
+                 when the peer dies; set error_mode_peer or update UCX (`pip install -U libucx-cu12`)",
+                library.info()
+            );
+            return Err(UcxError::new(OP, Status::UNSUPPORTED, detail));
         }
         let name = c_string("endpoint name", &options.name)?;
         let core = Rc::new(EndpointCore {

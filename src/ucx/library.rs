@@ -17,6 +17,10 @@ pub const PATH_VARIABLE: &str = "KVFERRY_UCX_LIB";
 /// The oldest UCX that works, as (major, minor): the first of which every function used here was checked.
 pub const OLDEST: (u32, u32) = (1, 18);
 
+/// The first UCX in which a read over CMA from a process that has died is an error. Of 1.18.1, 1.19.0, 1.20.1 and
+/// 1.21.0 it was measured to abort the reading process.
+const UNWATCHED_SINCE: (u32, u32) = (1, 22);
+
 const SONAME: &str = "libucp.so.0";
 const IN_PACKAGE: &str = "libucx/lib/libucp.so.0";
 const OPEN: &str = "open UCX";
@@ -121,6 +125,13 @@ impl Library {
     /// Path, version and origin.
     pub fn info(&self) -> &LibraryInfo {
         &self.info
+    }
+
+    /// True when endpoints may leave their peer unwatched: before UCX 1.22 a peer's death could abort the
+    /// process then.
+    pub fn allows_unwatched_peers(&self) -> bool {
+        let (major, minor, _) = self.info.number;
+        (major, minor) >= UNWATCHED_SINCE
     }
 
     /// Other libucp files that are loaded in this process now. Two UCX in a process disturb each other
@@ -361,7 +372,7 @@ fn packaged() -> Vec<PathBuf> {
 /// The names of all settings that the loaded UCX knows, without the prefix `UCX_`; empty when it cannot tell.
 ///
 /// UCP has no function for this; `ucx_info -c` uses the one below. A transport's settings are known once
-/// its module is loaded, which making a context does.
+/// its module is loaded, which making a context does; no context may be made meanwhile.
 pub(super) fn known_settings(library: &Library) -> Vec<String> {
     type PrintAll = unsafe extern "C" fn(*mut libc::FILE, *const c_char, c_int, *mut c_void, *const c_char);
     let (Some(print), Some(list)) =
@@ -378,9 +389,8 @@ pub(super) fn known_settings(library: &Library) -> Vec<String> {
         return Vec::new();
     }
     let flags = (ucx_sys::UCS_CONFIG_PRINT_CONFIG.0 | ucx_sys::UCS_CONFIG_PRINT_HIDDEN.0) as c_int;
-    // SAFETY: the stream is open, the prefix is a C string, the list is UCX's own, and no filter is allowed
-    // as null. UCX changes the list only while it loads modules, which `OPENING` and the context's
-    // creation keep apart from here.
+    // SAFETY: the stream is open, the prefix is a C string, the list is UCX's own, and a null filter stands for
+    // none. UCX changes the list only while it loads modules, and the caller keeps that apart.
     unsafe { print(stream, c"UCX_".as_ptr(), flags, list, std::ptr::null()) };
     // SAFETY: the stream is open and not used again; closing makes `text` and `length` final.
     unsafe { libc::fclose(stream) };

@@ -111,6 +111,24 @@ impl Operations {
         count
     }
 
+    /// True when nothing is live but closing endpoints.
+    pub(super) fn only_closes(&self) -> bool {
+        let live = self.live.take();
+        // SAFETY: the pointers in `live` are those of live operations, none of which is borrowed here.
+        let only = live.iter().all(|raw| unsafe { (**raw).purpose } == Purpose::Close);
+        self.live.set(live);
+        only
+    }
+
+    /// Makes all live operations let go of their endpoints. They are never reaped: UCX keeps their addresses.
+    pub(super) fn abandon(&self) {
+        let live = self.live.take();
+        // SAFETY: as in `only_closes`.
+        let endpoints: Vec<_> = live.iter().map(|raw| unsafe { (**raw).endpoint.take() }).collect();
+        self.live.set(live);
+        drop(endpoints);
+    }
+
     /// True when a callback has come that was not reaped.
     pub(super) fn has_done(&self) -> bool {
         !self.done.is_empty()

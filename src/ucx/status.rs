@@ -133,7 +133,7 @@ pub(super) enum Reply {
 /// Tells the three cases apart, as the macros UCS_PTR_IS_ERR and UCS_PTR_STATUS of ucs/type/status.h do.
 pub(super) fn reply(pointer: ucs_status_ptr_t) -> Reply {
     let value = pointer as isize;
-    let last = isize::from(ucx_sys::UCS_ERR_LAST.0 as i8);
+    let last = ucx_sys::UCS_ERR_LAST.0 as isize;
     if value == 0 {
         Reply::Done
     } else if value >= last && value < 0 {

@@ -26,6 +26,10 @@ use super::status::{Status, UcxError};
 /// what needs longer waits for a peer that gives no sign.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long endpoints without peer error handling get to say goodbye when the worker is closed and nothing else is
+/// under way: their closing cannot be forced and never ends when the peer is gone.
+const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
+
 /// How a worker is made.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WorkerOptions {
@@ -169,20 +173,29 @@ impl WorkerCore {
         for endpoint in self.endpoints() {
             endpoint.start_close(true);
         }
-        let end = Instant::now() + limit;
+        let start = Instant::now();
         loop {
             let progressed = self.progress();
             if self.operations.live() == 0 && self.endpoints().is_empty() {
-                self.messages.release_announced(self);
-                return true;
+                break;
             }
-            if Instant::now() >= end {
+            let passed = start.elapsed();
+            if passed >= limit.min(GOODBYE_LIMIT) && self.operations.only_closes() {
+                // No memory is at stake, and destroying the worker destroys its endpoints whatever their state.
+                log::debug!("{} connections were left without a goodbye", self.operations.live());
+                self.operations.abandon();
+                drop(self.endpoints.take());
+                break;
+            }
+            if passed >= limit {
                 return false;
             }
             if !progressed {
                 thread::sleep(Duration::from_micros(50));
             }
         }
+        self.messages.release_announced(self);
+        true
     }
 }
 
@@ -290,7 +303,8 @@ impl Worker {
     ///
     /// # Errors
     /// [`Status::MALFORMED`] when the bytes are not an exported address or are damaged, before UCX sees them;
-    /// [`Status::UNREACHABLE`] when no transport is shared; UCX's status.
+    /// [`Status::UNREACHABLE`] when no transport is shared; [`Status::UNSUPPORTED`] for an endpoint that does not
+    /// watch its peer when this UCX cannot be trusted with one; UCX's status.
     pub fn connect(&self, address: &[u8], options: &EndpointOptions) -> Result<Endpoint, UcxError> {
         let id = self.core.next_endpoint.get();
         self.core.next_endpoint.set(id.wrapping_add(1));

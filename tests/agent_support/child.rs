@@ -43,6 +43,10 @@ impl Remote {
         Remote { child, to, from, metadata }
     }
 
+    pub fn metadata_hex(&self) -> String {
+        hex(&encode_metadata(&self.metadata).unwrap())
+    }
+
     pub fn ask(&mut self, command: &str) -> String {
         writeln!(self.to, "{command}").unwrap();
         answer(&mut self.from)
@@ -53,8 +57,19 @@ impl Remote {
         self.ask("dump").split(',').map(unhex).collect()
     }
 
-    pub fn pid(&self) -> u32 {
-        self.child.id()
+    /// Sends it a signal by name, such as `STOP`, and waits until a `STOP` has taken effect.
+    pub fn signal(&self, name: &str) {
+        let pid = self.child.id();
+        let sent = Command::new("kill").args([format!("-{name}"), pid.to_string()]).status().unwrap();
+        assert!(sent.success());
+        let stopped = || {
+            let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+            tasks.into_iter().all(|task| {
+                let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+                stat.rsplit_once(')').unwrap().1.trim_start().starts_with('T')
+            })
+        };
+        while name == "STOP" && !stopped() {}
     }
 
     /// SIGKILL, and the process is gone when this returns.
@@ -96,11 +111,13 @@ fn say(text: &str) {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    let digit = |value: u8| char::from(b"0123456789abcdef"[usize::from(value)]);
+    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
 
 fn unhex(text: &str) -> Vec<u8> {
-    text.as_bytes().chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16).unwrap()).collect()
+    let digit = |c: u8| (c as char).to_digit(16).unwrap() as u8;
+    text.as_bytes().chunks(2).map(|pair| digit(pair[0]) << 4 | digit(pair[1])).collect()
 }
 
 /// The child's life: an agent that answers the parent's commands and returns every message that it gets, reversed.
@@ -127,6 +144,19 @@ pub fn serve() {
         match line.unwrap().as_str() {
             "dump" => say(&node.contents().iter().map(|bytes| hex(bytes)).collect::<Vec<_>>().join(",")),
             "end" => break,
+            command if command.starts_with("read ") => {
+                // Reads all of the first region in pieces that do not merge, again and again, until it is killed.
+                let metadata = decode_metadata(&unhex(&command[5..])).unwrap();
+                let peer = node.agent.connect(&metadata).unwrap();
+                let count = (metadata.regions[0].len / 1024) as u32;
+                let ids: Vec<u32> = (0..count).rev().collect();
+                for _ in 0..64 {
+                    let plan = super::plan(0, 0, 1024, 1000, ids.clone(), ids.clone());
+                    node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
+                }
+                while node.agent.stats().unwrap().bytes_read == 0 && node.agent.stats().unwrap().operations < 200 {}
+                say("reading");
+            }
             other => panic!("unknown command {other}"),
         }
     }

@@ -103,9 +103,28 @@ pub fn config(name: &str, transport: Transport) -> AgentConfig {
     AgentConfig { name: name.to_owned(), transport, ..AgentConfig::default() }
 }
 
+/// Shows the library's log where KVFERRY_TEST_LOG is set: `cargo test ... -- --nocapture`.
+fn show_log() {
+    struct Log;
+    impl log::Log for Log {
+        fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+            true
+        }
+        fn log(&self, record: &log::Record<'_>) {
+            static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+            eprintln!("{:?} {} {}", START.get_or_init(Instant::now).elapsed(), record.level(), record.args());
+        }
+        fn flush(&self) {}
+    }
+    if std::env::var_os("KVFERRY_TEST_LOG").is_some() && log::set_logger(&Log).is_ok() {
+        log::set_max_level(log::LevelFilter::Debug);
+    }
+}
+
 impl Node {
     /// An agent with a registered region per length, filled with the patterns `seed`, `seed + 1`, ...
     pub fn start(config: AgentConfig, seed: u64, lens: &[usize]) -> Node {
+        show_log();
         let agent = Agent::start(config).unwrap();
         let buffers: Vec<Buffer> =
             lens.iter().enumerate().map(|(i, len)| Buffer::patterned(seed + i as u64, *len)).collect();
@@ -217,7 +236,14 @@ pub fn assert_same(what: &str, actual: &[Vec<u8>], expected: &[Vec<u8>]) {
 }
 
 /// A plan of one segment: `len` bytes of each block, blocks `stride` apart on both sides.
-pub fn plan(local_region: u32, remote_region: u32, stride: u64, len: u64, local: Vec<u32>, remote: Vec<u32>) -> CopyPlan {
+pub fn plan(
+    local_region: u32,
+    remote_region: u32,
+    stride: u64,
+    len: u64,
+    local: Vec<u32>,
+    remote: Vec<u32>,
+) -> CopyPlan {
     let segment = Segment {
         list: 0,
         local_region,

@@ -118,8 +118,7 @@ impl Cache {
         for (index, region) in self.regions.iter().enumerate() {
             // SAFETY: the harness keeps the cache until the worker is shut down, and looks at or changes a block only
             // while no transfer of it is under way.
-            let range =
-                unsafe { MemoryRange::new(region.as_ptr() as u64, region.len() as u64, MemoryKind::Host)? };
+            let range = unsafe { MemoryRange::new(region.as_ptr() as u64, region.len() as u64, MemoryKind::Host)? };
             assert_eq!(worker.register(range)?, index as u32);
         }
         worker.set_geometry(self.geometry.clone())

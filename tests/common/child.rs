@@ -26,21 +26,50 @@ pub const LONG: Duration = Duration::from_secs(120);
 pub type Lists = Vec<Vec<u32>>;
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
+#[allow(clippy::large_enum_variant)]
 pub enum Ask {
-    StartWorker { config: Box<WorkerConfig>, cache: Option<CacheSpec> },
+    StartWorker {
+        config: Box<WorkerConfig>,
+        cache: Option<CacheSpec>,
+    },
     /// Registers the cache and states the geometry, for a worker that was started without.
-    Complete { cache: CacheSpec },
-    Submit { step: Vec<u8> },
+    Complete {
+        cache: CacheSpec,
+    },
+    Submit {
+        step: Vec<u8>,
+    },
     /// A report within this many milliseconds, or nothing.
-    Report { ms: u64 },
-    Fill { request: String, blocks: Lists },
-    Check { loads: Vec<(String, Lists)> },
-    Push { host: String, port: u16, expected: u32, ms: u64 },
+    Report {
+        ms: u64,
+    },
+    Fill {
+        request: String,
+        blocks: Lists,
+    },
+    Check {
+        loads: Vec<(String, Lists)>,
+    },
+    Push {
+        host: String,
+        port: u16,
+        expected: u32,
+        ms: u64,
+    },
     Stats,
     ShutDownWorker,
-    StartScheduler { config: Box<SchedulerConfig> },
-    Serve { ranks: Vec<(RankId, Vec<u8>)> },
-    Finished { request: String, params: TransferParams, blocks: Lists, tokens: u64 },
+    StartScheduler {
+        config: Box<SchedulerConfig>,
+    },
+    Serve {
+        ranks: Vec<(RankId, Vec<u8>)>,
+    },
+    Finished {
+        request: String,
+        params: TransferParams,
+        blocks: Lists,
+        tokens: u64,
+    },
     Step,
 }
 
@@ -79,7 +108,9 @@ pub fn serve_if_child() {
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
         let tell = match serde_json::from_str::<Ask>(&line) {
-            Ok(ask) => state.serve(ask).unwrap_or_else(|e| Tell::Error { kind: e.kind().code(), message: e.message().into() }),
+            Ok(ask) => {
+                state.serve(ask).unwrap_or_else(|e| Tell::Error { kind: e.kind().code(), message: e.message().into() })
+            }
             Err(e) => Tell::Error { kind: 0, message: e.to_string() },
         };
         let text = serde_json::to_string(&tell).unwrap();

@@ -205,8 +205,7 @@ impl Engine {
     /// As `prefill`, with the blocks as they are.
     pub fn finish_prefill(&mut self, request: &str, lists: &Lists, tokens: u64) -> TransferParams {
         let asked = TransferParams { do_remote_decode: true, ..TransferParams::default() };
-        let finish =
-            self.scheduler.finished(request, &asked, FinishOutcome::Complete, blocks(lists), tokens).unwrap();
+        let finish = self.scheduler.finished(request, &asked, FinishOutcome::Complete, blocks(lists), tokens).unwrap();
         assert!(finish.keep);
         self.step();
         finish.params.unwrap()

@@ -10,12 +10,15 @@ use crate::proto::wire::RegionMetadata;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Piece<const N: usize>(pub [u64; N]);
 
+/// Two axes: how many steps, and the bytes of one in each of `N` address maps.
+pub(crate) type Axes<const N: usize> = [(u32, [u64; N]); 2];
+
 /// Cuts `content` bytes that repeat along two axes of (count, stride in each map) into the fewest runs that are
 /// contiguous in all `N` maps: the length of a run, and where each starts. Arithmetic wraps; checked areas do not.
 pub(crate) fn fold<const N: usize>(
     base: [u64; N],
     content: u64,
-    axes: [(u32, [u64; N]); 2],
+    axes: Axes<N>,
 ) -> (u64, impl Iterator<Item = Piece<N>>) {
     let (len, axes) = folded(content, axes);
     let [(outer, outer_strides), (inner, inner_strides)] = axes;
@@ -32,7 +35,7 @@ pub(crate) fn fold<const N: usize>(
 }
 
 /// The run length of [`fold`], and the axes that are left, the contiguous ones with count 1.
-pub(crate) fn folded<const N: usize>(content: u64, mut axes: [(u32, [u64; N]); 2]) -> (u64, [(u32, [u64; N]); 2]) {
+pub(crate) fn folded<const N: usize>(content: u64, mut axes: Axes<N>) -> (u64, Axes<N>) {
     let mut len = content;
     for _ in 0..axes.len() {
         for (count, strides) in &mut axes {
@@ -47,7 +50,7 @@ pub(crate) fn folded<const N: usize>(content: u64, mut axes: [(u32, [u64; N]); 2
 
 impl Area {
     /// The head and token axes, for [`fold`].
-    pub(crate) fn axes(&self) -> [(u32, [u64; 1]); 2] {
+    pub(crate) fn axes(&self) -> Axes<1> {
         [(self.heads, [self.head_stride]), (self.tokens, [self.token_stride])]
     }
 }

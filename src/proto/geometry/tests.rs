@@ -161,9 +161,12 @@ fn groups_share_memory_block_by_block_only() {
     refused(vec![area("a", "k", 0), second(8)], ErrorKind::AlreadyExists, &["different block ids"]);
 }
 
-/// Who is on each byte: (group, block) of every area.
+/// An area's index and group, and a block of it.
+type Place = (usize, u32, u32);
+
+/// Whether no byte has two places, but of one block id in two groups: by listing who is on each byte.
 fn brute_force(geometry: &Geometry) -> bool {
-    let mut owner: HashMap<(u32, u64), Vec<(usize, u32, u32)>> = HashMap::new();
+    let mut owner: HashMap<(u32, u64), Vec<Place>> = HashMap::new();
     for (index, a) in geometry.areas.iter().enumerate() {
         for b in 0..a.num_blocks {
             for h in 0..a.heads {

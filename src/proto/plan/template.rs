@@ -1,11 +1,11 @@
 //! The intersection of two ranks' address maps, as segments.
 
 use super::Segment;
-use crate::proto::geometry::{Area, Piece, fold, folded};
+use crate::proto::geometry::{Area, Axes, Piece, fold, folded};
 
 /// The common heads and tokens of two areas of the same layer and part: the base in either region and the axes for
 /// [`fold`]. The areas must agree in group, tokens and content: [`super::check_ranks`].
-fn common(local: &Area, remote: &Area) -> ([u64; 2], u64, [(u32, [u64; 2]); 2]) {
+fn common(local: &Area, remote: &Area) -> ([u64; 2], u64, Axes<2>) {
     let first = local.first_head.max(remote.first_head);
     let end = |area: &Area| area.first_head.saturating_add(area.heads);
     let heads = end(local).min(end(remote)).saturating_sub(first);

@@ -22,6 +22,7 @@ use std::collections::{HashMap, HashSet};
 pub use config::SchedulerConfig;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::proto::aggregate::Outcome;
 use crate::proto::ids::RequestId;
 use crate::proto::wire::{Blocks, Grant, Hold, Load, Release, Remote, StepMetadata, TransferParams, WorkerReport};
 
@@ -262,13 +263,22 @@ impl Scheduler {
         std::mem::take(&mut self.step)
     }
 
-    /// Takes what is over on all ranks (`proto::aggregate`; with one rank, its own reports). Requests that are not known
-    /// are ignored.
+    /// Takes the report of a one-rank engine, or one made of what is over on all ranks. Requests that are not known are
+    /// ignored.
     pub fn on_report(&mut self, report: &WorkerReport) {
-        for request in &report.finished_sending {
+        self.over(&report.finished_sending, &report.finished_recving);
+    }
+
+    /// As [`Scheduler::on_report`], from the aggregator of several ranks.
+    pub fn on_outcome(&mut self, outcome: &Outcome) {
+        self.over(&outcome.finished_sending, &outcome.finished_recving);
+    }
+
+    fn over(&mut self, sending: &[RequestId], recving: &[RequestId]) {
+        for request in sending {
             self.sends.remove(request);
         }
-        for request in &report.finished_recving {
+        for request in recving {
             let Some(recv) = self.recvs.get_mut(request) else { continue };
             match recv.state {
                 RecvState::Loading { ended: false } => recv.state = RecvState::Over,

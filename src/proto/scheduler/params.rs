@@ -98,7 +98,7 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
     let incarnation = match &params.remote_incarnation {
         None => None,
         Some(text) => match u64::from_str_radix(text, 16) {
-            Ok(number) if number != 0 && text.len() == 16 => Some(Incarnation(number)),
+            Ok(number) if number != 0 && text.len() == 16 && !text.starts_with('+') => Some(Incarnation(number)),
             _ => {
                 return Err(bad(
                     request,

@@ -6,8 +6,8 @@ pub const MAX_RANKS: u32 = 4096;
 pub const MAX_QUERY_BYTES: usize = 64 << 10;
 /// Longest encoded rank metadata.
 pub const MAX_RANK_METADATA_BYTES: usize = 4 << 20;
-/// Longest encoded agent metadata.
-pub const MAX_AGENT_METADATA_BYTES: usize = 4 << 20;
+/// Longest encoded agent metadata: a few ten thousand regions with rkeys of some hundred bytes.
+pub const MAX_AGENT_METADATA_BYTES: usize = 16 << 20;
 /// Longest handshake request of any kind: a push carries a rank's metadata.
 pub const MAX_REQUEST_BYTES: usize = MAX_RANK_METADATA_BYTES + (64 << 10);
 /// Longest handshake reply.

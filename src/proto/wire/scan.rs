@@ -78,6 +78,7 @@ pub(super) fn scan(bytes: &[u8], max_depth: usize) -> Result<(), String> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
 

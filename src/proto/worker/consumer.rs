@@ -568,7 +568,8 @@ impl Consumer {
 
     fn session_failed(&mut self, now: Time, id: SessionId, cause: Cause, message: &str, out: &mut Outbox) {
         out.report.stats.handshake_failures += 1;
-        self.sessions.break_off(now, id, true, out);
+        // A restarted engine answers well: only the leases of its former life are gone.
+        self.sessions.break_off(now, id, cause != Cause::PeerDied, out);
         for ticket in self.users(id) {
             let engine = self.wants.get(&ticket).map(|want| want.remote.engine.to_string()).unwrap_or_default();
             self.strand(now, ticket, cause, format!("handshake with engine {engine} failed: {message}"), out);

@@ -36,6 +36,7 @@ struct Lease {
 /// What is remembered of a request that is over.
 #[derive(Debug)]
 struct Tombstone {
+    lease_id: u64,
     readers: Readers,
     /// The answer to a read that was not judged while the lease held.
     otherwise: Verdict,
@@ -130,7 +131,8 @@ impl Producer {
             return;
         }
         self.refuse_early(&request, out);
-        self.tombstones.insert(now, request, Tombstone { readers: Readers::new(), otherwise: Verdict::Unknown });
+        let tombstone = Tombstone { lease_id: 0, readers: Readers::new(), otherwise: Verdict::Unknown };
+        self.tombstones.insert(now, request, tombstone);
     }
 
     /// Renews the leases that still hold.
@@ -155,7 +157,7 @@ impl Producer {
     ) {
         let verdict = if let Some(lease) = self.leases.get_mut(&request) {
             lease.hear(said, Some(serial))
-        } else if let Some(tombstone) = self.tombstones.get(&request) {
+        } else if let Some(tombstone) = self.tombstone(&request, &said) {
             let judged = tombstone.readers.get(&said.reader).is_some_and(|serials| serials.contains(&serial));
             if judged { Verdict::Valid } else { tombstone.otherwise }
         } else {
@@ -174,7 +176,7 @@ impl Producer {
         if let Some(lease) = self.leases.get_mut(&request) {
             lease.hear(said, None);
             self.end_if_heard(now, &request, out);
-        } else if self.tombstones.get(&request).is_none() {
+        } else if self.tombstone(&request, &said).is_none() {
             self.keep_early(now, &request, Early::Release(said));
         }
     }
@@ -227,8 +229,17 @@ impl Producer {
     fn end(&mut self, now: Time, request: &RequestId, otherwise: Verdict, out: &mut Outbox) {
         let Some(lease) = self.leases.remove(request) else { return };
         self.deadlines.cancel(&Timer::Lease(request.clone()));
-        self.tombstones.insert(now, request.clone(), Tombstone { readers: lease.readers, otherwise });
+        self.tombstones.insert(
+            now,
+            request.clone(),
+            Tombstone { lease_id: lease.id, readers: lease.readers, otherwise },
+        );
         out.report.finished_sending.push(request.clone());
+    }
+
+    /// What is remembered of the request, unless a later lease is meant, whose grant is still to come.
+    fn tombstone(&self, request: &RequestId, said: &Said) -> Option<&Tombstone> {
+        self.tombstones.get(request).filter(|t| t.lease_id == 0 || said.lease_id <= t.lease_id)
     }
 
     /// Whether there was room.

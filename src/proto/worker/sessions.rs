@@ -16,13 +16,11 @@ use crate::proto::handshake::HandshakeOutcome;
 use crate::proto::ids::{EngineId, Incarnation, RequestId};
 use crate::proto::plan::{self, RankPlan};
 use crate::proto::time::Time;
+use crate::proto::wire::limits::MAX_HEARTBEAT_REQUESTS;
 use crate::proto::wire::{PeerMessage, RankMetadata, Remote};
 
 /// Numbers a hold, load or release inside this machine.
 pub(super) type Ticket = u64;
-
-/// The most requests in one heartbeat message: with ids of vLLM's length it stays within a few tens of KiB.
-const BATCH: usize = 512;
 
 /// How many failed routes are remembered at most.
 const MAX_FAILED: usize = 1024;
@@ -424,7 +422,7 @@ impl Sessions {
         let Some(peer) = self.peers.get(&connection) else { return };
         let Some(period) = peer.beats.values().map(|beat| beat.period).min() else { return };
         let requests: Vec<RequestId> = peer.beats.keys().cloned().collect();
-        for batch in requests.chunks(BATCH) {
+        for batch in requests.chunks(MAX_HEARTBEAT_REQUESTS) {
             let message = PeerMessage::Heartbeat { requests: batch.to_vec() };
             out.send(PeerRef::Outbound(peer.key.clone()), message);
         }

@@ -1,0 +1,88 @@
+"""Where the files are that this package needs: the library, its header, and UCX."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from ._errors import UcxMissingError, make_error
+
+_HERE = Path(__file__).resolve().parent
+
+
+def header_path() -> Path:
+    """The header `kvferry.h` that belongs to the library, for C programs."""
+    return _HERE / "kvferry.h"
+
+
+def library_path() -> Path:
+    """The library's file: `KVFERRY_LIBRARY` when set, else the one in this package."""
+    chosen = os.environ.get("KVFERRY_LIBRARY")
+    if chosen:
+        return Path(chosen)
+    found = sorted((_HERE / "_native").glob("*.so"))
+    if not found:
+        raise make_error(
+            -2,
+            "not_found",
+            f"there is no library in {_HERE / '_native'}: this copy of the package is a source tree. Install the "
+            "wheel that scripts/build-wheel makes, or set KVFERRY_LIBRARY to the path of libkvferry.so",
+        )
+    return found[0]
+
+
+def declarations(header: str) -> str:
+    """The part of the header that a parser of plain C without a preprocessor understands."""
+    header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
+    header = re.sub(r"//[^\n]*", "", header)
+    lines = []
+    taken: list[bool] = []
+    for line in header.splitlines():
+        directive = line.strip()
+        if directive.startswith("#if"):
+            # We are neither C++ nor C23, and see the header for the first time: only an #ifndef holds.
+            taken.append(directive.startswith("#ifndef"))
+        elif directive.startswith("#else"):
+            taken[-1] = not taken[-1]
+        elif directive.startswith("#endif"):
+            taken.pop()
+        elif all(taken) and not directive.startswith("#"):
+            lines.append(line)
+    return "\n".join(lines)
+
+
+@cache
+def _packaged_ucx() -> str | None:
+    """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when this Python has it."""
+    try:
+        spec = importlib.util.find_spec("libucx")
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / "lib" / "libucp.so.0"
+        if path.is_file():
+            return str(path)
+    return None
+
+
+_Result = TypeVar("_Result")
+
+
+def with_packaged_ucx(start: Callable[[str | None], _Result], chosen: str | None) -> _Result:
+    """`start(chosen)`; where nothing was chosen and no UCX found, `start` with that of this Python's packages.
+
+    The library looks for UCX itself and keeps the order (loaded already, the system's, a package beside it). Only this
+    process's module path may know of a package elsewhere.
+    """
+    try:
+        return start(chosen)
+    except UcxMissingError:
+        packaged = _packaged_ucx()
+        if chosen is not None or packaged is None or os.environ.get("KVFERRY_UCX_LIB"):
+            raise
+        return start(packaged)

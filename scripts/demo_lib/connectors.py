@@ -1,0 +1,66 @@
+"""What differs between the connectors that the demo can run: vLLM's arguments and the servers' environment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .options import Options
+from .servers import free_port
+
+# Where each rank of the decode engine writes a line per finished receive.
+REQUEST_LOG = "KVFERRY_REQUEST_LOG"
+
+# UCX's names for what --transport means to NIXL's agents. `self` is for an agent's connection to itself; `shm` stands
+# for all shared memory, reading another process's memory (CMA) included. Shared memory alone does not connect
+# ("Destination is unreachable"): NIXL's endpoints ask to be told of a peer's death, which needs TCP for that.
+UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
+
+
+@dataclass(frozen=True)
+class Connector:
+    """One selectable connector."""
+
+    name: str
+    # Whether its engines get a plain request before the first hand-over. Stock's first one fails otherwise: its
+    # handshake gives up after 5 s, which a cold engine on a CPU takes longer than.
+    warm_up: bool
+
+    def transfer_config(self, role: str, options: Options) -> dict[str, Any]:
+        """The value of --kv-transfer-config."""
+        if self.name == "kvferry":
+            config: dict[str, Any] = {"kv_connector": "KvferryConnector", "kv_role": role}
+            if options.transport is not None:
+                config["kv_connector_extra_config"] = {"transport": options.transport}
+            return config
+        return {
+            "kv_connector": "QuietNixlConnector" if self.name == "stock-quiet" else "ObservedNixlConnector",
+            "kv_connector_module_path": "demo_lib.nixl_observer",
+            "kv_role": role,
+            "kv_buffer_device": "cpu",
+        }
+
+    def arguments(self, role: str, options: Options) -> list[str]:
+        """vLLM's arguments for this connector."""
+        return ["--kv-transfer-config", json.dumps(self.transfer_config(role, options))]
+
+    def environment(self, role: str, options: Options, request_log: Path) -> dict[str, str]:
+        """What to add to a server's environment."""
+        result: dict[str, str] = {}
+        if role == "kv_consumer":
+            result[REQUEST_LOG] = str(request_log)
+        if self.name != "kvferry":
+            result["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+            result["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+            if options.transport is not None:
+                result["UCX_TLS"] = UCX_TLS[options.transport]
+        return result
+
+
+CONNECTORS = {
+    "kvferry": Connector("kvferry", warm_up=False),
+    "stock": Connector("stock", warm_up=True),
+    "stock-quiet": Connector("stock-quiet", warm_up=True),
+}

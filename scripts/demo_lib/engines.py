@@ -1,0 +1,81 @@
+"""vLLM's command line and environment for the demo's engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from . import ray_on_cpu
+from .client import SERVED_NAME
+from .connectors import Connector
+from .options import Options, Shape
+from .servers import ServerSpec
+
+MAX_MODEL_LEN = 2048
+# Enough for every prompt of a run at once, so that nothing is preempted.
+KV_CACHE_BYTES = 256 * 2**20
+# Resident memory of an engine on a CPU, measured: with one rank, and for each rank more.
+GIB_FIRST_RANK = 3.1
+GIB_NEXT_RANK = 1.4
+
+
+def memory_gib(shape: Shape) -> float:
+    """About how much memory an engine takes."""
+    return GIB_FIRST_RANK + GIB_NEXT_RANK * (shape.ranks - 1)
+
+
+def _environment(scripts: Path, deps: Path) -> dict[str, str]:
+    environment = dict(os.environ)
+    # Byte code from an earlier start halves the time of the next one.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment["PYTHONPYCACHEPREFIX"] = str(deps / "pycache")
+    environment["PYTHONPATH"] = str(scripts)
+    environment.update(
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_HOST_IP="127.0.0.1",
+        GLOO_SOCKET_IFNAME="lo",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS="1",
+        VLLM_CACHE_ROOT=str(deps / "vllm-cache"),
+    )
+    return environment
+
+
+def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
+    arguments = ["--model", str(model), "--served-model-name", SERVED_NAME]
+    arguments += ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
+    arguments += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+    arguments += ["--disable-uvicorn-access-log"]
+    if options.block_size is not None:
+        arguments += ["--block-size", str(options.block_size)]
+    if shape.pp > 1:
+        # On a CPU vLLM's eager mode fails with pipeline stages; these settings compile nothing either.
+        arguments += ["-cc.mode=DYNAMO_TRACE_ONCE", "-cc.backend=eager"]
+    else:
+        arguments += ["--enforce-eager"]
+    arguments += ["--tensor-parallel-size", str(shape.tp), "--pipeline-parallel-size", str(shape.pp)]
+    return arguments
+
+
+def baseline_spec(model: Path, options: Options, scripts: Path, deps: Path) -> ServerSpec:
+    """A single server without a connector, which says what the tokens should be."""
+    return ServerSpec("baseline", _arguments(model, Shape(), options), _environment(scripts, deps))
+
+
+def engine_spec(
+    role: str, model: Path, options: Options, connector: Connector, scripts: Path, deps: Path, request_log: Path
+) -> ServerSpec:
+    """The prefill (kv_producer) or decode (kv_consumer) server."""
+    producer = role == "kv_producer"
+    shape = options.prefill if producer else options.decode
+    arguments = _arguments(model, shape, options)
+    if options.executor == "ray" or shape.ranks > 1:
+        arguments += ["--distributed-executor-backend", options.executor]
+    arguments += connector.arguments(role, options)
+    environment = _environment(scripts, deps)
+    environment.update(connector.environment(role, options, request_log))
+    if options.executor == "ray":
+        environment.update(ray_on_cpu.environment(shape.ranks, scripts, deps))
+    return ServerSpec("prefill" if producer else "decode", arguments, environment)

@@ -1,0 +1,147 @@
+"""Turns a run's observations into tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Receive:
+    """A request's receive, joined over the decode engine's ranks."""
+
+    # Blocks per rank, bytes over all ranks, and the slowest rank's time.
+    blocks: int | None
+    bytes: int | None
+    transfer_ms: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt's line."""
+
+    name: str
+    prompt_tokens: int
+    blocks: int | None
+    bytes: int | None
+    transfer_ms: float | None
+    handover_ms: float | None
+    equal: bool
+    note: str = ""
+
+
+@dataclass
+class Result:
+    """What one connector's run showed."""
+
+    connector: str
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether every prompt's tokens were the baseline's."""
+        return bool(self.rows) and all(row.equal for row in self.rows)
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that the run checks held."""
+        return self.equal and not self.failures
+
+    def handovers(self) -> list[float]:
+        """The hand-over times that are known, in milliseconds."""
+        return [row.handover_ms for row in self.rows if row.handover_ms is not None]
+
+    def as_json(self) -> dict[str, Any]:
+        """The machine-readable form."""
+        handovers = self.handovers()
+        return {
+            "connector": self.connector,
+            "requests": [
+                {
+                    "prompt_tokens": row.prompt_tokens,
+                    "blocks": row.blocks,
+                    "bytes": row.bytes,
+                    "transfer_ms": _rounded(row.transfer_ms),
+                    "handover_ms": _rounded(row.handover_ms),
+                    "equal": row.equal,
+                }
+                for row in self.rows
+            ],
+            "summary": {
+                "equal": self.equal,
+                "handover_p50_ms": _rounded(statistics.median(handovers)) if handovers else None,
+                "handover_max_ms": _rounded(max(handovers)) if handovers else None,
+            },
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _shown(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def read_receives(path: Path) -> dict[str, Receive]:
+    """Joins the lines that the decode engine's ranks wrote, by vLLM's request id.
+
+    A line that is not complete JSON (its writer was ended half-way) is left out.
+    """
+    if not path.exists():
+        return {}
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("request_id"), str):
+            lines.setdefault(line["request_id"], []).append(line)
+    return {request: _join(found) for request, found in lines.items()}
+
+
+def _join(lines: Iterable[dict[str, Any]]) -> Receive:
+    found = list(lines)
+    blocks = [line["blocks"] for line in found if isinstance(line.get("blocks"), int)]
+    sizes = [line["bytes"] for line in found if isinstance(line.get("bytes"), int)]
+    times = [float(line["transfer_ms"]) for line in found if isinstance(line.get("transfer_ms"), (int, float))]
+    return Receive(max(blocks, default=None), sum(sizes) if sizes else None, max(times, default=None))
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """The table of one run."""
+    head = f"{'prompt':<8}{'tokens':>8}{'blocks':>8}{'bytes':>12}{'transfer ms':>13}{'hand-over ms':>14}  equal"
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        blocks = "-" if row.blocks is None else str(row.blocks)
+        size = "-" if row.bytes is None else str(row.bytes)
+        lines.append(
+            f"{row.name:<8}{row.prompt_tokens:>8}{blocks:>8}{size:>12}{_shown(row.transfer_ms, 2):>13}"
+            f"{_shown(row.handover_ms):>14}  {'yes' if row.equal else 'NO'}{'  ' + row.note if row.note else ''}"
+        )
+    return "\n".join(lines)
+
+
+def format_comparison(results: Sequence[Result]) -> str:
+    """The table of several connectors, as Markdown."""
+    lines = [
+        "| connector | prompts equal | hand-over p50 ms | hand-over max ms | transfer p50 ms | transfer max ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        handovers = result.handovers()
+        times = [row.transfer_ms for row in result.rows if row.transfer_ms is not None]
+        equal = sum(row.equal for row in result.rows)
+        lines.append(
+            f"| {result.connector} | {equal} of {len(result.rows)} "
+            f"| {_shown(statistics.median(handovers) if handovers else None)} | {_shown(max(handovers, default=None))} "
+            f"| {_shown(statistics.median(times) if times else None, 2)} | {_shown(max(times, default=None), 2)} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,284 @@
+"""The demo's run: baseline, then prefill and decode with each connector, then the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import aiohttp
+
+from .client import Answer, complete, complete_through
+from .connectors import CONNECTORS, Connector
+from .engines import baseline_spec, engine_spec, memory_gib
+from .metrics import fetch_metrics, parse_counters
+from .model import make_model
+from .options import Options, Shape, parse_options
+from .proxy import KvParams, Proxy, open_session
+from .report import Receive, Result, Row, format_comparison, format_rows, read_receives
+from .servers import Server, ServerFailed, ServerGroup, available_gib
+from .verdict import check_control, check_counters, check_drained, served_tokens_note
+from .workload import Prompt, Workload, make_workload
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+ROOT = SCRIPTS.parent
+DEPS = ROOT / ".deps"
+# Kept free when the baseline runs beside the other servers.
+SPARE_GIB = 2.0
+BASELINE_PARALLEL = 4
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Setting:
+    """What all parts of a run share."""
+
+    options: Options
+    model: Path
+    workload: Workload
+    folder: Path
+    servers: ServerGroup
+    session: aiohttp.ClientSession
+
+
+async def run_baseline(setting: Setting, server: Server) -> dict[str, list[int]]:
+    """The greedy tokens of a single server for every prompt, after checking that they depend on the whole prompt."""
+    workload = setting.workload
+    prompts = [*workload.checked, *workload.control, *(prompt for pair in workload.probes for prompt in pair)]
+    say(f"baseline: {len(prompts)} prompts")
+    gate = asyncio.Semaphore(BASELINE_PARALLEL)
+
+    async def one(prompt: Prompt) -> tuple[str, list[int]]:
+        async with gate:
+            answer = await complete(setting.session, server.url, prompt, f"base-{prompt.name}")
+        if answer.error is not None or len(answer.tokens) != prompt.max_tokens:
+            raise ServerFailed(
+                f"the baseline server gave {len(answer.tokens)} of {prompt.max_tokens} tokens for {prompt.name}: "
+                f"{answer.error or 'no error said'}; its log is {server.log}"
+            )
+        return prompt.name, answer.tokens
+
+    tokens = dict(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+    for first, second in workload.probes:
+        if tokens[first.name] == tokens[second.name]:
+            raise ServerFailed(
+                f"the model ignores the first of {len(first.tokens)} tokens: its output would hide wrong KV blocks"
+            )
+    lengths = ", ".join(str(len(first.tokens)) for first, _ in workload.probes)
+    say(f"baseline: done; a changed first token changes the output of prompts of {lengths} tokens")
+    return tokens
+
+
+async def warm_up(setting: Setting, servers: tuple[Server, ...]) -> None:
+    """A plain request to each engine."""
+    prompt = setting.workload.warm_up
+    for server in servers:
+        answer = await complete(setting.session, server.url, prompt, f"warm-{server.name}")
+        if answer.error is not None:
+            raise ServerFailed(f"the {server.name} server failed its warm-up request: {answer.error}\n{server.tail()}")
+
+
+async def send_waves(setting: Setting, proxy: Proxy, decode: Server, result: Result) -> dict[str, Answer]:
+    """Sends all waves through the proxy, and checks the decode server's counters after each."""
+    answers: dict[str, Answer] = {}
+    waves = setting.workload.waves
+    start = before = parse_counters(await fetch_metrics(setting.session, decode.url))
+    for number, wave in enumerate(waves, 1):
+        begin = time.monotonic()
+        found = await asyncio.gather(
+            *(complete_through(setting.session, proxy, prompt, prompt.name) for prompt in wave)
+        )
+        for prompt, answer in zip(wave, found, strict=True):
+            answers[prompt.name] = answer
+        names = " ".join(prompt.name for prompt in wave)
+        say(f"  wave {number}/{len(waves)}: {names} ({time.monotonic() - begin:.1f} s)")
+        after = parse_counters(await fetch_metrics(setting.session, decode.url))
+        result.failures += check_counters(wave, answers, after.since(before))
+        before = after
+    result.notes.append(served_tokens_note(before.since(start)))
+    return answers
+
+
+async def send_control(setting: Setting, proxy: Proxy) -> dict[str, Answer]:
+    """Sends the two control prompts, each decoded with the other's KV blocks."""
+    names = tuple(prompt.name for prompt in setting.workload.control)
+    found: dict[str, KvParams] = {}
+    complete_pair = asyncio.Event()
+
+    async def exchange(request_id: str, params: KvParams) -> KvParams:
+        found[request_id] = params
+        if len(found) == len(names):
+            complete_pair.set()
+        await complete_pair.wait()
+        return found[names[1] if request_id == names[0] else names[0]]
+
+    proxy.exchange = exchange
+    try:
+        work = [
+            asyncio.create_task(complete_through(setting.session, proxy, prompt, prompt.name))
+            for prompt in setting.workload.control
+        ]
+        # When one fails before its exchange, the other must not wait for it for ever.
+        await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+        complete_pair.set()
+        for name in names:
+            found.setdefault(name, {})
+        answers = await asyncio.gather(*work)
+    finally:
+        proxy.exchange = None
+    return dict(zip(names, answers, strict=True))
+
+
+def make_rows(
+    setting: Setting, proxy: Proxy, answers: dict[str, Answer], baseline: dict[str, list[int]], log: Path
+) -> list[Row]:
+    """One row per checked prompt."""
+    receives = read_receives(log)
+    rows = []
+    for prompt in setting.workload.checked:
+        answer = answers[prompt.name]
+        # vLLM's own request id is the given one between a prefix, an index and a random suffix.
+        receive = next(
+            (value for key, value in receives.items() if key.startswith(f"cmpl-{prompt.name}-")),
+            Receive(None, None, None),
+        )
+        rows.append(
+            Row(
+                name=prompt.name,
+                prompt_tokens=len(prompt.tokens),
+                blocks=receive.blocks,
+                bytes=receive.bytes,
+                transfer_ms=receive.transfer_ms,
+                handover_ms=proxy.record(prompt.name).handover_ms,
+                equal=answer.error is None and answer.tokens == baseline[prompt.name],
+                note=" ".join((answer.error or "").split())[:160],
+            )
+        )
+    return rows
+
+
+async def run_connector(
+    setting: Setting, connector: Connector, prefill: Server, decode: Server, baseline: dict[str, list[int]], log: Path
+) -> Result:
+    """Everything that is sent with one connector, and its verdict."""
+    result = Result(connector.name)
+    session = setting.session
+    proxy = Proxy(prefill.url, decode.url)
+    await proxy.start()
+    try:
+        if connector.warm_up:
+            await warm_up(setting, (prefill, decode))
+            result.notes.append("each engine got a plain request first (its first hand-over fails cold)")
+        else:
+            result.notes.append("no warm-up: the first prompt met both engines cold")
+        say(f"{connector.name}: {len(setting.workload.checked)} prompts and 2 that are aborted")
+        answers = await send_waves(setting, proxy, decode, result)
+        result.rows = make_rows(setting, proxy, answers, baseline, log)
+        if setting.options.negative_control:
+            control = await send_control(setting, proxy)
+            check_control(setting.workload, control, baseline, result)
+        await check_drained(session, (prefill, decode), result)
+    finally:
+        await proxy.stop()
+    for server in (prefill, decode):
+        server.check_alive()
+    return result
+
+
+def show(result: Result) -> None:
+    """Prints a run's table and verdict."""
+    print(f"\nconnector: {result.connector}")
+    print(format_rows(result.rows))
+    summary = result.as_json()["summary"]
+    print(f"hand-over p50 {summary['handover_p50_ms']} ms, max {summary['handover_max_ms']} ms")
+    for note in result.notes:
+        print(f"- {note}")
+    for failure in result.failures:
+        print(f"FAILED: {failure}")
+    unequal = sum(not row.equal for row in result.rows)
+    if unequal:
+        print(f"FAILED: {unequal} of {len(result.rows)} prompts differ from the baseline")
+    print("passed" if result.passed else "not passed", flush=True)
+
+
+async def run(options: Options, folder: Path) -> int:
+    """The whole run; the exit status."""
+    model = make_model(options.model, DEPS / "models")
+    workload = make_workload(options.requests)
+    say(f"model: {model.name}; logs: {folder}")
+    servers = ServerGroup(folder)
+    try:
+        async with open_session() as session:
+            setting = Setting(options, model, workload, folder, servers, session)
+            return await _run_all(setting)
+    except ServerFailed as problem:
+        say(f"error: {problem}")
+        return 1
+    finally:
+        servers.stop()
+
+
+async def _run_all(setting: Setting) -> int:
+    options = setting.options
+    need = memory_gib(Shape()) + memory_gib(options.prefill) + memory_gib(options.decode) + SPARE_GIB
+    together = available_gib() >= need
+    single = setting.servers.start(baseline_spec(setting.model, options, SCRIPTS, DEPS))
+    baseline: dict[str, list[int]] | None = None
+    results: list[Result] = []
+    for name in options.connectors:
+        connector = CONNECTORS[name]
+        log = setting.folder / f"receives-{name}.jsonl"
+        if baseline is None and not together:
+            say("starting the baseline server alone: there is not enough memory for all three at once")
+            await setting.servers.wait_ready([single], setting.session, options.start_limit_s)
+            baseline = await run_baseline(setting, single)
+            setting.servers.stop([single])
+        prefill, decode = (
+            setting.servers.start(engine_spec(role, setting.model, options, connector, SCRIPTS, DEPS, log))
+            for role in ("kv_producer", "kv_consumer")
+        )
+        say(f"starting servers for {name}: prefill {options.prefill}, decode {options.decode}")
+        ready = [prefill, decode] if baseline is not None else [single, prefill, decode]
+        await setting.servers.wait_ready(ready, setting.session, options.start_limit_s)
+        if baseline is None:
+            baseline = await run_baseline(setting, single)
+            setting.servers.stop([single])
+        result = await run_connector(setting, connector, prefill, decode, baseline, log)
+        setting.servers.stop([prefill, decode])
+        for server in (prefill, decode):
+            os.rename(server.log, server.log.with_name(f"{server.name}-{name}.log"))
+        show(result)
+        results.append(result)
+    if options.compare:
+        print("\n" + format_comparison(results))
+    if options.json is not None:
+        found = [result.as_json() for result in results]
+        options.json.write_text(json.dumps(found if options.compare else found[0], indent=1) + "\n")
+    return 0 if all(result.passed for result in results) else 1
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the demo; the exit status."""
+    options = parse_options(arguments)
+    folder = ROOT / "target" / "demo" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    folder.mkdir(parents=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return asyncio.run(run(options, folder))
+    except KeyboardInterrupt:
+        say("interrupted; all servers are ended")
+        return 130

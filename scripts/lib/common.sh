@@ -1,0 +1,72 @@
+# Shared by the commands in scripts/: paths, messages, locks and virtual environments.
+# Source it from a script that runs under `set -euo pipefail`.
+# shellcheck shell=bash
+
+KVF_LIB_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+KVF_ROOT="$(cd "$KVF_LIB_DIR/../.." && pwd)"
+KVF_DEPS="$KVF_ROOT/.deps"
+export KVF_LIB_DIR KVF_ROOT KVF_DEPS
+
+# say MESSAGE...: one progress line on stderr.
+say() { printf '%s\n' "$*" >&2; }
+
+# die MESSAGE...: an error that ends the script.
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# with_lock NAME COMMAND...: runs COMMAND while no other script holds the lock NAME of this checkout.
+# The lock is a file descriptor, so it is gone with the last process of COMMAND, however that ended.
+with_lock() {
+  local name="$1" fd rc=0
+  shift
+  mkdir -p "$KVF_DEPS"
+  exec {fd}>"$KVF_DEPS/.lock-$name"
+  if ! flock -n "$fd"; then
+    say "waiting for another script that holds the lock $name"
+    flock "$fd"
+  fi
+  # Not `"$@" || rc=$?`: that would switch `set -e` off inside COMMAND.
+  set +e
+  (
+    set -e
+    "$@"
+  )
+  rc=$?
+  set -e
+  exec {fd}>&-
+  return "$rc"
+}
+
+# base_python: the interpreter that virtual environments are made from (KVFERRY_PYTHON, else python3).
+base_python() {
+  local python="${KVFERRY_PYTHON:-python3}"
+  command -v "$python" >/dev/null 2>&1 ||
+    die "no Python found as '$python': install Python 3.10 or newer, or set KVFERRY_PYTHON to one"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    die "'$python' is $("$python" --version 2>&1): Python 3.10 or newer is needed; set KVFERRY_PYTHON to one"
+  "$python" -c 'import sys; print(sys.executable)'
+}
+
+# stamp_of PYTHON FILE...: a hash of the interpreter's version and of the requirement files.
+stamp_of() {
+  local python="$1"
+  shift
+  { "$python" --version && cat "$@"; } | sha256sum | cut -d' ' -f1
+}
+
+# stamped DIR NAME STAMP: whether DIR was completed with exactly this stamp.
+stamped() {
+  [[ -f "$1/.stamp-$2" && "$(cat "$1/.stamp-$2")" == "$3" && -x "$1/bin/python" ]]
+}
+
+# kvf_build_env: the environment for cargo and maturin. The build finds libclang and UCX in .deps/venv by itself; a C++
+# compiler from there (see scripts/setup) has to be named, together with the linker that knows its C++ library.
+kvf_build_env() {
+  local host
+  if [[ -x "$KVF_DEPS/zig/c++" ]]; then
+    host="$(rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')"
+    export CXX="$KVF_DEPS/zig/c++" CXXSTDLIB=c++ "CARGO_TARGET_${host}_LINKER=$KVF_DEPS/zig/cc"
+  fi
+}

@@ -1,0 +1,331 @@
+//! Transfers that the peer serves: for connections without one-sided reads and writes, such as TCP.
+//!
+//! UCX emulates those by messages that the peer's UCX answers, but an answer to a peer that has just died makes UCX
+//! abort the answering process (`ucp_request.inl`: "Fatal: unexpected error", UCX 1.22): a consumer that is killed
+//! would take its producer along. So here the agents themselves exchange messages, whose failure UCX reports. A
+//! message carries many blocks, the owner checks every range against its registrations, and memory of any kind works.
+//!
+//! - read: a request lists pieces of the peer's regions, the reply holds their bytes one after the other;
+//! - write: a request lists pieces and holds their bytes, the reply says that they are in place.
+//!
+//! Requests and replies are matched by a chunk number that the asking side never uses twice.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
+
+use super::event::Direction;
+use super::ferry::Engine;
+use super::hello::{AM_ID, Frame, FrameKind};
+use super::ids::{PeerId, TransferId};
+use super::operations::InFlight;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::{copy, ucx_error};
+use crate::ucx::Posted;
+
+/// Bytes moved by one chunk. Large enough that headers do not count, small enough that a message in between waits for
+/// a millisecond at most.
+pub(super) const CHUNK_BYTES: u64 = 512 << 10;
+/// Pieces in one chunk, so that a request of scattered tiny pieces stays under 64 KiB.
+pub(super) const CHUNK_PIECES: usize = 3000;
+/// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only.
+const REPLY_BYTES: u64 = 4 << 20;
+/// Requests of one peer that may wait. A peer keeps to its window, far below this; one that does not is cut off.
+const MAX_WAITING: usize = 65_536;
+
+/// Part of a region: index, offset and length in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) region: u32,
+    pub(super) offset: u64,
+    pub(super) len: u32,
+}
+
+/// Length of an encoded [`Piece`].
+const PIECE_BYTES: usize = 16;
+
+/// A chunk whose reply has not come.
+pub(super) struct Chunk {
+    pub(super) transfer: TransferId,
+    pub(super) peer: PeerId,
+    pub(super) direction: Direction,
+    /// Where the bytes of a read go, in this order.
+    pub(super) local: Vec<Piece>,
+    pub(super) bytes: u64,
+}
+
+/// The chunks under way.
+#[derive(Default)]
+pub(super) struct Chunks {
+    table: HashMap<u64, Chunk>,
+    next: u64,
+}
+
+/// A read that a peer asked for.
+struct ReadRequest {
+    chunk: u64,
+    pieces: Vec<Piece>,
+    bytes: u64,
+}
+
+/// What is to be served to one peer.
+#[derive(Default)]
+pub(super) struct Service {
+    waiting: VecDeque<ReadRequest>,
+    /// Bytes of replies that UCX is not done with.
+    unsent: u64,
+}
+
+/// Pieces as they travel: their number, then each as region (32 bits), length (32 bits), offset (64 bits).
+pub(super) fn encode_pieces(pieces: &[Piece], extra: usize) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(4 + pieces.len() * PIECE_BYTES + extra);
+    bytes.extend_from_slice(&(pieces.len() as u32).to_le_bytes());
+    for piece in pieces {
+        bytes.extend_from_slice(&piece.region.to_le_bytes());
+        bytes.extend_from_slice(&piece.len.to_le_bytes());
+        bytes.extend_from_slice(&piece.offset.to_le_bytes());
+    }
+    bytes
+}
+
+/// The pieces and what follows them.
+fn decode_pieces(bytes: &[u8]) -> Result<(Vec<Piece>, &[u8])> {
+    let short = || Error::corrupt("a request that ends within its list of pieces");
+    let (count, rest) = bytes.split_first_chunk::<4>().ok_or_else(short)?;
+    let count = u32::from_le_bytes(*count) as usize;
+    let (list, rest) = count.checked_mul(PIECE_BYTES).and_then(|len| rest.split_at_checked(len)).ok_or_else(short)?;
+    let pieces = list
+        .chunks_exact(PIECE_BYTES)
+        .filter_map(|bytes| match *bytes {
+            [r0, r1, r2, r3, l0, l1, l2, l3, o0, o1, o2, o3, o4, o5, o6, o7] => Some(Piece {
+                region: u32::from_le_bytes([r0, r1, r2, r3]),
+                len: u32::from_le_bytes([l0, l1, l2, l3]),
+                offset: u64::from_le_bytes([o0, o1, o2, o3, o4, o5, o6, o7]),
+            }),
+            _ => None,
+        })
+        .collect();
+    Ok((pieces, rest))
+}
+
+fn total(pieces: &[Piece]) -> u64 {
+    pieces.iter().map(|piece| u64::from(piece.len)).sum()
+}
+
+/// First byte of a reply.
+const OK: u8 = 0;
+const REFUSED: u8 = 1;
+
+fn refusal(error: &Error) -> Vec<u8> {
+    let mut reply = vec![REFUSED];
+    reply.extend_from_slice(error.message().as_bytes());
+    reply
+}
+
+impl Engine {
+    /// Asks the peer for a chunk. `Err`: nothing was sent.
+    pub(super) fn request_chunk(&mut self, chunk: Chunk, remote: &[Piece]) -> Result<()> {
+        let number = self.chunks.next;
+        let (kind, data) = match chunk.direction {
+            Direction::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
+            Direction::Write => {
+                let mut data = encode_pieces(remote, usize::try_from(chunk.bytes).unwrap_or(0));
+                self.gather(&chunk.local, &mut data)?;
+                (FrameKind::WriteRequest, data)
+            }
+        };
+        self.post_service(chunk.peer, kind, number, data, 0)?;
+        self.chunks.next += 1;
+        self.chunks.table.insert(number, chunk);
+        Ok(())
+    }
+
+    /// Appends pieces of local regions to `out`.
+    fn gather(&self, pieces: &[Piece], out: &mut Vec<u8>) -> Result<()> {
+        for piece in pieces {
+            let range = self.registry.range(piece.region).ok_or_else(|| Error::not_found("a local region is gone"))?;
+            copy::read(range, piece.offset, piece.len as usize, out)?;
+        }
+        Ok(())
+    }
+
+    /// Copies `data` to pieces of local regions.
+    fn scatter(&self, pieces: &[Piece], mut data: &[u8]) -> Result<()> {
+        if total(pieces) != data.len() as u64 {
+            return Err(Error::corrupt(format!("{} bytes arrived, expected {}", data.len(), total(pieces))));
+        }
+        for piece in pieces {
+            let range = self.registry.range(piece.region).ok_or_else(|| Error::not_found("a local region is gone"))?;
+            let Some((part, rest)) = data.split_at_checked(piece.len as usize) else { break };
+            copy::write(range, piece.offset, part)?;
+            data = rest;
+        }
+        Ok(())
+    }
+
+    /// Sends a request or reply; `held` bytes of the peer's replies are accounted until UCX is done with it.
+    fn post_service(&mut self, id: PeerId, kind: FrameKind, chunk: u64, data: Vec<u8>, held: u64) -> Result<()> {
+        let peer = self.peers.get_mut(id)?;
+        let frame = Frame { kind, incarnation: self.incarnation, connection: peer.connection, sequence: chunk };
+        let token = self.operations.insert(InFlight::Service { peer: id, held });
+        match peer.endpoint.send_am(AM_ID, &frame.encode(), data, token) {
+            Ok(Posted::Pending) => peer.service.unsent += held,
+            Ok(Posted::Done) => drop(self.operations.remove(token)),
+            Err(e) => {
+                self.operations.remove(token);
+                return Err(ucx_error(e).context(format!("sending to agent {}", peer.name)));
+            }
+        }
+        Ok(())
+    }
+
+    /// UCX is done with a request or reply.
+    pub(super) fn service_ended(&mut self, id: PeerId, held: u64, result: Result<()>, now: Instant) {
+        let Ok(peer) = self.peers.get_mut(id) else { return };
+        peer.service.unsent = peer.service.unsent.saturating_sub(held);
+        match result {
+            Ok(()) => self.serve_reads(id, now),
+            // The other side would wait for it for ever.
+            Err(error) => self.lose(id, error.context("a request or reply could not be sent"), now),
+        }
+    }
+
+    /// Takes a request or reply that arrived from a peer over its current connection.
+    pub(super) fn on_service(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        match frame.kind {
+            FrameKind::ReadRequest => self.on_read_request(id, frame.sequence, data, now),
+            FrameKind::WriteRequest => {
+                let reply = match self.put_in_place(data) {
+                    Ok(()) => vec![OK],
+                    Err(error) => refusal(&error),
+                };
+                self.reply(id, FrameKind::WriteReply, frame.sequence, reply, now);
+                Ok(())
+            }
+            FrameKind::ReadReply | FrameKind::WriteReply => self.on_reply(id, frame, data, now),
+            FrameKind::Hello | FrameKind::Data | FrameKind::Goodbye => Ok(()),
+        }
+    }
+
+    fn on_read_request(&mut self, id: PeerId, chunk: u64, data: &[u8], now: Instant) -> Result<()> {
+        let (pieces, rest) = decode_pieces(data)?;
+        let bytes = total(&pieces);
+        if !rest.is_empty() || bytes > CHUNK_BYTES {
+            return Err(Error::corrupt(format!("a read request of {bytes} bytes, at most {CHUNK_BYTES} are allowed")));
+        }
+        let peer = self.peers.get_mut(id)?;
+        if peer.service.waiting.len() >= MAX_WAITING {
+            let error = Error::new(ErrorKind::Exhausted, format!("the peer has asked for {MAX_WAITING} reads at once"));
+            self.lose(id, error.clone(), now);
+            return Err(error);
+        }
+        peer.service.waiting.push_back(ReadRequest { chunk, pieces, bytes });
+        self.serve_reads(id, now);
+        Ok(())
+    }
+
+    /// Replies to reads as long as UCX does not hold too many of this peer's replies.
+    fn serve_reads(&mut self, id: PeerId, now: Instant) {
+        while let Ok(peer) = self.peers.get_mut(id) {
+            if peer.service.unsent >= REPLY_BYTES {
+                return;
+            }
+            let Some(request) = peer.service.waiting.pop_front() else { return };
+            let mut reply = Vec::with_capacity(usize::try_from(request.bytes).unwrap_or(0).saturating_add(1));
+            reply.push(OK);
+            if let Err(error) =
+                self.check_pieces(&request.pieces).and_then(|()| self.gather(&request.pieces, &mut reply))
+            {
+                reply = refusal(&error);
+            }
+            self.reply(id, FrameKind::ReadReply, request.chunk, reply, now);
+        }
+    }
+
+    /// Does what a write request asks for.
+    fn put_in_place(&self, data: &[u8]) -> Result<()> {
+        let (pieces, bytes) = decode_pieces(data)?;
+        self.check_pieces(&pieces)?;
+        self.scatter(&pieces, bytes)
+    }
+
+    /// Refuses pieces of regions that may not be used, before any byte is touched.
+    fn check_pieces(&self, pieces: &[Piece]) -> Result<()> {
+        for piece in pieces {
+            self.registry.check_live(piece.region)?;
+            let len = self.registry.lens().get(piece.region as usize).copied().unwrap_or(0);
+            if piece.offset.checked_add(piece.len.into()).is_none_or(|end| end > len) {
+                return Err(Error::new(
+                    ErrorKind::OutOfRange,
+                    format!("{} bytes at {} leave region {} of {len} bytes", piece.len, piece.offset, piece.region),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn reply(&mut self, id: PeerId, kind: FrameKind, chunk: u64, reply: Vec<u8>, now: Instant) {
+        let held = reply.len() as u64;
+        if let Err(error) = self.post_service(id, kind, chunk, reply, held) {
+            self.lose(id, error, now);
+        }
+    }
+
+    fn on_reply(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        let expected = match frame.kind {
+            FrameKind::WriteReply => Direction::Write,
+            _ => Direction::Read,
+        };
+        let known = self.chunks.table.get(&frame.sequence);
+        if !known.is_some_and(|chunk| chunk.peer == id && chunk.direction == expected) {
+            return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
+        }
+        let Some(chunk) = self.chunks.table.remove(&frame.sequence) else { return Ok(()) };
+        let result = match (data.split_first(), chunk.direction) {
+            (Some((&OK, bytes)), Direction::Read) => self.scatter(&chunk.local, bytes),
+            (Some((&OK, _)), Direction::Write) => Ok(()),
+            (Some((_, text)), _) => Err(Error::new(
+                ErrorKind::NotFound,
+                format!("the peer refused: {}", String::from_utf8_lossy(text.get(..500).unwrap_or(text))),
+            )),
+            (None, _) => Err(Error::corrupt("an empty reply")),
+        };
+        self.copied(chunk.transfer, chunk.bytes, result, now);
+        Ok(())
+    }
+
+    /// Ends the chunks that a lost peer will not reply to.
+    pub(super) fn fail_chunks_of(&mut self, id: PeerId, error: &Error, now: Instant) {
+        let lost: Vec<u64> =
+            self.chunks.table.iter().filter(|(_, chunk)| chunk.peer == id).map(|(number, _)| *number).collect();
+        for number in lost {
+            if let Some(chunk) = self.chunks.table.remove(&number) {
+                self.copied(chunk.transfer, chunk.bytes, Err(error.clone()), now);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_survive_the_wire_and_cut_lists_are_refused() {
+        let pieces = [
+            Piece { region: 1, offset: u64::MAX, len: 3 },
+            Piece { region: u32::MAX, offset: 7, len: u32::MAX },
+            Piece { region: 0, offset: 0, len: 0 },
+        ];
+        let mut bytes = encode_pieces(&pieces, 2);
+        let list = bytes.len();
+        bytes.extend_from_slice(&[8, 9]);
+        assert_eq!(decode_pieces(&bytes).unwrap(), (pieces.to_vec(), &[8u8, 9][..]));
+        for cut in 0..list {
+            assert_eq!(decode_pieces(&bytes[..cut]).unwrap_err().kind(), ErrorKind::Corrupt);
+        }
+        // A count that promises more than memory holds.
+        assert!(decode_pieces(&[255; 64]).is_err());
+        assert_eq!(total(&pieces), 3 + u64::from(u32::MAX));
+    }
+}

@@ -1,0 +1,137 @@
+//! Compiles the C programs of `tests/abi` and runs them: plain, with the address sanitizer, and under valgrind.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// No run may take longer; valgrind on a busy machine takes a minute.
+const GENEROUS: Duration = Duration::from_secs(400);
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// A folder with the library under the names that the linker and the loader ask for.
+fn library_folder(test: &str) -> PathBuf {
+    let tmp = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
+    let built = tmp.parent().unwrap().join(profile).join("deps/libkvferry.so");
+    assert!(built.is_file(), "{} was not built", built.display());
+    let folder = tmp.join(format!("abi-{test}"));
+    fs::create_dir_all(&folder).unwrap();
+    for name in ["libkvferry.so", "libkvferry.so.1"] {
+        let link = folder.join(name);
+        let _ = fs::remove_file(&link);
+        std::os::unix::fs::symlink(&built, &link).unwrap();
+    }
+    folder
+}
+
+/// Compiles `tests/abi/NAME.c`; `Err` is what the compiler said.
+fn compile(name: &str, folder: &Path, flags: &[&str]) -> Result<PathBuf, String> {
+    let program = folder.join(name);
+    let out = Command::new("cc")
+        .args(["-std=c11", "-g", "-Wall", "-Wextra", "-Werror", "-pedantic"])
+        .args(flags)
+        .arg("-I")
+        .arg(root().join("include"))
+        .arg(root().join(format!("tests/abi/{name}.c")))
+        .arg("-L")
+        .arg(folder)
+        .arg(format!("-Wl,-rpath,{}", folder.display()))
+        .args(["-lkvferry", "-o"])
+        .arg(&program)
+        .output()
+        .map_err(|e| format!("cc cannot be run: {e}"))?;
+    if out.status.success() { Ok(program) } else { Err(String::from_utf8_lossy(&out.stderr).into_owned()) }
+}
+
+fn kill_group(child: &mut Child) {
+    // The test program starts itself again: both are in a group of their own.
+    let pid = rustix::process::Pid::from_child(child);
+    let _ = rustix::process::kill_process_group(pid, rustix::process::Signal::KILL);
+    let _ = child.wait();
+}
+
+/// Runs to the end, or kills it after [`GENEROUS`].
+fn run(command: &mut Command) -> Output {
+    use std::os::unix::process::CommandExt;
+    let out = tempfile_of(command);
+    let mut child = command
+        .process_group(0)
+        .stdin(Stdio::null())
+        .stdout(fs::File::create(&out.0).unwrap())
+        .stderr(fs::File::create(&out.1).unwrap())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + GENEROUS;
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > deadline {
+            kill_group(&mut child);
+            panic!("{command:?} did not end:\n{}", fs::read_to_string(&out.1).unwrap_or_default());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    Output { status, stdout: fs::read(&out.0).unwrap(), stderr: fs::read(&out.1).unwrap() }
+}
+
+fn tempfile_of(command: &Command) -> (PathBuf, PathBuf) {
+    let args: Vec<_> = command.get_args().map(|a| a.to_string_lossy().replace(['/', '=', '%'], "_")).collect();
+    let name: String = format!("{}-{}", std::process::id(), args.join("-")).chars().take(120).collect();
+    let folder = Path::new(command.get_program()).parent().filter(|p| p.is_absolute());
+    let folder = folder.unwrap_or(Path::new(env!("CARGO_TARGET_TMPDIR")));
+    (folder.join(format!("{name}.out")), folder.join(format!("{name}.err")))
+}
+
+fn must_pass(out: &Output, what: &str) {
+    let (stdout, stderr) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success(), "{what}: {}\n{stdout}\n{stderr}", out.status);
+    assert!(stdout.contains("every byte was right"), "{what}:\n{stdout}\n{stderr}");
+}
+
+#[test]
+fn blocks_move_through_the_c_abi() {
+    let folder = library_folder("plain");
+    let program = compile("agent", &folder, &[]).unwrap();
+    for transport in ["tcp", "shm"] {
+        must_pass(&run(Command::new(&program).arg(transport)), transport);
+    }
+}
+
+#[test]
+fn the_address_sanitizer_finds_nothing() {
+    let folder = library_folder("asan");
+    let program = match compile("agent", &folder, &["-fsanitize=address", "-fno-omit-frame-pointer"]) {
+        Ok(program) => program,
+        Err(reason) => {
+            println!("SKIPPED: the C compiler has no address sanitizer: {reason}");
+            return;
+        }
+    };
+    let out = run(Command::new(&program).arg("shm").env("ASAN_OPTIONS", "detect_leaks=1:abort_on_error=0:exitcode=23"));
+    must_pass(&out, "address sanitizer");
+}
+
+#[test]
+fn valgrind_finds_nothing() {
+    if !Command::new("valgrind").arg("--version").output().is_ok_and(|out| out.status.success()) {
+        println!("SKIPPED: valgrind is not installed");
+        return;
+    }
+    let folder = library_folder("valgrind");
+    let program = compile("agent", &folder, &[]).unwrap();
+    for transport in ["tcp", "shm"] {
+        let out = run(Command::new("valgrind")
+            .args(["--quiet", "--trace-children=yes", "--error-exitcode=23", "--leak-check=full"])
+            .args(["--errors-for-leak-kinds=definite", "--show-leak-kinds=definite", "--num-callers=30"])
+            .arg(format!("--suppressions={}", root().join("tests/abi/valgrind.supp").display()))
+            .arg(&program)
+            .arg(transport));
+        must_pass(&out, &format!("valgrind, {transport}"));
+    }
+}

@@ -1,0 +1,376 @@
+//! The handshake's two halves against each other and against everything that may come over the network.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::sync::Arc;
+
+use kvferry::ErrorKind;
+use kvferry::proto::geometry::{Area, Geometry, Group, GroupKind};
+use kvferry::proto::handshake::{Directory, HandshakeFailure, HandshakeOutcome, Pushes, Session};
+use kvferry::proto::wire::limits::{MAX_QUERY_BYTES, MAX_RANK_METADATA_BYTES, MAX_REQUEST_BYTES};
+use kvferry::proto::wire::{
+    self, AgentMetadata, Cause, CompatField, EngineShape, HandshakeReply, HandshakeRequest, MemoryKind, Message,
+    RankBlob, RankMetadata, RefusalCode, RegionMetadata, kind,
+};
+use kvferry::proto::{EngineId, Incarnation, RankId};
+use proptest::prelude::*;
+use serde_bytes::ByteBuf;
+
+const SHAPE: EngineShape = EngineShape { tp: 2, pp: 2, dcp: 1 };
+const LIFE: Incarnation = Incarnation(0xabc);
+
+fn engine(name: &str) -> EngineId {
+    EngineId::new(name).unwrap()
+}
+
+fn ranks() -> Vec<RankId> {
+    (0..2).flat_map(|pp| (0..2).map(move |tp| RankId { pp, tp })).collect()
+}
+
+fn metadata(name: &str, rank: RankId) -> RankMetadata {
+    let field = |name: &str, value: &str| CompatField { name: name.into(), value: value.into() };
+    RankMetadata {
+        engine: engine(name),
+        rank,
+        shape: SHAPE,
+        compat: vec![field("model", "tiny"), field("cache_dtype", "float32")],
+        geometry: Geometry {
+            groups: vec![Group { kind: GroupKind::Full, block_size: 16 }],
+            areas: vec![Area {
+                layer: format!("layers.{}", rank.pp),
+                part: "kv".into(),
+                group: 0,
+                region: 0,
+                offset: 0,
+                num_blocks: 4,
+                block_stride: 1024,
+                heads: 1,
+                first_head: rank.tp,
+                total_heads: 2,
+                head_stride: 1024,
+                tokens: 16,
+                token_stride: 64,
+                content: 64,
+            }],
+        },
+        agent: AgentMetadata {
+            name: format!("{name}-{rank}"),
+            incarnation: Incarnation(7),
+            ucx_version: "1.22.0".into(),
+            address: vec![9; 40],
+            regions: vec![RegionMetadata { base: 1 << 40, len: 4096, kind: MemoryKind::Host, rkey: vec![3; 30] }],
+        },
+    }
+}
+
+fn directory() -> Directory {
+    let mut directory = Directory::new(engine("p"), LIFE, SHAPE, Pushes::Refused).unwrap();
+    for rank in ranks() {
+        assert_eq!(directory.offer(metadata("p", rank).to_bytes().unwrap()).unwrap(), rank);
+    }
+    directory
+}
+
+/// A session of rank (1, 0) of engine `d` that wants the ranks `wanted` of `p`.
+fn session(wanted: &[RankId]) -> Session {
+    let local = Arc::new(metadata("d", RankId { pp: 1, tp: 0 }));
+    Session::new(local, 42, engine("p"), Some(LIFE), wanted.to_vec())
+}
+
+fn ask(session: &Session, directory: &mut Directory) -> Result<HandshakeOutcome, HandshakeFailure> {
+    session.judge_bytes(&directory.answer(&session.request().unwrap()))
+}
+
+fn refusal(reply: &[u8]) -> (u64, RefusalCode, String) {
+    match HandshakeReply::from_bytes(reply).unwrap() {
+        HandshakeReply::Refused { id, code, message } => (id, code, message),
+        other => panic!("not a refusal: {other:?}"),
+    }
+}
+
+fn says(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{text:?} does not say {part:?}");
+    }
+}
+
+#[test]
+fn all_ranks_or_some_come_in_one_reply() {
+    let mut directory = directory();
+    let outcome = ask(&session(&[]), &mut directory).unwrap();
+    assert_eq!((outcome.engine, outcome.incarnation, outcome.shape), (engine("p"), LIFE, SHAPE));
+    assert_eq!(outcome.ranks, ranks().into_iter().map(|rank| metadata("p", rank)).collect::<Vec<_>>());
+    let wanted = [RankId { pp: 1, tp: 0 }, RankId { pp: 0, tp: 1 }];
+    let outcome = ask(&session(&wanted), &mut directory).unwrap();
+    assert_eq!(outcome.ranks.iter().map(|m| m.rank).collect::<Vec<_>>(), wanted);
+}
+
+#[test]
+fn the_reply_is_the_encoding_of_its_type_and_holds_a_rank_once() {
+    let rank = RankId { pp: 1, tp: 0 };
+    let reply = directory().answer(&session(&[rank, rank, rank]).request().unwrap());
+    let blob = ByteBuf::from(metadata("p", rank).to_bytes().unwrap());
+    let expected = HandshakeReply::Ranks {
+        id: 42,
+        engine: engine("p"),
+        incarnation: LIFE,
+        shape: SHAPE,
+        ranks: vec![RankBlob { rank, metadata: blob }],
+    };
+    assert_eq!(reply, expected.to_bytes().unwrap());
+    assert_eq!(session(&[rank, rank, rank]).judge_bytes(&reply).unwrap().ranks.len(), 1);
+}
+
+#[test]
+fn the_listener_says_what_it_refuses() {
+    let mut full = directory();
+    let query = |engine: Option<EngineId>, ranks: Vec<RankId>| {
+        HandshakeRequest::Query { id: 5, engine, ranks }.to_bytes().unwrap()
+    };
+    let (id, code, text) = refusal(&full.answer(&query(Some(engine("q")), vec![])));
+    assert_eq!((id, code), (5, RefusalCode::WrongEngine));
+    says(&text, &["\"q\" was asked for", "\"p\" listens", "kv_transfer_params"]);
+    let (id, code, text) = refusal(&full.answer(&query(None, vec![RankId { pp: 2, tp: 0 }])));
+    assert_eq!((id, code), (5, RefusalCode::UnknownRank));
+    says(&text, &["(pp 2, tp 0)", "tp 2 x pp 2"]);
+    let (id, code, text) = refusal(&full.answer(&query(None, vec![RankId { pp: 0, tp: 0 }; MAX_QUERY_BYTES / 6])));
+    assert_eq!((id, code), (5, RefusalCode::Malformed));
+    says(&text, &["over the limit of 65536"]);
+    let (id, code, text) = refusal(&full.answer(b"hello"));
+    assert_eq!((id, code), (0, RefusalCode::Malformed));
+    says(&text, &["not a kvferry message", "handshake_request"]);
+    assert_eq!(refusal(&full.answer(&[])).1, RefusalCode::Malformed);
+    assert_eq!(refusal(&full.answer(&vec![0x91; MAX_REQUEST_BYTES])).1, RefusalCode::Malformed);
+    says(&refusal(&full.answer(&vec![0; MAX_REQUEST_BYTES + 1])).2, &["over the limit"]);
+    // A request of a newer protocol.
+    let mut newer = query(None, vec![]);
+    let at = newer.windows(7).position(|w| w == b"version").unwrap() + 7;
+    newer[at] = 9;
+    let (id, code, text) = refusal(&full.answer(&newer));
+    assert_eq!((id, code), (0, RefusalCode::Version));
+    says(&text, &["protocol version 9", "speaks version 1", "same kvferry release"]);
+    // A message of another kind.
+    says(&refusal(&full.answer(&metadata("p", ranks()[0]).to_bytes().unwrap())).2, &["rank_metadata"]);
+    // It still works.
+    assert!(ask(&session(&[]), &mut full).is_ok());
+}
+
+#[test]
+fn ranks_too_large_for_one_reply_are_refused_and_can_be_asked_for_apart() {
+    let shape = EngineShape { tp: 20, pp: 1, dcp: 1 };
+    let mut directory = Directory::new(engine("p"), LIFE, shape, Pushes::Refused).unwrap();
+    for tp in 0..20 {
+        let mut m = metadata("p", RankId { pp: 0, tp });
+        (m.shape, m.geometry.areas[0].first_head) = (shape, 0);
+        m.agent.regions[0].rkey = vec![1; MAX_RANK_METADATA_BYTES - 4096];
+        directory.offer(m.to_bytes().unwrap()).unwrap();
+    }
+    let ask = |directory: &mut Directory, ranks: Vec<RankId>| {
+        directory.answer(&HandshakeRequest::Query { id: 1, engine: None, ranks }.to_bytes().unwrap())
+    };
+    let (_, code, text) = refusal(&ask(&mut directory, vec![]));
+    assert_eq!(code, RefusalCode::TooLarge);
+    says(&text, &["20 ranks", "67108864", "fewer"]);
+    let some = (0..8).map(|tp| RankId { pp: 0, tp }).collect();
+    let reply = ask(&mut directory, some);
+    assert!(
+        matches!(HandshakeReply::from_bytes(&reply).unwrap(), HandshakeReply::Ranks { ranks, .. } if ranks.len() == 8)
+    );
+}
+
+#[test]
+fn a_query_before_all_ranks_are_there_may_be_tried_again() {
+    let mut directory = Directory::new(engine("p"), LIFE, SHAPE, Pushes::Accepted).unwrap();
+    let push = |rank: RankId, expected: u32| {
+        let metadata = ByteBuf::from(metadata("p", rank).to_bytes().unwrap());
+        HandshakeRequest::Push { id: 8, expected, metadata }.to_bytes().unwrap()
+    };
+    for (index, rank) in ranks().into_iter().enumerate() {
+        let failure = ask(&session(&[]), &mut directory).unwrap_err();
+        assert!(failure.retry && failure.cause == Cause::HandshakeFailed, "{failure:?}");
+        says(&failure.message, &[&format!("{} of its 4 ranks", 4 - index)]);
+        assert!(!directory.is_ready());
+        // A repeated push is harmless.
+        for _ in 0..2 {
+            let reply = HandshakeReply::from_bytes(&directory.answer(&push(rank, 4))).unwrap();
+            assert_eq!(reply, HandshakeReply::Pushed { id: 8, missing: 3 - index as u32 });
+        }
+    }
+    assert!(directory.is_ready() && ask(&session(&[]), &mut directory).is_ok());
+    let (id, code, text) = refusal(&directory.answer(&push(ranks()[0], 8)));
+    assert_eq!((id, code), (8, RefusalCode::Push));
+    says(&text, &["expects 8 ranks", "started for 4"]);
+    let mut changed = metadata("p", ranks()[0]);
+    changed.agent.incarnation = Incarnation(8);
+    let changed = ByteBuf::from(changed.to_bytes().unwrap());
+    let changed = HandshakeRequest::Push { id: 9, expected: 4, metadata: changed }.to_bytes().unwrap();
+    says(&refusal(&directory.answer(&changed)).2, &["(pp 0, tp 0)", "other metadata before", "restarted"]);
+    // Without pushes switched on.
+    let mut closed = self::directory();
+    says(&refusal(&closed.answer(&push(ranks()[0], 4))).2, &["takes no pushes"]);
+}
+
+#[test]
+fn offers_that_do_not_fit_are_refused() {
+    let mut directory = Directory::new(engine("p"), LIFE, SHAPE, Pushes::Refused).unwrap();
+    let mut refused = |metadata: Vec<u8>, kind: ErrorKind, parts: &[&str]| {
+        let error = directory.offer(metadata).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+        says(error.message(), parts);
+        assert_eq!(directory.missing(), 4);
+    };
+    let rank = ranks()[3];
+    let changed = |change: &dyn Fn(&mut RankMetadata)| {
+        let mut m = metadata("p", rank);
+        change(&mut m);
+        m.to_bytes().unwrap()
+    };
+    refused(b"junk".to_vec(), ErrorKind::Corrupt, &["rank_metadata"]);
+    refused(vec![0; MAX_RANK_METADATA_BYTES + 1], ErrorKind::Exhausted, &["limit"]);
+    refused(changed(&|m| m.engine = engine("q")), ErrorKind::Incompatible, &["\"q\"", "\"p\"", "(pp 1, tp 1)"]);
+    refused(changed(&|m| m.shape.tp = 4), ErrorKind::Incompatible, &["tp 4 x pp 2", "tp 2 x pp 2"]);
+    refused(changed(&|m| m.rank.tp = 2), ErrorKind::InvalidArgument, &["(pp 1, tp 2)"]);
+    refused(changed(&|m| m.geometry.areas[0].region = 3), ErrorKind::InvalidArgument, &["(pp 1, tp 1)", "region 3"]);
+    refused(changed(&|m| m.compat.push(m.compat[0].clone())), ErrorKind::InvalidArgument, &["\"model\"", "twice"]);
+    refused(changed(&|m| m.agent.regions[0].base = u64::MAX), ErrorKind::OutOfRange, &["region 0"]);
+    for (shape, life) in [
+        (EngineShape { tp: 0, ..SHAPE }, LIFE),
+        (EngineShape { tp: 65, pp: 64, dcp: 1 }, LIFE),
+        (SHAPE, Incarnation(0)),
+    ] {
+        assert!(Directory::new(engine("p"), life, shape, Pushes::Refused).is_err(), "{shape} {life}");
+    }
+}
+
+/// Serves `change`d metadata for every rank and asks for (1, 0).
+fn judged(change: &dyn Fn(&mut RankMetadata)) -> Result<HandshakeOutcome, HandshakeFailure> {
+    let rank = RankId { pp: 1, tp: 0 };
+    let mut m = metadata("p", rank);
+    change(&mut m);
+    let blob = RankBlob { rank, metadata: ByteBuf::from(m.to_bytes().unwrap()) };
+    session(&[rank]).judge(HandshakeReply::Ranks {
+        id: 42,
+        engine: engine("p"),
+        incarnation: LIFE,
+        shape: m.shape,
+        ranks: vec![blob],
+    })
+}
+
+#[test]
+fn incompatible_engines_learn_which_field_differs_and_both_values() {
+    let incompatible = |change: &dyn Fn(&mut RankMetadata), parts: &[&str]| {
+        let failure = judged(change).unwrap_err();
+        assert!(failure.cause == Cause::Incompatible && !failure.retry, "{failure:?}");
+        says(&failure.message, parts);
+    };
+    assert!(judged(&|_| ()).is_ok());
+    // Order does not matter.
+    assert!(judged(&|m| m.compat.reverse()).is_ok());
+    incompatible(
+        &|m| m.compat[0].value = "other".into(),
+        &["engine p rank (pp 1, tp 0)", "\"model\" differs", "\"tiny\" here", "\"other\" there", "same model"],
+    );
+    incompatible(&|m| m.compat.truncate(1), &["\"cache_dtype\" differs", "\"float32\" here", "missing there"]);
+    incompatible(
+        &|m| m.compat.push(CompatField { name: "extra".into(), value: "x".into() }),
+        &["\"extra\" differs", "missing here", "\"x\" there"],
+    );
+    incompatible(
+        &|m| (m.shape.tp, m.geometry.areas[0].total_heads) = (4, 4),
+        &["tensor-parallel size", "2 here", "4 on"],
+    );
+    incompatible(&|m| m.geometry.groups[0].block_size = 32, &["block size", "16 here", "32 on"]);
+    incompatible(&|m| m.geometry.areas[0].part = "k".into(), &["layout", "kv here", "k on"]);
+}
+
+#[test]
+fn replies_that_do_not_answer_the_query_are_failures() {
+    let rank = RankId { pp: 1, tp: 0 };
+    let blob = |name: &str, rank: RankId, of: RankId| RankBlob {
+        rank,
+        metadata: ByteBuf::from(metadata(name, of).to_bytes().unwrap()),
+    };
+    let judge = |id: u64, name: &str, incarnation: Incarnation, ranks: Vec<RankBlob>| {
+        session(&[rank])
+            .judge(HandshakeReply::Ranks { id, engine: engine(name), incarnation, shape: SHAPE, ranks })
+            .unwrap_err()
+    };
+    let mine = || vec![blob("p", rank, rank)];
+    let failed = |failure: HandshakeFailure, cause: Cause, parts: &[&str]| {
+        assert!(failure.cause == cause && !failure.retry, "{failure:?}");
+        says(&failure.message, parts);
+    };
+    let bad = Cause::HandshakeFailed;
+    failed(judge(41, "p", LIFE, mine()), bad, &["query 42", "query 41"]);
+    failed(judge(42, "q", LIFE, mine()), bad, &["\"p\" was expected", "\"q\" answered"]);
+    failed(
+        judge(42, "p", Incarnation(1), mine()),
+        Cause::PeerDied,
+        &["restarted since", "0000000000000abc expected", "0000000000000001 found", "prefill the request again"],
+    );
+    failed(judge(42, "p", LIFE, vec![]), bad, &["(pp 1, tp 0) was asked for"]);
+    failed(judge(42, "p", LIFE, vec![mine().remove(0), mine().remove(0)]), bad, &["twice"]);
+    failed(
+        judge(42, "p", LIFE, vec![blob("p", rank, RankId { pp: 0, tp: 0 })]),
+        bad,
+        &["(pp 0, tp 0)", "as that of rank (pp 1, tp 0)"],
+    );
+    failed(judge(42, "p", LIFE, vec![blob("q", rank, rank)]), bad, &["of engine q"]);
+    let damaged = vec![RankBlob { rank, metadata: ByteBuf::from(vec![1, 2, 3]) }];
+    failed(judge(42, "p", LIFE, damaged), bad, &["not a kvferry message"]);
+    let reply = HandshakeReply::Pushed { id: 42, missing: 0 };
+    failed(session(&[]).judge(reply).unwrap_err(), bad, &["push"]);
+    let reply = HandshakeReply::Ranks { id: 42, engine: engine("p"), incarnation: LIFE, shape: SHAPE, ranks: mine() };
+    failed(session(&[]).judge(reply).unwrap_err(), bad, &["has 4 ranks, its listener gave 1"]);
+    failed(session(&[]).judge_bytes(b"\xc0").unwrap_err(), bad, &["engine p's listener", "not a kvferry message"]);
+    let refused =
+        |id, code| session(&[]).judge(HandshakeReply::Refused { id, code, message: "why".into() }).unwrap_err();
+    failed(refused(42, RefusalCode::UnknownRank), bad, &["refused: why"]);
+    failed(refused(0, RefusalCode::Malformed), bad, &["refused: why"]);
+    failed(refused(0, RefusalCode::Version), Cause::Incompatible, &["refused: why"]);
+    failed(refused(41, RefusalCode::UnknownRank), bad, &["query 41"]);
+    assert!(refused(42, RefusalCode::NotReady).retry);
+}
+
+#[test]
+fn a_refusal_for_a_reason_of_a_newer_release_is_still_a_refusal() {
+    #[derive(serde::Serialize)]
+    #[serde(rename_all = "snake_case")]
+    enum Newer {
+        Refused { id: u64, code: &'static str, message: &'static str, since: u32 },
+    }
+    let reply = Newer::Refused { id: 42, code: "overloaded", message: "come back later", since: 3 };
+    let bytes = wire::encode(kind::HANDSHAKE_REPLY, &reply).unwrap();
+    let failure = session(&[]).judge_bytes(&bytes).unwrap_err();
+    says(&failure.message, &["come back later"]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn both_halves_survive_damaged_bytes(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let mut directory = directory();
+        let session = session(&[]);
+        let damage = |bytes: &[u8]| {
+            let mut bytes = bytes.to_vec();
+            for (at, value) in &changes {
+                let at = at.index(bytes.len());
+                bytes[at] = *value;
+            }
+            bytes
+        };
+        let request = session.request().unwrap();
+        let reply = directory.answer(&damage(&request));
+        prop_assert!(HandshakeReply::from_bytes(&reply).is_ok());
+        let cut_request = &request[..cut.index(request.len())];
+        prop_assert_eq!(refusal(&directory.answer(cut_request)).1, RefusalCode::Malformed);
+        let good = directory.answer(&request);
+        let _ = session.judge_bytes(&damage(&good));
+        prop_assert!(session.judge_bytes(&good[..cut.index(good.len())]).is_err());
+        prop_assert!(session.judge_bytes(&good).is_ok());
+    }
+}

@@ -1,0 +1,9 @@
+//! A producer engine and a consumer engine, in simulated time: the rules of `proto::worker` and `proto::scheduler`
+//! together, one by one and under arbitrary sequences of events.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod random;
+mod rank;
+mod rules;
+mod sim;

@@ -1,0 +1,94 @@
+//! Arbitrary operations against the simulation, whose assertions are the properties.
+
+use kvferry::proto::scheduler::FinishOutcome;
+use proptest::prelude::*;
+
+use crate::sim::{Sim, ms};
+
+#[derive(Debug, Clone)]
+enum Op {
+    Prefill { blocks: usize, abort: bool },
+    Arrive(usize),
+    Allocate(usize, usize),
+    Finish(usize, bool),
+    Run(u64),
+    Partition(u64),
+    Down(u64),
+    RestartP,
+    BreakConnections,
+    FailTransfer,
+    DropVerdicts(bool),
+    Pace { delay: u64, transfer: u64, lag: u64 },
+    Twin(usize),
+    ShutDownD,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        6 => (1usize..9, prop::bool::weighted(0.1)).prop_map(|(blocks, abort)| Op::Prefill { blocks, abort }),
+        5 => (0usize..12).prop_map(Op::Arrive),
+        8 => (0usize..12, prop_oneof![3 => Just(0usize), 1 => 0usize..9]).prop_map(|(i, c)| Op::Allocate(i, c)),
+        4 => (0usize..12, any::<bool>()).prop_map(|(i, complete)| Op::Finish(i, complete)),
+        10 => prop_oneof![3 => 0u64..20, 2 => 20u64..900, 1 => 900u64..7_000].prop_map(Op::Run),
+        1 => (1u64..6_000).prop_map(Op::Partition),
+        1 => (1u64..4_000).prop_map(Op::Down),
+        1 => Just(Op::RestartP),
+        1 => Just(Op::BreakConnections),
+        1 => Just(Op::FailTransfer),
+        1 => any::<bool>().prop_map(Op::DropVerdicts),
+        1 => (0usize..12).prop_map(Op::Twin),
+        2 => (0u64..50, prop_oneof![3 => 0u64..50, 1 => 0u64..6_000], prop_oneof![3 => 0u64..50, 1 => 0u64..2_000])
+            .prop_map(|(delay, transfer, lag)| Op::Pace { delay, transfer, lag }),
+    ]
+}
+
+fn apply(sim: &mut Sim, op: Op) {
+    let known = sim.requests.len();
+    let pick = |i: usize| (known > 0).then(|| known - 1 - i % known);
+    match op {
+        Op::Prefill { blocks, abort } => drop(sim.prefill(blocks, abort)),
+        Op::Arrive(i) => pick(i).into_iter().for_each(|i| sim.arrive(i)),
+        Op::Allocate(i, cached) => pick(i).into_iter().for_each(|i| sim.allocate(i, cached)),
+        Op::Finish(i, complete) => {
+            let outcome = if complete { FinishOutcome::Complete } else { FinishOutcome::Aborted };
+            pick(i).into_iter().for_each(|i| sim.finish(i, outcome));
+        }
+        Op::Run(n) => sim.run(ms(n)),
+        Op::Partition(n) => sim.partition_until = sim.now + ms(n),
+        Op::Down(n) => sim.down_until = sim.now + ms(n),
+        Op::RestartP => sim.restart_p(),
+        Op::BreakConnections => sim.break_connections(),
+        Op::FailTransfer => sim.fail_next_transfer = true,
+        Op::DropVerdicts(on) => sim.drop_verdicts = on,
+        Op::Pace { delay, transfer, lag } => {
+            (sim.delay, sim.transfer_time, sim.p_lag) = (ms(delay), ms(transfer), ms(lag));
+        }
+        Op::Twin(i) => pick(i).into_iter().for_each(|i| _ = sim.twin(i)),
+        Op::ShutDownD => sim.shut_down_d(),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(400), ..Default::default() })]
+
+    #[test]
+    fn every_sequence_of_events_keeps_the_rules(ops in prop::collection::vec(op(), 1..80)) {
+        let mut sim = Sim::new();
+        for op in ops {
+            apply(&mut sim, op);
+        }
+        sim.settle();
+    }
+
+    #[test]
+    fn a_consumer_that_shuts_down_still_reports_every_load(
+        before in prop::collection::vec(op(), 1..40),
+        after in prop::collection::vec(op(), 0..20),
+    ) {
+        let mut sim = Sim::new();
+        for op in before.into_iter().chain([Op::ShutDownD]).chain(after) {
+            apply(&mut sim, op);
+        }
+        sim.settle();
+    }
+}

@@ -1,0 +1,314 @@
+//! The scheduler side's state machine, call by call.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use kvferry::ErrorKind;
+use kvferry::proto::geometry::{Group, GroupKind};
+use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
+use kvferry::proto::scheduler::{FinishOutcome, Match, Scheduler, SchedulerConfig};
+use kvferry::proto::wire::{Blocks, TransferParams, WorkerReport};
+
+fn id(name: &str) -> RequestId {
+    RequestId::new(name).unwrap()
+}
+
+/// A full group of 4 tokens a block, and a window of 6 tokens: at most 3 blocks.
+fn config() -> SchedulerConfig {
+    SchedulerConfig::new(
+        EngineId::new("p").unwrap(),
+        Incarnation(0xABC),
+        vec![
+            Group { kind: GroupKind::Full, block_size: 4 },
+            Group { kind: GroupKind::SlidingWindow { window: 6 }, block_size: 4 },
+        ],
+    )
+}
+
+fn scheduler() -> Scheduler {
+    let mut s = Scheduler::new(config()).unwrap();
+    s.set_address("10.1.2.3", 5680);
+    s
+}
+
+fn lists(full: &[u32], window: &[u32]) -> Vec<Blocks> {
+    vec![Blocks::from(full), Blocks::from(window)]
+}
+
+fn asked() -> TransferParams {
+    TransferParams { do_remote_decode: true, ..Default::default() }
+}
+
+/// Params of a prompt of 18 tokens: 5 blocks.
+fn offered() -> TransferParams {
+    TransferParams {
+        do_remote_prefill: true,
+        remote_engine_id: Some("p".into()),
+        remote_incarnation: Some("0000000000000abc".into()),
+        remote_request_id: Some("p-1".into()),
+        remote_host: Some("10.1.2.3".into()),
+        remote_port: Some(5680),
+        remote_block_ids: Some(vec![vec![11, 12, 13, 14, 15], vec![23, 24, 25]]),
+        remote_num_tokens: Some(18),
+        remote_lease_ms: Some(30_000),
+        remote_lease_id: Some(4),
+        transfer_mode: Some("pull".into()),
+        ..Default::default()
+    }
+}
+
+fn over(recving: &[&str], sending: &[&str]) -> WorkerReport {
+    WorkerReport {
+        rank: RankId { pp: 0, tp: 0 },
+        finished_sending: sending.iter().map(|n| id(n)).collect(),
+        finished_recving: recving.iter().map(|n| id(n)).collect(),
+        failed_recving: vec![],
+        records: vec![],
+        stats: Default::default(),
+    }
+}
+
+#[test]
+fn a_complete_prefill_is_kept_granted_and_offered() {
+    let mut s = scheduler();
+    let blocks = lists(&[11, 12, 13, 14, 15], &[0, 0, 23, 24, 25]);
+    let finish = s.finished(&id("p-1"), &asked(), FinishOutcome::Complete, blocks, 18).unwrap();
+    assert!(finish.keep && s.has_pending());
+    let p = finish.params.unwrap();
+    assert_eq!((p.do_remote_prefill, p.do_remote_decode), (true, false));
+    assert_eq!(p.remote_block_ids, Some(vec![vec![11, 12, 13, 14, 15], vec![23, 24, 25]]));
+    assert_eq!((p.remote_host.as_deref(), p.remote_port), (Some("10.1.2.3"), Some(5680)));
+    assert_eq!((p.remote_engine_id.as_deref(), p.remote_request_id.as_deref()), (Some("p"), Some("p-1")));
+    assert_eq!(p.remote_incarnation.as_deref(), Some("0000000000000abc"));
+    assert_eq!((p.remote_num_tokens, p.remote_lease_ms, p.remote_lease_id), (Some(18), Some(30_000), Some(1)));
+    assert_eq!((p.tp_size, p.pp_size, p.dcp_size), (Some(1), Some(1), Some(1)));
+    assert_eq!(p.transfer_mode.as_deref(), Some("pull"));
+    let step = s.build_step();
+    assert_eq!((step.grants[0].request.as_str(), step.grants[0].lease_ms, step.grants[0].lease_id), ("p-1", 30_000, 1));
+    assert!(!s.has_pending() && s.build_step().is_empty());
+    let again = s.finished(&id("p-1"), &asked(), FinishOutcome::Complete, lists(&[1], &[2]), 4).unwrap_err();
+    assert_eq!(again.kind(), ErrorKind::AlreadyExists);
+    s.on_report(&over(&[], &["p-1", "stranger"]));
+    assert_eq!(s.sending(), 0);
+    let mut d = scheduler();
+    d.arrived(&id("d-1"), &p).unwrap();
+    assert_eq!(d.build_step().holds[0].remote.lease_id, 1, "what P offers, D understands");
+}
+
+#[test]
+fn blocks_beyond_the_computed_tokens_and_outside_the_window_are_not_offered() {
+    let mut s = scheduler();
+    let blocks = lists(&[11, 12, 13, 14, 15, 16, 17], &[0, 21, 22, 23, 24, 25, 26]);
+    let p = s.finished(&id("p-1"), &asked(), FinishOutcome::Complete, blocks, 18).unwrap().params.unwrap();
+    assert_eq!(p.remote_block_ids, Some(vec![vec![11, 12, 13, 14, 15], vec![22, 23, 24]]));
+}
+
+#[test]
+fn prefills_that_abort_or_have_no_blocks_are_dropped() {
+    let mut s = scheduler();
+    let aborted = s.finished(&id("a"), &asked(), FinishOutcome::Aborted, lists(&[1], &[2]), 4).unwrap();
+    let empty = s.finished(&id("b"), &asked(), FinishOutcome::Complete, lists(&[], &[]), 4).unwrap();
+    let nulls = s.finished(&id("c"), &asked(), FinishOutcome::Complete, lists(&[], &[0]), 4).unwrap();
+    for finish in [aborted, empty, nulls] {
+        assert_eq!((finish.keep, finish.params), (false, None));
+    }
+    let step = s.build_step();
+    assert_eq!((step.dropped.len(), step.grants.len(), s.sending()), (3, 0, 0));
+    let plain = s.finished(&id("d"), &TransferParams::default(), FinishOutcome::Complete, lists(&[1], &[2]), 4);
+    assert!(!plain.unwrap().keep && !s.has_pending(), "a request without params is none of ours");
+}
+
+#[test]
+fn a_hand_over_without_a_listener_is_an_error_that_keeps_nothing() {
+    let mut s = Scheduler::new(config()).unwrap();
+    let e = s.finished(&id("a"), &asked(), FinishOutcome::Complete, lists(&[1], &[2]), 4).unwrap_err();
+    assert!(e.message().contains("serve"), "{e}");
+    assert!(!s.has_pending() && s.sending() == 0);
+    let mut s = scheduler();
+    let e = s.finished(&id("a"), &asked(), FinishOutcome::Complete, vec![Blocks::from(vec![1])], 4).unwrap_err();
+    assert!(e.message().contains("2 KV-cache groups, got 1"), "{e}");
+}
+
+#[test]
+fn arriving_holds_and_allocating_loads_once() {
+    let mut s = scheduler();
+    s.arrived(&id("d"), &TransferParams::default()).unwrap();
+    assert!(!s.has_pending());
+    s.arrived(&id("d"), &offered()).unwrap();
+    s.arrived(&id("d"), &offered()).unwrap();
+    let step = s.build_step();
+    assert_eq!(step.holds.len(), 1);
+    let remote = &step.holds[0].remote;
+    assert_eq!((remote.engine.as_str(), remote.request.as_str(), remote.port), ("p", "p-1", 5680));
+    assert_eq!((remote.incarnation, remote.lease_ms, remote.lease_id), (Some(Incarnation(0xABC)), 30_000, 4));
+    assert_eq!(s.matched(&id("d"), &offered(), 18, 8).unwrap(), Match { tokens: 10, asynchronous: true });
+    assert_eq!(s.matched(&id("d"), &offered(), 18, 18).unwrap(), Match::default());
+    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 10).unwrap();
+    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 0).unwrap();
+    let step = s.build_step();
+    assert_eq!((step.loads.len(), step.releases.len()), (1, 0));
+    let load = &step.loads[0];
+    assert_eq!(load.refused, None);
+    assert_eq!((load.local_blocks[0].ids(), load.remote_blocks[0].ids()), (&[1, 2, 3][..], &[13, 14, 15][..]));
+    assert_eq!((load.local_blocks[1].ids(), load.remote_blocks[1].ids()), (&[5, 6][..], &[24, 25][..]));
+    assert_eq!(s.matched(&id("d"), &offered(), 18, 0).unwrap(), Match::default(), "after a preemption too");
+    s.on_report(&over(&["d", "stranger"], &[]));
+    let finish = s.finished(&id("d"), &offered(), FinishOutcome::Complete, vec![], 0).unwrap();
+    assert!(!finish.keep && !s.has_pending(), "a loaded request owes nothing");
+    assert_eq!(s.receiving(), 0);
+}
+
+#[test]
+fn a_longer_local_window_list_is_clipped() {
+    let mut s = scheduler();
+    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3, 4, 5], &[31, 32, 33, 34, 35]), 18).unwrap();
+    let load = &s.build_step().loads[0];
+    assert_eq!((load.local_blocks[1].ids(), load.remote_blocks[1].ids()), (&[33, 34, 35][..], &[23, 24, 25][..]));
+}
+
+#[test]
+fn blocks_that_do_not_pair_become_a_load_that_is_refused_by_name() {
+    let short_window =
+        TransferParams { remote_block_ids: Some(vec![vec![11, 12, 13, 14, 15], vec![0, 24, 25]]), ..offered() };
+    for (params, blocks, tokens, words) in [
+        (offered(), lists(&[1, 2, 3, 4, 5, 6], &[]), 18, "group 0: 6 blocks"),
+        (short_window, lists(&[1, 2, 3], &[7, 8, 9]), 10, "group 1: the producer has no block for local block 7"),
+        (offered(), lists(&[1, 2], &[]), 10, "group 0: loading 10 of the producer's 18 tokens skips 2 blocks"),
+        (offered(), lists(&[0, 2, 3], &[]), 18, "group 0"),
+    ] {
+        let mut s = scheduler();
+        s.allocated(&id("d"), &params, blocks.clone(), tokens).unwrap();
+        let load = &s.build_step().loads[0];
+        let text = load.refused.as_ref().expect("refused");
+        assert!(text.contains(words), "{text}");
+        assert_eq!(load.local_blocks, blocks, "all of them are suspect");
+    }
+    let e = scheduler().allocated(&id("d"), &offered(), vec![Blocks::default()], 18).unwrap_err();
+    assert!(e.message().contains("2 KV-cache groups, got 1"), "{e}");
+}
+
+#[test]
+fn whatever_is_not_loaded_is_released() {
+    let mut s = scheduler();
+    s.arrived(&id("hit"), &offered()).unwrap();
+    s.allocated(&id("hit"), &offered(), vec![], 0).unwrap();
+    let step = s.build_step();
+    assert_eq!((step.holds.len(), step.releases.len()), (0, 1), "a hold that no step took is not sent any more");
+    s.arrived(&id("waiting"), &offered()).unwrap();
+    assert_eq!(s.build_step().holds.len(), 1);
+    assert!(!s.finished(&id("waiting"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
+    assert!(!s.finished(&id("rejected"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
+    assert!(s.has_pending());
+    let released: Vec<String> = s.build_step().releases.iter().map(|r| r.request.to_string()).collect();
+    assert_eq!(released, ["waiting", "rejected"]);
+    assert!(!s.finished(&id("hit"), &offered(), FinishOutcome::Complete, vec![], 0).unwrap().keep);
+    assert!(!s.has_pending() && s.receiving() == 0);
+    let broken = TransferParams { do_remote_prefill: true, ..Default::default() };
+    assert!(!s.finished(&id("x"), &broken, FinishOutcome::Aborted, vec![], 0).unwrap().keep);
+    assert!(!s.has_pending(), "nobody to release to");
+}
+
+#[test]
+fn a_request_that_ends_under_its_load_is_aborted_and_keeps_its_blocks() {
+    let mut s = scheduler();
+    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 10).unwrap();
+    assert!(s.finished(&id("d"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
+    assert!(s.finished(&id("d"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
+    let step = s.build_step();
+    assert_eq!((step.loads.len(), step.aborts), (1, vec![id("d")]));
+    assert_eq!(s.receiving(), 1);
+    s.on_report(&over(&["d"], &[]));
+    assert_eq!(s.receiving(), 0);
+    s.allocated(&id("e"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 10).unwrap();
+    let _ = s.build_step();
+    assert!(s.finished(&id("e"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
+    s.on_report(&over(&["e"], &[]));
+    assert!(!s.has_pending(), "an abort of what is over is not sent");
+}
+
+#[test]
+fn params_that_cannot_be_used_name_the_key() {
+    type Change = fn(&mut TransferParams);
+    let cases: [(&str, Change); 18] = [
+        ("remote_engine_id", |p| p.remote_engine_id = None),
+        ("remote_engine_id", |p| p.remote_engine_id = Some(String::new())),
+        ("remote_request_id", |p| p.remote_request_id = None),
+        ("remote_request_id", |p| p.remote_request_id = Some("x".repeat(10_000))),
+        ("remote_host", |p| p.remote_host = None),
+        ("remote_host", |p| p.remote_host = Some(String::new())),
+        ("remote_port", |p| p.remote_port = None),
+        ("remote_port", |p| p.remote_port = Some(0)),
+        ("remote_port", |p| p.remote_port = Some(70_000)),
+        ("remote_block_ids", |p| p.remote_block_ids = None),
+        ("remote_lease_ms", |p| p.remote_lease_ms = Some(-1)),
+        ("remote_lease_id", |p| p.remote_lease_id = Some(0)),
+        ("remote_incarnation", |p| p.remote_incarnation = Some("abc".into())),
+        ("remote_incarnation", |p| p.remote_incarnation = Some("+00000000000001f".into())),
+        ("remote_incarnation", |p| p.remote_incarnation = Some("0000000000000000".into())),
+        ("transfer_mode", |p| p.transfer_mode = Some("push".into())),
+        ("do_remote_decode", |p| p.do_remote_decode = true),
+        ("do_remote_prefill", |p| p.do_remote_decode = true),
+    ];
+    for (key, change) in cases {
+        let mut s = scheduler();
+        let mut params = offered();
+        change(&mut params);
+        for e in [
+            s.arrived(&id("d"), &params).unwrap_err(),
+            s.matched(&id("d"), &params, 18, 0).unwrap_err(),
+            s.allocated(&id("d"), &params, lists(&[1], &[1]), 4).unwrap_err(),
+        ] {
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            assert!(e.message().contains(key) && e.message().contains("request d"), "{key}: {e}");
+        }
+        assert!(!s.has_pending() && s.receiving() == 0);
+    }
+    let nothing = TransferParams { do_remote_prefill: true, ..Default::default() };
+    let e = scheduler().arrived(&id("d"), &nothing).unwrap_err();
+    assert!(e.message().contains("remote_engine_id, remote_request_id, remote_host, remote_port, remote_block_ids"));
+    assert!(e.message().contains("proxy must pass on"), "{e}");
+}
+
+#[test]
+fn a_prompt_that_the_producer_does_not_hold_is_refused() {
+    type Change = fn(&mut TransferParams);
+    let cases: [(&str, Change); 7] = [
+        ("remote_num_tokens: the producer holds 17 tokens", |p| p.remote_num_tokens = Some(17)),
+        ("remote_num_tokens: expected 0 or more", |p| p.remote_num_tokens = Some(-18)),
+        ("max_tokens 1", |p| p.remote_num_tokens = Some(21)),
+        ("remote_block_ids[0]: expected 5 blocks", |p| p.remote_block_ids = Some(vec![vec![1, 2, 3, 4], vec![5]])),
+        ("one list for each of the 2 KV-cache groups, got 1", |p| p.remote_block_ids = Some(vec![vec![1; 5]])),
+        ("remote_block_ids[1][0]: expected a block id", |p| p.remote_block_ids = Some(vec![vec![1; 5], vec![-2]])),
+        ("remote_block_ids[0][4]", |p| p.remote_block_ids = Some(vec![vec![1, 2, 3, 4, 1 << 32], vec![5]])),
+    ];
+    for (words, change) in cases {
+        let mut params = offered();
+        change(&mut params);
+        let e = scheduler().matched(&id("d"), &params, 18, 0).unwrap_err();
+        assert!(e.message().contains(words), "{e}");
+    }
+    let mut unsaid = offered();
+    unsaid.remote_num_tokens = None;
+    assert_eq!(scheduler().matched(&id("d"), &unsaid, 18, 0).unwrap().tokens, 18);
+    unsaid.remote_num_tokens = Some(20);
+    assert_eq!(scheduler().matched(&id("d"), &unsaid, 18, 0).unwrap().tokens, 18, "still in the last block");
+}
+
+#[test]
+fn settings_that_cannot_work_are_named() {
+    type Change = fn(&mut SchedulerConfig);
+    let cases: [(&str, Change); 7] = [
+        ("tp_size", |c| c.tp_size = 0),
+        ("lease_ms", |c| c.lease_ms = 999),
+        ("incarnation", |c| c.incarnation = Incarnation(0)),
+        ("groups", |c| c.groups.clear()),
+        ("groups[0].block_size", |c| c.groups[0].block_size = 0),
+        ("groups[1].kind", |c| c.groups[1].kind = GroupKind::SlidingWindow { window: 0 }),
+        ("groups[1]: a state cache", |c| c.groups[1] = Group { kind: GroupKind::State, block_size: 1 }),
+    ];
+    for (words, change) in cases {
+        let mut c = config();
+        change(&mut c);
+        let e = Scheduler::new(c).unwrap_err();
+        assert!(e.message().contains(words), "{e}");
+    }
+}

@@ -1,0 +1,467 @@
+//! The wire format: fixed bytes per message kind, round trips, and everything that is not a message.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::path::Path;
+
+use kvferry::ErrorKind;
+use kvferry::proto::geometry::{Area, Geometry, Group, GroupKind};
+use kvferry::proto::stats::Stats;
+use kvferry::proto::wire::limits::MAX_BLOCK_IDS;
+use kvferry::proto::wire::{
+    self, AgentMetadata, Blocks, Cause, CompatField, EngineShape, Grant, HandshakeReply, HandshakeRequest, Hold, Load,
+    MemoryKind, Message, PeerMessage, RankBlob, RankMetadata, Reader, RecvFailure, RecvRecord, RefusalCode,
+    RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict, WorkerReport,
+};
+use kvferry::proto::{EngineId, Incarnation, RankId, RequestId};
+use proptest::prelude::*;
+use serde::Serialize;
+use serde_bytes::ByteBuf;
+
+fn engine() -> EngineId {
+    EngineId::new("engine-p").unwrap()
+}
+
+fn request(name: &str) -> RequestId {
+    RequestId::new(name).unwrap()
+}
+
+const RANK: RankId = RankId { pp: 1, tp: 2 };
+const SHAPE: EngineShape = EngineShape { tp: 4, pp: 2, dcp: 1 };
+
+fn agent() -> AgentMetadata {
+    AgentMetadata {
+        name: "agent".into(),
+        incarnation: Incarnation(0x0123_4567_89ab_cdef),
+        ucx_version: "1.22.0".into(),
+        address: vec![1, 2, 3],
+        regions: vec![
+            RegionMetadata { base: 0x7f00_0000_0000, len: 4096, kind: MemoryKind::Host, rkey: vec![4, 5] },
+            RegionMetadata { base: 0x1000, len: 8192, kind: MemoryKind::Cuda { device: 3 }, rkey: vec![] },
+        ],
+    }
+}
+
+fn rank() -> RankMetadata {
+    let group = |kind, block_size| Group { kind, block_size };
+    RankMetadata {
+        engine: engine(),
+        rank: RANK,
+        shape: SHAPE,
+        compat: vec![CompatField { name: "model".into(), value: "tiny".into() }],
+        geometry: Geometry {
+            groups: vec![
+                group(GroupKind::Full, 16),
+                group(GroupKind::SlidingWindow { window: 128 }, 16),
+                group(GroupKind::Latent, 64),
+                group(GroupKind::State, 1),
+            ],
+            areas: vec![Area {
+                layer: "model.layers.0.self_attn.attn".into(),
+                part: "kv".into(),
+                group: 0,
+                region: 1,
+                offset: 64,
+                num_blocks: 10,
+                block_stride: 512,
+                heads: 2,
+                first_head: 4,
+                total_heads: 8,
+                head_stride: 256,
+                tokens: 16,
+                token_stride: 16,
+                content: 16,
+            }],
+        },
+        agent: agent(),
+    }
+}
+
+fn remote(incarnation: Option<Incarnation>) -> Remote {
+    Remote {
+        engine: engine(),
+        incarnation,
+        request: request("p-1"),
+        host: "10.0.0.1".into(),
+        port: 5680,
+        lease_ms: 30_000,
+        lease_id: 6,
+    }
+}
+
+fn step() -> StepMetadata {
+    StepMetadata {
+        grants: vec![Grant { request: request("g"), lease_ms: 30_000, lease_id: 4 }],
+        dropped: vec![request("x")],
+        holds: vec![Hold { request: request("h"), remote: remote(None) }],
+        loads: vec![Load {
+            request: request("l"),
+            remote: remote(Some(Incarnation(7))),
+            local_blocks: vec![vec![1, 2, 0x0403_0201].into(), Blocks::default()],
+            remote_blocks: vec![vec![5, 6, 7].into(), Blocks::default()],
+            refused: Some("why".into()),
+        }],
+        releases: vec![Release { request: request("r"), remote: remote(None) }],
+        aborts: vec![request("a")],
+    }
+}
+
+fn report() -> WorkerReport {
+    WorkerReport {
+        rank: RANK,
+        finished_sending: vec![request("s")],
+        finished_recving: vec![request("f"), request("r")],
+        failed_recving: vec![RecvFailure {
+            request: request("f"),
+            cause: Cause::LeaseExpired,
+            message: "why".into(),
+            invalid_blocks: vec![8, 9].into(),
+        }],
+        records: vec![RecvRecord {
+            request: request("r"),
+            remote_request: request("p-1"),
+            blocks: 2,
+            bytes: 1024,
+            operations: 3,
+            queued_us: 4,
+            transfer_us: 5,
+            confirm_us: 6,
+            cause: None,
+        }],
+        stats: Stats {
+            recvs: 1,
+            recv_failures: BTreeMap::from([(Cause::LeaseExpired, 1)]),
+            bytes: 1024,
+            handshakes: 1,
+            ..Stats::default()
+        },
+    }
+}
+
+fn peer_messages() -> Vec<(&'static str, PeerMessage)> {
+    let reader = || Reader { engine: engine(), incarnation: Incarnation(9), rank: RANK };
+    vec![
+        ("peer_heartbeat", PeerMessage::Heartbeat { requests: vec![request("a"), request("b")] }),
+        (
+            "peer_done",
+            PeerMessage::Done { request: request("a"), lease_id: 6, reader: reader(), readers: 2, serial: 11 },
+        ),
+        ("peer_release", PeerMessage::Release { request: request("a"), lease_id: 6, reader: reader(), readers: 1 }),
+        ("peer_verdict", PeerMessage::Verdict { request: request("a"), verdict: Verdict::Expired, serial: 11 }),
+    ]
+}
+
+fn handshake_requests() -> Vec<(&'static str, HandshakeRequest)> {
+    vec![
+        ("handshake_query", HandshakeRequest::Query { id: 1, engine: Some(engine()), ranks: vec![RANK] }),
+        ("handshake_query_all", HandshakeRequest::Query { id: 2, engine: None, ranks: vec![] }),
+        ("handshake_push", HandshakeRequest::Push { id: 3, expected: 8, metadata: ByteBuf::from(vec![1, 2]) }),
+    ]
+}
+
+fn handshake_replies() -> Vec<(&'static str, HandshakeReply)> {
+    let ranks = vec![RankBlob { rank: RANK, metadata: ByteBuf::from(vec![1, 2]) }];
+    let (id, message) = (1, "why".to_string());
+    vec![
+        (
+            "handshake_ranks",
+            HandshakeReply::Ranks { id, engine: engine(), incarnation: Incarnation(5), shape: SHAPE, ranks },
+        ),
+        ("handshake_pushed", HandshakeReply::Pushed { id, missing: 3 }),
+        ("handshake_refused", HandshakeReply::Refused { id, code: RefusalCode::NotReady, message }),
+    ]
+}
+
+fn batch() -> ReportBatch {
+    let mut batch = ReportBatch::from(report());
+    batch.add(WorkerReport { rank: RankId { pp: 0, tp: 0 }, ..report() });
+    batch
+}
+
+/// Calls `$check(name, &message)` for a sample of every message kind and variant.
+macro_rules! for_each_sample {
+    ($check:ident) => {
+        $check("agent_metadata", &agent());
+        $check("rank_metadata", &rank());
+        $check("step", &step());
+        $check("worker_report", &report());
+        $check("report_batch", &batch());
+        peer_messages().iter().for_each(|(name, m)| $check(name, m));
+        handshake_requests().iter().for_each(|(name, m)| $check(name, m));
+        handshake_replies().iter().for_each(|(name, m)| $check(name, m));
+    };
+}
+
+#[test]
+fn the_bytes_of_every_message_are_fixed() {
+    /// The format is an interface between releases. A change that this finds needs another protocol version, unless old
+    /// readers take the new bytes and new readers the old ones.
+    fn check<T: Message + PartialEq + Debug>(name: &str, message: &T) {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/{name}.hex"));
+        let found: String = message.to_bytes().unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
+        let text = std::fs::read_to_string(&path).unwrap_or_default();
+        let golden: String = text.split_whitespace().collect();
+        assert_eq!(found, golden, "the bytes of {name} differ from {}", path.display());
+        let bytes: Vec<u8> =
+            (0..golden.len()).step_by(2).map(|i| u8::from_str_radix(&golden[i..i + 2], 16).unwrap()).collect();
+        assert_eq!(&T::from_bytes(&bytes).unwrap(), message);
+    }
+    for_each_sample!(check);
+}
+
+#[test]
+fn every_truncation_and_extension_is_an_error() {
+    fn check<T: Message + Debug>(name: &str, message: &T) {
+        let mut bytes = message.to_bytes().unwrap();
+        for len in 0..bytes.len() {
+            let error = T::from_bytes(&bytes[..len]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{name} cut to {len}");
+            assert!(error.message().contains(T::KIND), "{error}");
+        }
+        bytes.push(0xc0);
+        let error = T::from_bytes(&bytes).unwrap_err();
+        assert!(error.message().contains("1 bytes follow"), "{name}: {error}");
+    }
+    for_each_sample!(check);
+}
+
+#[derive(Serialize)]
+struct Envelope<T> {
+    magic: &'static str,
+    version: u16,
+    kind: &'static str,
+    body: T,
+    signature: &'static str,
+}
+
+fn envelope<T: Serialize>(kind: &'static str, version: u16, body: T) -> Vec<u8> {
+    rmp_serde::to_vec_named(&Envelope { magic: "kvferry", version, kind, body, signature: "of a later release" })
+        .unwrap()
+}
+
+#[test]
+fn fields_of_a_later_release_are_ignored_and_optional_ones_may_be_absent() {
+    #[derive(Serialize)]
+    struct Later {
+        grants: Vec<Grant>,
+        priorities: Vec<(String, BTreeMap<u32, Option<f64>>)>,
+    }
+    let later =
+        Later { grants: step().grants, priorities: vec![("x".into(), BTreeMap::from([(1, None), (2, Some(0.5))]))] };
+    let decoded = StepMetadata::from_bytes(&envelope("step", wire::VERSION, later)).unwrap();
+    assert_eq!(decoded, StepMetadata { grants: step().grants, ..StepMetadata::default() });
+    #[derive(Serialize)]
+    #[serde(rename_all = "snake_case")]
+    enum LaterPeer {
+        Heartbeat { requests: Vec<RequestId>, load: f32 },
+    }
+    let later = LaterPeer::Heartbeat { requests: vec![request("a")], load: 0.25 };
+    let decoded = PeerMessage::from_bytes(&envelope("peer_message", wire::VERSION, later)).unwrap();
+    assert_eq!(decoded, PeerMessage::Heartbeat { requests: vec![request("a")] });
+}
+
+#[test]
+fn another_version_is_named_before_the_body_is_looked_at() {
+    let error = StepMetadata::from_bytes(&envelope("step", 7, "nothing like a step")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::VersionMismatch);
+    for part in ["step message", "version 7", "speaks version 1", "same kvferry release"] {
+        assert!(error.message().contains(part), "{error}");
+    }
+    let error = StepMetadata::from_bytes(&envelope("step", wire::VERSION, "nothing like a step")).unwrap_err();
+    assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("damaged step message"), "{error}");
+    let error = StepMetadata::from_bytes(&envelope("peer_message", wire::VERSION, step())).unwrap_err();
+    assert!(error.message().contains("expected a step message, got a \"peer_message\" message"), "{error}");
+}
+
+#[test]
+fn foreign_bytes_are_told_from_damaged_ones() {
+    let foreign = [
+        b"".to_vec(),
+        b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+        rmp_serde::to_vec_named(&step()).unwrap(),
+        rmp_serde::to_vec_named(&BTreeMap::from([("magic", "nixl")])).unwrap(),
+        rmp_serde::to_vec_named(&(b"get_meta_msg", 0, 0)).unwrap(),
+    ];
+    for bytes in foreign {
+        let error = StepMetadata::from_bytes(&bytes).unwrap_err();
+        assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("not a kvferry message"), "{error}");
+    }
+    let error = wire::decode::<StepMetadata>("step", &[0; 11], 10).unwrap_err();
+    assert!(error.kind() == ErrorKind::Exhausted && error.message().contains("11 bytes"), "{error}");
+}
+
+#[test]
+fn hostile_lengths_and_depths_are_refused_at_once() {
+    // Every length below announces about 4 GiB and is followed by nothing.
+    let head = [
+        &[0x84, 0xa5][..],
+        b"magic",
+        &[0xa7],
+        b"kvferry",
+        &[0xa7],
+        b"version",
+        &[1, 0xa4],
+        b"kind",
+        &[0xa4],
+        b"step",
+        &[0xa4],
+        b"body",
+    ];
+    let head = head.concat();
+    for tail in [&[0xdd][..], &[0xdf], &[0xc6], &[0xdb], &[0xc9], &[0x81, 0xa5, b'l', b'o', b'a', b'd', b's', 0xdd]] {
+        let bytes = [&head[..], tail, &[0xff, 0xff, 0xff, 0xf0]].concat();
+        let error = StepMetadata::from_bytes(&bytes).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{tail:x?}: {error}");
+    }
+    // Lists of the largest count that the bytes could hold, each of one byte: memory stays in proportion.
+    let nils = [&head[..], &[0x81, 0xa5], b"loads", &[0xdd, 0, 0x80, 0, 0], &vec![0xc0; 1 << 23]].concat();
+    assert_eq!(StepMetadata::from_bytes(&nils).unwrap_err().kind(), ErrorKind::Corrupt);
+    for deep in [0x91, 0x81] {
+        let bytes = [&head[..], &vec![deep; 1 << 20]].concat();
+        let error = StepMetadata::from_bytes(&bytes).unwrap_err();
+        assert!(error.message().contains("deeper than 32 levels"), "{error}");
+    }
+}
+
+#[test]
+fn block_lists_are_bounded_and_whole() {
+    let load = |blocks: Blocks| StepMetadata {
+        loads: vec![Load {
+            request: request("l"),
+            remote: remote(None),
+            local_blocks: vec![blocks],
+            remote_blocks: vec![],
+            refused: None,
+        }],
+        ..StepMetadata::default()
+    };
+    let most = load(vec![7; MAX_BLOCK_IDS].into());
+    assert_eq!(StepMetadata::from_bytes(&most.to_bytes().unwrap()).unwrap(), most);
+    let error = load(vec![7; MAX_BLOCK_IDS + 1].into()).to_bytes().unwrap_err();
+    assert!(error.message().contains("4194305 ids is over the limit of 4194304"), "{error}");
+    #[derive(Debug, Serialize, serde::Deserialize)]
+    struct Raw {
+        blocks: ByteBuf,
+    }
+    #[derive(Debug, serde::Deserialize)]
+    struct Typed {
+        #[allow(dead_code)]
+        blocks: Blocks,
+    }
+    for (len, part) in [(7, "multiple of 4"), (MAX_BLOCK_IDS * 4 + 4, "over the limit")] {
+        let bytes = rmp_serde::to_vec_named(&Raw { blocks: ByteBuf::from(vec![0; len]) }).unwrap();
+        let error = rmp_serde::from_slice::<Typed>(&bytes).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    }
+    let bytes = rmp_serde::to_vec_named(&BTreeMap::from([("blocks", "text")])).unwrap();
+    let error = rmp_serde::from_slice::<Typed>(&bytes).unwrap_err().to_string();
+    assert!(error.contains("32-bit words in one binary field"), "{error}");
+}
+
+#[test]
+fn messages_over_their_kinds_limit_are_not_sent() {
+    let requests = vec![request(&"x".repeat(512)); 3000];
+    let error = PeerMessage::Heartbeat { requests }.to_bytes().unwrap_err();
+    assert!(error.kind() == ErrorKind::Exhausted && error.message().contains("peer_message"), "{error}");
+    // What one heartbeat may hold does fit.
+    let requests = vec![request(&"x".repeat(512)); wire::limits::MAX_HEARTBEAT_REQUESTS];
+    PeerMessage::Heartbeat { requests }.to_bytes().unwrap();
+    // And so does a query for every rank of the largest engine.
+    let ranks = (0..wire::limits::MAX_RANKS).map(|n| RankId { pp: n / 64, tp: 4000 + n % 64 }).collect();
+    let query = HandshakeRequest::Query { id: u64::MAX, engine: Some(engine()), ranks };
+    assert!(query.to_bytes().unwrap().len() <= wire::limits::MAX_QUERY_BYTES);
+}
+
+#[test]
+fn ids_are_bounded() {
+    for (text, good) in [("", false), ("x", true)] {
+        assert_eq!(RequestId::new(text).is_ok(), good);
+        assert_eq!(EngineId::new(text).is_ok(), good);
+    }
+    assert!(RequestId::new("x".repeat(512)).is_ok() && RequestId::new("x".repeat(513)).is_err());
+    assert!(EngineId::new("x".repeat(256)).is_ok() && EngineId::new("x".repeat(257)).is_err());
+    #[derive(Serialize)]
+    struct Loose {
+        aborts: Vec<String>,
+    }
+    let error = StepMetadata::from_bytes(&envelope("step", wire::VERSION, Loose { aborts: vec!["x".repeat(513)] }))
+        .unwrap_err();
+    assert!(error.message().contains("a request id must have 1 to 512 bytes, this one has 513"), "{error}");
+}
+
+/// Decodes `bytes` as every kind; whatever decodes must encode and decode again to itself.
+fn try_all(bytes: &[u8]) {
+    fn one<T: Message + PartialEq + Debug>(bytes: &[u8]) {
+        if let Ok(message) = T::from_bytes(bytes) {
+            let again = message.to_bytes().unwrap();
+            assert_eq!(T::from_bytes(&again).unwrap(), message);
+        }
+    }
+    one::<AgentMetadata>(bytes);
+    one::<RankMetadata>(bytes);
+    one::<HandshakeRequest>(bytes);
+    one::<HandshakeReply>(bytes);
+    one::<PeerMessage>(bytes);
+    one::<StepMetadata>(bytes);
+    one::<WorkerReport>(bytes);
+    one::<ReportBatch>(bytes);
+    if let Ok(metadata) = RankMetadata::from_bytes(bytes) {
+        let _ = metadata.validate();
+        let _ = kvferry::proto::plan::RankPlan::new(&rank(), &metadata);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn damaged_messages_never_panic(
+        which in 0usize..64,
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+        insert in prop::option::of((any::<prop::sample::Index>(), prop::collection::vec(any::<u8>(), 0..6))),
+    ) {
+        let mut all: Vec<Vec<u8>> = vec![];
+        let mut add = |_: &str, bytes: Vec<u8>| all.push(bytes);
+        add("", agent().to_bytes().unwrap());
+        add("", rank().to_bytes().unwrap());
+        add("", step().to_bytes().unwrap());
+        add("", report().to_bytes().unwrap());
+        add("", batch().to_bytes().unwrap());
+        peer_messages().iter().for_each(|(name, m)| add(name, m.to_bytes().unwrap()));
+        handshake_requests().iter().for_each(|(name, m)| add(name, m.to_bytes().unwrap()));
+        handshake_replies().iter().for_each(|(name, m)| add(name, m.to_bytes().unwrap()));
+        let mut bytes = all[which % all.len()].clone();
+        for (at, value) in changes {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        if let Some((at, more)) = insert {
+            let at = at.index(bytes.len());
+            bytes.splice(at..at, more);
+        }
+        try_all(&bytes);
+    }
+
+    #[test]
+    fn noise_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        try_all(&bytes);
+    }
+
+    #[test]
+    fn blocks_survive_the_wire(ids in prop::collection::vec(any::<u32>(), 0..300)) {
+        let step = StepMetadata {
+            loads: vec![Load {
+                request: request("l"),
+                remote: remote(None),
+                local_blocks: vec![ids.clone().into()],
+                remote_blocks: vec![ids.clone().into()],
+                refused: None,
+            }],
+            ..StepMetadata::default()
+        };
+        let found = StepMetadata::from_bytes(&step.to_bytes().unwrap()).unwrap();
+        prop_assert_eq!(found.loads[0].local_blocks[0].ids(), &ids[..]);
+        prop_assert_eq!(found, step);
+    }
+}

@@ -1,0 +1,530 @@
+//! One worker's state machine against hand-made events: what a pair of well-behaved machines never sends each other.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+#[path = "proto_pair/rank.rs"]
+#[allow(dead_code)]
+mod rank;
+
+use std::sync::Arc;
+
+use kvferry::proto::handshake::{HandshakeFailure, HandshakeOutcome};
+use kvferry::proto::ids::Incarnation;
+use kvferry::proto::time::Time;
+use kvferry::proto::wire::{
+    Blocks, Cause, Grant, Hold, Load, PeerMessage, Reader, Release, Remote, StepMetadata, Verdict, WorkerReport,
+};
+use kvferry::proto::worker::{
+    Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
+};
+use rank::*;
+
+const MS: u64 = 1_000;
+
+fn config() -> WorkerConfig {
+    WorkerConfig::new(engine("me"), RANK, SHAPE, Incarnation(77))
+}
+
+fn worker(config: WorkerConfig) -> Worker {
+    let mut w = Worker::new(config).unwrap();
+    w.set_local(Arc::new(metadata(engine("me"), 77, 8)));
+    w
+}
+
+fn actions(w: &mut Worker) -> Vec<Action> {
+    std::iter::from_fn(|| w.poll_action()).collect()
+}
+
+fn verdicts(w: &mut Worker) -> Vec<(u64, Verdict)> {
+    actions(w)
+        .into_iter()
+        .map(|action| match action {
+            Action::Send { message: PeerMessage::Verdict { verdict, serial, .. }, .. } => (serial, verdict),
+            other => panic!("expected verdicts, got {other:?}"),
+        })
+        .collect()
+}
+
+fn sent(w: &mut Worker) -> Vec<Grant> {
+    w.poll_report().map(|r| r.finished_sending).unwrap_or_default().into_iter().map(|r| grant(r.as_str(), 0)).collect()
+}
+
+fn grant(name: &str, lease_id: u64) -> Grant {
+    Grant { request: request(name), lease_ms: 1_000, lease_id }
+}
+
+fn grants(w: &mut Worker, now: u64, grant: Grant) {
+    w.handle_step(Time(now), StepMetadata { grants: vec![grant], ..Default::default() });
+}
+
+fn reader(n: u64) -> Reader {
+    Reader { engine: engine("reader"), incarnation: Incarnation(n), rank: RANK }
+}
+
+fn done(name: &str, n: u64, readers: u32, serial: u64) -> PeerMessage {
+    PeerMessage::Done { request: request(name), lease_id: 0, reader: reader(n), readers, serial }
+}
+
+fn from() -> PeerRef {
+    PeerRef::Inbound(1)
+}
+
+mod producing {
+    use super::*;
+
+    #[test]
+    fn a_repeated_done_gets_its_answer_again_and_another_read_does_not() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("r", 1));
+        w.handle_message(Time(1), &from(), done("r", 1, 1, 10));
+        w.handle_message(Time(2), &from(), done("r", 1, 1, 10));
+        w.handle_message(Time(3), &from(), done("r", 1, 1, 11));
+        w.handle_message(Time(4), &from(), done("r", 2, 1, 10));
+        assert_eq!(
+            verdicts(&mut w),
+            [(10, Verdict::Valid), (10, Verdict::Valid), (11, Verdict::Expired), (10, Verdict::Expired)],
+            "the blocks may be reused once the first read was told"
+        );
+        let report = w.poll_report().unwrap();
+        assert_eq!((report.finished_sending, report.stats.sends_read), (vec![request("r")], 1));
+        assert!(w.poll_report().is_none());
+    }
+
+    #[test]
+    fn the_lease_ends_with_the_last_reader() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("r", 1));
+        w.handle_message(Time(1), &from(), done("r", 1, 3, 10));
+        w.handle_message(Time(2), &from(), done("r", 1, 3, 11));
+        let release = PeerMessage::Release { request: request("r"), lease_id: 1, reader: reader(2), readers: 3 };
+        w.handle_message(Time(3), &from(), release.clone());
+        w.handle_message(Time(4), &from(), release);
+        assert!(sent(&mut w).is_empty(), "two of three readers were heard");
+        w.handle_message(Time(5), &from(), done("r", 3, 3, 12));
+        assert_eq!(verdicts(&mut w), [(10, Verdict::Valid), (11, Verdict::Valid), (12, Verdict::Valid)]);
+        assert_eq!(sent(&mut w).len(), 1);
+    }
+
+    #[test]
+    fn expiry_is_told_once_and_judges_what_comes_in_the_same_moment() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("r", 1));
+        assert_eq!(w.poll_timeout(), Some(Time(1_000 * MS)));
+        w.handle_message(Time(1_000 * MS), &from(), done("r", 1, 1, 10));
+        assert_eq!(verdicts(&mut w), [(10, Verdict::Expired)]);
+        let report = w.poll_report().unwrap();
+        assert_eq!((report.finished_sending, report.stats.sends_expired), (vec![request("r")], 1));
+        let beat = PeerMessage::Heartbeat { requests: vec![request("r")] };
+        w.handle_message(Time(1_001 * MS), &from(), beat);
+        assert_eq!(w.gauges().leases, 0, "a heartbeat does not bring a lease back");
+        w.handle_timeout(Time(200_000 * MS));
+        assert_eq!((w.gauges(), w.poll_report(), w.poll_timeout()), (Default::default(), None, None));
+    }
+
+    #[test]
+    fn an_early_done_waits_for_its_grant_its_drop_or_its_time() {
+        let mut w = worker(config());
+        for (n, name) in ["granted", "dropped", "nothing"].into_iter().enumerate() {
+            w.handle_message(Time(0), &from(), done(name, 1, 1, n as u64));
+        }
+        assert!(verdicts(&mut w).is_empty());
+        let step =
+            StepMetadata { grants: vec![grant("granted", 1)], dropped: vec![request("dropped")], ..Default::default() };
+        w.handle_step(Time(5 * MS), step);
+        assert_eq!(verdicts(&mut w), [(0, Verdict::Valid), (1, Verdict::Unknown)]);
+        assert_eq!(sent(&mut w).len(), 1);
+        w.handle_message(Time(6 * MS), &from(), done("dropped", 1, 1, 7));
+        assert_eq!(verdicts(&mut w), [(7, Verdict::Unknown)]);
+        w.handle_timeout(Time(30_000 * MS));
+        assert_eq!(verdicts(&mut w), [(2, Verdict::Unknown)]);
+        assert_eq!(w.gauges().early, 0);
+    }
+
+    #[test]
+    fn a_request_id_used_again_is_another_lease() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("r", 1));
+        w.handle_timeout(Time(1_000 * MS));
+        assert_eq!(sent(&mut w).len(), 1);
+        grants(&mut w, 1_001 * MS, grant("r", 2));
+        let read_of = |lease_id| PeerMessage::Done {
+            request: request("r"),
+            lease_id,
+            reader: reader(1),
+            readers: 1,
+            serial: lease_id,
+        };
+        w.handle_message(Time(1_002 * MS), &from(), read_of(1));
+        assert_eq!(verdicts(&mut w), [(1, Verdict::Expired)], "what was read were the former lease's blocks");
+        assert!(sent(&mut w).is_empty());
+        w.handle_message(Time(1_003 * MS), &from(), read_of(2));
+        assert_eq!((verdicts(&mut w), sent(&mut w).len()), (vec![(2, Verdict::Valid)], 1));
+    }
+
+    #[test]
+    fn strangers_cannot_make_it_remember_more_than_its_bounds() {
+        let mut w = worker(WorkerConfig { early_messages: 10, tombstones: 20, ..config() });
+        for i in 0..1_000 {
+            w.handle_message(Time(i), &from(), done(&format!("x{i}"), 1, 1, i));
+        }
+        assert_eq!(w.gauges().early, 10);
+        let answers = verdicts(&mut w);
+        assert_eq!(answers.len(), 990);
+        assert!(answers.iter().all(|(_, verdict)| *verdict == Verdict::Unknown));
+        let dropped = (0..1_000).map(|i| request(format!("y{i}"))).collect();
+        w.handle_step(Time(2_000), StepMetadata { dropped, ..Default::default() });
+        assert_eq!(w.gauges().tombstones, 20);
+        grants(&mut w, 3_000, grant("r", 1));
+        for n in 0..5_000 {
+            w.handle_message(Time(3_000), &from(), done("r", n, u32::MAX, n));
+        }
+        let ends = sent(&mut w).len();
+        assert_eq!(ends, 1, "however many readers were announced");
+    }
+
+    #[test]
+    fn shutdown_ends_leases_and_refuses_what_comes_later() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("a", 1));
+        w.handle_message(Time(1), &from(), done("early", 1, 1, 5));
+        w.handle_shutdown(Time(2));
+        grants(&mut w, 3, grant("b", 2));
+        w.handle_message(Time(4), &from(), done("a", 1, 1, 6));
+        w.handle_message(Time(5), &from(), done("b", 1, 1, 7));
+        assert_eq!(verdicts(&mut w), [(5, Verdict::Unknown), (6, Verdict::Expired), (7, Verdict::Unknown)]);
+        assert_eq!(sent(&mut w).len(), 2);
+    }
+}
+
+mod consuming {
+    use super::*;
+
+    fn remote(name: &str) -> Remote {
+        Remote {
+            engine: engine("p"),
+            incarnation: Some(Incarnation(9)),
+            request: request(name),
+            host: "10.0.0.1".into(),
+            port: 5680,
+            lease_ms: 1_200,
+            lease_id: 1,
+        }
+    }
+
+    fn load(name: &str, blocks: [&[u32]; 2]) -> Load {
+        Load {
+            request: request(name),
+            remote: remote(&format!("p-{name}")),
+            local_blocks: vec![Blocks::from(blocks[0]), Blocks::default()],
+            remote_blocks: vec![Blocks::from(blocks[1]), Blocks::default()],
+            refused: None,
+        }
+    }
+
+    fn loads(w: &mut Worker, now: u64, load: Load) {
+        w.handle_step(Time(now), StepMetadata { loads: vec![load], ..Default::default() });
+    }
+
+    fn outcome(incarnation: u64) -> HandshakeOutcome {
+        HandshakeOutcome {
+            engine: engine("p"),
+            incarnation: Incarnation(incarnation),
+            shape: SHAPE,
+            ranks: vec![metadata(engine("p"), 1_000 + incarnation, 8)],
+        }
+    }
+
+    fn failure() -> HandshakeFailure {
+        HandshakeFailure { cause: Cause::HandshakeFailed, retry: false, message: "refused".into() }
+    }
+
+    fn handshake(w: &mut Worker) -> SessionId {
+        let found = actions(w).into_iter().find_map(|action| match action {
+            Action::Handshake { session, .. } => Some(session),
+            _ => None,
+        });
+        found.expect("a handshake")
+    }
+
+    fn connect(w: &mut Worker) -> PeerKey {
+        let found = actions(w).into_iter().find_map(|action| match action {
+            Action::Connect { peer, .. } => Some(peer),
+            _ => None,
+        });
+        found.expect("a connect")
+    }
+
+    fn transfer(w: &mut Worker) -> TransferToken {
+        let found = actions(w).into_iter().find_map(|action| match action {
+            Action::Transfer { token, .. } => Some(token),
+            _ => None,
+        });
+        found.expect("a transfer")
+    }
+
+    fn done_serial(w: &mut Worker) -> u64 {
+        let found = actions(w).into_iter().find_map(|action| match action {
+            Action::Send { message: PeerMessage::Done { serial, .. }, .. } => Some(serial),
+            _ => None,
+        });
+        found.expect("a done")
+    }
+
+    fn failed(report: Option<WorkerReport>) -> Vec<(String, Cause)> {
+        let report = report.unwrap();
+        let failed: Vec<_> = report.failed_recving.iter().map(|f| (f.request.to_string(), f.cause)).collect();
+        let all: Vec<_> = report.finished_recving.iter().map(|r| r.to_string()).collect();
+        assert!(failed.iter().all(|(name, _)| all.contains(name)), "failed ones are finished ones");
+        failed
+    }
+
+    fn figures() -> TransferFigures {
+        TransferFigures { bytes: 8, operations: 1, posted_at: Time(30), finished_at: Time(70) }
+    }
+
+    /// A load whose transfer is posted.
+    fn reading(w: &mut Worker, name: &str) -> (PeerKey, TransferToken) {
+        loads(w, 10, load(name, [&[3], &[4]]));
+        let session = handshake(w);
+        w.handle_handshake(Time(20), session, Ok(outcome(9)));
+        let peer = connect(w);
+        w.handle_connected(Time(25), &peer);
+        (peer, transfer(w))
+    }
+
+    #[test]
+    fn a_load_goes_through_its_phases_and_has_its_figures() {
+        let mut w = worker(config());
+        let (peer, token) = reading(&mut w, "a");
+        w.handle_transfer_done(Time(80), token, Ok(figures()));
+        let serial = done_serial(&mut w);
+        assert!(w.poll_report().is_some_and(|r| r.finished_recving.is_empty() && r.stats.handshakes == 1));
+        let verdict = PeerMessage::Verdict { request: request("p-a"), verdict: Verdict::Valid, serial };
+        w.handle_message(Time(100), &PeerRef::Outbound(peer), verdict);
+        let report = w.poll_report().unwrap();
+        assert_eq!((report.finished_recving, report.failed_recving), (vec![request("a")], vec![]));
+        let r = &report.records[0];
+        assert_eq!((r.blocks, r.bytes, r.operations), (1, 8, 1));
+        assert_eq!((r.queued_us, r.transfer_us, r.confirm_us, r.cause), (20, 40, 30, None));
+        assert_eq!((report.stats.recvs, report.stats.bytes, report.stats.transfer_us), (1, 8, 40));
+    }
+
+    #[test]
+    fn foreign_and_late_events_are_nobodys() {
+        let mut w = worker(config());
+        let (peer, token) = reading(&mut w, "a");
+        let other = PeerKey { connection: peer.connection + 1_000, ..peer.clone() };
+        let wrong_life = PeerKey { incarnation: Incarnation(5), ..peer.clone() };
+        w.handle_transfer_done(Time(40), TransferToken(token.0 + 1_000), Ok(figures()));
+        w.handle_peer_lost(Time(41), &PeerRef::Outbound(other.clone()), "not ours");
+        w.handle_peer_lost(Time(41), &PeerRef::Outbound(wrong_life), "not ours");
+        w.handle_connected(Time(42), &other);
+        w.handle_handshake(Time(43), SessionId(1_000), Err(failure()));
+        w.handle_handshake(Time(44), SessionId(1), Err(failure()));
+        assert!(actions(&mut w).is_empty());
+        w.handle_transfer_done(Time(80), token, Ok(figures()));
+        w.handle_transfer_done(Time(81), token, Err((Cause::PeerDied, "again".into())));
+        let serial = done_serial(&mut w);
+        let verdict = |serial, name: &str, verdict| PeerMessage::Verdict { request: request(name), verdict, serial };
+        let ours = PeerRef::Outbound(peer);
+        w.handle_message(Time(82), &PeerRef::Outbound(other), verdict(serial, "p-a", Verdict::Expired));
+        w.handle_message(Time(82), &PeerRef::Inbound(1), verdict(serial, "p-a", Verdict::Expired));
+        w.handle_message(Time(82), &ours, verdict(serial + 1_000, "p-a", Verdict::Expired));
+        w.handle_message(Time(82), &ours, verdict(serial, "p-b", Verdict::Expired));
+        assert!(w.poll_report().is_none_or(|r| r.finished_recving.is_empty()));
+        w.handle_message(Time(83), &ours, verdict(serial, "p-a", Verdict::Valid));
+        w.handle_message(Time(84), &ours, verdict(serial, "p-a", Verdict::Expired));
+        let report = w.poll_report().unwrap();
+        assert_eq!((report.finished_recving.len(), report.failed_recving.len()), (1, 0));
+    }
+
+    #[test]
+    fn nothing_is_reported_while_a_transfer_may_write() {
+        let mut w = worker(config());
+        let (peer, token) = reading(&mut w, "a");
+        let _ = w.poll_report();
+        w.handle_peer_lost(Time(50), &PeerRef::Outbound(peer), "reset");
+        assert_eq!(actions(&mut w), [Action::Cancel { token }]);
+        let again =
+            StepMetadata { aborts: vec![request("a")], loads: vec![load("a", [&[3], &[4]])], ..Default::default() };
+        w.handle_step(Time(51), again);
+        w.handle_shutdown(Time(52));
+        assert!(w.poll_report().is_none_or(|r| r.finished_recving.is_empty()));
+        assert!(!w.is_drained());
+        w.handle_transfer_done(Time(60), token, Ok(figures()));
+        assert_eq!(failed(w.poll_report()), [("a".to_string(), Cause::PeerDied)], "the first cause counts, once");
+        assert!(w.is_drained() && w.poll_report().is_none());
+    }
+
+    #[test]
+    fn bad_block_lists_fail_the_load_and_give_the_blocks_back() {
+        for (lists, word) in [
+            ([&[3, 4][..], &[5][..]], "2 local and 1 remote"),
+            ([&[BLOCKS][..], &[5][..]], "200"),
+            ([&[3, 3][..], &[5, 6][..]], "3"),
+        ] {
+            let mut w = worker(config());
+            loads(&mut w, 10, load("a", lists));
+            let session = handshake(&mut w);
+            w.handle_handshake(Time(20), session, Ok(outcome(9)));
+            let peer = connect(&mut w);
+            w.handle_connected(Time(25), &peer);
+            let report = w.poll_report().unwrap();
+            assert_eq!(report.failed_recving[0].cause, Cause::InvalidRequest);
+            let text = &report.failed_recving[0].message;
+            assert!(text.contains(word), "{text}");
+            let kinds: Vec<bool> = actions(&mut w)
+                .iter()
+                .filter_map(|a| match a {
+                    Action::Send { message: PeerMessage::Release { .. }, .. } => Some(true),
+                    Action::Transfer { .. } => Some(false),
+                    _ => None,
+                })
+                .collect();
+            assert_eq!(kinds, [true], "a release and no transfer");
+        }
+    }
+
+    #[test]
+    fn a_refused_load_is_reported_at_once_and_released_when_connected() {
+        let mut w = worker(config());
+        let refused = Load { refused: Some("group 0: nothing fits".into()), ..load("a", [&[3, 4], &[5]]) };
+        loads(&mut w, 10, refused);
+        let report = w.poll_report().unwrap();
+        assert_eq!(report.failed_recving[0].message, "group 0: nothing fits");
+        assert_eq!(report.failed_recving[0].invalid_blocks.ids(), [3, 4]);
+        let session = handshake(&mut w);
+        w.handle_handshake(Time(20), session, Ok(outcome(9)));
+        let peer = connect(&mut w);
+        w.handle_connected(Time(25), &peer);
+        assert!(matches!(actions(&mut w)[..], [Action::Send { message: PeerMessage::Release { .. }, .. }]));
+        assert!(w.poll_report().is_some_and(|r| r.finished_recving.is_empty()));
+    }
+
+    #[test]
+    fn a_failed_handshake_fails_loads_forgets_holds_and_is_tried_again_for_a_load() {
+        let mut w = worker(config());
+        let hold = |name: &str| Hold { request: request(name), remote: remote(&format!("p-{name}")) };
+        let step = StepMetadata {
+            holds: vec![hold("held")],
+            loads: vec![load("loaded", [&[3], &[4]])],
+            releases: vec![Release { request: request("gone"), remote: remote("p-gone") }],
+            ..Default::default()
+        };
+        w.handle_step(Time(0), step);
+        let session = handshake(&mut w);
+        w.handle_handshake(Time(10), session, Err(failure()));
+        assert_eq!(failed(w.poll_report()), [("loaded".to_string(), Cause::HandshakeFailed)]);
+        let g = w.gauges();
+        assert_eq!((g.holds, g.loads, g.releases, g.sessions), (0, 0, 0, 0));
+        w.handle_step(Time(20), StepMetadata { holds: vec![hold("h2")], ..Default::default() });
+        assert!(actions(&mut w).is_empty(), "a hold so soon after is not worth a handshake");
+        loads(&mut w, 30, load("l2", [&[3], &[4]]));
+        let session = handshake(&mut w);
+        w.handle_handshake(Time(40), session, Ok(outcome(9)));
+        let _ = connect(&mut w);
+        w.handle_step(Time(2_000 * MS), StepMetadata { holds: vec![hold("h3")], ..Default::default() });
+        assert_eq!(w.gauges().holds, 1);
+    }
+
+    #[test]
+    fn an_engine_of_another_life_or_shape_is_refused_by_name() {
+        let mut w = worker(config());
+        loads(&mut w, 10, load("a", [&[3], &[4]]));
+        let session = handshake(&mut w);
+        w.handle_handshake(Time(20), session, Ok(outcome(10)));
+        let report = w.poll_report().unwrap();
+        assert_eq!(report.failed_recving[0].cause, Cause::PeerDied);
+        assert!(report.failed_recving[0].message.contains("000000000000000a"), "{:?}", report.failed_recving);
+        loads(&mut w, 30, load("b", [&[3], &[4]]));
+        let session = handshake(&mut w);
+        let mut other = outcome(9);
+        other.shape.tp = 2;
+        w.handle_handshake(Time(40), session, Ok(other));
+        let report = w.poll_report().unwrap();
+        assert_eq!(report.failed_recving[0].cause, Cause::Incompatible);
+        assert!(report.failed_recving[0].message.contains("tensor-parallel"), "{:?}", report.failed_recving);
+    }
+
+    #[test]
+    fn one_handshake_serves_all_requests_to_an_engine() {
+        let mut w = worker(config());
+        for name in ["a", "b", "c"] {
+            loads(&mut w, 10, load(name, [&[3], &[4]]));
+        }
+        let found = actions(&mut w);
+        assert_eq!(found.len(), 1, "{found:?}");
+        w.handle_handshake(Time(20), SessionId(1), Ok(outcome(9)));
+        let peer = connect(&mut w);
+        w.handle_connected(Time(25), &peer);
+        let posted = actions(&mut w).iter().filter(|a| matches!(a, Action::Transfer { .. })).count();
+        assert_eq!((posted, w.gauges().sessions, w.gauges().peers), (3, 1, 1));
+        loads(&mut w, 30, load("d", [&[5], &[6]]));
+        assert!(matches!(transfer(&mut w), TransferToken(_)));
+    }
+
+    #[test]
+    fn unused_peers_are_disconnected_after_their_time() {
+        let mut w = worker(config());
+        let (_, token) = reading(&mut w, "a");
+        w.handle_transfer_done(Time(80), token, Err((Cause::TransportError, "bad".into())));
+        assert_eq!(failed(w.poll_report()), [("a".to_string(), Cause::TransportError)]);
+        let _ = actions(&mut w);
+        assert_eq!(w.poll_timeout(), Some(Time(600_000 * MS + 80)));
+        w.handle_timeout(Time(600_000 * MS + 80));
+        assert!(matches!(actions(&mut w)[..], [Action::Disconnect { .. }]));
+        assert_eq!((w.gauges(), w.poll_timeout()), (Default::default(), None));
+    }
+
+    #[test]
+    fn a_hold_does_not_last_forever() {
+        let mut w = worker(WorkerConfig { hold_timeout_ms: 5_000, ..config() });
+        let hold = Hold { request: request("a"), remote: remote("p-a") };
+        w.handle_step(Time(0), StepMetadata { holds: vec![hold], ..Default::default() });
+        let session = handshake(&mut w);
+        w.handle_handshake(Time(20), session, Ok(outcome(9)));
+        let peer = connect(&mut w);
+        w.handle_connected(Time(25), &peer);
+        let mut beats = 0;
+        let mut released = false;
+        while let Some(due) = w.poll_timeout().filter(|due| *due <= Time(5_000 * MS)) {
+            w.handle_timeout(due);
+            for action in actions(&mut w) {
+                match action {
+                    Action::Send { message: PeerMessage::Heartbeat { .. }, .. } => beats += 1,
+                    Action::Send { message: PeerMessage::Release { .. }, .. } => released = true,
+                    other => panic!("unexpected {other:?}"),
+                }
+            }
+        }
+        assert!(released);
+        assert_eq!(beats, 1 + 24, "a lease of 1200 ms is renewed every 200 ms, and once when connected");
+        assert_eq!(w.gauges().holds, 0);
+    }
+
+    #[test]
+    fn without_a_geometry_a_load_fails_and_says_why() {
+        let mut w = Worker::new(config()).unwrap();
+        loads(&mut w, 10, load("a", [&[3], &[4]]));
+        let report = w.poll_report().unwrap();
+        assert_eq!(report.failed_recving[0].cause, Cause::InvalidRequest);
+        assert!(report.failed_recving[0].message.contains("set_geometry"));
+    }
+}
+
+#[test]
+fn bad_settings_are_named() {
+    type Change = fn(&mut WorkerConfig);
+    let cases: [(&str, Change); 4] = [
+        ("heartbeat_divisor", |c| c.heartbeat_divisor = 1),
+        ("verdict_timeout_ms", |c| c.verdict_timeout_ms = 0),
+        ("shape", |c| c.shape.tp = 0),
+        ("rank", |c| c.rank.pp = 7),
+    ];
+    for (key, change) in cases {
+        let mut c = config();
+        change(&mut c);
+        let e = Worker::new(c).unwrap_err();
+        assert!(e.message().starts_with(key), "{e}");
+    }
+}

@@ -1,0 +1,30 @@
+"""Finds the package and the library: those that are installed, else those of this source tree."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _use_tree() -> None:
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    built = [target / profile / "libkvferry.so" for profile in ("debug", "release")]
+    built += [target / profile / "deps" / "libkvferry.so" for profile in ("debug", "release")]
+    present = [path for path in built if path.is_file()]
+    if not present and "KVFERRY_LIBRARY" not in os.environ:
+        raise RuntimeError("no libkvferry.so was built: run `cargo build` first, or install the wheel")
+    # In the environment, so that the processes that tests start find the same.
+    if present:
+        newest = max(present, key=lambda path: path.stat().st_mtime)
+        os.environ.setdefault("KVFERRY_LIBRARY", str(newest))
+    package = str(ROOT / "python")
+    sys.path.insert(0, package)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+
+
+if importlib.util.find_spec("kvferry") is None:
+    _use_tree()

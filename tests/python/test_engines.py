@@ -1,0 +1,342 @@
+"""Two engines of two ranks each, a process per rank, hand over requests through workers, schedulers and aggregators."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import kvferry
+import numpy as np
+import pytest
+from kvferry import Aggregator, Scheduler, Worker
+from numpy.typing import NDArray
+from peer import GENEROUS, process, receive
+
+TP, LAYERS, BLOCKS, TOKENS, HEADS, CONTENT = 2, 3, 20, 4, 2, 32
+HEAD = TOKENS * CONTENT
+BLOCK = HEADS * HEAD
+GROUPS = [{"kind": "full", "block_size": TOKENS}, {"kind": {"sliding_window": {"window": 6}}, "block_size": TOKENS}]
+GROUP_OF = [0, 1, 0]
+"""The KV-cache group of each layer."""
+
+
+def cache_of(tag: int, rank: int) -> NDArray[np.uint8]:
+    """A rank's cache, [layer, block, byte], with bytes that differ by engine, rank, layer, block and offset."""
+    number = LAYERS * BLOCKS * BLOCK
+    words = np.arange(number, dtype=np.uint64) * np.uint64(0x9E3779B1) + np.uint64(tag * 1009 + rank * 31)
+    cut: NDArray[np.uint8] = (words >> np.uint64(9)).astype(np.uint8)
+    return cut.reshape(LAYERS, BLOCKS, BLOCK)
+
+
+def geometry(rank: int) -> dict[str, object]:
+    area = {
+        "part": "kv",
+        "region": 0,
+        "num_blocks": BLOCKS,
+        "block_stride": BLOCK,
+        "heads": HEADS,
+        "first_head": rank * HEADS,
+        "total_heads": TP * HEADS,
+        "head_stride": HEAD,
+        "tokens": TOKENS,
+        "token_stride": CONTENT,
+        "content": CONTENT,
+    }
+    areas = [
+        {**area, "layer": f"layer.{layer}", "group": GROUP_OF[layer], "offset": layer * BLOCKS * BLOCK}
+        for layer in range(LAYERS)
+    ]
+    return {"groups": GROUPS, "areas": areas}
+
+
+def config_of(engine: str, rank: int, **more: object) -> dict[str, object]:
+    return {
+        "engine_id": engine,
+        "tp_rank": rank,
+        "tp_size": TP,
+        "transport": "tcp",
+        "compat": [["model", "tiny"], ["dtype", "uint8"]],
+        **more,
+    }
+
+
+def work(pipe: Connection, engine: str, rank: int, tag: int, more: dict[str, object]) -> None:
+    """One rank: does what the pipe says and sends every report as soon as there is one."""
+    cache = cache_of(tag, rank)
+    with Worker(config_of(engine, rank, **more)) as worker:
+        assert worker.register(cache.ctypes.data, cache.nbytes) == 0
+        worker.set_geometry(geometry(rank))
+        pipe.send(worker.metadata())
+        while True:
+            if pipe.poll(0.01):
+                order, argument = pipe.recv()
+                if order == "submit":
+                    worker.submit(argument)
+                elif order == "bytes":
+                    pipe.send(cache)
+                elif order == "stats":
+                    pipe.send(worker.stats())
+                elif order == "end":
+                    return
+            report = worker.poll_encoded()
+            if report is not None:
+                pipe.send(report)
+
+
+class Engine:
+    """A scheduler side, an aggregator and the pipes to the ranks."""
+
+    def __init__(self, stack: ExitStack, name: str, tag: int, **more: object) -> None:
+        self.pipes = [stack.enter_context(process(work, name, rank, tag, more)) for rank in range(TP)]
+        self.scheduler = stack.enter_context(
+            Scheduler({"engine_id": name, "tp_size": TP, "groups": GROUPS, "host": "127.0.0.1", "port": 0})
+        )
+        self.aggregator = stack.enter_context(Aggregator([(0, rank) for rank in range(TP)]))
+        self.metadata = {(0, rank): receive(pipe) for rank, pipe in enumerate(self.pipes)}
+        self.address = self.scheduler.serve(self.metadata)
+        self.outcomes: list[Any] = []
+
+    def step(self) -> None:
+        step = self.scheduler.step()
+        for pipe in self.pipes:
+            pipe.send(("submit", step))
+
+    def ask(self, order: str) -> list[Any]:
+        """What each rank answers; reports that come first are taken in."""
+        answers = []
+        for pipe in self.pipes:
+            pipe.send((order, None))
+            while isinstance(answer := receive(pipe), bytes):
+                self.aggregator.add(answer)
+            answers.append(answer)
+        return answers
+
+    def until(self, side: str, request: str) -> None:
+        """Takes in reports until every rank is done with the request."""
+        deadline = time.monotonic() + GENEROUS
+        while not any(request in outcome[side] for outcome in self.outcomes):
+            assert time.monotonic() < deadline, f"{request} is not in {side}: {self.outcomes}"
+            for pipe in self.pipes:
+                if pipe.poll(0.02):
+                    self.aggregator.add(pipe.recv())
+            outcome = self.aggregator.take()
+            self.scheduler.report(outcome)
+            self.outcomes.append(outcome)
+
+    def end(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(("end", None))
+
+    def prefilled(self, request: str, blocks: list[list[int]], tokens: int) -> dict[str, Any]:
+        keep, params = self.scheduler.finished(request, {"do_remote_decode": True}, "complete", blocks, tokens)
+        assert keep
+        assert params is not None
+        self.step()
+        # What a proxy does: the params cross as JSON.
+        crossed: dict[str, Any] = json.loads(json.dumps(params))
+        return crossed
+
+    def load(self, request: str, params: dict[str, Any], blocks: list[list[int]], tokens: int) -> None:
+        self.scheduler.arrived(request, params)
+        self.step()
+        assert self.scheduler.matched(request, params, tokens, 0) == (tokens, True)
+        self.scheduler.allocated(request, params, blocks, tokens)
+        assert self.scheduler.has_pending()
+        self.step()
+        assert not self.scheduler.has_pending()
+
+
+# (the producer's blocks, ours, tokens) per request; the second group's window clips what came before.
+REQUESTS = {
+    "a": ([[3, 4, 5], [0, 6, 7]], [[9, 10, 2], [0, 4, 5]], 12),
+    "b": ([[8], [9]], [[15], [16]], 4),
+    "c": ([[11, 10, 12, 19], [0, 0, 13, 14]], [[17, 18, 19, 1], [0, 0, 11, 12]], 16),
+}
+
+
+def test_requests_are_handed_over_with_every_byte(tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    with ExitStack() as stack:
+        prefill, decode = Engine(stack, "prefill", 1), Engine(stack, "decode", 2, request_log=str(log))
+        for name, (theirs, ours, tokens) in REQUESTS.items():
+            decode.load(f"d-{name}", prefill.prefilled(f"p-{name}", theirs, tokens), ours, tokens)
+        for name in REQUESTS:
+            decode.until("finished_recving", f"d-{name}")
+            prefill.until("finished_sending", f"p-{name}")
+        assert not any(outcome["failed_recving"] for outcome in decode.outcomes)
+        moved = 0
+        for rank, found in enumerate(decode.ask("bytes")):
+            expected, source = cache_of(2, rank), cache_of(1, rank)
+            for theirs, ours, _ in REQUESTS.values():
+                for layer, group in enumerate(GROUP_OF):
+                    for here, there in zip(ours[group], theirs[group], strict=True):
+                        if here != 0:
+                            expected[layer, here] = source[layer, there]
+                            moved += BLOCK
+            np.testing.assert_array_equal(found, expected)
+        for rank, found in enumerate(prefill.ask("bytes")):
+            np.testing.assert_array_equal(found, cache_of(1, rank))
+        stats: dict[str, object] = {}
+        for outcome in decode.outcomes:
+            stats = kvferry.stats.merge(stats, outcome["stats"])
+        assert (stats["recvs"], stats["bytes"]) == (len(REQUESTS) * TP, moved)
+        totals = [answer["totals"]["bytes"] for answer in decode.ask("stats")]
+        assert sum(totals) == moved
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        assert sorted(line["request_id"] for line in lines) == sorted(
+            f"d-{name}" for name in REQUESTS for _ in range(TP)
+        )
+        prefill.end()
+        decode.end()
+
+
+def test_blocks_out_of_range_fail_that_request_with_its_blocks_and_no_other() -> None:
+    with ExitStack() as stack:
+        prefill, decode = Engine(stack, "prefill", 1), Engine(stack, "decode", 2)
+        theirs, ours, tokens = REQUESTS["a"]
+        bad = prefill.prefilled("p-bad", theirs, tokens)
+        bad["remote_block_ids"][0][1] = BLOCKS + 5
+        decode.load("d-bad", bad, ours, tokens)
+        decode.until("finished_recving", "d-bad")
+        failed = [failure for outcome in decode.outcomes for failure in outcome["failed_recving"]]
+        assert [failure["request"] for failure in failed] == ["d-bad"]
+        assert failed[0]["cause"] == "invalid_request"
+        assert str(BLOCKS + 5) in failed[0]["message"]
+        assert failed[0]["invalid_blocks"] == sorted({block for blocks in ours for block in blocks if block != 0})
+        theirs, ours, tokens = REQUESTS["b"]
+        decode.load("d-good", prefill.prefilled("p-good", theirs, tokens), ours, tokens)
+        decode.until("finished_recving", "d-good")
+        assert len([failure for outcome in decode.outcomes for failure in outcome["failed_recving"]]) == 1
+        prefill.end()
+        decode.end()
+
+
+def test_an_unreachable_head_ends_in_a_failed_receive() -> None:
+    with ExitStack() as stack:
+        decode = Engine(stack, "decode", 2, handshake_timeout_ms=1500)
+        with ExitStack() as other:
+            engine = Engine(other, "prefill", 1)
+            params = engine.prefilled("p", REQUESTS["b"][0], 4)
+            engine.end()
+        decode.load("d", params, REQUESTS["b"][1], 4)
+        decode.until("finished_recving", "d")
+        failed = [failure for outcome in decode.outcomes for failure in outcome["failed_recving"]]
+        assert [(failure["request"], failure["cause"]) for failure in failed] == [("d", "handshake_failed")]
+        decode.end()
+
+
+GOOD: dict[str, object] = {"engine_id": "e", "groups": GROUPS, "host": "127.0.0.1", "port": 0}
+
+
+def test_params_without_a_key_or_with_a_wrong_one_name_it() -> None:
+    with Scheduler(GOOD) as scheduler:
+        params = {
+            "do_remote_prefill": True,
+            "remote_engine_id": "p",
+            "remote_request_id": "r",
+            "remote_host": "127.0.0.1",
+            "remote_port": 5000,
+            "remote_block_ids": [[1], [2]],
+            "remote_num_tokens": 4,
+            "remote_lease_ms": 30000,
+            "tp_size": 1,
+            "pp_size": 1,
+            "dcp_size": 1,
+            "transfer_mode": "pull",
+        }
+        scheduler.arrived("fine", params)
+        for key in ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"):
+            with pytest.raises(kvferry.InvalidArgumentError, match=key):
+                scheduler.arrived("r", {k: v for k, v in params.items() if k != key})
+            with pytest.raises(kvferry.InvalidArgumentError, match=key):
+                scheduler.arrived("r", {**params, key: True})
+        with pytest.raises(kvferry.InvalidArgumentError, match="remote_port"):
+            scheduler.arrived("r", {**params, "remote_port": 70000})
+        with pytest.raises(kvferry.InvalidArgumentError, match="request id"):
+            scheduler.arrived("", params)
+        with pytest.raises(kvferry.InvalidArgumentError, match="outcome"):
+            scheduler.finished("r", params, "odd", [[], []], 0)  # type: ignore[arg-type]
+        assert scheduler.matched("fine", params, 4, 0) == (4, True)
+
+
+def test_bad_configs_and_a_taken_port_are_named() -> None:
+    bad: list[tuple[dict[str, object], str]] = [
+        ({"enginee": 1}, "unknown field `enginee`"),
+        ({"engine_id": 7}, 'key "engine_id": invalid type'),
+        ({"groups": []}, "groups is empty"),
+        ({"groups": [{"kind": "full", "block_size": "x"}]}, r"groups\[0\]"),
+        ({"port": 70000}, 'key "port"'),
+        ({"lease_ms": 1}, "lease_ms is 1"),
+        ({"tp_size": 0}, "tp_size is 0"),
+    ]
+    for change, expected in bad:
+        with pytest.raises(kvferry.InvalidArgumentError, match=expected):
+            Scheduler({**GOOD, **change})
+    bad = [({"windo": 1}, "windo"), ({"tp_rank": 5}, "tp_rank is 5"), ({"ucx": 3}, 'key "ucx"')]
+    for change, expected in bad:
+        with pytest.raises(kvferry.InvalidArgumentError, match=expected):
+            Worker({**config_of("e", 0), **change})
+    with kvferry.Listener({"engine_id": "e", "host": "127.0.0.1"}) as listener:
+        port = listener.address[1]
+        with pytest.raises(kvferry.AddressInUseError, match=f"port {port} is in use"):
+            kvferry.Listener({"engine_id": "f", "host": "127.0.0.1", "port": port})
+        for junk in (b"", b"junk", b"\x81\xa5magic\xa3foo"):
+            with pytest.raises(kvferry.CorruptError):
+                listener.offer(junk)
+
+
+def test_metadata_of_wrong_ranks_and_damaged_bytes_are_refused() -> None:
+    with ExitStack() as stack:
+        engine = Engine(stack, "prefill", 1)
+        config = {**GOOD, "engine_id": "prefill", "tp_size": TP}
+        with Scheduler(config) as other:
+            with pytest.raises(kvferry.InvalidArgumentError, match="missing"):
+                other.serve({(0, 0): engine.metadata[0, 0]})
+            with pytest.raises(kvferry.KvferryError, match="rank"):
+                other.serve({(0, 0): engine.metadata[0, 1], (0, 1): engine.metadata[0, 0]})
+            with pytest.raises(kvferry.CorruptError):
+                other.serve({(0, 0): engine.metadata[0, 0][:-1], (0, 1): engine.metadata[0, 1]})
+        with kvferry.Listener({"engine_id": "prefill", "tp_size": TP, "host": "127.0.0.1"}) as listener:
+            assert [listener.offer(blob) for blob in engine.metadata.values()] == [1, 0]
+        other_engine = {"engine_id": "other", "tp_size": TP, "host": "127.0.0.1"}
+        with kvferry.Listener(other_engine) as listener, pytest.raises(kvferry.IncompatibleError, match="prefill"):
+            listener.offer(engine.metadata[0, 0])
+        engine.end()
+
+
+def test_steps_and_reports_of_strangers_are_refused() -> None:
+    with Worker({"engine_id": "e", "transport": "tcp"}) as worker, Aggregator([(0, 0), (0, 1)]) as aggregator:
+        for junk in (b"", b"junk", b"\xc1" * 300):
+            with pytest.raises(kvferry.KvferryError):
+                worker.submit(junk)
+            with pytest.raises(kvferry.KvferryError):
+                aggregator.add(junk)
+        with pytest.raises(kvferry.NotFoundError, match="geometry"):
+            worker.metadata()
+        assert worker.poll() is None
+        report: kvferry.Report = {
+            "rank": {"pp": 0, "tp": 0},
+            "finished_sending": ["s"],
+            "finished_recving": ["r"],
+            "failed_recving": [{"request": "r", "cause": "timeout", "message": "m", "invalid_blocks": [7, 3]}],
+            "records": [],
+            "stats": {"recvs": 1, "recv_failures": {"timeout": 2}},
+        }
+        encoded = kvferry.encode_report(report)
+        decoded = kvferry.decode_report(encoded)
+        assert decoded["failed_recving"] == report["failed_recving"]
+        other = kvferry.encode_report({**report, "rank": {"pp": 0, "tp": 1}, "failed_recving": []})
+        aggregator.add(encoded)
+        assert aggregator.take()["finished_recving"] == []
+        aggregator.add(kvferry.merge_reports(other, encoded))
+        outcome = aggregator.take()
+        assert (outcome["finished_sending"], outcome["finished_recving"]) == (["s"], ["r"])
+        assert [failure["invalid_blocks"] for failure in outcome["failed_recving"]] == [[3, 7]]
+        with pytest.raises(kvferry.InvalidArgumentError, match="pp 3"):
+            aggregator.add(kvferry.encode_report({**report, "rank": {"pp": 3, "tp": 0}}))
+        with pytest.raises(kvferry.InvalidArgumentError, match="cause"):
+            kvferry.encode_report({**report, "failed_recving": [{**report["failed_recving"][0], "cause": "odd"}]})

@@ -1,0 +1,79 @@
+"""What lies under the nouns: versions, loading, errors, and calls with wrong values."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+
+import kvferry
+import pytest
+from kvferry import _errors, _find, _lib
+
+
+def test_versions() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", kvferry.version())
+    assert kvferry.abi_version() == _lib.ABI_VERSION
+    header = kvferry.header_path().read_text()
+    assert f"#define KVF_ABI_VERSION {_lib.ABI_VERSION}\n" in header
+
+
+def test_every_code_of_the_header_has_its_class_and_survives_pickling() -> None:
+    codes = dict(re.findall(r"KVF_([A-Z_]+) = (-\d+),", kvferry.header_path().read_text()))
+    assert len(codes) == len(_errors._CLASSES)
+    for name, code in codes.items():
+        error = _errors.make_error(int(code), name.lower(), "text")
+        assert type(error) is not kvferry.KvferryError
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), again.code, again.name, str(again)) == (type(error), int(code), name.lower(), str(error))
+
+
+def test_stale_and_foreign_handles_are_errors_in_the_library_itself() -> None:
+    agent = kvferry.Agent({"transport": "tcp"})
+    pointer = agent._handle.get()
+    agent.shutdown()
+    for name in ("kvf_agent_free", "kvf_agent_free"):
+        with pytest.raises(kvferry.NotFoundError, match="no live agent handle"):
+            _lib._call(name, pointer)
+    with pytest.raises(kvferry.InvalidArgumentError, match="NULL"):
+        _lib._call("kvf_agent_free", _lib._load().ffi.NULL)
+    aggregator = kvferry.Aggregator([(0, 0)])
+    foreign = _lib._load().ffi.cast("kvf_agent *", aggregator._handle.get())
+    with pytest.raises(kvferry.InvalidArgumentError, match="of the kind aggregator, expected agent"):
+        _lib._call("kvf_agent_free", foreign)
+    aggregator.close()
+
+
+def test_a_handle_of_another_process_is_refused_after_a_fork() -> None:
+    code = (
+        "import os, sys, kvferry\n"
+        "aggregator = kvferry.Aggregator([(0, 0)])\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    try:\n"
+        "        aggregator.take()\n"
+        "    except kvferry.ShutDownError as error:\n"
+        "        os._exit(7 if 'fork' in error.message else 1)\n"
+        "    os._exit(2)\n"
+        "sys.exit(0 if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7 else 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=os.environ)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_missing_library_says_what_to_do() -> None:
+    environment = {**os.environ, "KVFERRY_LIBRARY": "/no/such/libkvferry.so"}
+    code = "import kvferry; kvferry.version()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=environment)
+    assert done.returncode == 1
+    assert b"cannot load /no/such/libkvferry.so" in done.stderr
+
+
+def test_declarations_leave_out_what_is_for_other_compilers() -> None:
+    header = (
+        "#ifndef G\n#define G\nint a;\n#ifdef __cplusplus\nint b;\n#else\nint c; // int d;\n#endif\n"
+        "#if __STDC_VERSION__ >= 202311L\nint e;\n#endif\n/* int f; */\n#endif\n"
+    )
+    assert _find.declarations(header).split() == ["int", "a;", "int", "c;"]

@@ -1,0 +1,131 @@
+//! How libucp is found and refused. A process opens one UCX, so each case runs in a process of its own: this test
+//! binary again, with the case in its environment.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+use std::env;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use kvferry::ucx::{Context, ContextConfig, Library, OLDEST, PATH_VARIABLE, Source};
+
+const CASE: &str = "KVFERRY_TEST_CASE";
+
+/// Not a test by itself: opens UCX as the environment says and tells the outcome in one line.
+#[test]
+#[ignore = "started by the other tests"]
+fn case() {
+    let configured = env::var_os(CASE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let opened = Library::open(configured.as_deref());
+    match opened {
+        Ok(library) => println!("\n@ok {:?} {}", library.info().source, library.info().path.display()),
+        Err(error) => println!("\n@error {} {error}", error.is_no_library()),
+    }
+}
+
+/// Runs `case`; `variables` are set, or unset where they are `None`.
+fn outcome(configured: &str, variables: &[(&str, Option<&str>)]) -> String {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["case", "--exact", "--nocapture", "--ignored"]).stdin(Stdio::null()).env(CASE, configured);
+    for (name, value) in variables {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines().find_map(|line| line.strip_prefix('@')).unwrap().to_owned()
+}
+
+/// The path of the UCX that this machine's tests use.
+fn usable() -> PathBuf {
+    Library::open(None).unwrap().info().path.clone()
+}
+
+/// No place to look at but the system's.
+const NOWHERE: [(&str, Option<&str>); 5] = [
+    (PATH_VARIABLE, None),
+    ("PYTHONPATH", None),
+    ("VIRTUAL_ENV", None),
+    ("CONDA_PREFIX", None),
+    ("CARGO_MANIFEST_DIR", None),
+];
+
+fn nowhere_but<'a>(name: &'a str, value: &'a str) -> Vec<(&'a str, Option<&'a str>)> {
+    NOWHERE.into_iter().filter(|(known, _)| *known != name).chain([(name, Some(value))]).collect()
+}
+
+#[test]
+fn a_named_library_is_the_one_opened() {
+    let path = usable();
+    let text = path.to_str().unwrap();
+    assert_eq!(outcome(text, &NOWHERE), format!("ok {:?} {text}", Source::Configured));
+    assert_eq!(outcome("", &nowhere_but(PATH_VARIABLE, text)), format!("ok {:?} {text}", Source::Environment));
+}
+
+#[test]
+fn a_wrong_path_is_told_with_the_fix() {
+    let folder = env::temp_dir();
+    let text_file = folder.join(format!("kvferry-not-a-library-{}", std::process::id()));
+    std::fs::write(&text_file, "no library").unwrap();
+    for path in [Path::new("/nowhere/libucp.so.0"), &folder, &text_file] {
+        let path = path.to_str().unwrap();
+        for told in [outcome(path, &NOWHERE), outcome("", &nowhere_but(PATH_VARIABLE, path))] {
+            assert!(told.starts_with("error true"), "{told}");
+            assert!(told.contains(path) && told.contains("pip install libucx-cu12"), "{told}");
+        }
+    }
+    std::fs::remove_file(&text_file).unwrap();
+}
+
+#[test]
+fn another_library_than_ucx_is_refused() {
+    let libc = std::fs::read_to_string("/proc/self/maps")
+        .unwrap()
+        .lines()
+        .find_map(|line| line.find('/').map(|at| line[at..].to_owned()).filter(|path| path.contains("/libc.so")))
+        .unwrap();
+    let told = outcome(&libc, &NOWHERE);
+    assert!(told.starts_with("error true") && told.contains("lacks") && told.contains("ucp_init_version"), "{told}");
+}
+
+#[test]
+fn a_python_package_is_found() {
+    let path = usable();
+    let Some(packages) = path.to_str().and_then(|path| path.split_once("/libucx/lib/")).map(|(front, _)| front) else {
+        println!("skipped: the UCX of this machine is not that of the Python package libucx");
+        return;
+    };
+    let told = outcome("", &nowhere_but("PYTHONPATH", packages));
+    // A machine may have a UCX of its own, which comes first.
+    let (system, package) = (format!("ok {:?}", Source::System), format!("ok {:?}", Source::PythonPackage));
+    assert!(told.starts_with(&system) || told.starts_with(&package), "{told}");
+    // <environment>/lib/python3.x/site-packages, unless the package lies somewhere else.
+    if let (true, Some(environment)) = (packages.ends_with("/site-packages"), Path::new(packages).ancestors().nth(3)) {
+        let told = outcome("", &nowhere_but("VIRTUAL_ENV", environment.to_str().unwrap()));
+        assert!(told.starts_with(&system) || told.starts_with(&package), "{told}");
+    }
+}
+
+#[test]
+fn no_ucx_is_an_error_with_the_fix() {
+    let told = outcome("", &NOWHERE);
+    if told.starts_with(&format!("ok {:?}", Source::System)) {
+        println!("skipped: this machine's system has a UCX, so there is always one");
+        return;
+    }
+    assert!(told.starts_with("error true"), "{told}");
+    assert!(told.contains("pip install libucx-cu12") && told.contains(PATH_VARIABLE), "{told}");
+}
+
+#[test]
+fn the_oldest_version_is_met_and_a_context_uses_the_opened_library() {
+    let library = Library::open(None).unwrap();
+    let (major, minor, _) = library.info().number;
+    assert!((major, minor) >= OLDEST);
+    let config = ContextConfig { tls: Some("tcp".to_owned()), ..ContextConfig::default() };
+    assert!(std::ptr::eq(Context::new(&config).unwrap().library(), library));
+    assert_eq!(Library::others(), Vec::<PathBuf>::new());
+}
