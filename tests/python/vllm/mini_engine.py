@@ -37,6 +37,7 @@ class Settings:
     salt: int
     policy: str = "fail"
     hybrid: bool = False
+    child: bool = False
     blocks: int = 96
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -78,7 +79,7 @@ class Engine:
         from vllm.v1.worker.utils import allocate_kv_cache
 
         self.salt = settings.salt
-        config = self._vllm_config(settings)
+        self.config = config = self._vllm_config(settings)
         self.kv_cache_config = self._kv_cache_config(settings)
         config.cache_config.num_gpu_blocks = settings.blocks
         with set_current_vllm_config(config):
@@ -110,6 +111,24 @@ class Engine:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
 
+        connector: dict[str, Any] = {
+            "kv_connector": "KvferryConnector",
+            "kv_connector_module_path": "kvferry.vllm",
+            "kv_role": settings.role,
+            "kv_connector_extra_config": {"host": "127.0.0.1", "port": 0, **settings.extra},
+        }
+        if settings.child:
+            # Beside a connector of vLLM that needs nothing but a folder.
+            other = {
+                "kv_connector": "ExampleConnector",
+                "kv_role": settings.role,
+                "kv_connector_extra_config": {"shared_storage_path": settings.model},
+            }
+            connector = {
+                "kv_connector": "MultiConnector",
+                "kv_role": settings.role,
+                "kv_connector_extra_config": {"connectors": [connector, other]},
+            }
         return EngineArgs(
             model=settings.model,
             skip_tokenizer_init=True,
@@ -120,13 +139,8 @@ class Engine:
             block_size=BLOCK,
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 24,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="KvferryConnector",
-                kv_connector_module_path="kvferry.vllm",
-                kv_role=settings.role,
-                kv_load_failure_policy=settings.policy,
-                kv_connector_extra_config={"host": "127.0.0.1", "port": 0, **settings.extra},
-            ),
+            disable_hybrid_kv_cache_manager=settings.child,
+            kv_transfer_config=KVTransferConfig(**connector, kv_load_failure_policy=settings.policy),
         ).create_engine_config()
 
     def _kv_cache_config(self, settings: Settings) -> Any:
@@ -237,6 +251,7 @@ class Engine:
 
     def step(self) -> None:
         """One engine step, with the calls of vLLM's model runner in their order."""
+        from vllm.forward_context import get_forward_context, set_forward_context
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         scheduled = self.scheduler.schedule()
@@ -256,7 +271,8 @@ class Engine:
                 self.wrong_bytes[request] = wrong
             self._compute(request, range(start, end))
             tokens.append([end % 500] if end >= state.num_tokens else [])
-        self.worker.start_load_kv(None)
+        with set_forward_context(None, self.config):
+            self.worker.start_load_kv(get_forward_context())
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(scheduled.finished_req_ids)
         output = KVConnectorOutput(
@@ -268,8 +284,10 @@ class Engine:
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.worker.clear_connector_metadata()
-        if output.kv_connector_stats is not None:
-            self.figures = output.kv_connector_stats.aggregate(type(output.kv_connector_stats)(self.figures)).to_dict()
+        stats: Any = output.kv_connector_stats
+        if stats is not None:
+            stats = stats.data.get("KvferryConnector", stats)
+            self.figures = stats.aggregate(type(stats)(self.figures)).to_dict()
         indices = {request: index for index, request in enumerate(requests)}
         ran = ModelRunnerOutput(requests, indices, tokens, kv_connector_output=output)
         merged = self.aggregator.aggregate([ran])
