@@ -32,6 +32,7 @@ DEPS = ROOT / ".deps"
 # Kept free when the baseline runs beside the other servers.
 SPARE_GIB = 2.0
 BASELINE_PARALLEL = 4
+ENDING_LIMIT_S = 30.0
 
 
 def say(text: str) -> None:
@@ -188,11 +189,30 @@ async def run_connector(
             control = await send_control(setting, proxy)
             check_control(setting.workload, control, baseline, result)
         await check_drained(session, (prefill, decode), result)
+    except aiohttp.ClientError as problem:
+        raise await explain(problem, (prefill, decode)) from problem
     finally:
         await proxy.stop()
     for server in (prefill, decode):
         server.check_alive()
     return result
+
+
+async def explain(problem: aiohttp.ClientError, servers: tuple[Server, ...]) -> ServerFailed:
+    """Why a server could not be reached: the end of the log of the one that died, else of all.
+
+    A server whose engine dies closes its port first and ends some time later.
+    """
+    deadline = time.monotonic() + ENDING_LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            for server in servers:
+                server.check_alive()
+        except ServerFailed as failure:
+            return failure
+        await asyncio.sleep(0.5)
+    tails = "\n".join(f"the end of {server.log}:\n{server.tail()}" for server in servers)
+    return ServerFailed(f"a server does not answer: {problem}\n{tails}")
 
 
 def show(result: Result) -> None:
