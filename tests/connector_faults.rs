@@ -276,13 +276,16 @@ fn consumer_killed_mid_transfer(transport: Transport) {
     p.workers[0].signal(Signal::CONT);
     // Nobody renews the lease.
     p.await_sent("p");
-    assert_eq!(p.stats.sends_expired, 1);
+    match transport {
+        // CMA reads need nothing of the stopped producer, so the consumer may have said done before it died.
+        Transport::Shm => assert_eq!(p.stats.sends_expired + p.stats.sends_read, 2),
+        _ => assert_eq!((p.stats.sends_expired, p.stats.sends_read), (1, 1)),
+    }
     let mut d = Engine::start("decode", &CacheSpec { seed: 1032, ..cache.clone() }, transport);
     works(&mut p, &mut d, "next");
 }
 
 #[test]
-#[ignore = "UCX 1.22 aborts a process whose reply to a software-emulated GET meets a closed connection"]
 fn a_consumer_killed_mid_transfer_over_tcp() {
     consumer_killed_mid_transfer(Transport::Tcp);
 }
