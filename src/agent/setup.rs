@@ -48,20 +48,20 @@ fn is_set(config: &AgentConfig, name: &str) -> bool {
 
 /// The value for `UCX_TLS`; `None` leaves it to the settings, the environment and UCX.
 fn tls(config: &AgentConfig) -> Result<Option<String>> {
-    let base = match config.transport {
+    let (base, device) = match config.transport {
         Transport::Auto => return Ok(None),
-        Transport::Tcp => "tcp",
+        Transport::Tcp => ("tcp", ",cuda_copy"),
         // CMA moves the bytes between two processes, `self` those within one worker. Messages need a transport that
         // notices a dead peer, which UCX's shared-memory ones do not by default: they go over TCP.
-        Transport::Shm => "cma,tcp,self",
+        Transport::Shm => ("cma,tcp,self", ",cuda_copy,cuda_ipc"),
     };
     if let Some(name) = config.ucx.keys().find(|name| matches!(name.as_str(), "TLS" | "UCX_TLS")) {
         return Err(Error::invalid(format!(
             "both a transport ({base}) and the UCX setting {name} were given; give one of them, or the transport auto"
         )));
     }
-    // Without a device UCX would warn about a transport that it does not have.
-    Ok(Some(if cuda::available() { format!("{base},cuda_copy,cuda_ipc") } else { base.to_owned() }))
+    // Without a device UCX would warn about transports that it does not have.
+    Ok(Some(format!("{base}{}", if cuda::available() { device } else { "" })))
 }
 
 #[cfg(test)]

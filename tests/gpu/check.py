@@ -1,0 +1,240 @@
+"""Device tests: two processes on one GPU, device and host memory, every byte of both sides checked; then a benchmark.
+
+Needs a CUDA driver, Python 3.10 or newer, numpy and the kvferry package. Without a CUDA device it prints SKIPPED and
+ends with status 0, or with 1 when KVFERRY_REQUIRE names cuda. `--host` uses host memory in place of device memory,
+which tests this program where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import cuda
+import kvferry
+import numpy as np
+from kvferry import Segment
+from peer import Peer, allocate, register
+
+TRANSPORTS = ("auto", "shm", "tcp")
+SIZES = [6 * 64 * 1024, 64 * 4096]
+GENEROUS = 120.0
+"""Seconds that any wait may take before it is a failure."""
+
+
+def rich_plan(random: np.random.Generator) -> tuple[list[Segment], list[tuple[list[int], list[int]]]]:
+    """Layers that merge and layers that do not, odd lengths and offsets, random and consecutive blocks."""
+    segments = []
+    for layer in range(6):
+        segments.append(Segment(0, 0, 0, layer * 65536, layer * 65536, 1024, 1024, 1024))
+        segments.append(Segment(1, 1, 1, layer * 517 + 3, layer * 600, 4001, 4096, 517))
+    count = int(random.integers(10, 40))
+    scattered = (random.permutation(64)[:count].tolist(), random.permutation(64)[:count].tolist())
+    consecutive = list(range(7, 7 + count))
+    return segments, [scattered, (consecutive, consecutive)]
+
+
+def model(
+    direction: str,
+    segments: list[Segment],
+    blocks: list[tuple[list[int], list[int]]],
+    here: list[cuda.Bytes],
+    there: list[cuda.Bytes],
+) -> None:
+    """Does to copies of both sides' bytes what the transfer should do."""
+    for s in segments:
+        for ours, theirs in zip(*blocks[s.list], strict=True):
+            a = s.local_offset + ours * s.local_stride
+            b = s.remote_offset + theirs * s.remote_stride
+            local, remote = here[s.local_region][a : a + s.length], there[s.remote_region][b : b + s.length]
+            if direction == "read":
+                local[:] = remote
+            else:
+                remote[:] = local
+
+
+def same(what: str, actual: list[cuda.Bytes], expected: list[cuda.Bytes]) -> None:
+    """Every byte must be as expected."""
+    for region, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        wrong = np.flatnonzero(a != e)
+        if len(wrong):
+            raise AssertionError(
+                f"{what}: {len(wrong)} wrong bytes in region {region}, the first at {wrong[0]}: "
+                f"{a[wrong[0]]:#x}, expected {e[wrong[0]]:#x}"
+            )
+
+
+class Checks:
+    """The tests. `device` is the kind of memory that stands for the device."""
+
+    def __init__(self, driver: cuda.Driver | None) -> None:
+        self._driver = driver
+        self._device = "cuda" if driver is not None else "host"
+        self._failed: list[str] = []
+        self._passed = 0
+
+    def run(self, name: str, test: Callable[[], str | None]) -> None:
+        """Runs one test and prints how it went."""
+        start = time.monotonic()
+        try:
+            note = test()
+        except Exception:  # every failure is reported, and the others still run
+            traceback.print_exc()
+            self._failed.append(name)
+            print(f"FAILED  {name}", flush=True)
+            return
+        self._passed += 1
+        print(f"passed  {name} ({time.monotonic() - start:.1f} s){'' if note is None else ': ' + note}", flush=True)
+
+    def finish(self) -> int:
+        """Prints the sum; the exit status."""
+        print(f"{self._passed} passed, {len(self._failed)} failed{''.join(f', {name}' for name in self._failed)}")
+        return 1 if self._failed else 0
+
+    def kind(self, name: str) -> str:
+        """The kind of memory that "device" or "host" stands for."""
+        return self._device if name == "device" else "host"
+
+    def move(self, transport: str, local: str, remote: str) -> str:
+        """Reads and writes between `local` memory here and `remote` memory in another process."""
+        random = np.random.default_rng(5)
+        here = [allocate(self.kind(local), nbytes, self._driver) for nbytes in SIZES]
+        peer = Peer(transport, self.kind(remote), SIZES, 100)
+        operations = 0
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            for index, memory in enumerate(here):
+                memory.put(cuda.pattern(index, memory.nbytes))
+                register(agent, memory, self.kind(local))
+            connected = agent.connect(peer.metadata)
+            for direction in ("read", "write", "read", "write"):
+                segments, blocks = rich_plan(random)
+                ours = [memory.get() for memory in here]
+                theirs = [data.copy() for data in peer.contents()]
+                model(direction, segments, blocks, ours, theirs)
+                start = agent.read if direction == "read" else agent.write
+                done = start(connected, segments, blocks).wait(GENEROUS)
+                operations += done.operations
+                same(f"{direction}, here", [memory.get() for memory in here], ours)
+                same(f"{direction}, there", peer.contents(), theirs)
+        peer.end()
+        return f"{operations} operations"
+
+    def killed(self, transport: str) -> str:
+        """A peer that is killed in mid-transfer ends the transfer, and a new one works."""
+        nbytes = 64 << 20
+        memory = allocate(self._device, nbytes, self._driver)
+        ids = list(range(nbytes // 4096))
+        scattered = [Segment(0, 0, 0, 0, 0, 4096, 4096, 4000)]
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            register(agent, memory, self._device)
+            peer = Peer(transport, self._device, [nbytes], 1)
+            transfers = [agent.read(agent.connect(peer.metadata), scattered, [(ids, ids)]) for _ in range(8)]
+            peer.kill()
+            failures = 0
+            for transfer in transfers:
+                try:
+                    transfer.wait(GENEROUS)
+                except kvferry.KvferryError:
+                    failures += 1
+            peer = Peer(transport, self._device, [nbytes], 2)
+            whole = [Segment(0, 0, 0, 0, 0, nbytes, nbytes, nbytes)]
+            agent.read(agent.connect(peer.metadata), whole, [([0], [0])]).wait(GENEROUS)
+            same("after", [memory.get()], [cuda.pattern(2, nbytes)])
+            peer.end()
+        return f"{failures} of 8 transfers failed"
+
+    def refusals(self) -> str:
+        """Memory that is not what it is said to be is refused with an explanation."""
+        driver = self._driver
+        assert driver is not None
+        device, host = cuda.DeviceMemory(driver, 1 << 20), cuda.HostMemory(1 << 20)
+        texts = []
+        with kvferry.Agent({"name": "check"}) as agent:
+            for address, nbytes, kind, ordinal, text in (
+                (device.address, 4096, "host", 0, "CUDA device"),
+                (host.address, 4096, "cuda", 0, "does not know"),
+                (device.address, 1 << 40, "cuda", 0, "after its allocation"),
+                (device.address, 4096, "cuda", 99, "CUDA device 99"),
+            ):
+                try:
+                    if kind == "cuda":
+                        agent.register((address, nbytes), kind="cuda", device=ordinal)
+                    else:
+                        agent.register((address, nbytes), kind="host")
+                except kvferry.KvferryError as error:
+                    if text not in str(error):
+                        raise AssertionError(f"expected {text!r} in {error}") from error
+                    texts.append(type(error).__name__)
+                else:
+                    raise AssertionError(f"{nbytes} bytes of {kind} memory at {address:#x} were accepted")
+            register(agent, device, "cuda")
+        return ", ".join(texts)
+
+    def benchmark(self, transport: str, local: str, remote: str) -> str:
+        """The best of five reads of 256 MiB, per block size, in GB/s."""
+        nbytes = 256 << 20
+        memory = allocate(self.kind(local), nbytes, self._driver)
+        peer = Peer(transport, self.kind(remote), [nbytes], 7)
+        rates = []
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            register(agent, memory, self.kind(local))
+            connected = agent.connect(peer.metadata)
+            for block in (16 << 10, 256 << 10, nbytes):
+                memory.put(cuda.pattern(8, nbytes))
+                count = nbytes // block
+                # Not one neighbour of another, so that nothing merges.
+                ids = [i * 7919 % count for i in range(count)]
+                segments = [Segment(0, 0, 0, 0, 0, block, block, block)]
+                best = min(agent.read(connected, segments, [(ids, ids)]).wait(GENEROUS).duration for _ in range(5))
+                same("benchmark", [memory.get()], [cuda.pattern(7, nbytes)])
+                rates.append(f"{block >> 10} KiB blocks {nbytes / best / 1e9:.2f} GB/s")
+        peer.end()
+        return ", ".join(rates)
+
+
+def main() -> int:
+    """Runs everything; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--host", action="store_true", help="use host memory in place of device memory")
+    parser.add_argument("--no-benchmark", action="store_true", help="leave out the benchmark")
+    options = parser.parse_args()
+    driver: cuda.Driver | None = None
+    if not options.host:
+        try:
+            driver = cuda.Driver()
+        except cuda.NoCuda as why:
+            if "cuda" in os.environ.get("KVFERRY_REQUIRE", "").replace(" ", "").split(","):
+                print(f"FAILED: KVFERRY_REQUIRE names cuda, but there is no CUDA device: {why}")
+                return 1
+            print(f"SKIPPED: no CUDA device: {why}")
+            return 0
+        print(driver.describe())
+    if os.environ.get("KVFERRY_LOG") is None:
+        os.environ["KVFERRY_LOG"] = "info"
+    checks = Checks(driver)
+    pairs = (("device", "device"), ("device", "host"), ("host", "device"))
+    if driver is not None:
+        checks.run("refusals", checks.refusals)
+    for transport in TRANSPORTS:
+        for local, remote in pairs:
+            checks.run(
+                f"{transport}: {local} here, {remote} there",
+                lambda t=transport, a=local, b=remote: checks.move(t, a, b),  # type: ignore[misc]
+            )
+        checks.run(f"{transport}: killed peer", lambda t=transport: checks.killed(t))  # type: ignore[misc]
+    if not options.no_benchmark:
+        for transport in TRANSPORTS:
+            for local, remote in pairs:
+                checks.run(
+                    f"benchmark, {transport}: read into {local} from {remote}",
+                    lambda t=transport, a=local, b=remote: checks.benchmark(t, a, b),  # type: ignore[misc]
+                )
+    return checks.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

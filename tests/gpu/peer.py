@@ -1,0 +1,93 @@
+"""The other process: an agent whose memory is read and written, and shown when the parent asks."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import cuda
+import kvferry
+import numpy as np
+
+
+def allocate(kind: str, nbytes: int, driver: cuda.Driver | None) -> cuda.Memory:
+    """Memory of `kind`: "cuda" (device 0) or "host"."""
+    if kind == "cuda":
+        assert driver is not None
+        return cuda.DeviceMemory(driver, nbytes)
+    return cuda.HostMemory(nbytes)
+
+
+def register(agent: kvferry.Agent, memory: cuda.Memory, kind: str) -> None:
+    """Registers memory by its address."""
+    if kind == "cuda":
+        agent.register((memory.address, memory.nbytes), kind="cuda", device=0)
+    else:
+        agent.register((memory.address, memory.nbytes), kind="host")
+
+
+class Peer:
+    """The parent's end of the pipe."""
+
+    def __init__(self, transport: str, kind: str, sizes: list[int], seed: int) -> None:
+        arguments = json.dumps([transport, kind, sizes, seed])
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.metadata = base64.b64decode(self._answer())
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("ANSWER "):
+                return line[7:].strip()
+        raise RuntimeError(f"the peer process ended with status {self._process.wait()}")
+
+    def contents(self) -> list[cuda.Bytes]:
+        """The bytes of all its regions."""
+        self._ask("dump")
+        return [np.frombuffer(base64.b64decode(text), dtype=np.uint8) for text in json.loads(self._answer())]
+
+    def _ask(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL; it is gone when this returns."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """Lets it shut down and checks that it ends well."""
+        self._ask("end")
+        status = self._process.wait(60)
+        if status != 0:
+            raise RuntimeError(f"the peer process ended with status {status}")
+
+
+def main() -> None:
+    """The child's life."""
+    transport, kind, sizes, seed = json.loads(sys.argv[1])
+    driver = cuda.Driver() if kind == "cuda" else None
+    memories = [allocate(kind, nbytes, driver) for nbytes in sizes]
+    with kvferry.Agent({"name": "peer", "transport": transport}) as agent:
+        for index, memory in enumerate(memories):
+            memory.put(cuda.pattern(seed + index, memory.nbytes))
+            register(agent, memory, kind)
+        print("ANSWER " + base64.b64encode(agent.metadata()).decode(), flush=True)
+        for line in sys.stdin:
+            if line.strip() == "end":
+                break
+            dumps = [base64.b64encode(memory.get().tobytes()).decode() for memory in memories]
+            print("ANSWER " + json.dumps(dumps), flush=True)
+
+
+if __name__ == "__main__":
+    main()
