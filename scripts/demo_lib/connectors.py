@@ -24,8 +24,8 @@ class Connector:
     """One selectable connector."""
 
     name: str
-    # Whether its engines get a plain request before the first hand-over. Stock's first one fails otherwise: its
-    # handshake gives up after 5 s, which a cold engine on a CPU takes longer than.
+    # Whether its engines get a plain request and a hand-over that does not count before the first one that does.
+    # Stock's first one often fails: its handshake gives up after 5 s, which a cold engine on a CPU may exceed.
     warm_up: bool
 
     def transfer_config(self, role: str, options: Options) -> dict[str, Any]:

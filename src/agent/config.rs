@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::served::MAX_WAITING;
 use crate::error::{Error, Result};
 
 /// Which of UCX's transports to use.
@@ -33,7 +34,7 @@ impl Transport {
 /// How much may be in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// Operations, at least 1.
+    /// Operations, at least 1. A peer lets at most 1024 of one other agent's requests wait.
     pub operations: u32,
     /// Bytes. A single operation over it is posted when nothing else is in flight.
     pub bytes: u64,
@@ -109,6 +110,12 @@ impl AgentConfig {
                 )));
             }
         }
+        if self.peer_window.operations as usize > MAX_WAITING {
+            return Err(Error::invalid(format!(
+                "peer_window is {} operations; expected at most {MAX_WAITING}, what a peer lets wait",
+                self.peer_window.operations
+            )));
+        }
         if self.max_operation_bytes == 0 {
             return Err(Error::invalid("max_operation_bytes is 0; expected at least 1"));
         }
@@ -128,6 +135,8 @@ mod tests {
         assert!(long.validate().unwrap_err().message().contains("257"));
         let none = AgentConfig { peer_window: Window { operations: 0, bytes: 1 }, ..AgentConfig::default() };
         assert!(none.validate().unwrap_err().message().contains("peer_window"));
+        let many = AgentConfig { peer_window: Window { operations: 1025, bytes: 1 }, ..AgentConfig::default() };
+        assert!(many.validate().unwrap_err().message().contains("1024"));
         let zero = AgentConfig { max_operation_bytes: 0, ..AgentConfig::default() };
         assert!(zero.validate().unwrap_err().message().contains("max_operation_bytes"));
         assert!(Transport::parse("rdma").unwrap_err().message().contains("rdma"));

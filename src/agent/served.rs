@@ -29,8 +29,9 @@ pub(super) const CHUNK_BYTES: u64 = 512 << 10;
 pub(super) const CHUNK_PIECES: usize = 3000;
 /// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only.
 const REPLY_BYTES: u64 = 4 << 20;
-/// Requests of one peer that may wait. A peer keeps to its window, far below this; one that does not is cut off.
-const MAX_WAITING: usize = 65_536;
+/// Requests of one peer that may wait, 48 MiB of them at the most. A peer keeps to its window, which may not be larger;
+/// one that does not is cut off.
+pub(super) const MAX_WAITING: usize = 1024;
 
 /// Part of a region: index, offset and length in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -209,8 +210,11 @@ impl Engine {
     fn on_read_request(&mut self, id: PeerId, chunk: u64, data: &[u8], now: Instant) -> Result<()> {
         let (pieces, rest) = decode_pieces(data)?;
         let bytes = total(&pieces);
-        if !rest.is_empty() || bytes > CHUNK_BYTES {
-            return Err(Error::corrupt(format!("a read request of {bytes} bytes, at most {CHUNK_BYTES} are allowed")));
+        if !rest.is_empty() || bytes > CHUNK_BYTES || pieces.len() > CHUNK_PIECES {
+            return Err(Error::corrupt(format!(
+                "a read request of {} pieces and {bytes} bytes, at most {CHUNK_PIECES} and {CHUNK_BYTES} are allowed",
+                pieces.len()
+            )));
         }
         let peer = self.peers.get_mut(id)?;
         if peer.service.waiting.len() >= MAX_WAITING {
