@@ -25,7 +25,9 @@ use crate::proto::wire::AgentMetadata;
 /// Makes the passenger, on the ferry thread.
 pub type MakePassenger = Box<dyn FnOnce(Waker) -> Box<dyn Passenger> + Send>;
 
-/// How long a cold call waits for the ferry thread, which answers within milliseconds unless UCX or a driver hangs.
+/// How long a registration may take: pinning hundreds of gigabytes for RDMA takes minutes.
+const REGISTER_TIMEOUT: Duration = Duration::from_secs(600);
+/// How long any other cold call waits for the ferry thread, which answers within milliseconds unless UCX or a driver hangs.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long dropping the last handle of a running agent may take.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -35,7 +37,8 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// A transfer engine: registered regions, peers, transfers and messages, served by one thread of its own (the ferry
 /// thread), which owns everything of UCX.
 ///
-/// A handle: cheap to clone, usable from any thread. When the last one is dropped, the agent is shut down as by
+/// A handle: cheap to clone, usable from any thread but the ferry thread itself, where a passenger has
+/// [`Ferry`](super::Ferry) for the same verbs and those that wait here would wait for themselves. When the last one is dropped, the agent is shut down as by
 /// [`Agent::shutdown`] with 10 seconds.
 #[derive(Clone)]
 pub struct Agent(Arc<Inner>);
@@ -159,7 +162,7 @@ impl Agent {
     /// [`ErrorKind::Unsupported`] when UCX cannot move this kind of memory; [`ErrorKind::Exhausted`] after 65,536
     /// registrations.
     pub fn register(&self, range: MemoryRange) -> Result<RegionId> {
-        self.ask(None, |reply| Command::Register { range, reply })?
+        self.ask(Some(REGISTER_TIMEOUT), |reply| Command::Register { range, reply })?
     }
 
     /// Ends a registration: refuses new transfers with the region at once, cancels those that use it, waits for their
