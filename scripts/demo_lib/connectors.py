@@ -18,6 +18,17 @@ REQUEST_LOG = "KVFERRY_REQUEST_LOG"
 # ("Destination is unreachable"): NIXL's endpoints ask to be told of a peer's death, which needs TCP for that.
 UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
 
+# A free port, so that two demos do not meet. The times are ten times the defaults, because here a slow machine is no
+# failure: five processes of two tensor-parallel engines were seen to stand still for over 30 s on two busy cores, which
+# outlasts the default lease, and kvferry then rightly fails the request.
+KVFERRY_OPTIONS = {
+    "port": 0,
+    "lease_ms": 300_000,
+    "handshake_timeout_ms": 300_000,
+    "transfer_timeout_ms": 1_200_000,
+    "verdict_timeout_ms": 100_000,
+}
+
 
 @dataclass(frozen=True)
 class Connector:
@@ -31,10 +42,10 @@ class Connector:
     def transfer_config(self, role: str, options: Options) -> dict[str, Any]:
         """The value of --kv-transfer-config."""
         if self.name == "kvferry":
-            config: dict[str, Any] = {"kv_connector": "KvferryConnector", "kv_role": role}
+            extra: dict[str, Any] = dict(KVFERRY_OPTIONS)
             if options.transport is not None:
-                config["kv_connector_extra_config"] = {"transport": options.transport}
-            return config
+                extra["transport"] = options.transport
+            return {"kv_connector": "KvferryConnector", "kv_role": role, "kv_connector_extra_config": extra}
         return {
             "kv_connector": "QuietNixlConnector" if self.name == "stock-quiet" else "ObservedNixlConnector",
             "kv_connector_module_path": "demo_lib.nixl_observer",
