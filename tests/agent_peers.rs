@@ -7,7 +7,7 @@ mod agent_support;
 use std::time::Duration;
 
 use agent_support::child::{Remote, serve};
-use agent_support::{LIMIT, Node, TRANSPORTS, assert_same, config, model, pattern_bytes, plan};
+use agent_support::{LIMIT, Node, TRANSPORTS, assert_same, config, model, pattern_bytes, plan, until};
 use kvferry::ErrorKind;
 use kvferry::agent::Window;
 use kvferry::agent::{AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, Transport, decode_metadata, encode_metadata};
@@ -148,7 +148,7 @@ fn a_cancelled_transfer_with_a_peer_that_hangs_is_ended_by_force() {
     b.signal("STOP");
     let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 64 << 10, 64 << 10, vec![0], vec![0])).unwrap();
     // In flight: it was posted before the cancellation.
-    while a.agent.stats().unwrap().operations_in_flight == 0 {}
+    until("a transfer in flight", || a.agent.stats().unwrap().operations_in_flight > 0);
     a.agent.cancel(id).unwrap();
     assert_eq!(a.wait_done(id).0.unwrap_err().kind(), ErrorKind::Cancelled);
     assert_eq!(a.wait_lost(peer).kind(), ErrorKind::PeerDied);
@@ -201,9 +201,14 @@ fn an_agent_that_is_gone_is_unreachable() {
             return;
         }
     };
-    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0])).unwrap();
+    let started = a.agent.transfer(peer, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0]));
     assert_eq!(a.wait_lost(peer).kind(), ErrorKind::Unreachable);
-    assert_eq!(a.wait_done(id).0.unwrap_err().kind(), ErrorKind::Unreachable);
+    // Lost while it waited, before it was taken up, or before it was given.
+    let kind = match started {
+        Ok(id) => a.wait_done(id).0.unwrap_err().kind(),
+        Err(error) => error.kind(),
+    };
+    assert!(matches!(kind, ErrorKind::Unreachable | ErrorKind::PeerDied | ErrorKind::NotFound), "{kind:?}");
 }
 
 /// The address answers, but is not that of the expected incarnation: nothing is read from it.
@@ -304,7 +309,7 @@ fn every_event_of_a_lost_peer_comes_once() {
 fn a_consumer_that_dies_while_it_reads_leaves_the_producer_alive() {
     for transport in TRANSPORTS {
         let mut producer = Remote::spawn(transport, 1, &[1 << 20]);
-        for round in 0..10 {
+        for round in 0..6 {
             let mut consumer = Remote::spawn(transport, 2, &[1 << 20]);
             assert_eq!(consumer.ask(&format!("read {}", producer.metadata_hex())), "reading");
             if round % 2 == 1 {

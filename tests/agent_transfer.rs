@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use agent_support::child::{Remote, serve};
 use agent_support::{
-    LIMIT, Node, RICH, Random, TRANSPORTS, assert_same, config, model, pattern_bytes, plan, rich_plan,
+    LIMIT, Node, RICH, Random, TRANSPORTS, assert_same, config, model, pattern_bytes, plan, rich_plan, until,
 };
 use kvferry::ErrorKind;
 use kvferry::agent::{Agent, AgentConfig, Direction, Event, TransferId, Transport, Window};
@@ -232,7 +232,7 @@ fn deregistering_ends_the_transfers_that_use_the_region_and_spares_the_others() 
     hanging.signal("STOP");
     let ids: Vec<u32> = (0..4096).collect();
     let doomed = a.agent.transfer(other, Direction::Read, plan(0, 0, 2048, 2000, ids.clone(), ids)).unwrap();
-    while a.agent.stats().unwrap().operations_in_flight == 0 {}
+    until("a transfer in flight", || a.agent.stats().unwrap().operations_in_flight > 0);
     let spared = a.agent.transfer(peer, Direction::Read, plan(1, 1, 1 << 20, 1 << 20, vec![0], vec![0])).unwrap();
     a.agent.deregister(a.regions[0]).unwrap();
     // From here on nothing writes region 0.

@@ -139,8 +139,11 @@ impl Engine {
                 let _ = self.disconnect(peer, now);
             }
             Command::Transfer { id, peer, direction, plan } => {
+                let known = self.peers.get(peer).is_ok();
                 if let Err(error) = self.start_transfer(id, peer, direction, plan, now) {
-                    self.refuse_transfer(id, peer, error, now);
+                    // The handle found the peer alive.
+                    let gone = || Error::new(ErrorKind::PeerDied, "the peer was lost before the transfer began");
+                    self.refuse_transfer(id, peer, if known { error } else { gone() }, now);
                 }
             }
             Command::Cancel { id } => {

@@ -69,7 +69,7 @@ impl Remote {
                 stat.rsplit_once(')').unwrap().1.trim_start().starts_with('T')
             })
         };
-        while name == "STOP" && !stopped() {}
+        super::until("the child is stopped", || name != "STOP" || stopped());
     }
 
     /// SIGKILL, and the process is gone when this returns.
@@ -154,7 +154,10 @@ pub fn serve() {
                     let plan = super::plan(0, 0, 1024, 1000, ids.clone(), ids.clone());
                     node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
                 }
-                while node.agent.stats().unwrap().bytes_read == 0 && node.agent.stats().unwrap().operations < 200 {}
+                super::until("reads", || {
+                    let stats = node.agent.stats().unwrap();
+                    stats.bytes_read > 0 || stats.operations >= 200
+                });
                 say("reading");
             }
             other => panic!("unknown command {other}"),

@@ -202,6 +202,15 @@ impl Node {
     }
 }
 
+/// Waits, without keeping a processor busy, until something holds.
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let end = Instant::now() + LIMIT;
+    while !holds() {
+        assert!(Instant::now() < end, "{what}: not within {LIMIT:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Bytes that a plan moves, counted block by block.
 pub fn model_bytes(plan: &CopyPlan) -> u64 {
     plan.segments.iter().map(|s| s.len * plan.lists[s.list as usize].local.len() as u64).sum()
