@@ -247,6 +247,8 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
             operations: defaults.total_window.operations.max(peer_window.operations),
             ..defaults.total_window
         },
+        // Part of the handshake. On starved machines 10 s, an agent's default, was seen to pass without an answer.
+        connect_timeout: Duration::from_millis(config.handshake_timeout_ms),
         ..defaults
     }
 }

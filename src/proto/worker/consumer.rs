@@ -295,11 +295,13 @@ impl Consumer {
     pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) {
         while let Some(Due::Late(id)) = self.sessions.advance(now, out) {
             let limit = self.config.handshake_timeout_ms;
-            let what = match self.sessions.get(id).map(|session| session.state) {
-                Some(State::Connecting) => "its ranks were not connected",
-                _ => "its listener gave no usable answer",
+            let Some(session) = self.sessions.get(id) else { continue };
+            let what = match session.state {
+                State::Connecting => "its ranks were not connected",
+                _ => "no usable answer came",
             };
-            self.session_failed(now, id, Cause::HandshakeFailed, &format!("{what} within {limit} ms"), out);
+            let text = format!("{what} within {limit} ms; its listener is {}", session.listener());
+            self.session_failed(now, id, Cause::HandshakeFailed, &text, out);
         }
         while let Some(timer) = self.deadlines.expired(now) {
             match timer {

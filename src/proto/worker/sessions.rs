@@ -60,6 +60,13 @@ pub(super) struct Session {
     pub(super) users: BTreeSet<Ticket>,
 }
 
+impl Session {
+    /// The host and port of the listener, for messages.
+    pub(super) fn listener(&self) -> String {
+        format!("{} port {}", self.route.host, self.route.port)
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) key: PeerKey,
