@@ -34,7 +34,7 @@ fn metadata(name: &str, rank: RankId) -> RankMetadata {
         shape: SHAPE,
         compat: vec![field("model", "tiny"), field("cache_dtype", "float32")],
         geometry: Geometry {
-            groups: vec![Group { kind: GroupKind::Full, block_size: 16 }],
+            groups: vec![Group::new(GroupKind::Full, 16)],
             areas: vec![Area {
                 layer: format!("layers.{}", rank.pp),
                 part: "kv".into(),

@@ -103,7 +103,7 @@ fn lay_out(cache: &Cache, layout: &Layout) -> (Geometry, Vec<u64>) {
             }
         }
     }
-    let groups = vec![Group { kind: GroupKind::Full, block_size: cache.tokens }; cache.groups];
+    let groups = vec![Group::new(GroupKind::Full, cache.tokens); cache.groups];
     (Geometry { groups, areas }, vec![layout.lead + planes * plane; memory_groups * regions_per_group])
 }
 

@@ -17,10 +17,7 @@ fn config() -> SchedulerConfig {
     SchedulerConfig::new(
         EngineId::new("p").unwrap(),
         Incarnation(0xABC),
-        vec![
-            Group { kind: GroupKind::Full, block_size: 4 },
-            Group { kind: GroupKind::SlidingWindow { window: 6 }, block_size: 4 },
-        ],
+        vec![Group::new(GroupKind::Full, 4), Group::new(GroupKind::SlidingWindow { window: 6 }, 4)],
     )
 }
 
@@ -303,7 +300,7 @@ fn settings_that_cannot_work_are_named() {
         ("groups", |c| c.groups.clear()),
         ("groups[0].block_size", |c| c.groups[0].block_size = 0),
         ("groups[1].kind", |c| c.groups[1].kind = GroupKind::SlidingWindow { window: 0 }),
-        ("groups[1]: a state cache", |c| c.groups[1] = Group { kind: GroupKind::State, block_size: 1 }),
+        ("groups[1]: a state cache", |c| c.groups[1] = Group::new(GroupKind::State, 1)),
     ];
     for (words, change) in cases {
         let mut c = config();

@@ -510,7 +510,8 @@ def scheduler_start(config: bytes) -> Handle:
     return _start("scheduler", config)
 
 
-def scheduler_serve(scheduler: Handle, ranks: Mapping[tuple[int, int], bytes]) -> tuple[str, int]:
+def _rank_list(ranks: Mapping[tuple[int, int], bytes]) -> tuple[Any, list[Any]]:
+    """The ranks' metadata as a C array, and what must live as long as it."""
     ffi = _load().ffi
     blobs = ffi.new("kvf_rank_metadata[]", len(ranks))
     keep = []
@@ -522,6 +523,16 @@ def scheduler_serve(scheduler: Handle, ranks: Mapping[tuple[int, int], bytes]) -
         except (TypeError, OverflowError) as error:
             raise make_error(-1, "invalid_argument", f"ranks must be integers from 0: {error}") from error
         blob.data, blob.len = ffi.cast("uint8_t *", data), len(data)
+    return blobs, keep
+
+
+def scheduler_set_engine(scheduler: Handle, ranks: Mapping[tuple[int, int], bytes]) -> None:
+    blobs, _keep = _rank_list(ranks)
+    _call("kvf_scheduler_set_engine", scheduler.get(), blobs, len(ranks))
+
+
+def scheduler_serve(scheduler: Handle, ranks: Mapping[tuple[int, int], bytes]) -> tuple[str, int]:
+    blobs, _keep = _rank_list(ranks)
     host, port = _new("kvf_buffer *"), _new("uint16_t *")
     _call("kvf_scheduler_serve", scheduler.get(), blobs, len(ranks), host, port)
     return _take(host).decode(), port[0]
@@ -553,7 +564,7 @@ def scheduler_matched(
 
 
 def scheduler_allocated(
-    scheduler: Handle, request: str, params: bytes, blocks: Sequence[Ids], external_tokens: int
+    scheduler: Handle, request: str, params: bytes, blocks: Sequence[Ids], prompt_tokens: int, external_tokens: int
 ) -> None:
     name = _text("a request id", request)
     lists = _Lists(blocks, "blocks")
@@ -567,6 +578,7 @@ def scheduler_allocated(
         lists.ids,
         lists.offsets,
         lists.count,
+        prompt_tokens,
         external_tokens,
     )
 

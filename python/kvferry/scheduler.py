@@ -34,6 +34,13 @@ class Scheduler:
     def __init__(self, config: Mapping[str, object]) -> None:
         self._handle = _lib.scheduler_start(_wire.pack("config", config))
 
+    def set_engine(self, ranks: Mapping[tuple[int, int], bytes]) -> None:
+        """Takes the metadata of all ranks, by (pp_rank, tp_rank), without serving it.
+
+        Enough for an engine that only receives. One of several ranks needs it before its first load.
+        """
+        _lib.scheduler_set_engine(self._handle, ranks)
+
     def serve(self, ranks: Mapping[tuple[int, int], bytes]) -> tuple[str, int]:
         """Starts the handshake listener with `{(pp_rank, tp_rank): Worker.metadata()}` of all ranks.
 
@@ -56,13 +63,22 @@ class Scheduler:
             self._handle, request, _wire.pack("kv_transfer_params", params), prompt_tokens, computed_tokens
         )
 
-    def allocated(self, request: str, params: Mapping[str, object], blocks: BlockLists, external_tokens: int) -> None:
-        """Consumer: these local blocks are to be filled with `external_tokens` tokens; 0 gives the lease back.
+    def allocated(
+        self,
+        request: str,
+        params: Mapping[str, object],
+        blocks: BlockLists,
+        prompt_tokens: int,
+        external_tokens: int,
+    ) -> None:
+        """Consumer: these local blocks are to be filled with the last `external_tokens` of `prompt_tokens` tokens.
+
+        0 external tokens give the lease back.
 
         A second call for the same request does nothing.
         """
         _lib.scheduler_allocated(
-            self._handle, request, _wire.pack("kv_transfer_params", params), blocks, external_tokens
+            self._handle, request, _wire.pack("kv_transfer_params", params), blocks, prompt_tokens, external_tokens
         )
 
     def finished(

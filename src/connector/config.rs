@@ -285,6 +285,9 @@ pub struct SchedulerConfig {
     /// The block id that stands for "no block" in block lists; it is never read or written.
     #[serde(default = "null_block")]
     pub null_block: Option<u32>,
+    /// Whether the engine reuses a request's blocks for other requests with the same prefix. Default true.
+    #[serde(default = "yes")]
+    pub reuses_blocks: bool,
     /// How long a producer keeps a finished prefill's blocks without hearing from a reader, in milliseconds.
     #[serde(default = "lease_ms")]
     pub lease_ms: u64,
@@ -304,6 +307,10 @@ pub struct SchedulerConfig {
     /// spelled out is taken as it is.
     #[serde(default)]
     pub advertise_local: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 fn null_block() -> Option<u32> {
@@ -326,6 +333,7 @@ impl SchedulerConfig {
             dcp_size: 1,
             groups,
             null_block: null_block(),
+            reuses_blocks: yes(),
             lease_ms: lease_ms(),
             host: None,
             port: port(),
@@ -399,14 +407,14 @@ mod tests {
     }
 
     fn groups() -> Value {
-        serde_json::to_value(vec![Group { kind: GroupKind::Full, block_size: 16 }]).unwrap()
+        serde_json::to_value(vec![Group::new(GroupKind::Full, 16)]).unwrap()
     }
 
     #[test]
     fn defaults_fill_what_is_not_given() {
         let engine = EngineId::new("e").unwrap();
         assert_eq!(worker(json!({"engine_id": "e"})).unwrap(), WorkerConfig::new(engine.clone()));
-        let groups_of = vec![Group { kind: GroupKind::Full, block_size: 16 }];
+        let groups_of = vec![Group::new(GroupKind::Full, 16)];
         let got = scheduler(json!({"engine_id": "e", "groups": groups()})).unwrap();
         assert_eq!(got, SchedulerConfig::new(engine, groups_of));
         let given = json!({

@@ -1,6 +1,7 @@
 //! One engine's scheduler side: the state machine, and the listener that serves the ranks' metadata.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::config::SchedulerConfig;
@@ -19,6 +20,8 @@ pub struct Scheduler {
     machine: Mutex<Machine>,
     directory: Arc<Mutex<Directory>>,
     listener: Mutex<Option<Listener>>,
+    /// Whether the machine knows what every rank holds.
+    told: AtomicBool,
 }
 
 impl Scheduler {
@@ -40,6 +43,7 @@ impl Scheduler {
             dcp_size: config.dcp_size,
             groups: config.groups.clone(),
             null_block: config.null_block,
+            reuses_blocks: config.reuses_blocks,
             lease_ms: config.lease_ms,
         })?;
         let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
@@ -49,6 +53,7 @@ impl Scheduler {
             machine: Mutex::new(machine),
             directory: Arc::new(Mutex::new(directory)),
             listener: Mutex::new(None),
+            told: AtomicBool::new(false),
             config,
         };
         if scheduler.config.push {
@@ -68,12 +73,23 @@ impl Scheduler {
     }
 
     /// Takes the encoded `RankMetadata` of the engine's ranks, as the host gathered them, and serves them. Returns the
-    /// host and port that are advertised. The listener is bound when this returns.
+    /// host and port that are advertised. The listener is bound when this returns. Includes [`Scheduler::set_engine`].
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine (nothing is served then);
     /// those of [`Listener::bind`].
     pub fn serve(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<(String, u16)> {
+        self.set_engine(ranks)?;
+        self.listen()
+    }
+
+    /// Takes the encoded `RankMetadata` of the engine's ranks without serving them: enough for an engine that only
+    /// receives. The workers are told with the next step what all ranks hold, so that producers of any shape can be read
+    /// from.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine.
+    pub fn set_engine(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<()> {
         let (pp, tp) = (self.config.pp_size, self.config.tp_size);
         let mut missing: BTreeSet<RankId> = (0..pp).flat_map(|pp| (0..tp).map(move |tp| RankId { pp, tp })).collect();
         for (rank, metadata) in ranks {
@@ -93,7 +109,18 @@ impl Scheduler {
                 self.config.pp_size
             )));
         }
-        self.listen()
+        Ok(())
+    }
+
+    /// Hands what all ranks hold to the machine, once, as soon as every rank is known.
+    fn tell_engine(&self) {
+        if self.told.load(Ordering::Acquire) {
+            return;
+        }
+        let Some(holdings) = lock(&self.directory).holdings() else { return };
+        if !self.told.swap(true, Ordering::AcqRel) {
+            lock(&self.machine).set_engine(holdings);
+        }
     }
 
     /// The host and port that are advertised, once the listener is bound.
@@ -154,9 +181,10 @@ impl Scheduler {
         request: &str,
         params: &TransferParams,
         local_blocks: Vec<Blocks>,
+        prompt_tokens: u64,
         external_tokens: u64,
     ) -> Result<()> {
-        lock(&self.machine).allocated(&RequestId::new(request)?, params, local_blocks, external_tokens)
+        lock(&self.machine).allocated(&RequestId::new(request)?, params, local_blocks, prompt_tokens, external_tokens)
     }
 
     /// A request ended; see [`Machine::finished`].
@@ -179,6 +207,8 @@ impl Scheduler {
     /// # Errors
     /// [`ErrorKind::Internal`] when it cannot be encoded.
     pub fn step(&self) -> Result<Vec<u8>> {
+        // Ranks that push their metadata may have come since the last step.
+        self.tell_engine();
         lock(&self.machine).build_step().to_bytes()
     }
 

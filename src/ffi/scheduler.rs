@@ -50,8 +50,8 @@ pub struct kvf_rank_metadata {
 /// Starts a scheduler side. It touches no device memory and no UCX.
 ///
 /// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), groups (list of maps with kind and
-/// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none), lease_ms
-/// (30000), host (str or nil: an address that other hosts can reach is found), port (5680; 0 for a free one),
+/// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none),
+/// reuses_blocks (bool: whether blocks serve other requests with the same prefix; true), lease_ms (30000), host (str or nil: an address that other hosts can reach is found), port (5680; 0 for a free one),
 /// data_parallel_index (added to a port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool).
 ///
 /// # Safety
@@ -72,7 +72,43 @@ pub unsafe extern "C" fn kvf_scheduler_start(
     })
 }
 
-/// Starts the handshake listener with the metadata of the engine's ranks. `*host` and `*port` are what other engines are
+/// Takes the metadata of the engine's ranks without serving it: what an engine that only receives needs before its
+/// first load when it has several ranks.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_set_engine(
+    scheduler: *mut kvf_scheduler,
+    ranks: *const kvf_rank_metadata,
+    ranks_len: usize,
+) -> i32 {
+    boundary!(kvf_scheduler_set_engine, {
+        // SAFETY: the caller's promise for arrays.
+        let ranks = unsafe { rank_list(ranks, ranks_len)? };
+        handle::get::<Scheduler>(scheduler)?.set_engine(ranks)
+    })
+}
+
+/// A list of ranks' metadata, copied.
+///
+/// # Safety
+/// The array, and the data of each of its entries, must be valid for reads.
+unsafe fn rank_list(ranks: *const kvf_rank_metadata, ranks_len: usize) -> Result<Vec<(RankId, Vec<u8>)>> {
+    // SAFETY: this function's contract.
+    let ranks = unsafe { slice(ranks, ranks_len, "ranks")? };
+    ranks
+        .iter()
+        .map(|entry| {
+            let rank = RankId { pp: entry.pp_rank, tp: entry.tp_rank };
+            // SAFETY: this function's contract.
+            let data = unsafe { slice(entry.data, entry.len, "a rank's data")? };
+            Ok((rank, data.to_vec()))
+        })
+        .collect()
+}
+
+/// As kvf_scheduler_set_engine, and starts the handshake listener with the metadata. `*host` and `*port` are what other engines are
 /// told. The port is bound when this returns.
 ///
 /// # Safety
@@ -88,18 +124,8 @@ pub unsafe extern "C" fn kvf_scheduler_serve(
     boundary!(kvf_scheduler_serve, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (host, port, ranks) =
-            unsafe { (Out::new(host, "host")?, Out::new(port, "port")?, slice(ranks, ranks_len, "ranks")?) };
-        let scheduler = handle::get::<Scheduler>(scheduler)?;
-        let ranks = ranks
-            .iter()
-            .map(|entry| {
-                let rank = RankId { pp: entry.pp_rank, tp: entry.tp_rank };
-                // SAFETY: the caller's promise for arrays.
-                let data = unsafe { slice(entry.data, entry.len, "a rank's data")? };
-                Ok((rank, data.to_vec()))
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let (name, number) = scheduler.serve(ranks)?;
+            unsafe { (Out::new(host, "host")?, Out::new(port, "port")?, rank_list(ranks, ranks_len)?) };
+        let (name, number) = handle::get::<Scheduler>(scheduler)?.serve(ranks)?;
         buffer::give(host, name.into_bytes());
         port.write(number);
         Ok(())
@@ -181,8 +207,8 @@ unsafe fn blocks(ids: *const u32, offsets: *const u64, lists: usize) -> Result<V
     unsafe { Offsets::new(offsets, lists)?.cut(ids, "ids") }
 }
 
-/// Consumer: blocks are allocated, and `external_tokens` tokens are to be loaded into them; 0 gives the lease back. A
-/// second call for the same request does nothing. The ids of all `lists` lists, one per KV-cache group, lie one list
+/// Consumer: blocks are allocated, and the last `external_tokens` of the prompt's `prompt_tokens` tokens are to be loaded
+/// into them; 0 gives the lease back. A second call for the same request does nothing. The ids of all `lists` lists, one per KV-cache group, lie one list
 /// after the other in `ids`; list `i` is the entries from `list_offsets[i]` to before `list_offsets[i + 1]`.
 ///
 /// # Safety
@@ -197,6 +223,7 @@ pub unsafe extern "C" fn kvf_scheduler_allocated(
     ids: *const u32,
     list_offsets: *const u64,
     lists: usize,
+    prompt_tokens: u64,
     external_tokens: u64,
 ) -> i32 {
     boundary!(kvf_scheduler_allocated, {
@@ -204,7 +231,7 @@ pub unsafe extern "C" fn kvf_scheduler_allocated(
         // SAFETY: the caller's promise for arrays.
         let ((id, params), blocks) =
             unsafe { (request(request_id, request_id_len, params, params_len)?, blocks(ids, list_offsets, lists)?) };
-        scheduler.allocated(id, &params, blocks, external_tokens)
+        scheduler.allocated(id, &params, blocks, prompt_tokens, external_tokens)
     })
 }
 

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::wire::RegionMetadata;
 use crate::error::Result;
 
-pub(crate) use bounds::{Axes, Piece, fold, folded};
+pub(crate) use bounds::{Axes, Piece, fold, runs};
 
 /// Most KV-cache groups of a rank. vLLM's hybrid models have fewer than ten.
 pub const MAX_GROUPS: usize = 256;
@@ -55,23 +55,66 @@ impl fmt::Display for GroupKind {
 }
 
 /// One KV-cache group: layers that share one block table.
+///
+/// With decode context parallelism the tokens are dealt out: of every `token_interleave * token_ranks` tokens this rank
+/// holds the `token_rank`-th `token_interleave`. One entry of a block list then stands for [`Group::span`] tokens, of
+/// which the rank's block holds `block_size`, in their order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Group {
     /// Kind of cache.
     pub kind: GroupKind,
-    /// Tokens per block; 1 for [`GroupKind::State`].
+    /// Tokens per block on this rank; 1 for [`GroupKind::State`].
     pub block_size: u32,
+    /// Over how many ranks the tokens are dealt; 1 without decode context parallelism.
+    #[serde(default = "one")]
+    pub token_ranks: u32,
+    /// This rank's place among them.
+    #[serde(default)]
+    pub token_rank: u32,
+    /// Consecutive tokens that go to the same rank; divides `block_size`.
+    #[serde(default = "one")]
+    pub token_interleave: u32,
+}
+
+fn one() -> u32 {
+    1
+}
+
+impl Group {
+    /// A group whose tokens are all on this rank.
+    pub fn new(kind: GroupKind, block_size: u32) -> Group {
+        Group { kind, block_size, token_ranks: 1, token_rank: 0, token_interleave: 1 }
+    }
+
+    /// Tokens that one entry of a block list stands for, over all ranks that the tokens are dealt to; at least 1.
+    pub fn span(&self) -> u64 {
+        u64::from(self.block_size).saturating_mul(self.token_ranks.into()).max(1)
+    }
+
+    /// Where in its block the rank holds the `token`-th token of a span; none if another rank does.
+    pub fn position(&self, token: u64) -> Option<u64> {
+        let interleave = u64::from(self.token_interleave.max(1));
+        let (turn, within) = (token / interleave, token % interleave);
+        let ranks = u64::from(self.token_ranks.max(1));
+        (turn % ranks == u64::from(self.token_rank))
+            .then(|| (turn / ranks).saturating_mul(interleave).saturating_add(within))
+    }
 }
 
 /// One part (such as K, or V, or both packed) of one layer on one rank: bytes over (block, head, token, content).
 ///
-/// The byte at (b, h, t, c) lies at `offset + b*block_stride + (h - first_head)*head_stride + t*token_stride + c` in
-/// the region, for `b < num_blocks`, `first_head <= h < first_head + heads`, `t < tokens`, `c < content`.
+/// Byte `c` of unit `u` of head `h` and token position `t` of block `b` lies in the region at
+/// `offset + b*block_stride + (h - first_head)*head_stride + (t / tokens)*page_stride + (t % tokens)*token_stride
+/// + u*unit_stride + c`, for `b < num_blocks`, `first_head <= h < first_head + heads`, `t < pages*tokens`, `u < units`,
+/// `c < content`.
+///
+/// Without heads or tokens the axes serve for whatever a state is cut by: a Mamba state sharded by channels has its
+/// channels as heads.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Area {
     /// The layer's global name, the same on both engines (vLLM: the attention layer's name).
     pub layer: String,
-    /// Which part of the layer: `k`, `v`, `kv` (packed in the content), `latent`, `conv`, `ssm`.
+    /// Which part of the layer: `k`, `v`, `kv` (K and then V in the content), `latent`, `conv`, `ssm`.
     pub part: String,
     /// Index into [`Geometry::groups`].
     pub group: u32,
@@ -91,12 +134,53 @@ pub struct Area {
     pub total_heads: u32,
     /// Bytes from a head to the next.
     pub head_stride: u64,
-    /// Token positions per block in this area.
+    /// Physical blocks ("kernel blocks") that make one block of the block table, one after the other in token order.
+    #[serde(default = "one")]
+    pub pages: u32,
+    /// Bytes from one of them to the next.
+    #[serde(default)]
+    pub page_stride: u64,
+    /// Token positions per physical block. `pages * tokens` is the group's block size. With a single page and 1 here
+    /// where the group's block size is larger, `content` holds a block's tokens in an order of the engine's own: such a
+    /// block moves whole, between equal block sizes only.
     pub tokens: u32,
     /// Bytes from a token to the next.
     pub token_stride: u64,
-    /// Contiguous bytes per (block, head, token).
+    /// Runs per (block, head, token). More than 1 where a token's bytes are spread, as in a K that is kept with its
+    /// tokens next to each other.
+    #[serde(default = "one")]
+    pub units: u32,
+    /// Bytes from one of these runs to the next.
+    #[serde(default)]
+    pub unit_stride: u64,
+    /// Contiguous bytes per (block, head, token, unit).
     pub content: u64,
+}
+
+impl Default for Area {
+    /// One block of one byte, without names: to be filled in.
+    fn default() -> Area {
+        Area {
+            layer: String::new(),
+            part: String::new(),
+            group: 0,
+            region: 0,
+            offset: 0,
+            num_blocks: 1,
+            block_stride: 1,
+            heads: 1,
+            first_head: 0,
+            total_heads: 1,
+            head_stride: 1,
+            pages: 1,
+            page_stride: 0,
+            tokens: 1,
+            token_stride: 1,
+            units: 1,
+            unit_stride: 0,
+            content: 1,
+        }
+    }
 }
 
 /// All of a rank's cache.
@@ -118,14 +202,24 @@ impl Area {
     /// Bytes from a block's first byte to after its last, gaps between heads and tokens included, or none when that
     /// does not fit 64 bits.
     pub fn extent(&self) -> Option<u64> {
-        let heads = self.head_stride.checked_mul(u64::from(self.heads).checked_sub(1)?)?;
-        let tokens = self.token_stride.checked_mul(u64::from(self.tokens).checked_sub(1)?)?;
-        heads.checked_add(tokens)?.checked_add(self.content)
+        self.axes().into_iter().try_fold(self.content, |sum, (count, [stride])| {
+            sum.checked_add(stride.checked_mul(u64::from(count).checked_sub(1)?)?)
+        })
+    }
+
+    /// Bytes of cache per (block, head, token). Saturates.
+    pub fn token_bytes(&self) -> u64 {
+        u64::from(self.units).saturating_mul(self.content)
+    }
+
+    /// Token positions per block. Saturates.
+    pub fn positions(&self) -> u32 {
+        self.pages.saturating_mul(self.tokens)
     }
 
     /// Bytes of cache in one block, without gaps. Saturates.
     pub fn block_bytes(&self) -> u64 {
-        u64::from(self.heads).saturating_mul(self.tokens.into()).saturating_mul(self.content)
+        u64::from(self.heads).saturating_mul(self.positions().into()).saturating_mul(self.token_bytes())
     }
 }
 

@@ -34,10 +34,7 @@ impl CacheSpec {
             tp,
             pp,
             layers: 2,
-            groups: vec![
-                Group { kind: GroupKind::Full, block_size: 4 },
-                Group { kind: GroupKind::SlidingWindow { window: 6 }, block_size: 2 },
-            ],
+            groups: vec![Group::new(GroupKind::Full, 4), Group::new(GroupKind::SlidingWindow { window: 6 }, 2)],
             blocks: 40,
             heads: 2,
             content: 24,

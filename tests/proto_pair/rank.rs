@@ -21,8 +21,8 @@ pub fn request(name: impl AsRef<str>) -> RequestId {
 
 pub fn groups() -> Vec<Group> {
     vec![
-        Group { kind: GroupKind::Full, block_size: BLOCK_TOKENS },
-        Group { kind: GroupKind::SlidingWindow { window: WINDOW }, block_size: BLOCK_TOKENS },
+        Group::new(GroupKind::Full, BLOCK_TOKENS),
+        Group::new(GroupKind::SlidingWindow { window: WINDOW }, BLOCK_TOKENS),
     ]
 }
 

@@ -2,7 +2,9 @@
 
 use std::collections::HashSet;
 
-use super::{Area, Geometry, GroupKind, MAX_AREAS, MAX_AXIS, MAX_GROUPS, MAX_LAYER_BYTES, MAX_PART_BYTES, MAX_RUNS};
+use super::{
+    Area, Geometry, Group, GroupKind, MAX_AREAS, MAX_AXIS, MAX_GROUPS, MAX_LAYER_BYTES, MAX_PART_BYTES, MAX_RUNS,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::RegionMetadata;
 
@@ -10,26 +12,29 @@ use crate::proto::wire::RegionMetadata;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Piece<const N: usize>(pub [u64; N]);
 
-/// Two axes: how many steps, and the bytes of one in each of `N` address maps.
-pub(crate) type Axes<const N: usize> = [(u32, [u64; N]); 2];
+/// Axes: how many steps, and the bytes of one in each of `N` address maps. The first is the outermost.
+pub(crate) type Axes<const N: usize> = [(u32, [u64; N]); 4];
 
-/// Cuts `content` bytes that repeat along two axes of (count, stride in each map) into the fewest runs that are
-/// contiguous in all `N` maps: the length of a run, and where each starts. Arithmetic wraps; checked areas do not.
+/// Cuts `content` bytes that repeat along axes into the fewest runs that are contiguous in all `N` maps: the length of
+/// a run, and where each starts. Arithmetic wraps; checked areas do not.
 pub(crate) fn fold<const N: usize>(
     base: [u64; N],
     content: u64,
     axes: Axes<N>,
 ) -> (u64, impl Iterator<Item = Piece<N>>) {
     let (len, axes) = folded(content, axes);
-    let [(outer, outer_strides), (inner, inner_strides)] = axes;
-    let pieces = (0..u64::from(outer)).flat_map(move |i| {
-        (0..u64::from(inner)).map(move |j| {
-            let mut at = base;
-            for ((at, outer), inner) in at.iter_mut().zip(outer_strides).zip(inner_strides) {
-                *at = at.wrapping_add(i.wrapping_mul(outer)).wrapping_add(j.wrapping_mul(inner));
+    let all = axes.iter().fold(1u64, |all, (count, _)| all.saturating_mul(u64::from(*count)));
+    let pieces = (0..all).map(move |index| {
+        let (mut at, mut rest) = (base, index);
+        for (count, strides) in axes.iter().rev() {
+            let count = u64::from(*count).max(1);
+            let step = rest % count;
+            rest /= count;
+            for (at, stride) in at.iter_mut().zip(strides) {
+                *at = at.wrapping_add(step.wrapping_mul(*stride));
             }
-            Piece(at)
-        })
+        }
+        Piece(at)
     });
     (len, pieces)
 }
@@ -48,10 +53,20 @@ pub(crate) fn folded<const N: usize>(content: u64, mut axes: Axes<N>) -> (u64, A
     (len, axes)
 }
 
+/// How many runs [`fold`] gives. Saturates.
+pub(crate) fn runs<const N: usize>(content: u64, axes: Axes<N>) -> u64 {
+    folded(content, axes).1.iter().fold(1u64, |all, (count, _)| all.saturating_mul(u64::from(*count)))
+}
+
 impl Area {
-    /// The head and token axes, for [`fold`].
+    /// The head, page, token and unit axes, for [`fold`].
     pub(crate) fn axes(&self) -> Axes<1> {
-        [(self.heads, [self.head_stride]), (self.tokens, [self.token_stride])]
+        [
+            (self.heads, [self.head_stride]),
+            (self.pages, [self.page_stride]),
+            (self.tokens, [self.token_stride]),
+            (self.units, [self.unit_stride]),
+        ]
     }
 }
 
@@ -85,9 +100,10 @@ pub(super) fn check(geometry: &Geometry, regions: &[RegionMetadata]) -> Result<(
         if group.kind == (GroupKind::SlidingWindow { window: 0 }) {
             return Err(Error::invalid(format!("KV-cache group {index} has a sliding window of 0 tokens")));
         }
+        check_share(index, group)?;
     }
     let mut names = HashSet::with_capacity(geometry.areas.len());
-    let mut runs = 0u64;
+    let mut all_runs = 0u64;
     for area in &geometry.areas {
         check_area(area, geometry, regions)?;
         if !names.insert((&*area.layer, &*area.part)) {
@@ -96,9 +112,8 @@ pub(super) fn check(geometry: &Geometry, regions: &[RegionMetadata]) -> Result<(
                 format!("{area} is in the geometry twice; a rank holds every layer and part once"),
             ));
         }
-        let (_, [(outer, _), (inner, _)]) = folded(area.content, area.axes());
-        runs = runs.saturating_add(u64::from(outer).saturating_mul(inner.into()));
-        if runs > MAX_RUNS {
+        all_runs = all_runs.saturating_add(runs(area.content, area.axes()));
+        if all_runs > MAX_RUNS {
             return Err(Error::new(
                 ErrorKind::Exhausted,
                 format!(
@@ -107,6 +122,28 @@ pub(super) fn check(geometry: &Geometry, regions: &[RegionMetadata]) -> Result<(
                 ),
             ));
         }
+    }
+    Ok(())
+}
+
+fn check_share(index: usize, group: &Group) -> Result<()> {
+    let Group { block_size, token_ranks, token_rank, token_interleave, .. } = *group;
+    if token_ranks == 0 || token_ranks > MAX_AXIS || token_rank >= token_ranks {
+        return Err(Error::invalid(format!(
+            "KV-cache group {index}: the tokens are dealt over {token_ranks} ranks, of which this is number {token_rank}; \
+             expected 1 to {MAX_AXIS} ranks and a number below that"
+        )));
+    }
+    if token_interleave == 0 || !block_size.is_multiple_of(token_interleave) {
+        return Err(Error::invalid(format!(
+            "KV-cache group {index}: {token_interleave} consecutive tokens go to a rank, expected a divisor of the \
+             block size, {block_size}"
+        )));
+    }
+    if group.kind == GroupKind::State && token_ranks != 1 {
+        return Err(Error::invalid(format!(
+            "KV-cache group {index} holds a state, which has no tokens that {token_ranks} ranks could share out"
+        )));
     }
     Ok(())
 }
@@ -139,17 +176,31 @@ fn check_area(area: &Area, geometry: &Geometry, regions: &[RegionMetadata]) -> R
             regions.len()
         )));
     };
-    let counts = [("num_blocks", area.num_blocks), ("heads", area.heads), ("tokens", area.tokens)];
+    let counts = [
+        ("num_blocks", area.num_blocks),
+        ("heads", area.heads),
+        ("pages", area.pages),
+        ("tokens", area.tokens),
+        ("units", area.units),
+    ];
     let sizes = [("content", area.content), ("block_stride", area.block_stride)];
     let sizes = sizes.into_iter().chain([
-        // With one head or token its stride is never used.
+        // With one head, page, token or unit its stride is never used.
         ("head_stride", if area.heads > 1 { area.head_stride } else { 1 }),
+        ("page_stride", if area.pages > 1 { area.page_stride } else { 1 }),
         ("token_stride", if area.tokens > 1 { area.token_stride } else { 1 }),
+        ("unit_stride", if area.units > 1 { area.unit_stride } else { 1 }),
     ]);
     if let Some((name, _)) = counts.map(|(n, v)| (n, u64::from(v))).into_iter().chain(sizes).find(|&(_, v)| v == 0) {
         return Err(Error::invalid(format!("{area} has {name} 0, expected at least 1")));
     }
-    for (name, value) in [("heads", area.total_heads), ("tokens", area.tokens)] {
+    for (name, value) in [
+        ("heads", area.total_heads),
+        ("pages", area.pages),
+        ("tokens", area.tokens),
+        ("tokens per block", area.positions()),
+        ("units", area.units),
+    ] {
         if value > MAX_AXIS {
             return Err(Error::new(
                 ErrorKind::Exhausted,
@@ -163,6 +214,7 @@ fn check_area(area: &Area, geometry: &Geometry, regions: &[RegionMetadata]) -> R
             area.heads, area.first_head, area.total_heads
         )));
     }
+    check_positions(area, geometry)?;
     let (run, _) = folded(area.content, area.axes());
     if area.end().is_none_or(|end| end > region.len) {
         let end = area.end().map_or("beyond 64 bits".into(), |end| format!("at byte {end}"));
@@ -170,7 +222,7 @@ fn check_area(area: &Area, geometry: &Geometry, regions: &[RegionMetadata]) -> R
             ErrorKind::OutOfRange,
             format!(
                 "{area} ends {end} of region {}, which has {} bytes (offset {}, {} blocks with stride {}, {} heads with \
-                 stride {}, {} tokens with stride {}, content {})",
+                 stride {}, {} pages with stride {}, {} tokens with stride {}, {} units with stride {}, content {})",
                 area.region,
                 region.len,
                 area.offset,
@@ -178,8 +230,12 @@ fn check_area(area: &Area, geometry: &Geometry, regions: &[RegionMetadata]) -> R
                 area.block_stride,
                 area.heads,
                 area.head_stride,
+                area.pages,
+                area.page_stride,
                 area.tokens,
                 area.token_stride,
+                area.units,
+                area.unit_stride,
                 area.content
             ),
         ));
@@ -191,4 +247,18 @@ fn check_area(area: &Area, geometry: &Geometry, regions: &[RegionMetadata]) -> R
         )));
     }
     Ok(())
+}
+
+/// The token positions must be those of the group's blocks.
+fn check_positions(area: &Area, geometry: &Geometry) -> Result<()> {
+    let Some(group) = geometry.groups.get(area.group as usize) else { return Ok(()) };
+    let whole = area.positions() == 1;
+    if group.kind == GroupKind::State || whole || area.positions() == group.block_size {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "{area} has {} pages of {} tokens per block, but KV-cache group {} has blocks of {} tokens; the two must be the \
+         same number, or 1 page of 1 token for blocks that can only move whole",
+        area.pages, area.tokens, area.group, group.block_size
+    )))
 }

@@ -33,7 +33,7 @@ fn area(layer: &str, part: &str, offset: u64) -> Area {
 }
 
 fn geometry(areas: Vec<Area>) -> Geometry {
-    let group = Group { kind: GroupKind::Full, block_size: 2 };
+    let group = Group::new(GroupKind::Full, 2);
     Geometry { groups: vec![group.clone(), group], areas }
 }
 
@@ -89,11 +89,11 @@ fn bounds_are_checked_field_by_field() {
 fn groups_and_counts_are_checked() {
     let with = |group: Group| Geometry { groups: vec![group], areas: vec![] };
     let invalid = ErrorKind::InvalidArgument;
-    refused_geometry(&with(Group { kind: GroupKind::Full, block_size: 0 }), invalid, &["block size 0"]);
-    refused_geometry(&with(Group { kind: GroupKind::State, block_size: 2 }), invalid, &["state", "block size 2"]);
+    refused_geometry(&with(Group::new(GroupKind::Full, 0)), invalid, &["block size 0"]);
+    refused_geometry(&with(Group::new(GroupKind::State, 2)), invalid, &["state", "block size 2"]);
     let window = GroupKind::SlidingWindow { window: 0 };
-    refused_geometry(&with(Group { kind: window, block_size: 2 }), invalid, &["sliding window of 0"]);
-    let group = Group { kind: GroupKind::Full, block_size: 2 };
+    refused_geometry(&with(Group::new(window, 2)), invalid, &["sliding window of 0"]);
+    let group = Group::new(GroupKind::Full, 2);
     let many = Geometry { groups: vec![group; MAX_GROUPS + 1], areas: vec![] };
     refused_geometry(&many, ErrorKind::Exhausted, &["257 KV-cache groups", "256"]);
     refused(vec![area("a", "k", 0); MAX_AREAS + 1], ErrorKind::Exhausted, &["16385 areas"]);

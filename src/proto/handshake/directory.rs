@@ -7,6 +7,7 @@ use serde_bytes::Bytes;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::plan::Holding;
 use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REPLY_BYTES};
 use crate::proto::wire::{
     self, EngineShape, HandshakeReply, HandshakeRequest, Message, RankMetadata, RefusalCode, kind,
@@ -89,6 +90,13 @@ impl Directory {
     /// Ranks that have not reported yet.
     pub fn missing(&self) -> u32 {
         self.shape.ranks().saturating_sub(u32::try_from(self.ranks.len()).unwrap_or(u32::MAX))
+    }
+
+    /// What every rank holds, once all have reported.
+    pub fn holdings(&self) -> Option<Vec<Holding>> {
+        let decode = |bytes: &Vec<u8>| RankMetadata::from_bytes(bytes).ok();
+        let ranks = self.is_ready().then(|| self.ranks.values().map(decode).collect::<Option<Vec<_>>>())??;
+        Some(ranks.iter().map(|m| Holding::new(m.rank, &m.geometry)).collect())
     }
 
     /// Takes one rank's encoded `RankMetadata` (message kind `rank_metadata`) and gives its rank. The same bytes

@@ -60,9 +60,8 @@ impl Session {
         self.judge(reply)
     }
 
-    /// Judges a reply: engine, incarnation, ranks, then for each rank compatibility field by field, shape and geometry.
-    ///
-    /// Whether a rank's cache fits is asked only of ranks that this rank copies from, [`plan::peers`].
+    /// Judges a reply: engine, incarnation, ranks, then for each rank compatibility field by field and the layers that
+    /// both ranks hold, [`plan::check_ranks`]. The engines' shapes may differ.
     pub fn judge(&self, reply: HandshakeReply) -> Result<HandshakeOutcome, HandshakeFailure> {
         match reply {
             HandshakeReply::Refused { id, code, message } => Err(self.refused(id, code, &message)),
@@ -94,8 +93,6 @@ impl Session {
                 }
                 let wrong = |e: Error| fail(cause_of(&e), format!("the answer of engine {engine}'s listener: {e}"));
                 shape.validate().map_err(wrong)?;
-                let wanted = plan::peers(self.local.rank, self.local.shape, shape)
-                    .map_err(|e| fail(cause_of(&e), format!("engine {engine}: {e}")))?;
                 let mut decoded = BTreeMap::new();
                 for RankBlob { rank, metadata } in ranks {
                     let m = RankMetadata::from_bytes(&metadata).map_err(wrong)?;
@@ -110,9 +107,7 @@ impl Session {
                         ));
                     }
                     m.validate().map_err(|e| wrong(e.context(format_args!("rank {rank}"))))?;
-                    if wanted.contains(&rank) {
-                        self.check_rank(&m)?;
-                    }
+                    self.check_rank(&m)?;
                     if decoded.insert(rank, m).is_some() {
                         return Err(fail(Cause::HandshakeFailed, format!("engine {engine} gave rank {rank} twice")));
                     }

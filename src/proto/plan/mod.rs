@@ -1,11 +1,15 @@
-//! From two geometries and a request's block lists to copy operations.
+//! From the geometries of two engines and a request's block lists to copy operations.
 //!
-//! [`RankPlan`] is computed once per pair of ranks: the intersection of their address maps, cut into [`Segment`]s that
-//! repeat at every block. [`RankPlan::request`] adds a request's block lists, which gives a [`CopyPlan`].
-//! [`Expander`] turns that into operations while they are posted, merging neighbours.
+//! [`assign`] says which rank of the producer each rank of the consumer reads what from. [`RankPlan`] is computed once
+//! per such pair of ranks: the intersection of their address maps, cut into [`Segment`]s that repeat at every block.
+//! [`RankPlan::request`] adds a request's block lists, which gives a [`CopyPlan`]. [`Expander`] turns that into
+//! operations while they are posted, merging neighbours.
 
 mod expand;
+mod holding;
+mod meeting;
 mod rank;
+mod request;
 mod template;
 
 use std::sync::Arc;
@@ -14,14 +18,16 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::Blocks;
 
 pub use expand::{Expander, Operation};
-pub use rank::{RankPlan, check_ranks, peers};
+pub use holding::{Cell, HeldPart, Holding, Share, assign};
+pub use rank::{RankPlan, check_ranks};
+pub use request::Wanted;
 
-/// A run of bytes that repeats at every block of one KV-cache group: block `i` of the lists copies `len` bytes between
+/// A run of bytes that repeats at every entry of a pair of block lists: entry `i` of the lists copies `len` bytes between
 /// `local_offset + local_ids[i] * local_stride` and `remote_offset + remote_ids[i] * remote_stride` (offsets and
 /// strides in bytes, within the named regions).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
-    /// Which pair of block lists applies (the KV-cache group).
+    /// Which pair of block lists applies.
     pub list: u32,
     /// Local region index, in export order.
     pub local_region: u32,
@@ -46,7 +52,8 @@ impl Segment {
     }
 }
 
-/// A pair of block lists of equal length.
+/// A pair of block lists of equal length. Ids count whatever the segments' strides step over: blocks, or parts of
+/// blocks where the two sides' block sizes differ.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct BlockPair {
     /// Local block ids.

@@ -1,159 +1,196 @@
 //! The plan between two ranks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::sync::Arc;
 
-use super::{BlockPair, CopyPlan, Segment, template};
+use super::meeting::{Meeting, TokenRun};
+use super::template::{self, Pair, Steps};
+use super::{Cell, CopyPlan, Segment, Wanted, request};
 use crate::error::{Error, ErrorKind, Result};
-use crate::proto::geometry::{Area, Geometry, MAX_RUNS};
-use crate::proto::ids::RankId;
-use crate::proto::wire::{Blocks, EngineShape, RankMetadata};
+use crate::proto::geometry::{Area, Geometry, Group, GroupKind, MAX_RUNS};
+use crate::proto::wire::RankMetadata;
 
-/// The ranks of a remote engine that the rank `local` of an engine of shape `shape` reads from. Engines of equal shape
-/// only: its own counterpart.
-///
-/// Errors: [`ErrorKind::Incompatible`] naming what differs, [`ErrorKind::InvalidArgument`] for a rank outside its
-/// shape.
-pub fn peers(local: RankId, shape: EngineShape, remote: EngineShape) -> Result<Vec<RankId>> {
-    check_shapes(shape, remote)?;
-    if !shape.contains(local) {
-        return Err(Error::invalid(format!("rank {local} is outside its engine's shape, {shape}")));
-    }
-    Ok(vec![local])
-}
+const SAME_CACHE: &str = "start both engines with the same model, cache dtype and attention backend";
 
-fn differs(field: &str, local: impl std::fmt::Display, remote: impl std::fmt::Display, remedy: &str) -> Error {
+fn differs(field: &str, local: impl fmt::Display, remote: impl fmt::Display, remedy: &str) -> Error {
     Error::new(ErrorKind::Incompatible, format!("{field} differs: {local} here, {remote} on the other side; {remedy}"))
 }
 
-const SAME_SIZES: &str = "this release moves caches between engines of equal shape: start both with the same sizes";
-const SAME_CACHE: &str = "start both engines with the same model, cache dtype, block size and attention backend";
-
-fn check_shapes(local: EngineShape, remote: EngineShape) -> Result<()> {
-    for (field, local, remote) in [
-        ("tensor-parallel size", local.tp, remote.tp),
-        ("pipeline-parallel size", local.pp, remote.pp),
-        ("decode-context-parallel size", local.dcp, remote.dcp),
-    ] {
-        if local != remote {
-            return Err(differs(field, local, remote, SAME_SIZES));
-        }
-    }
-    Ok(())
-}
-
 /// The areas of a geometry by layer and part.
-fn by_name(geometry: &Geometry) -> BTreeMap<&str, BTreeMap<&str, &Area>> {
-    let mut layers: BTreeMap<&str, BTreeMap<&str, &Area>> = BTreeMap::new();
-    for area in &geometry.areas {
-        layers.entry(&area.layer).or_default().insert(&area.part, area);
+pub(super) struct ByName<'a>(HashMap<&'a str, HashMap<&'a str, &'a Area>>);
+
+impl<'a> ByName<'a> {
+    fn new(geometry: &'a Geometry) -> Self {
+        let mut layers: HashMap<&str, HashMap<&str, &Area>> = HashMap::new();
+        for area in &geometry.areas {
+            layers.entry(&area.layer).or_default().insert(&area.part, area);
+        }
+        ByName(layers)
     }
-    layers
+
+    fn get(&self, layer: &str, part: &str) -> Option<&'a Area> {
+        self.0.get(layer)?.get(part).copied()
+    }
 }
 
-fn check_groups(local: &Geometry, remote: &Geometry) -> Result<()> {
-    if local.groups.len() != remote.groups.len() {
-        return Err(differs("number of KV-cache groups", local.groups.len(), remote.groups.len(), SAME_CACHE));
-    }
-    for (index, (l, r)) in local.groups.iter().zip(&remote.groups).enumerate() {
-        if l.kind != r.kind {
-            return Err(differs(&format!("kind of KV-cache group {index}"), l.kind, r.kind, SAME_CACHE));
-        }
-        if l.block_size != r.block_size {
-            let field = format!("block size of KV-cache group {index}");
-            return Err(differs(&field, l.block_size, r.block_size, "start both engines with the same block size"));
-        }
-    }
-    Ok(())
-}
-
-fn check_areas(local: &Geometry, remote: &Geometry) -> Result<()> {
-    let (local, remote) = (by_name(local), by_name(remote));
-    let extra =
-        |a: &BTreeMap<&str, _>, b: &BTreeMap<&str, _>| a.keys().find(|k| !b.contains_key(*k)).map(|k| k.to_string());
-    let extra_here = local.keys().find(|layer| !remote.contains_key(*layer));
-    let extra_there = remote.keys().find(|layer| !local.contains_key(*layer));
-    if extra_here.is_some() || extra_there.is_some() {
-        let text = |only: Option<&&str>, layers: usize| match only {
-            Some(only) => format!("{layers} layers, among them {only:?} alone"),
-            None => format!("{layers} layers"),
-        };
-        return Err(differs(
-            "set of layers",
-            text(extra_here, local.len()),
-            text(extra_there, remote.len()),
-            "both engines need the same model and the same split into pipeline stages",
-        ));
-    }
-    for (layer, parts) in &local {
-        let Some(others) = remote.get(layer) else { continue };
-        if extra(parts, others).is_some() || extra(others, parts).is_some() {
-            let list = |parts: &BTreeMap<&str, &Area>| parts.keys().copied().collect::<Vec<_>>().join("+");
-            return Err(differs(&format!("layout of layer {layer:?}"), list(parts), list(others), SAME_CACHE));
-        }
-        for (part, l) in parts {
-            let Some(r) = others.get(part) else { continue };
-            for (field, a, b) in [
-                ("KV-cache group", u64::from(l.group), u64::from(r.group)),
-                ("number of KV heads of the model", l.total_heads.into(), r.total_heads.into()),
-                ("number of KV heads per rank", l.heads.into(), r.heads.into()),
-                ("first KV head", l.first_head.into(), r.first_head.into()),
-                ("tokens per block", l.tokens.into(), r.tokens.into()),
-                ("bytes per token and head", l.content, r.content),
-            ] {
-                if a != b {
-                    return Err(differs(&format!("{field} of {l}"), a, b, SAME_CACHE));
-                }
+/// Checks that what both ranks have of a layer can be copied from one to the other: kinds of cache, heads of the model,
+/// bytes per token and head. What they hold of it may differ, and so may regions, offsets, strides, block sizes and
+/// numbers of blocks. Neither geometry is checked against its own regions: [`Geometry::validate`].
+///
+/// Errors: [`ErrorKind::Incompatible`] naming the field, both values and the remedy.
+pub fn check_ranks(local: &RankMetadata, remote: &RankMetadata) -> Result<()> {
+    let (here, there) = (ByName::new(&local.geometry), ByName::new(&remote.geometry));
+    for area in &local.geometry.areas {
+        for part in super::holding::unpacked(&area.part) {
+            let cell = Cell { layer: area.layer.clone(), part: part.to_owned(), first_head: 0, heads: 0 };
+            if there.0.contains_key(&*area.layer) {
+                check_cell(&cell, &local.geometry, &remote.geometry, &here, &there)?;
             }
         }
     }
     Ok(())
 }
 
-/// Checks that a rank's cache can be copied block by block from the other's: engine shapes, rank, KV-cache groups,
-/// layers, parts, heads, tokens and content. Regions, offsets, strides and numbers of blocks may differ. Neither
-/// geometry is checked against its own regions: [`Geometry::validate`].
-///
-/// Errors: [`ErrorKind::Incompatible`] naming the field, both values and the remedy.
-pub fn check_ranks(local: &RankMetadata, remote: &RankMetadata) -> Result<()> {
-    check_shapes(local.shape, remote.shape)?;
-    if local.rank != remote.rank {
+fn check_cell<'a>(
+    cell: &Cell,
+    local: &Geometry,
+    remote: &Geometry,
+    here: &ByName<'a>,
+    there: &ByName<'a>,
+) -> Result<Option<Pair<'a>>> {
+    let parts = |areas: &ByName<'_>| {
+        let mut names: Vec<String> =
+            areas.0.get(&*cell.layer).map(|parts| parts.keys().map(|p| (*p).to_owned()).collect()).unwrap_or_default();
+        names.sort();
+        names.join("+")
+    };
+    let pair = template::pair(cell, |part| here.get(&cell.layer, part), |part| there.get(&cell.layer, part));
+    let pair =
+        pair.map_err(|_| differs(&format!("layout of layer {:?}", cell.layer), parts(here), parts(there), SAME_CACHE))?;
+    let Some(pair) = pair else { return Ok(None) };
+    let (l, r) = (&*pair.local, &*pair.remote);
+    let (Some(own), Some(other)) = (group_of(local, l), group_of(remote, r)) else { return Ok(None) };
+    if own.kind != other.kind {
+        return Err(differs(&format!("kind of cache of {l}"), own.kind, other.kind, SAME_CACHE));
+    }
+    let whole = |area: &Area, group: &Group| area.positions() == 1 && group.block_size > 1;
+    let moves_whole = whole(l, own) || whole(r, other);
+    if moves_whole && (own.block_size, own.token_ranks) != (other.block_size, other.token_ranks) {
         return Err(differs(
-            "rank",
-            local.rank,
-            remote.rank,
-            "with equal shapes a rank reads from its own counterpart",
+            &format!("block size of {l}, whose attention backend keeps tokens in an order of its own,"),
+            own.block_size,
+            other.block_size,
+            "start both engines with the same block size, or with another attention backend",
         ));
     }
-    check_groups(&local.geometry, &remote.geometry)?;
-    check_areas(&local.geometry, &remote.geometry)
+    if own.kind == GroupKind::State || moves_whole {
+        let (a, b) = (l.positions(), r.positions());
+        if a != b {
+            return Err(differs(&format!("positions per block of {l}"), a, b, SAME_CACHE));
+        }
+    }
+    for (field, a, b) in [
+        ("number of KV heads of the model", u64::from(l.total_heads), u64::from(r.total_heads)),
+        ("bytes per token and head", l.token_bytes(), r.token_bytes()),
+    ] {
+        if a != b {
+            return Err(differs(&format!("{field} of {l}"), a, b, SAME_CACHE));
+        }
+    }
+    if !template::units_fit(l, r) {
+        return Err(differs(
+            &format!("runs per token of {l}"),
+            format_args!("{} of {} bytes", l.units, l.content),
+            format_args!("{} of {} bytes", r.units, r.content),
+            SAME_CACHE,
+        ));
+    }
+    Ok(Some(pair))
+}
+
+fn group_of<'a>(geometry: &'a Geometry, area: &Area) -> Option<&'a Group> {
+    geometry.groups.get(area.group as usize)
+}
+
+/// A local and a remote KV-cache group that have layers in common.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct GroupPair {
+    pub(super) local: u32,
+    pub(super) remote: u32,
+    pub(super) local_group: Group,
+    pub(super) remote_group: Group,
+    pub(super) meeting: Meeting,
+    /// Block ids of the groups are below these.
+    pub(super) local_bound: u32,
+    pub(super) remote_bound: u32,
+    /// The list in whose ids a sub-block counts as a block, if any segment uses it.
+    pub(super) fine: Option<FineList>,
+    /// The list of each phase that has segments.
+    pub(super) phases: BTreeMap<u64, u32>,
+    /// Whether some area keeps a block's tokens in an order of its own.
+    pub(super) whole: bool,
+    /// What is copied, for the edges of requests that start inside a grain.
+    pub(super) pairs: Vec<OwnedPair>,
+}
+
+/// A list of sub-blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FineList {
+    pub(super) list: u32,
+    /// Whether blocks merge, so that their order matters.
+    pub(super) dense: bool,
+}
+
+/// A [`Pair`] that owns its areas.
+pub(super) type OwnedPair = Pair<'static>;
+
+fn owned(pair: &Pair<'_>) -> OwnedPair {
+    use std::borrow::Cow;
+    Pair {
+        local: Cow::Owned(pair.local.clone().into_owned()),
+        remote: Cow::Owned(pair.remote.clone().into_owned()),
+        first_head: pair.first_head,
+        heads: pair.heads,
+    }
+}
+
+/// Bytes between neighbouring sub-blocks of an area, if they are evenly spaced through all blocks: then sub-block `s` of
+/// block `b` is where block `b * subs + s` would be.
+fn even(area: &Area, group: &Group, subs: u64) -> Option<u64> {
+    if subs == 1 {
+        return Some(area.block_stride);
+    }
+    let stride = area.block_stride / subs;
+    let positions = u64::from(group.block_size) / subs;
+    let paged = area.pages == 1 || area.page_stride == area.token_stride.checked_mul(area.tokens.into())?;
+    let exact = stride.checked_mul(subs) == Some(area.block_stride)
+        && positions.checked_mul(subs) == Some(group.block_size.into())
+        && area.token_stride.checked_mul(positions) == Some(stride);
+    (exact && paged && group.token_ranks == 1).then_some(stride)
 }
 
 /// The copy between this rank and one remote rank, for any request. Cheap to clone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankPlan {
-    segments: Arc<[Segment]>,
-    groups: Arc<[GroupPlan]>,
+    pub(super) segments: Arc<[Segment]>,
+    pub(super) pairs: Arc<[GroupPair]>,
+    /// How many lists the segments use.
+    pub(super) lists: u32,
+    /// How many KV-cache groups either side has.
+    pub(super) local_groups: usize,
+    pub(super) remote_groups: usize,
     /// Pairs of groups whose local blocks share memory, so that the same id in both would be written twice.
-    shared: Arc<[(u32, u32)]>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct GroupPlan {
-    /// Block ids of the group are below these.
-    local_blocks: u32,
-    remote_blocks: u32,
-    /// Whether blocks merge, so that their order matters.
-    dense: bool,
+    pub(super) shared: Arc<[(u32, u32)]>,
 }
 
 impl RankPlan {
-    /// The plan for reading from (or writing to) `remote` on the rank `local`. Both geometries are checked against
-    /// their own regions first.
+    /// The plan for reading `cells` from `remote` on the rank `local`, as [`super::assign`] gives them. Both geometries
+    /// are checked against their own regions first.
     ///
     /// Errors: [`ErrorKind::Incompatible`] naming the field that differs, both values and the remedy; what
     /// [`Geometry::validate`] gives for a geometry that is wrong in itself.
-    pub fn new(local: &RankMetadata, remote: &RankMetadata) -> Result<RankPlan> {
+    pub fn new(local: &RankMetadata, remote: &RankMetadata, cells: &[Cell]) -> Result<RankPlan> {
         let shared = local
             .geometry
             .shared_groups(&local.agent.regions)
@@ -162,142 +199,174 @@ impl RankPlan {
             .geometry
             .validate(&remote.agent.regions)
             .map_err(|e| e.context(format_args!("the geometry of rank {} of engine {}", remote.rank, remote.engine)))?;
-        check_ranks(local, remote)?;
-        let others = by_name(&remote.geometry);
-        let pairs = || {
-            local.geometry.areas.iter().filter_map(|area| Some((area, *others.get(&*area.layer)?.get(&*area.part)?)))
-        };
-        let runs = pairs().fold(0u64, |sum, (l, r)| sum.saturating_add(template::runs(l, r)));
-        if runs > MAX_RUNS {
-            return Err(Error::new(
-                ErrorKind::Incompatible,
-                format!(
-                    "the layouts here and on the other side have so little in common that a block falls apart into \
-                     {runs} runs, at most {MAX_RUNS} can be; start both engines with the same attention backend and \
-                     KV-cache layout"
-                ),
-            ));
+        let (here, there) = (ByName::new(&local.geometry), ByName::new(&remote.geometry));
+        let mut by_groups: BTreeMap<(u32, u32), Vec<Pair<'_>>> = BTreeMap::new();
+        for cell in cells {
+            if let Some(pair) = check_cell(cell, &local.geometry, &remote.geometry, &here, &there)? {
+                check_heads(&pair)?;
+                by_groups.entry((pair.local.group, pair.remote.group)).or_default().push(pair);
+            }
         }
-        let segments = template::segments(pairs());
-        let groups = (0u32..)
-            .take(local.geometry.groups.len())
-            .map(|group| GroupPlan {
-                local_blocks: local.geometry.num_blocks(group).unwrap_or(0),
-                remote_blocks: remote.geometry.num_blocks(group).unwrap_or(0),
-                dense: segments.iter().any(|s| s.list == group && s.is_dense()),
-            })
-            .collect();
-        Ok(RankPlan { segments: segments.into(), groups, shared: shared.into() })
+        let mut builder = Builder::default();
+        for ((l, r), pairs) in &by_groups {
+            builder.add(*l, *r, pairs, &local.geometry, &remote.geometry)?;
+        }
+        Ok(RankPlan {
+            segments: template::merged(builder.segments).into(),
+            pairs: builder.pairs.into(),
+            lists: builder.lists,
+            local_groups: local.geometry.groups.len(),
+            remote_groups: remote.geometry.groups.len(),
+            shared: shared.into(),
+        }
+        .with_density())
     }
 
-    /// The runs that repeat at every block.
+    /// Notes which lists' blocks merge.
+    fn with_density(mut self) -> RankPlan {
+        let segments = &self.segments;
+        let mut pairs = self.pairs.to_vec();
+        for fine in pairs.iter_mut().filter_map(|pair| pair.fine.as_mut()) {
+            fine.dense = segments.iter().any(|s| s.list == fine.list && s.is_dense());
+        }
+        self.pairs = pairs.into();
+        self
+    }
+
+    /// The runs that repeat at every block, or at every block's part of a phase.
     pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
 
-    /// Bytes per pair of blocks of KV-cache group `group`.
-    pub fn block_bytes(&self, group: u32) -> u64 {
-        self.segments.iter().filter(|s| s.list == group).fold(0u64, |sum, s| sum.saturating_add(s.len))
+    /// The plan for one request. Pairs of blocks may be put into another order where that makes more of them
+    /// contiguous.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for list counts or lengths that do not fit, for a block that the other side
+    /// does not have, and for a local block named twice, which would be written twice; [`ErrorKind::OutOfRange`] for an
+    /// id that is not a block.
+    pub fn request(&self, wanted: &Wanted<'_>) -> Result<CopyPlan> {
+        request::plan(self, wanted)
+    }
+}
+
+fn check_heads(pair: &Pair<'_>) -> Result<()> {
+    for area in [&*pair.local, &*pair.remote] {
+        let end = area.first_head.saturating_add(area.heads);
+        if pair.first_head < area.first_head || pair.first_head.saturating_add(pair.heads) > end {
+            return Err(Error::new(
+                ErrorKind::Incompatible,
+                format!(
+                    "{area} holds heads {} to {end}, without the {} from {} that are to be copied",
+                    area.first_head, pair.heads, pair.first_head
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+#[derive(Default)]
+struct Builder {
+    segments: Vec<Segment>,
+    pairs: Vec<GroupPair>,
+    lists: u32,
+    runs: u64,
+}
+
+impl Builder {
+    fn list(&mut self) -> u32 {
+        self.lists += 1;
+        self.lists - 1
     }
 
-    /// How many readers the remote rank hears from about a request that this rank takes part in. Engines of equal
-    /// shape: one.
-    pub fn readers(&self) -> u32 {
-        1
+    fn grow(&mut self, by: u64) -> Result<()> {
+        self.runs = self.runs.saturating_add(by);
+        if self.runs <= MAX_RUNS {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Incompatible,
+            format!(
+                "the layouts and block sizes here and on the other side have so little in common that they fall apart \
+                 into more than {MAX_RUNS} different runs; start both engines with the same attention backend and \
+                 KV-cache layout, or with block sizes of which one divides the other"
+            ),
+        ))
     }
 
-    /// The plan for one request: `local` and `remote` have one list per KV-cache group (lists may be empty) and pair up
-    /// by position.
-    ///
-    /// Pairs may be put into another order where that makes more blocks contiguous.
-    ///
-    /// Errors: [`ErrorKind::InvalidArgument`] for list counts or lengths that do not fit, and for a local block named
-    /// twice, which would be written twice; [`ErrorKind::OutOfRange`] for an id that is not a block.
-    pub fn request(&self, local: &[Blocks], remote: &[Blocks]) -> Result<CopyPlan> {
-        for (side, lists) in [("local", local), ("remote", remote)] {
-            if lists.len() != self.groups.len() {
-                return Err(Error::invalid(format!(
-                    "{} {side} block lists were given, the cache has {} KV-cache groups: give one list per group",
-                    lists.len(),
-                    self.groups.len()
-                )));
+    fn add(&mut self, l: u32, r: u32, pairs: &[Pair<'_>], local: &Geometry, remote: &Geometry) -> Result<()> {
+        let (Some(local_group), Some(remote_group)) = (local.groups.get(l as usize), remote.groups.get(r as usize))
+        else {
+            return Ok(());
+        };
+        let meeting = Meeting::new(local_group, remote_group);
+        let mut group = GroupPair {
+            local: l,
+            remote: r,
+            local_group: local_group.clone(),
+            remote_group: remote_group.clone(),
+            meeting,
+            local_bound: local.num_blocks(l).unwrap_or(0),
+            remote_bound: remote.num_blocks(r).unwrap_or(0),
+            fine: None,
+            phases: BTreeMap::new(),
+            whole: false,
+            pairs: pairs.iter().map(owned).collect(),
+        };
+        for pair in pairs {
+            let (la, ra) = (&*pair.local, &*pair.remote);
+            if local_group.kind == GroupKind::State || la.positions() == 1 && local_group.block_size > 1 {
+                group.whole = true;
+                let run = [TokenRun { local: 0, remote: 0, count: la.positions().into() }];
+                let list = self.fine(&mut group);
+                let steps = Steps { list, local: la.block_stride, remote: ra.block_stride };
+                self.extend(pair, &run, steps)?;
+                continue;
+            }
+            let even = (even(la, local_group, meeting.local_subs), even(ra, remote_group, meeting.remote_subs));
+            if let (Some(local_step), Some(remote_step)) = even {
+                let run = meeting.runs(local_group, remote_group, 0, 0..meeting.grain);
+                let list = self.fine(&mut group);
+                let steps = Steps { list, local: local_step, remote: remote_step };
+                self.extend(pair, &run, steps)?;
+                continue;
+            }
+            self.grow(meeting.phases())?;
+            for phase in 0..meeting.phases() {
+                let runs = meeting.runs(local_group, remote_group, phase, 0..meeting.grain);
+                if runs.is_empty() {
+                    continue;
+                }
+                let list = match group.phases.get(&phase) {
+                    Some(list) => *list,
+                    None => {
+                        let list = self.list();
+                        group.phases.insert(phase, list);
+                        list
+                    }
+                };
+                let steps = Steps { list, local: la.block_stride, remote: ra.block_stride };
+                self.extend(pair, &runs, steps)?;
             }
         }
-        let mut lists = Vec::with_capacity(local.len());
-        for (index, ((group, local), remote)) in self.groups.iter().zip(local).zip(remote).enumerate() {
-            lists.push(group.pair(index, local, remote)?);
-        }
-        self.check_shared(&lists)?;
-        Ok(CopyPlan { segments: self.segments.clone(), lists })
-    }
-
-    fn check_shared(&self, lists: &[BlockPair]) -> Result<()> {
-        for &(a, b) in &*self.shared {
-            let sorted = |group: u32| {
-                let mut ids = lists.get(group as usize).map(|pair| pair.local.ids().to_vec()).unwrap_or_default();
-                ids.sort_unstable();
-                ids
-            };
-            let (first, second) = (sorted(a), sorted(b));
-            if let Some(id) = first.iter().find(|id| second.binary_search(id).is_ok()) {
-                return Err(Error::invalid(format!(
-                    "local block {id} is in the lists of KV-cache groups {a} and {b}, which share memory: it would be \
-                     written twice"
-                )));
-            }
-        }
+        self.pairs.push(group);
         Ok(())
     }
-}
 
-impl GroupPlan {
-    fn pair(&self, group: usize, local: &Blocks, remote: &Blocks) -> Result<BlockPair> {
-        if local.len() != remote.len() {
-            return Err(Error::invalid(format!(
-                "KV-cache group {group}: {} local and {} remote blocks; they pair up by position, so give as many of \
-                 one as of the other",
-                local.len(),
-                remote.len()
-            )));
-        }
-        for (side, ids, bound) in
-            [("local", local.ids(), self.local_blocks), ("remote", remote.ids(), self.remote_blocks)]
-        {
-            if let Some(id) = ids.iter().find(|&&id| id >= bound) {
-                return Err(Error::new(
-                    ErrorKind::OutOfRange,
-                    format!("KV-cache group {group}: {side} block {id} does not exist, the group has {bound} blocks"),
-                ));
+    fn fine(&mut self, group: &mut GroupPair) -> u32 {
+        match group.fine {
+            Some(fine) => fine.list,
+            None => {
+                let list = self.list();
+                group.fine = Some(FineList { list, dense: false });
+                list
             }
         }
-        if local.ids().is_sorted_by(|a, b| a < b) {
-            return Ok(BlockPair { local: local.clone(), remote: remote.clone() });
-        }
-        // Sorting finds repeats, and (local ids being unique) puts every two pairs that can merge next to each other, so
-        // no other order merges more. Measured on one core of a 2-core virtual machine, shuffled ids: 26 ns a pair for
-        // 2048 pairs, 41 ns for 65536, once per request; each operation saved would have cost 1 to 3 us to post, and
-        // is saved in every segment of the group.
-        let mut pairs: Vec<(u32, u32)> = local.ids().iter().copied().zip(remote.ids().iter().copied()).collect();
-        let before = merges(&pairs);
-        pairs.sort_unstable();
-        if let Some(((id, _), _)) = pairs.iter().zip(pairs.iter().skip(1)).find(|(a, b)| a.0 == b.0) {
-            return Err(Error::invalid(format!(
-                "KV-cache group {group}: local block {id} is named twice: it would be written twice"
-            )));
-        }
-        if !self.dense || merges(&pairs) <= before {
-            return Ok(BlockPair { local: local.clone(), remote: remote.clone() });
-        }
-        let (local, remote): (Vec<u32>, Vec<u32>) = pairs.into_iter().unzip();
-        Ok(BlockPair { local: local.into(), remote: remote.into() })
     }
-}
 
-/// How many pairs continue the one before them on both sides.
-fn merges(pairs: &[(u32, u32)]) -> usize {
-    pairs
-        .iter()
-        .zip(pairs.iter().skip(1))
-        .filter(|(a, b)| a.0.checked_add(1) == Some(b.0) && a.1.checked_add(1) == Some(b.1))
-        .count()
+    fn extend(&mut self, pair: &Pair<'_>, runs: &[TokenRun], steps: Steps) -> Result<()> {
+        self.grow(template::runs(pair, runs))?;
+        self.segments.extend(template::intersect(pair, runs, steps));
+        Ok(())
+    }
 }

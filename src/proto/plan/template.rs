@@ -1,51 +1,161 @@
 //! The intersection of two ranks' address maps, as segments.
 
-use super::Segment;
-use crate::proto::geometry::{Area, Axes, Piece, fold, folded};
+use std::borrow::Cow;
 
-/// The common heads and tokens of two areas of the same layer and part: the base in either region and the axes for
-/// [`fold`]. The areas must agree in group, tokens and content: [`super::check_ranks`].
-fn common(local: &Area, remote: &Area) -> ([u64; 2], u64, Axes<2>) {
-    let first = local.first_head.max(remote.first_head);
-    let end = |area: &Area| area.first_head.saturating_add(area.heads);
-    let heads = end(local).min(end(remote)).saturating_sub(first);
-    let base = |area: &Area| {
-        area.offset.wrapping_add(u64::from(first.saturating_sub(area.first_head)).wrapping_mul(area.head_stride))
+use super::meeting::TokenRun;
+use super::{Cell, Segment};
+use crate::proto::geometry::{Area, Axes, Piece, fold, runs as run_count};
+
+/// A layer's part on both ranks, and the heads that travel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Pair<'a> {
+    pub(super) local: Cow<'a, Area>,
+    pub(super) remote: Cow<'a, Area>,
+    pub(super) first_head: u32,
+    pub(super) heads: u32,
+}
+
+/// The part of `area` with the content bytes `from..from + len` of each token. For areas whose token is one run.
+fn part_of(area: &Area, part: &str, from: u64, len: u64) -> Area {
+    Area { part: part.into(), offset: area.offset.wrapping_add(from), content: len, ..area.clone() }
+}
+
+/// Finds the areas of a cell. Where one side packs K and V and the other does not, the packed area is cut in two; where
+/// both pack them, the cell of `v` is nothing, because that of `k` stands for both.
+///
+/// Errors: a text that says what is not there.
+pub(super) fn pair<'a>(
+    cell: &Cell,
+    local: impl Fn(&str) -> Option<&'a Area>,
+    remote: impl Fn(&str) -> Option<&'a Area>,
+) -> Result<Option<Pair<'a>>, String> {
+    let found = |local: Cow<'a, Area>, remote: Cow<'a, Area>| {
+        Ok(Some(Pair { local, remote, first_head: cell.first_head, heads: cell.heads }))
     };
-    let tokens = local.tokens.min(remote.tokens);
-    let axes = [(heads, [local.head_stride, remote.head_stride]), (tokens, [local.token_stride, remote.token_stride])];
-    ([base(local), base(remote)], local.content.min(remote.content), axes)
+    let cut = |packed: &Area, other: &Area| {
+        let len = other.token_bytes();
+        if packed.units != 1 || len > packed.content {
+            return Err(format!(
+                "{packed} of {} bytes per token and head cannot be cut into {other} of {len} and the rest",
+                packed.token_bytes()
+            ));
+        }
+        let from = if cell.part == "k" { 0 } else { packed.content - len };
+        Ok(part_of(packed, &cell.part, from, len))
+    };
+    match (local(&cell.part), remote(&cell.part), local("kv"), remote("kv")) {
+        (Some(l), Some(r), ..) => found(Cow::Borrowed(l), Cow::Borrowed(r)),
+        (None, None, Some(l), Some(r)) => {
+            if cell.part == "v" {
+                return Ok(None);
+            }
+            found(Cow::Borrowed(l), Cow::Borrowed(r))
+        }
+        (Some(l), None, _, Some(r)) => found(Cow::Borrowed(l), Cow::Owned(cut(r, l)?)),
+        (None, Some(r), Some(l), _) => found(Cow::Owned(cut(l, r)?), Cow::Borrowed(r)),
+        _ => Err(format!("layer {:?} has no part {:?} on one of the sides", cell.layer, cell.part)),
+    }
 }
 
-/// How many runs [`segments`] makes of two areas before merging.
-pub(super) fn runs(local: &Area, remote: &Area) -> u64 {
-    let (_, content, axes) = common(local, remote);
-    let (_, [(outer, _), (inner, _)]) = folded(content, axes);
-    u64::from(outer).saturating_mul(inner.into())
+/// Where the blocks of a segment lie: which pair of lists names them, and the bytes from one to the next.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Steps {
+    pub(super) list: u32,
+    pub(super) local: u64,
+    pub(super) remote: u64,
 }
 
-/// What two areas have in common, cut into runs that are contiguous on both sides; nothing without common heads.
-fn intersect(local: &Area, remote: &Area) -> impl Iterator<Item = Segment> {
-    let (base, content, axes) = common(local, remote);
-    let (len, pieces) = fold(base, content, axes);
-    let (list, local_region, remote_region) = (local.group, local.region, remote.region);
-    let (local_stride, remote_stride) = (local.block_stride, remote.block_stride);
-    pieces.map(move |Piece([local_offset, remote_offset])| Segment {
-        list,
-        local_region,
-        remote_region,
-        local_offset,
-        remote_offset,
-        local_stride,
-        remote_stride,
-        len,
+/// A token run's part within one page on either side: bytes from the first token of the block, and how many tokens.
+fn paged<'a>(pair: &'a Pair<'_>, runs: &'a [TokenRun]) -> impl Iterator<Item = ([u64; 2], u64)> + 'a {
+    let (local, remote) = (&*pair.local, &*pair.remote);
+    runs.iter().flat_map(move |run| {
+        let mut done = 0;
+        std::iter::from_fn(move || {
+            let left = run.count.checked_sub(done).filter(|left| *left > 0)?;
+            let place = |area: &Area, position: u64| {
+                let tokens = u64::from(area.tokens).max(1);
+                let (page, token) = (position / tokens, position % tokens);
+                let offset = page.wrapping_mul(area.page_stride).wrapping_add(token.wrapping_mul(area.token_stride));
+                (offset, if area.pages > 1 { tokens - token } else { u64::MAX })
+            };
+            let (at_local, local_room) = place(local, run.local.wrapping_add(done));
+            let (at_remote, remote_room) = place(remote, run.remote.wrapping_add(done));
+            let count = left.min(local_room).min(remote_room);
+            done += count;
+            Some(([at_local, at_remote], count))
+        })
     })
 }
 
-/// The segments of all `pairs` of areas: cut where either side is not contiguous, merged where both are (within an
-/// area, and across areas that are neighbours inside a block on both sides), sorted by list, regions and local offset.
-pub(super) fn segments<'a>(pairs: impl Iterator<Item = (&'a Area, &'a Area)>) -> Vec<Segment> {
-    let mut all: Vec<Segment> = pairs.flat_map(|(local, remote)| intersect(local, remote)).collect();
+/// The unit axis of a pair: contiguous bytes per unit, and the axis. None if the two sides cut a token's bytes into runs
+/// that do not fit each other.
+fn units(local: &Area, remote: &Area) -> Option<(u64, (u32, [u64; 2]))> {
+    let axis = |content: u64, count: u32, l, r| Some((content, (count, [l, r])));
+    let (l, r) = (local, remote);
+    match (l.units, r.units) {
+        (a, b) if a == b => axis(l.content, a, l.unit_stride, r.unit_stride),
+        (1, b) => axis(r.content, b, r.content, r.unit_stride),
+        (a, 1) => axis(l.content, a, l.unit_stride, l.content),
+        _ => None,
+    }
+}
+
+/// Whether the two sides' areas have the same bytes per token and head, and run lengths that fit each other.
+pub(super) fn units_fit(local: &Area, remote: &Area) -> bool {
+    units(local, remote).is_some()
+}
+
+/// The base in either region of each paged token run of a pair, and the contiguous bytes and axes from there.
+fn common<'a>(pair: &'a Pair<'_>, runs: &'a [TokenRun]) -> impl Iterator<Item = ([u64; 2], u64, Axes<2>)> + 'a {
+    let (local, remote) = (&*pair.local, &*pair.remote);
+    let base = |area: &Area| {
+        let skipped = u64::from(pair.first_head.saturating_sub(area.first_head));
+        area.offset.wrapping_add(skipped.wrapping_mul(area.head_stride))
+    };
+    let bases = [base(local), base(remote)];
+    let unit = units(local, remote);
+    paged(pair, runs).filter_map(move |(at, tokens)| {
+        let (content, unit) = unit?;
+        let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+        let axes = [
+            (pair.heads, [local.head_stride, remote.head_stride]),
+            (1, [0, 0]),
+            (tokens, [local.token_stride, remote.token_stride]),
+            unit,
+        ];
+        Some(([bases[0].wrapping_add(at[0]), bases[1].wrapping_add(at[1])], content, axes))
+    })
+}
+
+/// How many runs [`intersect`] makes of a pair before merging. Saturates.
+pub(super) fn runs(pair: &Pair<'_>, tokens: &[TokenRun]) -> u64 {
+    common(pair, tokens).fold(0u64, |sum, (_, content, axes)| sum.saturating_add(run_count(content, axes)))
+}
+
+/// What a pair has in common, cut into runs that are contiguous on both sides.
+pub(super) fn intersect<'a>(
+    pair: &'a Pair<'_>,
+    tokens: &'a [TokenRun],
+    steps: Steps,
+) -> impl Iterator<Item = Segment> + 'a {
+    let (local_region, remote_region) = (pair.local.region, pair.remote.region);
+    common(pair, tokens).flat_map(move |(base, content, axes)| {
+        let (len, pieces) = fold(base, content, axes);
+        pieces.map(move |Piece([local_offset, remote_offset])| Segment {
+            list: steps.list,
+            local_region,
+            remote_region,
+            local_offset,
+            remote_offset,
+            local_stride: steps.local,
+            remote_stride: steps.remote,
+            len,
+        })
+    })
+}
+
+/// Sorts segments by list, regions and local offset, and merges those that are neighbours inside a block on both sides.
+pub(super) fn merged(mut all: Vec<Segment>) -> Vec<Segment> {
     all.sort_unstable_by_key(|s| {
         (s.list, s.local_region, s.remote_region, s.local_stride, s.remote_stride, s.local_offset)
     });

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::proto::geometry::{Group, GroupKind};
 use crate::proto::ids::{EngineId, Incarnation};
 
@@ -25,6 +25,10 @@ pub struct SchedulerConfig {
     /// The block that stands for "no block here" in a block list (vLLM: 0); it is never read or written.
     #[serde(default = "default_null_block")]
     pub null_block: Option<u32>,
+    /// Whether the engine reuses a request's blocks for other requests with the same prefix (vLLM: prefix caching). Then a
+    /// block of a sliding-window group must be filled whole, also in front of the window.
+    #[serde(default = "default_reuses_blocks")]
+    pub reuses_blocks: bool,
     /// How long a hand-over's blocks are kept without a heartbeat, in milliseconds, at least 1000.
     #[serde(default = "default_lease_ms")]
     pub lease_ms: u64,
@@ -32,6 +36,10 @@ pub struct SchedulerConfig {
 
 fn default_null_block() -> Option<u32> {
     Some(0)
+}
+
+fn default_reuses_blocks() -> bool {
+    true
 }
 
 fn default_lease_ms() -> u64 {
@@ -49,12 +57,12 @@ impl SchedulerConfig {
             dcp_size: 1,
             groups,
             null_block: default_null_block(),
+            reuses_blocks: default_reuses_blocks(),
             lease_ms: default_lease_ms(),
         }
     }
 
-    /// Checks every value. Errors: [`ErrorKind::InvalidArgument`] naming the key, its value and what is allowed;
-    /// [`ErrorKind::Unsupported`] for a kind of cache that cannot be handed over.
+    /// Checks every value. Errors: [`ErrorKind::InvalidArgument`] naming the key, its value and what is allowed.
     pub fn check(&self) -> Result<()> {
         for (key, value) in [("tp_size", self.tp_size), ("pp_size", self.pp_size), ("dcp_size", self.dcp_size)] {
             if value == 0 {
@@ -82,19 +90,17 @@ impl SchedulerConfig {
                 GroupKind::SlidingWindow { window: 0 } => {
                     return Err(Error::invalid(format!("groups[{index}].kind: a sliding window has at least 1 token")));
                 }
-                GroupKind::SlidingWindow { .. } => {}
-                // A state after the whole prompt is of no use to a decoder that computes the last prompt token again.
-                GroupKind::State => {
-                    return Err(Error::new(
-                        ErrorKind::Unsupported,
-                        format!(
-                            "groups[{index}]: a state cache (Mamba, SSM) cannot be handed over by this release; serve \
-                             this model without kvferry"
-                        ),
-                    ));
-                }
+                GroupKind::SlidingWindow { .. } | GroupKind::State => {}
             }
         }
         Ok(())
+    }
+
+    /// How many of a prompt's tokens are handed over. A decoder computes the last prompt token again, for its logits. That
+    /// does no harm to a cache by tokens, but a state must then be the one before that token: the prefill engine of a
+    /// model with states computes the prompt without its last token.
+    pub fn handed_over(&self, prompt_tokens: u64) -> u64 {
+        let state = self.groups.iter().any(|group| group.kind == GroupKind::State);
+        prompt_tokens.saturating_sub(state.into())
     }
 }

@@ -24,6 +24,7 @@ pub use config::SchedulerConfig;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::aggregate::Outcome;
 use crate::proto::ids::RequestId;
+use crate::proto::plan::Holding;
 use crate::proto::wire::{Blocks, Grant, Hold, Load, Release, Remote, StepMetadata, TransferParams, WorkerReport};
 
 /// What can be loaded for a request.
@@ -118,6 +119,12 @@ impl Scheduler {
         !self.step.is_empty()
     }
 
+    /// States what every rank of this engine holds; the workers are told with the next step. Needed before the first
+    /// load of an engine of several ranks.
+    pub fn set_engine(&mut self, ranks: Vec<Holding>) {
+        self.step.engine = ranks;
+    }
+
     /// Where this engine's handshake listener is reached. Needed before a hand-over can be offered.
     pub fn set_address(&mut self, host: impl Into<String>, port: u16) {
         self.address = Some((host.into(), port));
@@ -155,17 +162,19 @@ impl Scheduler {
             return Ok(Match::default());
         }
         params::remote(request, params)?;
-        params::check_tokens(request, params, &self.config, prompt_tokens)?;
-        let tokens = prompt_tokens.saturating_sub(computed_tokens);
+        params::held_tokens(request, params, &self.config, prompt_tokens)?;
+        params::remote_blocks(request, params)?;
+        let tokens = self.config.handed_over(prompt_tokens).saturating_sub(computed_tokens);
         Ok(Match { tokens, asynchronous: tokens > 0 })
     }
 
     /// Consumer: `local_blocks` (per KV-cache group, those to be filled, in the order of their tokens) are allocated for
-    /// the last `external_tokens` of the prompt. Queues the load; with `external_tokens` 0, the release that the
+    /// the last `external_tokens` of the prompt's `prompt_tokens`. Queues the load; with `external_tokens` 0, the release that the
     /// producer is owed. Only the first call for a request does anything.
     ///
-    /// Blocks that do not pair up with the producer's become a load that fails as an invalid request on every worker, so
-    /// that the host, which may have committed itself to a load, gets its terminal report.
+    /// Blocks that the tokens do not fit become a load that fails as an invalid request on every worker, so that the
+    /// host, which may have committed itself to a load, gets its terminal report. Whether the producer's blocks fit is
+    /// found by the workers, who know its block sizes.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] for params that [`Scheduler::matched`] refuses and for a wrong number of
     /// lists; nothing is queued then.
@@ -174,6 +183,7 @@ impl Scheduler {
         request: &RequestId,
         params: &TransferParams,
         local_blocks: Vec<Blocks>,
+        prompt_tokens: u64,
         external_tokens: u64,
     ) -> Result<()> {
         params::check_roles(request, params)?;
@@ -187,7 +197,9 @@ impl Scheduler {
             self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Over });
             return Ok(());
         }
-        let remote_blocks = params::remote_blocks(request, params, &self.config)?;
+        let remote_blocks = params::remote_blocks(request, params)?;
+        let remote_tokens = params::held_tokens(request, params, &self.config, prompt_tokens)?;
+        let end = self.config.handed_over(prompt_tokens);
         if local_blocks.len() != self.config.groups.len() {
             return Err(Error::invalid(format!(
                 "request {request}: expected one list of allocated blocks for each of the {} KV-cache groups, got {}",
@@ -195,12 +207,22 @@ impl Scheduler {
                 local_blocks.len()
             )));
         }
-        let paired = params::pair(&self.config, params, &local_blocks, &remote_blocks, external_tokens);
-        let (local_blocks, remote_blocks, refused) = match paired {
-            Ok((local, remote)) => (local, remote, None),
-            Err(text) => (local_blocks, remote_blocks.into_iter().map(Blocks::from).collect(), Some(text)),
+        let start = end.checked_sub(external_tokens);
+        let refused = match start {
+            None => Some(format!("{external_tokens} tokens are to be loaded of {end}")),
+            Some(start) => params::check_local(&self.config, &local_blocks, start, end).err(),
         };
-        let load = Load { request: request.clone(), remote: remote.clone(), local_blocks, remote_blocks, refused };
+        let load = Load {
+            request: request.clone(),
+            remote: remote.clone(),
+            local_blocks,
+            remote_blocks: remote_blocks.into_iter().map(Blocks::from).collect(),
+            tokens: (start.unwrap_or(0), end),
+            remote_tokens,
+            null_block: self.config.null_block,
+            window_only: !self.config.reuses_blocks,
+            refused,
+        };
         self.step.loads.push(load);
         self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Loading { ended: false } });
         Ok(())
@@ -330,7 +352,7 @@ impl Scheduler {
                 // A host may have blocks beyond the computed tokens (for tokens to come): they hold nothing yet.
                 let used = computed_tokens.div_ceil(params::tokens_per_block(&self.config, group));
                 let list = list.ids().get(..usize::try_from(used).unwrap_or(usize::MAX)).unwrap_or(list.ids());
-                params::in_window(group, list)
+                params::needed(&self.config, group, list)
                     .iter()
                     .skip_while(|&&id| self.config.null_block == Some(id))
                     .map(|&id| i64::from(id))

@@ -1,8 +1,8 @@
-//! `kv_transfer_params` from outside: what is missing, what is malformed, and what a request's blocks pair up with.
+//! `kv_transfer_params` from outside: what is missing and what is malformed.
 
 use super::SchedulerConfig;
 use crate::error::{Error, Result};
-use crate::proto::geometry::{Group, GroupKind};
+use crate::proto::geometry::{Group, GroupKind, MAX_GROUPS};
 use crate::proto::ids::{EngineId, Incarnation, RequestId};
 use crate::proto::wire::{Blocks, Remote, TransferParams};
 
@@ -118,20 +118,15 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
     })
 }
 
-/// The producer's block ids per KV-cache group.
-pub(super) fn remote_blocks(
-    request: &RequestId,
-    params: &TransferParams,
-    config: &SchedulerConfig,
-) -> Result<Vec<Vec<u32>>> {
+/// The producer's block ids per KV-cache group of its own. Whether they fit its cache is known after the handshake.
+pub(super) fn remote_blocks(request: &RequestId, params: &TransferParams) -> Result<Vec<Vec<u32>>> {
     let lists = params.remote_block_ids.as_deref().unwrap_or_default();
-    if lists.len() != config.groups.len() {
+    if lists.is_empty() || lists.len() > MAX_GROUPS {
         return Err(bad(
             request,
             format_args!(
-                "remote_block_ids: expected one list for each of the {} KV-cache groups, got {}; run the same model \
-                 with the same cache settings on both engines",
-                config.groups.len(),
+                "remote_block_ids: expected one list for each of the producer's KV-cache groups (1 to {MAX_GROUPS}), got \
+                 {}; pass on the kv_transfer_params of the prefill engine's answer unchanged",
                 lists.len()
             ),
         ));
@@ -157,42 +152,41 @@ pub(super) fn tokens_per_block(config: &SchedulerConfig, group: &Group) -> u64 {
     u64::from(group.block_size).saturating_mul(u64::from(config.dcp_size)).max(1)
 }
 
-/// How many blocks at the end of a list can lie in the window; `None` where every block counts. One more than the
-/// window fills, because the window need not start at a block's first token.
-fn window_blocks(group: &Group) -> Option<usize> {
-    match group.kind {
+/// The blocks of `ids` that a consumer can need: in the window, or the last one of a state. The window need not start
+/// at a block's first token, so it can reach into one more block than it fills.
+pub(super) fn needed<'a>(config: &SchedulerConfig, group: &Group, ids: &'a [u32]) -> &'a [u32] {
+    let most = match group.kind {
         GroupKind::SlidingWindow { window } => {
-            usize::try_from(u64::from(window).div_ceil(u64::from(group.block_size.max(1))).saturating_add(1)).ok()
+            u64::from(window).div_ceil(tokens_per_block(config, group)).saturating_add(1)
         }
-        GroupKind::Full | GroupKind::Latent | GroupKind::State => None,
-    }
+        GroupKind::State => 1,
+        GroupKind::Full | GroupKind::Latent => return ids,
+    };
+    let most = usize::try_from(most).unwrap_or(usize::MAX);
+    ids.get(ids.len().saturating_sub(most)..).unwrap_or(ids)
 }
 
-/// The end of `ids` that lies in the group's window.
-pub(super) fn in_window<'a>(group: &Group, ids: &'a [u32]) -> &'a [u32] {
-    match window_blocks(group) {
-        Some(n) => ids.get(ids.len().saturating_sub(n)..).unwrap_or(ids),
-        None => ids,
-    }
-}
-
-/// Checks that what the producer holds ends where this request's prompt ends: lists are paired from their ends.
-pub(super) fn check_tokens(
+/// The tokens that the producer holds: at least those that are handed over, and no more where a state goes with them.
+pub(super) fn held_tokens(
     request: &RequestId,
     params: &TransferParams,
     config: &SchedulerConfig,
     prompt_tokens: u64,
-) -> Result<()> {
-    let held = match params.remote_num_tokens {
-        None => None,
-        Some(n) => Some(
-            u64::try_from(n)
-                .map_err(|_| bad(request, format_args!("remote_num_tokens: expected 0 or more, got {n}")))?,
-        ),
-    };
-    if let Some(held) = held
-        && held < prompt_tokens
-    {
+) -> Result<u64> {
+    let needed = config.handed_over(prompt_tokens);
+    let Some(n) = params.remote_num_tokens else { return Ok(needed) };
+    let held =
+        u64::try_from(n).map_err(|_| bad(request, format_args!("remote_num_tokens: expected 0 or more, got {n}")))?;
+    if needed < prompt_tokens && held != needed {
+        return Err(bad(
+            request,
+            format_args!(
+                "remote_num_tokens: the producer's state is that after {held} tokens, {needed} are needed for a prompt \
+                 of {prompt_tokens}; send the prefill engine the prompt without its last token"
+            ),
+        ));
+    }
+    if held < needed {
         return Err(bad(
             request,
             format_args!(
@@ -201,92 +195,26 @@ pub(super) fn check_tokens(
             ),
         ));
     }
-    let blocks = remote_blocks(request, params, config)?;
-    for (g, (group, ids)) in config.groups.iter().zip(&blocks).enumerate() {
-        let per_block = tokens_per_block(config, group);
-        let needed = prompt_tokens.div_ceil(per_block);
-        if held.is_some_and(|held| held.div_ceil(per_block) != needed) {
-            return Err(bad(
-                request,
-                format_args!(
-                    "remote_num_tokens: the producer holds {} tokens, the prompt has {prompt_tokens}, which ends in \
-                     another block of KV-cache group {g} ({per_block} tokens a block); send the prefill engine the \
-                     same prompt with max_tokens 1",
-                    held.unwrap_or(0)
-                ),
-            ));
-        }
-        if window_blocks(group).is_none() && ids.len() as u64 != needed {
-            return Err(bad(
-                request,
-                format_args!(
-                    "remote_block_ids[{g}]: expected {needed} blocks of {per_block} tokens for a prompt of \
-                     {prompt_tokens} tokens, got {}; both engines need the same prompt and block size",
-                    ids.len()
-                ),
+    Ok(held)
+}
+
+/// Checks the blocks to be filled with the tokens `start..end`. The error is for people.
+pub(super) fn check_local(config: &SchedulerConfig, local: &[Blocks], start: u64, end: u64) -> Result<(), String> {
+    for (g, (group, list)) in config.groups.iter().zip(local).enumerate() {
+        let span = tokens_per_block(config, group);
+        let expected = end.div_ceil(span).saturating_sub(start / span);
+        let found = list.len() as u64;
+        let wrong = match group.kind {
+            GroupKind::Full | GroupKind::Latent => found != expected,
+            GroupKind::SlidingWindow { .. } => found > end.div_ceil(span),
+            GroupKind::State => false,
+        };
+        if wrong {
+            return Err(format!(
+                "KV-cache group {g}: tokens {start} to {end} are to be loaded, which {expected} blocks of {span} tokens \
+                 hold, but {found} blocks are to be filled"
             ));
         }
     }
     Ok(())
-}
-
-/// Pairs the blocks to fill with the producer's, per group from the ends of the lists. The error is for people.
-pub(super) fn pair(
-    config: &SchedulerConfig,
-    params: &TransferParams,
-    local: &[Blocks],
-    remote: &[Vec<u32>],
-    external_tokens: u64,
-) -> Result<(Vec<Blocks>, Vec<Blocks>), String> {
-    let held = params.remote_num_tokens.and_then(|n| u64::try_from(n).ok());
-    let is_null = |id: u32| config.null_block == Some(id);
-    let (mut ours, mut theirs) = (Vec::with_capacity(local.len()), Vec::with_capacity(local.len()));
-    for (g, ((group, local), remote)) in config.groups.iter().zip(local).zip(remote).enumerate() {
-        let (here, there) = (in_window(group, local.ids()), in_window(group, remote));
-        if window_blocks(group).is_none() {
-            let skipped = there.len().checked_sub(here.len()).ok_or_else(|| {
-                format!("KV-cache group {g}: {} blocks are to be filled, the producer has {}", here.len(), there.len())
-            })? as u64;
-            // Both lists must end at the same token: what is not loaded lies in the blocks before the local ones.
-            let expected = held.map(|held| held.saturating_sub(external_tokens) / tokens_per_block(config, group));
-            if let Some(expected) = expected
-                && expected != skipped
-            {
-                return Err(format!(
-                    "KV-cache group {g}: loading {external_tokens} of the producer's {} tokens skips {expected} \
-                     blocks, but {} blocks to fill and {} of the producer leave {skipped}",
-                    held.unwrap_or(0),
-                    here.len(),
-                    there.len()
-                ));
-            }
-        }
-        let (mut l, mut r): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
-        let mut partners = there.iter().rev();
-        for &id in here.iter().rev() {
-            let partner = partners.next().copied();
-            if is_null(id) {
-                continue;
-            }
-            match partner {
-                Some(other) if !is_null(other) => {
-                    l.push(id);
-                    r.push(other);
-                }
-                _ => {
-                    return Err(format!(
-                        "KV-cache group {g}: the producer has no block for local block {id}; it kept {} blocks, {} \
-                         are to be filled",
-                        there.iter().filter(|&&id| !is_null(id)).count(),
-                        here.iter().filter(|&&id| !is_null(id)).count()
-                    ));
-                }
-            }
-        }
-        l.reverse();
-        r.reverse();
-        ours.push(Blocks::from(l));
-        theirs.push(Blocks::from(r));
-    }
-    Ok((ours, theirs))
 }

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Blocks;
 use crate::proto::ids::{EngineId, Incarnation, RequestId};
+use crate::proto::plan::{Holding, Wanted};
 
 /// Where a remotely prefilled request's blocks are, from `kv_transfer_params`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,14 +55,36 @@ pub struct Load {
     pub request: RequestId,
     /// Where it was prefilled.
     pub remote: Remote,
-    /// Per KV-cache group, this engine's block ids, paired with `remote_blocks` by position.
+    /// Per KV-cache group of this engine, the ids of the blocks to fill, see [`Wanted::local`].
     pub local_blocks: Vec<Blocks>,
-    /// Per KV-cache group, the producer's block ids.
+    /// Per KV-cache group of the producer, its block ids, see [`Wanted::remote`].
     pub remote_blocks: Vec<Blocks>,
-    /// Set when the scheduler side found that the blocks do not pair up: nothing is read, the leases are given back,
-    /// and the load fails as an invalid request with this explanation.
+    /// The tokens to load: from the first up to, not including, the second.
+    pub tokens: (u64, u64),
+    /// Tokens that the producer's blocks hold.
+    pub remote_tokens: u64,
+    /// The id that stands for no block.
+    pub null_block: Option<u32>,
+    /// See [`Wanted::window_only`].
+    pub window_only: bool,
+    /// Set when the scheduler side found that the load cannot be: nothing is read, the leases are given back, and the
+    /// load fails as an invalid request with this explanation.
     #[serde(default)]
     pub refused: Option<String>,
+}
+
+impl Load {
+    /// What a plan is asked for.
+    pub fn wanted(&self) -> Wanted<'_> {
+        Wanted {
+            local: &self.local_blocks,
+            remote: &self.remote_blocks,
+            tokens: self.tokens,
+            remote_tokens: self.remote_tokens,
+            null_block: self.null_block,
+            window_only: self.window_only,
+        }
+    }
 }
 
 /// Consumer: the request needs nothing (more) from the producer; let it free the blocks. No report follows.
@@ -94,6 +117,10 @@ pub struct StepMetadata {
     /// Consumer: loads to abort. Each still gets its one terminal report.
     #[serde(default)]
     pub aborts: Vec<RequestId>,
+    /// What every rank of this engine holds; once, before the first load. So that a worker knows who else reads from a
+    /// producer's rank.
+    #[serde(default)]
+    pub engine: Vec<Holding>,
 }
 
 impl StepMetadata {
@@ -105,5 +132,6 @@ impl StepMetadata {
             && self.loads.is_empty()
             && self.releases.is_empty()
             && self.aborts.is_empty()
+            && self.engine.is_empty()
     }
 }

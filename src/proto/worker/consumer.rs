@@ -16,6 +16,7 @@ use super::timers::Deadlines;
 use crate::error::ErrorKind;
 use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
 use crate::proto::ids::RequestId;
+use crate::proto::plan::Holding;
 use crate::proto::time::Time;
 use crate::proto::wire::{Cause, Hold, Load, PeerMessage, RankMetadata, Reader, Release, Remote, Verdict};
 
@@ -47,6 +48,8 @@ enum Timer {
 pub(super) struct Consumer {
     config: WorkerConfig,
     local: Option<Arc<RankMetadata>>,
+    /// What every rank of this engine holds, once it is known.
+    engine: Vec<Holding>,
     wants: BTreeMap<Ticket, Want>,
     names: HashMap<RequestId, Ticket>,
     tokens: HashMap<TransferToken, Ticket>,
@@ -63,6 +66,7 @@ impl Consumer {
         Consumer {
             config: config.clone(),
             local: None,
+            engine: Vec::new(),
             wants: BTreeMap::new(),
             names: HashMap::new(),
             tokens: HashMap::new(),
@@ -76,6 +80,13 @@ impl Consumer {
 
     pub(super) fn set_local(&mut self, local: Arc<RankMetadata>) {
         self.local = Some(local);
+    }
+
+    /// States what every rank of this engine holds; nothing changes nothing.
+    pub(super) fn set_engine(&mut self, engine: Vec<Holding>) {
+        if !engine.is_empty() {
+            self.engine = engine;
+        }
     }
 
     /// Holds, loads, releases.
@@ -106,8 +117,8 @@ impl Consumer {
     }
 
     pub(super) fn load(&mut self, now: Time, load: Load, out: &mut Outbox) {
-        let state = Box::new(LoadState::new(now, &load));
-        let Load { request, remote, refused, .. } = load;
+        let (request, remote, refused) = (load.request.clone(), load.remote.clone(), load.refused.clone());
+        let state = Box::new(LoadState::new(now, load));
         let mut held = None;
         if let Some(&known) = self.names.get(&request) {
             match self.wants.get(&known) {
@@ -211,7 +222,7 @@ impl Consumer {
             return;
         }
         let Some(local) = self.local.clone() else { return };
-        if let Err(e) = self.sessions.connect(id, &local, &outcome, out) {
+        if let Err(e) = self.sessions.connect(id, &local, &self.engine, &outcome, out) {
             let cause = match e.kind() {
                 ErrorKind::Incompatible => Cause::Incompatible,
                 _ => Cause::HandshakeFailed,
@@ -399,7 +410,7 @@ impl Consumer {
         let plans: crate::Result<Vec<_>> = self
             .sessions
             .peers_of(id)
-            .map(|peer| Ok((peer.key.clone(), peer.plan.request(&load.local_blocks, &load.remote_blocks)?)))
+            .map(|peer| Ok((peer.key.clone(), peer.plan.request(&load.load.wanted())?)))
             .collect();
         let posts = match plans {
             Ok(posts) => posts,
@@ -439,7 +450,7 @@ impl Consumer {
                 request: want.remote.request.clone(),
                 lease_id: want.remote.lease_id,
                 reader: reader.clone(),
-                readers: peer.plan.readers(),
+                readers: peer.readers,
                 serial,
             };
             out.send(PeerRef::Outbound(peer.key.clone()), message);
@@ -551,7 +562,7 @@ impl Consumer {
                     request: want.remote.request.clone(),
                     lease_id: want.remote.lease_id,
                     reader: reader.clone(),
-                    readers: peer.plan.readers(),
+                    readers: peer.readers,
                 };
                 out.send(PeerRef::Outbound(peer.key.clone()), message);
             }

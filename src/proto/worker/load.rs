@@ -29,8 +29,7 @@ pub(super) struct Read {
 
 #[derive(Debug)]
 pub(super) struct LoadState {
-    pub(super) local_blocks: Vec<Blocks>,
-    pub(super) remote_blocks: Vec<Blocks>,
+    pub(super) load: Load,
     pub(super) phase: Phase,
     pub(super) reads: Vec<Read>,
     /// The number under which the verdicts come.
@@ -49,10 +48,9 @@ fn micros(from: Time, to: Time) -> u64 {
 }
 
 impl LoadState {
-    pub(super) fn new(now: Time, load: &Load) -> Self {
+    pub(super) fn new(now: Time, load: Load) -> Self {
         LoadState {
-            local_blocks: load.local_blocks.clone(),
-            remote_blocks: load.remote_blocks.clone(),
+            load,
             phase: Phase::Waiting,
             reads: Vec::new(),
             serial: None,
@@ -84,6 +82,12 @@ impl LoadState {
         self.last_byte = Some(self.last_byte.map_or(figures.finished_at, |t| t.max(figures.finished_at)));
     }
 
+    /// The local blocks that are to be filled, of all groups.
+    fn blocks(&self) -> impl Iterator<Item = u32> {
+        let null = self.load.null_block;
+        self.load.local_blocks.iter().flat_map(Blocks::ids).copied().filter(move |id| null != Some(*id))
+    }
+
     /// The figures of a load that is over at `now`. Phases that it did not reach count as zero.
     pub(super) fn record(&self, now: Time, request: &RequestId, remote: &Remote) -> RecvRecord {
         let posted = self.posted.unwrap_or(now);
@@ -91,7 +95,7 @@ impl LoadState {
         RecvRecord {
             request: request.clone(),
             remote_request: remote.request.clone(),
-            blocks: self.local_blocks.iter().fold(0, |sum, list| sum + list.len() as u64),
+            blocks: self.blocks().count() as u64,
             bytes: self.bytes,
             operations: self.operations,
             queued_us: micros(self.arrived, posted),
@@ -104,7 +108,7 @@ impl LoadState {
     /// The failure as reported: every local block of every group is suspect, whichever rank failed.
     pub(super) fn recv_failure(&self, request: &RequestId) -> Option<RecvFailure> {
         let (cause, message) = self.failure.as_ref()?;
-        let mut invalid: Vec<u32> = self.local_blocks.iter().flat_map(|list| list.ids()).copied().collect();
+        let mut invalid: Vec<u32> = self.blocks().collect();
         invalid.sort_unstable();
         invalid.dedup();
         Some(RecvFailure {

@@ -123,6 +123,7 @@ impl Worker {
     /// release.
     pub fn handle_step(&mut self, now: Time, step: StepMetadata) {
         let now = self.advance(now);
+        self.consumer.set_engine(step.engine);
         let out = &mut self.out;
         for grant in step.grants {
             self.producer.grant(now, grant, out);

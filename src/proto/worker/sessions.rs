@@ -11,10 +11,10 @@ use super::action::{Action, PeerKey, PeerRef, SessionId};
 use super::config::{WorkerConfig, ms};
 use super::outbox::Outbox;
 use super::timers::{Deadlines, Memory};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::proto::handshake::HandshakeOutcome;
 use crate::proto::ids::{EngineId, Incarnation, RequestId};
-use crate::proto::plan::{self, RankPlan};
+use crate::proto::plan::{self, Holding, RankPlan};
 use crate::proto::time::Time;
 use crate::proto::wire::limits::MAX_HEARTBEAT_REQUESTS;
 use crate::proto::wire::{PeerMessage, RankMetadata, Remote};
@@ -71,6 +71,8 @@ impl Session {
 pub(super) struct Peer {
     pub(super) key: PeerKey,
     pub(super) plan: RankPlan,
+    /// How many ranks of our engine the producer rank hears from about a request.
+    pub(super) readers: u32,
     session: SessionId,
     connected: bool,
     beats: BTreeMap<RequestId, Beat>,
@@ -120,6 +122,36 @@ pub(super) enum Joined {
 pub(super) enum Due {
     /// A session was not ready in time.
     Late(SessionId),
+}
+
+/// What the ranks of our own engine hold. Not needed for an engine of one rank, nor where the producer is split as we
+/// are: then each rank has its counterpart there.
+fn consumers(local: &RankMetadata, engine: &[Holding], outcome: &HandshakeOutcome) -> Result<Vec<Holding>> {
+    let own = Holding::new(local.rank, &local.geometry);
+    if local.shape.ranks() == 1 {
+        return Ok(vec![own]);
+    }
+    if !engine.is_empty() {
+        return Ok(engine.to_vec());
+    }
+    let twin = outcome.ranks.iter().find(|remote| remote.rank == local.rank);
+    if local.shape == outcome.shape && twin.is_some_and(|twin| Holding::new(twin.rank, &twin.geometry).holds_as(&own)) {
+        return Ok(outcome.ranks.iter().map(|remote| Holding::new(remote.rank, &remote.geometry)).collect());
+    }
+    Err(Error::new(
+        ErrorKind::Incompatible,
+        format!(
+            "engine {} is {}, this engine {}, and this rank has not been told what the other ranks of its own engine \
+             hold; give every rank's metadata to this engine's scheduler side before the first request",
+            outcome.engine, outcome.shape, local.shape
+        ),
+    ))
+}
+
+/// A number that differs from engine to engine, so that engines choose different ones of several copies (FNV-1a).
+fn spread(engine: &EngineId) -> u64 {
+    let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    engine.as_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
 #[derive(Debug)]
@@ -253,29 +285,31 @@ impl Sessions {
         other.incarnation == Some(outcome.incarnation) && same_agents
     }
 
-    /// The metadata is there: plan with every rank needed, and connect to them.
+    /// The metadata is there: plan with every rank needed, and connect to them. `engine` is what every rank of our own
+    /// engine holds, nothing if that is not known.
     pub(super) fn connect(
         &mut self,
         id: SessionId,
         local: &RankMetadata,
+        engine: &[Holding],
         outcome: &HandshakeOutcome,
         out: &mut Outbox,
     ) -> Result<()> {
-        let needed = plan::peers(local.rank, local.shape, outcome.shape)?;
-        let mut plans = Vec::with_capacity(needed.len());
-        for rank in needed {
+        let producers: Vec<Holding> =
+            outcome.ranks.iter().map(|remote| Holding::new(remote.rank, &remote.geometry)).collect();
+        let consumers = consumers(local, engine, outcome)?;
+        let shares = plan::assign(local.rank, &consumers, &producers, spread(&local.engine))?;
+        let mut plans = Vec::with_capacity(shares.len());
+        for (rank, share) in shares {
             let remote = outcome.ranks.iter().find(|remote| remote.rank == rank).ok_or_else(|| {
-                crate::Error::not_found(format!(
-                    "the listener of engine {} gave no metadata of rank {rank}, which this rank reads from",
-                    outcome.engine
-                ))
+                Error::not_found(format!("engine {} gave no metadata of rank {rank}", outcome.engine))
             })?;
-            plans.push((remote, RankPlan::new(local, remote)?));
+            plans.push((remote, RankPlan::new(local, remote, &share.cells)?, share.readers));
         }
         let Some(session) = self.sessions.get_mut(&id) else { return Ok(()) };
         session.state = State::Connecting;
         session.incarnation = Some(outcome.incarnation);
-        for (remote, plan) in plans {
+        for (remote, plan, readers) in plans {
             self.next += 1;
             let connection = self.next;
             let key = PeerKey {
@@ -286,7 +320,8 @@ impl Sessions {
             };
             session.peers.push(connection);
             out.push(Action::Connect { peer: key.clone(), metadata: remote.agent.clone() });
-            self.peers.insert(connection, Peer { key, plan, session: id, connected: false, beats: BTreeMap::new() });
+            let peer = Peer { key, plan, readers, session: id, connected: false, beats: BTreeMap::new() };
+            self.peers.insert(connection, peer);
         }
         let (route, key) = (session.route.clone(), (session.route.clone(), session.wanted));
         self.pending.remove(&key);
