@@ -62,7 +62,7 @@ fn requests_arrive(tp: u32, pp: u32, transport: Transport) {
     let token = 3 * u64::from(p_cache.heads) * p_cache.content;
     let expected: u64 = 2 * wanted
         .iter()
-        .map(|(_, _, _, len)| u64::from(*len) * 4 * token + u64::from((len * 2).min(4)) * 2 * token)
+        .map(|(_, _, _, len)| u64::from(*len) * 4 * token + u64::from((len * 2).min(3)) * 2 * token)
         .sum::<u64>();
     for worker in &mut d.workers {
         assert_eq!(per_rank(worker), expected);
@@ -170,7 +170,7 @@ fn a_local_prefix_is_not_loaded() {
     assert_eq!(d.scheduler.matched("d", &params, 32, 8).unwrap().tokens, 24);
     let mut here = lists(20, 8, false);
     here[0].drain(..2);
-    d.scheduler.allocated("d", &params, common::engine::blocks(&here), 24).unwrap();
+    d.scheduler.allocated("d", &params, common::engine::blocks(&here), 32, 24).unwrap();
     d.step();
     assert!(d.await_received("d").failures.is_empty());
     p.await_sent("p");
@@ -203,7 +203,7 @@ fn the_request_log_has_a_line_per_receive() {
         assert_eq!(line["remote_request_id"], "p \"1\"");
         assert_eq!(line["tp_rank"].as_u64(), Some(rank as u64));
         assert_eq!(line["pp_rank"], 0);
-        assert_eq!(line["blocks"], 2 + 4);
+        assert_eq!(line["blocks"], 2 + 3);
         assert!(line["bytes"].as_u64().unwrap() > 0 && line["operations"].as_u64().unwrap() > 0);
         assert!(line["cause"].is_null() && line["transfer_ms"].as_f64().unwrap() >= 0.0);
     }

@@ -88,7 +88,7 @@ fn two_hosts_and_a_consumer(ipv6: bool, tp: u32, pp: u32) {
 
     // The consumer's scheduler side needs no network.
     let scheduler = Scheduler::start(scheduler_config("decode", &d_cache)).unwrap();
-    scheduler.allocated("d", &params, common::engine::blocks(&here), 48).unwrap();
+    scheduler.allocated("d", &params, common::engine::blocks(&here), 48, 48).unwrap();
     let step = scheduler.step().unwrap();
     for child in &mut d {
         child.ok(&Ask::Submit { step: step.clone() });
@@ -117,7 +117,7 @@ fn two_hosts_and_a_consumer(ipv6: bool, tp: u32, pp: u32) {
     let Tell::Params(Some(params)) = head.ok(&again) else { panic!("no params") };
     let step = head.bytes(&Ask::Step);
     p[0].ok(&Ask::Submit { step });
-    scheduler.allocated("d2", &params, common::engine::blocks(&here), 48).unwrap();
+    scheduler.allocated("d2", &params, common::engine::blocks(&here), 48, 48).unwrap();
     let step = scheduler.step().unwrap();
     for child in &mut d {
         child.ok(&Ask::Submit { step: step.clone() });

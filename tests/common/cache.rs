@@ -96,6 +96,7 @@ impl Cache {
                         tokens: group.block_size,
                         token_stride: spec.content,
                         content: spec.content,
+                        ..Area::default()
                     });
                 }
                 let len = part_len * parts.len() as u64;

@@ -216,7 +216,7 @@ impl Engine {
         self.scheduler.arrived(request, params).unwrap();
         let found = self.scheduler.matched(request, params, tokens, 0).unwrap();
         assert_eq!((found.tokens, found.asynchronous), (tokens, true));
-        self.scheduler.allocated(request, params, blocks(lists), tokens).unwrap();
+        self.scheduler.allocated(request, params, blocks(lists), tokens, tokens).unwrap();
         self.step();
     }
 
@@ -245,12 +245,12 @@ impl Engine {
 }
 
 /// Block lists for a prompt of `blocks4` blocks of 4 tokens: the full group's, and those of the window of 6 tokens at
-/// 2 tokens a block, of which 4 can be in the window and the rest are null. `first` is the lowest id used; the order
+/// 2 tokens a block, of which 3 can be in the window and the rest are null. `first` is the lowest id used; the order
 /// is scrambled so that runs of neighbours and jumps both occur.
 pub fn lists(first: u32, blocks4: u32, reversed: bool) -> Lists {
     let mut full: Vec<u32> = (first..first + blocks4).collect();
     let halves = blocks4 * 2;
-    let kept = halves.min(4);
+    let kept = halves.min(3);
     let mut window: Vec<u32> = (first + 1..first + 1 + kept).collect();
     if reversed {
         full.reverse();
