@@ -462,9 +462,10 @@ int32_t kvf_worker_register(struct kvf_worker *worker,
 // geometry does nothing.
 //
 // `geometry` is a msgpack map. groups: list of maps with kind ("full", "latent", "state" or {"sliding_window":
-// {"window": tokens}}) and block_size (tokens). areas: list of maps with layer, part (str), group (index), region
-// (index), offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride, tokens, token_stride and
-// content (offset, strides and content in bytes).
+// {"window": tokens}}) and block_size (tokens), and where tokens are dealt over ranks (decode context parallelism)
+// token_ranks (1), token_rank (0) and token_interleave (1). areas: list of maps with layer, part (str), group (index),
+// region (index), offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride, pages (1), page_stride
+// (0), tokens, token_stride, units (1), unit_stride (0) and content (offset, strides and content in bytes).
 int32_t kvf_worker_set_geometry(struct kvf_worker *worker,
                                 const uint8_t *geometry,
                                 size_t geometry_len);
@@ -508,14 +509,20 @@ int32_t kvf_worker_free(struct kvf_worker *worker);
 // Starts a scheduler side. It touches no device memory and no UCX.
 //
 // `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), groups (list of maps with kind and
-// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none), lease_ms
-// (30000), host (str or nil: an address that other hosts can reach is found), port (5680; 0 for a free one),
+// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none),
+// reuses_blocks (bool: whether blocks serve other requests with the same prefix; true), lease_ms (30000), host (str or nil: an address that other hosts can reach is found), port (5680; 0 for a free one),
 // data_parallel_index (added to a port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool).
 int32_t kvf_scheduler_start(const uint8_t *config,
                             size_t config_len,
                             struct kvf_scheduler **out);
 
-// Starts the handshake listener with the metadata of the engine's ranks. `*host` and `*port` are what other engines are
+// Takes the metadata of the engine's ranks without serving it: what an engine that only receives needs before its
+// first load when it has several ranks.
+int32_t kvf_scheduler_set_engine(struct kvf_scheduler *scheduler,
+                                 const struct kvf_rank_metadata *ranks,
+                                 size_t ranks_len);
+
+// As kvf_scheduler_set_engine, and starts the handshake listener with the metadata. `*host` and `*port` are what other engines are
 // told. The port is bound when this returns.
 int32_t kvf_scheduler_serve(struct kvf_scheduler *scheduler,
                             const struct kvf_rank_metadata *ranks,
@@ -543,8 +550,8 @@ int32_t kvf_scheduler_matched(struct kvf_scheduler *scheduler,
                               uint64_t *tokens,
                               uint8_t *asynchronous);
 
-// Consumer: blocks are allocated, and `external_tokens` tokens are to be loaded into them; 0 gives the lease back. A
-// second call for the same request does nothing. The ids of all `lists` lists, one per KV-cache group, lie one list
+// Consumer: blocks are allocated, and the last `external_tokens` of the prompt's `prompt_tokens` tokens are to be loaded
+// into them; 0 gives the lease back. A second call for the same request does nothing. The ids of all `lists` lists, one per KV-cache group, lie one list
 // after the other in `ids`; list `i` is the entries from `list_offsets[i]` to before `list_offsets[i + 1]`.
 int32_t kvf_scheduler_allocated(struct kvf_scheduler *scheduler,
                                 const char *request_id,
@@ -554,6 +561,7 @@ int32_t kvf_scheduler_allocated(struct kvf_scheduler *scheduler,
                                 const uint32_t *ids,
                                 const uint64_t *list_offsets,
                                 size_t lists,
+                                uint64_t prompt_tokens,
                                 uint64_t external_tokens);
 
 // A request ended as `outcome` (a kvf_outcome) says. `*keep` is 1 when its blocks must stay until a report says that

@@ -123,17 +123,24 @@ fn what_does_not_fit_is_refused_with_both_values() {
     assert_failed(&said, 1, Cause::Incompatible, &["dtype", "float16", "bfloat16"], &here);
     drop(d);
 
-    let wide = CacheSpec { content: cache.content * 2, ..cache.clone() };
+    let mut wide = cache.clone();
+    wide.model.groups[0].parts[0].bytes *= 2;
     let mut d = Engine::start("decode", &wide, Transport::Tcp);
     d.load("content", &good, &here, 12);
     let said = d.await_received("content");
     assert_failed(&said, 1, Cause::Incompatible, &["bytes per token", "24", "48"], &here);
     drop(d);
 
-    let mut d = Engine::start("decode", &CacheSpec { tp: 2, ..cache.clone() }, Transport::Tcp);
+    let mut d = Engine::start("decode", &CacheSpec::small(2, 1, 22), Transport::Tcp);
     d.load("shape", &good, &here, 12);
     let said = d.await_received("shape");
-    assert_failed(&said, 2, Cause::Incompatible, &["tensor-parallel", "2", "1"], &here);
+    assert_failed(
+        &said,
+        2,
+        Cause::Incompatible,
+        &["number of KV heads of the model", "4 here", "2 on the other side"],
+        &here,
+    );
 }
 
 #[test]
@@ -154,7 +161,7 @@ fn params_without_a_needed_key_are_an_error_that_names_it() {
         for error in [
             d.scheduler.arrived("r", &params).unwrap_err(),
             d.scheduler.matched("r", &params, 12, 0).unwrap_err(),
-            d.scheduler.allocated("r", &params, blocks(&lists(1, 3, false)), 12).unwrap_err(),
+            d.scheduler.allocated("r", &params, blocks(&lists(1, 3, false)), 12, 12).unwrap_err(),
         ] {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.message().contains(key), "{error}");
@@ -339,7 +346,7 @@ fn malformed_steps_and_block_ids_cost_only_themselves() {
     d.workers[0].ok(&Ask::Submit { step: odd.unwrap() });
     let far = TransferParams { remote_block_ids: Some(vec![vec![5, 6, 7_000_000], vec![1, 2, 3, 4]]), ..good.clone() };
     let here = lists(1, 3, false);
-    d.scheduler.allocated("far", &far, blocks(&here), 12).unwrap();
+    d.scheduler.allocated("far", &far, blocks(&here), 12, 12).unwrap();
     d.step();
     let said = d.await_received("far");
     assert_failed(&said, 1, Cause::InvalidRequest, &["7000000"], &here);

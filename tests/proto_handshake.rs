@@ -50,6 +50,7 @@ fn metadata(name: &str, rank: RankId) -> RankMetadata {
                 tokens: 16,
                 token_stride: 64,
                 content: 64,
+                ..Area::default()
             }],
         },
         agent: AgentMetadata {
@@ -147,7 +148,7 @@ fn the_listener_says_what_it_refuses() {
     newer[at] = 9;
     let (id, code, text) = refusal(&full.answer(&newer));
     assert_eq!((id, code), (0, RefusalCode::Version));
-    says(&text, &["protocol version 9", "speaks version 1", "same kvferry release"]);
+    says(&text, &["protocol version 9", "speaks version 2", "same kvferry release"]);
     // A message of another kind.
     says(&refusal(&full.answer(&metadata("p", ranks()[0]).to_bytes().unwrap())).2, &["rank_metadata"]);
     // It still works.
@@ -275,11 +276,17 @@ fn incompatible_engines_learn_which_field_differs_and_both_values() {
         &|m| m.compat.push(CompatField { name: "extra".into(), value: "x".into() }),
         &["\"extra\" differs", "missing here", "\"x\" there"],
     );
-    incompatible(
-        &|m| (m.shape.tp, m.geometry.areas[0].total_heads) = (4, 4),
-        &["tensor-parallel size", "2 here", "4 on"],
-    );
-    incompatible(&|m| m.geometry.groups[0].block_size = 32, &["block size", "16 here", "32 on"]);
+    incompatible(&|m| m.geometry.areas[0].total_heads = 4, &["number of KV heads of the model", "2 here", "4 on"]);
+    incompatible(&|m| m.geometry.areas[0].content = 32, &["bytes per token and head", "64 here", "32 on"]);
+    incompatible(&|m| m.geometry.groups[0].kind = GroupKind::Latent, &["kind of cache", "full here", "latent on"]);
+    let whole = |m: &mut RankMetadata| {
+        m.geometry.groups[0].block_size = 32;
+        (m.geometry.areas[0].tokens, m.geometry.areas[0].content) = (1, 1024);
+    };
+    incompatible(&whole, &["block size", "16 here", "32 on", "attention backend"]);
+    // Shapes and block sizes may differ.
+    assert!(judged(&|m| m.shape.tp = 4).is_ok());
+    assert!(judged(&|m| (m.geometry.groups[0].block_size, m.geometry.areas[0].tokens) = (8, 8)).is_ok());
     incompatible(&|m| m.geometry.areas[0].part = "k".into(), &["layout", "kv here", "k on"]);
 }
 

@@ -139,14 +139,16 @@ fn arriving_holds_and_allocating_loads_once() {
     assert_eq!((remote.incarnation, remote.lease_ms, remote.lease_id), (Some(Incarnation(0xABC)), 30_000, 4));
     assert_eq!(s.matched(&id("d"), &offered(), 18, 8).unwrap(), Match { tokens: 10, asynchronous: true });
     assert_eq!(s.matched(&id("d"), &offered(), 18, 18).unwrap(), Match::default());
-    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 10).unwrap();
-    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 0).unwrap();
+    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
+    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 0).unwrap();
     let step = s.build_step();
     assert_eq!((step.loads.len(), step.releases.len()), (1, 0));
     let load = &step.loads[0];
     assert_eq!(load.refused, None);
-    assert_eq!((load.local_blocks[0].ids(), load.remote_blocks[0].ids()), (&[1, 2, 3][..], &[13, 14, 15][..]));
-    assert_eq!((load.local_blocks[1].ids(), load.remote_blocks[1].ids()), (&[5, 6][..], &[24, 25][..]));
+    assert_eq!((load.tokens, load.remote_tokens, load.null_block), ((8, 18), 18, Some(0)));
+    assert_eq!(load.local_blocks, lists(&[1, 2, 3], &[0, 5, 6]));
+    assert_eq!(load.remote_blocks, lists(&[11, 12, 13, 14, 15], &[23, 24, 25]));
+    assert!(!load.window_only, "blocks are reused unless the host says that they are not");
     assert_eq!(s.matched(&id("d"), &offered(), 18, 0).unwrap(), Match::default(), "after a preemption too");
     s.on_report(&over(&["d", "stranger"], &[]));
     let finish = s.finished(&id("d"), &offered(), FinishOutcome::Complete, vec![], 0).unwrap();
@@ -155,39 +157,62 @@ fn arriving_holds_and_allocating_loads_once() {
 }
 
 #[test]
-fn a_longer_local_window_list_is_clipped() {
-    let mut s = scheduler();
-    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3, 4, 5], &[31, 32, 33, 34, 35]), 18).unwrap();
+fn the_producer_may_have_other_groups_and_block_sizes() {
+    let mut config = config();
+    config.reuses_blocks = false;
+    let mut s = Scheduler::new(config).unwrap();
+    let params = TransferParams { remote_block_ids: Some(vec![vec![7]]), remote_num_tokens: Some(20), ..offered() };
+    s.allocated(&id("d"), &params, lists(&[1, 2, 3, 4, 5], &[31, 32, 33, 34, 35]), 18, 18).unwrap();
     let load = &s.build_step().loads[0];
-    assert_eq!((load.local_blocks[1].ids(), load.remote_blocks[1].ids()), (&[33, 34, 35][..], &[23, 24, 25][..]));
+    assert_eq!((load.refused.as_ref(), load.tokens, load.remote_tokens, load.window_only), (None, (0, 18), 20, true));
+    assert_eq!(load.remote_blocks, [Blocks::from(vec![7])]);
 }
 
 #[test]
-fn blocks_that_do_not_pair_become_a_load_that_is_refused_by_name() {
-    let short_window =
-        TransferParams { remote_block_ids: Some(vec![vec![11, 12, 13, 14, 15], vec![0, 24, 25]]), ..offered() };
-    for (params, blocks, tokens, words) in [
-        (offered(), lists(&[1, 2, 3, 4, 5, 6], &[]), 18, "group 0: 6 blocks"),
-        (short_window, lists(&[1, 2, 3], &[7, 8, 9]), 10, "group 1: the producer has no block for local block 7"),
-        (offered(), lists(&[1, 2], &[]), 10, "group 0: loading 10 of the producer's 18 tokens skips 2 blocks"),
-        (offered(), lists(&[0, 2, 3], &[]), 18, "group 0"),
+fn blocks_that_the_tokens_do_not_fit_become_a_load_that_is_refused_by_name() {
+    for (blocks, tokens, words) in [
+        (
+            lists(&[1, 2, 3, 4, 5, 6], &[]),
+            18,
+            "group 0: tokens 0 to 18 are to be loaded, which 5 blocks of 4 tokens hold",
+        ),
+        (lists(&[1, 2], &[]), 10, "group 0: tokens 8 to 18"),
+        (lists(&[1, 2, 3, 4, 5], &[1; 6]), 18, "group 1: tokens 0 to 18"),
+        (lists(&[1, 2, 3, 4, 5], &[]), 19, "19 tokens are to be loaded of 18"),
     ] {
         let mut s = scheduler();
-        s.allocated(&id("d"), &params, blocks.clone(), tokens).unwrap();
+        s.allocated(&id("d"), &offered(), blocks.clone(), 18, tokens).unwrap();
         let load = &s.build_step().loads[0];
         let text = load.refused.as_ref().expect("refused");
         assert!(text.contains(words), "{text}");
         assert_eq!(load.local_blocks, blocks, "all of them are suspect");
     }
-    let e = scheduler().allocated(&id("d"), &offered(), vec![Blocks::default()], 18).unwrap_err();
+    let e = scheduler().allocated(&id("d"), &offered(), vec![Blocks::default()], 18, 18).unwrap_err();
     assert!(e.message().contains("2 KV-cache groups, got 1"), "{e}");
+}
+
+#[test]
+fn a_state_is_handed_over_one_token_before_the_end() {
+    let config =
+        SchedulerConfig { groups: vec![Group::new(GroupKind::Full, 4), Group::new(GroupKind::State, 1)], ..config() };
+    let mut s = Scheduler::new(config.clone()).unwrap();
+    s.set_address("10.1.2.3", 5680);
+    let held = |n| TransferParams { remote_num_tokens: Some(n), ..offered() };
+    let e = s.matched(&id("d"), &held(18), 18, 0).unwrap_err();
+    assert!(e.message().contains("after 18 tokens, 17 are needed"), "{e}");
+    assert_eq!(s.matched(&id("d"), &held(17), 18, 0).unwrap().tokens, 17);
+    s.allocated(&id("d"), &held(17), lists(&[1, 2, 3, 4, 5], &[9]), 18, 17).unwrap();
+    let load = &s.build_step().loads[0];
+    assert_eq!((load.refused.as_ref(), load.tokens), (None, (0, 17)));
+    let finish = s.finished(&id("p-1"), &asked(), FinishOutcome::Complete, lists(&[1, 2, 3, 4, 5], &[0, 6, 7]), 17);
+    assert_eq!(finish.unwrap().params.unwrap().remote_block_ids, Some(vec![vec![1, 2, 3, 4, 5], vec![7]]));
 }
 
 #[test]
 fn whatever_is_not_loaded_is_released() {
     let mut s = scheduler();
     s.arrived(&id("hit"), &offered()).unwrap();
-    s.allocated(&id("hit"), &offered(), vec![], 0).unwrap();
+    s.allocated(&id("hit"), &offered(), vec![], 18, 0).unwrap();
     let step = s.build_step();
     assert_eq!((step.holds.len(), step.releases.len()), (0, 1), "a hold that no step took is not sent any more");
     s.arrived(&id("waiting"), &offered()).unwrap();
@@ -207,7 +232,7 @@ fn whatever_is_not_loaded_is_released() {
 #[test]
 fn a_request_that_ends_under_its_load_is_aborted_and_keeps_its_blocks() {
     let mut s = scheduler();
-    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 10).unwrap();
+    s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
     assert!(s.finished(&id("d"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
     assert!(s.finished(&id("d"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
     let step = s.build_step();
@@ -215,7 +240,7 @@ fn a_request_that_ends_under_its_load_is_aborted_and_keeps_its_blocks() {
     assert_eq!(s.receiving(), 1);
     s.on_report(&over(&["d"], &[]));
     assert_eq!(s.receiving(), 0);
-    s.allocated(&id("e"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 10).unwrap();
+    s.allocated(&id("e"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
     let _ = s.build_step();
     assert!(s.finished(&id("e"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
     s.on_report(&over(&["e"], &[]));
@@ -252,7 +277,7 @@ fn params_that_cannot_be_used_name_the_key() {
         for e in [
             s.arrived(&id("d"), &params).unwrap_err(),
             s.matched(&id("d"), &params, 18, 0).unwrap_err(),
-            s.allocated(&id("d"), &params, lists(&[1], &[1]), 4).unwrap_err(),
+            s.allocated(&id("d"), &params, lists(&[1], &[1]), 18, 4).unwrap_err(),
         ] {
             assert_eq!(e.kind(), ErrorKind::InvalidArgument);
             assert!(e.message().contains(key) && e.message().contains("request d"), "{key}: {e}");
@@ -268,12 +293,10 @@ fn params_that_cannot_be_used_name_the_key() {
 #[test]
 fn a_prompt_that_the_producer_does_not_hold_is_refused() {
     type Change = fn(&mut TransferParams);
-    let cases: [(&str, Change); 7] = [
+    let cases: [(&str, Change); 5] = [
         ("remote_num_tokens: the producer holds 17 tokens", |p| p.remote_num_tokens = Some(17)),
         ("remote_num_tokens: expected 0 or more", |p| p.remote_num_tokens = Some(-18)),
-        ("max_tokens 1", |p| p.remote_num_tokens = Some(21)),
-        ("remote_block_ids[0]: expected 5 blocks", |p| p.remote_block_ids = Some(vec![vec![1, 2, 3, 4], vec![5]])),
-        ("one list for each of the 2 KV-cache groups, got 1", |p| p.remote_block_ids = Some(vec![vec![1; 5]])),
+        ("one list for each of the producer's KV-cache groups", |p| p.remote_block_ids = Some(vec![])),
         ("remote_block_ids[1][0]: expected a block id", |p| p.remote_block_ids = Some(vec![vec![1; 5], vec![-2]])),
         ("remote_block_ids[0][4]", |p| p.remote_block_ids = Some(vec![vec![1, 2, 3, 4, 1 << 32], vec![5]])),
     ];
@@ -287,20 +310,19 @@ fn a_prompt_that_the_producer_does_not_hold_is_refused() {
     unsaid.remote_num_tokens = None;
     assert_eq!(scheduler().matched(&id("d"), &unsaid, 18, 0).unwrap().tokens, 18);
     unsaid.remote_num_tokens = Some(20);
-    assert_eq!(scheduler().matched(&id("d"), &unsaid, 18, 0).unwrap().tokens, 18, "still in the last block");
+    assert_eq!(scheduler().matched(&id("d"), &unsaid, 18, 0).unwrap().tokens, 18, "it may hold more");
 }
 
 #[test]
 fn settings_that_cannot_work_are_named() {
     type Change = fn(&mut SchedulerConfig);
-    let cases: [(&str, Change); 7] = [
+    let cases: [(&str, Change); 6] = [
         ("tp_size", |c| c.tp_size = 0),
         ("lease_ms", |c| c.lease_ms = 999),
         ("incarnation", |c| c.incarnation = Incarnation(0)),
         ("groups", |c| c.groups.clear()),
         ("groups[0].block_size", |c| c.groups[0].block_size = 0),
         ("groups[1].kind", |c| c.groups[1].kind = GroupKind::SlidingWindow { window: 0 }),
-        ("groups[1]: a state cache", |c| c.groups[1] = Group::new(GroupKind::State, 1)),
     ];
     for (words, change) in cases {
         let mut c = config();

@@ -217,6 +217,10 @@ mod consuming {
             remote: remote(&format!("p-{name}")),
             local_blocks: vec![Blocks::from(blocks[0]), Blocks::default()],
             remote_blocks: vec![Blocks::from(blocks[1]), Blocks::default()],
+            tokens: (0, u64::from(BLOCK_TOKENS) * blocks[0].len() as u64),
+            remote_tokens: u64::from(BLOCK_TOKENS) * blocks[1].len() as u64,
+            null_block: Some(0),
+            window_only: true,
             refused: None,
         }
     }
@@ -359,7 +363,7 @@ mod consuming {
     #[test]
     fn bad_block_lists_fail_the_load_and_give_the_blocks_back() {
         for (lists, word) in [
-            ([&[3, 4][..], &[5][..]], "2 local and 1 remote"),
+            ([&[3, 4][..], &[5][..]], "tokens 0 to 4 are to be loaded, the other side holds 2"),
             ([&[BLOCKS][..], &[5][..]], "200"),
             ([&[3, 3][..], &[5, 6][..]], "3"),
         ] {
@@ -428,7 +432,7 @@ mod consuming {
     }
 
     #[test]
-    fn an_engine_of_another_life_or_shape_is_refused_by_name() {
+    fn an_engine_of_another_life_or_model_is_refused_by_name() {
         let mut w = worker(config());
         loads(&mut w, 10, load("a", [&[3], &[4]]));
         let session = handshake(&mut w);
@@ -439,11 +443,15 @@ mod consuming {
         loads(&mut w, 30, load("b", [&[3], &[4]]));
         let session = handshake(&mut w);
         let mut other = outcome(9);
-        other.shape.tp = 2;
+        other.ranks[0].geometry.areas[0].total_heads = 2;
         w.handle_handshake(Time(40), session, Ok(other));
         let report = w.poll_report().unwrap();
         assert_eq!(report.failed_recving[0].cause, Cause::Incompatible);
-        assert!(report.failed_recving[0].message.contains("tensor-parallel"), "{:?}", report.failed_recving);
+        assert!(
+            report.failed_recving[0].message.contains("number of KV heads of the model"),
+            "{:?}",
+            report.failed_recving
+        );
     }
 
     #[test]

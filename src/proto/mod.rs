@@ -11,6 +11,7 @@ pub mod handshake;
 pub mod ids;
 pub mod plan;
 pub mod scheduler;
+pub mod shape;
 pub mod stats;
 pub mod time;
 pub mod wire;

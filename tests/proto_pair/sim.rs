@@ -295,7 +295,7 @@ impl Sim {
         }
         let cached = cached.min(r.blocks_total);
         let n = r.blocks_total - cached;
-        let windowed = n.min(WINDOW as usize / BLOCK_TOKENS as usize + 1);
+        let windowed = n.min(WINDOW as usize / BLOCK_TOKENS as usize);
         if self.d_free.len() < n + windowed {
             return;
         }
@@ -307,9 +307,9 @@ impl Sim {
         let tail: Vec<u32> = (0..windowed).map(|_| self.d_free.remove(0)).collect();
         let padded: Vec<u32> = std::iter::repeat_n(0, n - windowed).chain(tail.iter().copied()).collect();
         let lists = vec![Blocks::from(full.clone()), Blocks::from(padded)];
-        self.d_scheduler.allocated(&r.id, &r.params, lists.clone(), found.tokens).unwrap();
+        self.d_scheduler.allocated(&r.id, &r.params, lists.clone(), prompt, found.tokens).unwrap();
         // vLLM calls again when the request is scheduled after its load.
-        self.d_scheduler.allocated(&r.id, &r.params, lists, 0).unwrap();
+        self.d_scheduler.allocated(&r.id, &r.params, lists, prompt, 0).unwrap();
         assert_eq!(self.d_scheduler.matched(&r.id, &r.params, prompt, 0).unwrap().tokens, 0, "one load per request");
         let r = &mut self.requests[i];
         r.local = Some([full, tail]);

@@ -29,6 +29,7 @@ fn area(layer: &str, part: &str, offset: u64) -> Area {
         tokens: 2,
         token_stride: 8,
         content: 8,
+        ..Area::default()
     }
 }
 
@@ -102,8 +103,26 @@ fn groups_and_counts_are_checked() {
     (crumbs.heads, crumbs.total_heads, crumbs.head_stride) = (1 << 20, 1 << 20, 1 << 21);
     (crumbs.tokens, crumbs.token_stride, crumbs.content) = (1 << 20, 2, 1);
     (crumbs.num_blocks, crumbs.block_stride) = (1, 1 << 41);
-    let error = geometry(vec![crumbs]).validate(&regions(&[1 << 42])).unwrap_err();
+    let groups = vec![Group::new(GroupKind::Full, 1 << 20)];
+    let error = Geometry { groups, areas: vec![crumbs] }.validate(&regions(&[1 << 42])).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Exhausted, "{error}");
+    let shared = |ranks, rank, interleave| Group {
+        token_ranks: ranks,
+        token_rank: rank,
+        token_interleave: interleave,
+        ..Group::new(GroupKind::Full, 6)
+    };
+    with(shared(3, 2, 2)).validate(&[]).unwrap();
+    refused_geometry(&with(shared(0, 0, 1)), invalid, &["over 0 ranks"]);
+    refused_geometry(&with(shared(3, 3, 1)), invalid, &["over 3 ranks", "number 3"]);
+    refused_geometry(&with(shared(3, 0, 4)), invalid, &["4 consecutive tokens", "block size, 6"]);
+    refused_geometry(&with(shared(3, 0, 0)), invalid, &["0 consecutive tokens"]);
+    let state = Group { token_ranks: 2, ..Group::new(GroupKind::State, 1) };
+    refused_geometry(&with(state), invalid, &["holds a state", "2 ranks"]);
+    let mut odd = area("a", "k", 0);
+    odd.pages = 2;
+    odd.page_stride = 8;
+    refused(vec![odd], invalid, &["2 pages of 2 tokens", "blocks of 2 tokens"]);
 }
 
 #[test]

@@ -206,8 +206,10 @@ fn tokens(
         )));
     }
     let mut found = Found::new(group, end.div_ceil(meeting.grain).saturating_sub(start / meeting.grain));
-    // Grains before the local list's first entry have nowhere to go.
-    let first = (start / meeting.grain).max(local.first.saturating_mul(meeting.local_subs));
+    // Blocks in front of the window are not read by anybody, whether a host has them or not; nor is what would lie
+    // before the local list's first entry.
+    let needed = window.map_or(0, |window| end.saturating_sub(window) / local_span);
+    let first = (start / meeting.grain).max(local.first.max(needed).saturating_mul(meeting.local_subs));
     for grain in first..end.div_ceil(meeting.grain) {
         let (at, theirs) = (grain / meeting.local_subs, grain / meeting.remote_subs);
         let Some(here) = local.get(at).filter(|id| !wanted.is_null(*id)) else {
