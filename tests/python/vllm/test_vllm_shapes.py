@@ -60,7 +60,7 @@ def test_a_window_that_larger_blocks_cut_needs_prefix_caching_off(tmp_path_facto
     blocks = {"block": 16}, {"block": 64}
     pair = Pair(tmp_path_factory.mktemp("model"), "fail", True, False, *blocks)
     try:
-        words = prompt(60, 500)
+        words = prompt(60, 100)
         answer = pair.decoded("cut", words, pair.prefilled("cut", words))
         assert (answer["reason"], answer["tokens"]) == ("error", [])
         pair.quiesce()
