@@ -649,6 +649,23 @@ int32_t kvf_stats_merge(const uint8_t *left,
                         size_t right_len,
                         struct kvf_buffer *out);
 
+// Works out, without engines and without memory, who reads what from whom when one request is handed over.
+//
+// `deployment` is a msgpack map. Keys: model (map with groups: a list of maps with kind, as in
+// kvf_worker_set_geometry, layers (list of layer numbers) and parts (list of maps with name, heads, positions (1) and
+// bytes per head and token)), producer and consumer (maps with tp, pp, stages, dcp, dcp_interleave, block_size (list: one
+// number, or one per group), pages, layout ("token_major", "head_major", "whole" or a map turned: {element}), parts
+// ("packed", "in_block" or "regions"), layers_in_block, shared_groups, num_blocks, lead, gap; all have defaults), tokens,
+// cached_tokens (0), reuses_blocks (true), consecutive_blocks (false), max_operation_bytes (4 MiB).
+//
+// `*out` is a msgpack map. producers and consumers: lists of maps with rank, layers and heads (lists of first and last),
+// tokens (per group, number and count among the ranks that share them), bytes, operations, peers (producer: how many
+// ranks it hears from). links: list of maps with consumer, producer, layers, heads, parts, bytes, segments, operations,
+// run_min, run_median, run_max (bytes per operation) and plan_bytes.
+int32_t kvf_plan_describe(const uint8_t *deployment,
+                          size_t deployment_len,
+                          struct kvf_buffer *out);
+
 #ifdef __cplusplus
 }  // extern "C"
 #endif  // __cplusplus
