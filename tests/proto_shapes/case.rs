@@ -103,7 +103,7 @@ fn element(c: &mut Choices, model: &ModelSpec) -> u64 {
 
 fn engine(c: &mut Choices, model: &ModelSpec, element: u64) -> EngineSpec {
     let layers = model.groups.iter().flat_map(|group| &group.layers).max().unwrap() + 1;
-    let tp = c.one_of(&[1, 2, 4, 3, 6]);
+    let tp = c.one_of(&[1, 2, 4, 3, 1, 2, 6]);
     let pp = if tp > 4 { 1 } else { c.range(1, u64::from(layers).min(if tp > 2 { 2 } else { 3 })) as u32 };
     let mut stages = vec![1; pp as usize];
     for _ in pp..layers {
@@ -116,7 +116,7 @@ fn engine(c: &mut Choices, model: &ModelSpec, element: u64) -> EngineSpec {
         vec![c.one_of(&[4, 1, 2, 3, 6, 8, 9, 12])]
     };
     let common = block_size.iter().fold(0, |all, size| gcd(all, u64::from(*size)));
-    let dcp = if c.once_in(3) { c.one_of(&divisors(tp)) } else { 1 };
+    let dcp = if c.once_in(2) { c.one_of(&divisors(tp)) } else { 1 };
     EngineSpec {
         tp: tp as u32,
         pp,

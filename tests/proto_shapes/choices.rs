@@ -64,7 +64,7 @@ pub fn simplify(seed: u64, fails: impl Fn(&mut Choices) -> bool) -> Choices {
     while progress {
         progress = false;
         let mut cut = best.len() / 2;
-        while cut > 0 {
+        while cut > 0 && !best.is_empty() {
             let shorter = &best[..best.len().saturating_sub(cut)];
             if still(shorter) {
                 best = shorter.to_vec();

@@ -25,7 +25,7 @@ use kvferry::proto::wire::{AgentMetadata, MemoryKind, RankMetadata, RegionMetada
 use kvferry::proto::{EngineId, Incarnation, RankId};
 use oracle::{Identity, Travel, places, travel};
 
-const CASES: u64 = 24_000;
+const CASES: u64 = 20_500;
 
 /// What a test would send to the other side for a rank.
 fn metadata(spec: &EngineSpec, rank: &RankCache) -> RankMetadata {

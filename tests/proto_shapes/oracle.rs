@@ -20,20 +20,34 @@ pub struct Place {
     pub identity: Identity,
 }
 
-/// A part's bytes of a token are numbered through; packed K and V are those of K, then those of V.
-fn identity(model: &ModelSpec, area: &Area, head: u64, token: u64, byte: u64, whole: bool) -> Identity {
-    let group = &model.groups[area.group as usize];
-    let layer = group.layers.iter().position(|&number| group.layer_name(number) == area.layer).unwrap();
-    let (part, byte) = if area.part == "kv" && !whole {
-        let k = group.parts[0].bytes;
-        if byte < k { (0, byte) } else { (1, byte - k) }
-    } else if area.part == "kv" {
-        (7, byte)
-    } else {
-        (group.parts.iter().position(|part| part.name == area.part).unwrap() as u64, byte)
-    };
-    assert!(byte < 1 << 10 && token < 1 << 20 && head < 1 << 8);
-    1 | u64::from(area.group) << 56 | (layer as u64) << 48 | part << 44 | head << 32 | token << 12 | byte << 1
+/// What is the same for all bytes of an area.
+struct Name {
+    group: u64,
+    layer: u64,
+    part: u64,
+    /// Bytes of K, where the area packs K and V of tokens.
+    packed: Option<u64>,
+}
+
+impl Name {
+    fn new(model: &ModelSpec, area: &Area, whole: bool) -> Name {
+        let group = &model.groups[area.group as usize];
+        let layer = group.layers.iter().position(|&number| group.layer_name(number) == area.layer).unwrap() as u64;
+        let packs = area.part == "kv";
+        let part = if packs { 7 } else { group.parts.iter().position(|part| part.name == area.part).unwrap() as u64 };
+        Name { group: area.group.into(), layer, part, packed: (packs && !whole).then_some(group.parts[0].bytes) }
+    }
+
+    /// A part's bytes of a token are numbered through; packed K and V are those of K, then those of V.
+    fn identity(&self, head: u64, token: u64, byte: u64) -> Identity {
+        let (part, byte) = match self.packed {
+            Some(k) if byte < k => (0, byte),
+            Some(k) => (1, byte - k),
+            None => (self.part, byte),
+        };
+        assert!(byte < 1 << 10 && token < 1 << 20 && head < 1 << 8);
+        1 | self.group << 56 | self.layer << 48 | part << 44 | head << 32 | token << 12 | byte << 1
+    }
 }
 
 /// Every byte of the blocks in `lists` that a rank holds.
@@ -42,6 +56,7 @@ pub fn places(model: &ModelSpec, rank: &RankCache, lists: &[List], mut see: impl
         let group = &rank.geometry.groups[area.group as usize];
         let state = group.kind == GroupKind::State;
         let whole = !state && group.block_size > 1 && area.tokens * area.pages == 1;
+        let name = Name::new(model, area, whole);
         let list = &lists[area.group as usize];
         // A state is that of the last block.
         let blocks = if state { &list.blocks[list.blocks.len().saturating_sub(1)..] } else { &list.blocks[..] };
@@ -72,7 +87,7 @@ pub fn places(model: &ModelSpec, rank: &RankCache, lists: &[List], mut see: impl
                             offset: (base + unit * area.unit_stride + within) as usize,
                             group: area.group as usize,
                             token,
-                            identity: identity(model, area, head, token, byte, whole),
+                            identity: name.identity(head, token, byte),
                         });
                     }
                 }
