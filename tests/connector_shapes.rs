@@ -183,9 +183,7 @@ fn pairs() -> Vec<Pair> {
 }
 
 fn spans(spec: &CacheSpec) -> Vec<(Group, u64)> {
-    let dcp = u64::from(spec.engine.dcp);
-    let span = |group: &Group| if group.kind == GroupKind::State { 1 } else { u64::from(group.block_size) * dcp };
-    spec.groups().into_iter().map(|group| (group.clone(), span(&group))).collect()
+    spec.groups().into_iter().map(|group| (group.clone(), group.span())).collect()
 }
 
 /// Block ids from `next` on for a prompt, per group from token 0: vLLM's rule for what is in front of a window, one

@@ -55,8 +55,12 @@ impl CacheSpec {
         let groups = self.model.groups.iter().enumerate();
         groups
             .map(|(index, group)| {
-                let state = group.kind == GroupKind::State;
-                Group::new(group.kind, if state { 1 } else { self.engine.block_size_of(index).unwrap() })
+                if group.kind == GroupKind::State {
+                    return Group::new(group.kind, 1);
+                }
+                let block_size = self.engine.block_size_of(index).unwrap();
+                let (token_ranks, token_interleave) = (self.engine.dcp, self.engine.dcp_interleave);
+                Group { token_ranks, token_interleave, ..Group::new(group.kind, block_size) }
             })
             .collect()
     }

@@ -32,6 +32,12 @@ impl<'a> ByName<'a> {
     fn get(&self, layer: &str, part: &str) -> Option<&'a Area> {
         self.0.get(layer)?.get(part).copied()
     }
+
+    /// Bytes per token and head of a layer's K and V together. Saturates.
+    fn k_and_v_bytes(&self, layer: &str) -> Option<u64> {
+        let bytes = |part| self.get(layer, part).map(Area::token_bytes);
+        bytes("kv").or_else(|| Some(bytes("k")?.saturating_add(bytes("v")?)))
+    }
 }
 
 /// Checks that what both ranks have of a layer can be copied from one to the other: kinds of cache, heads of the model,
@@ -65,6 +71,15 @@ fn check_cell<'a>(
         names.sort();
         names.join("+")
     };
+    // Where one side packs K and V, what the other has of them must be all of it.
+    let (packed, other_packed) = (here.get(&cell.layer, "kv"), there.get(&cell.layer, "kv"));
+    let one_packs = packed.is_some() != other_packed.is_some();
+    if one_packs
+        && let (Some(a), Some(b)) = (here.k_and_v_bytes(&cell.layer), there.k_and_v_bytes(&cell.layer))
+        && a != b
+    {
+        return Err(differs(&format!("bytes per token and head of layer {:?}", cell.layer), a, b, SAME_CACHE));
+    }
     let pair = template::pair(cell, |part| here.get(&cell.layer, part), |part| there.get(&cell.layer, part));
     let pair =
         pair.map_err(|_| differs(&format!("layout of layer {:?}", cell.layer), parts(here), parts(there), SAME_CACHE))?;
@@ -83,6 +98,18 @@ fn check_cell<'a>(
             other.block_size,
             "start both engines with the same block size, or with another attention backend",
         ));
+    }
+    if moves_whole && own.token_ranks > 1 && own.token_interleave != other.token_interleave {
+        return Err(differs(
+            &format!("consecutive tokens per rank of {l}"),
+            own.token_interleave,
+            other.token_interleave,
+            "start both engines with the same interleaving of decode context parallelism",
+        ));
+    }
+    // Nobody knows where in such a block K ends and V begins.
+    if moves_whole && one_packs {
+        return Err(differs(&format!("layout of layer {:?}", cell.layer), parts(here), parts(there), SAME_CACHE));
     }
     if own.kind == GroupKind::State || moves_whole {
         let (a, b) = (l.positions(), r.positions());

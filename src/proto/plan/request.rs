@@ -199,12 +199,6 @@ fn tokens(
             remote.ids.len()
         )));
     }
-    if group.whole && !start.is_multiple_of(local_span) && window.is_none() {
-        return Err(Error::invalid(format!(
-            "KV-cache group {l}: the load starts at token {start}, inside a block of {local_span} tokens, but this cache \
-             moves by whole blocks"
-        )));
-    }
     let mut found = Found::new(group, end.div_ceil(meeting.grain).saturating_sub(start / meeting.grain));
     // Blocks in front of the window are not read by anybody, whether a host has them or not; nor is what would lie
     // before the local list's first entry.
@@ -233,6 +227,11 @@ fn tokens(
         let from = start.saturating_sub(grain.saturating_mul(meeting.grain));
         if from == 0 {
             found.push(grain, here, there);
+        } else if group.whole {
+            return Err(Error::invalid(format!(
+                "KV-cache group {l}: the load starts at token {start}, inside a block of {local_span} tokens, but this \
+                 cache moves by whole blocks"
+            )));
         } else {
             edges.extend(edge(rank, group, grain, (here, there), from));
         }
