@@ -35,7 +35,7 @@ class NotServedError(ValueError):
 def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises `NotServedError` for an engine whose cache would be transferred wrongly or not at all."""
     parallel = vllm_config.parallel_config
-    dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    pcp = parallel.prefill_context_parallel_size
     if pcp > 1:
         raise NotServedError(f"KvferryConnector does not serve --prefill-context-parallel-size {pcp}: set it to 1")
     if vllm_config.num_prefill_lookahead_tokens > 1:
@@ -53,20 +53,10 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
             raise NotServedError("KvferryConnector does not serve KV-cache groups that live in a host pool (HiSparse)")
         for spec in iter_layer_specs(group.kv_cache_spec):
             _check_spec(spec, group.layer_names)
-        if dcp > 1 and not group.kv_cache_spec.dcp_sharded:
-            raise NotServedError(
-                f"KvferryConnector does not serve --decode-context-parallel-size {dcp} with KV-cache groups that vLLM "
-                f"then keeps whole on every rank (layer {_first(group.layer_names)}), because their blocks stand for "
-                "fewer tokens than the others': set it to 1, or give a draft model the same size"
-            )
-
-
-def _first(layers: Iterable[str]) -> str:
-    return next(iter(layers), "none on this rank")
 
 
 def _check_spec(spec: Any, layers: Iterable[str]) -> None:
-    where = _first(layers)
+    where = next(iter(layers), "no layer on this rank")
     if type(spec) not in SERVED_SPECS:
         names = ", ".join(served.__name__ for served in SERVED_SPECS)
         raise NotServedError(
