@@ -315,7 +315,8 @@ int32_t kvf_log_unset(void);
 //
 // `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: name (str), transport ("auto", "tcp" or
 // "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), window and window_bytes (in
-// flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB), connect_timeout_ms (10000), cancel_grace_ms
+// flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
+// gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
 // (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB).
 int32_t kvf_agent_start(const uint8_t *config,
                         size_t config_len,
@@ -510,8 +511,9 @@ int32_t kvf_worker_free(struct kvf_worker *worker);
 //
 // `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), groups (list of maps with kind and
 // block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none),
-// reuses_blocks (bool: whether blocks serve other requests with the same prefix; true), lease_ms (30000), host (str or nil: an address that other hosts can reach is found), port (5680; 0 for a free one),
-// data_parallel_index (added to a port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool).
+// reuses_blocks (bool: whether blocks serve other requests with the same prefix; true), lease_ms (30000), host (str or
+// nil: an address that other hosts can reach is found), port (5680; 0 for a free one), data_parallel_index (added to a
+// port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool).
 int32_t kvf_scheduler_start(const uint8_t *config,
                             size_t config_len,
                             struct kvf_scheduler **out);
@@ -647,6 +649,23 @@ int32_t kvf_stats_merge(const uint8_t *left,
                         const uint8_t *right,
                         size_t right_len,
                         struct kvf_buffer *out);
+
+// Works out, without engines and without memory, who reads what from whom when one request is handed over.
+//
+// `deployment` is a msgpack map. Keys: model (map with groups: a list of maps with kind, as in
+// kvf_worker_set_geometry, layers (list of layer numbers) and parts (list of maps with name, heads, positions (1) and
+// bytes per head and token)), producer and consumer (maps with tp, pp, stages, dcp, dcp_interleave, block_size (list: one
+// number, or one per group), pages, layout ("token_major", "head_major", "whole" or a map turned: {element}), parts
+// ("packed", "in_block" or "regions"), layers_in_block, shared_groups, num_blocks, lead, gap; all have defaults), tokens,
+// cached_tokens (0), reuses_blocks (true), consecutive_blocks (false), max_operation_bytes (4 MiB).
+//
+// `*out` is a msgpack map. producers and consumers: lists of maps with rank, layers and heads (lists of first and last),
+// tokens (per group, number and count among the ranks that share them), bytes, operations, peers (producer: how many
+// ranks it hears from). links: list of maps with consumer, producer, layers, heads, parts, bytes, segments, operations,
+// run_min, run_median, run_max (bytes per operation) and plan_bytes.
+int32_t kvf_plan_describe(const uint8_t *deployment,
+                          size_t deployment_len,
+                          struct kvf_buffer *out);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -22,11 +22,14 @@ fn child_process() {
 
 const DIRECTIONS: [Direction; 2] = [Direction::Read, Direction::Write];
 
+/// Over TCP everything is served by messages; over CMA, an operation per run or gathered into messages.
+const WAYS: [(Transport, u64); 3] = [(Transport::Tcp, 0), (Transport::Shm, 0), (Transport::Shm, u64::MAX)];
+
 #[test]
 fn every_byte_of_rich_plans_arrives_within_one_process() {
     let mut random = Random(11);
-    for transport in TRANSPORTS {
-        let mut a = Node::start(config("a", transport), 100, &RICH);
+    for (transport, gather_below) in WAYS {
+        let mut a = Node::start(AgentConfig { gather_below, ..config("a", transport) }, 100, &RICH);
         let b = Node::start(config("b", transport), 200, &RICH);
         let peer = a.connect(&b.agent.metadata().unwrap());
         for direction in [DIRECTIONS, DIRECTIONS].concat() {
@@ -46,8 +49,8 @@ fn every_byte_of_rich_plans_arrives_within_one_process() {
 #[test]
 fn every_byte_of_rich_plans_arrives_between_processes() {
     let mut random = Random(12);
-    for transport in TRANSPORTS {
-        let mut a = Node::start(config("a", transport), 300, &RICH);
+    for (transport, gather_below) in WAYS {
+        let mut a = Node::start(AgentConfig { gather_below, ..config("a", transport) }, 300, &RICH);
         let mut b = Remote::spawn(transport, 400, &RICH);
         let peer = a.connect(&b.metadata);
         for direction in [DIRECTIONS, DIRECTIONS].concat() {
@@ -80,6 +83,31 @@ fn operations_are_merged_up_to_the_bound() {
     assert_same("scattered", &a.contents(), &b.contents());
     // Nothing to move is done at once, without an operation.
     assert_eq!(a.move_all(peer, Direction::Read, CopyPlan::default()), 0);
+}
+
+/// Runs under the limit travel in chunks of many, others in an operation each; the mean of a transfer decides.
+#[test]
+fn short_runs_are_gathered() {
+    let settings = AgentConfig { gather_below: 100, ..config("a", Transport::Shm) };
+    let mut a = Node::start(settings, 1, &[1 << 16]);
+    let b = Node::start(config("b", Transport::Shm), 2, &[1 << 16]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let every_other: Vec<u32> = (0..128).map(|i| i * 2).collect();
+    for (len, operations) in [(99, 1), (100, 128)] {
+        let plan = plan(0, 0, 256, len, every_other.clone(), every_other.clone());
+        assert_eq!((plan.runs(), plan.mean_run()), (128, Some(len)));
+        let (mut local, mut remote) = (a.contents(), b.contents());
+        model(&plan, Direction::Read, &mut local, &mut remote);
+        assert_eq!(a.move_all(peer, Direction::Read, plan), operations);
+        assert_same("local", &a.contents(), &local);
+        assert_same("remote", &b.contents(), &remote);
+    }
+    // Short blocks that merge into one run are not short.
+    let ids: Vec<u32> = (0..64).collect();
+    let plan = plan(0, 0, 64, 64, ids.clone(), ids);
+    assert_eq!((plan.runs(), plan.mean_run()), (1, Some(4096)));
+    assert_eq!(a.move_all(peer, Direction::Read, plan), 1);
+    assert_eq!(CopyPlan::default().mean_run(), None);
 }
 
 /// The smallest window there is: every operation is over its byte limit and waits for the one before.

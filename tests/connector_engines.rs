@@ -6,11 +6,12 @@ mod common;
 
 use std::time::Duration;
 
-use common::cache::CacheSpec;
+use common::cache::{CacheSpec, Loaded};
 use common::child::{Ask, LONG, Tell, serve_if_child};
 use common::engine::{Engine, lists};
 use kvferry::connector::Transport;
 use kvferry::net::query_blocking;
+use kvferry::proto::shape::Parts;
 use kvferry::proto::wire::HandshakeReply;
 
 /// The other processes of these tests.
@@ -23,7 +24,8 @@ fn child() {
 fn requests_arrive(tp: u32, pp: u32, transport: Transport) {
     let p_cache = CacheSpec::small(tp, pp, 1);
     // Another number of blocks, and gaps between them that must stay as they are.
-    let d_cache = CacheSpec { blocks: 56, padding: 40, ..CacheSpec::small(tp, pp, 2) };
+    let mut d_cache = CacheSpec::small(tp, pp, 2);
+    (d_cache.engine.num_blocks, d_cache.engine.gap, d_cache.engine.parts) = (56, 40, Parts::Packed);
     let mut p = Engine::start("prefill", &p_cache, transport);
     let mut d = Engine::start("decode", &d_cache, transport);
     let all = (tp * pp) as usize;
@@ -58,8 +60,8 @@ fn requests_arrive(tp: u32, pp: u32, transport: Transport) {
         Tell::Stats { loads: 0, leases: 0, transfers: 0, totals_bytes, .. } => totals_bytes,
         other => panic!("something is left: {other:?}"),
     };
-    // Bytes per block of 4 tokens in the full group, and per block of 2 in the other: K and V, and one packed layer.
-    let token = 3 * u64::from(p_cache.heads) * p_cache.content;
+    // Two heads of two layers of 24 bytes each of K and V.
+    let token = 2 * 2 * (24 + 24);
     let expected: u64 = 2 * wanted
         .iter()
         .map(|(_, _, _, len)| u64::from(*len) * 4 * token + u64::from((len * 2).min(3)) * 2 * token)
@@ -135,20 +137,20 @@ fn both_engines_may_be_producer_and_consumer() {
     let cache = CacheSpec::small(1, 1, 5);
     let mut a = Engine::start("a", &cache, Transport::Tcp);
     let mut b = Engine::start("b", &CacheSpec { seed: 6, ..cache.clone() }, Transport::Tcp);
-    let mut at_a: Vec<(String, Vec<Vec<u32>>)> = vec![];
-    let mut at_b: Vec<(String, Vec<Vec<u32>>)> = vec![];
+    let mut at_a: Vec<Loaded> = vec![];
+    let mut at_b: Vec<Loaded> = vec![];
     for round in 0..3u32 {
         let first = 1 + round * 12;
         let (a_has, a_gets) = (lists(first, 3, false), lists(first + 6, 3, true));
         let (b_has, b_gets) = (lists(first + 6, 3, true), lists(first, 3, false));
         let to_b = a.prefill(&format!("a{round}"), &a_has, 12);
         let to_a = b.prefill(&format!("b{round}"), &b_has, 12);
-        at_a.push((format!("a{round}"), a_has));
-        at_b.push((format!("b{round}"), b_has));
+        at_a.push(Loaded::whole(&format!("a{round}"), &a_has));
+        at_b.push(Loaded::whole(&format!("b{round}"), &b_has));
         b.load(&format!("at-b{round}"), &to_b, &b_gets, 12);
         a.load(&format!("at-a{round}"), &to_a, &a_gets, 12);
-        at_b.push((format!("a{round}"), b_gets));
-        at_a.push((format!("b{round}"), a_gets));
+        at_b.push(Loaded::whole(&format!("a{round}"), &b_gets));
+        at_a.push(Loaded::whole(&format!("b{round}"), &a_gets));
         assert!(b.await_received(&format!("at-b{round}")).failures.is_empty());
         assert!(a.await_received(&format!("at-a{round}")).failures.is_empty());
         a.await_sent(&format!("a{round}"));

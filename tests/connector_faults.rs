@@ -123,17 +123,24 @@ fn what_does_not_fit_is_refused_with_both_values() {
     assert_failed(&said, 1, Cause::Incompatible, &["dtype", "float16", "bfloat16"], &here);
     drop(d);
 
-    let wide = CacheSpec { content: cache.content * 2, ..cache.clone() };
+    let mut wide = cache.clone();
+    wide.model.groups[0].parts[0].bytes *= 2;
     let mut d = Engine::start("decode", &wide, Transport::Tcp);
     d.load("content", &good, &here, 12);
     let said = d.await_received("content");
     assert_failed(&said, 1, Cause::Incompatible, &["bytes per token", "24", "48"], &here);
     drop(d);
 
-    let mut d = Engine::start("decode", &CacheSpec { tp: 2, ..cache.clone() }, Transport::Tcp);
+    let mut d = Engine::start("decode", &CacheSpec::small(2, 1, 22), Transport::Tcp);
     d.load("shape", &good, &here, 12);
     let said = d.await_received("shape");
-    assert_failed(&said, 2, Cause::Incompatible, &["number of KV heads of the model", "4 here", "2 on"], &here);
+    assert_failed(
+        &said,
+        2,
+        Cause::Incompatible,
+        &["number of KV heads of the model", "4 here", "2 on the other side"],
+        &here,
+    );
 }
 
 #[test]

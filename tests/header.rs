@@ -27,6 +27,7 @@ fn generated() -> String {
         "aggregator",
         "report",
         "stats",
+        "plan",
     ];
     let mut builder = cbindgen::Builder::new().with_config(config);
     for name in names {

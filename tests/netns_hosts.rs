@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::cache::CacheSpec;
+use common::cache::{CacheSpec, Loaded};
 use common::child::{Ask, Child, Lists, Tell, serve_if_child};
 use common::engine::{lists, ranks, scheduler_config, worker_config};
 use common::netns::{Hosts, skip};
@@ -59,7 +59,8 @@ fn two_hosts_and_a_consumer(ipv6: bool, tp: u32, pp: u32) {
         Err(why) => return skip("netns", &why),
     };
     let p_cache = CacheSpec::small(tp, pp, 50);
-    let d_cache = CacheSpec { blocks: 50, padding: 8, ..CacheSpec::small(tp, pp, 51) };
+    let mut d_cache = CacheSpec::small(tp, pp, 51);
+    (d_cache.engine.num_blocks, d_cache.engine.gap) = (50, 8);
     let mut p = workers(&hosts, &[0, 1], "prefill", &p_cache);
     let mut d = workers(&hosts, &[2, 2], "decode", &d_cache);
 
@@ -103,7 +104,7 @@ fn two_hosts_and_a_consumer(ipv6: bool, tp: u32, pp: u32) {
         report(child, |r| r.finished_sending.iter().any(|r| r.as_str() == "p"));
     }
     for child in &mut d {
-        child.check(&[("p".to_owned(), here.clone())]);
+        child.check(&[Loaded::whole("p", &here)]);
     }
 
     // The second host dies: the rank that reads from it fails, the other does not.

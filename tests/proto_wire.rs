@@ -421,7 +421,7 @@ fn plan_with(metadata: &RankMetadata) {
     let _ = plan::check_ranks(metadata, &rank());
     for (local, consumer, remote, producer) in [(&rank(), &here, metadata, &there), (metadata, &there, &rank(), &here)]
     {
-        let shares = plan::assign(local.rank, &[consumer.clone()], &[producer.clone()], 1);
+        let shares = plan::assign(local.rank, std::slice::from_ref(consumer), std::slice::from_ref(producer), 1);
         for share in shares.iter().flat_map(|shares| shares.values()) {
             let _ = RankPlan::new(local, remote, &share.cells);
         }

@@ -2,10 +2,11 @@
 
 `Agent` moves bytes between registered memory of two processes. `Worker` and `Scheduler` are the two sides of a KV
 connector for one engine; `Aggregator` combines the reports of several workers; `Listener` serves handshakes alone.
+`plan.describe` tells what two engines will do, and `python -m kvferry plan` shows it.
 The connector for vLLM is in `kvferry.vllm`.
 """
 
-from . import log, stats
+from . import log, plan, stats
 from ._errors import (
     AddressInUseError,
     AlreadyExistsError,
@@ -87,6 +88,7 @@ __all__ = [
     "library_path",
     "log",
     "merge_reports",
+    "plan",
     "stats",
     "ucx_info",
     "version",

@@ -673,6 +673,10 @@ def stats_merge(left: bytes, right: bytes) -> bytes:
     return _bytes_from("kvf_stats_merge", left, len(left), right, len(right))
 
 
+def plan_describe(deployment: bytes) -> bytes:
+    return _bytes_from("kvf_plan_describe", deployment, len(deployment))
+
+
 # --- log
 
 _callback: Any = None

@@ -24,10 +24,11 @@ class Scheduler:
     per group is taken without conversion.
 
     Args:
-        config: Keys `engine_id` (str), `tp_size`, `pp_size`, `dcp_size` (int), `groups` (list of `{"kind",
-            "block_size"}` as in the geometry), `null_block` (int or None), `lease_ms`, `host` (str or None: found),
-            `port` (0: a free one), `data_parallel_index` (added to a port that is not 0), `push` (bool: accept
-            metadata rank by rank), `advertise_local` (bool). Unknown keys and wrong types raise
+        config: Keys `engine_id` (str), `tp_size`, `pp_size`, `dcp_size` (int), `groups` (as in the geometry of
+            any rank, see `Worker.set_geometry`), `null_block` (int or None: the id that stands for no block),
+            `reuses_blocks` (bool: whether blocks serve other requests with the same prefix), `lease_ms`, `host` (str
+            or None: found), `port` (0: a free one), `data_parallel_index` (added to a port that is not 0), `push`
+            (bool: accept metadata rank by rank), `advertise_local` (bool). Unknown keys and wrong types raise
             `InvalidArgumentError` that names them.
     """
 

@@ -88,6 +88,9 @@ class Worker:
                 "first_head": int, "total_heads": int, "head_stride": int, "tokens": int, "token_stride": int,
                 "content": int}]}`. A group's kind is "full", "latent", "state" or `{"sliding_window": {"window":
                 tokens}}`; offsets, strides and content are in bytes. Every area must lie inside its region.
+                A group's tokens may be dealt over ranks: `token_ranks`, `token_rank`, `token_interleave`. A block may
+                consist of several kernel blocks: `pages`, `page_stride`. A token's bytes may be several runs:
+                `units`, `unit_stride`. `kvf_worker_set_geometry` in `kvferry.h` tells more.
         """
         _lib.worker_set_geometry(self._handle, _wire.pack("geometry", geometry))
 

@@ -108,6 +108,11 @@ impl Peer {
         }
     }
 
+    /// Whether its region `index` is host memory.
+    pub(super) fn is_host(&self, index: u32) -> bool {
+        self.regions.get(index as usize).and_then(Option::as_ref).is_some_and(|(r, _)| r.kind == MemoryKind::Host)
+    }
+
     /// Base address and rkey of a region.
     pub(super) fn region(&self, index: u32) -> Option<(u64, &Rc<Rkey>)> {
         self.regions.get(index as usize)?.as_ref().map(|(region, rkey)| (region.base, rkey))

@@ -16,6 +16,7 @@ use super::served::{CHUNK_BYTES, CHUNK_PIECES, Chunk, Piece};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::plan::{CopyPlan, Expander, Operation};
+use crate::proto::wire::MemoryKind;
 use crate::ucx::{Completion, Posted};
 
 /// Bounds of one round of posting, so that messages and timers wait for a few milliseconds at most: CMA copies during
@@ -45,6 +46,8 @@ pub(super) struct Transfer {
     grace: Option<Instant>,
     /// One-sided writes were posted that no flush covers yet.
     unflushed: bool,
+    /// Whether its runs are so short that messages carry them better than an operation each.
+    gathered: bool,
 }
 
 /// All transfers that are not over.
@@ -106,6 +109,7 @@ impl Engine {
             }
         }
         plan.check(self.registry.lens(), remote.lens())?;
+        let gathered = plan.mean_run().is_some_and(|run| run < self.config.gather_below);
         let mut expander = plan.expand(self.config.max_operation_bytes);
         let next = expander.next();
         let regions: Vec<u32> = locals.into_iter().collect();
@@ -123,6 +127,7 @@ impl Engine {
             stopped: None,
             grace: None,
             unflushed: false,
+            gathered,
         };
         if transfer.next.is_some() {
             self.transfers.queues.entry(peer).or_default().push_back(id);
@@ -187,7 +192,12 @@ impl Engine {
         let Some(transfer) = self.transfers.table.get_mut(&id) else { return 0 };
         if let Some(operation) = transfer.next {
             let local = self.registry.range(operation.local_region).map(|range| range.kind());
-            if !local.is_some_and(|kind| peer.is_direct(operation.remote_region, kind)) {
+            let direct = local.is_some_and(|kind| {
+                // Device memory would have to be gathered by a copy per run as well.
+                let gathered = transfer.gathered && peer.is_host(operation.remote_region) && kind == MemoryKind::Host;
+                !gathered && peer.is_direct(operation.remote_region, kind)
+            });
+            if !direct {
                 return self.post_chunk(peer_id, id);
             }
         }

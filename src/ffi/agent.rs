@@ -140,6 +140,7 @@ struct Config {
     window: Option<u32>,
     window_bytes: Option<u64>,
     max_operation_bytes: Option<u64>,
+    gather_below: Option<u64>,
     connect_timeout_ms: Option<u64>,
     cancel_grace_ms: Option<u64>,
     deregister_timeout_ms: Option<u64>,
@@ -161,6 +162,7 @@ impl Config {
         set(&mut config.peer_window.bytes, self.window_bytes);
         config.total_window.bytes = config.total_window.bytes.max(config.peer_window.bytes);
         set(&mut config.max_operation_bytes, self.max_operation_bytes);
+        set(&mut config.gather_below, self.gather_below);
         set(&mut config.connect_timeout, self.connect_timeout_ms.map(Duration::from_millis));
         set(&mut config.cancel_grace, self.cancel_grace_ms.map(Duration::from_millis));
         set(&mut config.deregister_timeout, self.deregister_timeout_ms.map(Duration::from_millis));
@@ -192,7 +194,8 @@ pub(super) fn memory_kind(kind: u32, device: u32) -> Result<MemoryKind> {
 ///
 /// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: name (str), transport ("auto", "tcp" or
 /// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), window and window_bytes (in
-/// flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB), connect_timeout_ms (10000), cancel_grace_ms
+/// flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
+/// gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
 /// (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB).
 ///
 /// # Safety

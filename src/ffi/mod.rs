@@ -16,6 +16,7 @@ mod handle;
 pub mod listener;
 mod lists;
 pub mod log;
+pub mod plan;
 pub mod report;
 pub mod scheduler;
 pub mod stats;

@@ -4,43 +4,65 @@ use kvferry::connector::Worker;
 use kvferry::mem::MemoryRange;
 use kvferry::proto::geometry::{Area, Geometry, Group, GroupKind};
 use kvferry::proto::ids::RankId;
+use kvferry::proto::shape::{EngineSpec, GroupSpec, ModelSpec};
 use kvferry::proto::wire::MemoryKind;
 use serde::{Deserialize, Serialize};
 
-/// What the caches of one engine look like. Equal on two engines that fit, but for `blocks`, `padding` and `seed`.
+/// What the caches of one engine look like. Two engines fit when their models are the same.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CacheSpec {
-    pub tp: u32,
-    pub pp: u32,
-    /// Layers of each group on each pipeline stage.
-    pub layers: u32,
-    pub groups: Vec<Group>,
-    /// Blocks per layer.
-    pub blocks: u32,
-    /// Heads per rank.
-    pub heads: u32,
-    /// Bytes per token and head.
-    pub content: u64,
-    /// Bytes between two blocks that belong to neither.
-    pub padding: u64,
+    pub model: ModelSpec,
+    pub engine: EngineSpec,
     /// Makes the untouched contents of two engines differ.
     pub seed: u64,
 }
 
+/// A received request: its name on the producer, the local block lists from token 0 on (0 where there is no block),
+/// and per group the tokens that were loaded, the last of them rounded up to what travels together.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Loaded {
+    pub request: String,
+    pub blocks: Vec<Vec<u32>>,
+    pub tokens: Vec<(u64, u64)>,
+}
+
+impl Loaded {
+    /// Every token of the blocks.
+    pub fn whole(request: &str, blocks: &[Vec<u32>]) -> Loaded {
+        Loaded { request: request.into(), blocks: blocks.to_vec(), tokens: vec![(0, u64::MAX); blocks.len()] }
+    }
+}
+
 impl CacheSpec {
-    /// Two groups, one of them with a window, and small blocks.
+    /// Two groups, one of them with a window, small blocks, and on each rank two heads of two layers of either group.
     pub fn small(tp: u32, pp: u32, seed: u64) -> CacheSpec {
+        let layers = |first: u32| (0..2 * pp).map(move |i| i / 2 * 4 + i % 2 + first);
+        let window = GroupKind::SlidingWindow { window: 6 };
         CacheSpec {
-            tp,
-            pp,
-            layers: 2,
-            groups: vec![Group::new(GroupKind::Full, 4), Group::new(GroupKind::SlidingWindow { window: 6 }, 2)],
-            blocks: 40,
-            heads: 2,
-            content: 24,
-            padding: 0,
+            model: ModelSpec {
+                groups: vec![
+                    GroupSpec::attention(GroupKind::Full, layers(0), 2 * tp, 24, 24),
+                    GroupSpec::attention(window, layers(2), 2 * tp, 24, 24),
+                ],
+            },
+            engine: EngineSpec { tp, pp, block_size: vec![4, 2], num_blocks: 40, ..EngineSpec::default() },
             seed,
         }
+    }
+
+    /// As the scheduler side is told them.
+    pub fn groups(&self) -> Vec<Group> {
+        let groups = self.model.groups.iter().enumerate();
+        groups
+            .map(|(index, group)| {
+                if group.kind == GroupKind::State {
+                    return Group::new(group.kind, 1);
+                }
+                let block_size = self.engine.block_size_of(index).unwrap();
+                let (token_ranks, token_interleave) = (self.engine.dcp, self.engine.dcp_interleave);
+                Group { token_ranks, token_interleave, ..Group::new(group.kind, block_size) }
+            })
+            .collect()
     }
 }
 
@@ -63,48 +85,27 @@ pub struct Cache {
     spec: CacheSpec,
     rank: RankId,
     geometry: Geometry,
-    /// One region per layer. Read and written by the ferry thread through its registration.
+    /// Read and written by the ferry thread through its registration.
     regions: Vec<Vec<u8>>,
+}
+
+/// A byte of a block: where in its region, and head, token position and byte within these.
+struct Place {
+    at: usize,
+    head: u64,
+    position: u64,
+    byte: u64,
 }
 
 impl Cache {
     pub fn new(spec: CacheSpec, rank: RankId) -> Cache {
-        let mut areas = Vec::new();
-        let mut regions = Vec::new();
-        let total_heads = spec.heads * spec.tp;
-        for (index, group) in spec.groups.iter().enumerate() {
-            for layer in 0..spec.layers {
-                let region = regions.len() as u32;
-                // Even layers keep K and V apart, one after the other; odd ones packed.
-                let parts: &[&str] = if layer % 2 == 0 { &["k", "v"] } else { &["kv"] };
-                let block = spec.content * u64::from(spec.heads * group.block_size);
-                let stride = block + spec.padding;
-                let part_len = stride * u64::from(spec.blocks);
-                for (part_index, part) in parts.iter().enumerate() {
-                    areas.push(Area {
-                        layer: format!("stage.{}.group.{index}.layer.{layer}", rank.pp),
-                        part: (*part).to_owned(),
-                        group: index as u32,
-                        region,
-                        offset: part_len * part_index as u64,
-                        num_blocks: spec.blocks,
-                        block_stride: stride,
-                        heads: spec.heads,
-                        first_head: spec.heads * rank.tp,
-                        total_heads,
-                        head_stride: spec.content * u64::from(group.block_size),
-                        tokens: group.block_size,
-                        token_stride: spec.content,
-                        content: spec.content,
-                        ..Area::default()
-                    });
-                }
-                let len = part_len * parts.len() as u64;
-                let salt = mixed(&[spec.seed, rank.pp.into(), rank.tp.into(), region.into()]);
-                regions.push((0..len).map(|i| mixed(&[salt, i]) as u8).collect());
-            }
-        }
-        Cache { geometry: Geometry { groups: spec.groups.clone(), areas }, regions, rank, spec }
+        let ranks = spec.engine.ranks(&spec.model).unwrap();
+        let own = ranks.into_iter().find(|cache| cache.rank == rank).unwrap();
+        let regions = own.region_lens.iter().enumerate().map(|(region, &len)| {
+            let salt = mixed(&[spec.seed, rank.pp.into(), rank.tp.into(), region as u64]);
+            (0..len).map(|i| mixed(&[salt, i]) as u8).collect()
+        });
+        Cache { geometry: own.geometry, regions: regions.collect(), rank, spec }
     }
 
     pub fn geometry(&self) -> &Geometry {
@@ -122,48 +123,82 @@ impl Cache {
         worker.set_geometry(self.geometry.clone())
     }
 
-    /// Every byte of a block in one area, as (position in the region, which byte of the cache it is).
-    fn bytes_of(area: &Area, block: u32) -> impl Iterator<Item = (usize, [u64; 3])> + '_ {
+    /// Every byte of a block in one area.
+    fn bytes_of(area: &Area, block: u32) -> impl Iterator<Item = Place> + '_ {
         let base = area.offset + area.block_stride * u64::from(block);
+        let tokens = u64::from(area.tokens);
         (0..u64::from(area.heads)).flat_map(move |h| {
-            (0..u64::from(area.tokens)).flat_map(move |t| {
-                (0..area.content).map(move |c| {
-                    let at = base + h * area.head_stride + t * area.token_stride + c;
-                    (at as usize, [h + u64::from(area.first_head), t, c])
+            (0..u64::from(area.positions())).flat_map(move |t| {
+                (0..area.token_bytes()).map(move |byte| {
+                    let at = base
+                        + h * area.head_stride
+                        + t / tokens * area.page_stride
+                        + t % tokens * area.token_stride
+                        + byte / area.content * area.unit_stride
+                        + byte % area.content;
+                    Place { at: at as usize, head: h + u64::from(area.first_head), position: t, byte }
                 })
             })
         })
     }
 
-    /// What a request's block at `position` of its group's list holds.
-    fn expected(request: u64, area: &Area, position: usize, [head, token, byte]: [u64; 3]) -> u8 {
-        let place = mixed(&[hash(&area.layer), hash(&area.part), area.group.into()]);
-        mixed(&[request, place, position as u64, head, token, byte]) as u8
+    /// The token of the sequence that a rank's block number `index` holds at `position`: the reverse of what
+    /// `Group::position` says.
+    fn token(group: &Group, index: u64, position: u64) -> u64 {
+        let (every, ranks) = (u64::from(group.token_interleave), u64::from(group.token_ranks));
+        let round = position / every;
+        index * group.span() + (round * ranks + u64::from(group.token_rank)) * every + position % every
+    }
+
+    /// What a request's cache holds there. K and V count as parts also where they are packed.
+    fn expected(&self, request: u64, area: &Area, token: u64, head: u64, byte: u64) -> u8 {
+        let k_bytes = self.spec.model.groups[area.group as usize].parts[0].bytes;
+        let (part, byte) = match &*area.part {
+            "kv" if byte < k_bytes => ("k", byte),
+            "kv" => ("v", byte - k_bytes),
+            other => (other, byte),
+        };
+        mixed(&[request, hash(&area.layer), hash(part), token, head, byte]) as u8
     }
 
     /// Writes what a prefill of `request` would: per group the blocks in the order of the sequence, 0 for none.
     pub fn fill(&mut self, request: &str, blocks: &[Vec<u32>]) {
-        let request = hash(request);
-        for area in &self.geometry.areas {
-            let Some(list) = blocks.get(area.group as usize) else { continue };
-            for (position, block) in list.iter().enumerate() {
-                // vLLM's null block: nothing of the sequence is there.
-                if *block == 0 {
+        self.fill_tokens(&Loaded::whole(request, blocks));
+    }
+
+    fn fill_tokens(&mut self, loaded: &Loaded) {
+        let request = hash(&loaded.request);
+        for area in self.geometry.areas.clone() {
+            let Some(list) = loaded.blocks.get(area.group as usize) else { continue };
+            let group = &self.geometry.groups[area.group as usize].clone();
+            let state = group.kind == GroupKind::State;
+            let (from, to) = loaded.tokens[area.group as usize];
+            for (index, block) in list.iter().enumerate() {
+                // vLLM's null block: nothing of the sequence is there. Of a state only the last block counts.
+                if *block == 0 || (state && index + 1 != list.len()) {
                     continue;
                 }
-                for (at, which) in Self::bytes_of(area, *block) {
-                    self.regions[area.region as usize][at] = Self::expected(request, area, position, which);
+                for place in Self::bytes_of(&area, *block) {
+                    let mut token = place.position;
+                    // A block of one position is one whose tokens cannot be told apart: it counts as its first token.
+                    if !state {
+                        token = Self::token(group, index as u64, place.position);
+                        if !(from..to).contains(&token) {
+                            continue;
+                        }
+                    }
+                    let value = self.expected(request, &area, token, place.head, place.byte);
+                    self.regions[area.region as usize][place.at] = value;
                 }
             }
         }
     }
 
-    /// Checks every byte: what the loads (the producer's request name, the local blocks per group) brought, and
-    /// everything else as it was at the start.
-    pub fn check(&self, loads: &[(String, Vec<Vec<u32>>)]) -> Result<u64, String> {
+    /// Checks every byte: what the loads brought, and everything else as it was at the start.
+    pub fn check(&self, loads: &[Loaded]) -> Result<u64, String> {
         let mut want = Cache::new(self.spec.clone(), self.rank);
-        for (request, blocks) in loads {
-            want.fill(request, blocks);
+        for loaded in loads {
+            want.fill_tokens(loaded);
         }
         let mut bytes = 0;
         for (region, (have, want)) in self.regions.iter().zip(&want.regions).enumerate() {

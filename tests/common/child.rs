@@ -11,7 +11,7 @@ use kvferry::proto::scheduler::FinishOutcome;
 use kvferry::proto::wire::{Blocks, Message, TransferParams, WorkerReport};
 use serde::{Deserialize, Serialize};
 
-use super::cache::{Cache, CacheSpec};
+use super::cache::{Cache, CacheSpec, Loaded};
 
 /// Set in a child; the test named `child` then serves instead of returning.
 const CHILD: &str = "KVFERRY_TEST_CHILD";
@@ -48,7 +48,7 @@ pub enum Ask {
         blocks: Lists,
     },
     Check {
-        loads: Vec<(String, Lists)>,
+        loads: Vec<Loaded>,
     },
     Push {
         host: String,
@@ -302,7 +302,7 @@ impl Child {
         }
     }
 
-    pub fn check(&mut self, loads: &[(String, Lists)]) {
+    pub fn check(&mut self, loads: &[Loaded]) {
         let Tell::Count(bytes) = self.ok(&Ask::Check { loads: loads.to_vec() }) else { panic!("no count") };
         assert!(bytes > 0);
     }

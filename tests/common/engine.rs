@@ -7,9 +7,9 @@ use kvferry::connector::{Scheduler, SchedulerConfig, Transport, WorkerConfig};
 use kvferry::proto::ids::{EngineId, RankId, RequestId};
 use kvferry::proto::scheduler::FinishOutcome;
 use kvferry::proto::stats::Stats;
-use kvferry::proto::wire::{Blocks, RecvFailure, TransferParams, WorkerReport};
+use kvferry::proto::wire::{Blocks, Load, Message, RecvFailure, StepMetadata, TransferParams, WorkerReport};
 
-use super::cache::CacheSpec;
+use super::cache::{CacheSpec, Loaded};
 use super::child::{Ask, Child, LONG, Lists, Tell};
 
 pub fn id(name: &str) -> EngineId {
@@ -29,8 +29,9 @@ pub fn worker_config(engine: &str, rank: RankId, cache: &CacheSpec, transport: T
     WorkerConfig {
         pp_rank: rank.pp,
         tp_rank: rank.tp,
-        tp_size: cache.tp,
-        pp_size: cache.pp,
+        tp_size: cache.engine.tp,
+        pp_size: cache.engine.pp,
+        dcp_size: cache.engine.dcp,
         transport,
         compat: vec![("model".into(), "tiny".into()), ("dtype".into(), "bfloat16".into())],
         ..WorkerConfig::new(id(engine))
@@ -39,16 +40,17 @@ pub fn worker_config(engine: &str, rank: RankId, cache: &CacheSpec, transport: T
 
 pub fn scheduler_config(engine: &str, cache: &CacheSpec) -> SchedulerConfig {
     SchedulerConfig {
-        tp_size: cache.tp,
-        pp_size: cache.pp,
+        tp_size: cache.engine.tp,
+        pp_size: cache.engine.pp,
+        dcp_size: cache.engine.dcp,
         host: Some("127.0.0.1".into()),
         port: 0,
-        ..SchedulerConfig::new(id(engine), cache.groups.clone())
+        ..SchedulerConfig::new(id(engine), cache.groups())
     }
 }
 
 pub fn ranks(cache: &CacheSpec) -> Vec<RankId> {
-    (0..cache.pp).flat_map(|pp| (0..cache.tp).map(move |tp| RankId { pp, tp })).collect()
+    (0..cache.engine.pp).flat_map(|pp| (0..cache.engine.tp).map(move |tp| RankId { pp, tp })).collect()
 }
 
 /// What a rank said about one request.
@@ -65,6 +67,8 @@ pub struct Engine {
     pub scheduler: Scheduler,
     pub workers: Vec<Child>,
     pub said: BTreeMap<String, Said>,
+    /// Every report, as it came.
+    pub reports: Vec<WorkerReport>,
     pub stats: Stats,
     pub address: Option<(String, u16)>,
 }
@@ -114,6 +118,7 @@ impl Engine {
             scheduler,
             workers,
             said: BTreeMap::new(),
+            reports: Vec::new(),
             stats: Stats::default(),
             address: None,
         }
@@ -177,6 +182,7 @@ impl Engine {
             said.failures.insert(report.rank, failure.clone());
         }
         self.scheduler.on_report(&whole);
+        self.reports.push(report);
     }
 
     pub fn said(&self, request: &str) -> Said {
@@ -220,9 +226,28 @@ impl Engine {
         self.step();
     }
 
+    /// As `load`, of the last `external` tokens of a prompt of `prompt`. `change` may change the load of a rank.
+    pub fn load_part(
+        &mut self,
+        request: &str,
+        params: &TransferParams,
+        lists: &Lists,
+        (prompt, external): (u64, u64),
+        change: impl Fn(RankId, &mut Load),
+    ) {
+        self.scheduler.arrived(request, params).unwrap();
+        self.scheduler.allocated(request, params, blocks(lists), prompt, external).unwrap();
+        let step = StepMetadata::from_bytes(&self.scheduler.step().unwrap()).unwrap();
+        for worker in &mut self.workers {
+            let mut step = step.clone();
+            step.loads.iter_mut().for_each(|load| change(worker.rank, load));
+            worker.ok(&Ask::Submit { step: step.to_bytes().unwrap() });
+        }
+    }
+
     /// Checks every byte of every rank.
     pub fn check(&mut self, loads: &[(&str, &Lists)]) {
-        let loads: Vec<(String, Lists)> = loads.iter().map(|(r, l)| ((*r).to_owned(), (*l).clone())).collect();
+        let loads: Vec<Loaded> = loads.iter().map(|(request, blocks)| Loaded::whole(request, blocks)).collect();
         for worker in &mut self.workers {
             worker.check(&loads);
         }

@@ -1,4 +1,4 @@
-"""Two engines of two ranks each, a process per rank, hand over requests through workers, schedulers and aggregators."""
+"""Two engines, a process per rank, hand over requests through workers, schedulers and aggregators."""
 
 from __future__ import annotations
 
@@ -18,58 +18,63 @@ from peer import GENEROUS, process, receive
 
 TP, LAYERS, BLOCKS, TOKENS, HEADS, CONTENT = 2, 3, 20, 4, 2, 32
 HEAD = TOKENS * CONTENT
-BLOCK = HEADS * HEAD
+ALL_HEADS = TP * HEADS
+"""Of the model; `HEADS` are those of a rank of two."""
 GROUPS = [{"kind": "full", "block_size": TOKENS}, {"kind": {"sliding_window": {"window": 6}}, "block_size": TOKENS}]
 GROUP_OF = [0, 1, 0]
 """The KV-cache group of each layer."""
 
 
-def cache_of(tag: int, rank: int) -> NDArray[np.uint8]:
-    """A rank's cache, [layer, block, byte], with bytes that differ by engine, rank, layer, block and offset."""
-    number = LAYERS * BLOCKS * BLOCK
-    words = np.arange(number, dtype=np.uint64) * np.uint64(0x9E3779B1) + np.uint64(tag * 1009 + rank * 31)
+def cache_of(tag: int, rank: int, tp: int = TP) -> NDArray[np.uint8]:
+    """A rank's cache, [layer, block, head, byte], with bytes that differ by engine, layer, block, head and offset."""
+    number = LAYERS * BLOCKS * ALL_HEADS * HEAD
+    words = np.arange(number, dtype=np.uint64) * np.uint64(0x9E3779B1) + np.uint64(tag * 1009)
     cut: NDArray[np.uint8] = (words >> np.uint64(9)).astype(np.uint8)
-    return cut.reshape(LAYERS, BLOCKS, BLOCK)
+    heads = ALL_HEADS // tp
+    whole = cut.reshape(LAYERS, BLOCKS, ALL_HEADS, HEAD)
+    return np.ascontiguousarray(whole[:, :, rank * heads : (rank + 1) * heads])
 
 
-def geometry(rank: int) -> dict[str, object]:
+def geometry(rank: int, tp: int) -> dict[str, object]:
+    heads = ALL_HEADS // tp
+    block = heads * HEAD
     area = {
         "part": "kv",
         "region": 0,
         "num_blocks": BLOCKS,
-        "block_stride": BLOCK,
-        "heads": HEADS,
-        "first_head": rank * HEADS,
-        "total_heads": TP * HEADS,
+        "block_stride": block,
+        "heads": heads,
+        "first_head": rank * heads,
+        "total_heads": ALL_HEADS,
         "head_stride": HEAD,
         "tokens": TOKENS,
         "token_stride": CONTENT,
         "content": CONTENT,
     }
     areas = [
-        {**area, "layer": f"layer.{layer}", "group": GROUP_OF[layer], "offset": layer * BLOCKS * BLOCK}
+        {**area, "layer": f"layer.{layer}", "group": GROUP_OF[layer], "offset": layer * BLOCKS * block}
         for layer in range(LAYERS)
     ]
     return {"groups": GROUPS, "areas": areas}
 
 
-def config_of(engine: str, rank: int, **more: object) -> dict[str, object]:
+def config_of(engine: str, rank: int, tp: int = TP, **more: object) -> dict[str, object]:
     return {
         "engine_id": engine,
         "tp_rank": rank,
-        "tp_size": TP,
+        "tp_size": tp,
         "transport": "tcp",
         "compat": [["model", "tiny"], ["dtype", "uint8"]],
         **more,
     }
 
 
-def work(pipe: Connection, engine: str, rank: int, tag: int, more: dict[str, object]) -> None:
+def work(pipe: Connection, engine: str, rank: int, tp: int, tag: int, more: dict[str, object]) -> None:
     """One rank: does what the pipe says and sends every report as soon as there is one."""
-    cache = cache_of(tag, rank)
-    with Worker(config_of(engine, rank, **more)) as worker:
+    cache = cache_of(tag, rank, tp)
+    with Worker(config_of(engine, rank, tp, **more)) as worker:
         assert worker.register(cache.ctypes.data, cache.nbytes) == 0
-        worker.set_geometry(geometry(rank))
+        worker.set_geometry(geometry(rank, tp))
         pipe.send(worker.metadata())
         while True:
             if pipe.poll(0.01):
@@ -88,16 +93,22 @@ def work(pipe: Connection, engine: str, rank: int, tag: int, more: dict[str, obj
 
 
 class Engine:
-    """A scheduler side, an aggregator and the pipes to the ranks."""
+    """A scheduler side, an aggregator and the pipes to the ranks. One that does not serve can only receive."""
 
-    def __init__(self, stack: ExitStack, name: str, tag: int, **more: object) -> None:
-        self.pipes = [stack.enter_context(process(work, name, rank, tag, more)) for rank in range(TP)]
+    def __init__(
+        self, stack: ExitStack, name: str, tag: int, tp: int = TP, serves: bool = True, **more: object
+    ) -> None:
+        self.tp = tp
+        self.pipes = [stack.enter_context(process(work, name, rank, tp, tag, more)) for rank in range(tp)]
         self.scheduler = stack.enter_context(
-            Scheduler({"engine_id": name, "tp_size": TP, "groups": GROUPS, "host": "127.0.0.1", "port": 0})
+            Scheduler({"engine_id": name, "tp_size": tp, "groups": GROUPS, "host": "127.0.0.1", "port": 0})
         )
-        self.aggregator = stack.enter_context(Aggregator([(0, rank) for rank in range(TP)]))
+        self.aggregator = stack.enter_context(Aggregator([(0, rank) for rank in range(tp)]))
         self.metadata = {(0, rank): receive(pipe) for rank, pipe in enumerate(self.pipes)}
-        self.address = self.scheduler.serve(self.metadata)
+        if serves:
+            self.scheduler.serve(self.metadata)
+        else:
+            self.scheduler.set_engine(self.metadata)
         self.outcomes: list[Any] = []
 
     def step(self) -> None:
@@ -144,7 +155,7 @@ class Engine:
         self.scheduler.arrived(request, params)
         self.step()
         assert self.scheduler.matched(request, params, tokens, 0) == (tokens, True)
-        self.scheduler.allocated(request, params, blocks, tokens)
+        self.scheduler.allocated(request, params, blocks, tokens, tokens)
         assert self.scheduler.has_pending()
         self.step()
         assert not self.scheduler.has_pending()
@@ -176,7 +187,7 @@ def test_requests_are_handed_over_with_every_byte(tmp_path: Path) -> None:
                     for here, there in zip(ours[group], theirs[group], strict=True):
                         if here != 0:
                             expected[layer, here] = source[layer, there]
-                            moved += BLOCK
+                            moved += HEADS * HEAD
             np.testing.assert_array_equal(found, expected)
         for rank, found in enumerate(prefill.ask("bytes")):
             np.testing.assert_array_equal(found, cache_of(1, rank))
@@ -190,6 +201,32 @@ def test_requests_are_handed_over_with_every_byte(tmp_path: Path) -> None:
         assert sorted(line["request_id"] for line in lines) == sorted(
             f"d-{name}" for name in REQUESTS for _ in range(TP)
         )
+        prefill.end()
+        decode.end()
+
+
+@pytest.mark.parametrize(("producers", "consumers"), [(2, 1), (1, 2), (4, 2), (1, 4)])
+def test_engines_of_different_sizes(producers: int, consumers: int) -> None:
+    with ExitStack() as stack:
+        prefill = Engine(stack, "prefill", 1, producers)
+        decode = Engine(stack, "decode", 2, consumers, serves=False)
+        for name, (theirs, ours, tokens) in REQUESTS.items():
+            decode.load(f"d-{name}", prefill.prefilled(f"p-{name}", theirs, tokens), ours, tokens)
+        for name in REQUESTS:
+            decode.until("finished_recving", f"d-{name}")
+            # Every rank of the other engine frees its blocks, however many have read from it.
+            prefill.until("finished_sending", f"p-{name}")
+        assert not any(outcome["failed_recving"] for outcome in decode.outcomes)
+        for rank, found in enumerate(decode.ask("bytes")):
+            expected, source = cache_of(2, rank, consumers), cache_of(1, rank, consumers)
+            for theirs, ours, _ in REQUESTS.values():
+                for layer, group in enumerate(GROUP_OF):
+                    for here, there in zip(ours[group], theirs[group], strict=True):
+                        if here != 0:
+                            expected[layer, here] = source[layer, there]
+            np.testing.assert_array_equal(found, expected)
+        for rank, found in enumerate(prefill.ask("bytes")):
+            np.testing.assert_array_equal(found, cache_of(1, rank, producers))
         prefill.end()
         decode.end()
 

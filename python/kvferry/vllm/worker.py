@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_dcp_world_size_and_rank, get_pp_group, get_tp_group
 
 import kvferry
 
 from .config import Options
-from .geometry import Split, describe, transfer_layers
+from .geometry import Split, TokenShare, describe, transfer_layers
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
 from .stats import KvferryStats
@@ -54,7 +54,10 @@ class WorkerSide:
         kernels = attention_kernels(self._vllm_config)
         tp_rank, tp_size = get_tp_group().rank_in_group, parallel.tensor_parallel_size
         kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
-        layout = describe(self._kv_cache_config, self._layers, kv_caches, kernels, Split(tp_rank, tp_size, kv_heads))
+        dcp_size, dcp_rank = get_dcp_world_size_and_rank(parallel.decode_context_parallel_size > 1)
+        split = Split(tp_rank, tp_size, kv_heads)
+        share = TokenShare(dcp_size, dcp_rank, parallel.cp_kv_cache_interleave_size)
+        layout = describe(self._kv_cache_config, self._layers, kv_caches, kernels, split, share)
         engine_id, pp_rank = self._vllm_config.kv_transfer_config.engine_id, get_pp_group().rank_in_group
         worker = kvferry.Worker(
             {

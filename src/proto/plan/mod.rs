@@ -62,6 +62,17 @@ pub struct BlockPair {
     pub remote: Blocks,
 }
 
+impl BlockPair {
+    /// Runs of pairs in which both sides' ids go up by one.
+    fn breaks(&self) -> u64 {
+        let pairs = || self.local.ids().iter().zip(self.remote.ids());
+        let follows =
+            |(a, b): ((&u32, &u32), (&u32, &u32))| a.0.checked_add(1) == Some(*b.0) && a.1.checked_add(1) == Some(*b.1);
+        let merged = pairs().zip(pairs().skip(1)).filter(|pair| follows(*pair)).count();
+        pairs().count().saturating_sub(merged) as u64
+    }
+}
+
 /// One request's copies between this rank and one remote rank. Its size grows with segments and block ids, never with
 /// their product: the operations are expanded and merged while they are posted.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -81,6 +92,21 @@ impl CopyPlan {
     /// Pairs of blocks in all lists, whether any segment uses them or not.
     pub fn blocks(&self) -> u64 {
         (0..self.lists.len()).fold(0u64, |sum, list| sum.saturating_add(self.pairs(list as u32)))
+    }
+
+    /// How many runs the plan's bytes lie in: the operations of an expansion without a bound on their length. Takes time
+    /// for each pair of blocks in a list, not for each operation.
+    pub fn runs(&self) -> u64 {
+        let breaks: Vec<u64> = self.lists.iter().map(BlockPair::breaks).collect();
+        self.segments.iter().filter(|s| s.len > 0).fold(0u64, |sum, s| {
+            let breaks = if s.is_dense() { breaks.get(s.list as usize).copied() } else { None };
+            sum.saturating_add(breaks.unwrap_or_else(|| self.pairs(s.list)))
+        })
+    }
+
+    /// Bytes per run; none for a plan that moves nothing.
+    pub fn mean_run(&self) -> Option<u64> {
+        self.bytes().checked_div(self.runs())
     }
 
     /// Whether the plan moves nothing.

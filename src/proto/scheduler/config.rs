@@ -20,7 +20,8 @@ pub struct SchedulerConfig {
     pub pp_size: u32,
     /// Decode-context-parallel size, at least 1.
     pub dcp_size: u32,
-    /// The KV-cache groups in the engine's order, block sizes as the cache has them (not times `dcp_size`).
+    /// The KV-cache groups in the engine's order, as in any rank's geometry; with decode context parallelism `token_ranks`
+    /// says how many tokens an entry of a block list stands for.
     pub groups: Vec<Group>,
     /// The block that stands for "no block here" in a block list (vLLM: 0); it is never read or written.
     #[serde(default = "default_null_block")]

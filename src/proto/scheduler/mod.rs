@@ -350,9 +350,9 @@ impl Scheduler {
             .zip(blocks)
             .map(|(group, list)| {
                 // A host may have blocks beyond the computed tokens (for tokens to come): they hold nothing yet.
-                let used = computed_tokens.div_ceil(params::tokens_per_block(&self.config, group));
+                let used = computed_tokens.div_ceil(group.span());
                 let list = list.ids().get(..usize::try_from(used).unwrap_or(usize::MAX)).unwrap_or(list.ids());
-                params::needed(&self.config, group, list)
+                params::needed(group, list)
                     .iter()
                     .skip_while(|&&id| self.config.null_block == Some(id))
                     .map(|&id| i64::from(id))

@@ -147,18 +147,11 @@ pub(super) fn remote_blocks(request: &RequestId, params: &TransferParams) -> Res
     Ok(groups)
 }
 
-/// Tokens per entry of a block list.
-pub(super) fn tokens_per_block(config: &SchedulerConfig, group: &Group) -> u64 {
-    u64::from(group.block_size).saturating_mul(u64::from(config.dcp_size)).max(1)
-}
-
 /// The blocks of `ids` that a consumer can need: in the window, or the last one of a state. The window need not start
 /// at a block's first token, so it can reach into one more block than it fills.
-pub(super) fn needed<'a>(config: &SchedulerConfig, group: &Group, ids: &'a [u32]) -> &'a [u32] {
+pub(super) fn needed<'a>(group: &Group, ids: &'a [u32]) -> &'a [u32] {
     let most = match group.kind {
-        GroupKind::SlidingWindow { window } => {
-            u64::from(window).div_ceil(tokens_per_block(config, group)).saturating_add(1)
-        }
+        GroupKind::SlidingWindow { window } => u64::from(window).div_ceil(group.span()).saturating_add(1),
         GroupKind::State => 1,
         GroupKind::Full | GroupKind::Latent => return ids,
     };
@@ -201,7 +194,7 @@ pub(super) fn held_tokens(
 /// Checks the blocks to be filled with the tokens `start..end`. The error is for people.
 pub(super) fn check_local(config: &SchedulerConfig, local: &[Blocks], start: u64, end: u64) -> Result<(), String> {
     for (g, (group, list)) in config.groups.iter().zip(local).enumerate() {
-        let span = tokens_per_block(config, group);
+        let span = group.span();
         let expected = end.div_ceil(span).saturating_sub(start / span);
         let found = list.len() as u64;
         let wrong = match group.kind {

@@ -4,7 +4,10 @@
 //! memory. [`EngineSpec::ranks`] gives every rank's [`Geometry`] and the lengths of its regions. The rules are those of
 //! vLLM 0.32, so that a deployment can be looked at before it runs.
 
+mod describe;
 mod layout;
+
+pub use describe::{Deployment, DescribedLink, DescribedRank, Description, MAX_DESCRIBED_RANKS, MAX_DESCRIBED_TOKENS};
 
 use serde::{Deserialize, Serialize};
 

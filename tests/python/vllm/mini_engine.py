@@ -39,6 +39,9 @@ class Settings:
     hybrid: bool = False
     child: bool = False
     blocks: int = 96
+    block: int = BLOCK
+    layout: str = "LBHNC"
+    prefix_caching: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,7 +81,7 @@ class Engine:
         from vllm.v1.structured_output import StructuredOutputManager
         from vllm.v1.worker.utils import allocate_kv_cache
 
-        self.salt = settings.salt
+        self.settings, self.salt, self.block = settings, settings.salt, settings.block
         self.config = config = self._vllm_config(settings)
         self.kv_cache_config = self._kv_cache_config(settings)
         config.cache_config.num_gpu_blocks = settings.blocks
@@ -86,13 +89,14 @@ class Engine:
             store = Path(settings.model) / f"group-{os.getpid()}"
             init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
+            self._add_layers(config)
             worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.kv_cache_config)
             from vllm.v1.kv_cache_layout import KVCacheLayout
 
-            self.views = allocate_kv_cache(self.kv_cache_config, torch.device("cpu"), KVCacheLayout.LBHNC)
+            self.views = allocate_kv_cache(self.kv_cache_config, torch.device("cpu"), KVCacheLayout[settings.layout])
             worker.register_kv_caches(self.views)
             self.scheduler = Scheduler(
-                config, self.kv_cache_config, StructuredOutputManager(config), BLOCK, log_stats=True
+                config, self.kv_cache_config, StructuredOutputManager(config), self.block, log_stats=True
             )
         self.worker = worker
         connector = self.scheduler.connector
@@ -100,12 +104,27 @@ class Engine:
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
         self.aggregator = KVOutputAggregator.from_connector(connector, 1)
         init_none_hash(sha256)
-        self.hasher: Callable[..., Any] = get_request_block_hasher(BLOCK, sha256)
+        self.hasher: Callable[..., Any] = get_request_block_hasher(self.block, sha256)
         self.free_at_start = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self.sources: dict[str, list[int]] = {}
         self.wrong_bytes: dict[str, int] = {}
         self.answers: dict[str, dict[str, Any]] = {}
         self.figures: dict[str, Any] = {}
+
+    def _add_layers(self, config: Any) -> None:
+        """Attention layers, of which no more is there than what says how they order a block."""
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+        from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+        class Layer(AttentionLayerBase):
+            def get_attn_backend(self) -> Any:
+                return TritonAttentionBackend
+
+            def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+                return None
+
+        for name in (*FULL_LAYERS, *WINDOW_LAYERS):
+            config.compilation_config.static_forward_context[name] = Layer()
 
     def _vllm_config(self, settings: Settings) -> Any:
         from vllm.config import KVTransferConfig
@@ -136,7 +155,8 @@ class Engine:
             max_model_len=1024,
             max_num_seqs=8,
             max_num_batched_tokens=1024,
-            block_size=BLOCK,
+            block_size=settings.block,
+            enable_prefix_caching=settings.prefix_caching,
             enforce_eager=True,
             kv_cache_memory_bytes=1 << 24,
             disable_hybrid_kv_cache_manager=settings.child,
@@ -154,7 +174,7 @@ class Engine:
         )
 
         shape: dict[str, Any] = {
-            "block_size": BLOCK,
+            "block_size": settings.block,
             "num_kv_heads": HEADS,
             "head_size": HEAD_SIZE,
             "dtype": torch.bfloat16,
@@ -199,12 +219,12 @@ class Engine:
         block_ids = self.scheduler.kv_cache_manager.get_block_ids(request)
         for group, ids in zip(self.kv_cache_config.kv_cache_groups, block_ids, strict=True):
             at = np.array(positions)
-            blocks = np.array([ids[p // BLOCK] for p in positions])
+            blocks = np.array([ids[p // self.block] for p in positions])
             # Blocks that have left the window are null: nothing is there.
             kept = blocks != 0
             for name in group.layer_names:
                 layer = [*FULL_LAYERS, *WINDOW_LAYERS].index(name)
-                places.append((layer, name, np.flatnonzero(kept), blocks[kept], at[kept] % BLOCK))
+                places.append((layer, name, np.flatnonzero(kept), blocks[kept], at[kept] % self.block))
         return places
 
     def _compute(self, request: str, positions: range) -> None:
@@ -221,6 +241,11 @@ class Engine:
         cells = self._cells(request, positions, salt)
         wrong = total = 0
         for layer, name, which, blocks, slots in self._places(request, positions):
+            if name in WINDOW_LAYERS and not self.settings.prefix_caching:
+                # Nobody reads what is in front of the last prompt token's window; blocks that serve other requests
+                # must hold it all the same.
+                read = which >= positions.stop + 1 - WINDOW
+                which, blocks, slots = which[read], blocks[read], slots[read]
             found = self.views[name].view(torch.uint8).numpy()[blocks, :, slots]
             wrong += int((found != cells[layer, which]).sum())
             total += found.size

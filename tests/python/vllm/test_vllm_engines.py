@@ -20,12 +20,22 @@ def prompt(seed: int, tokens: int) -> list[int]:
 class Pair:
     """A prefill and a decode engine, with what a proxy does."""
 
-    def __init__(self, folder: Path, policy: str, hybrid: bool, child: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        policy: str,
+        hybrid: bool,
+        child: bool,
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+    ) -> None:
         model = write_model(folder)
         self.model, self.hybrid = model, hybrid
         limits = {"handshake_timeout_ms": 5000, "transfer_timeout_ms": 20000}
-        self.prefill = Remote(Settings("kv_producer", model, P_SALT, policy, hybrid, child))
-        self.decode = Remote(Settings("kv_consumer", model, D_SALT, policy, hybrid, child, extra=limits))
+        self.prefill = Remote(Settings("kv_producer", model, P_SALT, policy, hybrid, child, **(prefill or {})))
+        self.decode = Remote(
+            Settings("kv_consumer", model, D_SALT, policy, hybrid, child, extra=limits, **(decode or {}))
+        )
         self.prefill.wait_started()
         self.decode.wait_started()
         self.decode.call("loaded_from", P_SALT)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvferry.vllm.geometry import LayoutError, Split, describe, transfer_groups, transfer_layers
+from kvferry.vllm.geometry import LayoutError, Split, TokenShare, describe, transfer_groups, transfer_layers
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 BLOCKS = 5
 ALONE = Split(tp_rank=0, tp_size=1, kv_heads=4)
+WHOLE = TokenShare()
 
 
 def attention(**changes: Any) -> FullAttentionSpec:
@@ -60,7 +61,7 @@ class Cache:
 
     def describe(self, kernel: str = "FLASH_ATTN", split: Split = ALONE) -> Any:
         layers = transfer_layers(self.config)
-        return describe(self.config, layers, self.views, dict.fromkeys(self.names, kernel), split)
+        return describe(self.config, layers, self.views, dict.fromkeys(self.names, kernel), split, WHOLE)
 
 
 def bytes_of(view: torch.Tensor) -> torch.Tensor:
@@ -80,14 +81,22 @@ def fill(cache: Cache) -> dict[str, np.ndarray]:
 
 
 def read(layout: Any, area: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of an area as (block, head, token, byte), and their offsets in the region."""
-    offsets = (
-        area["offset"]
-        + np.arange(area["num_blocks"])[:, None, None, None] * area["block_stride"]
-        + np.arange(area["heads"])[:, None, None] * area["head_stride"]
-        + np.arange(area["tokens"])[:, None] * area["token_stride"]
-        + np.arange(area["content"])
-    )
+    """The bytes of an area as (block, head, token, byte), and their offsets in the region.
+
+    A token's bytes are its units one after the other.
+    """
+    axes = [
+        (area["num_blocks"], area["block_stride"]),
+        (area["heads"], area["head_stride"]),
+        (area["pages"], area["page_stride"]),
+        (area["tokens"], area["token_stride"]),
+        (area["units"], area["unit_stride"]),
+        (area["content"], 1),
+    ]
+    offsets = np.array(area["offset"])
+    for count, stride in axes:
+        offsets = offsets[..., None] + np.arange(count) * stride
+    offsets = offsets.reshape(area["num_blocks"], area["heads"], area["pages"] * area["tokens"], -1)
     region = layout.regions[area["region"]]
     assert offsets.max() < region.nbytes
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * region.nbytes).from_address(region.addr))
@@ -131,12 +140,11 @@ def test_kernel_blocks_smaller_than_blocks(layout: KVCacheLayout) -> None:
     cache = Cache(attention(block_size=24), layout, kernel_block=8)
     described = cache.describe()
     written = fill(cache)
-    parts = sorted({area["part"] for area in described.geometry["areas"]})
-    assert parts == ["kv@0", "kv@16", "kv@8"]
     for area in described.geometry["areas"]:
-        kernel_block = int(area["part"].removeprefix("kv@")) // 8
-        content = written[area["layer"]].reshape(BLOCKS, 3, 4, 8, -1)[:, kernel_block]
-        assert (read(described, area)[0] == content).all()
+        assert (area["part"], area["pages"], area["tokens"]) == ("kv", 3, 8)
+        # (kernel blocks, heads, tokens, bytes) to (blocks, heads, tokens of the block, bytes).
+        rows = written[area["layer"]].reshape(BLOCKS, 3, 4, 8, -1).transpose(0, 2, 1, 3, 4)
+        assert (read(described, area)[0] == rows.reshape(BLOCKS, 4, 24, -1)).all()
     covered_once(described, cache)
 
 
@@ -163,61 +171,35 @@ def test_latents_are_the_same_on_every_rank() -> None:
     covered_once(described, cache)
 
 
-def test_k_and_v_in_head_slots() -> None:
+def test_heads_that_a_backend_mixes_move_with_their_block() -> None:
+    # NVFP4: data of all heads, then their scales.
     spec = attention(num_head_slots=8, state_content_bytes=16, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4)
     cache = Cache(spec, KVCacheLayout.LBHNC)
-    described = cache.describe("FLASHINFER")
+    described = cache.describe("FLASHINFER", Split(tp_rank=1, tp_size=2, kv_heads=8))
     written = fill(cache)
     for area in described.geometry["areas"]:
-        k_heads, v_heads = written[area["layer"]][:, :4], written[area["layer"]][:, 4:]
-        assert area["heads"] == area["total_heads"] == 4
-        assert (read(described, area)[0] == {"k": k_heads, "v": v_heads}[area["part"]]).all()
+        assert (area["part"], area["heads"], area["first_head"], area["total_heads"]) == ("packed", 1, 1, 2)
+        assert (area["tokens"], area["units"]) == (1, 1)
+        assert (read(described, area)[0].reshape(BLOCKS, -1) == written[area["layer"]].reshape(BLOCKS, -1)).all()
     covered_once(described, cache)
 
 
-def test_the_cpu_backends_halves() -> None:
-    cache = Cache(attention(), KVCacheLayout.LBHNC)
-    described = cache.describe("CPU_ATTN/vec")
+@pytest.mark.parametrize("kernel", ["DEEPSEEK_V32_INDEXER", "", "SOMEBODYS_OWN"])
+def test_a_backend_that_is_not_known_moves_whole_blocks(kernel: str) -> None:
+    latent = MLAAttentionSpec(block_size=24, num_kv_heads=1, head_size=33, dtype=torch.uint8, max_tp_shards=1)
+    cache = Cache(latent, KVCacheLayout.LBHNC, kernel_block=8)
+    described = cache.describe(kernel, Split(tp_rank=3, tp_size=4, kv_heads=128))
     written = fill(cache)
     for area in described.geometry["areas"]:
-        halves = written[area["layer"]].reshape(BLOCKS, 4, 2, 1, -1)
-        assert area["tokens"] == 1
-        assert (read(described, area)[0] == halves[:, :, {"k": 0, "v": 1}[area["part"]]]).all()
+        assert (area["part"], area["first_head"], area["total_heads"]) == ("packed", 0, 1)
+        assert (area["pages"], area["tokens"], area["units"]) == (1, 1, 3)
+        assert (read(described, area)[0].reshape(BLOCKS, -1) == written[area["layer"]].reshape(BLOCKS, -1)).all()
     covered_once(described, cache)
 
 
-def cpu_instruction_sets() -> list[str]:
-    return ["vec", "vec16", *(["amx"] if torch.cpu._is_amx_tile_supported() else [])]
-
-
-@pytest.mark.parametrize("isa", cpu_instruction_sets())
-def test_the_cpu_kernel_writes_k_and_v_where_the_areas_say(isa: str) -> None:
-    from vllm import _custom_ops as ops
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        pytest.skip("vLLM's CPU kernels are in its CPU build only")
-    current_platform.import_kernels()
-    heads, tokens, size = 2, 32, 32
-    spec = attention(block_size=tokens, num_kv_heads=heads, head_size=size)
-    cache = Cache(spec, KVCacheLayout.LBHNC, layers=1)
-    described = cache.describe(f"CPU_ATTN/{isa}")
-    random = np.random.default_rng(7)
-    k, v = (
-        torch.from_numpy(random.integers(-999, 999, (tokens, heads, size)) / 8).to(torch.bfloat16) for _ in range(2)
-    )
-    halves = cache.views[cache.names[0]].view(BLOCKS, heads, 2 * tokens, size).chunk(2, dim=2)
-    block = 3
-    slots = torch.arange(tokens) + block * tokens
-    ops.cpu_attn_reshape_and_cache(k, v, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
-    for area in described.geometry["areas"]:
-        source = {"k": k, "v": v}[area["part"]]
-        found = read(described, area)[0]
-        for head in range(heads):
-            # The order inside depends on the instruction set; which values are there does not.
-            values = np.sort(found[block, head].reshape(-1).view(np.int16))
-            assert (values == np.sort(source[:, head].contiguous().view(torch.int16).numpy().ravel())).all()
-        assert not np.delete(found, block, axis=0).any()
+def test_a_backend_that_is_not_known_needs_blocks_of_one_run() -> None:
+    with pytest.raises(LayoutError, match=r"not one run of bytes per block .* SOMEBODYS_OWN"):
+        Cache(attention(), KVCacheLayout.LHBNC).describe("SOMEBODYS_OWN")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +209,9 @@ def test_the_cpu_kernel_writes_k_and_v_where_the_areas_say(isa: str) -> None:
         (8, 2, 4, [0, 4], 8),
         (2, 8, 1, [0, 0, 0, 0, 1, 1, 1, 1], 2),
         (1, 4, 1, [0, 0, 0, 0], 1),
+        # A layer with more heads than the model's figure, and one with fewer.
+        (2, 4, 4, [0, 4, 8, 12], 16),
+        (8, 4, 1, [0, 1, 2, 3], 4),
     ],
 )
 def test_heads_over_ranks(kv_heads: int, tp_size: int, heads: int, firsts: list[int], total: int) -> None:
@@ -241,7 +226,7 @@ def test_groups_in_vllms_order_and_layers_that_share_a_cache_once() -> None:
     config = KVCacheConfig(BLOCKS, full.config.kv_cache_tensors, groups)
     layers = transfer_layers(config)
     views = {**full.views, "model.layers.9.self_attn.attn": full.views[full.names[0]]}
-    described = describe(config, layers, views, {}, ALONE)
+    described = describe(config, layers, views, dict.fromkeys(views, "FLASH_ATTN"), ALONE, WHOLE)
     assert described.geometry["groups"] == [
         {"kind": {"sliding_window": {"window": 20}}, "block_size": 8},
         {"kind": "full", "block_size": 8},
@@ -252,12 +237,41 @@ def test_groups_in_vllms_order_and_layers_that_share_a_cache_once() -> None:
     ]
 
 
+def test_dealt_tokens_by_group() -> None:
+    dealt, whole = attention(block_size=16), attention(block_size=16, dcp_sharded=False)
+    groups = [KVCacheGroupSpec(["a"], dealt), KVCacheGroupSpec(["b"], whole)]
+    config = KVCacheConfig(BLOCKS, [], groups)
+    share = {"token_ranks": 2, "token_rank": 1, "token_interleave": 8}
+    assert transfer_groups(config, TokenShare(2, 1, 8)) == [
+        {"kind": "full", "block_size": 16, **share},
+        {"kind": "full", "block_size": 16},
+    ]
+
+
+def test_pipeline_stages_number_the_groups_alike() -> None:
+    # A stage without layers of a group keeps the group's place.
+    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
+
+    window = SlidingWindowSpec(block_size=8, num_kv_heads=4, head_size=6, dtype=torch.bfloat16, sliding_window=20)
+    specs = {"0.attn": window, "1.attn": window, "2.attn": attention(), "3.attn": window}
+    groups = [KVCacheGroupSpec(["2.attn"], attention()), KVCacheGroupSpec(["0.attn", "1.attn", "3.attn"], window)]
+    stages = [
+        KVCacheConfig(BLOCKS, [], _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in names}))
+        for names in (["0.attn", "1.attn"], ["2.attn", "3.attn"])
+    ]
+    assert transfer_groups(stages[0], WHOLE) == transfer_groups(stages[1], WHOLE)
+    assert [{name: layer.group for name, layer in transfer_layers(stage).items()} for stage in stages] == [
+        {"0.attn": 1, "1.attn": 1},
+        {"2.attn": 0, "3.attn": 1},
+    ]
+
+
 def test_each_storage_is_registered_once() -> None:
     first, second = Cache(attention(), KVCacheLayout.LBHNC, layers=2), Cache(attention(), KVCacheLayout.LBHNC, layers=1)
     other = "model.layers.7.self_attn.attn"
     config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec([*first.names, other], attention())])
     views = {**first.views, other: second.views[second.names[0]]}
-    described = describe(config, transfer_layers(config), views, {}, ALONE)
+    described = describe(config, transfer_layers(config), views, dict.fromkeys(views, "FLASH_ATTN"), ALONE, WHOLE)
     assert [region.addr for region in described.regions] == [first.raw.data_ptr(), second.raw.data_ptr()]
     assert [area["region"] for area in described.geometry["areas"]] == [0, 0, 1]
 
@@ -268,8 +282,8 @@ def test_specs_per_layer() -> None:
     spec = UniformTypeKVCacheSpecs(block_size=8, kv_cache_specs={"a": wide, "b": narrow})
     config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["a", "b"], spec)])
     views = {"a": a.views[a.names[0]], "b": b.views[b.names[0]]}
-    described = describe(config, transfer_layers(config), views, {}, ALONE)
-    assert transfer_groups(config) == [{"kind": "full", "block_size": 8}]
+    described = describe(config, transfer_layers(config), views, dict.fromkeys(views, "FLASH_ATTN"), ALONE, WHOLE)
+    assert transfer_groups(config, WHOLE) == [{"kind": "full", "block_size": 8}]
     assert [area["content"] for area in described.geometry["areas"]] == [24, 12]
 
 
@@ -324,6 +338,6 @@ def test_metadata_does_not_grow_with_blocks() -> None:
     few = Cache(small, KVCacheLayout.LBHNC).describe().geometry
     config = KVCacheConfig(10 * BLOCKS, [], [KVCacheGroupSpec(["x"], large)])
     view = torch.zeros(10 * BLOCKS, 4, 8, 12, dtype=torch.bfloat16)
-    many = describe(config, transfer_layers(config), {"x": view}, {}, ALONE).geometry
+    many = describe(config, transfer_layers(config), {"x": view}, {"x": "FLASH_ATTN"}, ALONE, WHOLE).geometry
     assert len(many["areas"]) == 1
     assert many["areas"][0].keys() == few["areas"][0].keys()

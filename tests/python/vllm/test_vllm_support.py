@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import kvferry
 import pytest
 import torch
 from kvferry.vllm.config import parse_options
+from kvferry.vllm.metadata import KvferryHandshakeMetadata
 from kvferry.vllm.scheduler import SchedulerSide
-from kvferry.vllm.support import NotServedError, check_served
+from kvferry.vllm.support import NotServedError, check_served, compat_fields
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -40,6 +42,7 @@ def engine(role: str = "kv_producer", **changes: Any) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{**parallel, **changes.pop("parallel", {})}),
         model_config=SimpleNamespace(enable_sleep_mode=changes.pop("sleep", False)),
+        cache_config=SimpleNamespace(enable_prefix_caching=changes.pop("prefix_caching", True)),
         kv_transfer_config=SimpleNamespace(
             engine_id="e",
             is_kv_producer=role == "kv_producer",
@@ -55,16 +58,14 @@ def test_what_is_served() -> None:
     latent = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})
     check_served(engine(), groups(FullAttentionSpec(**SHAPE), window))
     check_served(engine(lookahead=1), groups(latent))
+    # A draft model may keep its cache whole on every rank.
+    draft = FullAttentionSpec(**SHAPE, dcp_sharded=False)
+    check_served(engine(parallel={"decode_context_parallel_size": 2}), groups(latent, draft))
 
 
 @pytest.mark.parametrize(
     ("config", "cache", "expected"),
     [
-        (
-            engine(parallel={"decode_context_parallel_size": 2}),
-            groups(FullAttentionSpec(**SHAPE)),
-            "--decode-context-parallel-size 2: set it to 1",
-        ),
         (
             engine(parallel={"prefill_context_parallel_size": 4}),
             groups(FullAttentionSpec(**SHAPE)),
@@ -109,6 +110,59 @@ def test_foreign_handshake_metadata_names_the_cure() -> None:
     finally:
         side.shutdown()
         side.shutdown()
+
+
+def test_an_engine_that_only_receives_hands_its_ranks_on() -> None:
+    side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}, {}))
+    with pytest.raises(kvferry.CorruptError, match="set_engine"):
+        side.serve({(0, 0): KvferryHandshakeMetadata(b"no metadata")})
+    side.shutdown()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False, None])
+def test_what_the_scheduler_is_told(prefix_caching: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(kvferry, "Scheduler", lambda config: told.update(config))
+    config = engine(
+        "kv_consumer",
+        prefix_caching=prefix_caching,
+        parallel={"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+    )
+    SchedulerSide(config, groups(FullAttentionSpec(**SHAPE)), parse_options({}, {}))
+    share = {"token_ranks": 2, "token_rank": 0, "token_interleave": 1}
+    assert told["groups"] == [{"kind": "full", "block_size": 16, **share}]
+    assert (told["null_block"], told["reuses_blocks"]) == (0, bool(prefix_caching))
+    assert (told["tp_size"], told["pp_size"], told["dcp_size"]) == (4, 1, 2)
+
+
+def test_what_engines_must_share_has_no_shape() -> None:
+    model = SimpleNamespace(
+        model="m",
+        revision=None,
+        dtype=torch.bfloat16,
+        get_total_num_kv_heads=lambda: 8,
+        get_head_size=lambda: 128,
+        get_total_num_hidden_layers=lambda: 64,
+    )
+
+    def config(**shape: Any) -> Any:
+        return SimpleNamespace(
+            model_config=model,
+            cache_config=SimpleNamespace(cache_dtype="auto", block_size=shape.pop("block_size")),
+            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+            parallel_config=SimpleNamespace(**shape),
+            speculative_config=None,
+        )
+
+    one = config(block_size=16, tensor_parallel_size=1, pipeline_parallel_size=4)
+    other = config(block_size=64, tensor_parallel_size=8, pipeline_parallel_size=1)
+    # Blocks of 16 tokens get another instruction set on CPU, with the same order inside a block.
+    fields = compat_fields(one, {"a": "CPU_ATTN/vec16"})
+    assert fields == compat_fields(other, {"a": "CPU_ATTN/vec", "b": "CPU_ATTN/vec"})
+    assert fields != compat_fields(other, {"a": "CPU_ATTN/amx"})
+    names = {name for name, _ in fields}
+    assert {"model", "kv_heads", "attention"} < names
+    assert not names & {"block_size", "tp_size", "pp_size", "dcp_size"}
 
 
 def test_foreign_worker_metadata_is_refused() -> None:

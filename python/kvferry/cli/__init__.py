@@ -1,0 +1,36 @@
+"""The command line: `kvferry COMMAND` and `python -m kvferry COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from .._errors import KvferryError
+from . import plan
+
+BAD_INPUT, FAILED = 2, 1
+"""Exit codes: what was asked for cannot be, and it was tried in vain."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code. Bad input ends in `SystemExit` with 2, as is usual with argparse."""
+    parser = argparse.ArgumentParser(prog="kvferry", description="Moves KV-cache blocks between LLM inference engines.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "plan",
+        help="show what a prefill and a decode engine will do",
+        description=plan.__doc__,
+        epilog=plan.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_arguments(command)
+    options = parser.parse_args(arguments)
+    try:
+        return plan.run(options)
+    except plan.UsageError as error:
+        command.error(str(error))
+    except KvferryError as error:
+        # The C function's name says nothing to whoever types a command.
+        text = error.message.removeprefix("kvf_plan_describe: ")
+        bad = error.name in ("invalid_argument", "exhausted", "out_of_range")
+        command.exit(BAD_INPUT if bad else FAILED, f"{command.prog}: {'error' if bad else 'cannot be'}: {text}\n")
