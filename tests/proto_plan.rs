@@ -284,6 +284,10 @@ fn numbers_that_do_not_fit_are_refused() {
     let wanted =
         Wanted { local: &local, remote: &remote, tokens, remote_tokens: 8, null_block: None, window_only: true };
     refused(plan_of.request(&wanted), ErrorKind::OutOfRange, &["group 0", "times 2", "32 bits"]);
+    // A block named twice is found among any number of blocks.
+    let (local, remote) = (vec![blocks(&[u32::MAX / 2, 5, u32::MAX / 2]); 2], vec![blocks(&[0, 1, 0, 1, 0, 1]); 2]);
+    let twice = Wanted { local: &local, remote: &remote, tokens: (0, 24), remote_tokens: 24, ..wanted };
+    refused(plan_of.request(&twice), ErrorKind::InvalidArgument, &["group 0", "local block 2147483647", "twice"]);
     // Two block sizes that have nothing in common, in layouts that keep tokens apart.
     let odd = |size| EngineSpec { block_size: vec![size], ..dense_spec(2) };
     let (l, r) = (only_rank(&odd(2048), &two_groups()), only_rank(&odd(2047), &two_groups()));
