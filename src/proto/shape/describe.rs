@@ -13,6 +13,8 @@ use crate::proto::wire::{AgentMetadata, Blocks, EngineShape, MemoryKind, RankMet
 
 /// Most ranks of an engine that is described. Who reads what is worked out for every pair of ranks.
 pub const MAX_DESCRIBED_RANKS: u32 = 128;
+/// Most parts of layers that all ranks of an engine hold together.
+pub const MAX_DESCRIBED_PARTS: u64 = 1 << 16;
 /// Most tokens of a request that is described, and most blocks of all its groups together.
 pub const MAX_DESCRIBED_TOKENS: u64 = 1 << 24;
 
@@ -185,6 +187,17 @@ impl Deployment {
                 return Err(Error::new(
                     ErrorKind::Exhausted,
                     format!("{engine}: {ranks} ranks, at most {MAX_DESCRIBED_RANKS} are described"),
+                ));
+            }
+            let groups = self.model.groups.iter();
+            let parts: u64 = groups.map(|g| (g.layers.len() as u64).saturating_mul(g.parts.len() as u64)).sum();
+            let parts = parts.saturating_mul(spec.tp.into());
+            if parts > MAX_DESCRIBED_PARTS {
+                return Err(Error::new(
+                    ErrorKind::Exhausted,
+                    format!(
+                        "{engine}: its ranks hold {parts} parts of layers, at most {MAX_DESCRIBED_PARTS} are described"
+                    ),
                 ));
             }
         }
