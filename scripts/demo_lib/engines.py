@@ -9,6 +9,7 @@ from . import ray_on_cpu
 from .client import SERVED_NAME
 from .connectors import Connector
 from .options import Options, Shape
+from .plugin import write_plugins
 from .servers import ServerSpec
 
 MAX_MODEL_LEN = 2048
@@ -41,6 +42,19 @@ def _environment(scripts: Path, deps: Path) -> dict[str, str]:
         VLLM_CACHE_ROOT=str(deps / "vllm-cache"),
     )
     return environment
+
+
+def _python_path(scripts: Path, deps: Path, options: Options, shape: Shape) -> str:
+    """Where the server finds the demo's own modules and plug-ins."""
+    plugins = {}
+    if options.executor == "ray":
+        plugins["vllm.platform_plugins"] = "demo_lib.ray_on_cpu:register"
+    if options.executor == "ray" or shape.ranks > 1:
+        plugins["vllm.general_plugins"] = "demo_lib.gentle_waits:register"
+    if not plugins:
+        return str(scripts)
+    folder = deps / "demo-plugins" / ("ray" if options.executor == "ray" else "mp")
+    return f"{scripts}:{write_plugins(folder, plugins)}"
 
 
 def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
@@ -76,6 +90,7 @@ def engine_spec(
     arguments += connector.arguments(role, options)
     environment = _environment(scripts, deps)
     environment.update(connector.environment(role, options, request_log))
+    environment["PYTHONPATH"] = _python_path(scripts, deps, options, shape)
     if options.executor == "ray":
-        environment.update(ray_on_cpu.environment(shape.ranks, scripts, deps))
+        environment.update(ray_on_cpu.environment(shape.ranks))
     return ServerSpec("prefill" if producer else "decode", arguments, environment)
