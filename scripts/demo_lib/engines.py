@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import ray_on_cpu
@@ -18,6 +19,14 @@ KV_CACHE_BYTES = 256 * 2**20
 # Resident memory of an engine on a CPU, measured: with one rank, and for each rank more.
 GIB_FIRST_RANK = 3.1
 GIB_NEXT_RANK = 1.4
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the engines of one run write: a line per finished receive, and the cache of each request."""
+
+    receives: Path
+    dump: Path
 
 
 def memory_gib(shape: Shape) -> float:
@@ -62,8 +71,11 @@ def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
     arguments += ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
     arguments += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
     arguments += ["--disable-uvicorn-access-log"]
-    if options.block_size is not None:
-        arguments += ["--block-size", str(options.block_size)]
+    if shape.block is not None:
+        arguments += ["--block-size", str(shape.block)]
+    if options.model == "mla":
+        # Where the processor has AMX vLLM takes a backend that wants another dtype and other blocks.
+        arguments += ["--attention-backend", "CPU_MLA"]
     if shape.pp > 1:
         # On a CPU vLLM's eager mode fails with pipeline stages; these settings compile nothing either.
         arguments += ["-cc.mode=DYNAMO_TRACE_ONCE", "-cc.backend=eager"]
@@ -74,12 +86,14 @@ def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
 
 
 def baseline_spec(model: Path, options: Options, scripts: Path, deps: Path) -> ServerSpec:
-    """A single server without a connector, which says what the tokens should be."""
-    return ServerSpec("baseline", _arguments(model, Shape(), options), _environment(scripts, deps))
+    """A single server without a connector, which says what the tokens should be. Its blocks are the decode engine's."""
+    return ServerSpec(
+        "baseline", _arguments(model, Shape(block=options.decode.block), options), _environment(scripts, deps)
+    )
 
 
 def engine_spec(
-    role: str, model: Path, options: Options, connector: Connector, scripts: Path, deps: Path, request_log: Path
+    role: str, model: Path, options: Options, connector: Connector, scripts: Path, deps: Path, outputs: Outputs
 ) -> ServerSpec:
     """The prefill (kv_producer) or decode (kv_consumer) server."""
     producer = role == "kv_producer"
@@ -89,7 +103,7 @@ def engine_spec(
         arguments += ["--distributed-executor-backend", options.executor]
     arguments += connector.arguments(role, options)
     environment = _environment(scripts, deps)
-    environment.update(connector.environment(role, options, request_log))
+    environment.update(connector.environment(role, options, outputs.receives, outputs.dump))
     environment["PYTHONPATH"] = _python_path(scripts, deps, options, shape)
     if options.executor == "ray":
         environment.update(ray_on_cpu.environment(shape.ranks))
