@@ -7,6 +7,7 @@
 
 mod expand;
 mod holding;
+mod ids;
 mod meeting;
 mod rank;
 mod request;
