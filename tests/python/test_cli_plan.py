@@ -153,6 +153,18 @@ def test_the_command_itself() -> None:
     assert "cached_tokens: expected at most the 64 tokens" in done.stderr
 
 
+def test_the_documented_example_is_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "plan.md").read_text(encoding="utf-8")
+    block = page.split("```")[1].strip()
+    command, _, printed = block.partition("\nprefill ")
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:3] == ["$", "kvferry", "plan"]
+    file = tmp_path / "plan.svg"
+    words[words.index("docs/plan.svg")] = str(file)
+    assert run(capsys, shlex.join(words[3:])) == f"prefill {printed}\n"
+    assert file.read_bytes() == (DOCS / "plan.svg").read_bytes()
+
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 
