@@ -24,7 +24,9 @@ _END_LIMIT_S = 90.0
 _MESSAGE_LENGTH = 220
 # An exception in a log, in the traceback's last line.
 _EXCEPTION = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w+(?:Error|Exception)): (\S.*)$")
-# Those that only pass on that something else failed.
+# What kvferry's worker says of a receive that failed; one that its own engine gave up is not a cause.
+_NOT_RECEIVED = re.compile(r"request \S+ was not received \((?!aborted)(\w+)\): (\S.*)$")
+# Exceptions that only pass on that something else failed.
 _PASSED_ON = re.compile(
     r"EngineDeadError|EngineGenerateError|Engine core (?:initialization|proc)|See (?:root|stack)|CancelledError"
 )
@@ -172,6 +174,7 @@ def describe(value: dict[str, Any], passed: bool, causes: Sequence[str]) -> str:
         parts.append(f"tokens equal: {equal} of {total}" + (f", wrong tokens with HTTP 200: {wrong}" if wrong else ""))
     if not passed and not failed and not wrong:
         parts += value["failures"][:1]
+        parts += causes[:1]
     return _shortened("; ".join(parts))
 
 
@@ -190,11 +193,11 @@ def server_logs(text: str) -> list[Path]:
 
 
 def find_causes(logs: Iterable[Path]) -> list[str]:
-    """The exceptions in the logs, each once, without those that only pass on that something failed."""
+    """The exceptions and failed receives in the logs, each once; not those that only pass on that something failed."""
     found: dict[str, None] = {}
     for log in logs:
         for line in log.read_text(errors="replace").splitlines():
-            match = _EXCEPTION.search(line)
+            match = _NOT_RECEIVED.search(line) or _EXCEPTION.search(line)
             if match is not None and not _PASSED_ON.search(line):
                 text = f"{match[1].rsplit('.', 1)[-1]}: {match[2].strip()}"
                 found[text if len(text) <= _MESSAGE_LENGTH else text[: _MESSAGE_LENGTH - 3] + "..."] = None

@@ -27,7 +27,14 @@ from .options import Options, Shape, parse_options
 from .proxy import KvParams, Proxy, open_session
 from .report import Receive, Result, Row, format_comparison, format_rows, read_receives
 from .servers import Server, ServerFailed, ServerGroup, available_gib
-from .verdict import check_cache_control, check_control, check_counters, check_drained, served_tokens_note
+from .verdict import (
+    check_aborted,
+    check_cache_control,
+    check_control,
+    check_counters,
+    check_drained,
+    served_tokens_note,
+)
 from .workload import Prompt, Workload, make_workload
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -218,6 +225,7 @@ async def run_connector(
             result.notes.append("no warm-up: the first prompt met both engines cold")
         say(f"{connector.name}: {len(setting.workload.checked)} prompts and 2 that are aborted")
         answers = await send_waves(setting, proxy, decode, result)
+        result.failures += check_aborted(setting.workload, answers)
         result.rows = make_rows(setting, proxy, answers, baseline, outputs.receives)
         if options.check_bytes:
             result.rows = [await with_cache(setting, row, outputs.dump) for row in result.rows]

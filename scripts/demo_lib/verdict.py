@@ -51,6 +51,16 @@ def check_counters(wave: Sequence[Prompt], answers: dict[str, Answer], grown: Co
     return failures
 
 
+def check_aborted(workload: Workload, answers: dict[str, Answer]) -> list[str]:
+    """A request whose client leaves early must not have failed by itself before."""
+    return [
+        f"{prompt.name}, whose client leaves early, failed before that: {error[:200]}"
+        for wave in workload.waves
+        for prompt in wave
+        if prompt.abort is not None and (error := answers[prompt.name].error) is not None
+    ]
+
+
 def served_tokens_note(grown: Counters) -> str:
     """The counters in one line."""
     return (

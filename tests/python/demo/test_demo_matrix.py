@@ -57,6 +57,7 @@ def test_bytes_count_where_tokens_do_too() -> None:
 def test_other_failures_and_no_result() -> None:
     result = Result("stock", rows=[row()], failures=["control: it has the baseline's output", "another"])
     assert words(result) == "tokens equal: 1 of 1; control: it has the baseline's output"
+    assert words(result, ("ValueError: no",)).endswith("output; ValueError: no")
     assert describe({"error": "no answer from decode\nlog"}, False, ()) == "failed: no answer from decode"
     value: dict[str, Any] = {"error": "5 hand-overs failed"}
     assert describe(value, False, ("ValueError: no",)) == "failed: ValueError: no (5 hand-overs failed)"
@@ -70,10 +71,20 @@ def test_causes_come_from_the_servers_logs(tmp_path: Path) -> None:
         "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace\n"
         "INFO no error here\n"
     )
+    (tmp_path / "decode-kvferry.log").write_text(
+        "(Worker pid=3) WARNING 11-21 [log.py:17] kvferry worker (pp 0, tp 0): request cmpl-a-0-1 was not received "
+        "(invalid_request): KV-cache group 0: no block\n"
+        "(Worker pid=3) WARNING 11-21 [log.py:17] kvferry worker (pp 0, tp 0): request cmpl-b-0-2 was not received "
+        "(aborted): this engine aborted the request\n"
+    )
     (tmp_path / "prefill.log").write_text("RuntimeError: second\nAssertionError: layers must match\n")
     (tmp_path / "baseline.log").write_text("ValueError: not asked\n")
     logs = server_logs(f"starting\nmodel: m; logs: {tmp_path}\nmore\n")
-    assert find_causes(logs) == ["AssertionError: layers must match", "RuntimeError: second"]
+    assert find_causes(logs) == [
+        "invalid_request: KV-cache group 0: no block",
+        "AssertionError: layers must match",
+        "RuntimeError: second",
+    ]
     assert server_logs("nothing was started") == []
 
 
