@@ -269,6 +269,12 @@ fn requests_that_do_not_fit_are_refused_by_name() {
     refused(request(&[&[16], &[0]], one, (0, 4), 4, None), range, &["group 0", "local block 16", "16 blocks"]);
     refused(request(one, &[&[1], &[8]], (0, 4), 4, None), range, &["group 1", "remote block 8", "8 blocks"]);
     refused(copy_of(&plan, &[4, 2, 4], &[0, 1, 2]), invalid, &["group 0", "local block 4", "twice"]);
+    let many = dense(300);
+    let reversed: Vec<u32> = (0..300).rev().collect();
+    let plan_of_many = self::plan(&many, &many).unwrap();
+    assert_eq!(copy_of(&plan_of_many, &reversed, &reversed).unwrap().blocks(), 600);
+    let repeated: Vec<u32> = reversed.iter().copied().chain([64]).collect();
+    refused(copy_of(&plan_of_many, &repeated, &repeated), invalid, &["group 0", "local block 64", "twice"]);
     // The same remote block may be read twice.
     assert!(copy_of(&plan, &[4, 2], &[1, 1]).is_ok());
 }
@@ -284,6 +290,10 @@ fn numbers_that_do_not_fit_are_refused() {
     let wanted =
         Wanted { local: &local, remote: &remote, tokens, remote_tokens: 8, null_block: None, window_only: true };
     refused(plan_of.request(&wanted), ErrorKind::OutOfRange, &["group 0", "times 2", "32 bits"]);
+    // A block named twice is found among any number of blocks.
+    let (local, remote) = (vec![blocks(&[u32::MAX / 2, 5, u32::MAX / 2]); 2], vec![blocks(&[0, 1, 0, 1, 0, 1]); 2]);
+    let twice = Wanted { local: &local, remote: &remote, tokens: (0, 24), remote_tokens: 24, ..wanted };
+    refused(plan_of.request(&twice), ErrorKind::InvalidArgument, &["group 0", "local block 2147483647", "twice"]);
     // Two block sizes that have nothing in common, in layouts that keep tokens apart.
     let odd = |size| EngineSpec { block_size: vec![size], ..dense_spec(2) };
     let (l, r) = (only_rank(&odd(2048), &two_groups()), only_rank(&odd(2047), &two_groups()));

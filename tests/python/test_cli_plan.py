@@ -47,7 +47,7 @@ def test_two_ranks_to_one_with_larger_blocks(capsys: pytest.CaptureFixture[str])
     # 4 layers x 2 heads x 4 blocks of 16 tokens of 16 bytes. A segment for each layer, head and half of a block.
     figures = {
         **{"layers": "0-3", "parts": "k+v", "bytes": "8 KiB", "segments": "16", "operations": "32"},
-        **{"shortest": "256 B", "median": "256 B", "longest": "256 B", "mean run": "256 B"},
+        **{"shortest": "256 B", "median": "256 B", "longest": "256 B", "mean run": "256 B", "host memory": "gathered"},
     }
     links = rows(out, "decode rank")
     assert [{key: link[key] for key in figures} for link in links[:-1]] == [figures, figures]
@@ -135,6 +135,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         "heads": [[2, 3]],
         "parts": ["k", "v"],
         **{"bytes": 8192, "segments": 16, "operations": 32, "run_min": 256, "run_median": 256, "run_max": 256},
+        "gathered": True,
         "plan_bytes": found["links"][1]["plan_bytes"],
     }
     described = kvferry.plan.describe(found["deployment"])

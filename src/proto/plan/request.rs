@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::ids::{check_ids, check_shared, ids};
 use super::rank::{GroupPair, RankPlan};
 use super::template::{self, Steps};
 use super::{BlockPair, CopyPlan, Segment};
@@ -32,7 +33,7 @@ pub struct Wanted<'a> {
 }
 
 impl Wanted<'_> {
-    fn is_null(&self, id: u32) -> bool {
+    pub(super) fn is_null(&self, id: u32) -> bool {
         self.null_block == Some(id)
     }
 
@@ -89,54 +90,6 @@ pub(super) fn plan(rank: &RankPlan, wanted: &Wanted<'_>) -> Result<CopyPlan> {
         rank.segments.iter().copied().chain(template::merged(edges)).collect()
     };
     Ok(CopyPlan { segments, lists })
-}
-
-fn ids(lists: &[Blocks], group: u32) -> &[u32] {
-    lists.get(group as usize).map(Blocks::ids).unwrap_or_default()
-}
-
-/// The ids that are blocks, sorted.
-fn sorted(list: &[u32], wanted: &Wanted<'_>) -> Vec<u32> {
-    let mut sorted: Vec<u32> = list.iter().copied().filter(|id| !wanted.is_null(*id)).collect();
-    if !sorted.is_sorted() {
-        sorted.sort_unstable();
-    }
-    sorted
-}
-
-fn check_ids(group: &GroupPair, wanted: &Wanted<'_>) -> Result<()> {
-    for (side, number, list, bound) in [
-        ("local", group.local, ids(wanted.local, group.local), group.local_bound),
-        ("remote", group.remote, ids(wanted.remote, group.remote), group.remote_bound),
-    ] {
-        if let Some(id) = list.iter().find(|&&id| id >= bound && !wanted.is_null(id)) {
-            return Err(Error::new(
-                ErrorKind::OutOfRange,
-                format!("KV-cache group {number}: {side} block {id} does not exist, the group has {bound} blocks"),
-            ));
-        }
-    }
-    let local = sorted(ids(wanted.local, group.local), wanted);
-    if let Some((id, _)) = local.iter().zip(local.iter().skip(1)).find(|(a, b)| a == b) {
-        return Err(Error::invalid(format!(
-            "KV-cache group {}: local block {id} is named twice: it would be written twice",
-            group.local
-        )));
-    }
-    Ok(())
-}
-
-fn check_shared(rank: &RankPlan, wanted: &Wanted<'_>) -> Result<()> {
-    for &(a, b) in &*rank.shared {
-        let (first, second) = (sorted(ids(wanted.local, a), wanted), sorted(ids(wanted.local, b), wanted));
-        if let Some(id) = first.iter().find(|id| second.binary_search(id).is_ok()) {
-            return Err(Error::invalid(format!(
-                "local block {id} is in the lists of KV-cache groups {a} and {b}, which share memory: it would be \
-                 written twice"
-            )));
-        }
-    }
-    Ok(())
 }
 
 /// The last block of either side is the sequence's state.
@@ -199,12 +152,17 @@ fn tokens(
             remote.ids.len()
         )));
     }
-    let mut found = Found::new(group, end.div_ceil(meeting.grain).saturating_sub(start / meeting.grain));
     // Blocks in front of the window are not read by anybody, whether a host has them or not; nor is what would lie
     // before the local list's first entry.
     let needed = window.map_or(0, |window| end.saturating_sub(window) / local_span);
     let first = (start / meeting.grain).max(local.first.max(needed).saturating_mul(meeting.local_subs));
-    for grain in first..end.div_ceil(meeting.grain) {
+    let grains = first..end.div_ceil(meeting.grain);
+    // The first grain is not whole where the request begins inside of it.
+    let whole = grains.start.max(start.div_ceil(meeting.grain))..grains.end;
+    let straight = straight(group, wanted, &local, &remote, whole.clone());
+    let one_by_one = if straight.is_some() { grains.start..whole.start } else { grains };
+    let mut found = Found::new(group, one_by_one.end.saturating_sub(one_by_one.start));
+    for grain in one_by_one {
         let (at, theirs) = (grain / meeting.local_subs, grain / meeting.remote_subs);
         let Some(here) = local.get(at).filter(|id| !wanted.is_null(*id)) else {
             if window.is_none() {
@@ -236,7 +194,30 @@ fn tokens(
             edges.extend(edge(rank, group, grain, (here, there), from));
         }
     }
-    found.give(lists)
+    found.give(straight, lists)
+}
+
+/// The blocks that hold these grains on either side, where blocks are grains, all there, and need no other order: then
+/// the lists are parts of the lists given. Measured on one core of a 2-core virtual machine, for 2000 scattered blocks: a
+/// plan takes 7 us; 46 us with each block paired on its own and the check for repeated blocks by sorting.
+fn straight<'a>(
+    group: &GroupPair,
+    wanted: &Wanted<'_>,
+    local: &Placed<'a>,
+    remote: &Placed<'a>,
+    grains: Range<u64>,
+) -> Option<(&'a [u32], &'a [u32])> {
+    if group.meeting.phases() != 1 {
+        return None;
+    }
+    let part = |side: &Placed<'a>| {
+        let from = usize::try_from(grains.start.checked_sub(side.first)?).ok()?;
+        let to = usize::try_from(grains.end.checked_sub(side.first)?).ok()?;
+        side.ids.get(from..to).filter(|ids| wanted.null_block.is_none_or(|null| !ids.contains(&null)))
+    };
+    let (local, remote) = (part(local)?, part(remote)?);
+    let ordered = !group.fine.is_some_and(|fine| fine.dense) || local.is_sorted();
+    ordered.then_some((local, remote))
 }
 
 /// The pairs of blocks of one group, by list.
@@ -274,7 +255,18 @@ impl<'a> Found<'a> {
         }
     }
 
-    fn give(self, lists: &mut [BlockPair]) -> Result<()> {
+    /// Puts the pairs into the lists; in place of those found one by one, `straight` if there is.
+    fn give(self, straight: Option<(&[u32], &[u32])>, lists: &mut [BlockPair]) -> Result<()> {
+        if let Some((local, remote)) = straight {
+            let pair = BlockPair { local: local.into(), remote: remote.into() };
+            let numbers = self.group.phases.values().copied().chain(self.group.fine.map(|fine| fine.list));
+            for number in numbers {
+                if let Some(list) = lists.get_mut(number as usize) {
+                    *list = pair.clone();
+                }
+            }
+            return Ok(());
+        }
         if self.overflow {
             return Err(Error::new(
                 ErrorKind::OutOfRange,

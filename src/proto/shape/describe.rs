@@ -8,7 +8,7 @@ use super::{EngineSpec, ModelSpec, RankCache};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::{Group, GroupKind};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
-use crate::proto::plan::{Cell, CopyPlan, Holding, RankPlan, Segment, Wanted, assign};
+use crate::proto::plan::{Cell, CopyPlan, GATHER_BELOW, Holding, RankPlan, Segment, Wanted, assign};
 use crate::proto::wire::{AgentMetadata, Blocks, EngineShape, MemoryKind, RankMetadata, RegionMetadata};
 
 /// Most ranks of an engine that is described. Who reads what is worked out for every pair of ranks.
@@ -100,6 +100,9 @@ pub struct DescribedLink {
     pub run_median: u64,
     /// See `run_min`.
     pub run_max: u64,
+    /// Between host memories: whether the runs are so short that messages carry them, many in each, instead of an
+    /// operation each, as [`GATHER_BELOW`] says. Over TCP everything travels so.
+    pub gathered: bool,
     /// Bytes that the plan takes in memory.
     pub plan_bytes: u64,
 }
@@ -281,6 +284,7 @@ impl Deployment {
             run_min: length(lengths.first_key_value()),
             run_median: length(median),
             run_max: length(lengths.last_key_value()),
+            gathered: plan.mean_run().is_some_and(|run| run < GATHER_BELOW),
             plan_bytes: (plan.segments.len() as u64).saturating_mul(size_of::<Segment>() as u64).saturating_add(pairs),
         }
     }

@@ -1,0 +1,179 @@
+//! What it costs to plan a request: `cargo bench --bench planning`.
+//!
+//! A consumer of TP 1 reads from a producer of TP 4: per request, one plan for each of the producer's four ranks. Prints
+//! the time per request and how it grows with blocks and layers, the bytes that a plan holds per block, and what is done
+//! once per pair of engines. `scripts/bench-planning` sets it beside the stock connector's planning; for that, with
+//! the argument `rounds`, every line of the input is one round, answered by a line of nanoseconds.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing, missing_docs)]
+
+use std::hint::black_box;
+use std::io::BufRead;
+use std::time::Instant;
+
+use kvferry::proto::geometry::GroupKind;
+use kvferry::proto::plan::{CopyPlan, Holding, RankPlan, Segment, Wanted, assign};
+use kvferry::proto::shape::{EngineSpec, GroupSpec, Layout, ModelSpec, Parts, RankCache};
+use kvferry::proto::wire::{AgentMetadata, Blocks, MemoryKind, RankMetadata, RegionMetadata};
+use kvferry::proto::{EngineId, Incarnation};
+
+const LAYERS: u32 = 64;
+const BLOCKS: u32 = 2000;
+const BLOCK_SIZE: u32 = 16;
+const REMOTE_TP: u32 = 4;
+const ROUNDS: usize = 31;
+
+fn metadata(spec: &EngineSpec, rank: &RankCache) -> RankMetadata {
+    let region = |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1; 64] };
+    RankMetadata {
+        engine: EngineId::new("engine").unwrap(),
+        rank: rank.rank,
+        shape: spec.shape(),
+        compat: vec![],
+        geometry: rank.geometry.clone(),
+        agent: AgentMetadata {
+            name: "agent".into(),
+            incarnation: Incarnation(1),
+            ucx_version: "1.22".into(),
+            address: vec![1; 64],
+            regions: rank.region_lens.iter().map(region).collect(),
+        },
+    }
+}
+
+/// How block ids follow each other.
+#[derive(Debug, Clone, Copy)]
+enum Order {
+    /// One after the other on both sides.
+    Consecutive,
+    /// At random on both sides.
+    Scattered,
+}
+
+/// Two engines, and a request between them.
+struct Setup {
+    plans: Vec<RankPlan>,
+    local: Vec<Blocks>,
+    remote: Vec<Blocks>,
+    /// Nanoseconds for what is done once per pair of engines.
+    once: u64,
+}
+
+impl Setup {
+    fn new(layers: u32, blocks: u32, order: Order) -> Setup {
+        // 8 KV heads of 128 elements of 2 bytes; vLLM's layout: per head and token K, then V.
+        let model = ModelSpec { groups: vec![GroupSpec::attention(GroupKind::Full, 0..layers, 8, 256, 256)] };
+        let spec = |tp| EngineSpec {
+            tp,
+            block_size: vec![BLOCK_SIZE],
+            layout: Layout::HeadMajor,
+            parts: Parts::Packed,
+            num_blocks: 4 * blocks,
+            ..EngineSpec::default()
+        };
+        let (consumer, producer) = (spec(1), spec(REMOTE_TP));
+        let (local, remote) = (consumer.ranks(&model).unwrap(), producer.ranks(&model).unwrap());
+        let holdings = |ranks: &[RankCache]| ranks.iter().map(RankCache::holding).collect::<Vec<Holding>>();
+        let (own, others) = (holdings(&local), holdings(&remote));
+        let mine = metadata(&consumer, &local[0]);
+        let theirs: Vec<RankMetadata> = remote.iter().map(|rank| metadata(&producer, rank)).collect();
+        let start = Instant::now();
+        let shares = assign(mine.rank, &own, &others, 0).unwrap();
+        let plan = |other: &RankMetadata| RankPlan::new(&mine, other, &shares[&other.rank].cells).unwrap();
+        let plans = theirs.iter().map(plan).collect();
+        let once = start.elapsed().as_nanos() as u64;
+        let mut state = 7u64;
+        let mut ids = || {
+            let mut ids: Vec<u32> = (0..4 * blocks).collect();
+            if matches!(order, Order::Scattered) {
+                for at in (1..ids.len()).rev() {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    ids.swap(at, (state >> 33) as usize % (at + 1));
+                }
+            }
+            ids.truncate(blocks as usize);
+            vec![Blocks::from(ids)]
+        };
+        Setup { plans, local: ids(), remote: ids(), once }
+    }
+
+    fn request(&self) -> Vec<CopyPlan> {
+        let tokens = self.local[0].len() as u64 * u64::from(BLOCK_SIZE);
+        let wanted = Wanted {
+            local: &self.local,
+            remote: &self.remote,
+            tokens: (0, tokens),
+            remote_tokens: tokens,
+            null_block: Some(u32::MAX),
+            window_only: false,
+        };
+        self.plans.iter().map(|plan| plan.request(&wanted).unwrap()).collect()
+    }
+
+    /// Nanoseconds of planning a request, nanoseconds of making all of its operations, and their number.
+    fn round(&self) -> (u64, u64, u64) {
+        let start = Instant::now();
+        let plans = black_box(self.request());
+        let planned = start.elapsed().as_nanos() as u64;
+        let start = Instant::now();
+        let operations = plans.into_iter().flat_map(|plan| plan.expand(u64::MAX)).map(black_box).count();
+        (planned, start.elapsed().as_nanos() as u64, operations as u64)
+    }
+
+    /// Medians.
+    fn measure(&self) -> (f64, f64, u64) {
+        let rounds: Vec<_> = (0..ROUNDS).map(|_| self.round()).collect();
+        let median = |of: fn(&(u64, u64, u64)) -> u64| {
+            let mut all: Vec<u64> = rounds.iter().map(of).collect();
+            all.sort_unstable();
+            all[all.len() / 2] as f64 / 1e3
+        };
+        (median(|round| round.0), median(|round| round.1), rounds[0].2)
+    }
+
+    /// Bytes of a request's plans: what each request has of its own, and what all requests share.
+    fn bytes(&self) -> (usize, usize) {
+        let plans = self.request();
+        let ids = |plan: &CopyPlan| {
+            let lists = plan.lists.iter().map(|pair| pair.local.len() + pair.remote.len());
+            std::mem::size_of::<CopyPlan>() + 4 * lists.sum::<usize>()
+        };
+        let segments = |plan: &CopyPlan| plan.segments.len() * std::mem::size_of::<Segment>();
+        (plans.iter().map(ids).sum(), plans.iter().map(segments).sum())
+    }
+}
+
+fn rounds() {
+    let setup = Setup::new(LAYERS, BLOCKS, Order::Scattered);
+    for line in std::io::stdin().lock().lines() {
+        line.unwrap();
+        let (planned, expanded, operations) = setup.round();
+        println!("{planned} {expanded} {operations}");
+    }
+}
+
+fn main() {
+    if std::env::args().any(|arg| arg == "rounds") {
+        return rounds();
+    }
+    println!("TP {REMOTE_TP} to TP 1, medians of {ROUNDS} rounds; a request is {REMOTE_TP} plans\n");
+    println!("layers  blocks  order          plan a request   per block   and its operations   number    once");
+    for order in [Order::Scattered, Order::Consecutive] {
+        for (layers, blocks) in [(64, 2000), (64, 4000), (64, 8000), (128, 2000)] {
+            let setup = Setup::new(layers, blocks, order);
+            let (planned, expanded, operations) = setup.measure();
+            println!(
+                "{layers:>6}  {blocks:>6}  {:<12}  {planned:>11.1} us  {:>6.1} ns  {expanded:>15.1} us  {operations:>9}  {:>5.2} ms",
+                format!("{order:?}").to_lowercase(),
+                planned * 1e3 / f64::from(blocks),
+                setup.once as f64 / 1e6
+            );
+        }
+    }
+    let setup = Setup::new(LAYERS, BLOCKS, Order::Scattered);
+    let (own, shared) = setup.bytes();
+    println!(
+        "\n{LAYERS} layers, {BLOCKS} blocks: {:.1} bytes of plans per block and request, {shared} bytes once for all requests",
+        own as f64 / f64::from(BLOCKS)
+    );
+}
