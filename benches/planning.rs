@@ -120,17 +120,6 @@ impl Setup {
         (planned, start.elapsed().as_nanos() as u64, operations as u64)
     }
 
-    /// Medians.
-    fn measure(&self) -> (f64, f64, u64) {
-        let rounds: Vec<_> = (0..ROUNDS).map(|_| self.round()).collect();
-        let median = |of: fn(&(u64, u64, u64)) -> u64| {
-            let mut all: Vec<u64> = rounds.iter().map(of).collect();
-            all.sort_unstable();
-            all[all.len() / 2] as f64 / 1e3
-        };
-        (median(|round| round.0), median(|round| round.1), rounds[0].2)
-    }
-
     /// Bytes of a request's plans: what each request has of its own, and what all requests share.
     fn bytes(&self) -> (usize, usize) {
         let plans = self.request();
@@ -159,13 +148,23 @@ fn main() {
     println!("TP {REMOTE_TP} to TP 1, medians of {ROUNDS} rounds; a request is {REMOTE_TP} plans\n");
     println!("layers  blocks  order          plan a request   per block   and its operations   number    once");
     for order in [Order::Scattered, Order::Consecutive] {
-        for (layers, blocks) in [(64, 2000), (64, 4000), (64, 8000), (128, 2000)] {
-            let setup = Setup::new(layers, blocks, order);
-            let (planned, expanded, operations) = setup.measure();
+        let sizes = [(64, 2000), (64, 4000), (64, 8000), (128, 2000)];
+        let setups = sizes.map(|(layers, blocks)| Setup::new(layers, blocks, order));
+        // In turns, so that what else the machine does falls on all of them.
+        let rounds: Vec<_> = (0..ROUNDS).map(|_| setups.each_ref().map(Setup::round)).collect();
+        for (index, ((layers, blocks), setup)) in sizes.into_iter().zip(&setups).enumerate() {
+            let median = |of: fn(&(u64, u64, u64)) -> u64| {
+                let mut all: Vec<u64> = rounds.iter().map(|round| of(&round[index])).collect();
+                all.sort_unstable();
+                all[all.len() / 2] as f64 / 1e3
+            };
+            let planned = median(|round| round.0);
             println!(
-                "{layers:>6}  {blocks:>6}  {:<12}  {planned:>11.1} us  {:>6.1} ns  {expanded:>15.1} us  {operations:>9}  {:>5.2} ms",
+                "{layers:>6}  {blocks:>6}  {:<12}  {planned:>11.1} us  {:>6.1} ns  {:>15.1} us  {:>9}  {:>5.2} ms",
                 format!("{order:?}").to_lowercase(),
                 planned * 1e3 / f64::from(blocks),
+                median(|round| round.1),
+                rounds[0][index].2,
                 setup.once as f64 / 1e6
             );
         }

@@ -3,15 +3,14 @@
 vLLM's side is the installed code from the point where a request's remote engine is known
 (`NixlPullConnectorWorker._read_blocks_for_req`) to the one where NIXL is called: per remote rank, the block lists, the
 prefix-cache trimming, and `_compute_desc_ids` for both sides. The worker stands alone: what its constructor and the
-handshake would have set is set here, and NIXL does nothing. What vLLM prepares once per remote engine is not counted, nor
-is what its scheduler does.
+handshake would have set is set here, and NIXL does nothing. Not counted: what vLLM prepares once per remote engine, its
+scheduler side, and what NIXL does with the descriptors.
 
 kvferry's side is `cargo bench --bench planning -- rounds`: `RankPlan::request` for each of the remote ranks.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import subprocess
@@ -20,10 +19,6 @@ import time
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
-
-for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "VLLM_NO_USAGE_STATS"):
-    os.environ.setdefault(name, "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm.distributed.kv_transfer.kv_connector.utils import EngineTransferInfo, TransferTopology
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, ReqMeta
@@ -148,12 +143,21 @@ def main(rounds: int) -> None:
         bench.stdin.close()
     planned, expanded = (statistics.median(one[column] for one in ours) / 1e3 for column in (0, 1))
     stock = statistics.median(theirs) / 1e3
-    print(f"one request of {LAYERS} layers x {BLOCKS} scattered blocks, TP {REMOTE_TP} to TP 1, {rounds} alternating rounds")
-    print(f"  kvferry: plans for {REMOTE_TP} ranks                     {planned:10.1f} us  (median)")
-    print(f"  kvferry: and all {ours[0][2]} operations              {planned + expanded:10.1f} us")
-    print(f"  NixlConnector's Python, {worker.nixl_wrapper.descriptors} descriptors   {stock:10.1f} us")
-    print(f"  plans: {stock / planned:.1f} times faster; in its best round {min(theirs) / min(one[0] for one in ours):.1f}")
-    print(f"  NixlConnector: {worker.nixl_wrapper.bytes / BLOCKS:.0f} bytes of descriptor numbers per block and request")
+    nixl = worker.nixl_wrapper
+    best = min(theirs) / min(one[0] for one in ours)
+    print(
+        f"one request, {LAYERS} layers x {BLOCKS} scattered blocks, TP {REMOTE_TP} to TP 1; medians of {rounds} rounds"
+    )
+    for what, took_us in (
+        (f"kvferry, plans for {REMOTE_TP} ranks", planned),
+        (f"kvferry, plans and all {ours[0][2]} operations", planned + expanded),
+        (f"NixlConnector, {nixl.descriptors} pairs of descriptor numbers", stock),
+    ):
+        print(f"  {what:<55}{took_us:>10.1f} us")
+    print(
+        f"  plans against descriptor numbers: {stock / planned:.1f} times faster; by each one's best round {best:.1f}"
+    )
+    print(f"  NixlConnector's descriptor numbers: {nixl.bytes / BLOCKS:.0f} bytes per block and request")
 
 
 if __name__ == "__main__":
