@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use kvferry::agent::{Agent, AgentConfig, Direction, Event, PeerId, Transport, decode_metadata, encode_metadata};
 use kvferry::mem::MemoryRange;
-use kvferry::proto::plan::{BlockPair, CopyPlan, Segment};
+use kvferry::proto::plan::{BlockPair, CopyPlan, GATHER_BELOW, Segment};
 use kvferry::proto::wire::MemoryKind;
 
 const ROLE: &str = "KVFERRY_BENCH_ROLE";
@@ -47,7 +47,7 @@ fn transport() -> Transport {
 fn owner() {
     let mut memory = vec![0; TOTAL];
     fill(&mut memory, 1);
-    let agent = agent(transport(), AgentConfig::GATHER_BELOW, &mut memory);
+    let agent = agent(transport(), GATHER_BELOW, &mut memory);
     let metadata = encode_metadata(&agent.metadata().unwrap()).unwrap();
     let text: String = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
     println!("{text}");
@@ -141,7 +141,7 @@ fn measure(name: &str) {
     let mut expected = vec![0; TOTAL];
     fill(&mut expected, 1);
     let mut memory = vec![0; TOTAL];
-    let agent = agent(Transport::parse(name).unwrap(), AgentConfig::GATHER_BELOW, &mut memory);
+    let agent = agent(Transport::parse(name).unwrap(), GATHER_BELOW, &mut memory);
     let peer = agent.connect(&decode_metadata(&metadata).unwrap()).unwrap();
     for block in [4 << 10, 16 << 10, 64 << 10, 1 << 20, TOTAL] {
         // A stride through all blocks, so that no two neighbours merge.

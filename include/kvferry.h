@@ -662,7 +662,8 @@ int32_t kvf_stats_merge(const uint8_t *left,
 // `*out` is a msgpack map. producers and consumers: lists of maps with rank, layers and heads (lists of first and last),
 // tokens (per group, number and count among the ranks that share them), bytes, operations, peers (producer: how many
 // ranks it hears from). links: list of maps with consumer, producer, layers, heads, parts, bytes, segments, operations,
-// run_min, run_median, run_max (bytes per operation) and plan_bytes.
+// run_min, run_median, run_max (bytes per operation), gathered (bool: host memory is moved by messages of many runs) and
+// plan_bytes.
 int32_t kvf_plan_describe(const uint8_t *deployment,
                           size_t deployment_len,
                           struct kvf_buffer *out);

@@ -35,7 +35,8 @@ class LinkDescription(TypedDict):
 
     `layers` is empty where nothing is read and the consumer only says when it is over. `segments` are the runs that
     repeat at every block, `operations` what is left after merging. `run_min`, `run_median` and `run_max` are bytes per
-    operation. `plan_bytes` is the memory that the plan takes.
+    operation. `gathered` says whether they are so short that, between host memories, messages carry many of them at a
+    time instead of an operation each; over TCP everything travels so. `plan_bytes` is the memory that the plan takes.
     """
 
     consumer: Rank
@@ -49,6 +50,7 @@ class LinkDescription(TypedDict):
     run_min: int
     run_median: int
     run_max: int
+    gathered: bool
     plan_bytes: int
 
 

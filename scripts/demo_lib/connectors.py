@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .cache_check import DUMP_FOLDER
 from .options import Options
 from .servers import free_port
 
@@ -41,25 +42,37 @@ class Connector:
 
     def transfer_config(self, role: str, options: Options) -> dict[str, Any]:
         """The value of --kv-transfer-config."""
+        config: dict[str, Any] = {"kv_role": role}
         if self.name == "kvferry":
-            extra: dict[str, Any] = dict(KVFERRY_OPTIONS)
+            config["kv_connector_extra_config"] = dict(KVFERRY_OPTIONS)
             if options.transport is not None:
-                extra["transport"] = options.transport
-            return {"kv_connector": "KvferryConnector", "kv_role": role, "kv_connector_extra_config": extra}
+                config["kv_connector_extra_config"]["transport"] = options.transport
+            if not options.check_bytes:
+                return {"kv_connector": "KvferryConnector", **config}
+            return {
+                "kv_connector": "DumpedKvferryConnector",
+                "kv_connector_module_path": "demo_lib.kvferry_dump",
+                **config,
+            }
+        name = "QuietNixlConnector" if self.name == "stock-quiet" else "ObservedNixlConnector"
+        if options.check_bytes:
+            name = "DumpedQuietNixlConnector" if self.name == "stock-quiet" else "DumpedNixlConnector"
         return {
-            "kv_connector": "QuietNixlConnector" if self.name == "stock-quiet" else "ObservedNixlConnector",
-            "kv_connector_module_path": "demo_lib.nixl_observer",
-            "kv_role": role,
+            "kv_connector": name,
+            "kv_connector_module_path": "demo_lib.nixl_dump" if options.check_bytes else "demo_lib.nixl_observer",
             "kv_buffer_device": "cpu",
+            **config,
         }
 
     def arguments(self, role: str, options: Options) -> list[str]:
         """vLLM's arguments for this connector."""
         return ["--kv-transfer-config", json.dumps(self.transfer_config(role, options))]
 
-    def environment(self, role: str, options: Options, request_log: Path) -> dict[str, str]:
+    def environment(self, role: str, options: Options, request_log: Path, dump: Path) -> dict[str, str]:
         """What to add to a server's environment."""
         result: dict[str, str] = {}
+        if options.check_bytes:
+            result[DUMP_FOLDER] = str(dump)
         if role == "kv_consumer":
             result[REQUEST_LOG] = str(request_log)
         if self.name != "kvferry":

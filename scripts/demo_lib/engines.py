@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import ray_on_cpu
 from .client import SERVED_NAME
 from .connectors import Connector
 from .options import Options, Shape
+from .plugin import write_plugins
 from .servers import ServerSpec
 
 MAX_MODEL_LEN = 2048
@@ -17,6 +19,14 @@ KV_CACHE_BYTES = 256 * 2**20
 # Resident memory of an engine on a CPU, measured: with one rank, and for each rank more.
 GIB_FIRST_RANK = 3.1
 GIB_NEXT_RANK = 1.4
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the engines of one run write: a line per finished receive, and the cache of each request."""
+
+    receives: Path
+    dump: Path
 
 
 def memory_gib(shape: Shape) -> float:
@@ -43,13 +53,29 @@ def _environment(scripts: Path, deps: Path) -> dict[str, str]:
     return environment
 
 
+def _python_path(scripts: Path, deps: Path, options: Options, shape: Shape) -> str:
+    """Where the server finds the demo's own modules and plug-ins."""
+    plugins = {}
+    if options.executor == "ray":
+        plugins["vllm.platform_plugins"] = "demo_lib.ray_on_cpu:register"
+    if options.executor == "ray" or shape.ranks > 1:
+        plugins["vllm.general_plugins"] = "demo_lib.gentle_waits:register"
+    if not plugins:
+        return str(scripts)
+    folder = deps / "demo-plugins" / ("ray" if options.executor == "ray" else "mp")
+    return f"{scripts}:{write_plugins(folder, plugins)}"
+
+
 def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
     arguments = ["--model", str(model), "--served-model-name", SERVED_NAME]
     arguments += ["--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
     arguments += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
     arguments += ["--disable-uvicorn-access-log"]
-    if options.block_size is not None:
-        arguments += ["--block-size", str(options.block_size)]
+    if shape.block is not None:
+        arguments += ["--block-size", str(shape.block)]
+    if options.model == "mla":
+        # Where the processor has AMX vLLM takes a backend that wants another dtype and other blocks.
+        arguments += ["--attention-backend", "CPU_MLA"]
     if shape.pp > 1:
         # On a CPU vLLM's eager mode fails with pipeline stages; these settings compile nothing either.
         arguments += ["-cc.mode=DYNAMO_TRACE_ONCE", "-cc.backend=eager"]
@@ -60,12 +86,14 @@ def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
 
 
 def baseline_spec(model: Path, options: Options, scripts: Path, deps: Path) -> ServerSpec:
-    """A single server without a connector, which says what the tokens should be."""
-    return ServerSpec("baseline", _arguments(model, Shape(), options), _environment(scripts, deps))
+    """A single server without a connector, which says what the tokens should be. Its blocks are the decode engine's."""
+    return ServerSpec(
+        "baseline", _arguments(model, Shape(block=options.decode.block), options), _environment(scripts, deps)
+    )
 
 
 def engine_spec(
-    role: str, model: Path, options: Options, connector: Connector, scripts: Path, deps: Path, request_log: Path
+    role: str, model: Path, options: Options, connector: Connector, scripts: Path, deps: Path, outputs: Outputs
 ) -> ServerSpec:
     """The prefill (kv_producer) or decode (kv_consumer) server."""
     producer = role == "kv_producer"
@@ -73,9 +101,14 @@ def engine_spec(
     arguments = _arguments(model, shape, options)
     if options.executor == "ray" or shape.ranks > 1:
         arguments += ["--distributed-executor-backend", options.executor]
+    if not producer and options.model == "hybrid" and (shape.block or 0) > (options.prefill.block or shape.block or 0):
+        # The first block in a window then holds tokens that the prefill engine has dropped, so it must not be reused
+        # for another prompt; kvferry refuses such a request otherwise.
+        arguments += ["--no-enable-prefix-caching"]
     arguments += connector.arguments(role, options)
     environment = _environment(scripts, deps)
-    environment.update(connector.environment(role, options, request_log))
+    environment.update(connector.environment(role, options, outputs.receives, outputs.dump))
+    environment["PYTHONPATH"] = _python_path(scripts, deps, options, shape)
     if options.executor == "ray":
-        environment.update(ray_on_cpu.environment(shape.ranks, scripts, deps))
+        environment.update(ray_on_cpu.environment(shape.ranks))
     return ServerSpec("prefill" if producer else "decode", arguments, environment)

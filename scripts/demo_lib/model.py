@@ -43,14 +43,20 @@ BRANCH_GAIN = 1.5
 POST_NORM_GAIN = 3.0
 
 
+# MLA: bytes of a token's latent in float32 are (rank + rope) * 4. vLLM's CPU kernel exists for 512 + 64 only.
+KV_LORA_RANK = 512
+ROPE_HEAD_DIM = 64
+
+
 @dataclass(frozen=True)
 class ModelKind:
     """One selectable model."""
 
     name: str
     config: dict[str, Any]
-    qk_norm: bool
-    extra_norms: bool
+    qk_norm: bool = False
+    extra_norms: bool = False
+    mla: bool = False
 
 
 def _common() -> dict[str, Any]:
@@ -84,8 +90,6 @@ LLAMA = ModelKind(
         "rope_theta": 10000.0,
         "mlp_bias": False,
     },
-    qk_norm=False,
-    extra_norms=False,
 )
 
 HYBRID = ModelKind(
@@ -108,7 +112,27 @@ HYBRID = ModelKind(
     extra_norms=True,
 )
 
-KINDS = {kind.name: kind for kind in (LLAMA, HYBRID)}
+MLA = ModelKind(
+    name="mla",
+    config={
+        **_common(),
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "num_key_value_heads": HEADS,
+        "q_lora_rank": None,
+        "kv_lora_rank": KV_LORA_RANK,
+        "qk_nope_head_dim": HEAD_DIM,
+        "qk_rope_head_dim": ROPE_HEAD_DIM,
+        "v_head_dim": HEAD_DIM,
+        # No layer has experts.
+        "first_k_dense_replace": LAYERS,
+    },
+    mla=True,
+)
+
+KINDS = {kind.name: kind for kind in (LLAMA, HYBRID, MLA)}
 
 
 def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float) -> np.ndarray:
@@ -133,9 +157,12 @@ def _weights(kind: ModelKind) -> dict[str, np.ndarray]:
     for index in range(LAYERS):
         prefix = f"model.layers.{index}."
         qk_gain = 1.0 if kind.qk_norm else score_gain
-        tensors[prefix + "self_attn.q_proj.weight"] = _matrix(rng, HEADS * HEAD_DIM, HIDDEN, qk_gain)
-        tensors[prefix + "self_attn.k_proj.weight"] = _matrix(rng, KV_HEADS * HEAD_DIM, HIDDEN, qk_gain)
-        tensors[prefix + "self_attn.v_proj.weight"] = _matrix(rng, KV_HEADS * HEAD_DIM, HIDDEN, BRANCH_GAIN)
+        if kind.mla:
+            tensors.update(_latent_projections(rng, prefix, score_gain))
+        else:
+            tensors[prefix + "self_attn.q_proj.weight"] = _matrix(rng, HEADS * HEAD_DIM, HIDDEN, qk_gain)
+            tensors[prefix + "self_attn.k_proj.weight"] = _matrix(rng, KV_HEADS * HEAD_DIM, HIDDEN, qk_gain)
+            tensors[prefix + "self_attn.v_proj.weight"] = _matrix(rng, KV_HEADS * HEAD_DIM, HIDDEN, BRANCH_GAIN)
         tensors[prefix + "self_attn.o_proj.weight"] = _matrix(rng, HIDDEN, HEADS * HEAD_DIM, BRANCH_GAIN)
         tensors[prefix + "mlp.gate_proj.weight"] = _matrix(rng, INTERMEDIATE, HIDDEN, BRANCH_GAIN)
         tensors[prefix + "mlp.up_proj.weight"] = _matrix(rng, INTERMEDIATE, HIDDEN, BRANCH_GAIN)
@@ -153,6 +180,20 @@ def _weights(kind: ModelKind) -> dict[str, np.ndarray]:
             tensors[prefix + "self_attn.q_norm.weight"] = gain
             tensors[prefix + "self_attn.k_norm.weight"] = gain.copy()
     return tensors
+
+
+def _latent_projections(rng: np.random.Generator, prefix: str, score_gain: float) -> dict[str, np.ndarray]:
+    """MLA's weights in place of k_proj and v_proj: tokens to latents, latents to the keys and values of each head."""
+    head = np.concatenate([np.full(HEAD_DIM, score_gain), np.full(HEAD_DIM, BRANCH_GAIN)])
+    token = np.concatenate([np.ones(KV_LORA_RANK), np.full(ROPE_HEAD_DIM, score_gain)])
+    latent_to_heads = _matrix(rng, HEADS * 2 * HEAD_DIM, KV_LORA_RANK, 1.0) * np.tile(head, HEADS)[:, None]
+    token_to_latent = _matrix(rng, KV_LORA_RANK + ROPE_HEAD_DIM, HIDDEN, 1.0) * token[:, None]
+    return {
+        prefix + "self_attn.q_proj.weight": _matrix(rng, HEADS * (HEAD_DIM + ROPE_HEAD_DIM), HIDDEN, score_gain),
+        prefix + "self_attn.kv_a_proj_with_mqa.weight": token_to_latent.astype(np.float32),
+        prefix + "self_attn.kv_a_layernorm.weight": np.ones(KV_LORA_RANK, np.float32),
+        prefix + "self_attn.kv_b_proj.weight": latent_to_heads.astype(np.float32),
+    }
 
 
 def _write_tokenizer(folder: Path) -> None:

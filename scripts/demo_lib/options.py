@@ -14,15 +14,18 @@ from pathlib import Path
 CONNECTORS = ("kvferry", "stock", "stock-quiet")
 TRANSPORTS = ("tcp", "shm")
 EXECUTORS = ("mp", "ray")
-MODELS = ("llama", "hybrid")
+MODELS = ("llama", "hybrid", "mla")
+MATRIX_REQUESTS = 6
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How many ranks an engine has: tensor-parallel times pipeline-parallel."""
+    """An engine's size: ranks are tensor-parallel times pipeline-parallel; a block holds `block` tokens of a group."""
 
     tp: int = 1
     pp: int = 1
+    # None leaves it to vLLM, whose default on a CPU is 128 (16 with MLA).
+    block: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -30,18 +33,27 @@ class Shape:
         return self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"tp={self.tp},pp={self.pp}"
+        return f"tp={self.tp},pp={self.pp}" + (f",block={self.block}" if self.block is not None else "")
+
+
+_SHAPE = "tp=N, pp=N and block=N, with commas between them"
+# Largest value of each key. One process takes 1.4 GiB and more; a prompt has 1500 tokens at most.
+_LARGEST = {"tp": 8, "pp": 8, "block": 1024}
 
 
 def parse_shape(text: str) -> Shape:
-    """Reads `tp=2`, `pp=2` or `tp=2,pp=2`; what is not named is 1."""
-    sizes = {"tp": 1, "pp": 1}
+    """Reads such as `tp=2,pp=1,block=32`, in any order; what is not named is left at its default."""
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         key, separator, value = part.strip().partition("=")
-        if not separator or key not in sizes:
-            raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: expected tp=N, pp=N or tp=N,pp=N")
-        if not value.isdigit() or not 1 <= int(value) <= 8:
-            raise argparse.ArgumentTypeError(f"{key}={value!r} in {text!r}: expected a whole number from 1 to 8")
+        if not separator or key not in _LARGEST:
+            raise argparse.ArgumentTypeError(f"{part!r} in {text!r}: expected {_SHAPE}")
+        if key in sizes:
+            raise argparse.ArgumentTypeError(f"{key} is there twice in {text!r}")
+        if not (value.isascii() and value.isdigit() and 1 <= int(value) <= _LARGEST[key]):
+            raise argparse.ArgumentTypeError(
+                f"{key}={value!r} in {text!r}: expected a whole number from 1 to {_LARGEST[key]}"
+            )
         sizes[key] = int(value)
     return Shape(**sizes)
 
@@ -64,10 +76,13 @@ class Options:
     compare: bool
     model: str
     executor: str
-    block_size: int | None
+    check_bytes: bool
     json: Path | None
     negative_control: bool
     start_limit_s: int
+    matrix: bool
+    only: tuple[str, ...]
+    pair_limit_s: int
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,15 +93,27 @@ def build_parser() -> argparse.ArgumentParser:
             "Runs vLLM on CPU as a prefill and a decode server with a tiny random model, moves the KV cache between "
             "them, and checks that every greedy token is that of a single server. Exit status 0 only when all are "
             "equal, vLLM's own counters say that the decode server got its cache from outside, and the negative "
-            "control (KV blocks of another prompt) changes the output."
+            "control (KV blocks of another prompt) changes the output. With --model mla the cache's bytes decide and "
+            "not the tokens: vLLM's MLA on CPU does not give the same tokens twice by itself."
         ),
     )
-    parser.add_argument("--prefill", type=parse_shape, default=Shape(), metavar="tp=N[,pp=N]", help="prefill engine")
-    parser.add_argument("--decode", type=parse_shape, default=Shape(), metavar="tp=N[,pp=N]", help="decode engine")
+    shape = "tp=N,pp=N,block=N"
+    parser.add_argument(
+        "--prefill",
+        type=parse_shape,
+        metavar=shape,
+        help="prefill engine: ranks, tokens per KV block (default 1, 1, vLLM's)",
+    )
+    parser.add_argument("--decode", type=parse_shape, metavar=shape, help="decode engine, and the baseline's block")
     parser.add_argument(
         "--transport", choices=TRANSPORTS, help="the only kind of UCX transport to use (default: what UCX chooses)"
     )
-    parser.add_argument("--requests", type=_positive, default=12, metavar="N", help="prompts to check (default 12)")
+    parser.add_argument(
+        "--requests",
+        type=_positive,
+        metavar="N",
+        help=f"prompts to check (default 12, with --matrix {MATRIX_REQUESTS})",
+    )
     parser.add_argument(
         "--connector",
         choices=CONNECTORS,
@@ -94,9 +121,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="stock: vLLM's NixlConnector as shipped; stock-quiet: without its progress thread and CPU pinning",
     )
     parser.add_argument("--compare", action="store_true", help="run all three connectors in turn and print one table")
-    parser.add_argument("--model", choices=MODELS, default="llama", help="hybrid: sliding-window and full attention")
+    parser.add_argument(
+        "--model", choices=MODELS, help="hybrid: sliding-window and full attention; mla: latents (default llama)"
+    )
     parser.add_argument("--executor", choices=EXECUTORS, default="mp", help="vLLM's executor backend")
-    parser.add_argument("--block-size", type=_positive, metavar="N", help="tokens per KV block (default: vLLM's)")
+    parser.add_argument(
+        "--check-bytes",
+        action="store_true",
+        help="also compare the cache that arrived with the prefill engine's, byte by byte (always with --model mla)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument(
         "--negative-control",
@@ -107,25 +140,66 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start-limit", type=_positive, default=900, metavar="S", help="seconds that servers may take to start"
     )
+    matrix = parser.add_argument_group("many pairs of shapes")
+    matrix.add_argument(
+        "--matrix",
+        action="store_true",
+        help="run a list of pairs of shapes one after the other and print one table; exit status 0 when all passed",
+    )
+    matrix.add_argument(
+        "--only", type=_names, default=(), metavar="NAME[,NAME...]", help="of the list, only these (default: all)"
+    )
+    matrix.add_argument(
+        "--pair-limit", type=_positive, default=600, metavar="S", help="seconds for one pair, servers' start included"
+    )
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    from .matrix import PAIRS
+
+    names = tuple(part.strip() for part in text.split(","))
+    known = [pair.name for pair in PAIRS]
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"unknown pair {name!r}: expected some of {', '.join(known)}")
+    return names
+
+
+def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """Ends the program where options do not go together."""
+    if parsed.matrix:
+        if parsed.compare:
+            parser.error("--matrix runs one connector: choose it with --connector and leave --compare out")
+        for option in ("prefill", "decode", "model"):
+            if getattr(parsed, option) is not None:
+                parser.error(f"--matrix chooses --{option} itself: leave it out")
+    elif parsed.only:
+        parser.error("--only belongs to --matrix")
 
 
 def parse_options(arguments: list[str]) -> Options:
     """Parses the command line; prints an error and exits with status 2 where it is wrong."""
-    parsed = build_parser().parse_args(arguments)
+    parser = build_parser()
+    parsed = parser.parse_args(arguments)
+    _check(parser, parsed)
+    model = parsed.model or MODELS[0]
     return Options(
-        prefill=parsed.prefill,
-        decode=parsed.decode,
+        prefill=parsed.prefill or Shape(),
+        decode=parsed.decode or Shape(),
         transport=parsed.transport,
-        requests=parsed.requests,
+        requests=parsed.requests or (MATRIX_REQUESTS if parsed.matrix else 12),
         connectors=CONNECTORS if parsed.compare else (parsed.connector,),
         compare=parsed.compare,
-        model=parsed.model,
+        model=model,
         executor=parsed.executor,
-        block_size=parsed.block_size,
+        check_bytes=parsed.check_bytes or model == "mla",
         json=parsed.json,
         negative_control=parsed.negative_control,
         start_limit_s=parsed.start_limit,
+        matrix=parsed.matrix,
+        only=parsed.only,
+        pair_limit_s=parsed.pair_limit,
     )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .cache_check import CacheCheck
+
 
 @dataclass(frozen=True)
 class Receive:
@@ -31,7 +33,10 @@ class Row:
     transfer_ms: float | None
     handover_ms: float | None
     equal: bool
-    note: str = ""
+    # What went wrong with the request, on one line.
+    error: str = ""
+    # The comparison of its cache, where the run makes one.
+    cache: CacheCheck | None = None
 
 
 @dataclass
@@ -39,6 +44,8 @@ class Result:
     """What one connector's run showed."""
 
     connector: str
+    # Whether a prompt's tokens have to be the baseline's. The alternative is that its cache is compared.
+    tokens_count: bool = True
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -49,9 +56,18 @@ class Result:
         return bool(self.rows) and all(row.equal for row in self.rows)
 
     @property
+    def cache_equal(self) -> bool | None:
+        """Whether every prompt's cache arrived as it was, None where it was not compared."""
+        checks = [row.cache for row in self.rows if row.cache is not None]
+        return len(checks) == len(self.rows) and all(check.equal for check in checks) if checks else None
+
+    @property
     def passed(self) -> bool:
         """Whether everything that the run checks held."""
-        return self.equal and not self.failures
+        answered = all(not row.error for row in self.rows)
+        if self.tokens_count:
+            return self.equal and answered and self.cache_equal is not False and not self.failures
+        return answered and self.cache_equal is True and not self.failures
 
     def handovers(self) -> list[float]:
         """The hand-over times that are known, in milliseconds."""
@@ -70,15 +86,29 @@ class Result:
                     "transfer_ms": _rounded(row.transfer_ms),
                     "handover_ms": _rounded(row.handover_ms),
                     "equal": row.equal,
+                    "error": row.error or None,
+                    **({} if row.cache is None else _cache_json(row.cache)),
                 }
                 for row in self.rows
             ],
+            "failures": self.failures,
             "summary": {
+                "passed": self.passed,
                 "equal": self.equal,
+                "cache_equal": self.cache_equal,
                 "handover_p50_ms": _rounded(statistics.median(handovers)) if handovers else None,
                 "handover_max_ms": _rounded(max(handovers)) if handovers else None,
             },
         }
+
+
+def _cache_json(check: CacheCheck) -> dict[str, Any]:
+    return {
+        "cache_bytes": check.compared,
+        "cache_bytes_differing": check.differing,
+        "cache_equal": check.equal,
+        "cache_problem": check.problem,
+    }
 
 
 def _rounded(value: float | None) -> float | None:
@@ -117,15 +147,24 @@ def _join(lines: Iterable[dict[str, Any]]) -> Receive:
 
 def format_rows(rows: Sequence[Row]) -> str:
     """The table of one run."""
-    head = f"{'prompt':<8}{'tokens':>8}{'blocks':>8}{'bytes':>12}{'transfer ms':>13}{'hand-over ms':>14}  equal"
+    cached = any(row.cache is not None for row in rows)
+    head = f"{'prompt':<8}{'tokens':>8}{'blocks':>8}{'bytes':>12}{'transfer ms':>13}{'hand-over ms':>14}"
+    head += f"{'cache bytes':>13}{'differing':>11}" if cached else ""
+    head += f"  {'tokens equal' if cached else 'equal'}"
     lines = [head, "-" * len(head)]
     for row in rows:
         blocks = "-" if row.blocks is None else str(row.blocks)
         size = "-" if row.bytes is None else str(row.bytes)
-        lines.append(
+        line = (
             f"{row.name:<8}{row.prompt_tokens:>8}{blocks:>8}{size:>12}{_shown(row.transfer_ms, 2):>13}"
-            f"{_shown(row.handover_ms):>14}  {'yes' if row.equal else 'NO'}{'  ' + row.note if row.note else ''}"
+            f"{_shown(row.handover_ms):>14}"
         )
+        notes = [row.error]
+        if row.cache is not None:
+            line += f"{row.cache.compared:>13}{row.cache.differing:>11}"
+            notes.append(row.cache.problem or "")
+        line += f"  {'yes' if row.equal else 'NO'}"
+        lines.append("  ".join([line, *(note for note in notes if note)]))
     return "\n".join(lines)
 
 

@@ -5,25 +5,36 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
+from .cache_check import CacheCheck, block_sizes, check_prompt
 from .client import Answer, complete, complete_through
 from .connectors import CONNECTORS, Connector
-from .engines import baseline_spec, engine_spec, memory_gib
+from .engines import Outputs, baseline_spec, engine_spec, memory_gib
+from .matrix import run_matrix
 from .metrics import fetch_metrics, parse_counters
 from .model import make_model
 from .options import Options, Shape, parse_options
 from .proxy import KvParams, Proxy, open_session
 from .report import Receive, Result, Row, format_comparison, format_rows, read_receives
 from .servers import Server, ServerFailed, ServerGroup, available_gib
-from .verdict import check_control, check_counters, check_drained, served_tokens_note
+from .verdict import (
+    check_aborted,
+    check_cache_control,
+    check_control,
+    check_counters,
+    check_drained,
+    served_tokens_note,
+)
 from .workload import Prompt, Workload, make_workload
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -51,6 +62,11 @@ class Setting:
     folder: Path
     servers: ServerGroup
     session: aiohttp.ClientSession
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """The prefill engine's and the decode engine's."""
+        return self.options.prefill.ranks, self.options.decode.ranks
 
 
 async def run_baseline(setting: Setting, server: Server) -> dict[str, list[int]]:
@@ -175,18 +191,30 @@ def make_rows(
                 transfer_ms=receive.transfer_ms,
                 handover_ms=proxy.record(prompt.name).handover_ms,
                 equal=answer.error is None and answer.tokens == baseline[prompt.name],
-                note=" ".join((answer.error or "").split())[:160],
+                error=" ".join((answer.error or "").split())[:160],
             )
         )
     return rows
 
 
+async def with_cache(setting: Setting, row: Row, dump: Path) -> Row:
+    """The row with the comparison of the cache; a request that failed has none to compare."""
+    if row.error:
+        return replace(row, cache=CacheCheck(problem="the request failed"))
+    return replace(row, cache=await check_prompt(dump, row.name, row.name, *setting.ranks))
+
+
 async def run_connector(
-    setting: Setting, connector: Connector, prefill: Server, decode: Server, baseline: dict[str, list[int]], log: Path
+    setting: Setting,
+    connector: Connector,
+    prefill: Server,
+    decode: Server,
+    baseline: dict[str, list[int]],
+    outputs: Outputs,
 ) -> Result:
     """Everything that is sent with one connector, and its verdict."""
-    result = Result(connector.name)
-    session = setting.session
+    options, session = setting.options, setting.session
+    result = Result(connector.name, tokens_count=options.model != "mla")
     proxy = Proxy(prefill.url, decode.url)
     await proxy.start()
     try:
@@ -197,10 +225,20 @@ async def run_connector(
             result.notes.append("no warm-up: the first prompt met both engines cold")
         say(f"{connector.name}: {len(setting.workload.checked)} prompts and 2 that are aborted")
         answers = await send_waves(setting, proxy, decode, result)
-        result.rows = make_rows(setting, proxy, answers, baseline, log)
-        if setting.options.negative_control:
+        result.failures += check_aborted(setting.workload, answers)
+        result.rows = make_rows(setting, proxy, answers, baseline, outputs.receives)
+        if options.check_bytes:
+            result.rows = [await with_cache(setting, row, outputs.dump) for row in result.rows]
+            result.notes.append(
+                f"tokens per block: {block_sizes(outputs.dump, 'sent')} in the prefill engine, "
+                f"{block_sizes(outputs.dump, 'received')} in the decode engine"
+            )
+        if options.negative_control:
             control = await send_control(setting, proxy)
-            check_control(setting.workload, control, baseline, result)
+            if result.tokens_count:
+                check_control(setting.workload, control, baseline, result)
+            if options.check_bytes:
+                await check_cache_control(setting.workload, outputs.dump, setting.ranks, result)
         await check_drained(session, (prefill, decode), result)
     except aiohttp.ClientError as problem:
         raise await explain(problem, (prefill, decode)) from problem
@@ -239,9 +277,20 @@ def show(result: Result) -> None:
     for failure in result.failures:
         print(f"FAILED: {failure}")
     unequal = sum(not row.equal for row in result.rows)
-    if unequal:
+    if unequal and result.tokens_count:
         print(f"FAILED: {unequal} of {len(result.rows)} prompts differ from the baseline")
+    elif unequal:
+        print(f"- {unequal} of {len(result.rows)} prompts have other tokens than the baseline, which is not judged")
+    wrong = sum(row.cache is not None and not row.cache.equal for row in result.rows)
+    if wrong:
+        print(f"FAILED: the cache of {wrong} of {len(result.rows)} prompts is not the prefill engine's")
     print("passed" if result.passed else "not passed", flush=True)
+
+
+def write_json(options: Options, value: Any) -> None:
+    """Writes the file of --json, if there is to be one."""
+    if options.json is not None:
+        options.json.write_text(json.dumps(value, indent=1) + "\n")
 
 
 async def run(options: Options, folder: Path) -> int:
@@ -256,6 +305,7 @@ async def run(options: Options, folder: Path) -> int:
             return await _run_all(setting)
     except ServerFailed as problem:
         say(f"error: {problem}")
+        write_json(options, {"error": str(problem)})
         return 1
     finally:
         servers.stop()
@@ -270,14 +320,14 @@ async def _run_all(setting: Setting) -> int:
     results: list[Result] = []
     for name in options.connectors:
         connector = CONNECTORS[name]
-        log = setting.folder / f"receives-{name}.jsonl"
+        outputs = Outputs(setting.folder / f"receives-{name}.jsonl", setting.folder / f"cache-{name}")
         if baseline is None and not together:
             say("starting the baseline server alone: there is not enough memory for all three at once")
             await setting.servers.wait_ready([single], setting.session, options.start_limit_s)
             baseline = await run_baseline(setting, single)
             setting.servers.stop([single])
         prefill, decode = (
-            setting.servers.start(engine_spec(role, setting.model, options, connector, SCRIPTS, DEPS, log))
+            setting.servers.start(engine_spec(role, setting.model, options, connector, SCRIPTS, DEPS, outputs))
             for role in ("kv_producer", "kv_consumer")
         )
         say(f"starting servers for {name}: prefill {options.prefill}, decode {options.decode}")
@@ -286,17 +336,18 @@ async def _run_all(setting: Setting) -> int:
         if baseline is None:
             baseline = await run_baseline(setting, single)
             setting.servers.stop([single])
-        result = await run_connector(setting, connector, prefill, decode, baseline, log)
+        result = await run_connector(setting, connector, prefill, decode, baseline, outputs)
         setting.servers.stop([prefill, decode])
+        # Up to 14 MiB per prompt and rank.
+        shutil.rmtree(outputs.dump, ignore_errors=True)
         for server in (prefill, decode):
             os.rename(server.log, server.log.with_name(f"{server.name}-{name}.log"))
         show(result)
         results.append(result)
     if options.compare:
         print("\n" + format_comparison(results))
-    if options.json is not None:
-        found = [result.as_json() for result in results]
-        options.json.write_text(json.dumps(found if options.compare else found[0], indent=1) + "\n")
+    found = [result.as_json() for result in results]
+    write_json(options, found if options.compare else found[0])
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -311,6 +362,8 @@ def main(arguments: list[str]) -> int:
     folder.mkdir(parents=True)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if options.matrix:
+            return run_matrix(options, folder)
         return asyncio.run(run(options, folder))
     except KeyboardInterrupt:
         say("interrupted; all servers are ended")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import aiohttp
 
+from .cache_check import check_prompt
 from .client import Answer
 from .metrics import Counters, fetch_metrics, total
 from .report import Result
@@ -47,6 +49,16 @@ def check_counters(wave: Sequence[Prompt], answers: dict[str, Answer], grown: Co
             f"the last one of each of {len(wave)} prompts"
         )
     return failures
+
+
+def check_aborted(workload: Workload, answers: dict[str, Answer]) -> list[str]:
+    """A request whose client leaves early must not have failed by itself before."""
+    return [
+        f"{prompt.name}, whose client leaves early, failed before that: {error[:200]}"
+        for wave in workload.waves
+        for prompt in wave
+        if prompt.abort is not None and (error := answers[prompt.name].error) is not None
+    ]
 
 
 def served_tokens_note(grown: Counters) -> str:
@@ -92,3 +104,29 @@ async def check_drained(session: aiohttp.ClientSession, servers: Sequence[Server
                 result.failures.append(f"{left:.0f} requests are still open on the {server.name} server")
                 break
             await asyncio.sleep(0.5)
+
+
+async def check_cache_control(workload: Workload, folder: Path, ranks: tuple[int, int], result: Result) -> None:
+    """The cache of both control prompts must be that of the other one and must differ from their own.
+
+    `ranks` are the prefill and the decode engine's.
+    """
+    first, second = workload.control
+    for prompt, other in ((first, second), (second, first)):
+        foreign = await check_prompt(folder, other.name, prompt.name, *ranks)
+        own = await check_prompt(folder, prompt.name, prompt.name, *ranks)
+        if not foreign.equal:
+            result.failures.append(
+                f"negative control: {prompt.name} was given the KV blocks of {other.name}, but {foreign.differing} of "
+                f"{foreign.compared} bytes differ from them" + (f": {foreign.problem}" if foreign.problem else "")
+            )
+        elif own.problem is not None or own.differing * 2 < own.compared:
+            result.failures.append(
+                f"negative control: with the KV blocks of {other.name}, {prompt.name} differs from its own cache in "
+                f"only {own.differing} of {own.compared} bytes: equality proves nothing here"
+            )
+        else:
+            result.notes.append(
+                f"negative control: {prompt.name} got the bytes of {other.name}, and differs from its own in "
+                f"{own.differing} of {own.compared} bytes, as it must"
+            )

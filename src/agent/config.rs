@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::served::MAX_WAITING;
 use crate::error::{Error, Result};
+use crate::proto::plan::GATHER_BELOW;
 
 /// Which of UCX's transports to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -62,7 +63,7 @@ pub struct AgentConfig {
     pub max_operation_bytes: u64,
     /// A transfer between host memories whose runs are shorter than this on average, as when the two sides' layouts
     /// differ, does not post an operation for each: the side that has the bytes gathers many runs into a message, and
-    /// this side puts them in place. 0: never. Default: [`AgentConfig::GATHER_BELOW`].
+    /// this side puts them in place. 0: never. Default: [`GATHER_BELOW`].
     pub gather_below: u64,
     /// How long a peer may take to answer the hello. Default: 10 s.
     pub connect_timeout: Duration,
@@ -88,7 +89,7 @@ impl Default for AgentConfig {
             peer_window: Window { operations: 64, bytes: 16 << 20 },
             total_window: Window { operations: 256, bytes: 64 << 20 },
             max_operation_bytes: 4 << 20,
-            gather_below: Self::GATHER_BELOW,
+            gather_below: GATHER_BELOW,
             connect_timeout: Duration::from_secs(10),
             cancel_grace: Duration::from_secs(5),
             deregister_timeout: Duration::from_secs(30),
@@ -99,11 +100,6 @@ impl Default for AgentConfig {
 }
 
 impl AgentConfig {
-    /// Measured with `cargo bench --bench transfer -- runs` between two processes of a 2-core virtual machine, CMA
-    /// against messages over TCP loopback: gathering moves 1.7 times as much in runs of 1 KiB, 0.9 times in runs of 2 KiB
-    /// (docs/benchmarks.md).
-    pub const GATHER_BELOW: u64 = 1536;
-
     /// Refuses settings that cannot work, by name.
     pub fn validate(&self) -> Result<()> {
         if self.name.is_empty() || self.name.len() > 256 {

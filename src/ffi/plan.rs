@@ -18,7 +18,8 @@ use crate::proto::shape::Deployment;
 /// `*out` is a msgpack map. producers and consumers: lists of maps with rank, layers and heads (lists of first and last),
 /// tokens (per group, number and count among the ranks that share them), bytes, operations, peers (producer: how many
 /// ranks it hears from). links: list of maps with consumer, producer, layers, heads, parts, bytes, segments, operations,
-/// run_min, run_median, run_max (bytes per operation) and plan_bytes.
+/// run_min, run_median, run_max (bytes per operation), gathered (bool: host memory is moved by messages of many runs) and
+/// plan_bytes.
 ///
 /// # Safety
 /// As the header's top says.

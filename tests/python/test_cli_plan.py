@@ -47,7 +47,7 @@ def test_two_ranks_to_one_with_larger_blocks(capsys: pytest.CaptureFixture[str])
     # 4 layers x 2 heads x 4 blocks of 16 tokens of 16 bytes. A segment for each layer, head and half of a block.
     figures = {
         **{"layers": "0-3", "parts": "k+v", "bytes": "8 KiB", "segments": "16", "operations": "32"},
-        **{"shortest": "256 B", "median": "256 B", "longest": "256 B", "mean run": "256 B"},
+        **{"shortest": "256 B", "median": "256 B", "longest": "256 B", "mean run": "256 B", "host memory": "gathered"},
     }
     links = rows(out, "decode rank")
     assert [{key: link[key] for key in figures} for link in links[:-1]] == [figures, figures]
@@ -135,6 +135,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         "heads": [[2, 3]],
         "parts": ["k", "v"],
         **{"bytes": 8192, "segments": 16, "operations": 32, "run_min": 256, "run_median": 256, "run_max": 256},
+        "gathered": True,
         "plan_bytes": found["links"][1]["plan_bytes"],
     }
     described = kvferry.plan.describe(found["deployment"])
@@ -150,6 +151,18 @@ def test_the_command_itself() -> None:
     done = subprocess.run([*command, "--cached", "65"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "cached_tokens: expected at most the 64 tokens" in done.stderr
+
+
+def test_the_documented_example_is_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "plan.md").read_text(encoding="utf-8")
+    block = page.split("```")[1].strip()
+    command, _, printed = block.partition("\nprefill ")
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:3] == ["$", "kvferry", "plan"]
+    file = tmp_path / "plan.svg"
+    words[words.index("docs/plan.svg")] = str(file)
+    assert run(capsys, shlex.join(words[3:])) == f"prefill {printed}\n"
+    assert file.read_bytes() == (DOCS / "plan.svg").read_bytes()
 
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -217,7 +230,8 @@ def test_the_drawing_has_every_rank_and_arrow(
         ),
         (f"--prefill layers-in-block=1 --decode tp=1 {TINY}", "layers-in-block=1: expected yes or no"),
         (f"--prefill prefix-caching=no --decode tp=1 {TINY}", "--prefill: prefix-caching concerns the decode engine"),
-        ("--prefill tp=1 --decode tp=1 --layers 0", "argument --layers: invalid whole number from 1 value: '0'"),
+        ("--prefill tp=1 --decode tp=1 --layers 0", "argument --layers: invalid whole number from 1 to 8192 value"),
+        ("--prefill tp=1 --decode tp=1 --layers 9999999999", "argument --layers: invalid whole number from 1 to 8192"),
         ("--prefill tp=1 --decode tp=1 --layers 4", "--kv-heads is missing"),
         ("--prefill tp=1 --decode tp=1 --layers 4 --kv-heads 2", "--head-size is missing"),
         (f"--prefill tp=1 --decode tp=1 {TINY} --mla 3", "--kv-heads does not go with --mla"),

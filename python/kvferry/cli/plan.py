@@ -33,9 +33,20 @@ example:
 )
 
 
+MOST_LAYERS = 8192
+"""With K and V each, a rank has no more."""
+
+
 def _count(text: str) -> int:
     value = int(text, 10)
     if not 1 <= value < 1 << 32:
+        raise ValueError(text)
+    return value
+
+
+def _layers(text: str) -> int:
+    value = _count(text)
+    if value > MOST_LAYERS:
         raise ValueError(text)
     return value
 
@@ -46,13 +57,14 @@ def _count_or_none(text: str) -> int:
 
 # What argparse says of a text that is none.
 _count.__name__, _count_or_none.__name__ = "whole number from 1", "whole number"
+_layers.__name__ = f"whole number from 1 to {MOST_LAYERS}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("--prefill", required=True, metavar="KEY=VALUE,...", help="shape of the prefill engine")
     parser.add_argument("--decode", required=True, metavar="KEY=VALUE,...", help="shape of the decode engine")
-    parser.add_argument("--layers", required=True, type=_count, metavar="N", help="layers of the model")
+    parser.add_argument("--layers", required=True, type=_layers, metavar="N", help="layers of the model")
     parser.add_argument("--kv-heads", type=_count, metavar="N", help="KV heads of the model")
     parser.add_argument("--head-size", type=_count, metavar="N", help="elements of K, and of V, per token and head")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the cache (default %(default)s)")

@@ -59,7 +59,7 @@ def table(request: Request, described: Description) -> str:
             ranges_text(link["layers"]),
             ranges_text(link["heads"]),
             "+".join(link["parts"]) or "(told when it is over)",
-            *(_figures(link) if link["operations"] else ["-"] * 8),
+            *(_figures(link) if link["operations"] else ["-"] * 9),
         )
         for link in links
     ]
@@ -73,12 +73,13 @@ def table(request: Request, described: Description) -> str:
             str(totals["operations"]),
             *[""] * 3,
             bytes_text(totals["bytes"] / max(1, totals["operations"])),
+            "",
             bytes_text(totals["plan_bytes"]),
         )
     )
     head = (
         *("decode rank", "reads from", "layers", "heads", "parts", "bytes", "segments", "operations"),
-        *("shortest", "median", "longest", "mean run", "plan"),
+        *("shortest", "median", "longest", "mean run", "host memory", "plan"),
     )
     sent = [
         (
@@ -111,6 +112,7 @@ def _figures(link: LinkDescription) -> list[str]:
         str(link["operations"]),
         *(bytes_text(link[key]) for key in ("run_min", "run_median", "run_max")),
         bytes_text(mean_run(link)),
+        "gathered" if link["gathered"] else "direct",
         bytes_text(link["plan_bytes"]),
     ]
 

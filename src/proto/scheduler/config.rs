@@ -63,7 +63,10 @@ impl SchedulerConfig {
         }
     }
 
-    /// Checks every value. Errors: [`ErrorKind::InvalidArgument`] naming the key, its value and what is allowed.
+    /// Checks every value.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) naming the key, its value and what is
+    /// allowed.
     pub fn check(&self) -> Result<()> {
         for (key, value) in [("tp_size", self.tp_size), ("pp_size", self.pp_size), ("dcp_size", self.dcp_size)] {
             if value == 0 {

@@ -8,11 +8,13 @@ use super::{EngineSpec, ModelSpec, RankCache};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::{Group, GroupKind};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
-use crate::proto::plan::{Cell, CopyPlan, Holding, RankPlan, Segment, Wanted, assign};
+use crate::proto::plan::{Cell, CopyPlan, GATHER_BELOW, Holding, RankPlan, Segment, Wanted, assign};
 use crate::proto::wire::{AgentMetadata, Blocks, EngineShape, MemoryKind, RankMetadata, RegionMetadata};
 
 /// Most ranks of an engine that is described. Who reads what is worked out for every pair of ranks.
 pub const MAX_DESCRIBED_RANKS: u32 = 128;
+/// Most parts of layers that all ranks of an engine hold together.
+pub const MAX_DESCRIBED_PARTS: u64 = 1 << 16;
 /// Most tokens of a request that is described, and most blocks of all its groups together.
 pub const MAX_DESCRIBED_TOKENS: u64 = 1 << 24;
 
@@ -98,6 +100,9 @@ pub struct DescribedLink {
     pub run_median: u64,
     /// See `run_min`.
     pub run_max: u64,
+    /// Between host memories: whether the runs are so short that messages carry them, many in each, instead of an
+    /// operation each, as [`GATHER_BELOW`] says. Over TCP everything travels so.
+    pub gathered: bool,
     /// Bytes that the plan takes in memory.
     pub plan_bytes: u64,
 }
@@ -187,6 +192,17 @@ impl Deployment {
                     format!("{engine}: {ranks} ranks, at most {MAX_DESCRIBED_RANKS} are described"),
                 ));
             }
+            let groups = self.model.groups.iter();
+            let parts: u64 = groups.map(|g| (g.layers.len() as u64).saturating_mul(g.parts.len() as u64)).sum();
+            let parts = parts.saturating_mul(spec.tp.into());
+            if parts > MAX_DESCRIBED_PARTS {
+                return Err(Error::new(
+                    ErrorKind::Exhausted,
+                    format!(
+                        "{engine}: its ranks hold {parts} parts of layers, at most {MAX_DESCRIBED_PARTS} are described"
+                    ),
+                ));
+            }
         }
         Ok(())
     }
@@ -268,6 +284,7 @@ impl Deployment {
             run_min: length(lengths.first_key_value()),
             run_median: length(median),
             run_max: length(lengths.last_key_value()),
+            gathered: plan.mean_run().is_some_and(|run| run < GATHER_BELOW),
             plan_bytes: (plan.segments.len() as u64).saturating_mul(size_of::<Segment>() as u64).saturating_add(pairs),
         }
     }

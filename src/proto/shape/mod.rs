@@ -7,7 +7,10 @@
 mod describe;
 mod layout;
 
-pub use describe::{Deployment, DescribedLink, DescribedRank, Description, MAX_DESCRIBED_RANKS, MAX_DESCRIBED_TOKENS};
+pub use describe::{
+    Deployment, DescribedLink, DescribedRank, Description, MAX_DESCRIBED_PARTS, MAX_DESCRIBED_RANKS,
+    MAX_DESCRIBED_TOKENS,
+};
 
 use serde::{Deserialize, Serialize};
 

@@ -175,6 +175,11 @@ fn what_cannot_be_described_is_refused_by_name() {
     refused(&|d| d.model.groups.clear(), ErrorKind::InvalidArgument, "model.groups");
     refused(&|d| d.producer.tp = 129, ErrorKind::Exhausted, "producer: 129 ranks");
     refused(&|d| d.consumer.pp = 129, ErrorKind::Exhausted, "consumer: 129 ranks");
+    let wide = |d: &mut Deployment| {
+        d.model.groups[0].layers = (0..1024).collect();
+        d.consumer.tp = 33;
+    };
+    refused(&wide, ErrorKind::Exhausted, "consumer: its ranks hold 67584 parts");
     refused(&|d| d.consumer.pp = 5, ErrorKind::InvalidArgument, "the decode engine: 4 layers");
     refused(&|d| d.producer.block_size = vec![0], ErrorKind::InvalidArgument, "the prefill engine: KV-cache group 0");
     let whole = |d: &mut Deployment| {
