@@ -33,7 +33,10 @@ fn attention(layers: u32, heads: u32) -> ModelSpec {
 
 /// Full attention in even layers, a window of 24 tokens in odd ones.
 fn hybrid(layers: u32, heads: u32) -> ModelSpec {
-    let window = GroupKind::SlidingWindow { window: 24 };
+    partly(GroupKind::SlidingWindow { window: 24 }, layers, heads)
+}
+
+fn partly(window: GroupKind, layers: u32, heads: u32) -> ModelSpec {
     let every_other = |first: u32| (first..layers).step_by(2);
     ModelSpec {
         groups: vec![
@@ -138,6 +141,12 @@ fn pairs() -> Vec<Pair> {
         ),
         pair("full and window", hybrid(4, 2), tp(1), tp(1)),
         pair(
+            "full and chunks of 32, tp 2 -> 1",
+            partly(GroupKind::Chunked { chunk: 32 }, 4, 4),
+            tp(2),
+            EngineSpec { block_size: vec![32, 16], ..tp(1) },
+        ),
+        pair(
             "full (16 -> 64) and window, tp 2 -> 1",
             hybrid(4, 4),
             tp(2),
@@ -194,6 +203,7 @@ fn allocate(spec: &CacheSpec, tokens: u64, next: &mut u32, backwards: bool) -> L
         let entries = if group.kind == GroupKind::State { 1 } else { tokens.div_ceil(span) };
         let skipped = match group.kind {
             GroupKind::SlidingWindow { window } => (tokens + 1).saturating_sub(u64::from(window)) / span,
+            GroupKind::Chunked { chunk } => tokens.saturating_sub(1) / u64::from(chunk) * u64::from(chunk) / span,
             _ => 0,
         };
         let mut ids: Vec<u32> = (*next..).take((entries - skipped) as usize).collect();

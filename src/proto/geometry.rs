@@ -37,10 +37,30 @@ pub enum GroupKind {
         /// Tokens in the window.
         window: u32,
     },
+    /// The tokens of the last chunk that is begun (chunked local attention): those from the largest multiple of `chunk`.
+    Chunked {
+        /// Tokens in a chunk.
+        chunk: u32,
+    },
     /// Compressed latents, the same on every tensor-parallel rank (MLA).
     Latent,
     /// A state without token positions (Mamba, SSM): one block per sequence.
     State,
+}
+
+impl GroupKind {
+    /// The first token that is still looked at when the last of `tokens` tokens is computed (again); none where every
+    /// token is.
+    pub fn front(self, tokens: u64) -> Option<u64> {
+        match self {
+            GroupKind::SlidingWindow { window } => Some(tokens.saturating_sub(window.into())),
+            GroupKind::Chunked { chunk } => {
+                let chunk = u64::from(chunk.max(1));
+                Some(tokens.saturating_sub(1) / chunk * chunk)
+            }
+            GroupKind::Full | GroupKind::Latent | GroupKind::State => None,
+        }
+    }
 }
 
 impl fmt::Display for GroupKind {
@@ -48,6 +68,7 @@ impl fmt::Display for GroupKind {
         match self {
             GroupKind::Full => f.write_str("full"),
             GroupKind::SlidingWindow { window } => write!(f, "sliding window of {window} tokens"),
+            GroupKind::Chunked { chunk } => write!(f, "chunks of {chunk} tokens"),
             GroupKind::Latent => f.write_str("latent"),
             GroupKind::State => f.write_str("state"),
         }

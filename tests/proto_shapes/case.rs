@@ -41,8 +41,13 @@ pub fn span(spec: &EngineSpec, group: usize) -> u64 {
     u64::from(spec.block_size_of(group).unwrap()) * u64::from(spec.dcp)
 }
 
-pub fn window(kind: GroupKind) -> Option<u64> {
-    if let GroupKind::SlidingWindow { window } = kind { Some(window.into()) } else { None }
+/// The first token of `end` that is still looked at, in a group with a window or chunks.
+pub fn front(kind: GroupKind, end: u64) -> Option<u64> {
+    match kind {
+        GroupKind::SlidingWindow { window } => Some(end.saturating_sub(window.into())),
+        GroupKind::Chunked { chunk } => Some((0..end.max(1)).rev().find(|t| t.is_multiple_of(chunk.into())).unwrap()),
+        _ => None,
+    }
 }
 
 fn divisors(of: u64) -> Vec<u64> {
@@ -62,10 +67,10 @@ fn model(c: &mut Choices) -> ModelSpec {
     for mut layers in members {
         groups.push(match c.below(5) {
             0 | 1 => {
-                let kind = if c.once_in(3) {
-                    GroupKind::SlidingWindow { window: c.range(1, 16) as u32 }
-                } else {
-                    GroupKind::Full
+                let kind = match c.below(6) {
+                    0 => GroupKind::SlidingWindow { window: c.range(1, 16) as u32 },
+                    1 => GroupKind::Chunked { chunk: c.range(1, 16) as u32 },
+                    _ => GroupKind::Full,
                 };
                 let k = c.range(1, 8);
                 let v = if c.once_in(4) { c.range(1, 8) } else { k };
@@ -163,10 +168,10 @@ fn draft(c: &mut Choices, case: &Case, group: usize, local: bool) -> Draft {
     let span = span(spec, group);
     let (start, end) = if local { case.tokens } else { (0, case.remote_tokens) };
     let last = end.div_ceil(span);
-    let (real, first) = match window(kind) {
+    let (real, first) = match front(kind, end) {
         None => entries(start / span, start / span, last, None),
-        Some(window) => {
-            let needed = end.saturating_sub(window) / span;
+        Some(front) => {
+            let needed = front / span;
             // Once in a while the producer has dropped too much, or the consumer has no room for all.
             let most = if c.once_in(8) { last } else { needed };
             let real = if c.once_in(2) { c.below(most + 1) } else { most };

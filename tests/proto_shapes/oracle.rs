@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use kvferry::proto::geometry::{Area, GroupKind};
 use kvferry::proto::shape::{ModelSpec, RankCache};
 
-use crate::case::{Case, List, gcd, span, window};
+use crate::case::{Case, List, front, gcd, span};
 
 /// What a byte of a cache is: the same number on every rank of every engine of the model.
 pub type Identity = u64;
@@ -117,7 +117,7 @@ pub fn travel(case: &Case, group: usize) -> Travel {
     let (local_span, remote_span) = (span(&case.consumer, group), span(&case.producer, group));
     let grain = gcd(local_span, remote_span);
     let (start, end) = case.tokens;
-    let from = window(kind).map_or(0, |window| end.saturating_sub(window));
+    let from = front(kind, end).unwrap_or(0);
     let has = |list: &List, entry: u64| list.blocks.iter().any(|(e, _)| *e == entry);
     let mut tokens = BTreeSet::new();
     if start == end {

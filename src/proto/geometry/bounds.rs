@@ -97,8 +97,8 @@ pub(super) fn check(geometry: &Geometry, regions: &[RegionMetadata]) -> Result<(
                 group.block_size
             )));
         }
-        if group.kind == (GroupKind::SlidingWindow { window: 0 }) {
-            return Err(Error::invalid(format!("KV-cache group {index} has a sliding window of 0 tokens")));
+        if matches!(group.kind, GroupKind::SlidingWindow { window: 0 } | GroupKind::Chunked { chunk: 0 }) {
+            return Err(Error::invalid(format!("KV-cache group {index} has a {}, expected at least 1", group.kind)));
         }
         check_share(index, group)?;
     }

@@ -14,7 +14,7 @@ use crate::proto::wire::Blocks;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted<'a> {
     /// Per local KV-cache group, the blocks to be filled in token order. The last one holds the token before
-    /// `tokens.1`; in a group without a window the first one holds the token `tokens.0`.
+    /// `tokens.1`; in a group without a window or chunks the first one holds the token `tokens.0`.
     pub local: &'a [Blocks],
     /// Per remote KV-cache group, the blocks that the other side holds in token order. The last one holds the token
     /// before `remote_tokens`.
@@ -26,8 +26,8 @@ pub struct Wanted<'a> {
     pub remote_tokens: u64,
     /// The block id that stands for "no block here" on either side.
     pub null_block: Option<u32>,
-    /// What is to be done where the other side has dropped tokens in front of a sliding window that share a local block
-    /// with tokens in the window: true leaves them as they are (nobody will read them), false is an error (a host that
+    /// What is to be done where the other side has dropped tokens in front of a sliding window or chunk that share a
+    /// local block with tokens in it: true leaves them as they are (nobody will read them), false is an error (a host that
     /// reuses whole blocks for other requests would read them).
     pub window_only: bool,
 }
@@ -128,10 +128,8 @@ fn tokens(
     if start == end {
         return Ok(());
     }
-    let window = match group.local_group.kind {
-        GroupKind::SlidingWindow { window } => Some(u64::from(window)),
-        _ => None,
-    };
+    // Where the window begins, in a group that has one.
+    let window = group.local_group.kind.front(end);
     let (l, r) = (group.local, group.remote);
     let (local_span, remote_span) = (group.local_group.span(), group.remote_group.span());
     let local = place(l, "local", ids(wanted.local, l), local_span, end)?;
@@ -154,7 +152,7 @@ fn tokens(
     }
     // Blocks in front of the window are not read by anybody, whether a host has them or not; nor is what would lie
     // before the local list's first entry.
-    let needed = window.map_or(0, |window| end.saturating_sub(window) / local_span);
+    let needed = window.map_or(0, |front| front / local_span);
     let first = (start / meeting.grain).max(local.first.max(needed).saturating_mul(meeting.local_subs));
     let grains = first..end.div_ceil(meeting.grain);
     // The first grain is not whole where the request begins inside of it.
@@ -172,7 +170,7 @@ fn tokens(
         };
         let Some(there) = remote.get(theirs).filter(|id| !wanted.is_null(*id)) else {
             let last = grain.saturating_add(1).saturating_mul(meeting.grain);
-            if wanted.window_only && window.is_some_and(|window| last <= end.saturating_sub(window)) {
+            if wanted.window_only && window.is_some_and(|front| last <= front) {
                 continue;
             }
             return Err(Error::invalid(format!(

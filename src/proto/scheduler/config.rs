@@ -91,10 +91,13 @@ impl SchedulerConfig {
             }
             match group.kind {
                 GroupKind::Full | GroupKind::Latent => {}
+                GroupKind::Chunked { chunk: 0 } => {
+                    return Err(Error::invalid(format!("groups[{index}].kind: a chunk has at least 1 token")));
+                }
                 GroupKind::SlidingWindow { window: 0 } => {
                     return Err(Error::invalid(format!("groups[{index}].kind: a sliding window has at least 1 token")));
                 }
-                GroupKind::SlidingWindow { .. } | GroupKind::State => {}
+                GroupKind::SlidingWindow { .. } | GroupKind::Chunked { .. } | GroupKind::State => {}
             }
         }
         Ok(())

@@ -352,7 +352,7 @@ impl Scheduler {
                 // A host may have blocks beyond the computed tokens (for tokens to come): they hold nothing yet.
                 let used = computed_tokens.div_ceil(group.span());
                 let list = list.ids().get(..usize::try_from(used).unwrap_or(usize::MAX)).unwrap_or(list.ids());
-                params::needed(group, list)
+                params::needed(group, list, computed_tokens)
                     .iter()
                     .skip_while(|&&id| self.config.null_block == Some(id))
                     .map(|&id| i64::from(id))

@@ -147,13 +147,13 @@ pub(super) fn remote_blocks(request: &RequestId, params: &TransferParams) -> Res
     Ok(groups)
 }
 
-/// The blocks of `ids` that a consumer can need: in the window, or the last one of a state. The window need not start
-/// at a block's first token, so it can reach into one more block than it fills.
-pub(super) fn needed<'a>(group: &Group, ids: &'a [u32]) -> &'a [u32] {
-    let most = match group.kind {
-        GroupKind::SlidingWindow { window } => u64::from(window).div_ceil(group.span()).saturating_add(1),
-        GroupKind::State => 1,
-        GroupKind::Full | GroupKind::Latent => return ids,
+/// The blocks of `ids`, which end with the last of `tokens` tokens, that a consumer can need: in the window or chunk, with
+/// one more in front of it for a consumer that asks for a token less, or the last one of a state.
+pub(super) fn needed<'a>(group: &Group, ids: &'a [u32], tokens: u64) -> &'a [u32] {
+    let most = match (group.kind, group.kind.front(tokens)) {
+        (GroupKind::State, _) => 1,
+        (_, Some(front)) => tokens.div_ceil(group.span()).saturating_sub(front / group.span()).saturating_add(1),
+        (_, None) => return ids,
     };
     let most = usize::try_from(most).unwrap_or(usize::MAX);
     ids.get(ids.len().saturating_sub(most)..).unwrap_or(ids)
@@ -199,7 +199,7 @@ pub(super) fn check_local(config: &SchedulerConfig, local: &[Blocks], start: u64
         let found = list.len() as u64;
         let wrong = match group.kind {
             GroupKind::Full | GroupKind::Latent => found != expected,
-            GroupKind::SlidingWindow { .. } => found > end.div_ceil(span),
+            GroupKind::SlidingWindow { .. } | GroupKind::Chunked { .. } => found > end.div_ceil(span),
             GroupKind::State => false,
         };
         if wrong {

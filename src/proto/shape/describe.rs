@@ -234,10 +234,9 @@ impl Deployment {
         for group in groups {
             let span = group.span();
             let mut first = if receives { self.cached_tokens / span } else { 0 };
-            if let GroupKind::SlidingWindow { window } = group.kind {
-                // As vLLM counts it, for the token that follows.
-                let skipped = self.tokens.saturating_add(1).saturating_sub(window.into());
-                first = first.max(skipped / span);
+            // As vLLM counts it, for the token that follows.
+            if let Some(front) = group.kind.front(self.tokens.saturating_add(1)) {
+                first = first.max(front.min(self.tokens.saturating_sub(1)) / span);
             }
             let end = self.tokens.div_ceil(span);
             let count = if group.kind == GroupKind::State { 1 } else { end.saturating_sub(first) };
