@@ -462,8 +462,8 @@ int32_t kvf_worker_register(struct kvf_worker *worker,
 // States where the rank keeps which part of the cache, which completes its metadata. Once; again with the same
 // geometry does nothing.
 //
-// `geometry` is a msgpack map. groups: list of maps with kind ("full", "latent", "state" or {"sliding_window":
-// {"window": tokens}}) and block_size (tokens), and where tokens are dealt over ranks (decode context parallelism)
+// `geometry` is a msgpack map. groups: list of maps with kind ("full", "latent", "state", {"sliding_window":
+// {"window": tokens}} or {"chunked": {"chunk": tokens}}) and block_size (tokens), and where tokens are dealt over ranks (decode context parallelism)
 // token_ranks (1), token_rank (0) and token_interleave (1). areas: list of maps with layer, part (str), group (index),
 // region (index), offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride, pages (1), page_stride
 // (0), tokens, token_stride, units (1), unit_stride (0) and content (offset, strides and content in bytes).
