@@ -12,6 +12,7 @@ pub mod ffi;
 pub mod mem;
 pub mod net;
 pub mod proto;
+pub mod secret;
 pub mod ucx;
 
 pub use error::{Error, ErrorKind, Result};

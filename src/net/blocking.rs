@@ -6,6 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::net::{Ask, Client, ClientLimits};
 use crate::proto::ids::{EngineId, RankId};
 use crate::proto::wire::HandshakeReply;
+use crate::secret::Key;
 
 /// Asks the listener at `host`:`port` for the metadata of `ranks` (all if empty) of `engine` (any if None), and waits
 /// up to `timeout`, also for a listener that is not up or not complete yet. A refusal is a reply.
@@ -20,7 +21,22 @@ pub fn query_blocking(
     ranks: Vec<RankId>,
     timeout: Duration,
 ) -> Result<HandshakeReply> {
-    ask_blocking(host, port, Ask::Query { engine, ranks }, timeout)
+    query_sealed(None, host, port, engine, ranks, timeout)
+}
+
+/// As [`query_blocking`], sealed with `key` if there is one.
+///
+/// # Errors
+/// As [`query_blocking`]; [`ErrorKind::Incompatible`] where the listener has no key or another one.
+pub fn query_sealed(
+    key: Option<&Key>,
+    host: &str,
+    port: u16,
+    engine: Option<EngineId>,
+    ranks: Vec<RankId>,
+    timeout: Duration,
+) -> Result<HandshakeReply> {
+    ask_blocking(key, host, port, Ask::Query { engine, ranks }, timeout)
 }
 
 /// Hands one rank's encoded `RankMetadata` to the listener of its own engine, which is complete with `expected` ranks,
@@ -29,15 +45,30 @@ pub fn query_blocking(
 /// # Errors
 /// As [`query_blocking`]; [`ErrorKind::InvalidArgument`] with the listener's words when it refuses.
 pub fn push_blocking(host: &str, port: u16, expected: u32, metadata: Vec<u8>, timeout: Duration) -> Result<u32> {
-    match ask_blocking(host, port, Ask::Push { expected, metadata }, timeout)? {
+    push_sealed(None, host, port, expected, metadata, timeout)
+}
+
+/// As [`push_blocking`], sealed with `key` if there is one.
+///
+/// # Errors
+/// As [`push_blocking`]; [`ErrorKind::Incompatible`] where the listener has no key or another one.
+pub fn push_sealed(
+    key: Option<&Key>,
+    host: &str,
+    port: u16,
+    expected: u32,
+    metadata: Vec<u8>,
+    timeout: Duration,
+) -> Result<u32> {
+    match ask_blocking(key, host, port, Ask::Push { expected, metadata }, timeout)? {
         HandshakeReply::Pushed { missing, .. } => Ok(missing),
         HandshakeReply::Refused { message, .. } => Err(Error::invalid(message)),
         HandshakeReply::Ranks { .. } => Err(Error::corrupt("the listener answered a push with ranks")),
     }
 }
 
-fn ask_blocking(host: &str, port: u16, ask: Ask, timeout: Duration) -> Result<HandshakeReply> {
-    let mut client = Client::new(ClientLimits::default());
+fn ask_blocking(key: Option<&Key>, host: &str, port: u16, ask: Ask, timeout: Duration) -> Result<HandshakeReply> {
+    let mut client = Client::with_key(ClientLimits::default(), key.cloned());
     let start = Instant::now();
     client.ask(start, 1, host, port, ask, start + timeout);
     loop {

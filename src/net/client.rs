@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 use serde_bytes::ByteBuf;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::net::sealed::{self, Exchange, Kind, MAX_SEALED_REPLY};
 use crate::net::{endpoint, host_port, is_ipv6, unbracketed};
 use crate::proto::ids::{EngineId, RankId};
 use crate::proto::wire::limits::MAX_REPLY_BYTES;
 use crate::proto::wire::{HandshakeReply, HandshakeRequest, Message, RefusalCode};
+use crate::secret::Key;
 
 /// What to ask a listener.
 #[derive(Debug, Clone, PartialEq)]
@@ -70,8 +72,11 @@ impl Default for ClientLimits {
 /// Asks listeners without blocking: [`Client::ask`], then [`Client::turn`] whenever a socket of [`Client::poll_items`]
 /// is ready or [`Client::next_deadline`] has come, then [`Client::poll_answer`]. Every ask gets exactly one answer, at its
 /// deadline at the latest. One socket per listener, shared by all requests to it.
+///
+/// With a key it sends nothing in clear, and takes nothing from an answer in clear but that it is a refusal.
 pub struct Client {
     limits: ClientLimits,
+    key: Option<Key>,
     // Sockets go before the context, whose drop waits for them.
     connections: HashMap<(String, u16), Connection>,
     context: Option<zmq::Context>,
@@ -98,7 +103,12 @@ enum Phase {
 
 struct Request {
     key: (String, u16),
+    /// The encoded request.
+    clear: Vec<u8>,
+    /// What is sent next; the request itself without a key.
     bytes: Vec<u8>,
+    /// With a key: the exchange's number and how far it is.
+    exchange: Option<(u64, Exchange)>,
     asked: Instant,
     deadline: Instant,
     phase: Phase,
@@ -111,8 +121,14 @@ struct Request {
 impl Client {
     /// A client without connections. It has no thread until the first [`Client::ask`]; from then on ZMQ's own.
     pub fn new(limits: ClientLimits) -> Client {
+        Client::with_key(limits, None)
+    }
+
+    /// As [`Client::new`]; with a key, requests and replies are sealed with it.
+    pub fn with_key(limits: ClientLimits, key: Option<Key>) -> Client {
         Client {
             limits,
+            key,
             connections: HashMap::new(),
             context: None,
             requests: BTreeMap::new(),
@@ -135,15 +151,25 @@ impl Client {
             }
         };
         let key = (unbracketed(host).to_owned(), port);
-        let ready = request.to_bytes().and_then(|bytes| {
+        let ready = request.to_bytes().and_then(|clear| {
             self.connection(now, &key)?;
-            Ok(bytes)
+            let mut request = Request {
+                key,
+                clear,
+                bytes: Vec::new(),
+                exchange: None,
+                asked: now,
+                deadline,
+                phase: Phase::Unsent,
+                sends: 0,
+                rest: self.limits.retry_min,
+                refusal: None,
+            };
+            request.begin(self.key.as_ref())?;
+            Ok(request)
         });
         match ready {
-            Ok(bytes) => {
-                let rest = self.limits.retry_min;
-                let phase = Phase::Unsent;
-                let request = Request { key, bytes, asked: now, deadline, phase, sends: 0, rest, refusal: None };
+            Ok(request) => {
                 self.requests.insert(id, request);
             }
             Err(e) => self.answers.push_back(Answer { id, result: Err(e) }),
@@ -240,7 +266,8 @@ impl Client {
             socket.set_ipv6(ipv6)?;
             // Without a connection nothing is queued, so that it is known whether a request has left.
             socket.set_immediate(true)?;
-            socket.set_maxmsgsize(i64::try_from(MAX_REPLY_BYTES).unwrap_or(i64::MAX))?;
+            let limit = if self.key.is_some() { MAX_SEALED_REPLY } else { MAX_REPLY_BYTES };
+            socket.set_maxmsgsize(i64::try_from(limit).unwrap_or(i64::MAX))?;
             socket.set_connect_timeout(3_000)?;
             socket.set_reconnect_ivl(50)?;
             socket.set_reconnect_ivl_max(1_000)?;
@@ -251,13 +278,16 @@ impl Client {
     }
 
     fn expire(&mut self, now: Instant) {
-        for r in self.requests.values_mut() {
+        let mut failed = Vec::new();
+        for (id, r) in &mut self.requests {
             if let Phase::Resting(until) = r.phase
                 && until <= now
+                && let Err(e) = r.begin(self.key.as_ref())
             {
-                r.phase = Phase::Unsent;
+                failed.push((*id, e));
             }
         }
+        failed.into_iter().for_each(|(id, e)| self.end(id, Err(e)));
         let late: Vec<u64> = self.requests.iter().filter(|(_, r)| r.deadline <= now).map(|(id, _)| *id).collect();
         for id in late {
             let Some(r) = self.requests.remove(&id) else { continue };
@@ -299,11 +329,15 @@ impl Client {
             Ok(socket) => {
                 let connection = Connection { socket, idle_since: None, renew_at: Some(now + pause), pause, ipv6 };
                 self.connections.insert(key.clone(), connection);
-                for r in self.requests.values_mut().filter(|r| r.key == *key) {
-                    if let Phase::Sent(_) = r.phase {
-                        r.phase = Phase::Unsent;
+                let mut failed = Vec::new();
+                for (id, r) in self.requests.iter_mut().filter(|(_, r)| r.key == *key) {
+                    if !matches!(r.phase, Phase::Resting(_))
+                        && let Err(e) = r.begin(self.key.as_ref())
+                    {
+                        failed.push((*id, e));
                     }
                 }
+                failed.into_iter().for_each(|(id, e)| self.end(id, Err(e)));
             }
             Err(e) => self.fail_all(key, &e),
         }
@@ -311,10 +345,13 @@ impl Client {
 
     fn fail_all(&mut self, key: &(String, u16), error: &Error) {
         let lost: Vec<u64> = self.requests.iter().filter(|(_, r)| r.key == *key).map(|(id, _)| *id).collect();
-        for id in lost {
-            if self.requests.remove(&id).is_some() {
-                self.answers.push_back(Answer { id, result: Err(error.clone()) });
-            }
+        lost.into_iter().for_each(|id| self.end(id, Err(error.clone())));
+    }
+
+    /// The request is over.
+    fn end(&mut self, id: u64, result: Result<HandshakeReply>) {
+        if self.requests.remove(&id).is_some() {
+            self.answers.push_back(Answer { id, result });
         }
     }
 
@@ -372,7 +409,61 @@ impl Client {
         }
     }
 
+    /// Takes a frame that arrived.
     fn judge(&mut self, now: Instant, key: &(String, u16), bytes: &[u8]) {
+        if self.key.is_none() {
+            return self.judge_clear(now, key, bytes, None);
+        }
+        let at = host_port(&key.0, key.1);
+        let Some((kind, exchange, message)) = sealed::split(bytes) else {
+            let Some(id) = self.oldest(key) else { return };
+            let said = match HandshakeReply::from_bytes(bytes) {
+                Ok(HandshakeReply::Refused { message, .. }) => message,
+                _ => "something else than a refusal, which is not looked at".to_owned(),
+            };
+            let text = format!(
+                "the listener at {at} answered a sealed request in clear: {said:?}; both engines need the same key \
+                 (key_file, KVFERRY_KEY_FILE)"
+            );
+            return self.end(id, Err(Error::new(ErrorKind::Incompatible, text)));
+        };
+        let found = self.requests.iter_mut().find(|(_, r)| {
+            r.key == *key && r.exchange.as_ref().is_some_and(|(n, _)| *n == exchange) && matches!(r.phase, Phase::Sent(_))
+        });
+        let Some((&id, r)) = found else {
+            log::debug!("kvferry client: a reply that nobody waits for came from {at}");
+            return;
+        };
+        let Some((_, state)) = r.exchange.as_mut() else { return };
+        let step = match kind {
+            Kind::Opened => state.ask(exchange, message, &r.clear).map(|bytes| {
+                r.bytes = bytes;
+                r.phase = Phase::Unsent;
+            }),
+            Kind::Reply => match state.reply(message) {
+                Ok(clear) => return self.judge_clear(now, key, &clear, Some(id)),
+                Err(e) => Err(e),
+            },
+            Kind::Again => {
+                r.phase = Phase::Resting(now + r.rest);
+                r.rest = (r.rest * 2).min(self.limits.retry_max);
+                Ok(())
+            }
+            Kind::Open | Kind::Ask => Err(Error::corrupt("a frame that only clients send")),
+        };
+        if let Err(e) = step {
+            self.end(id, Err(e.context(format!("what listens on {at} answered"))));
+        }
+    }
+
+    /// The request to `key` that was sent first.
+    fn oldest(&self, key: &(String, u16)) -> Option<u64> {
+        let sent = self.requests.iter().filter(|(_, r)| r.key == *key);
+        sent.filter_map(|(id, r)| if let Phase::Sent(at) = r.phase { Some((at, *id)) } else { None }).min().map(|(_, id)| id)
+    }
+
+    /// Takes a reply in clear. `expected`: the request that it came for, if the channel tells.
+    fn judge_clear(&mut self, now: Instant, key: &(String, u16), bytes: &[u8], expected: Option<u64>) {
         let reply = HandshakeReply::from_bytes(bytes);
         let id = match &reply {
             Ok(
@@ -383,11 +474,7 @@ impl Client {
             Err(_) => 0,
         };
         // A listener that could not read a request cannot name it, but it answers in order: it means the oldest.
-        let oldest = || {
-            let sent = self.requests.iter().filter(|(_, r)| r.key == *key);
-            sent.filter_map(|(id, r)| if let Phase::Sent(at) = r.phase { Some((at, *id)) } else { None }).min()
-        };
-        let id = if id == 0 { oldest().map_or(0, |(_, id)| id) } else { id };
+        let id = expected.unwrap_or_else(|| if id == 0 { self.oldest(key).unwrap_or(0) } else { id });
         let Some(r) = self.requests.get_mut(&id).filter(|r| r.key == *key) else {
             log::debug!("kvferry client: a reply that nobody waits for came from {}", host_port(&key.0, key.1));
             return;
@@ -407,6 +494,22 @@ impl Client {
         let result = reply.map_err(|e| e.context(format!("what listens on {} answered", host_port(&key.0, key.1))));
         self.requests.remove(&id);
         self.answers.push_back(Answer { id, result });
+    }
+}
+
+impl Request {
+    /// Makes ready to be sent, for the first time or again. With a key that is a new exchange each time.
+    fn begin(&mut self, key: Option<&Key>) -> Result<()> {
+        self.phase = Phase::Unsent;
+        let Some(key) = key else {
+            self.bytes.clone_from(&self.clear);
+            return Ok(());
+        };
+        let number =
+            getrandom::u64().map_err(|e| Error::new(ErrorKind::Io, format!("drawing an exchange's number: {e}")))?;
+        let (exchange, bytes) = Exchange::begin(key, number)?;
+        (self.exchange, self.bytes) = (Some((number, exchange)), bytes);
+        Ok(())
     }
 }
 

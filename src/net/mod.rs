@@ -5,11 +5,13 @@ mod address;
 mod blocking;
 mod client;
 mod listener;
+mod sealed;
 
 pub use address::{Address, LocalAddress, choose, choose_among, local_addresses};
-pub use blocking::{push_blocking, query_blocking};
+pub use blocking::{push_blocking, push_sealed, query_blocking, query_sealed};
 pub use client::{Answer, Ask, Client, ClientLimits};
 pub use listener::{Listener, ListenerConfig};
+pub use sealed::Gate;
 
 use std::net::Ipv6Addr;
 

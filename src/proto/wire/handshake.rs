@@ -57,6 +57,8 @@ pub enum RefusalCode {
     Push,
     /// The answer would be over the limit; ask for fewer ranks at once.
     TooLarge,
+    /// The request is in clear and the listener has a key, or the other way round; or its key is another one.
+    Key,
     /// A reason that this build does not know yet; the message tells it.
     #[serde(other)]
     Other,

@@ -1,0 +1,341 @@
+//! The handshake with a key: the frames, and the listener's gate. The client's half is in its own file.
+//!
+//! A request takes two round trips: the first opens a channel of its own, the second carries one request and one reply
+//! over it. So a request is fresh by itself: sent again, in this life of the listener or a later one, it belongs to a
+//! channel that is gone. And nothing in it can be opened by who learns the key later.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use super::Address;
+use crate::error::{Error, Result};
+use crate::proto::wire::limits::{MAX_REPLY_BYTES, MAX_REQUEST_BYTES};
+use crate::proto::wire::{HandshakeReply, Message, RefusalCode};
+use crate::secret::{Channel, Initiator, Key, Protocol, Responder, sealed_len};
+
+/// No message in clear begins so: those are msgpack maps.
+const MAGIC: [u8; 4] = *b"KVFS";
+const VERSION: u8 = 1;
+/// Magic, version, kind, zero u16, the exchange's number u64.
+const HEAD_BYTES: usize = 16;
+/// Names an open channel of the listener's.
+const CHANNEL_BYTES: usize = 16;
+
+/// Channels that wait for their request; the oldest makes room. A client asks at once.
+const MAX_CHANNELS: usize = 1024;
+/// First messages that are remembered, to refuse them when they come again.
+const MAX_SEEN: usize = 65_536;
+/// The ephemeral key at the start of a Noise message.
+const EPHEMERAL_BYTES: usize = 32;
+
+/// The longest frame of a client with a key.
+pub(super) const MAX_SEALED_REPLY: usize = HEAD_BYTES + sealed_len(MAX_REPLY_BYTES);
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Client: the first Noise message.
+    Open,
+    /// Listener: the second, whose payload names the channel.
+    Opened,
+    /// Client: the channel's name and a request, sealed.
+    Ask,
+    /// Listener: the reply, sealed.
+    Reply,
+    /// Listener: that channel is gone; open another.
+    Again,
+}
+
+/// A frame's kind, its exchange's number, and what follows. `None` if it is not of this protocol.
+pub(super) fn split(frame: &[u8]) -> Option<(Kind, u64, &[u8])> {
+    let (head, rest) = frame.split_first_chunk::<HEAD_BYTES>()?;
+    let [m0, m1, m2, m3, VERSION, kind, 0, 0, number @ ..] = *head else { return None };
+    let kind = match kind {
+        1 => Kind::Open,
+        2 => Kind::Opened,
+        3 => Kind::Ask,
+        4 => Kind::Reply,
+        5 => Kind::Again,
+        _ => return None,
+    };
+    ([m0, m1, m2, m3] == MAGIC).then_some((kind, u64::from_le_bytes(number), rest))
+}
+
+fn frame(kind: Kind, exchange: u64, parts: &[&[u8]]) -> Vec<u8> {
+    let kind = match kind {
+        Kind::Open => 1,
+        Kind::Opened => 2,
+        Kind::Ask => 3,
+        Kind::Reply => 4,
+        Kind::Again => 5,
+    };
+    let mut bytes = Vec::with_capacity(HEAD_BYTES + parts.iter().map(|part| part.len()).sum::<usize>());
+    bytes.extend_from_slice(&MAGIC);
+    bytes.extend_from_slice(&[VERSION, kind, 0, 0]);
+    bytes.extend_from_slice(&exchange.to_le_bytes());
+    parts.iter().for_each(|part| bytes.extend_from_slice(part));
+    bytes
+}
+
+/// A client's exchange.
+pub(super) enum Exchange {
+    /// The first message is out.
+    Opening(Initiator),
+    /// The request is out.
+    Asked(Channel),
+}
+
+impl Exchange {
+    /// Begins the exchange `number`; the frame to send.
+    pub(super) fn begin(key: &Key, number: u64) -> Result<(Exchange, Vec<u8>)> {
+        let (initiator, message) = Initiator::start(key, Protocol::Handshake, &number.to_le_bytes(), &[])?;
+        Ok((Exchange::Opening(initiator), frame(Kind::Open, number, &[&message])))
+    }
+
+    /// The listener opened the channel: the frame with the request `clear`.
+    pub(super) fn ask(&mut self, number: u64, opened: &[u8], clear: &[u8]) -> Result<Vec<u8>> {
+        let Exchange::Opening(initiator) = self else { return Err(Error::corrupt("a channel was opened twice")) };
+        let (name, mut channel) = initiator.finish(opened)?;
+        let (_, sealed) = channel.sealer.seal(&[], clear)?;
+        *self = Exchange::Asked(channel);
+        Ok(frame(Kind::Ask, number, &[&name, &sealed]))
+    }
+
+    /// The reply in clear.
+    pub(super) fn reply(&mut self, sealed: &[u8]) -> Result<Vec<u8>> {
+        let Exchange::Asked(channel) = self else { return Err(Error::corrupt("a reply to no request")) };
+        Ok(channel.opener.open(0, sealed, 0, MAX_REPLY_BYTES)?.1)
+    }
+}
+
+/// What a listener puts in front of its answering function: with a key, only sealed requests get through, and only
+/// their senders can read the replies. Without one, only requests in clear do.
+///
+/// Refusals go out in clear and have nothing of the engine in them.
+#[derive(Debug)]
+pub struct Gate {
+    key: Option<Key>,
+    /// With the numbers of their exchanges.
+    channels: BTreeMap<[u8; CHANNEL_BYTES], (u64, Channel)>,
+    /// The channels' names from the oldest on. Used ones are still in it.
+    order: VecDeque<[u8; CHANNEL_BYTES]>,
+    seen: BTreeSet<[u8; EPHEMERAL_BYTES]>,
+    seen_order: VecDeque<[u8; EPHEMERAL_BYTES]>,
+}
+
+impl Gate {
+    /// A gate for the listener at `address`. Warns if other hosts can reach that and there is no key.
+    pub fn new(key: Option<Key>, address: &Address) -> Gate {
+        if key.is_none() && !address.bind.is_loopback() {
+            log::warn!(
+                "kvferry listener: other hosts can reach {}, and no key is set: whoever connects learns where this \
+                 engine's memory is and how to read it; give all engines one key (key_file or {}), or keep others out \
+                 of this network",
+                address.bind,
+                crate::secret::ENV
+            );
+        }
+        Gate {
+            key,
+            channels: BTreeMap::new(),
+            order: VecDeque::new(),
+            seen: BTreeSet::new(),
+            seen_order: VecDeque::new(),
+        }
+    }
+
+    /// Answers any bytes: with what `answer` makes of the request in them if it may pass, else with a refusal.
+    pub fn answer(&mut self, request: &[u8], answer: impl FnOnce(&[u8]) -> Vec<u8>) -> Vec<u8> {
+        let sealed = split(request);
+        let Some(key) = self.key.clone() else {
+            if sealed.is_some() {
+                return refusal(
+                    "a sealed request came, and this listener has no key: give both engines the same key file \
+                     (key_file, KVFERRY_KEY_FILE), or none",
+                );
+            }
+            return answer(request);
+        };
+        match sealed {
+            Some((Kind::Open, number, message)) => self.open(&key, number, message).unwrap_or_else(|e| refused(&e)),
+            Some((Kind::Ask, number, message)) => self.ask(number, message, answer).unwrap_or_else(|e| refused(&e)),
+            Some(_) => refusal("a frame that only listeners send"),
+            None => refusal(
+                "this listener takes sealed requests only: give both engines the same key file (key_file, \
+                 KVFERRY_KEY_FILE)",
+            ),
+        }
+    }
+
+    fn open(&mut self, key: &Key, number: u64, message: &[u8]) -> Result<Vec<u8>> {
+        let (responder, _) = Responder::read(key, Protocol::Handshake, &number.to_le_bytes(), message)?;
+        let ephemeral = *message
+            .first_chunk::<EPHEMERAL_BYTES>()
+            .ok_or_else(|| Error::corrupt("a first message without its key"))?;
+        if !self.seen.insert(ephemeral) {
+            return Err(Error::corrupt("this request came before; each can be sent once"));
+        }
+        self.seen_order.push_back(ephemeral);
+        if self.seen_order.len() > MAX_SEEN
+            && let Some(oldest) = self.seen_order.pop_front()
+        {
+            self.seen.remove(&oldest);
+        }
+        let mut name = [0; CHANNEL_BYTES];
+        getrandom::fill(&mut name).map_err(|e| Error::new(crate::ErrorKind::Io, format!("drawing a name: {e}")))?;
+        let (second, channel) = responder.answer(&name)?;
+        self.channels.insert(name, (number, channel));
+        self.order.push_back(name);
+        if self.order.len() > MAX_CHANNELS
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.channels.remove(&oldest);
+        }
+        Ok(frame(Kind::Opened, number, &[&second]))
+    }
+
+    fn ask(&mut self, number: u64, message: &[u8], answer: impl FnOnce(&[u8]) -> Vec<u8>) -> Result<Vec<u8>> {
+        let (name, sealed) = message
+            .split_first_chunk::<CHANNEL_BYTES>()
+            .ok_or_else(|| Error::corrupt("a sealed request that ends within its head"))?;
+        let again = || Ok(frame(Kind::Again, number, &[]));
+        let Some((exchange, channel)) = self.channels.get_mut(name) else { return again() };
+        // Damaged bytes cost the sender of the right ones nothing: the channel stays.
+        if *exchange != number {
+            return Err(Error::corrupt("a sealed request with the number of another exchange"));
+        }
+        let (_, clear) = channel.opener.open(0, sealed, 0, MAX_REQUEST_BYTES)?;
+        let Some((_, mut channel)) = self.channels.remove(name) else { return again() };
+        let (_, sealed) = channel.sealer.seal(&[], &answer(&clear))?;
+        Ok(frame(Kind::Reply, number, &[&sealed]))
+    }
+}
+
+fn refused(error: &Error) -> Vec<u8> {
+    refusal(error.message())
+}
+
+fn refusal(message: &str) -> Vec<u8> {
+    log::debug!("kvferry listener: refused a request: {message}");
+    HandshakeReply::Refused { id: 0, code: RefusalCode::Key, message: message.to_owned() }.to_bytes().unwrap_or_default()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+
+    use super::*;
+
+    fn gate(key: Option<u8>) -> Gate {
+        let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let address = Address { bind: ip, advertise: ip, local_only: true, note: None };
+        Gate::new(key.map(|byte| Key::from_bytes([byte; 32])), &address)
+    }
+
+    fn echo(request: &[u8]) -> Vec<u8> {
+        [b"echo:", request].concat()
+    }
+
+    fn never(_: &[u8]) -> Vec<u8> {
+        unreachable!("a request passed that should not have")
+    }
+
+    fn refused_text(reply: &[u8]) -> String {
+        match HandshakeReply::from_bytes(reply).unwrap() {
+            HandshakeReply::Refused { id: 0, code: RefusalCode::Key, message } => message,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The first half of an exchange: its state, the frame sent, and the frame that asks.
+    fn opened(gate: &mut Gate, key: u8, request: &[u8]) -> (Exchange, Vec<u8>, Vec<u8>) {
+        let (mut exchange, first) = Exchange::begin(&Key::from_bytes([key; 32]), 7).unwrap();
+        let reply = gate.answer(&first, never);
+        let (kind, number, message) = split(&reply).unwrap();
+        assert_eq!((kind, number), (Kind::Opened, 7));
+        let ask = exchange.ask(7, message, request).unwrap();
+        (exchange, first, ask)
+    }
+
+    #[test]
+    fn a_request_passes_once_and_its_reply_is_for_its_sender() {
+        let mut gate = gate(Some(1));
+        let (mut exchange, first, ask) = opened(&mut gate, 1, b"request");
+        let reply = gate.answer(&ask, echo);
+        let (kind, number, sealed) = split(&reply).unwrap();
+        assert_eq!((kind, number), (Kind::Reply, 7));
+        assert!(!reply.windows(4).any(|bytes| bytes == b"echo"));
+        let (mut other, ..) = opened(&mut gate, 1, b"another");
+        assert!(other.reply(sealed).is_err());
+        assert_eq!(exchange.reply(sealed).unwrap(), b"echo:request");
+        assert!(exchange.reply(sealed).is_err());
+        // Both captured frames again, and in a later life of the listener.
+        assert!(refused_text(&gate.answer(&first, never)).contains("came before"));
+        assert_eq!(split(&gate.answer(&ask, never)).unwrap(), (Kind::Again, 7, [].as_slice()));
+        let mut later = self::gate(Some(1));
+        assert_eq!(split(&later.answer(&ask, never)).unwrap().0, Kind::Again);
+        // Its answer to the first frame gives nothing to who can't read it, and does not fit the captured request.
+        assert_eq!(split(&later.answer(&first, never)).unwrap().0, Kind::Opened);
+        assert_eq!(split(&later.answer(&ask, never)).unwrap().0, Kind::Again);
+    }
+
+    #[test]
+    fn without_the_key_nothing_passes() {
+        let mut closed = gate(Some(1));
+        let (_, foreign) = Exchange::begin(&Key::from_bytes([2; 32]), 7).unwrap();
+        assert!(refused_text(&closed.answer(&foreign, never)).contains("different keys"));
+        for clear in [b"".as_slice(), b"KVFS", b"in clear", &[0; 4096]] {
+            assert!(refused_text(&closed.answer(clear, never)).contains("key_file"));
+        }
+        for kind in [Kind::Opened, Kind::Reply, Kind::Again] {
+            refused_text(&closed.answer(&frame(kind, 7, &[&[1; 64]]), never));
+        }
+        let mut open = gate(None);
+        assert!(refused_text(&open.answer(&foreign, never)).contains("has no key"));
+        assert_eq!(open.answer(b"in clear", echo), b"echo:in clear");
+    }
+
+    #[test]
+    fn every_damaged_byte_is_refused_and_the_right_request_still_passes() {
+        let mut gate = gate(Some(1));
+        let (mut exchange, first, ask) = opened(&mut gate, 1, b"request");
+        // A first message of another exchange, which the gate has not seen.
+        let (_, unseen) = Exchange::begin(&Key::from_bytes([1; 32]), 8).unwrap();
+        for good in [&unseen, &first, &ask] {
+            for at in 0..good.len() {
+                let mut bad = good.clone();
+                bad[at] ^= 1;
+                for bad in [bad.as_slice(), &good[..at]] {
+                    let reply = gate.answer(bad, never);
+                    // Another name of a channel is one that is not there.
+                    if split(&reply).is_none_or(|(kind, ..)| kind != Kind::Again) {
+                        refused_text(&reply);
+                    }
+                }
+            }
+        }
+        let reply = gate.answer(&ask, echo);
+        let (_, _, sealed) = split(&reply).unwrap();
+        for at in 0..sealed.len() {
+            let mut bad = sealed.to_vec();
+            bad[at] ^= 1;
+            assert!(exchange.reply(&bad).is_err() && exchange.reply(&sealed[..at]).is_err(), "byte {at}");
+        }
+        assert_eq!(exchange.reply(sealed).unwrap(), b"echo:request");
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded() {
+        let mut gate = gate(Some(1));
+        let (_, _, oldest) = opened(&mut gate, 1, b"oldest");
+        let (mut second, _, ask) = opened(&mut gate, 1, b"second");
+        for _ in 0..MAX_CHANNELS - 1 {
+            opened(&mut gate, 1, b"");
+        }
+        assert_eq!(gate.channels.len(), MAX_CHANNELS);
+        assert_eq!(gate.order.len(), MAX_CHANNELS);
+        assert_eq!(split(&gate.answer(&oldest, never)).unwrap().0, Kind::Again);
+        let reply = gate.answer(&ask, echo);
+        assert_eq!(second.reply(split(&reply).unwrap().2).unwrap(), b"echo:second");
+    }
+}
