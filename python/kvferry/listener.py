@@ -14,7 +14,7 @@ class Listener:
     Args:
         config: Keys `engine_id`, `tp_size`, `pp_size`, `dcp_size`, `host` (str or None: found), `port` (0: a free
             one), `data_parallel_index`, `push` (bool: also accept metadata over the network), `advertise_local`
-            (bool).
+            (bool), `key_file` (as `Worker`'s).
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:

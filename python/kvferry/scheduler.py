@@ -28,8 +28,8 @@ class Scheduler:
             any rank, see `Worker.set_geometry`), `null_block` (int or None: the id that stands for no block),
             `reuses_blocks` (bool: whether blocks serve other requests with the same prefix), `lease_ms`, `host` (str
             or None: found), `port` (0: a free one), `data_parallel_index` (added to a port that is not 0), `push`
-            (bool: accept metadata rank by rank), `advertise_local` (bool). Unknown keys and wrong types raise
-            `InvalidArgumentError` that names them.
+            (bool: accept metadata rank by rank), `advertise_local` (bool), `key_file` (as `Worker`'s). Unknown keys
+            and wrong types raise `InvalidArgumentError` that names them.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:

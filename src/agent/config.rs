@@ -53,6 +53,9 @@ pub struct AgentConfig {
     /// The libucp to open; by default one already loaded in the process, else the system's, else that of an installed
     /// Python package `libucx`.
     pub ucx_lib: Option<PathBuf>,
+    /// The file of the key that all agents share: see [`Key`](crate::secret::Key). `None` leaves it to the environment
+    /// variable `KVFERRY_KEY_FILE`, an empty path means no key. Default: `None`.
+    pub key_file: Option<PathBuf>,
     /// In flight to one peer. Default: 64 operations or 16 MiB. 16 MiB is what a 400 Gbit/s link moves in a third of
     /// a millisecond, well over its round trip; 64 small operations hide the per-operation latency of TCP and RDMA.
     pub peer_window: Window,
@@ -86,6 +89,7 @@ impl Default for AgentConfig {
             transport: Transport::Auto,
             ucx: BTreeMap::new(),
             ucx_lib: None,
+            key_file: None,
             peer_window: Window { operations: 64, bytes: 16 << 20 },
             total_window: Window { operations: 256, bytes: 64 << 20 },
             max_operation_bytes: 4 << 20,

@@ -33,7 +33,7 @@ impl Leaving {
 
 impl Engine {
     /// Says goodbye to a peer that was taken out of the table.
-    pub(super) fn leave(&mut self, peer: Peer, now: Instant) {
+    pub(super) fn leave(&mut self, mut peer: Peer, now: Instant) {
         let frame = Frame {
             kind: FrameKind::Goodbye,
             incarnation: self.incarnation,
@@ -44,8 +44,9 @@ impl Engine {
         if !peer.is_ready() {
             return;
         }
+        let Ok((header, data)) = peer.wrap(frame, Vec::new()) else { return };
         let token = self.operations.insert(InFlight::Goodbye);
-        if !matches!(peer.endpoint.send_am(AM_ID, &frame.encode(), Vec::new(), token), Ok(Posted::Pending)) {
+        if !matches!(peer.endpoint.send_am(AM_ID, &header, data, token), Ok(Posted::Pending)) {
             self.operations.remove(token);
         }
         let token = self.operations.insert(InFlight::Farewell);

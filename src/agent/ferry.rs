@@ -8,11 +8,12 @@ use super::config::AgentConfig;
 use super::event::{Direction, Event};
 use super::farewell::Leaving;
 use super::handle::check_message;
-use super::hello::AM_ID;
+use super::hello::{AM_ID, FRAME_BYTES};
 use super::ids::{PeerId, RegionId, TransferId};
 use super::operations::Operations;
 use super::peers::Peers;
 use super::registry::Registry;
+use super::sealed::Secrets;
 use super::served::Chunks;
 use super::setup;
 use super::shared::{Command, Shared};
@@ -24,6 +25,7 @@ use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
+use crate::secret::{Key, sealed_len};
 use crate::ucx::{Context, Worker, WorkerOptions};
 
 /// The longest message between agents, in bytes. Far above what the connector sends (block lists do not travel as
@@ -36,6 +38,7 @@ pub(super) struct Engine {
     pub(super) config: AgentConfig,
     pub(super) shared: Arc<Shared>,
     pub(super) incarnation: Incarnation,
+    pub(super) secrets: Secrets,
     /// This worker's address in its envelope.
     pub(super) address: Vec<u8>,
     pub(super) events: VecDeque<Event>,
@@ -54,8 +57,11 @@ pub(super) struct Engine {
 
 impl Engine {
     pub(super) fn new(config: AgentConfig, incarnation: Incarnation, shared: &Arc<Shared>) -> Result<Engine> {
+        let secrets = Secrets::new(Key::configured(config.key_file.as_deref())?);
         let context = setup::context(&config)?;
-        let options = WorkerOptions { name: config.name.clone(), max_message: MAX_MESSAGE_BYTES };
+        let longest = MAX_MESSAGE_BYTES + FRAME_BYTES;
+        let max_message = if secrets.is_keyed() { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
+        let options = WorkerOptions { name: config.name.clone(), max_message };
         let worker = Worker::with_options(&context, &options).map_err(ucx_error)?;
         worker.accept_messages(AM_ID).map_err(ucx_error)?;
         let address = worker.address().map_err(ucx_error)?;
@@ -64,6 +70,7 @@ impl Engine {
             config,
             shared: Arc::clone(shared),
             incarnation,
+            secrets,
             address,
             events: VecDeque::new(),
             stats: AgentStats::default(),

@@ -31,6 +31,12 @@ pub(super) enum FrameKind {
     WriteRequest,
     /// Says that they are in place.
     WriteReply,
+    /// A hello for holders of the key: the first message of a Noise exchange.
+    SealedHello,
+    /// The second.
+    SealedAnswer,
+    /// Any other frame, sealed with its header.
+    Sealed,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -43,7 +49,8 @@ pub(super) struct Frame {
     /// The sender's number for the connection, drawn when it made its endpoint.
     pub(super) connection: u64,
     /// Counts the connection's messages of kind data and the goodbye after them from 0; in requests and replies, the
-    /// chunk's number.
+    /// chunk's number; in sealed hellos and their answers, which of the sender's hellos it is or answers; in sealed
+    /// frames, their number.
     pub(super) sequence: u64,
 }
 
@@ -57,6 +64,9 @@ impl Frame {
             FrameKind::ReadReply => 5,
             FrameKind::WriteRequest => 6,
             FrameKind::WriteReply => 7,
+            FrameKind::SealedHello => 10,
+            FrameKind::SealedAnswer => 11,
+            FrameKind::Sealed => 12,
         };
         let mut bytes = [0; FRAME_BYTES];
         let fields = MAGIC
@@ -94,6 +104,9 @@ impl Frame {
             5 => FrameKind::ReadReply,
             6 => FrameKind::WriteRequest,
             7 => FrameKind::WriteReply,
+            10 => FrameKind::SealedHello,
+            11 => FrameKind::SealedAnswer,
+            12 => FrameKind::Sealed,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));

@@ -101,9 +101,14 @@ impl Engine {
         data: Vec<u8>,
         reserved: Option<u64>,
     ) -> Result<()> {
-        let peer = self.peers.get(id)?;
+        let peer = self.peers.get_mut(id)?;
+        if peer.must_wait(frame.kind) {
+            peer.wait(frame, data, reserved);
+            return Ok(());
+        }
+        let (header, data) = peer.wrap(frame, data)?;
         let token = self.operations.insert(InFlight::Message { peer: id, reserved: reserved.unwrap_or(0) });
-        let posted = peer.endpoint.send_am(AM_ID, &frame.encode(), data, token);
+        let posted = peer.endpoint.send_am(AM_ID, &header, data, token);
         if !matches!(posted, Ok(ucx::Posted::Pending)) {
             self.operations.remove(token);
             if let Some(reserved) = reserved {
@@ -135,6 +140,7 @@ impl Engine {
 
     fn receive(&mut self, header: &[u8], data: Vec<u8>, now: Instant) -> Result<()> {
         let frame = Frame::decode(header)?;
+        let Some((frame, data)) = self.unwrap(frame, header, data, now)? else { return Ok(()) };
         if frame.kind == FrameKind::Hello {
             return self.on_hello(frame, &data, now);
         }

@@ -50,6 +50,7 @@ mod operations;
 mod passenger;
 mod peers;
 mod registry;
+mod sealed;
 mod served;
 mod setup;
 mod shared;

@@ -16,6 +16,7 @@ use super::ferry::Engine;
 use super::hello::{Frame, FrameKind, Hello};
 use super::ids::PeerId;
 use super::messages::Inbox;
+use super::sealed::Session;
 use super::served::Service;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
@@ -53,6 +54,7 @@ pub(super) struct Peer {
     pub(super) next_sequence: u64,
     pub(super) inbox: Inbox,
     pub(super) service: Service,
+    pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
 }
@@ -86,6 +88,11 @@ impl Reach {
 impl Peer {
     pub(super) fn is_ready(&self) -> bool {
         self.remote_connection.is_some()
+    }
+
+    /// The peer's number for the connection, once it said hello.
+    pub(super) fn remote_connection(&self) -> Option<u64> {
+        self.remote_connection
     }
 
     /// Whether a message over the peer's connection `connection` belongs to the current one.
@@ -284,6 +291,7 @@ impl Engine {
             next_sequence: 0,
             inbox: Inbox::default(),
             service: Service::default(),
+            session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
         })
     }
@@ -294,6 +302,9 @@ impl Engine {
     }
 
     fn send_hello(&mut self, id: PeerId) -> Result<()> {
+        if self.secrets.is_keyed() {
+            return self.send_sealed_hello(id);
+        }
         let peer = self.peers.get(id)?;
         let hello = Hello {
             name: self.config.name.clone(),
@@ -350,9 +361,7 @@ impl Engine {
     /// Makes a peer of an agent that connected to this one.
     fn accept(&mut self, hello: Hello) -> Result<()> {
         self.check_open()?;
-        let peer = self.new_peer(hello.name, hello.incarnation, &hello.address)?;
-        let id = peer.id;
-        self.admit(peer);
+        let id = self.admit_new(&hello)?;
         self.greet(id, hello.connection)?;
         if let Err(error) = self.send_hello(id) {
             self.lose(id, error, Instant::now());
@@ -360,8 +369,16 @@ impl Engine {
         Ok(())
     }
 
+    /// Connects back to an agent that said hello.
+    pub(super) fn admit_new(&mut self, hello: &Hello) -> Result<PeerId> {
+        let peer = self.new_peer(hello.name.clone(), hello.incarnation, &hello.address)?;
+        let id = peer.id;
+        self.admit(peer);
+        Ok(id)
+    }
+
     /// Notes that the peer is there and itself.
-    fn greet(&mut self, id: PeerId, connection: u64) -> Result<()> {
+    pub(super) fn greet(&mut self, id: PeerId, connection: u64) -> Result<()> {
         let peer = self.peers.get_mut(id)?;
         let first = peer.remote_connection.replace(connection).is_none();
         peer.deadline = None;
@@ -452,8 +469,10 @@ impl Engine {
                 let error = Error::new(
                     ErrorKind::Unreachable,
                     format!(
-                        "agent {} did not answer within {:?}: is it running, and the network open?",
-                        peer.name, self.config.connect_timeout
+                        "agent {} did not answer within {:?}: is it running, and the network open?{}",
+                        peer.name,
+                        self.config.connect_timeout,
+                        self.secrets.hint()
                     ),
                 );
                 self.lose(id, error, now);

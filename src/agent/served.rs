@@ -167,8 +167,9 @@ impl Engine {
     fn post_service(&mut self, id: PeerId, kind: FrameKind, chunk: u64, data: Vec<u8>, held: u64) -> Result<()> {
         let peer = self.peers.get_mut(id)?;
         let frame = Frame { kind, incarnation: self.incarnation, connection: peer.connection, sequence: chunk };
+        let (header, data) = peer.wrap(frame, data)?;
         let token = self.operations.insert(InFlight::Service { peer: id, held });
-        match peer.endpoint.send_am(AM_ID, &frame.encode(), data, token) {
+        match peer.endpoint.send_am(AM_ID, &header, data, token) {
             Ok(Posted::Pending) => peer.service.unsent += held,
             Ok(Posted::Done) => drop(self.operations.remove(token)),
             Err(e) => {
@@ -203,7 +204,9 @@ impl Engine {
                 Ok(())
             }
             FrameKind::ReadReply | FrameKind::WriteReply => self.on_reply(id, frame, data, now),
+            // Taken before it comes here.
             FrameKind::Hello | FrameKind::Data | FrameKind::Goodbye => Ok(()),
+            FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed => Ok(()),
         }
     }
 

@@ -95,6 +95,10 @@ pub struct WorkerConfig {
     /// Path of the libucp to open; None searches as `docs/architecture.md` says.
     #[serde(default)]
     pub ucx_lib: Option<String>,
+    /// The file of the key that all engines share; None leaves it to the environment variable `KVFERRY_KEY_FILE`, an
+    /// empty text means no key.
+    #[serde(default)]
+    pub key_file: Option<String>,
     /// Name in logs; None makes one of engine and rank.
     #[serde(default)]
     pub name: Option<String>,
@@ -188,6 +192,7 @@ impl WorkerConfig {
             transport: Transport::Auto,
             ucx: BTreeMap::new(),
             ucx_lib: None,
+            key_file: None,
             name: None,
             window: None,
             heartbeat_divisor: heartbeat_divisor(),
@@ -307,6 +312,9 @@ pub struct SchedulerConfig {
     /// spelled out is taken as it is.
     #[serde(default)]
     pub advertise_local: bool,
+    /// As [`WorkerConfig::key_file`].
+    #[serde(default)]
+    pub key_file: Option<String>,
 }
 
 fn yes() -> bool {
@@ -340,6 +348,7 @@ impl SchedulerConfig {
             data_parallel_index: 0,
             push: false,
             advertise_local: false,
+            key_file: None,
         }
     }
 

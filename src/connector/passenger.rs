@@ -17,6 +17,7 @@ use crate::proto::stats::Stats;
 use crate::proto::time::Time;
 use crate::proto::wire::{AgentMetadata, Cause, Message, PeerMessage, RankMetadata, StepMetadata};
 use crate::proto::worker::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine};
+use crate::secret::Key;
 
 /// How many complaints about undecodable messages are logged; all are counted.
 const COMPLAINTS: u64 = 20;
@@ -26,6 +27,7 @@ pub(super) struct WorkerPassenger {
     driver: Option<Driver>,
     log: Option<RequestLog>,
     handshake_timeout: Duration,
+    key: Option<Key>,
 }
 
 struct Driver {
@@ -66,8 +68,13 @@ struct Link {
 }
 
 impl WorkerPassenger {
-    pub(super) fn new(shared: Arc<Shared>, log: Option<RequestLog>, handshake_timeout: Duration) -> Self {
-        WorkerPassenger { shared, driver: None, log, handshake_timeout }
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        log: Option<RequestLog>,
+        handshake_timeout: Duration,
+        key: Option<Key>,
+    ) -> Self {
+        WorkerPassenger { shared, driver: None, log, handshake_timeout, key }
     }
 }
 
@@ -83,8 +90,9 @@ impl Passenger for WorkerPassenger {
             match (command, self.driver.as_mut()) {
                 (Command::Begin(machine), None) => {
                     let shared = Arc::clone(&self.shared);
+                    let client = Client::with_key(ClientLimits::default(), self.key.take());
                     let mut driver =
-                        Driver::new(*machine, shared, self.log.take(), self.handshake_timeout, ferry.now());
+                        Driver::new(*machine, shared, self.log.take(), client, self.handshake_timeout, ferry.now());
                     if ferry.is_shutting_down() {
                         driver.machine.handle_shutdown(driver.time(ferry.now()));
                     }
@@ -131,6 +139,7 @@ impl Driver {
         machine: Machine,
         shared: Arc<Shared>,
         log: Option<RequestLog>,
+        client: Client,
         handshake_timeout: Duration,
         epoch: Instant,
     ) -> Driver {
@@ -138,7 +147,7 @@ impl Driver {
             machine,
             shared,
             log,
-            client: Client::new(ClientLimits::default()),
+            client,
             ask_timeout: handshake_timeout.mul_f64(0.9),
             epoch,
             local: None,

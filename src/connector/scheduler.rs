@@ -1,17 +1,19 @@
 //! One engine's scheduler side: the state machine, and the listener that serves the ranks' metadata.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::config::SchedulerConfig;
 use super::shared::lock;
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{self, Listener, ListenerConfig};
+use crate::net::{self, Gate, Listener, ListenerConfig};
 use crate::proto::handshake::{Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::scheduler::{Finish, FinishOutcome, Match, Scheduler as Machine, SchedulerConfig as MachineConfig};
 use crate::proto::wire::{Blocks, Message, TransferParams, WorkerReport};
+use crate::secret::Key;
 
 /// One engine's scheduler side, producer and consumer at once. `Send` and `Sync`; no call waits for another process.
 pub struct Scheduler {
@@ -20,6 +22,7 @@ pub struct Scheduler {
     machine: Mutex<Machine>,
     directory: Arc<Mutex<Directory>>,
     listener: Mutex<Option<Listener>>,
+    key: Option<Key>,
     /// Whether the machine knows what every rank holds.
     told: AtomicBool,
 }
@@ -29,9 +32,11 @@ impl Scheduler {
     /// [`Scheduler::address`]; otherwise [`Scheduler::serve`] binds it.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; those of [`Listener::bind`].
+    /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; those of [`Key::load`] and
+    /// [`Listener::bind`].
     pub fn start(config: SchedulerConfig) -> Result<Scheduler> {
         config.check()?;
+        let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
         let number = getrandom::u64()
             .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random incarnation from the system: {e}")))?;
         let incarnation = Incarnation(number.max(1));
@@ -53,6 +58,7 @@ impl Scheduler {
             machine: Mutex::new(machine),
             directory: Arc::new(Mutex::new(directory)),
             listener: Mutex::new(None),
+            key,
             told: AtomicBool::new(false),
             config,
         };
@@ -137,9 +143,11 @@ impl Scheduler {
         let mut listener = lock(&self.listener);
         if listener.is_none() {
             let address = net::choose(self.config.host.as_deref(), self.config.advertise_local)?;
+            let mut gate = Gate::new(self.key.clone(), &address);
             let config = ListenerConfig { address, port: self.config.bind_port()? };
             let directory = Arc::clone(&self.directory);
-            *listener = Some(Listener::bind(&config, move |request| lock(&directory).answer(request))?);
+            let answer = move |request: &[u8]| gate.answer(request, |clear| lock(&directory).answer(clear));
+            *listener = Some(Listener::bind(&config, answer)?);
         }
         let Some(listener) = listener.as_ref() else {
             return Err(Error::new(ErrorKind::Internal, "the listener is gone"));

@@ -1,6 +1,6 @@
 //! One rank's worker: an agent whose ferry thread also drives the worker's state machine.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
@@ -20,6 +20,7 @@ use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{self, Message, RankMetadata, StepMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine, WorkerConfig as MachineConfig};
+use crate::secret::Key;
 
 /// Up to this length an encoded step is decoded by the caller to see whether it is empty, which costs less than waking
 /// the ferry thread for nothing. An empty step takes about 100 bytes.
@@ -34,6 +35,7 @@ pub struct Worker {
     config: WorkerConfig,
     agent: Agent,
     shared: Arc<Shared>,
+    key: Option<Key>,
     local: Mutex<Option<Local>>,
 }
 
@@ -62,21 +64,23 @@ impl Worker {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; [`ErrorKind::Io`] for a request
-    /// log that cannot be opened; those of [`Agent::start`].
+    /// log that cannot be opened; those of [`Key::load`] and [`Agent::start`].
     pub fn start(config: WorkerConfig) -> Result<Worker> {
         config.check()?;
+        let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
         let log = config.request_log.as_deref().map(RequestLog::open).transpose()?;
         let shared = Arc::new(Shared::default());
         let for_thread = Arc::clone(&shared);
         let timeout = Duration::from_millis(config.handshake_timeout_ms);
+        let for_client = key.clone();
         let agent = Agent::start_with(
             agent_config(&config),
-            Box::new(move |_| Box::new(WorkerPassenger::new(for_thread, log, timeout))),
+            Box::new(move |_| Box::new(WorkerPassenger::new(for_thread, log, timeout, for_client))),
         )?;
         let machine = Machine::new(machine_config(&config, &agent)?)?;
         shared.push(Command::Begin(Box::new(machine)));
         agent.waker().wake();
-        Ok(Worker { config, agent, shared, local: Mutex::new(None) })
+        Ok(Worker { config, agent, shared, key, local: Mutex::new(None) })
     }
 
     /// The configuration that the worker was started with.
@@ -159,9 +163,9 @@ impl Worker {
     /// Returns how many ranks are still missing there.
     ///
     /// # Errors
-    /// As [`Worker::metadata`] and [`net::push_blocking`].
+    /// As [`Worker::metadata`] and [`net::push_sealed`].
     pub fn push_metadata(&self, host: &str, port: u16, expected: u32, timeout: Duration) -> Result<u32> {
-        net::push_blocking(host, port, expected, self.metadata()?, timeout)
+        net::push_sealed(self.key.as_ref(), host, port, expected, self.metadata()?, timeout)
     }
 
     /// Hands over a step's work, as the scheduler side's `step` encoded it. Never waits. Only its envelope is checked
@@ -242,6 +246,7 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
         transport: config.transport.into(),
         ucx: config.ucx.clone(),
         ucx_lib: config.ucx_lib.as_ref().map(PathBuf::from),
+        key_file: config.key_file.as_ref().map(PathBuf::from),
         peer_window,
         total_window: Window {
             operations: defaults.total_window.operations.max(peer_window.operations),

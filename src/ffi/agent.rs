@@ -137,6 +137,7 @@ struct Config {
     transport: Option<String>,
     ucx: BTreeMap<String, String>,
     ucx_lib: Option<PathBuf>,
+    key_file: Option<PathBuf>,
     window: Option<u32>,
     window_bytes: Option<u64>,
     max_operation_bytes: Option<u64>,
@@ -150,7 +151,8 @@ struct Config {
 
 impl Config {
     fn agent_config(self) -> Result<AgentConfig> {
-        let mut config = AgentConfig { ucx: self.ucx, ucx_lib: self.ucx_lib, ..AgentConfig::default() };
+        let (ucx_lib, key_file) = (self.ucx_lib, self.key_file);
+        let mut config = AgentConfig { ucx: self.ucx, ucx_lib, key_file, ..AgentConfig::default() };
         if let Some(name) = self.name {
             config.name = name;
         }
@@ -193,8 +195,9 @@ pub(super) fn memory_kind(kind: u32, device: u32) -> Result<MemoryKind> {
 /// Starts an agent: opens UCX and starts the thread that owns it.
 ///
 /// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: name (str), transport ("auto", "tcp" or
-/// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), window and window_bytes (in
-/// flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
+/// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), key_file (path of the key that
+/// all agents share; without it the environment variable KVFERRY_KEY_FILE counts, "" means no key), window and
+/// window_bytes (in flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
 /// gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
 /// (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB).
 ///

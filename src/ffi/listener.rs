@@ -1,5 +1,6 @@
 //! `kvf_listener_*`: the handshake listener alone.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::Deserialize;
@@ -10,10 +11,11 @@ use super::handle::{self, Object};
 use super::log;
 use crate::connector::parse_config;
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{self, ListenerConfig};
+use crate::net::{self, Gate, ListenerConfig};
 use crate::proto::handshake::{Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation};
 use crate::proto::wire::EngineShape;
+use crate::secret::Key;
 
 /// A handshake listener. Opaque.
 pub struct kvf_listener {
@@ -50,6 +52,8 @@ struct Config {
     push: bool,
     #[serde(default)]
     advertise_local: bool,
+    #[serde(default)]
+    key_file: Option<PathBuf>,
 }
 
 fn one() -> u32 {
@@ -77,10 +81,12 @@ fn start(config: &Config) -> Result<Host> {
     let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
     let directory = Directory::new(config.engine_id.clone(), Incarnation(drawn.max(1)), shape, pushes)?;
     let directory = Arc::new(Mutex::new(directory));
+    let key = Key::configured(config.key_file.as_deref())?;
     let address = net::choose(config.host.as_deref(), config.advertise_local)?;
     let shared = Arc::clone(&directory);
+    let mut gate = Gate::new(key, &address);
     let listener = net::Listener::bind(&ListenerConfig { address, port: config.bind_port()? }, move |request| {
-        shared.lock().unwrap_or_else(PoisonError::into_inner).answer(request)
+        gate.answer(request, |clear| shared.lock().unwrap_or_else(PoisonError::into_inner).answer(clear))
     })?;
     Ok(Host { listener: Mutex::new(listener), directory })
 }
@@ -91,7 +97,8 @@ fn start(config: &Config) -> Result<Host> {
 /// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), host (str or nil: an address
 /// that other hosts can reach is found), port (0: a free one), data_parallel_index (added to a port that is not 0),
 /// push (bool: also take metadata from ranks over the network), advertise_local (bool: a name of a loopback address
-/// may be advertised).
+/// may be advertised), key_file (str: path of the key that all engines share; without it the environment variable
+/// KVFERRY_KEY_FILE counts, "" means no key).
 ///
 /// # Safety
 /// As the header's top says.

@@ -53,7 +53,8 @@ pub struct kvf_rank_metadata {
 /// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none),
 /// reuses_blocks (bool: whether blocks serve other requests with the same prefix; true), lease_ms (30000), host (str or
 /// nil: an address that other hosts can reach is found), port (5680; 0 for a free one), data_parallel_index (added to a
-/// port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool).
+/// port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool),
+/// key_file (as in kvf_worker_start).
 ///
 /// # Safety
 /// As the header's top says.

@@ -428,7 +428,9 @@ impl Client {
             return self.end(id, Err(Error::new(ErrorKind::Incompatible, text)));
         };
         let found = self.requests.iter_mut().find(|(_, r)| {
-            r.key == *key && r.exchange.as_ref().is_some_and(|(n, _)| *n == exchange) && matches!(r.phase, Phase::Sent(_))
+            r.key == *key
+                && r.exchange.as_ref().is_some_and(|(n, _)| *n == exchange)
+                && matches!(r.phase, Phase::Sent(_))
         });
         let Some((&id, r)) = found else {
             log::debug!("kvferry client: a reply that nobody waits for came from {at}");
@@ -459,7 +461,9 @@ impl Client {
     /// The request to `key` that was sent first.
     fn oldest(&self, key: &(String, u16)) -> Option<u64> {
         let sent = self.requests.iter().filter(|(_, r)| r.key == *key);
-        sent.filter_map(|(id, r)| if let Phase::Sent(at) = r.phase { Some((at, *id)) } else { None }).min().map(|(_, id)| id)
+        sent.filter_map(|(id, r)| if let Phase::Sent(at) = r.phase { Some((at, *id)) } else { None })
+            .min()
+            .map(|(_, id)| id)
     }
 
     /// Takes a reply in clear. `expected`: the request that it came for, if the channel tells.

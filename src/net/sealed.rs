@@ -216,7 +216,9 @@ fn refused(error: &Error) -> Vec<u8> {
 
 fn refusal(message: &str) -> Vec<u8> {
     log::debug!("kvferry listener: refused a request: {message}");
-    HandshakeReply::Refused { id: 0, code: RefusalCode::Key, message: message.to_owned() }.to_bytes().unwrap_or_default()
+    HandshakeReply::Refused { id: 0, code: RefusalCode::Key, message: message.to_owned() }
+        .to_bytes()
+        .unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -50,9 +50,7 @@ fn state(
     build: impl FnOnce(Builder<'_>) -> std::result::Result<HandshakeState, snow::Error>,
 ) -> Result<HandshakeState> {
     let prologue = [protocol.prologue(), context].concat();
-    let make = || {
-        build(Builder::new(NOISE.parse()?).psk(0, key.bytes())?.prologue(&prologue)?)
-    };
+    let make = || build(Builder::new(NOISE.parse()?).psk(0, key.bytes())?.prologue(&prologue)?);
     make().map_err(|e| bug("setting up the Noise protocol", &e))
 }
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from .._errors import KvferryError
-from . import plan
+from . import key, plan
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: what was asked for cannot be, and it was tried in vain."""
@@ -16,21 +16,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. Bad input ends in `SystemExit` with 2, as is usual with argparse."""
     parser = argparse.ArgumentParser(prog="kvferry", description="Moves KV-cache blocks between LLM inference engines.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
+    plan_command = commands.add_parser(
         "plan",
         help="show what a prefill and a decode engine will do",
         description=plan.__doc__,
         epilog=plan.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan.add_arguments(command)
+    plan.add_arguments(plan_command)
+    key_command = commands.add_parser("key", help="write a new key file", description=key.__doc__)
+    key.add_arguments(key_command)
     options = parser.parse_args(arguments)
+    if options.command == "key":
+        try:
+            return key.run(options)
+        except key.UsageError as error:
+            key_command.error(str(error))
     try:
         return plan.run(options)
     except plan.UsageError as error:
-        command.error(str(error))
+        plan_command.error(str(error))
     except KvferryError as error:
         # The C function's name says nothing to whoever types a command.
         text = error.message.removeprefix("kvf_plan_describe: ")
         bad = error.name in ("invalid_argument", "exhausted", "out_of_range")
-        command.exit(BAD_INPUT if bad else FAILED, f"{command.prog}: {'error' if bad else 'cannot be'}: {text}\n")
+        what = "error" if bad else "cannot be"
+        plan_command.exit(BAD_INPUT if bad else FAILED, f"{plan_command.prog}: {what}: {text}\n")

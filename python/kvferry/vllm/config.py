@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Side = Literal["worker", "scheduler"]
+Side = Literal["worker", "scheduler", "both"]
 
 DEFAULT_PORT = 5680
 """First port of the handshake listener; the data-parallel index is added. Next to none of the ports that vLLM's own
@@ -96,6 +96,12 @@ OPTIONS: dict[str, Option] = {
         None,
         "How long a finished prefill's blocks are kept without a sign of life from the decode engine. Default 30000.",
     ),
+    "key_file": Option(
+        "both",
+        _text,
+        "KVFERRY_KEY_FILE",
+        "File of the key that all engines share; handshakes and messages are then sealed. Make one by `kvferry key`.",
+    ),
     "transport": Option("worker", _one_of("auto", "tcp", "shm"), None, "Transports that UCX may use. Default auto."),
     "ucx": Option("worker", _settings, None, 'UCX settings without the UCX_ prefix, such as {"NET_DEVICES": "eth0"}.'),
     "ucx_lib": Option("worker", _text, None, "Path of the libucp to use."),
@@ -141,14 +147,15 @@ def parse_options(extra: Mapping[str, Any], env: Mapping[str, str] = os.environ)
     for key in extra:
         if key not in OPTIONS:
             raise OptionError(f"kv_connector_extra_config has an unknown key {key!r}{_nearest(str(key))}")
-    sides: dict[Side, dict[str, Any]] = {"worker": {}, "scheduler": {}}
+    sides: dict[str, dict[str, Any]] = {"worker": {}, "scheduler": {}}
     for key, option in OPTIONS.items():
         if extra.get(key) is not None:
             name, value = f"kv_connector_extra_config[{key!r}]", extra[key]
         else:
             name, value = f"the environment variable {option.env}", _from_environment(key, option, env)
         if value is not None:
-            sides[option.side][key] = option.check(name, value)
+            for side in sides if option.side == "both" else (option.side,):
+                sides[side][key] = option.check(name, value)
     host_ip = env.get("VLLM_HOST_IP")
     if host_ip and "host" not in sides["scheduler"]:
         # vLLM's own word for "this node's address as the others know it".
