@@ -31,6 +31,10 @@ pub(super) enum FrameKind {
     WriteRequest,
     /// Says that they are in place.
     WriteReply,
+    /// Asks for the digest of ranges of the receiver's regions.
+    DigestRequest,
+    /// Brings it.
+    DigestReply,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -57,6 +61,8 @@ impl Frame {
             FrameKind::ReadReply => 5,
             FrameKind::WriteRequest => 6,
             FrameKind::WriteReply => 7,
+            FrameKind::DigestRequest => 8,
+            FrameKind::DigestReply => 9,
         };
         let mut bytes = [0; FRAME_BYTES];
         let fields = MAGIC
@@ -94,6 +100,8 @@ impl Frame {
             5 => FrameKind::ReadReply,
             6 => FrameKind::WriteRequest,
             7 => FrameKind::WriteReply,
+            8 => FrameKind::DigestRequest,
+            9 => FrameKind::DigestReply,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));
@@ -154,7 +162,7 @@ mod tests {
             assert_eq!(Frame::decode(&bytes[..cut]).unwrap_err().kind(), ErrorKind::Corrupt);
         }
         for (index, value, kind) in
-            [(0, b'X', ErrorKind::Corrupt), (4, 2, ErrorKind::VersionMismatch), (5, 9, ErrorKind::Corrupt)]
+            [(0, b'X', ErrorKind::Corrupt), (4, 2, ErrorKind::VersionMismatch), (5, 10, ErrorKind::Corrupt)]
         {
             let mut bad = bytes;
             bad[index] = value;

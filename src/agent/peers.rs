@@ -16,7 +16,7 @@ use super::ferry::Engine;
 use super::hello::{Frame, FrameKind, Hello};
 use super::ids::PeerId;
 use super::messages::Inbox;
-use super::served::Service;
+use super::served::Served;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
@@ -52,7 +52,7 @@ pub(super) struct Peer {
     pub(super) unsent: Arc<AtomicU64>,
     pub(super) next_sequence: u64,
     pub(super) inbox: Inbox,
-    pub(super) service: Service,
+    pub(super) service: Served,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
 }
@@ -283,7 +283,7 @@ impl Engine {
             unsent: Arc::default(),
             next_sequence: 0,
             inbox: Inbox::default(),
-            service: Service::default(),
+            service: Served::default(),
             reach: Reach::default(),
         })
     }
