@@ -86,6 +86,9 @@ enum kvf_code
   KVF_INTERNAL = -20,
   // The producer's lease on the blocks had run out, so what was read may be wrong.
   KVF_LEASE_EXPIRED = -21,
+  // The bytes that arrived are not those that the producer has: the fabric, a driver or the memory damaged them, or
+  // the producer changed them meanwhile.
+  KVF_DIGEST_MISMATCH = -22,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -317,7 +320,8 @@ int32_t kvf_log_unset(void);
 // "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), window and window_bytes (in
 // flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
 // gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
-// (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB).
+// (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB), verify
+// (false: whether reads are checked against a digest made by the peer).
 int32_t kvf_agent_start(const uint8_t *config,
                         size_t config_len,
                         struct kvf_agent **out);
@@ -442,7 +446,8 @@ int32_t kvf_listener_free(struct kvf_listener *listener);
 // of [name, value] that both engines must share), transport ("auto", "tcp" or "shm"), ucx (map of UCX settings without
 // the UCX_ prefix), ucx_lib (path of libucp), name, window (operations in flight), heartbeat_divisor (6),
 // handshake_timeout_ms (30000), transfer_timeout_ms (120000), verdict_timeout_ms (10000), early_message_ms (30000),
-// tombstone_ms (120000), request_log (path of a file that gets one JSON line per finished receive).
+// tombstone_ms (120000), verify (false: whether each read is checked against a digest that the producer makes of its own
+// bytes; both read all of them once more), request_log (path of a file that gets one JSON line per finished receive).
 int32_t kvf_worker_start(const uint8_t *config,
                          size_t config_len,
                          struct kvf_worker **out);

@@ -50,6 +50,9 @@ pub enum ErrorKind {
     Internal = -20,
     /// The producer's lease on the blocks had run out, so what was read may be wrong.
     LeaseExpired = -21,
+    /// The bytes that arrived are not those that the producer has: the fabric, a driver or the memory damaged them, or
+    /// the producer changed them meanwhile.
+    DigestMismatch = -22,
 }
 
 impl ErrorKind {

@@ -110,6 +110,10 @@ class LeaseExpiredError(KvferryError):
     """The producer's lease on the blocks had run out, so what was read may be wrong."""
 
 
+class DigestMismatchError(KvferryError):
+    """The bytes that arrived are not those that the producer has."""
+
+
 _CLASSES: dict[str, type[KvferryError]] = {
     "invalid_argument": InvalidArgumentError,
     "not_found": NotFoundError,
@@ -132,6 +136,7 @@ _CLASSES: dict[str, type[KvferryError]] = {
     "io": OsError,
     "internal": InternalError,
     "lease_expired": LeaseExpiredError,
+    "digest_mismatch": DigestMismatchError,
 }
 
 

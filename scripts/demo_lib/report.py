@@ -49,6 +49,8 @@ class Result:
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    # The hand-over before the counted ones, where the run makes one.
+    first_handover_ms: float | None = None
 
     @property
     def equal(self) -> bool:
@@ -96,6 +98,7 @@ class Result:
                 "passed": self.passed,
                 "equal": self.equal,
                 "cache_equal": self.cache_equal,
+                "first_handover_ms": _rounded(self.first_handover_ms),
                 "handover_p50_ms": _rounded(statistics.median(handovers)) if handovers else None,
                 "handover_max_ms": _rounded(max(handovers)) if handovers else None,
             },
@@ -171,15 +174,16 @@ def format_rows(rows: Sequence[Row]) -> str:
 def format_comparison(results: Sequence[Result]) -> str:
     """The table of several connectors, as Markdown."""
     lines = [
-        "| connector | prompts equal | hand-over p50 ms | hand-over max ms | transfer p50 ms | transfer max ms |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| connector | prompts equal | first hand-over ms | hand-over p50 ms | hand-over max ms | transfer p50 ms "
+        "| transfer max ms |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:
         handovers = result.handovers()
         times = [row.transfer_ms for row in result.rows if row.transfer_ms is not None]
         equal = sum(row.equal for row in result.rows)
         lines.append(
-            f"| {result.connector} | {equal} of {len(result.rows)} "
+            f"| {result.connector} | {equal} of {len(result.rows)} | {_shown(result.first_handover_ms)} "
             f"| {_shown(statistics.median(handovers) if handovers else None)} | {_shown(max(handovers, default=None))} "
             f"| {_shown(statistics.median(times) if times else None, 2)} | {_shown(max(times, default=None), 2)} |"
         )

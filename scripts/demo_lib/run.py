@@ -106,16 +106,27 @@ async def warm_up(setting: Setting, servers: tuple[Server, ...]) -> None:
             raise ServerFailed(f"the {server.name} server failed its warm-up request: {answer.error}\n{server.tail()}")
 
 
-async def first_hand_over(setting: Setting, proxy: Proxy) -> str:
-    """One hand-over before those that count, repeated while it fails; what came of it, in a line."""
+async def first_hand_over(setting: Setting, connector: Connector, proxy: Proxy, result: Result) -> None:
+    """One hand-over before those that count, repeated while it fails; it must not where the connector needs no warm-up.
+
+    A connector that needs none meets both engines cold here.
+    """
+    if connector.warm_up:
+        begin = "each engine got a plain request first"
+    else:
+        begin = "no warm-up: the first hand-over met both engines cold"
     for attempt in range(WARM_UP_ATTEMPTS):
-        answer = await complete_through(setting.session, proxy, setting.workload.warm_up, f"warm-{attempt}")
+        name = f"warm-{attempt}"
+        answer = await complete_through(setting.session, proxy, setting.workload.warm_up, name)
         if answer.error is None:
             break
+        if not connector.warm_up:
+            result.failures.append(f"the first hand-over failed: {answer.error[:200]}")
     else:
         raise ServerFailed(f"{WARM_UP_ATTEMPTS} hand-overs failed before the first one that counts: {answer.error}")
+    result.first_handover_ms = proxy.record(name).handover_ms
     failed = f"after {attempt} that failed" if attempt else "at the first attempt"
-    return f"each engine got a plain request first, then a hand-over that does not count succeeded {failed}"
+    result.notes.append(f"{begin}; a hand-over that is not among those counted succeeded {failed}")
 
 
 async def send_waves(setting: Setting, proxy: Proxy, decode: Server, result: Result) -> dict[str, Answer]:
@@ -220,7 +231,9 @@ async def run_connector(
     try:
         if connector.warm_up:
             await warm_up(setting, (prefill, decode))
-            result.notes.append(await first_hand_over(setting, proxy))
+        # Side by side all get the same: the counted hand-overs come after the first one, which is shown by itself.
+        if connector.warm_up or options.compare:
+            await first_hand_over(setting, connector, proxy, result)
         else:
             result.notes.append("no warm-up: the first prompt met both engines cold")
         say(f"{connector.name}: {len(setting.workload.checked)} prompts and 2 that are aborted")

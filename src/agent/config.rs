@@ -80,6 +80,10 @@ pub struct AgentConfig {
     pub spin: Duration,
     /// Bytes of unsent messages per peer before `send` refuses. Default: 64 MiB.
     pub send_queue_bytes: u64,
+    /// Whether a read, when its last byte has arrived, asks the peer for a digest of what it has in the places that
+    /// were read, and fails with [`ErrorKind::DigestMismatch`](crate::ErrorKind::DigestMismatch) unless what arrived
+    /// has the same one. For those who want proof of their fabric: both sides read all bytes once more. Default: no.
+    pub verify: bool,
 }
 
 impl Default for AgentConfig {
@@ -99,6 +103,7 @@ impl Default for AgentConfig {
             deregister_timeout: Duration::from_secs(30),
             spin: Duration::from_micros(50),
             send_queue_bytes: 64 << 20,
+            verify: false,
         }
     }
 }

@@ -31,6 +31,10 @@ pub(super) enum FrameKind {
     WriteRequest,
     /// Says that they are in place.
     WriteReply,
+    /// Asks for the digest of ranges of the receiver's regions.
+    DigestRequest,
+    /// Brings it.
+    DigestReply,
     /// A hello for holders of the key: the first message of a Noise exchange.
     SealedHello,
     /// The second.
@@ -64,6 +68,8 @@ impl Frame {
             FrameKind::ReadReply => 5,
             FrameKind::WriteRequest => 6,
             FrameKind::WriteReply => 7,
+            FrameKind::DigestRequest => 8,
+            FrameKind::DigestReply => 9,
             FrameKind::SealedHello => 10,
             FrameKind::SealedAnswer => 11,
             FrameKind::Sealed => 12,
@@ -104,6 +110,8 @@ impl Frame {
             5 => FrameKind::ReadReply,
             6 => FrameKind::WriteRequest,
             7 => FrameKind::WriteReply,
+            8 => FrameKind::DigestRequest,
+            9 => FrameKind::DigestReply,
             10 => FrameKind::SealedHello,
             11 => FrameKind::SealedAnswer,
             12 => FrameKind::Sealed,
@@ -167,7 +175,7 @@ mod tests {
             assert_eq!(Frame::decode(&bytes[..cut]).unwrap_err().kind(), ErrorKind::Corrupt);
         }
         for (index, value, kind) in
-            [(0, b'X', ErrorKind::Corrupt), (4, 2, ErrorKind::VersionMismatch), (5, 9, ErrorKind::Corrupt)]
+            [(0, b'X', ErrorKind::Corrupt), (4, 2, ErrorKind::VersionMismatch), (5, 10, ErrorKind::Corrupt)]
         {
             let mut bad = bytes;
             bad[index] = value;

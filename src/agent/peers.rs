@@ -17,7 +17,7 @@ use super::hello::{Frame, FrameKind, Hello};
 use super::ids::PeerId;
 use super::messages::Inbox;
 use super::sealed::Session;
-use super::served::Service;
+use super::served::Served;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
@@ -53,7 +53,7 @@ pub(super) struct Peer {
     pub(super) unsent: Arc<AtomicU64>,
     pub(super) next_sequence: u64,
     pub(super) inbox: Inbox,
-    pub(super) service: Service,
+    pub(super) service: Served,
     pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
@@ -290,7 +290,7 @@ impl Engine {
             unsent: Arc::default(),
             next_sequence: 0,
             inbox: Inbox::default(),
-            service: Service::default(),
+            service: Served::default(),
             session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
         })

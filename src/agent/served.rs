@@ -6,14 +6,17 @@
 //! message carries many blocks, the owner checks every range against its registrations, and memory of any kind works.
 //!
 //! - read: a request lists pieces of the peer's regions, the reply holds their bytes one after the other;
-//! - write: a request lists pieces and holds their bytes, the reply says that they are in place.
+//! - write: a request lists pieces and holds their bytes, the reply says that they are in place;
+//! - digest: a request lists pieces, the reply holds the digest of their bytes ([`AgentConfig::verify`](super::AgentConfig::verify)), whichever way
+//!   the bytes were moved.
 //!
 //! Requests and replies are matched by a chunk number that the asking side never uses twice.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
-use super::event::Direction;
+use twox_hash::XxHash3_128;
+
 use super::ferry::Engine;
 use super::hello::{AM_ID, Frame, FrameKind};
 use super::ids::{PeerId, TransferId};
@@ -44,12 +47,20 @@ pub(super) struct Piece {
 /// Length of an encoded [`Piece`].
 const PIECE_BYTES: usize = 16;
 
+/// What a chunk asks of the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Service {
+    Read,
+    Write,
+    Digest,
+}
+
 /// A chunk whose reply has not come.
 pub(super) struct Chunk {
     pub(super) transfer: TransferId,
     pub(super) peer: PeerId,
-    pub(super) direction: Direction,
-    /// Where the bytes of a read go, in this order.
+    pub(super) service: Service,
+    /// Where the bytes of a read go, or are when their digest is asked for, in this order.
     pub(super) local: Vec<Piece>,
     pub(super) bytes: u64,
 }
@@ -70,7 +81,7 @@ struct ReadRequest {
 
 /// What is to be served to one peer.
 #[derive(Default)]
-pub(super) struct Service {
+pub(super) struct Served {
     waiting: VecDeque<ReadRequest>,
     /// Bytes of replies that UCX is not done with.
     unsent: u64,
@@ -108,9 +119,31 @@ fn decode_pieces(bytes: &[u8]) -> Result<(Vec<Piece>, &[u8])> {
     Ok((pieces, rest))
 }
 
+/// The pieces of a request to read or digest, within the bounds of one chunk.
+fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
+    let (pieces, rest) = decode_pieces(data)?;
+    let bytes = total(&pieces);
+    if !rest.is_empty() || bytes > CHUNK_BYTES || pieces.len() > CHUNK_PIECES {
+        return Err(Error::corrupt(format!(
+            "a request of {} pieces and {bytes} bytes, at most {CHUNK_PIECES} and {CHUNK_BYTES} are allowed",
+            pieces.len()
+        )));
+    }
+    Ok(pieces)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 fn total(pieces: &[Piece]) -> u64 {
     pieces.iter().map(|piece| u64::from(piece.len)).sum()
 }
+
+/// Bytes of a digest.
+const DIGEST_LEN: usize = 16;
+/// Bytes that are hashed at a time: half of a usual second-level cache.
+const DIGEST_PART: usize = 256 << 10;
 
 /// First byte of a reply.
 const OK: u8 = 0;
@@ -126,9 +159,10 @@ impl Engine {
     /// Asks the peer for a chunk. `Err`: nothing was sent.
     pub(super) fn request_chunk(&mut self, chunk: Chunk, remote: &[Piece]) -> Result<()> {
         let number = self.chunks.next;
-        let (kind, data) = match chunk.direction {
-            Direction::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
-            Direction::Write => {
+        let (kind, data) = match chunk.service {
+            Service::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
+            Service::Digest => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
+            Service::Write => {
                 let mut data = encode_pieces(remote, usize::try_from(chunk.bytes).unwrap_or(0));
                 self.gather(&chunk.local, &mut data)?;
                 (FrameKind::WriteRequest, data)
@@ -203,7 +237,21 @@ impl Engine {
                 self.reply(id, FrameKind::WriteReply, frame.sequence, reply, now);
                 Ok(())
             }
-            FrameKind::ReadReply | FrameKind::WriteReply => self.on_reply(id, frame, data, now),
+            FrameKind::DigestRequest => {
+                let mut reply = vec![OK];
+                match read_request(data).and_then(|pieces| self.check_pieces(&pieces).map(|()| pieces)) {
+                    Ok(pieces) => match self.digest(&pieces) {
+                        Ok(digest) => reply.extend_from_slice(&digest),
+                        Err(error) => reply = refusal(&error),
+                    },
+                    Err(error) => reply = refusal(&error),
+                }
+                self.reply(id, FrameKind::DigestReply, frame.sequence, reply, now);
+                Ok(())
+            }
+            FrameKind::ReadReply | FrameKind::WriteReply | FrameKind::DigestReply => {
+                self.on_reply(id, frame, data, now)
+            }
             // Taken before it comes here.
             FrameKind::Hello | FrameKind::Data | FrameKind::Goodbye => Ok(()),
             FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed => Ok(()),
@@ -211,14 +259,8 @@ impl Engine {
     }
 
     fn on_read_request(&mut self, id: PeerId, chunk: u64, data: &[u8], now: Instant) -> Result<()> {
-        let (pieces, rest) = decode_pieces(data)?;
+        let pieces = read_request(data)?;
         let bytes = total(&pieces);
-        if !rest.is_empty() || bytes > CHUNK_BYTES || pieces.len() > CHUNK_PIECES {
-            return Err(Error::corrupt(format!(
-                "a read request of {} pieces and {bytes} bytes, at most {CHUNK_PIECES} and {CHUNK_BYTES} are allowed",
-                pieces.len()
-            )));
-        }
         let peer = self.peers.get_mut(id)?;
         if peer.service.waiting.len() >= MAX_WAITING {
             let error = Error::new(ErrorKind::Exhausted, format!("the peer has asked for {MAX_WAITING} reads at once"));
@@ -279,25 +321,66 @@ impl Engine {
 
     fn on_reply(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
         let expected = match frame.kind {
-            FrameKind::WriteReply => Direction::Write,
-            _ => Direction::Read,
+            FrameKind::WriteReply => Service::Write,
+            FrameKind::DigestReply => Service::Digest,
+            _ => Service::Read,
         };
         let known = self.chunks.table.get(&frame.sequence);
-        if !known.is_some_and(|chunk| chunk.peer == id && chunk.direction == expected) {
+        if !known.is_some_and(|chunk| chunk.peer == id && chunk.service == expected) {
             return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
         }
         let Some(chunk) = self.chunks.table.remove(&frame.sequence) else { return Ok(()) };
-        let result = match (data.split_first(), chunk.direction) {
-            (Some((&OK, bytes)), Direction::Read) => self.scatter(&chunk.local, bytes),
-            (Some((&OK, _)), Direction::Write) => Ok(()),
+        let result = match (data.split_first(), chunk.service) {
+            (Some((&OK, bytes)), Service::Read) => self.scatter(&chunk.local, bytes),
+            (Some((&OK, _)), Service::Write) => Ok(()),
+            (Some((&OK, theirs)), Service::Digest) => self.compare(&chunk, theirs),
             (Some((_, text)), _) => Err(Error::new(
                 ErrorKind::NotFound,
                 format!("the peer refused: {}", String::from_utf8_lossy(text.get(..500).unwrap_or(text))),
             )),
             (None, _) => Err(Error::corrupt("an empty reply")),
         };
-        self.copied(chunk.transfer, chunk.bytes, result, now);
+        self.chunk_ended(&chunk, result, now);
         Ok(())
+    }
+
+    /// Whether what arrived has the digest that the peer tells.
+    fn compare(&self, chunk: &Chunk, theirs: &[u8]) -> Result<()> {
+        let ours = self.digest(&chunk.local)?;
+        if ours == theirs {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::DigestMismatch,
+            format!(
+                "{} of the bytes read have digest {}, the peer's have {}: they were damaged on the way, or the peer \
+                 changed them meanwhile",
+                chunk.bytes,
+                hex(&ours),
+                hex(theirs.get(..64).unwrap_or(theirs))
+            ),
+        ))
+    }
+
+    /// The digest of pieces of local regions, one after the other: XXH3 of 128 bits, big-endian. It finds damage; it
+    /// does not prove who sent what.
+    fn digest(&self, pieces: &[Piece]) -> Result<[u8; DIGEST_LEN]> {
+        let mut hasher = XxHash3_128::new();
+        let mut part = Vec::new();
+        for piece in pieces {
+            let range = self.registry.range(piece.region).ok_or_else(|| Error::not_found("a local region is gone"))?;
+            let (mut offset, mut left) = (piece.offset, piece.len as usize);
+            // By way of a buffer that stays in the processor's cache, because others may write the memory meanwhile.
+            while left > 0 {
+                let len = left.min(DIGEST_PART);
+                part.clear();
+                copy::read(range, offset, len, &mut part)?;
+                hasher.write(&part);
+                offset = offset.saturating_add(len as u64);
+                left -= len;
+            }
+        }
+        Ok(hasher.finish_128().to_be_bytes())
     }
 
     /// Ends the chunks that a lost peer will not reply to.
@@ -306,7 +389,7 @@ impl Engine {
             self.chunks.table.iter().filter(|(_, chunk)| chunk.peer == id).map(|(number, _)| *number).collect();
         for number in lost {
             if let Some(chunk) = self.chunks.table.remove(&number) {
-                self.copied(chunk.transfer, chunk.bytes, Err(error.clone()), now);
+                self.chunk_ended(&chunk, Err(error.clone()), now);
             }
         }
     }

@@ -12,7 +12,7 @@ use super::event::{Direction, Event};
 use super::ferry::Engine;
 use super::ids::{PeerId, TransferId};
 use super::operations::InFlight;
-use super::served::{CHUNK_BYTES, CHUNK_PIECES, Chunk, Piece};
+use super::served::{CHUNK_BYTES, CHUNK_PIECES, Chunk, Piece, Service};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::plan::{CopyPlan, Expander, Operation};
@@ -48,6 +48,19 @@ pub(super) struct Transfer {
     unflushed: bool,
     /// Whether its runs are so short that messages carry them better than an operation each.
     gathered: bool,
+    /// What is left to do to prove that the right bytes came.
+    proof: Proof,
+}
+
+/// See [`AgentConfig::verify`](super::AgentConfig::verify).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Proof {
+    /// Nothing.
+    No,
+    /// The peer's digests are to be asked for when all bytes are there.
+    Due,
+    /// They are being asked for.
+    Asking,
 }
 
 /// All transfers that are not over.
@@ -128,6 +141,7 @@ impl Engine {
             grace: None,
             unflushed: false,
             gathered,
+            proof: if self.config.verify && direction == Direction::Read { Proof::Due } else { Proof::No },
         };
         if transfer.next.is_some() {
             self.transfers.queues.entry(peer).or_default().push_back(id);
@@ -197,7 +211,7 @@ impl Engine {
                 let gathered = transfer.gathered && peer.is_host(operation.remote_region) && kind == MemoryKind::Host;
                 !gathered && peer.is_direct(operation.remote_region, kind)
             });
-            if !direct {
+            if !direct || transfer.proof == Proof::Asking {
                 return self.post_chunk(peer_id, id);
             }
         }
@@ -304,17 +318,23 @@ impl Engine {
         if bytes == 0 {
             return 0;
         }
+        let service = match (transfer.proof, transfer.direction) {
+            (Proof::Asking, _) => Service::Digest,
+            (_, Direction::Read) => Service::Read,
+            (_, Direction::Write) => Service::Write,
+        };
         transfer.in_flight += 1;
-        transfer.posted += 1;
+        transfer.posted += u64::from(service != Service::Digest);
         transfer.posted_at.get_or_insert_with(Instant::now);
         peer.operations += 1;
         peer.bytes += bytes;
         self.transfers.operations += 1;
         self.transfers.bytes += bytes;
         self.stats.operations += 1;
-        let chunk = Chunk { transfer: id, peer: peer_id, direction: transfer.direction, local, bytes };
+        let chunk = Chunk { transfer: id, peer: peer_id, service, local, bytes };
         if let Err(error) = self.request_chunk(chunk, &remote) {
-            self.copied(id, bytes, Err(error), Instant::now());
+            self.left_flight(id, bytes, 0);
+            self.ended(id, Err(error), Instant::now());
         }
         bytes
     }
@@ -343,19 +363,29 @@ impl Engine {
         }
     }
 
-    pub(super) fn copied(&mut self, id: TransferId, len: u64, result: Result<()>, now: Instant) {
+    fn copied(&mut self, id: TransferId, len: u64, result: Result<()>, now: Instant) {
+        self.left_flight(id, len, if result.is_ok() { len } else { 0 });
+        self.ended(id, result, now);
+    }
+
+    /// The reply to a chunk came, or will not come.
+    pub(super) fn chunk_ended(&mut self, chunk: &Chunk, result: Result<()>, now: Instant) {
+        let moved = if result.is_ok() && chunk.service != Service::Digest { chunk.bytes } else { 0 };
+        self.left_flight(chunk.transfer, chunk.bytes, moved);
+        self.ended(chunk.transfer, result, now);
+    }
+
+    /// An operation of `len` bytes is no longer in flight, and has moved `moved` bytes.
+    fn left_flight(&mut self, id: TransferId, len: u64, moved: u64) {
         self.transfers.operations = self.transfers.operations.saturating_sub(1);
         self.transfers.bytes = self.transfers.bytes.saturating_sub(len);
         let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
         transfer.in_flight = transfer.in_flight.saturating_sub(1);
-        if result.is_ok() {
-            transfer.bytes += len;
-        }
+        transfer.bytes += moved;
         if let Ok(peer) = self.peers.get_mut(transfer.peer) {
             peer.operations = peer.operations.saturating_sub(1);
             peer.bytes = peer.bytes.saturating_sub(len);
         }
-        self.ended(id, result, now);
     }
 
     fn ended(&mut self, id: TransferId, result: Result<()>, now: Instant) {
@@ -387,6 +417,15 @@ impl Engine {
                         transfer.stopped.get_or_insert_with(|| ucx_error(e));
                     }
                 }
+            }
+        }
+        if transfer.proof == Proof::Due && transfer.stopped.is_none() {
+            transfer.proof = Proof::Asking;
+            transfer.expander = transfer.expander.plan().clone().expand(CHUNK_BYTES);
+            transfer.next = transfer.expander.next();
+            if transfer.next.is_some() {
+                self.transfers.queues.entry(transfer.peer).or_default().push_back(id);
+                return;
             }
         }
         self.finish(id, now);

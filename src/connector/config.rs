@@ -129,6 +129,10 @@ pub struct WorkerConfig {
     /// A peer that no request has used for this long is disconnected.
     #[serde(default = "peer_ttl_ms")]
     pub peer_ttl_ms: u64,
+    /// Whether each read is checked against a digest that the producer makes of its own bytes: both read all of them
+    /// once more.
+    #[serde(default)]
+    pub verify: bool,
     /// A file that gets one JSON line per finished receive, appended.
     #[serde(default)]
     pub request_log: Option<String>,
@@ -203,6 +207,7 @@ impl WorkerConfig {
             tombstone_ms: tombstone_ms(),
             hold_timeout_ms: hold_timeout_ms(),
             peer_ttl_ms: peer_ttl_ms(),
+            verify: false,
             request_log: None,
         }
     }

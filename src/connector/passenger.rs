@@ -383,6 +383,7 @@ fn cause(kind: ErrorKind) -> Cause {
         ErrorKind::Cancelled => Cause::Aborted,
         ErrorKind::Timeout => Cause::Timeout,
         ErrorKind::ShutDown => Cause::ShutDown,
+        ErrorKind::DigestMismatch => Cause::DigestMismatch,
         ErrorKind::InvalidArgument | ErrorKind::OutOfRange | ErrorKind::NotFound => Cause::InvalidRequest,
         _ => Cause::TransportError,
     }

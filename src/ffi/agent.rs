@@ -147,6 +147,7 @@ struct Config {
     deregister_timeout_ms: Option<u64>,
     spin_us: Option<u64>,
     send_queue_bytes: Option<u64>,
+    verify: Option<bool>,
 }
 
 impl Config {
@@ -170,6 +171,7 @@ impl Config {
         set(&mut config.deregister_timeout, self.deregister_timeout_ms.map(Duration::from_millis));
         set(&mut config.spin, self.spin_us.map(Duration::from_micros));
         set(&mut config.send_queue_bytes, self.send_queue_bytes);
+        set(&mut config.verify, self.verify);
         config.validate()?;
         Ok(config)
     }
@@ -199,7 +201,8 @@ pub(super) fn memory_kind(kind: u32, device: u32) -> Result<MemoryKind> {
 /// all agents share; without it the environment variable KVFERRY_KEY_FILE counts, "" means no key), window and
 /// window_bytes (in flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
 /// gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
-/// (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB).
+/// (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB), verify
+/// (false: whether reads are checked against a digest made by the peer).
 ///
 /// # Safety
 /// As the header's top says.

@@ -54,6 +54,9 @@ pub enum kvf_code {
     KVF_INTERNAL = -20,
     /// The producer's lease on the blocks had run out, so what was read may be wrong.
     KVF_LEASE_EXPIRED = -21,
+    /// The bytes that arrived are not those that the producer has: the fabric, a driver or the memory damaged them, or
+    /// the producer changed them meanwhile.
+    KVF_DIGEST_MISMATCH = -22,
 }
 
 /// The name of each kind: C's without the prefix, in lower case. The match is total, so that a new [`ErrorKind`]
@@ -82,10 +85,11 @@ const fn code_and_name(kind: ErrorKind) -> (kvf_code, &'static std::ffi::CStr) {
         ErrorKind::Io => (KVF_IO, c"io"),
         ErrorKind::Internal => (KVF_INTERNAL, c"internal"),
         ErrorKind::LeaseExpired => (KVF_LEASE_EXPIRED, c"lease_expired"),
+        ErrorKind::DigestMismatch => (KVF_DIGEST_MISMATCH, c"digest_mismatch"),
     }
 }
 
-const KINDS: [ErrorKind; 21] = [
+const KINDS: [ErrorKind; 22] = [
     ErrorKind::InvalidArgument,
     ErrorKind::NotFound,
     ErrorKind::AlreadyExists,
@@ -107,6 +111,7 @@ const KINDS: [ErrorKind; 21] = [
     ErrorKind::Io,
     ErrorKind::Internal,
     ErrorKind::LeaseExpired,
+    ErrorKind::DigestMismatch,
 ];
 
 /// The name of a status in lower case without the prefix, such as "not_found"; "ok" for KVF_OK and "unknown" for a

@@ -66,8 +66,10 @@ impl From<WorkerStats> for Figures {
 /// of [name, value] that both engines must share), transport ("auto", "tcp" or "shm"), ucx (map of UCX settings without
 /// the UCX_ prefix), ucx_lib (path of libucp), name, window (operations in flight), heartbeat_divisor (6),
 /// handshake_timeout_ms (30000), transfer_timeout_ms (120000), verdict_timeout_ms (10000), early_message_ms (30000),
-/// tombstone_ms (120000), request_log (path of a file that gets one JSON line per finished receive), key_file (path of
-/// the key that all engines share; without it the environment variable KVFERRY_KEY_FILE counts, "" means no key).
+/// tombstone_ms (120000), verify (false: whether each read is checked against a digest that the producer makes of its own
+/// bytes; both read all of them once more), request_log (path of a file that gets one JSON line per finished receive),
+/// key_file (path of the key that all engines share; without it the environment variable KVFERRY_KEY_FILE counts, ""
+/// means no key).
 ///
 /// # Safety
 /// As the header's top says.

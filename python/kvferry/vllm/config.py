@@ -109,6 +109,12 @@ OPTIONS: dict[str, Option] = {
     "handshake_timeout_ms": Option("worker", _MS, None, "Longest time for a handshake, retries included."),
     "transfer_timeout_ms": Option("worker", _MS, None, "Longest time for one request's reads."),
     "verdict_timeout_ms": Option("worker", _MS, None, "Longest wait for the producer's word that the lease held."),
+    "verify": Option(
+        "worker",
+        _flag,
+        None,
+        "Check each receive against a digest that the producer makes of its own bytes. Default false.",
+    ),
     "request_log": Option(
         "worker",
         _text,

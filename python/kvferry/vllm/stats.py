@@ -46,6 +46,7 @@ CAUSES = (
     "timeout",
     "invalid_request",
     "shut_down",
+    "digest_mismatch",
 )
 """Why a receive can fail: the library's names, in its order."""
 

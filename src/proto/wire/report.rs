@@ -30,11 +30,13 @@ pub enum Cause {
     InvalidRequest,
     /// The worker was shut down.
     ShutDown,
+    /// The bytes that arrived were not those that the producer has.
+    DigestMismatch,
 }
 
 impl Cause {
     /// All causes, in the order in which they are counted and printed.
-    pub const ALL: [Cause; 9] = [
+    pub const ALL: [Cause; 10] = [
         Cause::PeerDied,
         Cause::LeaseExpired,
         Cause::HandshakeFailed,
@@ -44,6 +46,7 @@ impl Cause {
         Cause::Timeout,
         Cause::InvalidRequest,
         Cause::ShutDown,
+        Cause::DigestMismatch,
     ];
 
     /// The name used in logs, metrics and reports; the same as on the wire.
@@ -58,6 +61,7 @@ impl Cause {
             Cause::Timeout => "timeout",
             Cause::InvalidRequest => "invalid_request",
             Cause::ShutDown => "shut_down",
+            Cause::DigestMismatch => "digest_mismatch",
         }
     }
 }
