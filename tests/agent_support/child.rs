@@ -24,6 +24,11 @@ pub const TEST: &str = "child_process";
 impl Remote {
     /// Starts this test binary again as an agent with regions of `lens`, filled with `seed`, `seed + 1`, ...
     pub fn spawn(transport: Transport, seed: u64, lens: &[usize]) -> Remote {
+        Remote::spawn_with(transport, seed, lens, &[])
+    }
+
+    /// As `spawn`, with these environment variables.
+    pub fn spawn_with(transport: Transport, seed: u64, lens: &[usize], env: &[(&str, &str)]) -> Remote {
         let transport = match transport {
             Transport::Auto => "auto",
             Transport::Tcp => "tcp",
@@ -33,6 +38,7 @@ impl Remote {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", TEST, "--ignored", "--nocapture", "--test-threads=1"])
             .env(ROLE, format!("{transport} {seed} {}", lens.join(",")))
+            .envs(env.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
