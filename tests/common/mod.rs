@@ -6,3 +6,4 @@ pub mod cache;
 pub mod child;
 pub mod engine;
 pub mod netns;
+pub mod wire;

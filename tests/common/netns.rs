@@ -57,6 +57,11 @@ impl Hosts {
         run(&format!("ip -n {name} link set lo up"))
     }
 
+    /// The namespace of the bridge, through which everything between hosts goes.
+    pub fn switch(&self) -> &str {
+        &self.names[0]
+    }
+
     /// The namespace of the host numbered from 0.
     pub fn netns(&self, host: usize) -> &str {
         // The first is the bridge's.
