@@ -317,8 +317,9 @@ int32_t kvf_log_unset(void);
 // Starts an agent: opens UCX and starts the thread that owns it.
 //
 // `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: name (str), transport ("auto", "tcp" or
-// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), window and window_bytes (in
-// flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
+// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), key_file (path of the key that
+// all agents share; without it the environment variable KVFERRY_KEY_FILE counts, "" means no key), window and
+// window_bytes (in flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
 // gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
 // (5000), deregister_timeout_ms (30000), spin_us (50), send_queue_bytes (per peer: 64 MiB), verify
 // (false: whether reads are checked against a digest made by the peer).
@@ -422,7 +423,8 @@ int32_t kvf_agent_free(struct kvf_agent *agent);
 // `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), host (str or nil: an address
 // that other hosts can reach is found), port (0: a free one), data_parallel_index (added to a port that is not 0),
 // push (bool: also take metadata from ranks over the network), advertise_local (bool: a name of a loopback address
-// may be advertised).
+// may be advertised), key_file (str: path of the key that all engines share; without it the environment variable
+// KVFERRY_KEY_FILE counts, "" means no key).
 int32_t kvf_listener_start(const uint8_t *config,
                            size_t config_len,
                            struct kvf_listener **out);
@@ -447,7 +449,9 @@ int32_t kvf_listener_free(struct kvf_listener *listener);
 // the UCX_ prefix), ucx_lib (path of libucp), name, window (operations in flight), heartbeat_divisor (6),
 // handshake_timeout_ms (30000), transfer_timeout_ms (120000), verdict_timeout_ms (10000), early_message_ms (30000),
 // tombstone_ms (120000), verify (false: whether each read is checked against a digest that the producer makes of its own
-// bytes; both read all of them once more), request_log (path of a file that gets one JSON line per finished receive).
+// bytes; both read all of them once more), request_log (path of a file that gets one JSON line per finished receive),
+// key_file (path of the key that all engines share; without it the environment variable KVFERRY_KEY_FILE counts, ""
+// means no key).
 int32_t kvf_worker_start(const uint8_t *config,
                          size_t config_len,
                          struct kvf_worker **out);
@@ -518,7 +522,8 @@ int32_t kvf_worker_free(struct kvf_worker *worker);
 // block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none),
 // reuses_blocks (bool: whether blocks serve other requests with the same prefix; true), lease_ms (30000), host (str or
 // nil: an address that other hosts can reach is found), port (5680; 0 for a free one), data_parallel_index (added to a
-// port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool).
+// port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool),
+// key_file (as in kvf_worker_start).
 int32_t kvf_scheduler_start(const uint8_t *config,
                             size_t config_len,
                             struct kvf_scheduler **out);
