@@ -116,6 +116,65 @@ fn two_that_connect_at_once_agree_again_and_again() {
     }
 }
 
+/// With a key and TCP only, UCX has no part in reading and writing memory; on the other transports it has.
+#[test]
+fn agents_of_different_transports_work_together() {
+    for (one, other) in [(Transport::Tcp, Transport::Shm), (Transport::Auto, Transport::Tcp)] {
+        let mut a = Node::start(keyed("a", one, 1), 1, &[1 << 20]);
+        let mut b = Node::start(keyed("b", other, 1), 2, &[1 << 20]);
+        let to_b = a.connect(&b.agent.metadata().unwrap());
+        a.wait_connected();
+        let (to_a, _) = b.wait_connected();
+        assert_eq!(b.connect(&a.agent.metadata().unwrap()), to_a);
+        let mut expected = [a.contents(), b.contents()];
+        for direction in [Direction::Read, Direction::Write] {
+            let plan = || plan(0, 0, 4096, 4000, vec![1, 200, 7], vec![9, 8, 100]);
+            let [of_a, of_b] = &mut expected;
+            model(&plan(), direction, of_a, of_b);
+            a.move_all(to_b, direction, plan());
+            model(&plan(), direction, of_b, of_a);
+            b.move_all(to_a, direction, plan());
+        }
+        assert_same("a", &a.contents(), &expected[0]);
+        assert_same("b", &b.contents(), &expected[1]);
+        a.agent.send(to_b, vec![7; 100_000]).unwrap();
+        assert_eq!(b.wait_message(), (to_a, vec![7; 100_000]));
+    }
+}
+
+/// A stranger with nothing but UCX asks it to read an agent's memory.
+#[test]
+fn ucx_reads_nothing_for_a_stranger_from_an_agent_with_a_key_over_tcp() {
+    for (key, serves) in [(0, true), (1, false)] {
+        let b = Node::start(keyed("b", Transport::Tcp, key), 2, &[4096]);
+        let of_b = b.agent.metadata().unwrap();
+        let stranger = Side::new("tcp", 4096);
+        stranger.buffer.zero();
+        let endpoint = stranger.connect(&of_b.address);
+        let rkey = endpoint.unpack_rkey(&of_b.regions[0].rkey).unwrap();
+        let got = endpoint.get(&rkey, rkey.base(), &stranger.memory, 0, 4096, 1);
+        // Behind it on the same connection: when this was dropped, the read was taken up or not.
+        endpoint.send_am(AM_ID, &[0; 32], vec![], 2).unwrap();
+        let end = Instant::now() + LIMIT;
+        let mut completed = None;
+        while dropped(&b.agent) == 0 || (serves && completed.is_none()) {
+            stranger.worker.progress();
+            while let Some(completion) = stranger.worker.poll_completion() {
+                if completion.token == 1 {
+                    completed = Some(completion.result.is_ok());
+                }
+            }
+            assert!(Instant::now() < end, "key {key}: {got:?}, {completed:?}");
+        }
+        assert_eq!(completed == Some(true), serves, "{got:?}");
+        let expected = if serves { pattern_bytes(2, 4096) } else { vec![0; 4096] };
+        assert!(stranger.buffer.read(0..4096) == expected, "key {key}");
+        // The agent lives.
+        assert_same("b", &b.contents(), &[pattern_bytes(2, 4096)]);
+        assert_eq!(b.agent.stats().unwrap().regions, 1);
+    }
+}
+
 #[test]
 fn an_agent_with_a_key_can_be_its_own_peer() {
     for transport in TRANSPORTS {

@@ -58,7 +58,7 @@ pub(super) struct Engine {
 impl Engine {
     pub(super) fn new(config: AgentConfig, incarnation: Incarnation, shared: &Arc<Shared>) -> Result<Engine> {
         let secrets = Secrets::new(Key::configured(config.key_file.as_deref())?);
-        let context = setup::context(&config)?;
+        let context = setup::context(&config, secrets.is_keyed())?;
         let longest = MAX_MESSAGE_BYTES + FRAME_BYTES;
         let max_message = if secrets.is_keyed() { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
         let options = WorkerOptions { name: config.name.clone(), max_message };

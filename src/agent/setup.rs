@@ -8,7 +8,10 @@ use crate::mem::{cuda, ucx_error};
 use crate::ucx::{Context, ContextConfig, Library};
 
 /// Opens UCX and makes the context that the settings ask for.
-pub(super) fn context(config: &AgentConfig) -> Result<Arc<Context>> {
+///
+/// With a key and TCP only, where transfers are served by the agents' own messages, UCX gets no part in reading or writing
+/// memory: its emulation would serve whoever speaks its protocol.
+pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Context>> {
     let library = Library::open(config.ucx_lib.as_deref()).map_err(ucx_error)?;
     let tls = tls(config)?;
     let mut settings: Vec<(String, String)> =
@@ -16,9 +19,10 @@ pub(super) fn context(config: &AgentConfig) -> Result<Arc<Context>> {
     if !is_set(config, "RNDV_THRESH") {
         settings.push(("RNDV_THRESH".to_owned(), "inf".to_owned()));
     }
-    let context =
-        Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, name: config.name.clone() })
-            .map_err(ucx_error)?;
+    let messages_only = is_keyed && config.transport == Transport::Tcp;
+    let name = config.name.clone();
+    let context = Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, messages_only, name })
+        .map_err(ucx_error)?;
     log::info!(
         "agent {}: {}; transports: {}; memory: {}",
         config.name,

@@ -21,6 +21,9 @@ pub struct ContextConfig {
     pub net_devices: Option<String>,
     /// Further settings as (name, value), names as in UCX's documentation with or without the `UCX_` in front.
     pub settings: Vec<(String, String)>,
+    /// Whether the context has messages only: no reads and writes of peers' memory, neither ours nor theirs. UCX then
+    /// does not serve those of a peer that emulates them by messages of its own.
+    pub messages_only: bool,
     /// Names the context in UCX's own logs and traces. May be empty; at most 31 bytes are kept.
     pub name: String,
 }
@@ -94,8 +97,8 @@ impl Context {
                 | ucx_sys::UCP_PARAM_FIELD_MT_WORKERS_SHARED.0
                 | ucx_sys::UCP_PARAM_FIELD_NAME.0,
         );
-        params.features =
-            u64::from(ucx_sys::UCP_FEATURE_RMA.0 | ucx_sys::UCP_FEATURE_AM.0 | ucx_sys::UCP_FEATURE_WAKEUP.0);
+        let one_sided = if config.messages_only { 0 } else { ucx_sys::UCP_FEATURE_RMA.0 };
+        params.features = u64::from(one_sided | ucx_sys::UCP_FEATURE_AM.0 | ucx_sys::UCP_FEATURE_WAKEUP.0);
         params.mt_workers_shared = 1;
         params.name = name.as_ptr();
         let mut handle = ptr::null_mut();
