@@ -142,36 +142,46 @@ fn agents_of_different_transports_work_together() {
     }
 }
 
-/// A stranger with nothing but UCX asks it to read an agent's memory.
+/// A stranger with nothing but UCX asks it to read and write an agent's memory.
 #[test]
-fn ucx_reads_nothing_for_a_stranger_from_an_agent_with_a_key_over_tcp() {
+fn ucx_does_nothing_for_a_stranger_to_an_agent_with_a_key_over_tcp() {
+    const LEN: usize = 1 << 20;
     for (key, serves) in [(0, true), (1, false)] {
-        let b = Node::start(keyed("b", Transport::Tcp, key), 2, &[4096]);
-        let of_b = b.agent.metadata().unwrap();
-        let stranger = Side::new("tcp", 4096);
-        stranger.buffer.zero();
-        let endpoint = stranger.connect(&of_b.address);
-        let rkey = endpoint.unpack_rkey(&of_b.regions[0].rkey).unwrap();
-        let got = endpoint.get(&rkey, rkey.base(), &stranger.memory, 0, 4096, 1);
-        // Behind it on the same connection: when this was dropped, the read was taken up or not.
-        endpoint.send_am(AM_ID, &[0; 32], vec![], 2).unwrap();
-        let end = Instant::now() + LIMIT;
-        let mut completed = None;
-        while dropped(&b.agent) == 0 || (serves && completed.is_none()) {
-            stranger.worker.progress();
-            while let Some(completion) = stranger.worker.poll_completion() {
-                if completion.token == 1 {
-                    completed = Some(completion.result.is_ok());
+        for write in [false, true] {
+            let b = Node::start(keyed("b", Transport::Tcp, key), 2, &[LEN]);
+            let of_b = b.agent.metadata().unwrap();
+            let stranger = Side::new("tcp", LEN);
+            stranger.buffer.fill(9);
+            let endpoint = stranger.connect(&of_b.address);
+            let rkey = endpoint.unpack_rkey(&of_b.regions[0].rkey).unwrap();
+            for len in [64, LEN as u64] {
+                let len = len as usize;
+                if write {
+                    endpoint.put(&rkey, rkey.base(), &stranger.memory, 0, len, 1).unwrap();
+                } else {
+                    endpoint.get(&rkey, rkey.base(), &stranger.memory, 0, len, 1).unwrap();
                 }
             }
-            assert!(Instant::now() < end, "key {key}: {got:?}, {completed:?}");
+            // Behind it on the same connection: when this was dropped, the rest was taken up or not.
+            endpoint.send_am(AM_ID, &[0; 32], vec![], 2).unwrap();
+            let end = Instant::now() + LIMIT;
+            let done = || {
+                let at = if write { b.buffers[0].bytes() } else { stranger.buffer.read(0..LEN) };
+                at == pattern_bytes(if write { 9 } else { 2 }, LEN)
+            };
+            while dropped(&b.agent) == 0 || (serves && !done()) {
+                stranger.worker.progress();
+                while stranger.worker.poll_completion().is_some() {}
+                assert!(Instant::now() < end, "key {key}, write {write}");
+            }
+            assert_eq!(done(), serves, "key {key}, write {write}");
+            if !serves {
+                assert!(stranger.buffer.read(0..LEN) == pattern_bytes(9, LEN).as_slice());
+                assert_same("b", &b.contents(), &[pattern_bytes(2, LEN)]);
+            }
+            // The agent lives.
+            assert_eq!(b.agent.stats().unwrap().regions, 1);
         }
-        assert_eq!(completed == Some(true), serves, "{got:?}");
-        let expected = if serves { pattern_bytes(2, 4096) } else { vec![0; 4096] };
-        assert!(stranger.buffer.read(0..4096) == expected, "key {key}");
-        // The agent lives.
-        assert_same("b", &b.contents(), &[pattern_bytes(2, 4096)]);
-        assert_eq!(b.agent.stats().unwrap().regions, 1);
     }
 }
 
