@@ -222,7 +222,7 @@ fn refusal(message: &str) -> Vec<u8> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+#[allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)]
 mod tests {
     use std::net::{IpAddr, Ipv4Addr};
 

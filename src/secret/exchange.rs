@@ -70,7 +70,7 @@ fn read(state: &mut HandshakeState, message: &[u8], what: &str) -> Result<Vec<u8
 }
 
 /// The side that begins.
-pub struct Initiator(Option<HandshakeState>);
+pub struct Initiator(Option<Box<HandshakeState>>);
 
 impl Initiator {
     /// Begins an exchange. `context` are bytes that both sides know, such as a header that goes along; they are
@@ -82,7 +82,7 @@ impl Initiator {
     pub fn start(key: &Key, protocol: Protocol, context: &[u8], payload: &[u8]) -> Result<(Initiator, Vec<u8>)> {
         let mut state = state(key, protocol, context, |builder| builder.build_initiator())?;
         let message = write(&mut state, payload)?;
-        Ok((Initiator(Some(state)), message))
+        Ok((Initiator(Some(Box::new(state))), message))
     }
 
     /// Takes the answer: its payload, which is fresh, and the channel. After an error the right answer is still taken.
@@ -93,7 +93,7 @@ impl Initiator {
         let state = self.0.as_mut().ok_or_else(|| Error::corrupt("an exchange was answered twice"))?;
         let payload = read(state, answer, "the answer")?;
         let state = self.0.take().ok_or_else(|| Error::corrupt("an exchange was answered twice"))?;
-        Ok((payload, Channel::new(state)?))
+        Ok((payload, Channel::new(*state)?))
     }
 }
 

@@ -41,6 +41,11 @@ def test_environment_counts_where_the_key_is_absent() -> None:
     assert options.worker == {"request_log": "log"}
 
 
+def test_a_key_is_for_both_sides() -> None:
+    for options in (parse_options({"key_file": "/k"}, {}), parse_options({}, {"KVFERRY_KEY_FILE": "/k"})):
+        assert options.worker["key_file"] == options.scheduler["key_file"] == "/k"
+
+
 def test_vllms_own_address_is_the_last_choice_for_the_host() -> None:
     assert parse_options({}, {"VLLM_HOST_IP": "10.0.0.2"}).scheduler["host"] == "10.0.0.2"
     assert parse_options({}, {"VLLM_HOST_IP": "10.0.0.2", "KVFERRY_HOST": "a"}).scheduler["host"] == "a"
