@@ -175,7 +175,7 @@ mod tests {
             assert_eq!(Frame::decode(&bytes[..cut]).unwrap_err().kind(), ErrorKind::Corrupt);
         }
         for (index, value, kind) in
-            [(0, b'X', ErrorKind::Corrupt), (4, 2, ErrorKind::VersionMismatch), (5, 10, ErrorKind::Corrupt)]
+            [(0, b'X', ErrorKind::Corrupt), (4, 2, ErrorKind::VersionMismatch), (5, 99, ErrorKind::Corrupt)]
         {
             let mut bad = bytes;
             bad[index] = value;
