@@ -374,6 +374,56 @@ fn captured_and_damaged_messages_are_dropped() {
     assert_eq!(next.agent.stats().unwrap().peers, 0);
 }
 
+/// Both hellos are under way before either arrives, in both orders of arrival.
+#[test]
+fn where_both_connect_at_once_the_lower_incarnation_began() {
+    const ANSWER: u8 = 11;
+    for lower_first in [true, false] {
+        let one = Node::start(keyed("one", Transport::Tcp, 1), 1, &[]);
+        let two = Node::start(keyed("two", Transport::Tcp, 1), 2, &[]);
+        let (mut low, mut high) =
+            if one.agent.incarnation() < two.agent.incarnation() { (one, two) } else { (two, one) };
+        let (of_low, of_high) = (low.agent.metadata().unwrap(), high.agent.metadata().unwrap());
+        let (mut from_low, mut from_high) = (Middle::new(&of_high), Middle::new(&of_low));
+        let to_high = low.connect(&from_low.instead_of(&of_high));
+        let to_low = high.connect(&from_high.instead_of(&of_low));
+        let (of_low, of_high) = (from_low.frame(HELLO, 0), from_high.frame(HELLO, 0));
+        let mut to_the_lower = |from_high: &mut Middle| {
+            from_high.send(&of_high.0, &of_high.1, "a hello", || true);
+            // Behind it: so it was looked at.
+            from_high.refused(&[0; 32], &[], &low.agent, "a frame of zeros");
+            assert_eq!(low.agent.stats().unwrap().messages_dropped, 1);
+        };
+        if lower_first {
+            to_the_lower(&mut from_high);
+        }
+        from_low.send(&of_low.0, &of_low.1, "a hello", || {
+            from_high.drive();
+            from_high.frames.iter().any(|(header, _)| header[5] == ANSWER)
+        });
+        let answer = from_high.frame(ANSWER, 0);
+        assert_eq!(high.wait_connected().0, to_low);
+        if !lower_first {
+            to_the_lower(&mut from_high);
+        }
+        assert!(low.agent.poll_event().is_none());
+        from_high.send(&answer.0, &answer.1, "the answer", || true);
+        from_high.refused(&answer.0, &answer.1, &low.agent, "the answer again");
+        assert_eq!(low.wait_connected().0, to_high);
+        low.agent.send(to_high, b"up".to_vec()).unwrap();
+        high.agent.send(to_low, b"down".to_vec()).unwrap();
+        let (up, down) = (from_low.frame(SEALED, 0), from_high.frame(SEALED, 0));
+        let received = |by: &Node| by.agent.stats().unwrap().messages_received == 1;
+        from_low.send(&up.0, &up.1, "a message", || received(&high));
+        assert_eq!(high.wait_message(), (to_low, b"up".to_vec()));
+        from_high.send(&down.0, &down.1, "a message", || received(&low));
+        assert_eq!(low.wait_message(), (to_high, b"down".to_vec()));
+        from_low.drive();
+        assert!(from_low.frames.iter().all(|(header, _)| header[5] != ANSWER), "the lower one answered, too");
+        assert_eq!((low.events.len(), high.events.len()), (0, 0));
+    }
+}
+
 #[test]
 fn frames_in_clear_are_dropped_by_an_agent_with_a_key_and_sealed_ones_by_one_without() {
     let with = Node::start(keyed("with", Transport::Tcp, 1), 2, &[4096]);
