@@ -168,10 +168,12 @@ def _secrets(metadata: bytes) -> dict[str, bytes]:
     return found
 
 
+LEASE_MS = 60_000
+"""Leases are not what is tried here: none runs out while a process starts on a busy machine."""
+
+
 def _setup(name: str, transport: str, serves: bool, **more: Any) -> Setup:
-    return Setup(
-        name=name, serves=serves, transport=transport, blocks=128, worker={"handshake_timeout_ms": 10_000}, **more
-    )
+    return Setup(name=name, serves=serves, transport=transport, lease_ms=LEASE_MS, **more)
 
 
 class _Series:
