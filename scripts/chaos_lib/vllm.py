@@ -4,16 +4,19 @@ A prefill and a decode server with kvferry, a proxy, and a single server of the 
 must be. In each round the prefill server is killed once and the decode server once, each by SIGKILL of its process
 group, some milliseconds after a prefill was handed over. The one that was killed is started again with the same
 command line, ports and engine id; nothing else is done. From round to round the decode server's
-`kv_load_failure_policy` is `recompute` and `fail` in turn.
+`kv_load_failure_policy` is `recompute` and `fail` in turn. After the rounds each server sleeps once in the middle of
+its work and wakes up again, and at the end both are told to stop in the middle of theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,8 @@ AFTER = 3
 """Prompts; those sent at once while a server is killed; those sent when it is back. A round takes all but a few of the
 pool once, so that the decode server, which every round starts anew, has none of them in its own cache."""
 
-KILL_WITHIN_S = 0.06
-"""A load follows within so long of the prefill's answer: the kill falls before, into or after it."""
+ACT_WITHIN_S = 0.06
+"""A load follows within so long of the prefill's answer: the fault falls before, into or after it."""
 
 ENDS_WITHIN_S = 240.0
 """Longest time for a request, on a machine where a server may be starting beside it."""
@@ -56,7 +59,7 @@ class Tally:
                 "without_an_end",
                 "failed_on_survivor",
                 "failed_later",
-                "kills_without_requests",
+                "faults_without_requests",
                 "blocks_held",
                 "requests_open",
                 "processes_left",
@@ -139,37 +142,42 @@ class Series:
             else:
                 self.tally.bad("failed_later", f"{name}: {answer and (answer.error or len(answer.tokens))}")
 
-    async def burst(self, victim: Server) -> list[tuple[str, Prompt, Answer | None]]:
-        """Sends prompts at once, and kills `victim` some milliseconds after one of their prefills."""
-        at, delay = self.dice.randrange(1, BURST), self.dice.uniform(0, KILL_WITHIN_S)
-        loop, handed_over = asyncio.get_running_loop(), 0
-        killed: asyncio.Future[int] = loop.create_future()
-
-        def kill() -> None:
-            victim.signal_group(signal.SIGKILL)
-            killed.set_result(sum(not work.done() for work in open_requests))
+    async def burst(self, act: Callable[[], Awaitable[None]]) -> list[tuple[str, Prompt, Answer | None]]:
+        """Sends prompts at once, and acts some milliseconds after one of their prefills."""
+        at, delay = self.dice.randrange(1, BURST), self.dice.uniform(0, ACT_WITHIN_S)
+        handed_over, due = 0, asyncio.Event()
 
         async def watch(request: str, params: KvParams) -> KvParams:
             nonlocal handed_over
             handed_over += 1
             if handed_over == at:
-                loop.call_later(delay, kill)
+                due.set()
             return params
+
+        async def act_then() -> None:
+            await due.wait()
+            await asyncio.sleep(delay)
+            still_open = sum(not work.done() for work in open_requests)
+            self.tally.figures["open_at_faults"] += still_open
+            if not still_open:
+                self.tally.bad("faults_without_requests", "all requests of a burst had ended")
+            await act()
 
         self.proxy.exchange = watch
         prompts = self.take(BURST)
         open_requests = [asyncio.create_task(self.through([prompt])) for prompt in prompts]
+        acting = asyncio.create_task(act_then())
         found = await asyncio.gather(*open_requests)
+        # Where too few prefills succeeded: what is to be done is done all the same.
+        due.set()
+        await acting
         self.proxy.exchange = None
-        if handed_over < at:
-            kill()
-        still_open = await killed
-        await self.pair.gone(victim)
-        self.tally.figures["kills"] += 1
-        self.tally.figures["open_at_kills"] += still_open
-        if not still_open:
-            self.tally.bad("kills_without_requests", f"{victim.name} was killed when all had ended")
         return [entry for part in found for entry in part]
+
+    async def kill(self, victim: Server) -> None:
+        """SIGKILL to all processes of a server."""
+        victim.signal_group(signal.SIGKILL)
+        self.tally.figures["kills"] += 1
 
     async def while_it_starts(self, survivor: Server, started: Server) -> None:
         """Waits for `started`; the other server answers plain requests meanwhile."""
@@ -191,8 +199,8 @@ class Series:
 
     async def kill_prefill(self) -> None:
         """The decode server must bring what it has to an end, by its policy."""
-        before = await self.loads_failed()
-        for name, prompt, answer in await self.burst(self.pair.prefill):
+        before, victim = await self.loads_failed(), self.pair.prefill
+        for name, prompt, answer in await self.burst(lambda: self.kill(victim)):
             if self.right(name, prompt, answer) or answer is None:
                 self.tally.figures["right_at_kill"] += answer is not None
             elif not self.proxy.record(name).prefilled.is_set():
@@ -201,6 +209,7 @@ class Series:
                 self.tally.figures["clean_errors"] += 1
             else:
                 self.tally.bad("failed_on_survivor", f"{name} under {self.pair.policy}: {answer.error}")
+        await self.pair.gone(victim)
         grown = await self.loads_failed() - before
         self.tally.failed_loads += grown
         if self.pair.policy == "recompute":
@@ -210,16 +219,58 @@ class Series:
 
     async def kill_decode(self, next_policy: str) -> None:
         """The prefill server must go on; what it keeps for the dead server is freed by the lease."""
-        for name, prompt, answer in await self.burst(self.pair.decode):
+        victim = self.pair.decode
+        for name, prompt, answer in await self.burst(lambda: self.kill(victim)):
             if self.right(name, prompt, answer) or answer is None:
                 self.tally.figures["right_at_kill"] += answer is not None
             elif self.proxy.record(name).prefilled.is_set():
                 self.tally.figures["lost_with_killed_server"] += 1
             else:
                 self.tally.bad("failed_on_survivor", f"{name}: {answer.error}")
+        await self.pair.gone(victim)
         self.shuffle()
         await self.while_it_starts(self.pair.prefill, self.pair.start_decode(next_policy))
         await self.later()
+
+    async def sleep(self, server: Server) -> None:
+        """vLLM's sleep: all that the server has is aborted, and what comes now waits until it wakes up."""
+        for path in ("sleep?level=1", "wake_up"):
+            async with self.setting.session.post(f"{server.url}/{path}") as answer:
+                if answer.status != 200:
+                    text = (await answer.text())[:200]
+                    self.tally.bad("failed_on_survivor", f"{path} on {server.name}: {answer.status} {text}")
+        self.tally.figures["sleeps"] += 1
+
+    async def sleep_each(self) -> None:
+        """One server after the other sleeps in the middle of a burst, and wakes up."""
+        for server in (self.pair.decode, self.pair.prefill):
+            for name, prompt, answer in await self.burst(functools.partial(self.sleep, server)):
+                if self.right(name, prompt, answer) or answer is None:
+                    self.tally.figures["right_at_sleep"] += answer is not None
+                elif (
+                    answer.error is None
+                    if server is self.pair.decode
+                    else not self.proxy.record(name).prefilled.is_set()
+                ):
+                    self.tally.figures["aborted_by_sleep"] += 1
+                else:
+                    self.tally.bad("failed_on_survivor", f"{name} at {server.name}'s sleep: {answer.error}")
+            await self.later()
+            # The decode server's cache was dropped when it slept.
+            self.shuffle()
+
+    async def stop_in_a_burst(self) -> None:
+        """Both servers are told to end in the middle of a burst: what they have may fail, but not be wrong."""
+
+        async def stop() -> None:
+            left, tracebacks = await stop_in_order(self.pair.servers, [self.pair.prefill, self.pair.decode])
+            for text in left + self.pair.left_by_kills:
+                self.tally.bad("processes_left", text)
+            for text in tracebacks:
+                self.tally.bad("tracebacks", text)
+
+        for name, prompt, answer in await self.burst(stop):
+            self.tally.figures["right_at_stop"] += self.right(name, prompt, answer)
 
     async def loads_failed(self) -> Counter[str]:
         """The decode server's failed loads so far, by cause."""
@@ -291,13 +342,6 @@ async def _run(options: Options, folder: Path) -> dict[str, Any]:
             finally:
                 await series.proxy.stop()
             tally = series.tally
-            left, tracebacks = await stop_in_order(servers, [pair.prefill, pair.decode])
-            for text in left:
-                tally.bad("processes_left", text)
-            for text in tracebacks:
-                tally.bad("tracebacks", text)
-            for text in pair.left_by_kills:
-                tally.bad("processes_left", text)
     finally:
         servers.stop()
     return {
@@ -318,7 +362,10 @@ async def _rounds(series: Series, options: Options) -> None:
         await series.kill_prefill()
         await series.kill_decode(POLICIES[(number + 1) % len(POLICIES)])
         options.progress(number + 1, options.rounds)
+    await series.sleep_each()
     await series.drained(start)
+    series.shuffle()
+    await series.stop_in_a_burst()
 
 
 def run(options: Options) -> dict[str, Any]:

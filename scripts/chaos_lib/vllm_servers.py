@@ -21,12 +21,14 @@ POLICIES = ("recompute", "fail")
 # a second, but the servers share two cores with one that starts.
 TIMES = {
     "lease_ms": 20_000,
-    "handshake_timeout_ms": 30_000,
+    "handshake_timeout_ms": 15_000,
     "transfer_timeout_ms": 60_000,
     "verdict_timeout_ms": 20_000,
 }
 
-GONE_WITHIN_S = 30.0
+SHUTDOWN_S = 60
+GONE_WITHIN_S = 90.0
+"""What a server may take to drain, which includes a lease that nobody asks for; and to be gone."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,17 @@ class Pair:
         folder = self.setting.folder
         outputs = Outputs(folder / "receives.jsonl", folder / "cache")
         spec = engine_spec(role, self.setting.model, self.setting.options, connector, SCRIPTS, DEPS, outputs)
-        # Each start has a log of its own.
-        return self.servers.start(replace(spec, name=f"{spec.name}-{self._starts}", port=self._ports[role]))
+        # Each start has a log of its own. /sleep is one of vLLM's endpoints for development. Without a time for its
+        # shutdown, vLLM kills its own processes at once.
+        return self.servers.start(
+            replace(
+                spec,
+                name=f"{spec.name}-{self._starts}",
+                port=self._ports[role],
+                arguments=[*spec.arguments, "--shutdown-timeout", str(SHUTDOWN_S)],
+                environment={**spec.environment, "VLLM_SERVER_DEV_MODE": "1"},
+            )
+        )
 
     def start_prefill(self) -> Server:
         """A prefill server, on the ports of the one before."""

@@ -8,14 +8,8 @@ import pytest
 from mini_trio import FRAIL_LEASE_MS, P_SALT, POLICIES, Trio, prompt
 
 
-@pytest.fixture
-def own(tmp_path: Path, request: pytest.FixtureRequest) -> Trio:
-    """Engines of the test's own, which ends them."""
-    return Trio(tmp_path, request.param)
-
-
-@pytest.mark.parametrize("own", [False, True], indirect=True, ids=["one-group", "hybrid"])
-def test_shutdown_with_transfers_in_flight(own: Trio, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shutdown_with_transfers_in_flight(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    own = Trio(tmp_path, hybrid=True)
     leaving, staying = (own.decode[policy] for policy in POLICIES)
     for decode in (leaving, staying):
         own.works(decode)
