@@ -17,8 +17,7 @@ def figures(trio: Trio) -> dict[str, Any]:
 
 
 def given_back(trio: Trio, before: dict[str, Any]) -> None:
-    """Both engines are whole, and the prefill engine did not have to wait for its lease, which is longer than this
-    test may take; the next request works."""
+    """Both engines are whole, and the prefill engine did not have to wait for its lease; the next request works."""
     after = trio.whole(trio.decode[POLICY], trio.steady)[1]["figures"]
     ends = {key: after.get(key, 0) - before.get(key, 0) for key in ("sends_read", "sends_released", "sends_expired")}
     assert ends["sends_expired"] == 0, ends
