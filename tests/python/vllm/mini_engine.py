@@ -258,7 +258,8 @@ class Engine:
     # --- what the parent calls
 
     def add(self, request: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
-        """A request comes in."""
+        """A request comes in. Its name must be new, so that nobody takes an older answer for its own."""
+        assert request not in self.answers
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 

@@ -37,15 +37,15 @@ def test_decode_engine_that_falls_asleep_in_a_load(trio: Trio) -> None:
     trio.whole(trio.steady, decode)
     # What arrives now waits, and its prompt is kept by the prefill engine: its lease is asked for all the time.
     later = prompt(161, 200)
-    decode.call("add", "waiting", later, 4, trio.prefilled(trio.steady, "waiting", later))
+    decode.call("add", "meanwhile", later, 4, trio.prefilled(trio.steady, "meanwhile", later))
     for _ in range(50):
         decode.call("step")
-    assert decode.call("state")["requests"] == {"waiting": "WAITING"}
+    assert decode.call("state")["requests"] == {"meanwhile": "WAITING"}
     decode.call("wake_up")
-    assert trio.answer(decode, "waiting")["reason"] == "length"
+    assert trio.answer(decode, "meanwhile")["reason"] == "length"
     _, d = trio.whole(trio.steady, decode)
-    assert d["starts"]["waiting"][0] == len(later) - 1
-    assert d["wrong_bytes"]["waiting"] == 0
+    assert d["starts"]["meanwhile"][0] == len(later) - 1
+    assert d["wrong_bytes"]["meanwhile"] == 0
     trio.works(decode)
 
 
