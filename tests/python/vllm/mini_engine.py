@@ -245,6 +245,10 @@ class Engine:
         cells = self._cells(request, positions, salt)
         wrong = total = 0
         for layer, name, which, blocks, slots in self._places(request, positions):
+            if name in WINDOW_LAYERS:
+                # The next token to be computed looks at these.
+                missing = set(range(max(0, positions.stop + 1 - WINDOW), positions.stop)) - set(which.tolist())
+                wrong += cells[layer][sorted(missing)].size
             if name in WINDOW_LAYERS and not self.settings.prefix_caching:
                 # Nobody reads what is in front of the last prompt token's window; blocks that serve other requests
                 # must hold it all the same.
