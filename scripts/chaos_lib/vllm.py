@@ -45,7 +45,7 @@ ACT_WITHIN_S = 0.06
 ENDS_WITHIN_S = 240.0
 """Longest time for a request, on a machine where a server may be starting beside it."""
 
-START_LIMIT_S = 300.0
+START_LIMIT_S = 900.0
 DRAIN_LIMIT_S = 90.0
 
 
@@ -332,7 +332,7 @@ async def _run(options: Options, folder: Path) -> dict[str, Any]:
             single = pair.start_baseline()
             pair.start_prefill()
             pair.start_decode(POLICIES[0])
-            await servers.wait_ready([single, pair.prefill, pair.decode], session, 2 * START_LIMIT_S)
+            await servers.wait_ready([single, pair.prefill, pair.decode], session, START_LIMIT_S)
             baseline = await run_baseline(setting, single)
             servers.stop([single])
             series = Series(setting, pair, baseline, options.seed)
