@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from demo_lib.client import Answer, complete, complete_through
-from demo_lib.metrics import fetch_metrics, total
+from demo_lib.metrics import fetch_metrics, total, totals_by
 from demo_lib.model import make_model
 from demo_lib.options import parse_options
 from demo_lib.proxy import KvParams, Proxy, open_session
@@ -274,16 +274,9 @@ class Series:
 
     async def loads_failed(self) -> Counter[str]:
         """The decode server's failed loads so far, by cause."""
-        from kvferry.vllm.stats import CAUSES
-
         text = await fetch_metrics(self.setting.session, self.pair.decode.url)
-        return Counter(
-            {
-                cause: int(count)
-                for cause in CAUSES
-                if (count := total(text, "vllm:kvferry_recv_failures_total", cause=cause))
-            }
-        )
+        found = totals_by(text, "vllm:kvferry_recv_failures_total", "cause")
+        return Counter({cause: int(count) for cause, count in found.items()})
 
     async def usage(self, server: Server) -> tuple[float, float]:
         """Open requests, and the share of the KV cache in use, after a plain request that brings the figures up to
