@@ -60,6 +60,7 @@ class Tally:
                 "failed_on_survivor",
                 "failed_later",
                 "faults_without_requests",
+                "faults_without_failures",
                 "blocks_held",
                 "requests_open",
                 "processes_left",
@@ -142,16 +143,21 @@ class Series:
             else:
                 self.tally.bad("failed_later", f"{name}: {answer and (answer.error or len(answer.tokens))}")
 
-    async def burst(self, act: Callable[[], Awaitable[None]]) -> list[tuple[str, Prompt, Answer | None]]:
-        """Sends prompts at once, and acts some milliseconds after one of their prefills."""
+    async def burst(
+        self, act: Callable[[], Awaitable[None]], hold: bool = False
+    ) -> list[tuple[str, Prompt, Answer | None]]:
+        """Sends prompts at once, and acts some milliseconds after one of their prefills. `hold`: the decode server gets
+        that one only then."""
         at, delay = self.dice.randrange(1, BURST), self.dice.uniform(0, ACT_WITHIN_S)
-        handed_over, due = 0, asyncio.Event()
+        handed_over, due, acted = 0, asyncio.Event(), asyncio.Event()
 
         async def watch(request: str, params: KvParams) -> KvParams:
             nonlocal handed_over
             handed_over += 1
             if handed_over == at:
                 due.set()
+                if hold:
+                    await acted.wait()
             return params
 
         async def act_then() -> None:
@@ -162,6 +168,7 @@ class Series:
             if not still_open:
                 self.tally.bad("faults_without_requests", "all requests of a burst had ended")
             await act()
+            acted.set()
 
         self.proxy.exchange = watch
         prompts = self.take(BURST)
@@ -198,9 +205,9 @@ class Series:
         self.tally.recoveries_s.append(round(time.monotonic() - begin, 1))
 
     async def kill_prefill(self) -> None:
-        """The decode server must bring what it has to an end, by its policy."""
+        """The decode server must bring what it has to an end, by its policy. At least one load fails."""
         before, victim = await self.loads_failed(), self.pair.prefill
-        for name, prompt, answer in await self.burst(lambda: self.kill(victim)):
+        for name, prompt, answer in await self.burst(lambda: self.kill(victim), hold=True):
             if self.right(name, prompt, answer) or answer is None:
                 self.tally.figures["right_at_kill"] += answer is not None
             elif not self.proxy.record(name).prefilled.is_set():
@@ -212,6 +219,8 @@ class Series:
         await self.pair.gone(victim)
         grown = await self.loads_failed() - before
         self.tally.failed_loads += grown
+        if not grown:
+            self.tally.bad("faults_without_failures", f"no load failed when {victim.name} was killed")
         if self.pair.policy == "recompute":
             self.tally.figures["recomputed"] += grown.total()
         await self.while_it_starts(self.pair.decode, self.pair.start_prefill())
