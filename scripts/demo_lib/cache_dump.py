@@ -76,7 +76,9 @@ class CacheDump:
         """Notes a load."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
         if num_external_tokens > 0:
-            tokens = request.num_prompt_tokens
+            # A prefill engine may leave the prompt's last token out.
+            prompt = request.num_prompt_tokens
+            tokens = min(prompt, (request.kv_transfer_params or {}).get("remote_num_tokens") or prompt)
             self._dump_wanted[request.request_id] = Wanted(
                 "received", blocks.get_block_ids(), tokens - num_external_tokens, tokens
             )

@@ -39,7 +39,7 @@ def _environment(scripts: Path, deps: Path) -> dict[str, str]:
     # Byte code from an earlier start halves the time of the next one.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PYTHONPYCACHEPREFIX"] = str(deps / "pycache")
-    environment["PYTHONPATH"] = str(scripts)
+    environment["PYTHONPATH"] = _own_path(scripts)
     environment.update(
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
@@ -53,6 +53,12 @@ def _environment(scripts: Path, deps: Path) -> dict[str, str]:
     return environment
 
 
+def _own_path(scripts: Path) -> str:
+    """Where the server finds the demo's own modules, before what this program was given itself."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(scripts), *(entry for entry in given if entry and Path(entry).resolve() != scripts)])
+
+
 def _python_path(scripts: Path, deps: Path, options: Options, shape: Shape) -> str:
     """Where the server finds the demo's own modules and plug-ins."""
     plugins = {}
@@ -61,9 +67,9 @@ def _python_path(scripts: Path, deps: Path, options: Options, shape: Shape) -> s
     if options.executor == "ray" or shape.ranks > 1:
         plugins["vllm.general_plugins"] = "demo_lib.gentle_waits:register"
     if not plugins:
-        return str(scripts)
+        return _own_path(scripts)
     folder = deps / "demo-plugins" / ("ray" if options.executor == "ray" else "mp")
-    return f"{scripts}:{write_plugins(folder, plugins)}"
+    return f"{_own_path(scripts)}:{write_plugins(folder, plugins)}"
 
 
 def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:

@@ -45,6 +45,17 @@ def total(text: str, name: str, **labels: str) -> float:
     return result
 
 
+def totals_by(text: str, name: str, label: str) -> dict[str, float]:
+    """The samples of `name` that are not 0, summed by the value of `label`."""
+    result: dict[str, float] = {}
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match is not None and match["name"] == name and float(match["value"]):
+            value = dict(_LABEL.findall(match["labels"] or "")).get(label, "")
+            result[value] = result.get(value, 0.0) + float(match["value"])
+    return result
+
+
 def parse_counters(text: str) -> Counters:
     """The counters in an answer of /metrics."""
     source = "vllm:prompt_tokens_by_source_total"

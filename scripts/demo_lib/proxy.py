@@ -118,12 +118,19 @@ class Proxy:
                 return web.Response(status=source.status, body=await source.read(), content_type="application/json")
             answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await answer.prepare(request)
-            async for line in source.content:
-                # The prompt's ids come in the first chunk too: lines are long, and only their beginning is looked at.
-                if record.first_token is None and line.startswith(b"data:"):
-                    record.first_token = time.perf_counter()
-                await answer.write(line)
-            await answer.write_eof()
+            try:
+                async for line in source.content:
+                    # The prompt's ids come in the first chunk too: lines are long, and only their beginning is looked
+                    # at.
+                    if record.first_token is None and line.startswith(b"data:"):
+                        record.first_token = time.perf_counter()
+                    await answer.write(line)
+                await answer.write_eof()
+            except aiohttp.ClientError:
+                # The decode server died. Another answer cannot follow a part of this one: the client must see it end
+                # too, and would wait for ever otherwise.
+                if request.transport is not None:
+                    request.transport.abort()
             return answer
 
     async def _prefill(

@@ -63,6 +63,8 @@ class ServerSpec:
     name: str
     arguments: list[str]
     environment: dict[str, str]
+    # Where it answers; None takes a free port.
+    port: int | None = None
 
 
 class Server:
@@ -70,7 +72,7 @@ class Server:
 
     def __init__(self, spec: ServerSpec, folder: Path, tag: str) -> None:
         self.name = spec.name
-        self.port = free_port()
+        self.port = free_port() if spec.port is None else spec.port
         self.log = folder / f"{spec.name}.log"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *spec.arguments]
@@ -121,6 +123,10 @@ class Server:
                 return bool(answer.status == 200)
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    def signal_first(self, number: int) -> None:
+        """Sends a signal to the server's first process only, as an operator does."""
+        self._process.send_signal(number)
 
     def signal_group(self, number: int) -> None:
         """Sends a signal to the server and its process group."""
@@ -173,6 +179,11 @@ class ServerGroup:
                 _say(f"  waiting for {names}: {now - begin:.0f} s")
             await asyncio.sleep(0.5 if waiting else 0)
 
+    def processes(self, server: Server | None = None) -> list[int]:
+        """Processes of `server`'s group, by default all that carry this run's mark."""
+        found = _tagged_processes(self.tag)
+        return found if server is None else [pid for pid in found if _group_of(pid) == server.pid]
+
     def stop(self, servers: Iterable[Server] | None = None) -> None:
         """Ends `servers`, by default all, with every process that they started."""
         chosen = list(self._servers if servers is None else servers)
@@ -191,6 +202,13 @@ class ServerGroup:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def _tagged_processes(tag: str) -> list[int]:

@@ -31,6 +31,22 @@ def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
     return params if params and params.get(key) not in (None, False) else None
 
 
+def _drop_last_token(request: Request) -> None:
+    """Takes the last token off a new request's prompt, as vLLM's NIXL connector does for other models. Nothing is taken
+    from a prompt of one token, and from one whose log-probabilities are asked for: the decode engine computes all of
+    that one itself."""
+    if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():
+        return
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1:]
+    elif request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    # The hash of a last block that is full with the whole prompt stays behind: no other token may get into it.
+    request.max_tokens = 1
+
+
 class SchedulerSide:
     """What `KvferryConnector` does in the scheduler's process. All calls come from the engine core's thread."""
 
@@ -48,6 +64,12 @@ class SchedulerSide:
         ranks = [
             (pp, tp) for pp in range(parallel.pipeline_parallel_size) for tp in range(parallel.tensor_parallel_size)
         ]
+        # Which of the ranks this is makes no difference to how many tokens a block stands for.
+        groups = transfer_groups(kv_cache_config, TokenShare(parallel.decode_context_parallel_size))
+        # vLLM drops what is in front of a window as for the token that follows the computed ones. But a decode engine
+        # that has the whole prompt computes its last token again, which looks one token further back. So a model with
+        # windows hands over all but the last token, and the prefill engine stops in front of it.
+        self._holds_back = any(isinstance(group["kind"], dict) for group in groups)
         self._aggregator = kvferry.Aggregator(ranks)
         self._scheduler = kvferry.Scheduler(
             {
@@ -55,8 +77,7 @@ class SchedulerSide:
                 "tp_size": parallel.tensor_parallel_size,
                 "pp_size": parallel.pipeline_parallel_size,
                 "dcp_size": parallel.decode_context_parallel_size,
-                # Which of the ranks this is makes no difference to how many tokens a block stands for.
-                "groups": transfer_groups(kv_cache_config, TokenShare(parallel.decode_context_parallel_size)),
+                "groups": groups,
                 # Block 0 is the one that vLLM never hands out.
                 "null_block": 0,
                 "reuses_blocks": bool(vllm_config.cache_config.enable_prefix_caching),
@@ -88,6 +109,8 @@ class SchedulerSide:
 
     def arrived(self, request: Request) -> None:
         """A new request: if its prompt was prefilled elsewhere, the workers connect and keep the lease."""
+        if self._sends and self._holds_back and _wants(request, "do_remote_decode"):
+            _drop_last_token(request)
         params = _wants(request, "do_remote_prefill")
         if params is None:
             return
@@ -108,7 +131,8 @@ class SchedulerSide:
             return 0, False
         if request.request_id not in self._refusals:
             try:
-                return self._scheduler.matched(request.request_id, params, request.num_prompt_tokens, computed_tokens)
+                tokens = self._handed_over(request)
+                return self._scheduler.matched(request.request_id, params, tokens, computed_tokens)
             except kvferry.KvferryError as error:
                 self._refuse(request, error)
         # A load that cannot be: under the policy "fail" vLLM must see it fail, otherwise the prompt is computed here.
@@ -125,7 +149,7 @@ class SchedulerSide:
         if request_id not in self._refusals:
             try:
                 groups: Sequence[Sequence[int]] = fill or [()] * len(self._kv_cache_config.transfer_groups)
-                self._scheduler.allocated(request_id, params, groups, request.num_prompt_tokens, external_tokens)
+                self._scheduler.allocated(request_id, params, groups, self._handed_over(request), external_tokens)
                 return
             except kvferry.KvferryError as error:
                 self._refuse(request, error)
@@ -156,6 +180,11 @@ class SchedulerSide:
         except kvferry.KvferryError as error:
             logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
             return False, None
+
+    def _handed_over(self, request: Request) -> int:
+        """How many of the prompt's tokens the prefill engine computes for us."""
+        tokens: int = request.num_prompt_tokens
+        return tokens - 1 if self._holds_back and tokens > 1 else tokens
 
     def _refuse(self, request: Request, error: kvferry.KvferryError) -> None:
         if request.request_id not in self._refusals:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from mini_trio import Trio
 
 # No hub is asked for anything, no usage is reported, and vLLM's log stays out of the tests' output.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,3 +17,13 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
+
+
+@pytest.fixture(scope="session", params=[False, True], ids=["one-group", "hybrid"])
+def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """Engines with one KV-cache group (full attention), and with a second one (sliding window)."""
+    from mini_trio import Trio
+
+    trio = Trio(tmp_path_factory.mktemp("model"), request.param)
+    yield trio
+    trio.close()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -45,7 +47,7 @@ class Settings:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def write_model(folder: Path) -> str:
+def write_model(folder: Path, layers: int = 4) -> str:
     """A model's configuration, which is all of the model that is read."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -53,7 +55,7 @@ def write_model(folder: Path) -> str:
         "model_type": "llama",
         "hidden_size": HEADS * HEAD_SIZE,
         "intermediate_size": 64,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
         "head_dim": HEAD_SIZE,
@@ -110,6 +112,8 @@ class Engine:
         self.wrong_bytes: dict[str, int] = {}
         self.answers: dict[str, dict[str, Any]] = {}
         self.figures: dict[str, Any] = {}
+        self.failed: dict[str, dict[str, Any]] = {}
+        self.scribbling: threading.Event | None = None
 
     def _add_layers(self, config: Any) -> None:
         """Attention layers, of which no more is there than what says how they order a block."""
@@ -241,6 +245,10 @@ class Engine:
         cells = self._cells(request, positions, salt)
         wrong = total = 0
         for layer, name, which, blocks, slots in self._places(request, positions):
+            if name in WINDOW_LAYERS:
+                # The next token to be computed looks at these.
+                missing = set(range(max(0, positions.stop + 1 - WINDOW), positions.stop)) - set(which.tolist())
+                wrong += cells[layer][sorted(missing)].size
             if name in WINDOW_LAYERS and not self.settings.prefix_caching:
                 # Nobody reads what is in front of the last prompt token's window; blocks that serve other requests
                 # must hold it all the same.
@@ -254,7 +262,8 @@ class Engine:
     # --- what the parent calls
 
     def add(self, request: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
-        """A request comes in."""
+        """A request comes in. Its name must be new, so that nobody takes an older answer for its own."""
+        assert request not in self.answers
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -309,6 +318,7 @@ class Engine:
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
         self.worker.clear_connector_metadata()
+        self._note_failures(output)
         stats: Any = output.kv_connector_stats
         if stats is not None:
             stats = stats.data.get("KvferryConnector", stats)
@@ -325,6 +335,24 @@ class Engine:
                     answer["reason"] = str(each.finish_reason)
                     answer["params"] = each.kv_transfer_params
 
+    def _note_failures(self, output: Any) -> None:
+        """What the worker says about each load that failed, and which blocks the request holds then."""
+        import kvferry
+
+        reports = getattr(output.kv_connector_worker_meta, "reports", ())
+        causes = {each["request"]: each for raw in reports for each in kvferry.decode_report(raw)["failed_recving"]}
+        for request in output.failed_recving:
+            said: Any = causes.get(request, {})
+            held = self.scheduler.kv_cache_manager.get_block_ids(request)
+            self.failed[request] = {
+                "cause": said.get("cause"),
+                "message": said.get("message"),
+                # By the library, over all groups; by the connector to vLLM; and what there is.
+                "blocks": sorted(said.get("invalid_blocks", ())),
+                "told": sorted(output.invalid_block_ids),
+                "held": sorted({block for group in held for block in group if block}),
+            }
+
     def run_until(self, condition: str) -> None:
         """Steps until a Python expression over this engine (as `e`) holds, as long as `LIMIT`."""
         deadline = time.monotonic() + LIMIT
@@ -338,6 +366,54 @@ class Engine:
         """Steps as long as vLLM's engine core would."""
         self.run_until("not e.scheduler.has_requests()")
 
+    def fall_asleep(self) -> None:
+        """What `EngineCoreProc.sleep` does apart from the memory: all requests are aborted, no new one starts, and when
+        nothing is left to do the caches are dropped."""
+        from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self.run_while_needed()
+        if not self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RuntimeError("the caches could not be reset")
+
+    def chunk(self, tokens: int) -> None:
+        """Prompts are computed in parts of so many tokens; 0: whole."""
+        self.scheduler.max_num_scheduled_tokens = tokens or 1024
+
+    def pause(self) -> None:
+        """No new request starts."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+
+    def wake_up(self) -> None:
+        """As `EngineCore.wake_up`."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def scribble(self, on: bool) -> None:
+        """Changes every byte of the cache again and again, until told to stop."""
+        import torch
+
+        if self.scribbling is not None:
+            self.scribbling.set()
+            self.scribbling = None
+        if on:
+            stop = self.scribbling = threading.Event()
+            views = [self.views[name].view(torch.uint8).numpy() for name in FULL_LAYERS]
+
+            def run() -> None:
+                value = 0
+                while not stop.is_set():
+                    value = value % 250 + 1
+                    for view in views:
+                        view.fill(value)
+
+            threading.Thread(target=run, daemon=True).start()
+
     def state(self) -> dict[str, Any]:
         """For error messages and assertions."""
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -347,6 +423,7 @@ class Engine:
             "figures": self.figures,
             "starts": self.sources,
             "wrong_bytes": self.wrong_bytes,
+            "failed": self.failed,
         }
 
     def answer(self, request: str) -> dict[str, Any]:
@@ -376,6 +453,11 @@ def _serve(pipe: Connection, settings: Settings) -> None:
         pipe.send(("error", traceback.format_exc()))
 
 
+def _is_stopped(task: Path) -> bool:
+    # The state follows the name, which is in parentheses.
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 class Remote:
     """An `Engine` in a process of its own; its methods are called by name."""
 
@@ -393,7 +475,15 @@ class Remote:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """`method(*arguments)` in the engine."""
+        self.start(method, *arguments)
+        return self.result(method)
+
+    def start(self, method: str, *arguments: Any) -> None:
+        """Begins `method(*arguments)` in the engine; `result` waits for its end."""
         self._pipe.send((method, *arguments))
+
+    def result(self, method: str) -> Any:
+        """What the method that was started returned."""
         return self._answer(method)
 
     def _answer(self, method: str) -> Any:
@@ -403,6 +493,30 @@ class Remote:
         if kind == "error":
             raise RuntimeError(f"{method} failed in the engine:\n{value}")
         return value
+
+    def freeze(self) -> None:
+        """The engine does nothing, and is not gone. Returns when all of its threads have stopped: on a busy machine,
+        the first of them may take a while to see the signal."""
+        os.kill(self._pid, signal.SIGSTOP)
+        deadline = time.monotonic() + LIMIT
+        while not all(_is_stopped(task) for task in Path(f"/proc/{self._pid}/task").iterdir()):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the engine did not stop")
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        """The engine goes on."""
+        os.kill(self._pid, signal.SIGCONT)
+
+    @property
+    def _pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process ended; None while it runs."""
+        return self._process.exitcode
 
     def kill(self) -> None:
         """The engine dies at once."""

@@ -101,7 +101,8 @@ def failed_or_recomputed(policy: str, pair: Pair, name: str, answer: dict[str, A
         assert pair.decode.call("state")["starts"][name][0] % BLOCK == 0
 
 
-@pytest.mark.parametrize("tokens", [5, BLOCK, 100, 500])
+# With 103 tokens the window begins with the last token of a block.
+@pytest.mark.parametrize("tokens", [5, BLOCK, 100, 103, 500])
 def test_hand_over(pair: Pair, tokens: int) -> None:
     name = f"over-{tokens}"
     words = prompt(tokens, tokens)
@@ -112,6 +113,12 @@ def test_hand_over(pair: Pair, tokens: int) -> None:
     assert d["starts"][name][0] == tokens - 1
     assert d["wrong_bytes"][name] == 0
     assert p["figures"]["sends_read"] >= 1
+
+
+def test_a_prompt_of_one_token(pair: Pair) -> None:
+    answer = pair.decoded("single", [7], pair.prefilled("single", [7]))
+    assert (answer["reason"], len(answer["tokens"])) == ("length", 4)
+    assert pair.quiesce()[1]["starts"]["single"][0] == 0
 
 
 def test_several_at_once_some_with_a_shared_prefix(pair: Pair) -> None:

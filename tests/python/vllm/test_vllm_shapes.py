@@ -35,7 +35,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     pair.close()
 
 
-@pytest.mark.parametrize("tokens", [5, 64, 100, 500])
+@pytest.mark.parametrize("tokens", [5, 64, 103, 500])
 def test_hand_over(pair: Pair, tokens: int) -> None:
     name = f"over-{tokens}"
     words = prompt(tokens, tokens)

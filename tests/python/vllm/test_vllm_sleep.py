@@ -1,0 +1,77 @@
+"""vLLM's sleep while transfers are under way. Without `--enable-sleep-mode` it is a pause: all requests are aborted, no
+new one starts, and when nothing is left to do the caches are dropped. With it, the cache's memory would be unmapped;
+see `test_vllm_support.py` for the refusal."""
+
+from __future__ import annotations
+
+import pytest
+from mini_trio import Trio, prompt
+
+POLICY = "fail"
+
+
+def test_a_cpu_engine_has_no_sleep_mode(trio: Trio) -> None:
+    """vLLM refuses the option itself there, so that nothing ever unmaps a registered cache on a CPU."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM is not built for CPU")
+    with pytest.raises(ValueError, match="Sleep mode is not supported on current platform"):
+        EngineArgs(model=trio.model, skip_tokenizer_init=True, enable_sleep_mode=True).create_model_config()
+
+
+def test_decode_engine_that_falls_asleep_in_a_load(trio: Trio) -> None:
+    decode = trio.decode[POLICY]
+    trio.works(decode)
+    words = prompt(160, 400)
+    params = trio.prefilled(trio.steady, "dozing", words)
+    trio.steady.freeze()
+    try:
+        decode.call("add", "dozing", words, 4, params)
+        trio.loading(decode, "dozing")
+        # The load cannot end well while the other engine does not move: the abort ends it.
+        decode.call("fall_asleep")
+    finally:
+        trio.steady.thaw()
+    trio.whole(trio.steady, decode)
+    # What arrives now waits, and its prompt is kept by the prefill engine: its lease is asked for all the time.
+    later = prompt(161, 200)
+    decode.call("add", "meanwhile", later, 4, trio.prefilled(trio.steady, "meanwhile", later))
+    for _ in range(50):
+        decode.call("step")
+    assert decode.call("state")["requests"] == {"meanwhile": "WAITING"}
+    decode.call("wake_up")
+    assert trio.answer(decode, "meanwhile")["reason"] == "length"
+    _, d = trio.whole(trio.steady, decode)
+    assert d["starts"]["meanwhile"][0] == len(later) - 1
+    assert d["wrong_bytes"]["meanwhile"] == 0
+    trio.works(decode)
+
+
+def test_prefill_engine_that_falls_asleep_while_it_is_read(trio: Trio) -> None:
+    """It sleeps when the decode engine has what it came for, not before."""
+    decode, words = trio.decode[POLICY], prompt(162, 400)
+    trio.works(decode)
+    params = trio.prefilled(trio.steady, "read", words)
+    decode.call("add", "read", words, 4, params)
+    trio.loading(decode, "read")
+    trio.steady.start("fall_asleep")
+    assert trio.answer(decode, "read")["reason"] == "length"
+    trio.steady.result("fall_asleep")
+    trio.steady.call("wake_up")
+    _, d = trio.whole(trio.steady, decode)
+    assert d["starts"]["read"][0] == len(words) - 1
+    assert d["wrong_bytes"]["read"] == 0
+    trio.works(decode)
+
+
+def test_prefill_engine_that_falls_asleep_with_what_nobody_fetches(trio: Trio) -> None:
+    """It sleeps when the lease has run out."""
+    frail = trio.frail
+    trio.prefilled(frail, "kept", prompt(163, 300))
+    before = frail.call("state")["figures"].get("sends_expired", 0)
+    frail.call("fall_asleep")
+    assert frail.call("state")["figures"]["sends_expired"] == before + 1
+    frail.call("wake_up")
+    trio.whole(frail)
