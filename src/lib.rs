@@ -9,6 +9,10 @@ pub mod agent;
 pub mod connector;
 pub mod error;
 pub mod ffi;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
+mod log_limit;
 pub mod mem;
 pub mod net;
 pub mod proto;

@@ -52,6 +52,8 @@ pub(super) struct Peer {
     pub(super) unsent: Arc<AtomicU64>,
     pub(super) next_sequence: u64,
     pub(super) inbox: Inbox,
+    /// Whether it came by itself and has said nothing but hello.
+    pub(super) silent: bool,
     pub(super) service: Served,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
@@ -220,6 +222,11 @@ impl Peers {
         Some(peer)
     }
 
+    /// Bytes of messages that wait for earlier ones, of all.
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.by_id.values().map(|peer| peer.inbox.held_bytes() as u64).sum()
+    }
+
     /// The next time at which a peer must have said hello.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.by_id.values().filter_map(|peer| peer.deadline).min()
@@ -239,6 +246,7 @@ impl Engine {
         }
         if let Some(id) = self.peers.find(metadata.incarnation) {
             let peer = self.peers.get_mut(id)?;
+            peer.silent = false;
             peer.update_regions(metadata)?;
             return Ok(id);
         }
@@ -283,6 +291,7 @@ impl Engine {
             unsent: Arc::default(),
             next_sequence: 0,
             inbox: Inbox::default(),
+            silent: false,
             service: Served::default(),
             reach: Reach::default(),
         })
@@ -317,7 +326,7 @@ impl Engine {
             return match hello.seen {
                 // An answer to a connection that was given up here meanwhile.
                 Some(_) => Err(Error::not_found(format!("a late hello of agent {}", hello.name))),
-                None => self.accept(hello),
+                None => self.accept(hello, now),
             };
         };
         let peer = self.peers.get_mut(id)?;
@@ -342,20 +351,22 @@ impl Engine {
                     format!("agent {} lost the connection and has made a new one", hello.name),
                 );
                 self.lose(id, error, now);
-                self.accept(hello)
+                self.accept(hello, now)
             }
         }
     }
 
     /// Makes a peer of an agent that connected to this one.
-    fn accept(&mut self, hello: Hello) -> Result<()> {
+    fn accept(&mut self, hello: Hello, now: Instant) -> Result<()> {
         self.check_open()?;
+        self.make_room(now)?;
         let peer = self.new_peer(hello.name, hello.incarnation, &hello.address)?;
         let id = peer.id;
         self.admit(peer);
+        self.welcome(id);
         self.greet(id, hello.connection)?;
         if let Err(error) = self.send_hello(id) {
-            self.lose(id, error, Instant::now());
+            self.lose(id, error, now);
         }
         Ok(())
     }

@@ -137,7 +137,7 @@ impl Scheduler {
         let mut listener = lock(&self.listener);
         if listener.is_none() {
             let address = net::choose(self.config.host.as_deref(), self.config.advertise_local)?;
-            let config = ListenerConfig { address, port: self.config.bind_port()? };
+            let config = ListenerConfig { address, port: self.config.bind_port()?, pushes: self.config.push };
             let directory = Arc::clone(&self.directory);
             *listener = Some(Listener::bind(&config, move |request| lock(&directory).answer(request))?);
         }

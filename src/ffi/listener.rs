@@ -32,7 +32,7 @@ impl Object for Host {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Config {
+pub(super) struct Config {
     engine_id: EngineId,
     #[serde(default = "one")]
     tp_size: u32,
@@ -57,7 +57,7 @@ fn one() -> u32 {
 }
 
 impl Config {
-    fn bind_port(&self) -> Result<u16> {
+    pub(super) fn bind_port(&self) -> Result<u16> {
         if self.port == 0 {
             return Ok(0);
         }
@@ -79,7 +79,8 @@ fn start(config: &Config) -> Result<Host> {
     let directory = Arc::new(Mutex::new(directory));
     let address = net::choose(config.host.as_deref(), config.advertise_local)?;
     let shared = Arc::clone(&directory);
-    let listener = net::Listener::bind(&ListenerConfig { address, port: config.bind_port()? }, move |request| {
+    let settings = ListenerConfig { address, port: config.bind_port()?, pushes: config.push };
+    let listener = net::Listener::bind(&settings, move |request| {
         shared.lock().unwrap_or_else(PoisonError::into_inner).answer(request)
     })?;
     Ok(Host { listener: Mutex::new(listener), directory })

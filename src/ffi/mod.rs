@@ -12,6 +12,8 @@ pub mod agent;
 pub mod aggregator;
 pub mod buffer;
 mod decode;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod handle;
 pub mod listener;
 mod lists;

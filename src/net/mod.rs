@@ -4,6 +4,7 @@
 mod address;
 mod blocking;
 mod client;
+mod connections;
 mod listener;
 
 pub use address::{Address, LocalAddress, choose, choose_among, local_addresses};
