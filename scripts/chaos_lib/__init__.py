@@ -1,0 +1,1 @@
+"""Series of faults and load against real engines: what `scripts/chaos` runs."""

@@ -1,0 +1,87 @@
+"""`python -m chaos_lib SERIES`: see `scripts/chaos --help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .options import Options
+
+BY_TRANSPORT = {
+    "kill-consumer": ("faults", "kill_consumer", 200),
+    "kill-producer": ("faults", "kill_producer", 200),
+    "freeze": ("faults", "freeze", 50),
+    "cut": ("faults", "cut", 50),
+    "restart-listener": ("faults", "restart_listener", 50),
+    "lease-race": ("load", "lease_race", 10_000),
+    "soak": ("load", "soak", 100_000),
+}
+"""Series that run over TCP and over shared memory: module, function, rounds over each."""
+
+WHOLE = {"garbage": ("garbage", 1_000_000), "auth": ("auth", 1), "vllm": ("vllm", 3)}
+"""Series with a module of their own, whose `run` does all: module, rounds."""
+
+TRANSPORTS = ("tcp", "shm")
+
+
+def _function(module: str, name: str) -> Callable[..., dict[str, Any]]:
+    found: Callable[..., dict[str, Any]] = getattr(importlib.import_module(f"chaos_lib.{module}"), name)
+    return found
+
+
+def _run(series: str, rounds: int | None, seed: int, transports: tuple[str, ...]) -> dict[str, Any]:
+    if series in WHOLE:
+        module, usual = WHOLE[series]
+        return _function(module, "run")(Options(series, rounds or usual, seed))
+    module, name, usual = BY_TRANSPORT[series]
+    parts = {}
+    for transport in transports:
+        options = Options(f"{series} {transport}", rounds or usual, seed)
+        parts[transport] = _function(module, name)(options, transport)
+    zeros = {f"{key}_{transport}": n for transport, part in parts.items() for key, n in part["zeros"].items()}
+    return {"zeros": zeros, **parts}
+
+
+def main() -> int:
+    """Runs series and prints what came of them; 0 only if every zero is one."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/chaos",
+        description="Breaks engines on purpose and counts what must not happen. Exit status 0 only if every number "
+        "under 'zeros' is 0.",
+    )
+    names = [*BY_TRANSPORT, *WHOLE]
+    parser.add_argument("series", nargs="+", choices=[*names, "all"], metavar="SERIES", help=", ".join(names) + ", all")
+    parser.add_argument("--rounds", type=int, help="how often (default: as docs/reliability.md has it)")
+    parser.add_argument("--seed", type=int, default=1, help="of the random moments and sizes")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="only this one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    options = parser.parse_args()
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}, expected at least 1")
+    chosen = names if "all" in options.series else options.series
+    transports = (options.transport,) if options.transport else TRANSPORTS
+    results = {}
+    failed = False
+    for series in chosen:
+        begin = time.monotonic()
+        result = _run(series, options.rounds, options.seed, transports)
+        result["seconds"] = round(time.monotonic() - begin, 1)
+        results[series] = result
+        print(f"== {series}")
+        print(json.dumps(result, indent=1), flush=True)
+        bad = {key: n for key, n in result["zeros"].items() if n != 0}
+        print(f"{series}: " + (f"FAILED: {bad}" if bad else "passed: every zero is zero"), flush=True)
+        failed |= bool(bad)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""A cache whose bytes tell what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+LAYERS = 4
+TOKENS = 16
+
+_KEY, _LAYER, _PLACE, _WORD = (np.uint32(x) for x in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F))
+
+
+class Cache:
+    """`LAYERS` layers of `blocks` blocks of `block_bytes` bytes, one region for all.
+
+    The bytes of a request differ by request, layer, place in the request's block list, and offset. They do not depend
+    on the block's id, so that both engines can tell what a block must hold.
+    """
+
+    def __init__(self, blocks: int, block_bytes: int) -> None:
+        self.blocks = blocks
+        self.block_bytes = block_bytes
+        # Written, so that all of it is resident from the start.
+        self.words = np.full((LAYERS, blocks, block_bytes // 4), 1, dtype=np.uint32)
+        self._ramp = np.arange(block_bytes // 4, dtype=np.uint32) * _WORD
+        self._layers = np.arange(LAYERS, dtype=np.uint32) * _LAYER
+
+    def geometry(self) -> dict[str, object]:
+        """The address map, for `Worker.set_geometry`."""
+        area = {
+            "part": "kv",
+            "group": 0,
+            "region": 0,
+            "num_blocks": self.blocks,
+            "block_stride": self.block_bytes,
+            "heads": 1,
+            "first_head": 0,
+            "total_heads": 1,
+            "head_stride": self.block_bytes,
+            "tokens": TOKENS,
+            "token_stride": self.block_bytes // TOKENS,
+            "content": self.block_bytes // TOKENS,
+        }
+        per_layer = self.blocks * self.block_bytes
+        return {
+            "groups": [{"kind": "full", "block_size": TOKENS}],
+            "areas": [{**area, "layer": f"layer.{i}", "offset": i * per_layer} for i in range(LAYERS)],
+        }
+
+    def _expected(self, key: int, layer: int, count: int) -> NDArray[np.uint32]:
+        places = np.arange(count, dtype=np.uint32) * _PLACE
+        base = places + self._layers[layer] + np.uint32(key & 0xFFFFFFFF) * _KEY
+        expected: NDArray[np.uint32] = base[:, None] ^ self._ramp[None, :]
+        return expected
+
+    def fill(self, key: int, blocks: Sequence[int]) -> None:
+        """Gives the blocks the bytes of request `key`."""
+        with np.errstate(over="ignore"):
+            for layer in range(LAYERS):
+                self.words[layer, blocks] = self._expected(key, layer, len(blocks))
+
+    def wrong_bytes(self, key: int, blocks: Sequence[int]) -> int:
+        """How many bytes of the blocks are not those of request `key`."""
+        wrong = 0
+        with np.errstate(over="ignore"):
+            for layer in range(LAYERS):
+                expected = self._expected(key, layer, len(blocks))
+                found = self.words[layer, blocks]
+                if not np.array_equal(expected, found):
+                    wrong += int(np.count_nonzero(expected.view(np.uint8) != found.view(np.uint8)))
+        return wrong

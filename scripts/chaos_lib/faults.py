@@ -1,0 +1,300 @@
+"""Engines that are killed, frozen, cut off or moved while requests are under way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from .engine import Setup
+from .options import Options
+from .parent import Child, Requests, Tally, hand_over, resources, settle, wait_level, wait_unpinned
+
+TRANSPORTS = ("tcp", "shm")
+
+LEASE_MS = 1000
+UNPINNED_S = LEASE_MS / 1000 + 4.0
+"""The lease, and what noticing, reporting and being asked may take on a busy machine."""
+
+BURST = 16
+"""Requests at once: about 25 MiB, which are under way for 5 ms (shared memory) to 50 ms (TCP)."""
+
+
+def _moment(dice: random.Random) -> float:
+    """A random moment of a burst, in seconds from its start; half of them early."""
+    return dice.uniform(0, 0.008) if dice.random() < 0.5 else dice.uniform(0, 0.06)
+
+
+def _setup(name: str, transport: str, serves: bool, **more: Any) -> Setup:
+    return Setup(
+        name=name,
+        serves=serves,
+        transport=transport,
+        lease_ms=LEASE_MS,
+        blocks=1024,
+        block_bytes=16384,
+        **more,
+    )
+
+
+def _summary(tally: Tally, over: dict[str, int], **more: Any) -> dict[str, Any]:
+    return {
+        "zeros": {
+            "wrong_bytes": tally.wrong,
+            "unreported": tally.unreported,
+            "pinned_after_lease": tally.pinned,
+            "unexpected": tally.unexpected,
+            **{f"grown_{key}": value for key, value in over.items()},
+        },
+        "good": tally.good,
+        "failed_by_cause": dict(sorted(tally.causes.items())),
+        "notes": tally.notes,
+        **more,
+    }
+
+
+def _plain(producer: Child, consumer: Child, requests: Requests, tally: Tally, number: int = 3) -> None:
+    """Requests that must all arrive."""
+    waiting = hand_over(producer, consumer, requests.make(number))
+    if not waiting:
+        tally.unexpected += 1
+        tally.note("no blocks for a plain request")
+    settle(consumer, waiting, tally, may_fail=False)
+
+
+def _levels(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
+    return {"resources_start": before, "resources_end": after}
+
+
+def kill_consumer(options: Options, transport: str) -> dict[str, Any]:
+    """A decode engine is killed in the middle of its loads; the prefill engine goes on with the next one."""
+    rounds = options.rounds
+    warm = max(5, rounds // 10)
+    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
+    producer = Child(_setup("prefill", transport, True))
+    spare = Child(_setup("decode", transport, False))
+    before, in_flight, longest = {}, 0, 0.0
+    killed_at: dict[str, float] = {}
+    try:
+        producer.wait_up()
+        for number in range(warm + rounds):
+            if number == warm:
+                wait_unpinned(producer, tally, UNPINNED_S)
+                before = resources(producer)
+                in_flight = 0
+            consumer, spare = spare, Child(_setup("decode", transport, False))
+            consumer.wait_up()
+            _plain(producer, consumer, requests, tally)
+            burst = hand_over(producer, consumer, requests.make(BURST))
+            time.sleep(_moment(dice))
+            ended = consumer.take_done()
+            consumer.kill()
+            now = time.monotonic()
+            for done in ended:
+                burst.discard(done.request)
+                tally.take(done, may_fail=False)
+            in_flight += len(burst)
+            killed_at.update(dict.fromkeys(burst, now))
+            for name, at in producer.ask("state")["freed"]:
+                longest = max(longest, at - killed_at.pop(name, at))
+            options.progress(number + 1, warm + rounds)
+        wait_unpinned(producer, tally, UNPINNED_S)
+        for name, at in producer.ask("state")["freed"]:
+            longest = max(longest, at - killed_at.pop(name, at))
+        if longest > UNPINNED_S:
+            tally.pinned += 1
+            tally.note(f"blocks came free {longest:.1f} s after their consumer was killed")
+        after, over = wait_level(producer, before)
+    finally:
+        spare.kill()
+        producer.close()
+    return _summary(
+        tally,
+        over,
+        kills=rounds,
+        requests_under_way_when_killed=in_flight,
+        longest_pinned_s=round(longest, 2),
+        **_levels(before, after),
+    )
+
+
+def kill_producer(options: Options, transport: str) -> dict[str, Any]:
+    """A prefill engine is killed while it is read; the decode engine goes on with its successor of the same name."""
+    rounds = options.rounds
+    warm = max(5, rounds // 10)
+    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
+    consumer = Child(_setup("decode", transport, False))
+    spare = Child(_setup("prefill", transport, True))
+    before, in_flight = {}, 0
+    try:
+        consumer.wait_up()
+        for number in range(warm + rounds):
+            if number == warm:
+                before = resources(consumer)
+            producer, spare = spare, Child(_setup("prefill", transport, True))
+            producer.wait_up()
+            _plain(producer, consumer, requests, tally)
+            burst = hand_over(producer, consumer, requests.make(BURST))
+            time.sleep(_moment(dice))
+            for done in consumer.take_done():
+                burst.discard(done.request)
+                tally.take(done)
+            producer.kill()
+            in_flight += len(burst)
+            settle(consumer, burst, tally)
+            options.progress(number + 1, warm + rounds)
+        after, over = wait_level(consumer, before)
+    finally:
+        spare.kill()
+        consumer.close()
+    return _summary(tally, over, kills=rounds, requests_under_way_when_killed=in_flight, **_levels(before, after))
+
+
+def freeze(options: Options, transport: str) -> dict[str, Any]:
+    """One of the two engines stands still for longer than the lease, then goes on; in turns."""
+    rounds = options.rounds
+    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
+    producer, consumer = Child(_setup("prefill", transport, True)), Child(_setup("decode", transport, False))
+    before = {}
+    warm = max(2, rounds // 10)
+    try:
+        for number in range(warm + rounds):
+            _plain(producer, consumer, requests, tally)
+            if number == warm:
+                wait_unpinned(producer, tally, UNPINNED_S)
+                before = {0: resources(producer), 1: resources(consumer)}
+            victim = (producer, consumer)[number % 2]
+            burst = hand_over(producer, consumer, requests.make(BURST))
+            time.sleep(_moment(dice))
+            victim.signal(signal.SIGSTOP)
+            time.sleep(LEASE_MS / 1000 * (1.2 + dice.random()))
+            victim.signal(signal.SIGCONT)
+            settle(consumer, burst, tally)
+            wait_unpinned(producer, tally, UNPINNED_S)
+            options.progress(number + 1, warm + rounds)
+        _plain(producer, consumer, requests, tally)
+        wait_unpinned(producer, tally, UNPINNED_S)
+        levels = [wait_level(child, before[index]) for index, child in enumerate((producer, consumer))]
+    finally:
+        producer.close()
+        consumer.close()
+    over = {key: levels[0][1][key] + levels[1][1][key] for key in levels[0][1]}
+    return _summary(tally, over, freezes=rounds, producer=levels[0][0], consumer=levels[1][0])
+
+
+def restart_listener(options: Options, transport: str) -> dict[str, Any]:
+    """The head's listener ends and comes back on another port while requests are under way."""
+    rounds = options.rounds
+    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
+    producer, consumer = Child(_setup("prefill", transport, True)), Child(_setup("decode", transport, False))
+    before = {}
+    warm = max(2, rounds // 10)
+    try:
+        for number in range(warm + rounds):
+            if number == warm:
+                before = {0: resources(producer), 1: resources(consumer)}
+            _plain(producer, consumer, requests, tally)
+            wanted = requests.make(BURST)
+            params = dict(producer.ask("prefill", wanted))
+            first, second = wanted[: BURST // 2], wanted[BURST // 2 :]
+            load = [(name, key, size, params[name], 0.0) for name, key, size in first if params[name]]
+            burst = {name for name, *_ in load} - set(consumer.ask("load", load))
+            time.sleep(_moment(dice))
+            producer.ask("restart_listener")
+            # These still name the former port, where nobody listens: they fail or use the connection that is there.
+            load = [(name, key, size, params[name], 0.0) for name, key, size in second if params[name]]
+            burst |= {name for name, *_ in load} - set(consumer.ask("load", load))
+            settle(consumer, burst, tally)
+            options.progress(number + 1, warm + rounds)
+        _plain(producer, consumer, requests, tally)
+        wait_unpinned(producer, tally, UNPINNED_S)
+        levels = [wait_level(child, before[index]) for index, child in enumerate((producer, consumer))]
+    finally:
+        producer.close()
+        consumer.close()
+    over = {key: levels[0][1][key] + levels[1][1][key] for key in levels[0][1]}
+    return _summary(tally, over, restarts=rounds, producer=levels[0][0], consumer=levels[1][0])
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """Two network namespaces joined by a pair of virtual interfaces; name and address of each."""
+    names = [f"kvfchaos{os.getpid()}{letter}" for letter in "pd"]
+    addresses = ["10.78.0.1", "10.78.0.2"]
+    made = []
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+            made.append(name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, address in zip(names, addresses, strict=True):
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+        # The kernel takes up to a second to call a new interface running, and UCX leaves out those that are not.
+        deadline = time.monotonic() + 30
+        for name in names:
+            words = ("ip", "-n", name, "-br", "link", "show", "eth0", "up")
+            while " UP " not in subprocess.run(words, check=True, capture_output=True, text=True).stdout:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"eth0 of network namespace {name} does not come up")
+                time.sleep(0.05)
+        yield (names[0], addresses[0]), (names[1], addresses[1])
+    finally:
+        for name in made:
+            subprocess.run(("ip", "netns", "del", name), check=False)
+
+
+def cut(options: Options, transport: str) -> dict[str, Any]:
+    """The network between two hosts drops everything for a while, short or long, then works again."""
+    rounds = options.rounds
+    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
+    warm = max(2, rounds // 10)
+    before = {}
+    with two_hosts() as ((p_netns, p_address), (d_netns, d_address)):
+        producer = Child(_setup("prefill", transport, True, host=p_address, netns=p_netns))
+        consumer = Child(_setup("decode", transport, False, host=d_address, netns=d_netns))
+        try:
+            for number in range(warm + rounds):
+                _plain(producer, consumer, requests, tally)
+                if number == warm:
+                    wait_unpinned(producer, tally, UNPINNED_S)
+                    before = {0: resources(producer), 1: resources(consumer)}
+                burst = hand_over(producer, consumer, requests.make(BURST))
+                time.sleep(_moment(dice))
+                rule = ("-i", "eth0", "-j", "DROP")
+                side = (p_netns, d_netns)[number % 2]
+                _run("ip", "netns", "exec", side, "iptables", "-I", "INPUT", *rule)
+                _run("ip", "netns", "exec", side, "iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
+                time.sleep(dice.choice((0.1, 0.5, 2.5)) * (0.5 + dice.random()))
+                _run("ip", "netns", "exec", side, "iptables", "-F")
+                settle(consumer, burst, tally)
+                # A request after the cut may still meet connections that died in it; none may be lost or wrong.
+                deadline = time.monotonic() + 60
+                while True:
+                    good = tally.good
+                    waiting = hand_over(producer, consumer, requests.make(1))
+                    settle(consumer, waiting, tally)
+                    if tally.good > good:
+                        break
+                    if time.monotonic() > deadline:
+                        tally.unexpected += 1
+                        tally.note("no request works a minute after a cut")
+                        break
+                options.progress(number + 1, warm + rounds)
+            wait_unpinned(producer, tally, UNPINNED_S)
+            levels = [wait_level(child, before[index]) for index, child in enumerate((producer, consumer))]
+        finally:
+            producer.close()
+            consumer.close()
+    over = {key: levels[0][1][key] + levels[1][1][key] for key in levels[0][1]}
+    return _summary(tally, over, cuts=rounds, producer=levels[0][0], consumer=levels[1][0])

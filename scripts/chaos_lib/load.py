@@ -1,0 +1,140 @@
+"""Load on one pair of engines: reads that race their lease, and a long run of mixed requests."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+from .engine import Setup
+from .options import Options
+from .parent import Child, Requests, Tally, grown, hand_over, resources, settle, wait_unpinned
+
+RACE_LEASE_MS = 1000
+
+
+def lease_race(options: Options, transport: str) -> dict[str, Any]:
+    """Leases run out at random moments of reads, and the producer overwrites the blocks at once.
+
+    The consumer's first heartbeat renews the lease when the request arrives, and it sends no other (it is told that
+    the lease lasts an hour); then it waits for almost a lease before it loads. Twice: with the lease as the producer's
+    worker knows it, and with one of an hour there, while the blocks are overwritten after a second all the same: that
+    is a producer without validation, and must be caught with wrong bytes, or the first part proves nothing.
+    """
+    checked = _race(options, transport, validated=True)
+    control = _race(options, transport, validated=False)
+    return {
+        "zeros": {
+            "wrong_bytes": checked["wrong"],
+            "unreported": checked["unreported"] + control["unreported"],
+            "pinned": checked["pinned"] + control["pinned"],
+            "unexpected": checked["unexpected"],
+            "control_without_wrong_bytes": int(control["wrong"] == 0),
+            "no_lease_ran_out": int(checked["lease_expired"] == 0),
+        },
+        "validated": checked,
+        "not_validated": control,
+    }
+
+
+def _race(options: Options, transport: str, validated: bool) -> dict[str, Any]:
+    rounds = options.rounds if validated else max(200, options.rounds // 10)
+    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=64), Tally()
+    lease = RACE_LEASE_MS if validated else 3_600_000
+    setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384, lease_ms=lease)
+    producer, consumer = Child(replace(setup, name="prefill", serves=True)), Child(setup)
+    try:
+        # Connections are made before, so that the time from arrival to the first heartbeat is short.
+        settle(consumer, hand_over(producer, consumer, requests.make(2)), tally, may_fail=False)
+        started = 0
+        while started < rounds:
+            wanted = requests.make(min(100, rounds - started))
+            params = dict(producer.ask("prefill", wanted))
+            loads = []
+            for name, key, size in wanted:
+                if params[name] is None:
+                    continue
+                delay = RACE_LEASE_MS / 1000 + dice.uniform(-0.25, 0.02)
+                loads.append((name, key, size, {**params[name], "remote_lease_ms": 3_600_000}, delay))
+            waiting = {name for name, *_ in loads} - set(consumer.ask("load", loads))
+            started += len(waiting)
+            if not validated:
+                time.sleep(RACE_LEASE_MS / 1000 - 0.1)
+                producer.tell("overwrite")
+            settle(consumer, waiting, tally)
+            wait_unpinned(producer, tally, 10.0)
+            options.progress(started, rounds)
+    finally:
+        producer.close()
+        consumer.close()
+    expired = tally.causes.get("lease_expired", 0)
+    return {
+        "requests": started,
+        "good": tally.good,
+        "wrong": tally.wrong,
+        "unreported": tally.unreported,
+        "pinned": tally.pinned,
+        "unexpected": sum(tally.causes.values()) - expired + tally.unexpected,
+        "lease_expired": expired,
+        "notes": tally.notes[:3] if not validated else tally.notes,
+    }
+
+
+def soak(options: Options, transport: str) -> dict[str, Any]:
+    """Requests of mixed sizes through one pair of engines: memory and latency at a tenth and at the end."""
+    rounds = options.rounds
+    requests, tally = Requests(options.seed, most=32), Tally()
+    setup = Setup("decode", False, transport, blocks=2048, block_bytes=2048, lease_ms=30_000)
+    producer, consumer = Child(replace(setup, name="prefill", serves=True)), Child(setup)
+    at_tenth: dict[str, dict[str, int]] = {}
+    first: list[float] = []
+    started = 0
+    tenth = rounds // 10
+    begin = time.monotonic()
+    try:
+        while started < rounds:
+            if started >= tenth and not at_tenth:
+                wait_unpinned(producer, tally, 60)
+                at_tenth = {"producer": resources(producer), "consumer": resources(consumer)}
+                first, tally.seconds = tally.seconds, []
+            waiting = hand_over(producer, consumer, requests.make(min(32, rounds - started)))
+            started += len(waiting)
+            settle(consumer, waiting, tally, may_fail=False)
+            if at_tenth:
+                # The last tenth is what the first is compared with.
+                del tally.seconds[:-tenth]
+            options.progress(started, rounds)
+        wait_unpinned(producer, tally, 60)
+        at_end = {"producer": resources(producer), "consumer": resources(consumer)}
+    finally:
+        producer.close()
+        consumer.close()
+    over = [grown(at_tenth[side], at_end[side]) for side in ("producer", "consumer")]
+    ratio = statistics.median(tally.seconds) / statistics.median(first)
+    return {
+        "zeros": {
+            "wrong_bytes": tally.wrong,
+            "unreported": tally.unreported,
+            "pinned": tally.pinned,
+            "unexpected": tally.unexpected,
+            "grown": sum(sum(entry.values()) for entry in over),
+            # On a shared machine medians of thousands still move by tens of percent.
+            "latency_grown": int(ratio > 1.5),
+        },
+        "requests": started,
+        "requests_per_s": round(started / (time.monotonic() - begin), 1),
+        "at_10_percent": {**at_tenth, **_latency(first)},
+        "at_100_percent": {**at_end, **_latency(tally.seconds)},
+        "latency_p50_ratio": round(ratio, 3),
+        "notes": tally.notes,
+    }
+
+
+def _latency(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        "p50_ms": round(statistics.median(ordered) * 1e3, 3),
+        "p99_ms": round(ordered[int(len(ordered) * 0.99)] * 1e3, 3),
+    }
