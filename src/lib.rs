@@ -16,6 +16,7 @@ mod log_limit;
 pub mod mem;
 pub mod net;
 pub mod proto;
+mod sync;
 pub mod ucx;
 
 pub use error::{Error, ErrorKind, Result};

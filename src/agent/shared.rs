@@ -1,9 +1,9 @@
 //! What the handle and the ferry thread share: the command queue, the event queue, and which ids live.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::event::{Direction, Event};
@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
+use crate::sync::{Arc, AtomicU64, Condvar, Mutex, MutexGuard};
 
 /// Where the answer to a cold call goes.
 pub(super) type Reply<T> = SyncSender<T>;

@@ -23,6 +23,7 @@ pub mod report;
 pub mod scheduler;
 pub mod stats;
 pub mod status;
+mod table;
 pub mod version;
 pub mod worker;
 

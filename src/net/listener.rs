@@ -1,16 +1,15 @@
 //! The handshake listener: a ZMQ ROUTER on a thread of its own, which passes each request to an answering function.
 
 use std::net::IpAddr;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::net::connections::Connections;
+use crate::net::shared::Shared;
 use crate::net::{Address, host_port};
 use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REQUEST_BYTES};
 
@@ -65,15 +64,6 @@ pub struct Listener {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug)]
-struct Shared {
-    wake: OwnedFd,
-    stop: AtomicBool,
-    alive: AtomicBool,
-    requests: AtomicU64,
-    failure: Mutex<Option<Error>>,
-}
-
 impl Listener {
     /// Binds, and only then starts the thread `kvf-listener`, which passes every request's bytes to `answer` and sends
     /// back what it returns. `answer` must bound its own work; a panic in it costs that reply only.
@@ -95,16 +85,7 @@ impl Listener {
         let port = server.open()?;
         // The same one if the socket is made anew.
         server.endpoint = super::endpoint(&config.address.bind.to_string(), port)?;
-        let wake =
-            rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK | rustix::event::EventfdFlags::CLOEXEC)
-                .map_err(|e| Error::new(ErrorKind::Io, format!("no eventfd for the listener: {e}")))?;
-        let shared = Arc::new(Shared {
-            wake,
-            stop: AtomicBool::new(false),
-            alive: AtomicBool::new(true),
-            requests: AtomicU64::new(0),
-            failure: Mutex::new(None),
-        });
+        let shared = Arc::new(Shared::new()?);
         let host = config.address.advertise.to_string();
         if let Some(note) = &config.address.note {
             log::warn!("kvferry listener: {note}");
@@ -132,26 +113,22 @@ impl Listener {
 
     /// Whether the thread serves requests. When false without a [`Listener::shutdown`], [`Listener::failure`] says why.
     pub fn is_alive(&self) -> bool {
-        self.shared.alive.load(Ordering::Acquire)
+        self.shared.is_alive()
     }
 
     /// Why the thread gave up, if it did.
     pub fn failure(&self) -> Option<Error> {
-        self.shared.failure.lock().unwrap_or_else(|e| e.into_inner()).clone()
+        self.shared.failure()
     }
 
     /// Messages received so far, malformed ones included.
     pub fn requests(&self) -> u64 {
-        self.shared.requests.load(Ordering::Relaxed)
+        self.shared.requests()
     }
 
     /// Stops the thread, drops unsent replies, frees the port, and waits for all of that. Harmless when repeated.
     pub fn shutdown(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
-        let woken = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
-        if let Err(e) = woken {
-            log::error!("kvferry listener: the stop signal failed: {e}");
-        }
+        self.shared.stop();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -230,9 +207,9 @@ fn thread_main(shared: &Shared, mut server: Server, mut answer: impl FnMut(&[u8]
     };
     if let Some(e) = failure {
         log::error!("kvferry listener: stopped serving handshakes: {e}");
-        *shared.failure.lock().unwrap_or_else(|p| p.into_inner()) = Some(e);
+        shared.fail(e);
     }
-    shared.alive.store(false, Ordering::Release);
+    shared.end();
 }
 
 /// What the thread owns.
@@ -269,7 +246,7 @@ impl Server {
             match self.open() {
                 Ok(_) => return Ok(()),
                 // ZMQ closes sockets on a thread of its own.
-                Err(_) if shared.stop.load(Ordering::Acquire) => return Ok(()),
+                Err(_) if shared.is_stopped() => return Ok(()),
                 Err(e) if begin.elapsed() >= REBIND_TIME => return Err(e),
                 Err(_) => std::thread::sleep(REBIND_STEP),
             }
@@ -277,11 +254,11 @@ impl Server {
     }
 
     fn serve(&mut self, shared: &Shared, answer: &mut impl FnMut(&[u8]) -> Vec<u8>) -> Result<()> {
-        while !shared.stop.load(Ordering::Acquire) {
+        while !shared.is_stopped() {
             let Some((router, connections)) = &mut self.sockets else { return Ok(()) };
             let mut items = [
                 router.as_poll_item(zmq::POLLIN),
-                zmq::PollItem::from_fd(shared.wake.as_raw_fd(), zmq::POLLIN),
+                zmq::PollItem::from_fd(shared.fd(), zmq::POLLIN),
                 connections.poll_item(),
             ];
             let outcome = match zmq::poll(&mut items, -1) {
@@ -329,7 +306,7 @@ fn serve_batch(
             Err(e) => return Err(e),
         };
         *errors = 0;
-        shared.requests.fetch_add(1, Ordering::Relaxed);
+        shared.count_request();
         // REQ sockets put an empty frame before the request, DEALER sockets need not. What has another form is handed
         // on as an empty request, so that its sender is told that it was malformed.
         let (identity, delimiter, request): (&[u8], bool, &[u8]) = match frames.as_slice() {

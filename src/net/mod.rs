@@ -6,6 +6,7 @@ mod blocking;
 mod client;
 mod connections;
 mod listener;
+mod shared;
 
 pub use address::{Address, LocalAddress, choose, choose_among, local_addresses};
 pub use blocking::{push_blocking, query_blocking};
