@@ -36,7 +36,7 @@ fn a_handle_is_taken_once_and_a_call_keeps_its_object() {
     loom::model(|| {
         let table = table();
         let number = table.insert(Arc::new(5));
-        let take = |table: &Table<Arc<u32>>| table.take(number, |thing| thing.cloned().ok_or(())).is_ok();
+        let take = move |table: &Table<Arc<u32>>| table.take(number, |thing| thing.cloned().ok_or(())).is_ok();
         let other = {
             let table = Arc::clone(&table);
             thread::spawn(move || take(&table))

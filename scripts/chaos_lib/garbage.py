@@ -286,7 +286,7 @@ def run(options: Options) -> dict[str, Any]:
             seconds = time.monotonic() - begin
             crowd = _crowded(beside)
         _quiet(producer, beside.tally)
-        after, over = wait_level(producer, before, 120)
+        after, over = wait_level(producer, before)
         stats = producer.ask("state")["agent"]
     finally:
         dead = sum(not child.process.is_alive() for child in (producer, consumer))
