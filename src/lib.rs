@@ -9,10 +9,15 @@ pub mod agent;
 pub mod connector;
 pub mod error;
 pub mod ffi;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
+mod log_limit;
 pub mod mem;
 pub mod net;
 pub mod proto;
 pub mod secret;
+mod sync;
 pub mod ucx;
 
 pub use error::{Error, ErrorKind, Result};

@@ -56,7 +56,7 @@ fn listener(port: u16, key: Option<Key>, lens: &[usize]) -> (Listener, Passed) {
         .to_bytes()
         .unwrap()
     };
-    let config = ListenerConfig { address, port };
+    let config = ListenerConfig { address, port, pushes: true };
     let listener = Listener::bind(&config, move |request| gate.answer(request, &answer)).unwrap();
     (listener, passed)
 }
@@ -252,7 +252,7 @@ fn a_client_with_a_key_takes_nothing_in_clear() {
         let address = Address { bind: ip, advertise: ip, local_only: true, note: None };
         let got = Arc::new(Mutex::new(Vec::new()));
         let heard = Arc::clone(&got);
-        let listener = Listener::bind(&ListenerConfig { address, port: 0 }, move |request| {
+        let listener = Listener::bind(&ListenerConfig { address, port: 0, pushes: true }, move |request| {
             heard.lock().unwrap().push(request.to_vec());
             let mut reply = reply.clone();
             // As an echo of the exchange's number, which is in clear.
@@ -375,7 +375,7 @@ fn a_client_asks_again_when_the_listener_is_not_ready_or_forgot_its_channel() {
     let address = Address { bind: ip, advertise: ip, local_only: true, note: None };
     let mut gate = Gate::new(Some(key(1)), &address);
     let (mut asked, mut frames) = (0, 0);
-    let listener = Listener::bind(&ListenerConfig { address: address.clone(), port: 0 }, move |request| {
+    let listener = Listener::bind(&ListenerConfig { address: address.clone(), port: 0, pushes: true }, move |request| {
         frames += 1;
         if frames == 2 {
             // As after a restart between the two round trips.

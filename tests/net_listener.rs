@@ -19,7 +19,7 @@ use kvferry::proto::wire::{EngineShape, HandshakeReply, HandshakeRequest, Messag
 const LONG: Duration = Duration::from_secs(60);
 
 fn at(ip: IpAddr, port: u16) -> ListenerConfig {
-    ListenerConfig { address: Address { bind: ip, advertise: ip, local_only: true, note: None }, port }
+    ListenerConfig { address: Address { bind: ip, advertise: ip, local_only: true, note: None }, port, pushes: true }
 }
 
 fn loopback(port: u16) -> ListenerConfig {
@@ -188,7 +188,7 @@ fn the_wildcard_is_bound_but_not_advertised() {
     let found = address.advertise.to_string();
     let local_only = address.local_only;
     let answer = |bytes: &[u8]| reply(&ranks(id_of(&request(bytes)), "wild"));
-    let listener = Listener::bind(&ListenerConfig { address, port: 0 }, answer).unwrap();
+    let listener = Listener::bind(&ListenerConfig { address, port: 0, pushes: true }, answer).unwrap();
     assert_eq!(listener.host(), found);
     assert!(local_only || !listener.host().starts_with("127."));
     for host in [found.as_str(), "127.0.0.1"] {

@@ -115,6 +115,16 @@ fn prefills_that_abort_or_have_no_blocks_are_dropped() {
 }
 
 #[test]
+fn a_name_that_is_dropped_and_used_again_in_one_step_is_granted() {
+    let mut s = scheduler();
+    let blocks = || lists(&[1, 2], &[3, 4]);
+    s.finished(&id("r"), &asked(), FinishOutcome::Aborted, blocks(), 4).unwrap();
+    assert!(s.finished(&id("r"), &asked(), FinishOutcome::Complete, blocks(), 4).unwrap().keep);
+    let step = s.build_step();
+    assert_eq!((step.grants.len(), step.dropped.len()), (1, 0), "the drop would end the lease that is granted");
+}
+
+#[test]
 fn a_hand_over_without_a_listener_is_an_error_that_keeps_nothing() {
     let mut s = Scheduler::new(config()).unwrap();
     let e = s.finished(&id("a"), &asked(), FinishOutcome::Complete, lists(&[1], &[2]), 4).unwrap_err();

@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::config::AgentConfig;
 use super::event::{Direction, Event};
 use super::farewell::Leaving;
+use super::guests::Guests;
 use super::handle::check_message;
 use super::hello::{AM_ID, FRAME_BYTES};
 use super::ids::{PeerId, RegionId, TransferId};
@@ -21,6 +22,7 @@ use super::stats::AgentStats;
 use super::transfers::Transfers;
 use super::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
+use crate::log_limit::LogLimit;
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
@@ -49,6 +51,9 @@ pub(super) struct Engine {
     pub(super) operations: Operations,
     pub(super) chunks: Chunks,
     pub(super) peers: Peers,
+    pub(super) guests: Guests,
+    /// Of messages that are dropped.
+    pub(super) drop_log: LogLimit,
     pub(super) leaving: Leaving,
     pub(super) worker: Worker,
     pub(super) registry: Registry,
@@ -79,6 +84,8 @@ impl Engine {
             operations: Operations::default(),
             chunks: Chunks::default(),
             peers: Peers::default(),
+            guests: Guests::default(),
+            drop_log: LogLimit::default(),
             leaving: Leaving::default(),
             worker,
             context,

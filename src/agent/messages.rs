@@ -20,7 +20,7 @@ const MAX_HELD_BYTES: usize = 256 << 20;
 
 /// A message, or the goodbye that ends the connection.
 #[derive(Debug, PartialEq, Eq)]
-enum Item {
+pub(super) enum Item {
     Data(Vec<u8>),
     Goodbye,
 }
@@ -43,8 +43,13 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
+    /// Bytes of the messages that are held back.
+    pub(super) fn held_bytes(&self) -> usize {
+        self.held_bytes
+    }
+
     /// Takes message number `sequence` and returns those whose turn has come. `Err`: too many are held back.
-    fn take(&mut self, sequence: u64, item: Item) -> Result<Vec<Item>> {
+    pub(super) fn take(&mut self, sequence: u64, item: Item) -> Result<Vec<Item>> {
         // Beside numbers of the past: a second one of a number that is held.
         if sequence < self.next || self.held.contains_key(&sequence) {
             return Err(Error::corrupt(format!("message {sequence} came twice")));
@@ -133,7 +138,12 @@ impl Engine {
         while let Some(message) = self.worker.poll_message() {
             if let Err(error) = self.receive(&message.header, message.data, now) {
                 self.stats.messages_dropped += 1;
-                log::debug!("agent {}: a message was dropped: {error}", self.config.name);
+                if let Some(left_out) = self.drop_log.pass(now) {
+                    log::warn!(
+                        "agent {}: a message was dropped: {error} ({left_out} such lines left out)",
+                        self.config.name
+                    );
+                }
             }
         }
     }
@@ -151,12 +161,17 @@ impl Engine {
         if !peer.is_current(frame.connection) {
             return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
         }
+        peer.silent = false;
         if !matches!(frame.kind, FrameKind::Data | FrameKind::Goodbye) {
             return self.on_service(id, frame, &data, now);
         }
         let item = if frame.kind == FrameKind::Goodbye { Item::Goodbye } else { Item::Data(data) };
         match peer.inbox.take(frame.sequence, item) {
             Ok(due) => {
+                if let Err(error) = self.check_waiting(id) {
+                    self.lose(id, error.clone(), now);
+                    return Err(error);
+                }
                 for item in due {
                     match item {
                         Item::Data(data) => {

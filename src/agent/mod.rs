@@ -41,6 +41,9 @@ mod event;
 mod event_loop;
 mod farewell;
 mod ferry;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
+mod guests;
 mod handle;
 mod hello;
 mod ids;

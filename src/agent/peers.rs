@@ -53,6 +53,8 @@ pub(super) struct Peer {
     pub(super) unsent: Arc<AtomicU64>,
     pub(super) next_sequence: u64,
     pub(super) inbox: Inbox,
+    /// Whether it came by itself and has said nothing but hello.
+    pub(super) silent: bool,
     pub(super) service: Served,
     pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
@@ -227,6 +229,11 @@ impl Peers {
         Some(peer)
     }
 
+    /// Bytes of messages that wait for earlier ones, of all.
+    pub(super) fn held_bytes(&self) -> u64 {
+        self.by_id.values().map(|peer| peer.inbox.held_bytes() as u64).sum()
+    }
+
     /// The next time at which a peer must have said hello.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.by_id.values().filter_map(|peer| peer.deadline).min()
@@ -246,6 +253,7 @@ impl Engine {
         }
         if let Some(id) = self.peers.find(metadata.incarnation) {
             let peer = self.peers.get_mut(id)?;
+            peer.silent = false;
             peer.update_regions(metadata)?;
             return Ok(id);
         }
@@ -290,6 +298,7 @@ impl Engine {
             unsent: Arc::default(),
             next_sequence: 0,
             inbox: Inbox::default(),
+            silent: false,
             service: Served::default(),
             session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
@@ -328,7 +337,7 @@ impl Engine {
             return match hello.seen {
                 // An answer to a connection that was given up here meanwhile.
                 Some(_) => Err(Error::not_found(format!("a late hello of agent {}", hello.name))),
-                None => self.accept(hello),
+                None => self.accept(hello, now),
             };
         };
         let peer = self.peers.get_mut(id)?;
@@ -353,27 +362,29 @@ impl Engine {
                     format!("agent {} lost the connection and has made a new one", hello.name),
                 );
                 self.lose(id, error, now);
-                self.accept(hello)
+                self.accept(hello, now)
             }
         }
     }
 
     /// Makes a peer of an agent that connected to this one.
-    fn accept(&mut self, hello: Hello) -> Result<()> {
+    fn accept(&mut self, hello: Hello, now: Instant) -> Result<()> {
         self.check_open()?;
-        let id = self.admit_new(&hello)?;
+        let id = self.admit_new(&hello, now)?;
         self.greet(id, hello.connection)?;
         if let Err(error) = self.send_hello(id) {
-            self.lose(id, error, Instant::now());
+            self.lose(id, error, now);
         }
         Ok(())
     }
 
     /// Connects back to an agent that said hello.
-    pub(super) fn admit_new(&mut self, hello: &Hello) -> Result<PeerId> {
+    pub(super) fn admit_new(&mut self, hello: &Hello, now: Instant) -> Result<PeerId> {
+        self.make_room(now)?;
         let peer = self.new_peer(hello.name.clone(), hello.incarnation, &hello.address)?;
         let id = peer.id;
         self.admit(peer);
+        self.welcome(id);
         Ok(id)
     }
 

@@ -257,7 +257,7 @@ impl Engine {
         let peers: &Peers = &self.peers;
         self.secrets.seen.take(hello.incarnation, frame.sequence, |agent| peers.find(agent).is_some())?;
         let number = frame.sequence;
-        let Some(id) = self.peers.find(hello.incarnation) else { return self.accept_sealed(hello, number, responder) };
+        let Some(id) = self.peers.find(hello.incarnation) else { return self.accept_sealed(hello, number, responder, now) };
         let peer = self.peers.get(id)?;
         match peer.remote_connection() {
             // Ours, sent at the same time, was answered already.
@@ -268,7 +268,7 @@ impl Engine {
                     format!("agent {} lost the connection and has made a new one", hello.name),
                 );
                 self.lose(id, error, now);
-                self.accept_sealed(hello, number, responder)
+                self.accept_sealed(hello, number, responder, now)
             }
             // Both connect at once, and ours counts.
             None if self.incarnation < hello.incarnation => Ok(()),
@@ -276,9 +276,9 @@ impl Engine {
         }
     }
 
-    fn accept_sealed(&mut self, hello: Hello, number: u64, responder: Responder) -> Result<()> {
+    fn accept_sealed(&mut self, hello: Hello, number: u64, responder: Responder, now: Instant) -> Result<()> {
         self.check_open()?;
-        let id = self.admit_new(&hello)?;
+        let id = self.admit_new(&hello, now)?;
         self.answer_hello(id, &hello, number, responder)
     }
 

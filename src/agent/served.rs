@@ -100,7 +100,7 @@ pub(super) fn encode_pieces(pieces: &[Piece], extra: usize) -> Vec<u8> {
 }
 
 /// The pieces and what follows them.
-fn decode_pieces(bytes: &[u8]) -> Result<(Vec<Piece>, &[u8])> {
+pub(super) fn decode_pieces(bytes: &[u8]) -> Result<(Vec<Piece>, &[u8])> {
     let short = || Error::corrupt("a request that ends within its list of pieces");
     let (count, rest) = bytes.split_first_chunk::<4>().ok_or_else(short)?;
     let count = u32::from_le_bytes(*count) as usize;
@@ -120,7 +120,7 @@ fn decode_pieces(bytes: &[u8]) -> Result<(Vec<Piece>, &[u8])> {
 }
 
 /// The pieces of a request to read or digest, within the bounds of one chunk.
-fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
+pub(super) fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
     let (pieces, rest) = decode_pieces(data)?;
     let bytes = total(&pieces);
     if !rest.is_empty() || bytes > CHUNK_BYTES || pieces.len() > CHUNK_PIECES {

@@ -1,9 +1,9 @@
 //! What the handle and the ferry thread share: the command queue, the event queue, and which ids live.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::atomic::AtomicU64;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::event::{Direction, Event};
@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
+use crate::sync::{Arc, AtomicU64, Condvar, Mutex, MutexGuard};
 
 /// Where the answer to a cold call goes.
 pub(super) type Reply<T> = SyncSender<T>;
@@ -47,6 +48,8 @@ pub(super) struct Shared {
     pub(super) waker: Waker,
     commands: Mutex<VecDeque<Command>>,
     events: Mutex<VecDeque<Event>>,
+    /// Bytes of the messages among them.
+    unread_bytes: AtomicU64,
     arrived: Condvar,
     live: Mutex<Live>,
 }
@@ -56,6 +59,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What an event counts in the bytes that are unread.
+fn message_bytes(event: &Event) -> u64 {
+    match event {
+        Event::Message { data, .. } => data.len() as u64,
+        _ => 0,
+    }
+}
+
 impl Shared {
     pub(super) fn new(entropy: u64) -> Result<Self> {
         Ok(Shared {
@@ -63,6 +74,7 @@ impl Shared {
             waker: Waker::new()?,
             commands: Mutex::default(),
             events: Mutex::default(),
+            unread_bytes: AtomicU64::new(0),
             arrived: Condvar::new(),
             live: Mutex::default(),
         })
@@ -94,19 +106,32 @@ impl Shared {
         if events.is_empty() {
             return;
         }
+        let bytes: u64 = events.iter().map(message_bytes).sum();
+        self.unread_bytes.fetch_add(bytes, Ordering::Relaxed);
         lock(&self.events).append(events);
         self.arrived.notify_all();
     }
 
     pub(super) fn poll_event(&self) -> Option<Event> {
-        lock(&self.events).pop_front()
+        self.take(&mut lock(&self.events))
+    }
+
+    /// Bytes of the messages that were published and not polled.
+    pub(super) fn unread_bytes(&self) -> u64 {
+        self.unread_bytes.load(Ordering::Relaxed)
+    }
+
+    fn take(&self, events: &mut VecDeque<Event>) -> Option<Event> {
+        let event = events.pop_front()?;
+        self.unread_bytes.fetch_sub(message_bytes(&event), Ordering::Relaxed);
+        Some(event)
     }
 
     pub(super) fn wait_event(&self, timeout: Duration) -> Option<Event> {
         let deadline = Instant::now().checked_add(timeout);
         let mut events = lock(&self.events);
         loop {
-            if let Some(event) = events.pop_front() {
+            if let Some(event) = self.take(&mut events) {
                 return Some(event);
             }
             if self.live().ended {

@@ -144,7 +144,7 @@ impl Scheduler {
         if listener.is_none() {
             let address = net::choose(self.config.host.as_deref(), self.config.advertise_local)?;
             let mut gate = Gate::new(self.key.clone(), &address);
-            let config = ListenerConfig { address, port: self.config.bind_port()? };
+            let config = ListenerConfig { address, port: self.config.bind_port()?, pushes: self.config.push };
             let directory = Arc::clone(&self.directory);
             let answer = move |request: &[u8]| gate.answer(request, |clear| lock(&directory).answer(clear));
             *listener = Some(Listener::bind(&config, answer)?);

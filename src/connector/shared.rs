@@ -1,14 +1,15 @@
 //! What a worker's handle and its passenger on the ferry thread share.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::proto::stats::Stats;
 use crate::proto::wire::{RankMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine};
+use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard};
 
 /// What the handle asks of the passenger.
 pub(super) enum Command {

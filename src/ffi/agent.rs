@@ -132,7 +132,7 @@ impl Object for Host {
 /// The keys of an agent's configuration.
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-struct Config {
+pub(super) struct Config {
     name: Option<String>,
     transport: Option<String>,
     ucx: BTreeMap<String, String>,
@@ -151,7 +151,7 @@ struct Config {
 }
 
 impl Config {
-    fn agent_config(self) -> Result<AgentConfig> {
+    pub(super) fn agent_config(self) -> Result<AgentConfig> {
         let (ucx_lib, key_file) = (self.ucx_lib, self.key_file);
         let mut config = AgentConfig { ucx: self.ucx, ucx_lib, key_file, ..AgentConfig::default() };
         if let Some(name) = self.name {

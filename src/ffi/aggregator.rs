@@ -40,10 +40,10 @@ pub enum kvf_side {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Config {
-    ranks: Vec<RankId>,
+pub(super) struct Config {
+    pub(super) ranks: Vec<RankId>,
     #[serde(default)]
-    limit: Option<usize>,
+    pub(super) limit: Option<usize>,
 }
 
 /// [`Outcome`] with every field named, for hosts that read maps.

@@ -5,12 +5,12 @@
 //! is safe: that call keeps the object until it returns.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::process;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
+use super::table::{FIRST, Table};
 use crate::error::{Error, ErrorKind, Result};
+use crate::sync::{AtomicUsize, RwLock};
 
 /// What a handle stands for.
 pub(super) trait Object: Any + Send + Sync {
@@ -26,32 +26,22 @@ struct Entry {
     process: u32,
 }
 
-static LIVE: RwLock<Option<HashMap<usize, Entry>>> = RwLock::new(None);
-
-/// Numbers start in a page that no process maps, so that following a handle by mistake faults at once.
-static NEXT: AtomicUsize = AtomicUsize::new(0x10);
+static LIVE: Table<Entry> = Table::from(RwLock::new(None), AtomicUsize::new(FIRST));
 
 /// Makes a handle for `object`.
 pub(super) fn give<T: Object>(object: T) -> *mut T::C {
-    let number = NEXT.fetch_add(0x10, Ordering::Relaxed);
-    let entry = Entry { noun: T::NOUN, object: Arc::new(object), process: process::id() };
-    LIVE.write().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(number, entry);
+    let number = LIVE.insert(Entry { noun: T::NOUN, object: Arc::new(object), process: process::id() });
     std::ptr::without_provenance_mut(number)
 }
 
 /// The object of a handle.
 pub(super) fn get<T: Object>(handle: *mut T::C) -> Result<Arc<T>> {
-    let live = LIVE.read().unwrap_or_else(PoisonError::into_inner);
-    let entry = live.as_ref().and_then(|live| live.get(&handle.addr()));
-    checked::<T>(handle.addr(), entry)
+    LIVE.look(handle.addr(), |entry| checked::<T>(handle.addr(), entry))
 }
 
 /// Takes a handle out of use. The object lives until the last call on it returns.
 pub(super) fn take<T: Object>(handle: *mut T::C) -> Result<Arc<T>> {
-    let mut live = LIVE.write().unwrap_or_else(PoisonError::into_inner);
-    let object = checked::<T>(handle.addr(), live.as_ref().and_then(|live| live.get(&handle.addr())))?;
-    let entry = live.as_mut().and_then(|live| live.remove(&handle.addr()));
-    drop(live);
+    let (object, entry) = LIVE.take(handle.addr(), |entry| checked::<T>(handle.addr(), entry))?;
     drop(entry);
     Ok(object)
 }

@@ -34,7 +34,7 @@ impl Object for Host {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Config {
+pub(super) struct Config {
     engine_id: EngineId,
     #[serde(default = "one")]
     tp_size: u32,
@@ -61,7 +61,7 @@ fn one() -> u32 {
 }
 
 impl Config {
-    fn bind_port(&self) -> Result<u16> {
+    pub(super) fn bind_port(&self) -> Result<u16> {
         if self.port == 0 {
             return Ok(0);
         }
@@ -85,7 +85,8 @@ fn start(config: &Config) -> Result<Host> {
     let address = net::choose(config.host.as_deref(), config.advertise_local)?;
     let shared = Arc::clone(&directory);
     let mut gate = Gate::new(key, &address);
-    let listener = net::Listener::bind(&ListenerConfig { address, port: config.bind_port()? }, move |request| {
+    let settings = ListenerConfig { address, port: config.bind_port()?, pushes: config.push };
+    let listener = net::Listener::bind(&settings, move |request| {
         gate.answer(request, |clear| shared.lock().unwrap_or_else(PoisonError::into_inner).answer(clear))
     })?;
     Ok(Host { listener: Mutex::new(listener), directory })

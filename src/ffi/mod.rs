@@ -12,6 +12,8 @@ pub mod agent;
 pub mod aggregator;
 pub mod buffer;
 mod decode;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod handle;
 pub mod listener;
 mod lists;
@@ -21,6 +23,7 @@ pub mod report;
 pub mod scheduler;
 pub mod stats;
 pub mod status;
+mod table;
 pub mod version;
 pub mod worker;
 

@@ -1,15 +1,17 @@
 //! The handshake listener: a ZMQ ROUTER on a thread of its own, which passes each request to an answering function.
 
 use std::net::IpAddr;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::log_limit::LogLimit;
+use crate::net::connections::Connections;
+use crate::net::shared::Shared;
 use crate::net::{Address, host_port};
-use crate::proto::wire::limits::MAX_REQUEST_BYTES;
+use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REQUEST_BYTES};
 
 /// Frames of a request that are kept: the sender's identity, an optional empty delimiter, the request, and one more to
 /// tell that there were too many.
@@ -18,8 +20,23 @@ const MAX_FRAMES: usize = 4;
 /// Requests answered before the stop signal is looked at again.
 const BATCH: usize = 64;
 
-/// Messages queued per client and direction. A client that does not read its replies loses them and asks again.
-const QUEUE: i32 = 64;
+/// Requests queued per client; ZMQ reads no more of its connection until some are answered.
+const REQUESTS: i32 = 8;
+
+/// Replies queued per client. A client that does not read its replies loses them and asks again.
+const REPLIES: i32 = 2;
+
+/// The longest request where none brings metadata. A query over its own limit gets a refusal, up to here; who sends more
+/// is cut off.
+const MAX_PLAIN_BYTES: usize = 4 * MAX_QUERY_BYTES;
+
+/// When a connection that says nothing is asked whether its host is still there, in seconds; how often again, and how
+/// often in vain.
+const KEEPALIVE: (i32, i32, i32) = (30, 10, 3);
+
+/// How long the port may stay taken after the listener's own socket was closed.
+const REBIND_TIME: Duration = Duration::from_secs(30);
+const REBIND_STEP: Duration = Duration::from_millis(10);
 
 /// How long a client may take for ZMQ's own greeting, in milliseconds.
 const GREETING_MS: i32 = 10_000;
@@ -34,6 +51,8 @@ pub struct ListenerConfig {
     pub address: Address,
     /// The TCP port; 0 takes a free one.
     pub port: u16,
+    /// Whether requests bring metadata, and so may be long.
+    pub pushes: bool,
 }
 
 /// A running listener. Dropping it stops the thread and frees the port.
@@ -45,15 +64,6 @@ pub struct Listener {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug)]
-struct Shared {
-    wake: OwnedFd,
-    stop: AtomicBool,
-    alive: AtomicBool,
-    requests: AtomicU64,
-    failure: Mutex<Option<Error>>,
-}
-
 impl Listener {
     /// Binds, and only then starts the thread `kvf-listener`, which passes every request's bytes to `answer` and sends
     /// back what it returns. `answer` must bound its own work; a panic in it costs that reply only.
@@ -62,22 +72,20 @@ impl Listener {
     /// [`ErrorKind::AddressInUse`] when the port is taken or the address is not this host's; [`ErrorKind::Io`] when ZMQ
     /// or the system refuses anything else.
     pub fn bind(config: &ListenerConfig, answer: impl FnMut(&[u8]) -> Vec<u8> + Send + 'static) -> Result<Listener> {
-        let context = zmq::Context::new();
-        let router = context.socket(zmq::ROUTER).map_err(|e| refused("a ROUTER socket", e))?;
-        configure(&router, config).map_err(|e| refused("the listener's socket options", e))?;
         let endpoint = super::endpoint(&config.address.bind.to_string(), config.port)?;
-        router.bind(&endpoint).map_err(|e| bind_error(config, e))?;
-        let port = bound_port(&router)?;
-        let wake =
-            rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK | rustix::event::EventfdFlags::CLOEXEC)
-                .map_err(|e| Error::new(ErrorKind::Io, format!("no eventfd for the listener: {e}")))?;
-        let shared = Arc::new(Shared {
-            wake,
-            stop: AtomicBool::new(false),
-            alive: AtomicBool::new(true),
-            requests: AtomicU64::new(0),
-            failure: Mutex::new(None),
-        });
+        let mut server = Server {
+            context: zmq::Context::new(),
+            config: config.clone(),
+            endpoint: endpoint.clone(),
+            sockets: None,
+            number: 0,
+            errors: 0,
+            log: LogLimit::default(),
+        };
+        let port = server.open()?;
+        // The same one if the socket is made anew.
+        server.endpoint = super::endpoint(&config.address.bind.to_string(), port)?;
+        let shared = Arc::new(Shared::new()?);
         let host = config.address.advertise.to_string();
         if let Some(note) = &config.address.note {
             log::warn!("kvferry listener: {note}");
@@ -87,7 +95,7 @@ impl Listener {
             .name("kvf-listener".to_owned())
             .spawn({
                 let shared = Arc::clone(&shared);
-                move || thread_main(&shared, router, answer)
+                move || thread_main(&shared, server, answer)
             })
             .map_err(|e| Error::new(ErrorKind::Io, format!("the listener's thread cannot be started: {e}")))?;
         Ok(Listener { host, port, shared, thread: Some(thread) })
@@ -105,26 +113,22 @@ impl Listener {
 
     /// Whether the thread serves requests. When false without a [`Listener::shutdown`], [`Listener::failure`] says why.
     pub fn is_alive(&self) -> bool {
-        self.shared.alive.load(Ordering::Acquire)
+        self.shared.is_alive()
     }
 
     /// Why the thread gave up, if it did.
     pub fn failure(&self) -> Option<Error> {
-        self.shared.failure.lock().unwrap_or_else(|e| e.into_inner()).clone()
+        self.shared.failure()
     }
 
     /// Messages received so far, malformed ones included.
     pub fn requests(&self) -> u64 {
-        self.shared.requests.load(Ordering::Relaxed)
+        self.shared.requests()
     }
 
     /// Stops the thread, drops unsent replies, frees the port, and waits for all of that. Harmless when repeated.
     pub fn shutdown(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
-        let woken = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
-        if let Err(e) = woken {
-            log::error!("kvferry listener: the stop signal failed: {e}");
-        }
+        self.shared.stop();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -146,11 +150,16 @@ fn refused(what: &str, e: zmq::Error) -> Error {
 fn configure(router: &zmq::Socket, config: &ListenerConfig) -> zmq::Result<()> {
     router.set_ipv6(config.address.bind.is_ipv6())?;
     router.set_linger(0)?;
-    router.set_maxmsgsize(i64::try_from(MAX_REQUEST_BYTES).unwrap_or(i64::MAX))?;
-    router.set_sndhwm(QUEUE)?;
-    router.set_rcvhwm(QUEUE)?;
+    let longest = if config.pushes { MAX_REQUEST_BYTES } else { MAX_PLAIN_BYTES };
+    router.set_maxmsgsize(i64::try_from(longest).unwrap_or(i64::MAX))?;
+    router.set_sndhwm(REPLIES)?;
+    router.set_rcvhwm(REQUESTS)?;
     router.set_handshake_ivl(GREETING_MS)?;
-    router.set_tcp_keepalive(1)
+    let (idle, interval, count) = KEEPALIVE;
+    router.set_tcp_keepalive(1)?;
+    router.set_tcp_keepalive_idle(idle)?;
+    router.set_tcp_keepalive_intvl(interval)?;
+    router.set_tcp_keepalive_cnt(count)
 }
 
 fn bind_error(config: &ListenerConfig, e: zmq::Error) -> Error {
@@ -188,9 +197,9 @@ fn bound_port(router: &zmq::Socket) -> Result<u16> {
         .ok_or_else(|| Error::new(ErrorKind::Io, format!("ZMQ names its endpoint {endpoint:?}, which has no port")))
 }
 
-fn thread_main(shared: &Shared, router: zmq::Socket, mut answer: impl FnMut(&[u8]) -> Vec<u8>) {
-    let ended = catch_unwind(AssertUnwindSafe(|| serve(shared, &router, &mut answer)));
-    drop(router);
+fn thread_main(shared: &Shared, mut server: Server, mut answer: impl FnMut(&[u8]) -> Vec<u8>) {
+    let ended = catch_unwind(AssertUnwindSafe(|| server.serve(shared, &mut answer)));
+    drop(server);
     let failure = match ended {
         Ok(Ok(())) => None,
         Ok(Err(e)) => Some(e),
@@ -198,35 +207,94 @@ fn thread_main(shared: &Shared, router: zmq::Socket, mut answer: impl FnMut(&[u8
     };
     if let Some(e) = failure {
         log::error!("kvferry listener: stopped serving handshakes: {e}");
-        *shared.failure.lock().unwrap_or_else(|p| p.into_inner()) = Some(e);
+        shared.fail(e);
     }
-    shared.alive.store(false, Ordering::Release);
+    shared.end();
 }
 
-fn serve(shared: &Shared, router: &zmq::Socket, answer: &mut impl FnMut(&[u8]) -> Vec<u8>) -> Result<()> {
-    let mut errors = 0u32;
-    while !shared.stop.load(Ordering::Acquire) {
-        let mut items =
-            [router.as_poll_item(zmq::POLLIN), zmq::PollItem::from_fd(shared.wake.as_raw_fd(), zmq::POLLIN)];
-        let outcome = match zmq::poll(&mut items, -1) {
-            Ok(_) => serve_batch(shared, router, answer, &mut errors),
-            Err(zmq::Error::EINTR) => Ok(()),
-            Err(e) => Err(e),
-        };
-        if let Err(e) = outcome {
-            errors += 1;
-            log::warn!("kvferry listener: {e}");
-            if errors >= MAX_ERRORS {
-                return Err(Error::new(ErrorKind::Io, format!("{MAX_ERRORS} errors in a row, the last: {e}")));
+/// What the thread owns.
+struct Server {
+    context: zmq::Context,
+    config: ListenerConfig,
+    endpoint: String,
+    sockets: Option<(zmq::Socket, Connections)>,
+    /// Counts the sockets that were made.
+    number: u64,
+    errors: u32,
+    log: LogLimit,
+}
+
+impl Server {
+    /// Makes and binds the socket; gives its port.
+    fn open(&mut self) -> Result<u16> {
+        let router = self.context.socket(zmq::ROUTER).map_err(|e| refused("a ROUTER socket", e))?;
+        configure(&router, &self.config).map_err(|e| refused("the listener's socket options", e))?;
+        self.number += 1;
+        let connections = Connections::watch(&self.context, &router, self.number)
+            .map_err(|e| refused("to watch the listener's connections", e))?;
+        router.bind(&self.endpoint).map_err(|e| bind_error(&self.config, e))?;
+        let port = bound_port(&router)?;
+        self.sockets = Some((router, connections));
+        Ok(port)
+    }
+
+    /// Closes every connection and listens anew.
+    fn reopen(&mut self, shared: &Shared) -> Result<()> {
+        self.sockets = None;
+        let begin = Instant::now();
+        loop {
+            match self.open() {
+                Ok(_) => return Ok(()),
+                // ZMQ closes sockets on a thread of its own.
+                Err(_) if shared.is_stopped() => return Ok(()),
+                Err(e) if begin.elapsed() >= REBIND_TIME => return Err(e),
+                Err(_) => std::thread::sleep(REBIND_STEP),
             }
         }
     }
-    Ok(())
+
+    fn serve(&mut self, shared: &Shared, answer: &mut impl FnMut(&[u8]) -> Vec<u8>) -> Result<()> {
+        while !shared.is_stopped() {
+            let Some((router, connections)) = &mut self.sockets else { return Ok(()) };
+            let mut items = [
+                router.as_poll_item(zmq::POLLIN),
+                zmq::PollItem::from_fd(shared.fd(), zmq::POLLIN),
+                connections.poll_item(),
+            ];
+            let outcome = match zmq::poll(&mut items, -1) {
+                Ok(_) => serve_batch(shared, router, connections, answer, &mut self.errors)
+                    .and_then(|()| connections.update()),
+                Err(zmq::Error::EINTR) => Ok(()),
+                Err(e) => Err(e),
+            };
+            if let Err(e) = outcome {
+                self.errors += 1;
+                if let Some(left_out) = self.log.pass(Instant::now()) {
+                    log::warn!("kvferry listener: {e} ({left_out} such lines left out)");
+                }
+                if self.errors >= MAX_ERRORS {
+                    return Err(Error::new(ErrorKind::Io, format!("{MAX_ERRORS} errors in a row, the last: {e}")));
+                }
+            }
+            let (open, most) = (connections.open(), connections.most());
+            if open > most {
+                if let Some(left_out) = self.log.pass(Instant::now()) {
+                    log::warn!(
+                        "kvferry listener: {open} connections are open and {most} may be; all are closed, clients \
+                         connect again by themselves ({left_out} such lines left out)"
+                    );
+                }
+                self.reopen(shared)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 fn serve_batch(
     shared: &Shared,
     router: &zmq::Socket,
+    connections: &mut Connections,
     answer: &mut impl FnMut(&[u8]) -> Vec<u8>,
     errors: &mut u32,
 ) -> zmq::Result<()> {
@@ -238,7 +306,7 @@ fn serve_batch(
             Err(e) => return Err(e),
         };
         *errors = 0;
-        shared.requests.fetch_add(1, Ordering::Relaxed);
+        shared.count_request();
         // REQ sockets put an empty frame before the request, DEALER sockets need not. What has another form is handed
         // on as an empty request, so that its sender is told that it was malformed.
         let (identity, delimiter, request): (&[u8], bool, &[u8]) = match frames.as_slice() {
@@ -251,6 +319,7 @@ fn serve_batch(
             log::error!("kvferry listener: answering a request of {} bytes panicked; it gets no reply", request.len());
             continue;
         };
+        connections.replied(reply.len(), REPLIES as usize);
         let mut out: Vec<&[u8]> = vec![identity];
         if delimiter {
             out.push(&[]);

@@ -4,8 +4,10 @@
 mod address;
 mod blocking;
 mod client;
+mod connections;
 mod listener;
 mod sealed;
+mod shared;
 
 pub use address::{Address, LocalAddress, choose, choose_among, local_addresses};
 pub use blocking::{push_blocking, push_sealed, query_blocking, query_sealed};

@@ -13,12 +13,12 @@ use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::plan::CopyPlan;
 use kvferry::proto::scheduler::{FinishOutcome, Scheduler, SchedulerConfig};
 use kvferry::proto::time::Time;
-use kvferry::proto::wire::{Blocks, Cause, PeerMessage, RankMetadata, StepMetadata, TransferParams, WorkerReport};
+use kvferry::proto::wire::{Blocks, Cause, PeerMessage, RankMetadata, StepMetadata, TransferParams, Verdict, WorkerReport};
 use kvferry::proto::worker::{
     Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
 };
 
-use crate::rank::*;
+use super::rank::*;
 
 pub const LEASE_MS: u64 = 1_000;
 
@@ -124,6 +124,8 @@ pub struct Sim {
     connections: HashMap<u64, Connection>,
     transfers: HashMap<TransferToken, Transfer>,
     tokens_seen: HashSet<TransferToken>,
+    /// Reads that P found good: its life, and the read's number.
+    judged: HashSet<(u64, u64)>,
     prefills: u32,
     /// Network and pace, set by the test.
     pub delay: Duration,
@@ -174,6 +176,7 @@ impl Sim {
             connections: HashMap::new(),
             transfers: HashMap::new(),
             tokens_seen: HashSet::new(),
+            judged: HashSet::new(),
             prefills: 0,
             delay: ms(1),
             transfer_time: ms(5),
@@ -565,6 +568,11 @@ impl Sim {
             let Action::Send { peer: PeerRef::Inbound(number), message } = action else {
                 panic!("a producer only answers: {action:?}")
             };
+            if let PeerMessage::Verdict { request, verdict: Verdict::Valid, serial } = &message {
+                let kept = self.p.requests.get(request).is_some_and(|r| r.kept);
+                let again = !self.judged.insert((self.p.life, *serial));
+                assert!(kept || again, "{request} is found good when its blocks are free");
+            }
             self.send(number, 1, message);
         }
         if let Some(report) = self.d.poll_report() {

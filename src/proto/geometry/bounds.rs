@@ -112,6 +112,18 @@ pub(super) fn check(geometry: &Geometry, regions: &[RegionMetadata]) -> Result<(
                 format!("{area} is in the geometry twice; a rank holds every layer and part once"),
             ));
         }
+        // Whoever reads K or V of it would find it in two places.
+        let packed_and_apart = match &*area.part {
+            "kv" => ["k", "v"].into_iter().find(|part| names.contains(&(&*area.layer, *part))),
+            "k" | "v" => names.contains(&(&*area.layer, "kv")).then_some("kv"),
+            _ => None,
+        };
+        if let Some(other) = packed_and_apart {
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                format!("{area} is in the geometry beside part {other:?} of that layer; a rank holds K and V once"),
+            ));
+        }
         all_runs = all_runs.saturating_add(runs(area.content, area.axes()));
         if all_runs > MAX_RUNS {
             return Err(Error::new(

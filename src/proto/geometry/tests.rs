@@ -233,3 +233,11 @@ proptest! {
         prop_assert_eq!(found.is_ok(), brute_force(&geometry), "{:?}", found);
     }
 }
+
+#[test]
+fn keys_and_values_packed_and_apart_are_refused_in_either_order() {
+    for (first, second) in [("kv", "v"), ("v", "kv"), ("k", "kv")] {
+        refused(vec![area("a", first, 0), area("a", second, 256)], ErrorKind::AlreadyExists, &["beside part", "once"]);
+    }
+    geometry(vec![area("a", "kv", 0), area("b", "v", 256)]).validate(&regions(&[512])).unwrap();
+}

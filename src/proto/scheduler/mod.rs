@@ -388,6 +388,8 @@ impl Scheduler {
             transfer_mode: Some("pull".into()),
         };
         let (lease_ms, lease_id) = (self.config.lease_ms, self.lease_id);
+        // An earlier request of this name, dropped in this very step: workers take grants before drops.
+        self.step.dropped.retain(|dropped| dropped != request);
         self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id });
         self.sends.insert(request.clone());
         Ok(Finish { keep: true, params: Some(params) })

@@ -1,0 +1,185 @@
+//! One scheduler machine and arbitrary calls of its host, in any order. Each request has at most one load under way,
+//! blocks are kept exactly while a report is owed, and what is over is forgotten.
+
+use std::collections::{HashMap, HashSet};
+
+use kvferry::proto::ids::{Incarnation, RankId, RequestId};
+use kvferry::proto::scheduler::{FinishOutcome, Scheduler, SchedulerConfig};
+use kvferry::proto::stats::Stats;
+use kvferry::proto::wire::{Blocks, Message, StepMetadata, TransferParams, WorkerReport};
+
+use super::Source;
+use super::machines::rank;
+
+fn scheduler() -> Scheduler {
+    let mut scheduler =
+        Scheduler::new(SchedulerConfig::new(rank::engine("d"), Incarnation(5), rank::groups())).unwrap();
+    scheduler.set_address("10.0.0.1", 5680);
+    scheduler
+}
+
+/// Whatever the params are, every call with them ends.
+pub fn try_params(params: &TransferParams) {
+    let mut scheduler = scheduler();
+    let id = rank::request("r");
+    let _ = scheduler.arrived(&id, params);
+    let prompt = params.remote_num_tokens.and_then(|n| u64::try_from(n).ok()).unwrap_or(8);
+    let tokens = scheduler.matched(&id, params, prompt, 0).map_or(0, |found| found.tokens);
+    let lists = vec![vec![1, 2].into(), vec![3].into()];
+    let _ = scheduler.allocated(&id, params, lists, prompt, tokens);
+    let _ = scheduler.finished(&id, params, FinishOutcome::Complete, vec![], 0);
+    let step = scheduler.build_step();
+    assert_eq!(StepMetadata::from_bytes(&step.to_bytes().unwrap()).unwrap(), step);
+}
+
+fn params(source: &mut Source, name: &str) -> TransferParams {
+    let mut params = TransferParams {
+        do_remote_prefill: true,
+        remote_engine_id: Some("p".into()),
+        remote_incarnation: Some("0000000000000003".into()),
+        remote_request_id: Some(name.into()),
+        remote_host: Some("10.0.0.2".into()),
+        remote_port: Some(5681),
+        remote_block_ids: Some(vec![vec![1, 2, 3, 4], vec![5, 6]]),
+        remote_num_tokens: Some(8),
+        remote_lease_ms: Some(1000),
+        remote_lease_id: Some(1),
+        tp_size: Some(1),
+        pp_size: Some(1),
+        dcp_size: Some(1),
+        transfer_mode: Some("pull".into()),
+        ..TransferParams::default()
+    };
+    if source.rarely(4) {
+        match source.below(10) {
+            0 => params.do_remote_prefill = false,
+            1 => params.do_remote_decode = true,
+            2 => params.remote_engine_id = None,
+            3 => params.remote_incarnation = Some("zz".into()),
+            4 => params.remote_port = Some(source.number() as i64),
+            5 => params.remote_block_ids = Some(vec![vec![source.number() as i64]]),
+            6 => params.remote_num_tokens = Some(source.number() as i64),
+            7 => params.remote_lease_ms = Some(source.number() as i64),
+            8 => params.remote_host = Some(String::new()),
+            _ => params.remote_request_id = None,
+        }
+    }
+    params
+}
+
+#[derive(Default)]
+struct Model {
+    /// Loads without a report, and whether their request has ended.
+    loading: HashMap<RequestId, bool>,
+    sending: HashSet<RequestId>,
+    /// Requests that had their load and have not ended.
+    loaded: HashSet<RequestId>,
+}
+
+impl Model {
+    fn take(&mut self, step: &StepMetadata) {
+        assert_eq!(StepMetadata::from_bytes(&step.to_bytes().unwrap()).unwrap(), *step);
+        for load in &step.loads {
+            assert!(self.loading.contains_key(&load.request), "{}: a load that nobody asked for", load.request);
+        }
+        let mut named = HashSet::new();
+        assert!(step.loads.iter().all(|load| named.insert(&load.request)), "a request is loaded twice in a step");
+        assert!(step.aborts.iter().all(|id| self.loading.get(id) == Some(&true)), "only a load that ended is aborted");
+        assert!(step.grants.iter().all(|grant| self.sending.contains(&grant.request)), "only what is kept is granted");
+        assert!(step.dropped.iter().all(|id| !self.sending.contains(id)), "what is kept is not dropped");
+    }
+}
+
+fn report(sending: Vec<RequestId>, recving: Vec<RequestId>) -> WorkerReport {
+    WorkerReport {
+        rank: RankId { pp: 0, tp: 0 },
+        finished_sending: sending,
+        finished_recving: recving,
+        failed_recving: vec![],
+        records: vec![],
+        stats: Stats::default(),
+    }
+}
+
+/// A sequence of calls.
+pub fn run(data: &[u8]) {
+    let mut source = Source::new(data);
+    let mut scheduler = scheduler();
+    let mut model = Model::default();
+    for _ in 0..300 {
+        if source.is_empty() {
+            break;
+        }
+        let name = format!("r{}", source.below(4));
+        let id = rank::request(&name);
+        match source.below(8) {
+            0 => _ = scheduler.arrived(&id, &params(&mut source, &name)),
+            1 => {
+                let params = params(&mut source, &name);
+                let prompt = if source.rarely(4) { source.number() } else { 8 };
+                let found = scheduler.matched(&id, &params, prompt, source.number());
+                if model.loading.contains_key(&id) || model.loaded.contains(&id) {
+                    assert!(found.map_or(0, |found| found.tokens) == 0, "{id}: one load per request");
+                }
+            }
+            2 | 3 => {
+                let params = params(&mut source, &name);
+                let first = source.byte().into();
+                let external = if source.rarely(4) { source.number() } else { 8 };
+                let mut lists: Vec<Blocks> =
+                    vec![vec![first, first + 1, first + 2, first + 3].into(), vec![first, first + 1].into()];
+                lists.truncate(if source.rarely(16) { 1 } else { 2 });
+                let done = scheduler.allocated(&id, &params, lists, 8, external);
+                let fresh = !model.loading.contains_key(&id) && !model.loaded.contains(&id);
+                if done.is_ok() && fresh && params.do_remote_prefill {
+                    if external == 0 {
+                        model.loaded.insert(id);
+                    } else {
+                        model.loading.insert(id, false);
+                    }
+                }
+            }
+            4 => {
+                let decode = source.rarely(3);
+                let asked = TransferParams { do_remote_decode: decode, ..Default::default() };
+                let params = if decode { asked } else { params(&mut source, &name) };
+                let outcome = if source.flag() { FinishOutcome::Complete } else { FinishOutcome::Aborted };
+                let lists = vec![vec![1, 2].into(), vec![3].into()];
+                let finish = scheduler.finished(&id, &params, outcome, lists, 4);
+                if let Some(ended) = model.loading.get_mut(&id) {
+                    assert!(finish.expect("an end is taken").keep, "{id}: blocks stay while they may be written");
+                    *ended = true;
+                } else if model.loaded.remove(&id) {
+                    assert!(!finish.expect("an end is taken").keep);
+                } else if let Ok(finish) = finish {
+                    assert_eq!(finish.keep, finish.params.is_some(), "{id}: kept for a decoder exactly if it is told");
+                    if finish.keep {
+                        assert!(model.sending.insert(id), "kept twice");
+                    }
+                }
+            }
+            5 => model.take(&scheduler.build_step()),
+            6 => {
+                model.take(&scheduler.build_step());
+                scheduler.on_report(&report(vec![], vec![id.clone()]));
+                if model.loading.remove(&id) == Some(false) {
+                    model.loaded.insert(id);
+                }
+            }
+            _ => {
+                model.take(&scheduler.build_step());
+                scheduler.on_report(&report(vec![id.clone()], vec![]));
+                model.sending.remove(&id);
+            }
+        }
+        assert_eq!(scheduler.sending(), model.sending.len());
+        assert!(scheduler.receiving() >= model.loading.len() + model.loaded.len());
+    }
+    let names: Vec<RequestId> = (0..4).map(|n| rank::request(format!("r{n}"))).collect();
+    model.take(&scheduler.build_step());
+    scheduler.on_report(&report(names.clone(), names.clone()));
+    for id in &names {
+        let _ = scheduler.finished(id, &TransferParams::default(), FinishOutcome::Aborted, vec![], 0);
+    }
+    assert_eq!((scheduler.receiving(), scheduler.sending()), (0, 0), "what is over is forgotten");
+}

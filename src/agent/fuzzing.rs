@@ -1,0 +1,58 @@
+//! The agent's decoders, for fuzz targets.
+
+use super::hello::{Frame, Hello};
+use super::messages::{Inbox, Item};
+use super::served::{CHUNK_BYTES, CHUNK_PIECES, decode_pieces, encode_pieces, read_request};
+
+/// A frame header; what decodes encodes to the same bytes, but for the two that are not looked at.
+pub fn frame(bytes: &[u8]) -> bool {
+    let Ok(frame) = Frame::decode(bytes) else { return false };
+    let again = frame.encode();
+    let differing = again.iter().zip(bytes).enumerate().any(|(at, (a, b))| a != b && !(6..8).contains(&at));
+    assert!(!differing && again.len() == bytes.len(), "{frame:?}");
+    true
+}
+
+/// A hello; what decodes can be encoded, and decodes to the same.
+pub fn hello(bytes: &[u8]) -> bool {
+    let Ok(hello) = Hello::decode(bytes) else { return false };
+    let again = hello.encode().expect("what was decoded can be encoded");
+    assert_eq!(Hello::decode(&again).ok().as_ref(), Some(&hello));
+    true
+}
+
+/// The pieces of a request.
+pub fn pieces(bytes: &[u8]) -> bool {
+    let read = read_request(bytes);
+    let Ok((pieces, rest)) = decode_pieces(bytes) else {
+        assert!(read.is_err(), "a read request without pieces");
+        return false;
+    };
+    let mut again = encode_pieces(&pieces, rest.len());
+    again.extend_from_slice(rest);
+    assert_eq!(again, bytes);
+    if let Ok(read) = &read {
+        let total: u64 = read.iter().map(|piece| u64::from(piece.len)).sum();
+        assert!(rest.is_empty() && read.len() <= CHUNK_PIECES && total <= CHUNK_BYTES, "a chunk over its limits");
+    }
+    read.is_ok()
+}
+
+/// Messages that arrive with these sequence numbers come out in order, each at most once, until the first refusal for
+/// want of room.
+pub fn inbox(numbers: &[u64]) {
+    let mut inbox = Inbox::default();
+    let mut next = 0u64;
+    for &number in numbers {
+        match inbox.take(number, Item::Data(number.to_le_bytes().to_vec())) {
+            Ok(due) => {
+                for item in due {
+                    assert_eq!(item, Item::Data(next.to_le_bytes().to_vec()));
+                    next += 1;
+                }
+            }
+            Err(error) if error.kind() == crate::ErrorKind::Exhausted => return,
+            Err(_) => {}
+        }
+    }
+}

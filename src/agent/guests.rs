@@ -1,0 +1,100 @@
+//! Limits on what others can make an agent keep: peers that came by themselves, and bytes that wait.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use rustix::process::{Resource, getrlimit};
+
+use super::ferry::Engine;
+use super::ids::PeerId;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Peers that came by themselves and have said nothing but hello. The oldest makes room for one more; if it was in
+/// earnest, it connects again.
+const MAX_SILENT: usize = 1024;
+
+/// Bytes of messages that all peers together may have waiting for an earlier one, and bytes of messages that the owner
+/// has not taken yet. Whose message passes that is cut off.
+const MAX_WAITING_BYTES: u64 = 1 << 30;
+
+/// What one peer may have waiting without a look at the others.
+const FREE_BYTES: usize = 1 << 20;
+
+/// Peers that came by themselves, by age; also those that have gone or have spoken since.
+#[derive(Default)]
+pub(super) struct Guests(VecDeque<PeerId>);
+
+impl Engine {
+    /// Makes room for a peer that comes by itself. Errors: [`ErrorKind::Exhausted`] where there is none to be had.
+    pub(super) fn make_room(&mut self, now: Instant) -> Result<()> {
+        let most = peers_for(descriptors());
+        let full = self.peers.len() >= most;
+        let silent = self.silent_guests();
+        if !full && silent < MAX_SILENT {
+            return Ok(());
+        }
+        let Some(oldest) = self.guests.0.pop_front() else {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("{most} peers are connected, which is what half of the process's open files allow"),
+            ));
+        };
+        let error = Error::new(
+            ErrorKind::Exhausted,
+            format!("it has said nothing but hello, and {silent} others like it are connected"),
+        );
+        self.lose(oldest, error, now);
+        Ok(())
+    }
+
+    /// Drops from the list who has gone or spoken, if it is long; gives its length.
+    fn silent_guests(&mut self) -> usize {
+        if self.guests.0.len() >= MAX_SILENT || self.peers.len() >= MAX_SILENT / 4 {
+            let peers = &self.peers;
+            self.guests.0.retain(|id| peers.get(*id).is_ok_and(|peer| peer.silent));
+        }
+        self.guests.0.len()
+    }
+
+    /// Notes that a peer came by itself.
+    pub(super) fn welcome(&mut self, id: PeerId) {
+        if let Ok(peer) = self.peers.get_mut(id) {
+            peer.silent = true;
+            self.guests.0.push_back(id);
+        }
+    }
+
+    /// Refuses what a peer brings when too much is waiting already.
+    pub(super) fn check_waiting(&self, id: PeerId) -> Result<()> {
+        let peer = self.peers.get(id)?;
+        let held = if peer.inbox.held_bytes() > FREE_BYTES { self.peers.held_bytes() } else { 0 };
+        let unread = self.shared.unread_bytes();
+        if held.max(unread) <= MAX_WAITING_BYTES {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Exhausted,
+            format!("{held} bytes of messages wait for earlier ones and {unread} for the agent's owner to poll them"),
+        ))
+    }
+}
+
+/// How many files the process may have open.
+fn descriptors() -> usize {
+    getrlimit(Resource::Nofile).current.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX))
+}
+
+/// A connection takes a descriptor over TCP; half of all are left to others.
+fn peers_for(descriptors: usize) -> usize {
+    (descriptors / 2).max(64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_of_the_descriptors_are_left_to_others() {
+        assert_eq!([peers_for(1024), peers_for(10), peers_for(1 << 20)], [512, 64, 1 << 19]);
+    }
+}
