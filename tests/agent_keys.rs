@@ -216,18 +216,24 @@ fn another_key_or_none_does_not_connect_and_others_go_on() {
                 assert_eq!(good.wait_message(), (to_b, b"well?".to_vec()));
             };
             ask();
-            let settings = AgentConfig { connect_timeout: Duration::from_millis(700), ..keyed("a", transport, ours) };
+            let settings = AgentConfig { connect_timeout: Duration::from_secs(2), ..keyed("a", transport, ours) };
             let mut a = Node::start(settings, 1, &[4096]);
             let peer = a.connect(&of_b);
-            a.agent.send(peer, b"let me in".to_vec()).unwrap();
-            let read = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0])).unwrap();
+            // On a busy machine the peer may be given up before these.
+            let sent = a.agent.send(peer, b"let me in".to_vec());
+            let read = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]));
+            assert!(
+                [sent.err(), read.as_ref().err().cloned()].iter().flatten().all(|e| e.kind() == ErrorKind::NotFound)
+            );
             let error = a.wait_lost(peer);
             assert_eq!(error.kind(), ErrorKind::Unreachable);
             assert!(error.message().contains("key_file"), "{error}");
-            a.wait_done(read).0.unwrap_err();
+            if let Ok(read) = read {
+                a.wait_done(read).0.unwrap_err();
+            }
             ask();
             assert_same("a", &a.contents(), &[pattern_bytes(1, 4096)]);
-            assert!(dropped(&b.agent) >= 1);
+            until("the hello is dropped", || dropped(&b.agent) >= 1);
             assert_eq!(b.agent.stats().unwrap().peers, 1);
             assert!(!b.events.iter().any(|e| matches!(e, Event::Message { .. } | Event::PeerLost { .. })));
         }
