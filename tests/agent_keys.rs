@@ -394,7 +394,7 @@ fn where_both_connect_at_once_the_lower_incarnation_began() {
         let to_high = low.connect(&from_low.instead_of(&of_high));
         let to_low = high.connect(&from_high.instead_of(&of_low));
         let (of_low, of_high) = (from_low.frame(HELLO, 0), from_high.frame(HELLO, 0));
-        let mut to_the_lower = |from_high: &mut Middle| {
+        let to_the_lower = |from_high: &mut Middle| {
             from_high.send(&of_high.0, &of_high.1, "a hello", || true);
             // Behind it: so it was looked at.
             from_high.refused(&[0; 32], &[], &low.agent, "a frame of zeros");
