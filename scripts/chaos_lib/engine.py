@@ -65,6 +65,34 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def heap_bytes() -> int:
+    """Bytes that are allocated from glibc's heap: what a leak would add to, without what fragments it."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _MallInfo
+    found = mallinfo2()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
 class Engine:
     """See the module's text. Commands are methods; each one's answer is sent as `(name, value)`."""
 
@@ -188,6 +216,7 @@ class Engine:
         self.freed.clear()
         return {
             "rss": resident_bytes(),
+            "heap": heap_bytes(),
             "fds": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
             "held": len(self.held),

@@ -224,6 +224,7 @@ def resources(child: Child) -> dict[str, int]:
         "peers": state["agent"]["peers"],
         "regions": state["agent"]["regions"],
         "rss": state["rss"],
+        "heap": state["heap"],
     }
 
 
