@@ -216,18 +216,24 @@ fn another_key_or_none_does_not_connect_and_others_go_on() {
                 assert_eq!(good.wait_message(), (to_b, b"well?".to_vec()));
             };
             ask();
-            let settings = AgentConfig { connect_timeout: Duration::from_millis(700), ..keyed("a", transport, ours) };
+            let settings = AgentConfig { connect_timeout: Duration::from_secs(2), ..keyed("a", transport, ours) };
             let mut a = Node::start(settings, 1, &[4096]);
             let peer = a.connect(&of_b);
-            a.agent.send(peer, b"let me in".to_vec()).unwrap();
-            let read = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0])).unwrap();
+            // On a busy machine the peer may be given up before these.
+            let sent = a.agent.send(peer, b"let me in".to_vec());
+            let read = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]));
+            assert!(
+                [sent.err(), read.as_ref().err().cloned()].iter().flatten().all(|e| e.kind() == ErrorKind::NotFound)
+            );
             let error = a.wait_lost(peer);
             assert_eq!(error.kind(), ErrorKind::Unreachable);
             assert!(error.message().contains("key_file"), "{error}");
-            a.wait_done(read).0.unwrap_err();
+            if let Ok(read) = read {
+                a.wait_done(read).0.unwrap_err();
+            }
             ask();
             assert_same("a", &a.contents(), &[pattern_bytes(1, 4096)]);
-            assert!(dropped(&b.agent) >= 1);
+            until("the hello is dropped", || dropped(&b.agent) >= 1);
             assert_eq!(b.agent.stats().unwrap().peers, 1);
             assert!(!b.events.iter().any(|e| matches!(e, Event::Message { .. } | Event::PeerLost { .. })));
         }
@@ -388,7 +394,7 @@ fn where_both_connect_at_once_the_lower_incarnation_began() {
         let to_high = low.connect(&from_low.instead_of(&of_high));
         let to_low = high.connect(&from_high.instead_of(&of_low));
         let (of_low, of_high) = (from_low.frame(HELLO, 0), from_high.frame(HELLO, 0));
-        let mut to_the_lower = |from_high: &mut Middle| {
+        let to_the_lower = |from_high: &mut Middle| {
             from_high.send(&of_high.0, &of_high.1, "a hello", || true);
             // Behind it: so it was looked at.
             from_high.refused(&[0; 32], &[], &low.agent, "a frame of zeros");

@@ -162,7 +162,11 @@ fn lists(source: &mut Source, metadata: &RankMetadata) -> Vec<Blocks> {
             let blocks = metadata.geometry.num_blocks(group as u32).unwrap_or(1).min(200) as usize;
             let first = source.below(blocks.max(1)) as u32;
             let ids: Vec<u32> = (0..source.below(5) as u32).map(|n| first.saturating_add(n)).collect();
-            if source.rarely(8) { source.bytes(4).iter().map(|&b| u32::from(b)).collect::<Vec<_>>().into() } else { ids.into() }
+            if source.rarely(8) {
+                source.bytes(4).iter().map(|&b| u32::from(b)).collect::<Vec<_>>().into()
+            } else {
+                ids.into()
+            }
         })
         .collect()
 }

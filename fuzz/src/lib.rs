@@ -16,8 +16,11 @@ pub mod worker;
 
 use source::Source;
 
+/// A name and a function of any bytes.
+pub type Target = (&'static str, fn(&[u8]));
+
 /// Every target by name.
-pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+pub const TARGETS: &[Target] = &[
     ("agent", agent::run),
     ("aggregate", aggregate::run),
     ("config", config::run),

@@ -12,8 +12,8 @@ mod sim;
 use kvferry::proto::scheduler::FinishOutcome;
 
 use super::Source;
-use sim::{Sim, ms};
 pub use sim::worker_config;
+use sim::{Sim, ms};
 
 fn step(sim: &mut Sim, source: &mut Source) {
     let known = sim.requests.len();

@@ -181,13 +181,15 @@ impl World {
         }
         self.blocks = (self.blocks + 1) % 8;
         let block = |n: u32| number as u32 + 4 * (1 + self.blocks * 4 + n);
-        let mut local: Vec<Blocks> = vec![(0..4).map(block).collect::<Vec<_>>().into(), vec![block(0), block(1)].into()];
+        let mut local: Vec<Blocks> =
+            vec![(0..4).map(block).collect::<Vec<_>>().into(), vec![block(0), block(1)].into()];
         let mut remote_blocks: Vec<Blocks> = vec![vec![5, 6, 7, 8].into(), vec![9, 10].into()];
         if source.rarely(8) {
             local.truncate(source.below(3));
         }
         if source.rarely(8) {
-            remote_blocks = vec![source.bytes(4).iter().map(|&b| u32::from(b)).collect::<Vec<_>>().into(); source.below(3)];
+            remote_blocks =
+                vec![source.bytes(4).iter().map(|&b| u32::from(b)).collect::<Vec<_>>().into(); source.below(3)];
         }
         let load = Load {
             request: id.clone(),
@@ -350,7 +352,11 @@ impl World {
                     self.worker.handle_shutdown(self.now);
                 }
                 // Answers to nothing.
-                1 => self.worker.handle_transfer_done(self.now, TransferToken(source.number()), Err((Cause::Aborted, "x".into()))),
+                1 => self.worker.handle_transfer_done(
+                    self.now,
+                    TransferToken(source.number()),
+                    Err((Cause::Aborted, "x".into())),
+                ),
                 _ => self.verdict(source),
             },
         }

@@ -279,6 +279,7 @@ def run(options: Options) -> dict[str, Any]:
             file.write_bytes(agent_metadata)
             # First a little of all, so that what is allocated once is not taken for a leak.
             _assault(beside, file, max(2000, rounds // 50), seed + 1000)
+            _crowded(beside)
             _quiet(producer, beside.tally)
             before = resources(producer)
             begin = time.monotonic()

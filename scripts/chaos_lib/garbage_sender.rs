@@ -247,7 +247,8 @@ fn main() {
     let settings = vec![("RNDV_THRESH".to_owned(), "inf".to_owned())];
     let config = ContextConfig { tls: Some("tcp".into()), net_devices: None, settings, name: "garbage".into() };
     let context = Context::new(&config).unwrap();
-    let worker = Worker::with_options(&context, &WorkerOptions { name: "garbage".into(), max_message: 16 << 20 }).unwrap();
+    let worker =
+        Worker::with_options(&context, &WorkerOptions { name: "garbage".into(), max_message: 16 << 20 }).unwrap();
     worker.accept_messages(AM_ID).unwrap();
     let address = worker.address().unwrap();
     let dice = Dice(seed.parse::<u64>().unwrap().wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);

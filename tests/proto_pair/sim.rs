@@ -13,7 +13,9 @@ use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::plan::CopyPlan;
 use kvferry::proto::scheduler::{FinishOutcome, Scheduler, SchedulerConfig};
 use kvferry::proto::time::Time;
-use kvferry::proto::wire::{Blocks, Cause, PeerMessage, RankMetadata, StepMetadata, TransferParams, Verdict, WorkerReport};
+use kvferry::proto::wire::{
+    Blocks, Cause, PeerMessage, RankMetadata, StepMetadata, TransferParams, Verdict, WorkerReport,
+};
 use kvferry::proto::worker::{
     Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
 };
