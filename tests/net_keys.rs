@@ -376,20 +376,21 @@ fn a_client_asks_again_when_the_listener_is_not_ready_or_forgot_its_channel() {
     let address = Address { bind: ip, advertise: ip, local_only: true, note: None };
     let mut gate = Gate::new(Some(key(1)), &address);
     let (mut asked, mut frames) = (0, 0);
-    let listener = Listener::bind(&ListenerConfig { address: address.clone(), port: 0, pushes: true }, move |request| {
-        frames += 1;
-        if frames == 2 {
-            // As after a restart between the two round trips.
-            gate = Gate::new(Some(key(1)), &address);
-        }
-        gate.answer(request, |clear| {
-            let HandshakeRequest::Query { id, .. } = HandshakeRequest::from_bytes(clear).unwrap() else { panic!() };
-            asked += 1;
-            let late = HandshakeReply::Refused { id, code: RefusalCode::NotReady, message: "starting".into() };
-            (if asked < 3 { late } else { ranks(id, &[10]) }).to_bytes().unwrap()
+    let listener =
+        Listener::bind(&ListenerConfig { address: address.clone(), port: 0, pushes: true }, move |request| {
+            frames += 1;
+            if frames == 2 {
+                // As after a restart between the two round trips.
+                gate = Gate::new(Some(key(1)), &address);
+            }
+            gate.answer(request, |clear| {
+                let HandshakeRequest::Query { id, .. } = HandshakeRequest::from_bytes(clear).unwrap() else { panic!() };
+                asked += 1;
+                let late = HandshakeReply::Refused { id, code: RefusalCode::NotReady, message: "starting".into() };
+                (if asked < 3 { late } else { ranks(id, &[10]) }).to_bytes().unwrap()
+            })
         })
-    })
-    .unwrap();
+        .unwrap();
     assert_eq!(query(Some(&key(1)), listener.port()).unwrap(), ranks(1, &[10]));
     assert_eq!(listener.requests(), 8);
 }

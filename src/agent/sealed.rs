@@ -257,7 +257,9 @@ impl Engine {
         let peers: &Peers = &self.peers;
         self.secrets.seen.take(hello.incarnation, frame.sequence, |agent| peers.find(agent).is_some())?;
         let number = frame.sequence;
-        let Some(id) = self.peers.find(hello.incarnation) else { return self.accept_sealed(hello, number, responder, now) };
+        let Some(id) = self.peers.find(hello.incarnation) else {
+            return self.accept_sealed(hello, number, responder, now);
+        };
         let peer = self.peers.get(id)?;
         match peer.remote_connection() {
             // Ours, sent at the same time, was answered already.

@@ -14,6 +14,10 @@ use crate::proto::wire::limits::MAX_REPLY_BYTES;
 use crate::proto::wire::{HandshakeReply, HandshakeRequest, Message, RefusalCode};
 use crate::secret::Key;
 
+/// Requests of one client to one listener that wait for an answer at a time; the others wait for their turn. A listener
+/// holds so many replies for a client that does not read them, and drops more.
+pub(super) const PIPELINE: usize = 4;
+
 /// What to ask a listener.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Ask {
@@ -202,9 +206,15 @@ impl Client {
     /// Adds the sockets to wait on, in the form that [`zmq::poll`] takes.
     pub fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
         for (key, c) in &self.connections {
-            let unsent = self.requests.values().any(|r| matches!(r.phase, Phase::Unsent) && r.key == *key);
+            let unsent = self.requests.values().any(|r| matches!(r.phase, Phase::Unsent) && r.key == *key)
+                && self.outstanding(key) < PIPELINE;
             items.push(c.socket.as_poll_item(if unsent { zmq::POLLIN | zmq::POLLOUT } else { zmq::POLLIN }));
         }
+    }
+
+    /// Requests that were sent to a listener and are not answered.
+    fn outstanding(&self, key: &(String, u16)) -> usize {
+        self.requests.values().filter(|r| r.key == *key && matches!(r.phase, Phase::Sent(_))).count()
     }
 
     /// When [`Client::turn`] must run even if no socket is ready.
@@ -360,11 +370,17 @@ impl Client {
             let Some(connection) = self.connections.get(key) else { return };
             let socket = &connection.socket;
             let mut blocked = false;
+            let room = PIPELINE.saturating_sub(self.outstanding(key));
+            let mut sent = 0;
             for r in self.requests.values_mut().filter(|r| r.key == *key && matches!(r.phase, Phase::Unsent)) {
+                if sent == room {
+                    break;
+                }
                 match socket.send(r.bytes.as_slice(), zmq::DONTWAIT) {
                     Ok(()) => {
                         r.phase = Phase::Sent(now);
                         r.sends += 1;
+                        sent += 1;
                     }
                     Err(zmq::Error::EAGAIN | zmq::Error::EINTR) => {
                         blocked = true;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
+use crate::net::client::PIPELINE;
 use crate::net::connections::Connections;
 use crate::net::shared::Shared;
 use crate::net::{Address, host_port};
@@ -23,8 +24,8 @@ const BATCH: usize = 64;
 /// Requests queued per client; ZMQ reads no more of its connection until some are answered.
 const REQUESTS: i32 = 8;
 
-/// Replies queued per client. A client that does not read its replies loses them and asks again.
-const REPLIES: i32 = 2;
+/// Replies queued per client. Ours never waits for more ([`PIPELINE`]); one that does not read loses them and asks again.
+const REPLIES: i32 = PIPELINE as i32;
 
 /// The longest request where none brings metadata. A query over its own limit gets a refusal, up to here; who sends more
 /// is cut off.
