@@ -245,13 +245,8 @@ fn main() {
     let metadata = decode_metadata(&std::fs::read(metadata).unwrap()).unwrap();
     let count: u64 = count.parse().unwrap();
     let settings = vec![("RNDV_THRESH".to_owned(), "inf".to_owned())];
-    let config = ContextConfig {
-        tls: Some("tcp".into()),
-        net_devices: None,
-        settings,
-        name: "garbage".into(),
-        messages_only: false,
-    };
+    let config =
+        ContextConfig { tls: Some("tcp".into()), settings, name: "garbage".into(), ..ContextConfig::default() };
     let context = Context::new(&config).unwrap();
     let worker =
         Worker::with_options(&context, &WorkerOptions { name: "garbage".into(), max_message: 16 << 20 }).unwrap();

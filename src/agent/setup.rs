@@ -21,8 +21,16 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     }
     let messages_only = is_keyed && config.transport == Transport::Tcp;
     let name = config.name.clone();
-    let context = Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, messages_only, name })
-        .map_err(ucx_error)?;
+    // UCX keeps the registration of every buffer that it has sent from, also after the buffer is gone, and by default as
+    // many as there come. What an agent has registered itself is in use and does not count.
+    let if_known = [("RCACHE_MAX_REGIONS", "1024")]
+        .into_iter()
+        .filter(|(setting, _)| !is_set(config, setting))
+        .map(|(setting, value)| (setting.to_owned(), value.to_owned()))
+        .collect();
+    let context =
+        Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, if_known, messages_only, name })
+            .map_err(ucx_error)?;
     log::info!(
         "agent {}: {}; transports: {}; memory: {}",
         config.name,

@@ -21,6 +21,8 @@ pub struct ContextConfig {
     pub net_devices: Option<String>,
     /// Further settings as (name, value), names as in UCX's documentation with or without the `UCX_` in front.
     pub settings: Vec<(String, String)>,
+    /// As `settings`, but left out where this UCX does not know the name.
+    pub if_known: Vec<(String, String)>,
     /// Whether the context has messages only: no reads and writes of peers' memory, neither ours nor theirs. UCX then
     /// does not serve those of a peer that emulates them by messages of its own.
     pub messages_only: bool,
@@ -88,6 +90,12 @@ impl Context {
         let ucx_config = UcxConfig::read(library)?;
         for (name, value) in &settings {
             ucx_config.modify(name, value)?;
+        }
+        for (name, value) in &config.if_known {
+            match ucx_config.modify(name, value) {
+                Err(error) if error.status == Status::NO_ELEM => {}
+                done => done?,
+            }
         }
         let name = c_string("context name", &config.name)?;
         // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
