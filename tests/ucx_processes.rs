@@ -266,11 +266,6 @@ fn a_killed_peer_ends_every_read_over_cma() {
 }
 
 #[test]
-fn a_killed_peer_ends_every_read_over_shared_memory() {
-    lose_the_peer(WATCHED_SHM, &EndpointOptions::default());
-}
-
-#[test]
 fn a_peer_that_is_gone_fails_the_connection() {
     let mut peer = start("tcp", 64, 0);
     peer.kill();

@@ -226,6 +226,11 @@ impl<'a> Ferry<'a> {
         self.engine.connect(metadata, self.now)
     }
 
+    /// Whether the peer is neither lost nor disconnected.
+    pub fn has_peer(&self, peer: PeerId) -> bool {
+        self.engine.peers.get(peer).is_ok()
+    }
+
     /// As [`Agent::disconnect`](super::Agent::disconnect).
     pub fn disconnect(&mut self, peer: PeerId) -> Result<()> {
         self.engine.disconnect(peer, self.now)

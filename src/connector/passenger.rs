@@ -364,7 +364,8 @@ impl Driver {
     fn transfer(&mut self, ferry: &mut Ferry<'_>, peer: &PeerKey, plan: CopyPlan) -> Result<TransferId> {
         let gone = || Error::new(ErrorKind::PeerDied, format!("the connection to {peer} is gone"));
         let id = *self.ids.get(peer).ok_or_else(gone)?;
-        ferry.transfer(id, Direction::Read, plan)
+        // The agent may know already that the peer is lost, while its word of that still waits to be taken.
+        ferry.transfer(id, Direction::Read, plan).map_err(|e| if ferry.has_peer(id) { e } else { gone() })
     }
 
     fn send(&self, ferry: &mut Ferry<'_>, peer: &PeerRef, message: &PeerMessage) -> Result<()> {
