@@ -67,7 +67,9 @@ impl Default for ClientLimits {
             retry_min: Duration::from_millis(20),
             retry_max: Duration::from_secs(1),
             resend: Duration::from_secs(5),
-            idle: Duration::from_secs(30),
+            // Long enough for the ranks of one engine to be asked one after the other, short enough that the
+            // connections to listeners that have died do not pile up.
+            idle: Duration::from_secs(5),
             connections: 256,
         }
     }
