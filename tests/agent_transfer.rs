@@ -28,8 +28,8 @@ const WAYS: [(Transport, u64); 3] = [(Transport::Tcp, 0), (Transport::Shm, 0), (
 #[test]
 fn every_byte_of_rich_plans_arrives_within_one_process() {
     let mut random = Random(11);
-    for (transport, gather_below) in WAYS {
-        let mut a = Node::start(AgentConfig { gather_below, ..config("a", transport) }, 100, &RICH);
+    for ((transport, gather_below), verify) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
+        let mut a = Node::start(AgentConfig { gather_below, verify, ..config("a", transport) }, 100, &RICH);
         let b = Node::start(config("b", transport), 200, &RICH);
         let peer = a.connect(&b.agent.metadata().unwrap());
         for direction in [DIRECTIONS, DIRECTIONS].concat() {

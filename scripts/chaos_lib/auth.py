@@ -253,7 +253,7 @@ class _Series:
             except (TimeoutError, ConnectionError):
                 continue
             finally:
-                self.count("damaged capture", True)
+                self.count("damaged capture", False)
             self.zeros["learned"] += any(secret in back for secret in secrets.values())
 
 
@@ -379,6 +379,7 @@ def run(options: Options) -> dict[str, Any]:
             "unexpected": tally.unexpected,
         },
         "tried": series.tried,
+        # Damaged captures are not among them: some get no reply at all. What they brought is under "learned".
         "refused": series.refused,
         "good": tally.good,
         "on_the_wire_without_a_key": clear,

@@ -13,7 +13,7 @@ from typing import Any
 
 from .engine import Setup
 from .options import Options
-from .parent import LONG, Child, Requests, Tally, hand_over, resources, settle, wait_level, wait_unpinned
+from .parent import LONG, Child, Requests, Tally, hand_over, resources, settle, start_loads, wait_level, wait_unpinned
 
 TRANSPORTS = ("tcp", "shm")
 
@@ -80,6 +80,21 @@ def _plain(producer: Child, consumer: Child, requests: Requests, tally: Tally, n
 
 def _levels(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
     return {"resources_start": before, "resources_end": after}
+
+
+Levels = list[tuple[dict[str, int], dict[str, int]]]
+"""Per engine: its resources at the end, and what is above the start's."""
+
+
+def _pair_levels(pair: tuple[Child, Child], before: list[dict[str, int]]) -> Levels:
+    return [wait_level(child, start) for child, start in zip(pair, before, strict=True)]
+
+
+def _pair_summary(tally: Tally, levels: Levels, **more: Any) -> dict[str, Any]:
+    """Of a series that both engines survive."""
+    (producer, over_producer), (consumer, over_consumer) = levels
+    over = {key: over_producer[key] + over_consumer[key] for key in over_producer}
+    return _summary(tally, over, producer=producer, consumer=consumer, **more)
 
 
 def kill_consumer(options: Options, transport: str) -> dict[str, Any]:
@@ -171,14 +186,14 @@ def freeze(options: Options, transport: str) -> dict[str, Any]:
     rounds = options.rounds
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
     producer, consumer = Child(_setup("prefill", transport, True)), Child(_setup("decode", transport, False))
-    before = {}
+    before: list[dict[str, int]] = []
     warm = max(2, rounds // 10)
     try:
         for number in range(warm + rounds):
             _plain(producer, consumer, requests, tally)
             if number == warm:
                 wait_unpinned(producer, tally, UNPINNED_S)
-                before = {0: resources(producer), 1: resources(consumer)}
+                before = [resources(producer), resources(consumer)]
             victim = (producer, consumer)[number % 2]
             burst = hand_over(producer, consumer, requests.make(BURST))
             time.sleep(_moment(dice))
@@ -190,12 +205,11 @@ def freeze(options: Options, transport: str) -> dict[str, Any]:
             options.progress(number + 1, warm + rounds)
         _plain(producer, consumer, requests, tally)
         wait_unpinned(producer, tally, UNPINNED_S)
-        levels = [wait_level(child, before[index]) for index, child in enumerate((producer, consumer))]
+        levels = _pair_levels((producer, consumer), before)
     finally:
         producer.close()
         consumer.close()
-    over = {key: levels[0][1][key] + levels[1][1][key] for key in levels[0][1]}
-    return _summary(tally, over, freezes=rounds, producer=levels[0][0], consumer=levels[1][0])
+    return _pair_summary(tally, levels, freezes=rounds)
 
 
 def restart_listener(options: Options, transport: str) -> dict[str, Any]:
@@ -203,33 +217,30 @@ def restart_listener(options: Options, transport: str) -> dict[str, Any]:
     rounds = options.rounds
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
     producer, consumer = Child(_setup("prefill", transport, True)), Child(_setup("decode", transport, False))
-    before = {}
+    before: list[dict[str, int]] = []
     warm = max(2, rounds // 10)
     try:
         for number in range(warm + rounds):
             if number == warm:
-                before = {0: resources(producer), 1: resources(consumer)}
+                before = [resources(producer), resources(consumer)]
             _plain(producer, consumer, requests, tally)
             wanted = requests.make(BURST)
             params = dict(producer.ask("prefill", wanted))
             first, second = wanted[: BURST // 2], wanted[BURST // 2 :]
-            load = [(name, key, size, params[name], 0.0) for name, key, size in first if params[name]]
-            burst = {name for name, *_ in load} - set(consumer.ask("load", load))
+            burst = start_loads(consumer, first, params)
             time.sleep(_moment(dice))
             producer.ask("restart_listener")
             # These still name the former port, where nobody listens: they fail or use the connection that is there.
-            load = [(name, key, size, params[name], 0.0) for name, key, size in second if params[name]]
-            burst |= {name for name, *_ in load} - set(consumer.ask("load", load))
+            burst |= start_loads(consumer, second, params)
             settle(consumer, burst, tally)
             options.progress(number + 1, warm + rounds)
         _plain(producer, consumer, requests, tally)
         wait_unpinned(producer, tally, UNPINNED_S)
-        levels = [wait_level(child, before[index]) for index, child in enumerate((producer, consumer))]
+        levels = _pair_levels((producer, consumer), before)
     finally:
         producer.close()
         consumer.close()
-    over = {key: levels[0][1][key] + levels[1][1][key] for key in levels[0][1]}
-    return _summary(tally, over, restarts=rounds, producer=levels[0][0], consumer=levels[1][0])
+    return _pair_summary(tally, levels, restarts=rounds)
 
 
 def _run(*words: str) -> None:
@@ -270,7 +281,7 @@ def cut(options: Options, transport: str) -> dict[str, Any]:
     rounds = options.rounds
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
     warm = max(2, rounds // 10)
-    before = {}
+    before: list[dict[str, int]] = []
     with two_hosts() as ((p_netns, p_address), (d_netns, d_address)):
         producer = Child(_setup("prefill", transport, True, host=p_address, netns=p_netns))
         consumer = Child(_setup("decode", transport, False, host=d_address, netns=d_netns))
@@ -279,7 +290,7 @@ def cut(options: Options, transport: str) -> dict[str, Any]:
                 _plain(producer, consumer, requests, tally)
                 if number == warm:
                     wait_unpinned(producer, tally, UNPINNED_S)
-                    before = {0: resources(producer), 1: resources(consumer)}
+                    before = [resources(producer), resources(consumer)]
                 burst = hand_over(producer, consumer, requests.make(BURST))
                 time.sleep(_moment(dice))
                 rule = ("-i", "eth0", "-j", "DROP")
@@ -299,9 +310,8 @@ def cut(options: Options, transport: str) -> dict[str, Any]:
                     settle(consumer, hand_over(producer, consumer, requests.make(1)), tally)
                 options.progress(number + 1, warm + rounds)
             wait_unpinned(producer, tally, UNPINNED_S)
-            levels = [wait_level(child, before[index]) for index, child in enumerate((producer, consumer))]
+            levels = _pair_levels((producer, consumer), before)
         finally:
             producer.close()
             consumer.close()
-    over = {key: levels[0][1][key] + levels[1][1][key] for key in levels[0][1]}
-    return _summary(tally, over, cuts=rounds, producer=levels[0][0], consumer=levels[1][0])
+    return _pair_summary(tally, levels, cuts=rounds)

@@ -8,7 +8,6 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_pipes
 from typing import Any
@@ -165,14 +164,18 @@ class Requests:
         return made
 
 
-def hand_over(
-    producer: Child, consumer: Child, wanted: list[tuple[str, int, int]], delay: Callable[[], float] = lambda: 0.0
+def start_loads(
+    consumer: Child, wanted: list[tuple[str, int, int]], params: dict[str, dict[str, Any] | None]
 ) -> set[str]:
-    """Prefills and starts to load; the requests whose loads were started."""
-    params = dict(producer.ask("prefill", wanted))
-    loads = [(name, key, size, params[name], delay()) for name, key, size in wanted if params[name] is not None]
+    """Starts to load what was prefilled; the requests whose loads were started."""
+    loads = [(name, key, size, found, 0.0) for name, key, size in wanted if (found := params[name]) is not None]
     refused = set(consumer.ask("load", loads))
     return {name for name, *_ in loads} - refused
+
+
+def hand_over(producer: Child, consumer: Child, wanted: list[tuple[str, int, int]]) -> set[str]:
+    """Prefills and starts to load; the requests whose loads were started."""
+    return start_loads(consumer, wanted, dict(producer.ask("prefill", wanted)))
 
 
 def settle(consumer: Child, open_requests: set[str], tally: Tally, limit: float = LONG, may_fail: bool = True) -> None:
