@@ -23,6 +23,7 @@ use super::transfers::Transfers;
 use super::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
+use crate::mem::process::{Batch, ProcessPlace, Witness};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
@@ -55,9 +56,15 @@ pub(super) struct Engine {
     /// Of messages that are dropped.
     pub(super) drop_log: LogLimit,
     pub(super) leaving: Leaving,
+    /// Pieces of the copy that is being made.
+    pub(super) batch: Batch,
+    /// Where this process is, as peers are told.
+    pub(super) place: Option<ProcessPlace>,
     pub(super) worker: Worker,
     pub(super) registry: Registry,
     pub(super) context: Arc<Context>,
+    /// What `place` points to.
+    _witness: Witness,
 }
 
 impl Engine {
@@ -70,7 +77,11 @@ impl Engine {
         let worker = Worker::with_options(&context, &options).map_err(ucx_error)?;
         worker.accept_messages(AM_ID).map_err(ucx_error)?;
         let address = worker.address().map_err(ucx_error)?;
+        let witness = Witness::new(incarnation.0);
         Ok(Engine {
+            place: witness.place(),
+            _witness: witness,
+            batch: Batch::default(),
             registry: Registry::new(shared.ids.salt()),
             config,
             shared: Arc::clone(shared),

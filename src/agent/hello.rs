@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::process::ProcessPlace;
 use crate::proto::ids::Incarnation;
 
 /// The active-message id that all agents use.
@@ -138,6 +139,9 @@ pub(super) struct Hello {
     /// The sender's worker address in its checked envelope, so that the receiver can connect back.
     #[serde(with = "serde_bytes")]
     pub(super) address: Vec<u8>,
+    /// Where the sender's process is, for a receiver on the same host.
+    #[serde(default)]
+    pub(super) process: Option<ProcessPlace>,
 }
 
 /// A hello is a name, an address of a few hundred bytes and some numbers.
@@ -164,6 +168,7 @@ impl Hello {
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
+    use crate::mem::process::Witness;
 
     #[test]
     fn a_frame_survives_the_wire_and_damage_is_refused() {
@@ -191,6 +196,7 @@ mod tests {
             connection: 4,
             seen: Some(5),
             address: vec![1, 2, 3],
+            process: Witness::new(3).place(),
         };
         assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
         assert!(Hello::decode(b"something else").is_err());

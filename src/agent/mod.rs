@@ -51,6 +51,7 @@ mod messages;
 mod metadata;
 mod operations;
 mod passenger;
+mod paths;
 mod peers;
 mod registry;
 mod sealed;

@@ -16,9 +16,11 @@ use super::ferry::Engine;
 use super::hello::{Frame, FrameKind, Hello};
 use super::ids::PeerId;
 use super::messages::Inbox;
+use super::paths;
 use super::sealed::Session;
 use super::served::Served;
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::process::Neighbour;
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
@@ -59,6 +61,8 @@ pub(super) struct Peer {
     pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
+    /// The peer's process, if this one may copy its memory.
+    pub(super) neighbour: Option<Neighbour>,
 }
 
 /// What a connection's transports move one-sided, that is without the peer's processor.
@@ -107,19 +111,18 @@ impl Peer {
         &self.lens
     }
 
-    /// Whether bytes of its region `index` reach local memory of kind `local` one-sided.
-    pub(super) fn is_direct(&self, index: u32, local: MemoryKind) -> bool {
-        let Some(Some((region, _))) = self.regions.get(index as usize) else { return false };
-        match (local, region.kind) {
+    /// Whether bytes of its memory of kind `remote` reach local memory of kind `local` one-sided.
+    pub(super) fn is_direct(&self, remote: MemoryKind, local: MemoryKind) -> bool {
+        match (local, remote) {
             (MemoryKind::Host, MemoryKind::Host) => self.reach.host,
             (MemoryKind::Cuda { .. }, MemoryKind::Cuda { .. }) => self.reach.device,
             _ => self.reach.mixed,
         }
     }
 
-    /// Whether its region `index` is host memory.
-    pub(super) fn is_host(&self, index: u32) -> bool {
-        self.regions.get(index as usize).and_then(Option::as_ref).is_some_and(|(r, _)| r.kind == MemoryKind::Host)
+    /// What memory its region `index` is.
+    pub(super) fn kind(&self, index: u32) -> Option<MemoryKind> {
+        self.regions.get(index as usize)?.as_ref().map(|(region, _)| region.kind)
     }
 
     /// Base address and rkey of a region.
@@ -240,6 +243,15 @@ impl Peers {
     }
 }
 
+/// The peer's process, if UCX would copy its memory by CMA: then so may this process itself, with many pieces a call.
+fn find_neighbour(lanes: &str, hello: &Hello, own: &str) -> Option<Neighbour> {
+    let place = hello.process.as_ref().filter(|_| lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/")))?;
+    Neighbour::find(place, hello.incarnation.0).unwrap_or_else(|error| {
+        log::warn!("agent {own}: memory of agent {} is left to UCX: {error}", hello.name);
+        None
+    })
+}
+
 impl Engine {
     /// The peer that `metadata` describes, connected to now if it was not.
     pub(super) fn connect(&mut self, metadata: &AgentMetadata, now: Instant) -> Result<PeerId> {
@@ -302,6 +314,7 @@ impl Engine {
             service: Served::default(),
             session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
+            neighbour: None,
         })
     }
 
@@ -321,6 +334,7 @@ impl Engine {
             connection: peer.connection,
             seen: peer.remote_connection,
             address: self.address.clone(),
+            process: self.place.clone(),
         };
         let frame =
             Frame { kind: FrameKind::Hello, incarnation: self.incarnation, connection: peer.connection, sequence: 0 };
@@ -349,11 +363,11 @@ impl Engine {
                 if known != Some(hello.connection) {
                     peer.inbox = Inbox::default();
                 }
-                self.greet(id, hello.connection)
+                self.greet(id, &hello)
             }
             (None, Some(known)) if known == hello.connection => Ok(()),
             (None, None) => {
-                self.greet(id, hello.connection)?;
+                self.greet(id, &hello)?;
                 self.send_hello(id)
             }
             (None, Some(_)) => {
@@ -371,7 +385,7 @@ impl Engine {
     fn accept(&mut self, hello: Hello, now: Instant) -> Result<()> {
         self.check_open()?;
         let id = self.admit_new(&hello, now)?;
-        self.greet(id, hello.connection)?;
+        self.greet(id, &hello)?;
         if let Err(error) = self.send_hello(id) {
             self.lose(id, error, now);
         }
@@ -389,23 +403,20 @@ impl Engine {
     }
 
     /// Notes that the peer is there and itself.
-    pub(super) fn greet(&mut self, id: PeerId, connection: u64) -> Result<()> {
+    pub(super) fn greet(&mut self, id: PeerId, hello: &Hello) -> Result<()> {
         let peer = self.peers.get_mut(id)?;
-        let first = peer.remote_connection.replace(connection).is_none();
+        let first = peer.remote_connection.replace(hello.connection).is_none();
         peer.deadline = None;
         if first {
             let lanes = peer.endpoint.describe();
             peer.reach = Reach::of(&lanes);
+            peer.neighbour = find_neighbour(&lanes, hello, &self.config.name);
             log::info!(
-                "agent {}: connected to agent {} ({}) over {lanes}; {}",
+                "agent {}: connected to agent {} ({}) over {lanes}; host memory is {}",
                 self.config.name,
                 peer.name,
                 peer.incarnation,
-                if peer.reach == Reach::default() {
-                    "no transport moves memory one-sided, so it is served by messages, which is slower"
-                } else {
-                    "memory is moved one-sided"
-                }
+                paths::between_hosts(peer)
             );
             let (name, incarnation) = (peer.name.clone(), peer.incarnation);
             self.events.push_back(Event::PeerConnected { peer: id, name, incarnation });

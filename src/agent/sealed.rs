@@ -225,6 +225,7 @@ impl Engine {
             connection: peer.connection,
             seen,
             address: self.address.clone(),
+            process: self.place.clone(),
         })
     }
 
@@ -300,7 +301,7 @@ impl Engine {
             return Err(error);
         }
         // An agent that is its own peer has both ends of the channel only when it has read its own answer.
-        if own { Ok(()) } else { self.greet_sealed(id, hello.connection) }
+        if own { Ok(()) } else { self.greet_sealed(id, &hello) }
     }
 
     fn on_sealed_answer(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
@@ -330,14 +331,14 @@ impl Engine {
                     (Some(answering), true) => answering.sealer = channel.sealer,
                     _ => peer.session.channel = Some(channel),
                 }
-                self.greet_sealed(id, hello.connection)
+                self.greet_sealed(id, &hello)
             }
         }
     }
 
     /// The channel is there: what waited for it goes out.
-    fn greet_sealed(&mut self, id: PeerId, connection: u64) -> Result<()> {
-        self.greet(id, connection)?;
+    fn greet_sealed(&mut self, id: PeerId, hello: &Hello) -> Result<()> {
+        self.greet(id, hello)?;
         let waiting = std::mem::take(&mut self.peers.get_mut(id)?.session.waiting);
         for (frame, data, reserved) in waiting {
             if let Err(error) = self.post_message(id, frame, data, reserved) {
@@ -388,6 +389,7 @@ mod tests {
             connection: 4,
             seen: None,
             address: vec![1, 2, 3],
+            process: None,
         };
         let payload = join(Incarnation(9), &hello).unwrap();
         assert_eq!(divide(&payload, Incarnation(9)).unwrap(), hello);

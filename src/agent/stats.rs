@@ -15,8 +15,14 @@ pub struct AgentStats {
     pub operations_in_flight: u64,
     /// Their bytes.
     pub bytes_in_flight: u64,
-    /// UCX operations posted since the start.
+    /// Operations since the start: of UCX, pieces copied, requests to peers.
     pub operations: u64,
+    /// Bytes copied to or from processes of this host by the kernel (`process_vm_readv`).
+    pub copied_bytes: u64,
+    /// Bytes posted as one-sided operations of UCX.
+    pub one_sided_bytes: u64,
+    /// Bytes asked for, or sent, by messages.
+    pub served_bytes: u64,
     /// Bytes read from peers.
     pub bytes_read: u64,
     /// Bytes written to peers.

@@ -12,21 +12,16 @@ use super::event::{Direction, Event};
 use super::ferry::Engine;
 use super::ids::{PeerId, TransferId};
 use super::operations::InFlight;
-use super::served::{CHUNK_BYTES, CHUNK_PIECES, Chunk, Piece, Service};
+use super::paths::{self, Stretch};
+use super::served::{CHUNK_BYTES, Chunk, Service};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::ucx_error;
+use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::plan::{CopyPlan, Expander, Operation};
 use crate::proto::wire::MemoryKind;
 use crate::ucx::{Completion, Posted};
 
-/// Bounds of one round of posting, so that messages and timers wait for a few milliseconds at most: CMA copies during
-/// posting and progress, at 5 to 10 GB/s.
-const TURN_BYTES: u64 = 16 << 20;
-const TURN_TIME: Duration = Duration::from_millis(1);
-
-/// What one transfer may post before the next one of the same peer gets its turn.
-const QUANTUM_OPERATIONS: u32 = 8;
-const QUANTUM_BYTES: u64 = 1 << 20;
+/// How long a round of posting may last: copying happens during it, and messages, new commands and timers wait for it.
+const TURN_TIME: Duration = Duration::from_micros(100);
 
 pub(super) struct Transfer {
     peer: PeerId,
@@ -36,16 +31,17 @@ pub(super) struct Transfer {
     next: Option<Operation>,
     /// Local regions that it uses, each once.
     regions: Vec<u32>,
-    in_flight: u32,
+    pub(super) in_flight: u32,
     posted: u64,
-    bytes: u64,
+    /// Bytes moved.
+    pub(super) bytes: u64,
     posted_at: Option<Instant>,
     /// Why it was stopped, if it was.
     stopped: Option<Error>,
     /// When its operations must have ended after it was stopped.
     grace: Option<Instant>,
     /// One-sided writes were posted that no flush covers yet.
-    unflushed: bool,
+    pub(super) unflushed: bool,
     /// Whether its runs are so short that messages carry them better than an operation each.
     gathered: bool,
     /// What is left to do to prove that the right bytes came.
@@ -63,6 +59,44 @@ enum Proof {
     Asking,
 }
 
+impl Transfer {
+    pub(super) fn direction(&self) -> Direction {
+        self.direction
+    }
+
+    /// Whether the bytes are there and their digests are being asked for.
+    pub(super) fn is_asking(&self) -> bool {
+        self.proof == Proof::Asking
+    }
+
+    /// The operation to post next.
+    pub(super) fn next(&self) -> Option<Operation> {
+        self.next
+    }
+
+    /// Takes the next operation, or at most `most` bytes of it.
+    pub(super) fn take(&mut self, most: u64) -> Option<Operation> {
+        let operation = self.next?;
+        let len = operation.len.min(most);
+        self.next = match operation.len - len {
+            0 => self.expander.next(),
+            left => Some(Operation {
+                local_offset: operation.local_offset + len,
+                remote_offset: operation.remote_offset + len,
+                len: left,
+                ..operation
+            }),
+        };
+        Some(Operation { len, ..operation })
+    }
+
+    /// Notes that operations are being posted.
+    pub(super) fn begin(&mut self, operations: u64, now: Instant) {
+        self.posted_at.get_or_insert(now);
+        self.posted += operations;
+    }
+}
+
 /// All transfers that are not over.
 #[derive(Default)]
 pub(super) struct Transfers {
@@ -71,6 +105,8 @@ pub(super) struct Transfers {
     queues: BTreeMap<PeerId, VecDeque<TransferId>>,
     /// Ends of grace.
     graces: BTreeSet<(Instant, TransferId)>,
+    /// The peer whose turn was the last before the time was up.
+    last_turn: Option<PeerId>,
     operations: u64,
     bytes: u64,
 }
@@ -78,6 +114,14 @@ pub(super) struct Transfers {
 impl Transfers {
     pub(super) fn len(&self) -> usize {
         self.table.len()
+    }
+
+    pub(super) fn get(&self, id: TransferId) -> Option<&Transfer> {
+        self.table.get(&id)
+    }
+
+    pub(super) fn get_mut(&mut self, id: TransferId) -> Option<&mut Transfer> {
+        self.table.get_mut(&id)
     }
 
     /// Operations in flight and their bytes.
@@ -168,175 +212,108 @@ impl Engine {
 
     /// Posts what the windows allow, in turns. Returns whether anything was posted.
     pub(super) fn post_transfers(&mut self) -> bool {
+        if self.transfers.queues.is_empty() {
+            return false;
+        }
         let end = Instant::now() + TURN_TIME;
-        let mut left = TURN_BYTES;
         let mut any = false;
         loop {
             let mut progressed = false;
-            // Few: the peers that have something to post.
-            let peers: Vec<PeerId> = self.transfers.queues.keys().copied().collect();
+            // Few: the peers that have something to post. Where the last round was cut off, this one begins.
+            let mut peers: Vec<PeerId> = self.transfers.queues.keys().copied().collect();
+            let begin = peers.partition_point(|peer| Some(*peer) <= self.transfers.last_turn);
+            peers.rotate_left(begin);
             for peer in peers {
                 let posted = self.post_turn(peer);
-                progressed |= posted > 0;
-                left = left.saturating_sub(posted);
+                progressed |= posted;
+                if posted && Instant::now() >= end {
+                    self.transfers.last_turn = Some(peer);
+                    return true;
+                }
             }
             any |= progressed;
-            if !progressed || left == 0 || Instant::now() >= end {
+            if !progressed {
                 return any;
             }
         }
     }
 
-    /// Gives the first transfer in a peer's queue its turn. Returns the bytes posted.
-    fn post_turn(&mut self, peer_id: PeerId) -> u64 {
-        let Some(queue) = self.transfers.queues.get_mut(&peer_id) else { return 0 };
-        let Ok(peer) = self.peers.get_mut(peer_id) else { return 0 };
+    /// Gives the first transfer in a peer's queue its turn. Returns whether anything was posted.
+    fn post_turn(&mut self, peer_id: PeerId) -> bool {
+        let Some(queue) = self.transfers.queues.get_mut(&peer_id) else { return false };
+        let Ok(peer) = self.peers.get(peer_id) else { return false };
         if !peer.is_ready() {
-            return 0;
+            return false;
         }
         // Those that were stopped or are gone have lost their place.
-        let live = |id: &TransferId| self.transfers.table.get(id).is_some_and(|t| t.stopped.is_none());
+        let table = &self.transfers.table;
+        let live = |id: &TransferId| table.get(id).is_some_and(|t| t.stopped.is_none() && t.next.is_some());
         while queue.front().is_some_and(|id| !live(id)) {
             queue.pop_front();
         }
-        let Some(id) = queue.pop_front() else {
+        let next = queue.pop_front().and_then(|id| Some((id, table.get(&id)?, table.get(&id)?.next?)));
+        let Some((id, transfer, operation)) = next else {
             self.transfers.queues.remove(&peer_id);
-            return 0;
+            return false;
         };
-        let Some(transfer) = self.transfers.table.get_mut(&id) else { return 0 };
-        if let Some(operation) = transfer.next {
-            let local = self.registry.range(operation.local_region).map(|range| range.kind());
-            let direct = local.is_some_and(|kind| {
-                // Device memory would have to be gathered by a copy per run as well.
-                let gathered = transfer.gathered && peer.is_host(operation.remote_region) && kind == MemoryKind::Host;
-                !gathered && peer.is_direct(operation.remote_region, kind)
-            });
-            if !direct || transfer.proof == Proof::Asking {
-                return self.post_chunk(peer_id, id);
-            }
+        let stretch = Stretch {
+            local: self.registry.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
+            remote: peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
+            gathered: transfer.gathered,
+            digest: transfer.is_asking(),
+        };
+        let path = paths::choose(peer, stretch);
+        let posted = path.post(self, peer_id, id);
+        if let (Ok(bytes), false) = (&posted, stretch.digest) {
+            *path.counter(&mut self.stats) += bytes;
         }
-        let (mut bytes, mut operations) = (0, 0);
-        let mut error = None;
-        while let Some(operation) = transfer.next {
-            if operations >= QUANTUM_OPERATIONS
-                || bytes >= QUANTUM_BYTES
-                || !fits(self.config.peer_window, peer.operations.into(), peer.bytes, operation.len)
-                || !fits(self.config.total_window, self.transfers.operations, self.transfers.bytes, operation.len)
-            {
-                break;
-            }
-            let (Some(memory), Some((base, rkey)), Ok(offset), Ok(len)) = (
-                self.registry.memory(operation.local_region),
-                peer.region(operation.remote_region),
-                usize::try_from(operation.local_offset),
-                usize::try_from(operation.len),
-            ) else {
-                error = Some(Error::not_found("a region of the plan is gone"));
-                break;
-            };
-            let token = self.operations.insert(InFlight::Copy { transfer: id, len: operation.len });
-            let remote = base.saturating_add(operation.remote_offset);
-            let posted = match transfer.direction {
-                Direction::Read => peer.endpoint.get(rkey, remote, memory, offset, len, token),
-                Direction::Write => peer.endpoint.put(rkey, remote, memory, offset, len, token),
-            };
+        let more = self.transfers.get(id).is_some_and(|transfer| transfer.next.is_some());
+        if let Some(queue) = self.transfers.queues.get_mut(&peer_id) {
             match posted {
-                Ok(Posted::Pending) => {
-                    transfer.in_flight += 1;
-                    peer.operations += 1;
-                    peer.bytes += operation.len;
-                    self.transfers.operations += 1;
-                    self.transfers.bytes += operation.len;
-                }
-                Ok(Posted::Done) => {
-                    self.operations.remove(token);
-                    transfer.bytes += operation.len;
-                }
-                Err(e) => {
-                    self.operations.remove(token);
-                    error = Some(ucx_error(e));
-                    break;
-                }
+                // It keeps its turn if the windows had no room for any of it.
+                Ok(0) if more => queue.push_front(id),
+                Ok(_) if more => queue.push_back(id),
+                _ => {}
             }
-            transfer.posted_at.get_or_insert_with(Instant::now);
-            transfer.posted += 1;
-            transfer.unflushed = transfer.direction == Direction::Write;
-            self.stats.operations += 1;
-            bytes += operation.len;
-            operations += 1;
-            transfer.next = transfer.expander.next();
-        }
-        if transfer.next.is_some() && error.is_none() {
-            // It keeps its turn if the window had no room for any of it.
-            if operations == 0 { queue.push_front(id) } else { queue.push_back(id) }
-        }
-        if queue.is_empty() {
-            self.transfers.queues.remove(&peer_id);
+            if queue.is_empty() {
+                self.transfers.queues.remove(&peer_id);
+            }
         }
         let now = Instant::now();
-        match error {
-            Some(error) => self.stop(id, error, now),
-            None => self.settle(id, now),
-        }
-        bytes
-    }
-
-    /// Posts one chunk of a transfer that the peer serves: the turn of [`Engine::post_turn`] for those.
-    fn post_chunk(&mut self, peer_id: PeerId, id: TransferId) -> u64 {
-        let (Some(transfer), Ok(peer)) = (self.transfers.table.get_mut(&id), self.peers.get_mut(peer_id)) else {
-            return 0;
-        };
-        let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
-        let room = fits(self.config.peer_window, peer.operations.into(), peer.bytes, CHUNK_BYTES)
-            && fits(self.config.total_window, self.transfers.operations, self.transfers.bytes, CHUNK_BYTES);
-        while let Some(operation) = transfer.next.filter(|_| room && bytes < CHUNK_BYTES && local.len() < CHUNK_PIECES)
-        {
-            // At most CHUNK_BYTES, so it fits 32 bits.
-            let len = operation.len.min(CHUNK_BYTES - bytes) as u32;
-            local.push(Piece { region: operation.local_region, offset: operation.local_offset, len });
-            remote.push(Piece { region: operation.remote_region, offset: operation.remote_offset, len });
-            bytes += u64::from(len);
-            transfer.next = match operation.len - u64::from(len) {
-                0 => transfer.expander.next(),
-                left => Some(Operation {
-                    local_offset: operation.local_offset + u64::from(len),
-                    remote_offset: operation.remote_offset + u64::from(len),
-                    len: left,
-                    ..operation
-                }),
-            };
-        }
-        let more = transfer.next.is_some();
-        if let Some(queue) = self.transfers.queues.get_mut(&peer_id) {
-            match (more, room) {
-                (true, true) => queue.push_back(id),
-                (true, false) => queue.push_front(id),
-                (false, _) if queue.is_empty() => drop(self.transfers.queues.remove(&peer_id)),
-                (false, _) => {}
+        match posted {
+            Ok(bytes) => {
+                self.settle(id, now);
+                bytes > 0
+            }
+            Err(error) if error.kind() == ErrorKind::PeerDied => {
+                self.lose(peer_id, error, now);
+                true
+            }
+            Err(error) => {
+                self.stop(id, error, now);
+                true
             }
         }
-        if bytes == 0 {
-            return 0;
-        }
-        let service = match (transfer.proof, transfer.direction) {
-            (Proof::Asking, _) => Service::Digest,
-            (_, Direction::Read) => Service::Read,
-            (_, Direction::Write) => Service::Write,
-        };
-        transfer.in_flight += 1;
-        transfer.posted += u64::from(service != Service::Digest);
-        transfer.posted_at.get_or_insert_with(Instant::now);
-        peer.operations += 1;
-        peer.bytes += bytes;
+    }
+
+    /// Whether the windows have room for an operation of `len` bytes to this peer.
+    pub(super) fn has_room(&self, peer: PeerId, len: u64) -> bool {
+        let (operations, bytes) = self.transfers.in_flight();
+        fits(self.config.total_window, operations, bytes, len)
+            && self
+                .peers
+                .get(peer)
+                .is_ok_and(|peer| fits(self.config.peer_window, peer.operations.into(), peer.bytes, len))
+    }
+
+    /// An operation of `len` bytes is in flight.
+    pub(super) fn entered_flight(&mut self, peer: PeerId, len: u64) {
         self.transfers.operations += 1;
-        self.transfers.bytes += bytes;
-        self.stats.operations += 1;
-        let chunk = Chunk { transfer: id, peer: peer_id, service, local, bytes };
-        if let Err(error) = self.request_chunk(chunk, &remote) {
-            self.left_flight(id, bytes, 0);
-            self.ended(id, Err(error), Instant::now());
+        self.transfers.bytes += len;
+        if let Ok(peer) = self.peers.get_mut(peer) {
+            peer.operations += 1;
+            peer.bytes += len;
         }
-        bytes
     }
 
     /// Takes the operations that UCX has ended.

@@ -7,6 +7,7 @@ mod convert;
 pub mod copy;
 pub mod cuda;
 pub mod host;
+pub mod process;
 mod range;
 mod registered;
 

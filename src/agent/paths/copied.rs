@@ -1,0 +1,72 @@
+//! Host memory of a process on the same host: copied by the kernel, many pieces a system call.
+//!
+//! UCX's CMA makes the same system call with one piece each. On a 2-core virtual machine, 4 KiB pieces came at 4.4 GB/s
+//! with 1024 of them a call and at 1.2 GB/s one by one, 16 KiB pieces at 6.2 and 2.8 GB/s.
+
+use std::time::Instant;
+
+use super::super::event::Direction;
+use super::super::ferry::Engine;
+use super::super::ids::{PeerId, TransferId};
+use super::super::peers::Peer;
+use super::super::stats::AgentStats;
+use super::{Path, Stretch};
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::process::Way;
+use crate::proto::wire::MemoryKind;
+
+/// What one call copies: some 50 us of work, so that others and new commands wait for little, and enough that the call
+/// itself does not count.
+const QUANTUM_BYTES: u64 = 512 << 10;
+const QUANTUM_PIECES: usize = 128;
+
+pub(super) struct Copied;
+
+impl Path for Copied {
+    fn name(&self) -> &'static str {
+        "copied (process_vm_readv)"
+    }
+
+    fn counter<'a>(&self, stats: &'a mut AgentStats) -> &'a mut u64 {
+        &mut stats.copied_bytes
+    }
+
+    fn carries(&self, peer: &Peer, stretch: Stretch) -> bool {
+        let hosts = (stretch.local, stretch.remote) == (MemoryKind::Host, MemoryKind::Host);
+        hosts && peer.neighbour.is_some() && !stretch.gathered && !stretch.digest
+    }
+
+    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
+        let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
+        let peer = engine.peers.get(peer_id)?;
+        let batch = &mut engine.batch;
+        batch.clear();
+        while let Some(operation) = transfer.next() {
+            let range = engine.registry.range(operation.local_region);
+            let (Some(range), Some((base, _))) = (range, peer.region(operation.remote_region)) else {
+                return Err(Error::not_found("a region of the plan is gone"));
+            };
+            // Device memory among memory of the host is another path's turn.
+            let hosts = range.kind() == MemoryKind::Host && peer.kind(operation.remote_region) == Some(MemoryKind::Host);
+            let room = QUANTUM_BYTES.saturating_sub(batch.bytes() as u64);
+            if !hosts || room == 0 || batch.len() >= QUANTUM_PIECES {
+                break;
+            }
+            let Some(part) = transfer.take(room) else { break };
+            batch.push(range, part.local_offset, base.saturating_add(part.remote_offset), part.len)?;
+        }
+        transfer.begin(batch.len() as u64, Instant::now());
+        let way = match transfer.direction() {
+            Direction::Read => Way::Read,
+            Direction::Write => Way::Write,
+        };
+        let copied = match &peer.neighbour {
+            Some(neighbour) => neighbour.copy(way, batch),
+            None => Err(Error::new(ErrorKind::Internal, "memory of another host cannot be copied")),
+        };
+        copied.map_err(|error| error.context(format!("agent {}", peer.name)))?;
+        transfer.bytes += batch.bytes() as u64;
+        engine.stats.operations += batch.len() as u64;
+        Ok(batch.bytes() as u64)
+    }
+}

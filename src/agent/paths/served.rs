@@ -1,0 +1,61 @@
+//! Requests that the peer answers by messages ([`served`](super::super::served)), where nothing moves such memory without
+//! the peer's processor, such as over TCP, where runs are short, and for digests.
+
+use std::time::Instant;
+
+use super::super::event::Direction;
+use super::super::ferry::Engine;
+use super::super::ids::{PeerId, TransferId};
+use super::super::peers::Peer;
+use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, Chunk, Piece, Service};
+use super::super::stats::AgentStats;
+use super::{Path, Stretch};
+use crate::error::Result;
+
+pub(super) struct Served;
+
+impl Path for Served {
+    fn name(&self) -> &'static str {
+        "served by messages"
+    }
+
+    fn counter<'a>(&self, stats: &'a mut AgentStats) -> &'a mut u64 {
+        &mut stats.served_bytes
+    }
+
+    fn carries(&self, _peer: &Peer, _stretch: Stretch) -> bool {
+        true
+    }
+
+    /// Posts one chunk.
+    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
+        if !engine.has_room(peer_id, CHUNK_BYTES) {
+            return Ok(0);
+        }
+        let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
+        let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
+        while let Some(operation) = (bytes < CHUNK_BYTES && local.len() < CHUNK_PIECES)
+            .then(|| transfer.take(CHUNK_BYTES - bytes))
+            .flatten()
+        {
+            // At most CHUNK_BYTES, so it fits 32 bits.
+            let len = operation.len as u32;
+            local.push(Piece { region: operation.local_region, offset: operation.local_offset, len });
+            remote.push(Piece { region: operation.remote_region, offset: operation.remote_offset, len });
+            bytes += operation.len;
+        }
+        let service = match (transfer.is_asking(), transfer.direction()) {
+            (true, _) => Service::Digest,
+            (false, Direction::Read) => Service::Read,
+            (false, Direction::Write) => Service::Write,
+        };
+        transfer.begin(u64::from(service != Service::Digest), Instant::now());
+        engine.request_chunk(Chunk { transfer: id, peer: peer_id, service, local, bytes }, &remote)?;
+        if let Some(transfer) = engine.transfers.get_mut(id) {
+            transfer.in_flight += 1;
+        }
+        engine.entered_flight(peer_id, bytes);
+        engine.stats.operations += 1;
+        Ok(bytes)
+    }
+}

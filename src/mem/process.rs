@@ -1,0 +1,313 @@
+//! Memory of another process of this host, copied by the kernel: `process_vm_readv` and `process_vm_writev` with many
+//! pieces a call.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::ptr;
+
+use serde::{Deserialize, Serialize};
+
+use super::MemoryRange;
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::wire::MemoryKind;
+
+/// Pieces in one call besides the witness: Linux takes at most 1024 (UIO_MAXIOV, linux/uio.h).
+pub const MAX_PIECES: usize = 1023;
+
+/// Where a process is, as it tells its peers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessPlace {
+    /// The host's boot id (`/proc/sys/kernel/random/boot_id`).
+    host: String,
+    /// Device and inode of its PID namespace.
+    pid_namespace: (u64, u64),
+    /// Its number there.
+    pid: u32,
+    /// Address of its [`Witness`].
+    witness: u64,
+}
+
+/// Two words in this process's memory by which a peer that reads them knows that it reads this process and not one that
+/// got its number later. Must live as long as peers may read.
+#[derive(Debug)]
+pub struct Witness(Box<[u64; 2]>);
+
+impl Witness {
+    /// For a process that is known by `incarnation`.
+    pub fn new(incarnation: u64) -> Witness {
+        Witness(Box::new(words(incarnation)))
+    }
+
+    /// What to tell peers. `None` where `/proc` does not say it.
+    pub fn place(&self) -> Option<ProcessPlace> {
+        let (host, pid_namespace) = here()?;
+        let witness = (&raw const *self.0).expose_provenance() as u64;
+        Some(ProcessPlace { host, pid_namespace, pid: std::process::id(), witness })
+    }
+}
+
+fn words(incarnation: u64) -> [u64; 2] {
+    [incarnation, !incarnation]
+}
+
+/// This host and this PID namespace.
+fn here() -> Option<(String, (u64, u64))> {
+    let host = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?.trim().to_owned();
+    let namespace = fs::metadata("/proc/self/ns/pid").ok()?;
+    Some((host, (namespace.dev(), namespace.ino())))
+}
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// From the other process to this one.
+    Read,
+    /// From this process to the other one.
+    Write,
+}
+
+/// Pieces to be copied by one call.
+#[derive(Default)]
+pub struct Batch {
+    local: Vec<libc::iovec>,
+    remote: Vec<libc::iovec>,
+    bytes: usize,
+}
+
+// SAFETY: the addresses are numbers to it; what may be done with them is said at `Neighbour::copy`.
+unsafe impl Send for Batch {}
+
+impl Batch {
+    /// Forgets all pieces.
+    pub fn clear(&mut self) {
+        self.local.clear();
+        self.remote.clear();
+        self.bytes = 0;
+    }
+
+    /// Pieces in it.
+    pub fn len(&self) -> usize {
+        self.remote.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.remote.is_empty()
+    }
+
+    /// Bytes in all pieces.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Adds `len` bytes at `offset` of a registered range of host memory here and at address `remote` there.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfRange`] when they leave the range or the address space, [`ErrorKind::InvalidArgument`] for
+    /// device memory, [`ErrorKind::Exhausted`] when there are [`MAX_PIECES`] already.
+    pub fn push(&mut self, range: &MemoryRange, offset: u64, remote: u64, len: u64) -> Result<()> {
+        if range.kind() != MemoryKind::Host {
+            return Err(Error::invalid(format!("{range} is not host memory")));
+        }
+        if self.len() >= MAX_PIECES {
+            return Err(Error::new(ErrorKind::Exhausted, format!("a batch takes {MAX_PIECES} pieces")));
+        }
+        let inside = offset.checked_add(len).is_some_and(|end| end <= range.len());
+        let (local, there, size) = (range.addr().checked_add(offset), usize::try_from(remote), usize::try_from(len));
+        let (Some(local), Ok(there), Ok(size), true) = (local, there, size, inside) else {
+            return Err(Error::new(ErrorKind::OutOfRange, format!("{len} bytes at offset {offset} leave {range}")));
+        };
+        self.bytes = self.bytes.checked_add(size).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfRange, "the pieces of a batch do not fit the address space together")
+        })?;
+        let local = ptr::with_exposed_provenance_mut(local as usize);
+        self.local.push(libc::iovec { iov_base: local, iov_len: size });
+        // An address of the other process: never followed here.
+        self.remote.push(libc::iovec { iov_base: ptr::without_provenance_mut(there), iov_len: size });
+        Ok(())
+    }
+}
+
+/// A process of this host whose memory this one may copy.
+#[derive(Debug)]
+pub struct Neighbour {
+    pid: libc::pid_t,
+    witness: usize,
+    words: [u64; 2],
+}
+
+impl Neighbour {
+    /// The process at `place`, if it is on this host, in the same PID namespace, and the kernel lets this process read it.
+    ///
+    /// # Errors
+    /// Where it is here but must not be read: what the kernel says, or that its witness is another's.
+    pub fn find(place: &ProcessPlace, incarnation: u64) -> Result<Option<Neighbour>> {
+        if here() != Some((place.host.clone(), place.pid_namespace)) {
+            return Ok(None);
+        }
+        let (Ok(pid), Ok(witness)) = (libc::pid_t::try_from(place.pid), usize::try_from(place.witness)) else {
+            return Err(Error::corrupt(format!("process {} with a witness at {:#x}", place.pid, place.witness)));
+        };
+        let neighbour = Neighbour { pid, witness, words: words(incarnation) };
+        neighbour.check()?;
+        Ok(Some(neighbour))
+    }
+
+    /// Whether the process is still the one that it was.
+    fn check(&self) -> Result<()> {
+        self.read(&mut Batch::default())
+    }
+
+    /// Copies the pieces, all or with an error. The pieces may be used again; reading adds the witness meanwhile.
+    ///
+    /// Every read takes the witness along, and nothing is reported copied unless it is the expected one.
+    ///
+    /// The ranges' owners promised ([`MemoryRange::new`]) that they are mapped and may be read and written while they
+    /// are registered; the caller keeps them registered during the call.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PeerDied`] when the process is gone, [`ErrorKind::Io`] when memory of it is not mapped (any more) or
+    /// the kernel refuses otherwise. Some of the pieces may have been copied then.
+    pub fn copy(&self, way: Way, batch: &mut Batch) -> Result<()> {
+        if way == Way::Read {
+            return self.read(batch);
+        }
+        // A moment may pass between the two calls, but a process number comes again only after thousands of others.
+        self.check()?;
+        // SAFETY: the local pieces lie in registered ranges (see above), which are only read.
+        let copied = unsafe {
+            libc::process_vm_writev(
+                self.pid,
+                batch.local.as_ptr(),
+                batch.local.len() as libc::c_ulong,
+                batch.remote.as_ptr(),
+                batch.remote.len() as libc::c_ulong,
+                0,
+            )
+        };
+        self.judge(copied, batch.bytes)
+    }
+
+    fn read(&self, batch: &mut Batch) -> Result<()> {
+        let mut seen = [0u64; 2];
+        let size = size_of_val(&seen);
+        batch.local.push(libc::iovec { iov_base: (&raw mut seen).cast(), iov_len: size });
+        batch.remote.push(libc::iovec { iov_base: ptr::without_provenance_mut(self.witness), iov_len: size });
+        // SAFETY: the local pieces lie in registered ranges (see above), which may be written, and in `seen`.
+        let copied = unsafe {
+            libc::process_vm_readv(
+                self.pid,
+                batch.local.as_ptr(),
+                batch.local.len() as libc::c_ulong,
+                batch.remote.as_ptr(),
+                batch.remote.len() as libc::c_ulong,
+                0,
+            )
+        };
+        batch.local.pop();
+        batch.remote.pop();
+        self.judge(copied, batch.bytes.saturating_add(size))?;
+        if seen != self.words {
+            return Err(self.gone());
+        }
+        Ok(())
+    }
+
+    fn judge(&self, copied: isize, expected: usize) -> Result<()> {
+        if usize::try_from(copied) == Ok(expected) {
+            return Ok(());
+        }
+        let not_mapped = |copied: usize| {
+            Error::new(
+                ErrorKind::Io,
+                format!(
+                    "{copied} of {expected} bytes were copied: memory of process {} is not mapped; did its owner \
+                     deregister or free it?",
+                    self.pid
+                ),
+            )
+        };
+        if let Ok(copied) = usize::try_from(copied) {
+            return Err(not_mapped(copied));
+        }
+        let error = io::Error::last_os_error();
+        Err(match error.raw_os_error() {
+            Some(libc::ESRCH) => self.gone(),
+            Some(libc::EFAULT) => not_mapped(0),
+            _ => Error::new(ErrorKind::Io, format!("copying memory of process {}: {error}", self.pid)),
+        })
+    }
+
+    fn gone(&self) -> Error {
+        Error::new(ErrorKind::PeerDied, format!("process {} has ended", self.pid))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use super::*;
+
+    fn range(memory: &mut [u8]) -> MemoryRange {
+        let addr = memory.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: the tests keep the memory and look at it only between copies.
+        unsafe { MemoryRange::new(addr, memory.len() as u64, MemoryKind::Host) }.unwrap()
+    }
+
+    #[test]
+    fn pieces_are_copied_both_ways_within_this_process() {
+        let witness = Witness::new(7);
+        let place = witness.place().unwrap();
+        let neighbour = Neighbour::find(&place, 7).unwrap().unwrap();
+        let mut there: Vec<u8> = (0..200).collect();
+        let mut here = vec![255u8; 100];
+        let (from, to) = (range(&mut there), range(&mut here));
+        let mut batch = Batch::default();
+        batch.push(&to, 10, from.addr() + 50, 5).unwrap();
+        batch.push(&to, 0, from.addr() + 199, 1).unwrap();
+        neighbour.copy(Way::Read, &mut batch).unwrap();
+        assert_eq!((&here[10..16], here[0], here[1]), (&[50, 51, 52, 53, 54, 255][..], 199, 255));
+        assert_eq!((batch.len(), batch.bytes()), (2, 6));
+        batch.clear();
+        here[98..].copy_from_slice(&[1, 2]);
+        batch.push(&to, 98, from.addr() + 3, 2).unwrap();
+        neighbour.copy(Way::Write, &mut batch).unwrap();
+        assert_eq!(&there[2..6], &[2, 1, 2, 5]);
+    }
+
+    #[test]
+    fn what_leaves_its_range_or_is_too_much_is_refused() {
+        let mut memory = vec![0u8; 100];
+        let range = range(&mut memory);
+        let mut batch = Batch::default();
+        for (offset, len) in [(98, 3), (100, 1), (u64::MAX, 2), (0, 101)] {
+            assert_eq!(batch.push(&range, offset, 4096, len).unwrap_err().kind(), ErrorKind::OutOfRange);
+        }
+        (0..MAX_PIECES).for_each(|_| batch.push(&range, 0, 4096, 1).unwrap());
+        assert_eq!(batch.push(&range, 0, 4096, 1).unwrap_err().kind(), ErrorKind::Exhausted);
+    }
+
+    #[test]
+    fn another_witness_a_dead_process_another_host_and_unmapped_memory_are_noticed() {
+        let witness = Witness::new(7);
+        let place = witness.place().unwrap();
+        let error = Neighbour::find(&place, 8).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerDied, "{error}");
+        let elsewhere = ProcessPlace { host: "another".to_owned(), ..place.clone() };
+        assert!(Neighbour::find(&elsewhere, 7).unwrap().is_none());
+        let contained = ProcessPlace { pid_namespace: (0, 0), ..place.clone() };
+        assert!(Neighbour::find(&contained, 7).unwrap().is_none());
+        // Linux gives no process a number above 2^22 (PID_MAX_LIMIT).
+        let nobody = ProcessPlace { pid: (1 << 22) + 1, ..place.clone() };
+        assert_eq!(Neighbour::find(&nobody, 7).unwrap_err().kind(), ErrorKind::PeerDied);
+
+        let neighbour = Neighbour::find(&place, 7).unwrap().unwrap();
+        let mut memory = vec![0u8; 100];
+        let mut batch = Batch::default();
+        // The first page of the address space is never mapped for ordinary processes (vm.mmap_min_addr).
+        batch.push(&range(&mut memory), 0, 16, 8).unwrap();
+        assert_eq!(neighbour.copy(Way::Read, &mut batch).unwrap_err().kind(), ErrorKind::Io);
+        assert_eq!(neighbour.copy(Way::Write, &mut batch).unwrap_err().kind(), ErrorKind::Io);
+    }
+}
