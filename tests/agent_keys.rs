@@ -254,7 +254,7 @@ const AM_ID: u16 = 0x4b;
 impl Middle {
     fn new(to: &AgentMetadata) -> Middle {
         let side = Side::new("tcp", 64);
-        side.worker.accept_messages(AM_ID).unwrap();
+        side.worker.accept_messages(AM_ID, None).unwrap();
         let to = side.connect(&to.address);
         Middle { side, to, frames: Vec::new() }
     }

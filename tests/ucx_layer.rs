@@ -143,10 +143,10 @@ fn damaged_addresses_and_rkeys_do_not_reach_ucx() {
 fn messages_of_all_sizes_arrive_whole() {
     let (near, far) = (Side::new(TCP, 100), Side::new(TCP, 100));
     for id in [0, 7, u16::MAX] {
-        far.worker.accept_messages(id).unwrap();
-        far.worker.accept_messages(id).unwrap();
+        far.worker.accept_messages(id, None).unwrap();
+        far.worker.accept_messages(id, None).unwrap();
     }
-    near.worker.accept_messages(3).unwrap();
+    near.worker.accept_messages(3, None).unwrap();
     let there = near.connect(&far.worker.address().unwrap());
     let back = far.connect(&near.worker.address().unwrap());
     for (number, (id, header_len, len)) in
@@ -190,7 +190,7 @@ fn messages_over_the_limit_are_dropped_and_counted() {
     let near = Side::new(announcing, 100);
     let options = WorkerOptions { max_message: 1000, ..WorkerOptions::default() };
     let far = Side::with_options(announcing, 100, &options);
-    far.worker.accept_messages(1).unwrap();
+    far.worker.accept_messages(1, None).unwrap();
     let endpoint = near.connect(&far.worker.address().unwrap());
     // One that UCX sends eagerly and one that it announces first; then one that fits.
     endpoint.send_am(1, b"eager", vec![1; 1001], 1).unwrap();
@@ -209,7 +209,7 @@ fn messages_over_the_limit_are_dropped_and_counted() {
 #[test]
 fn an_armed_worker_sleeps_until_something_comes() {
     let near = Side::new(TCP, 100);
-    near.worker.accept_messages(1).unwrap();
+    near.worker.accept_messages(1, None).unwrap();
     let address = near.worker.address().unwrap();
     let (go, wait_for_go) = std::sync::mpsc::channel::<()>();
     let sender = thread::spawn(move || {
@@ -259,7 +259,7 @@ fn an_armed_worker_sleeps_until_something_comes() {
 #[test]
 fn arming_is_refused_while_something_waits_to_be_polled() {
     let (near, far) = (Side::new(TCP, 100), Side::new(TCP, MIB));
-    far.worker.accept_messages(1).unwrap();
+    far.worker.accept_messages(1, None).unwrap();
     let endpoint = near.connect(&far.worker.address().unwrap());
     endpoint.send_am(1, b"", vec![1], 1).unwrap();
     drive("an arrived message that keeps the worker busy", &near, &far, || {
@@ -365,7 +365,7 @@ fn operations_hold_their_memory() {
 fn connections_come_and_go_without_leaking_descriptors() {
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let (near, far) = (Side::new(TCP, 64), Side::new(TCP, 64));
-    far.worker.accept_messages(1).unwrap();
+    far.worker.accept_messages(1, None).unwrap();
     let address = far.worker.address().unwrap();
     let cycle = |number: u32| {
         let endpoint = near.connect(&address);

@@ -129,7 +129,7 @@ fn bytes_move_over_shared_memory_while_the_peer_is_watched() {
 fn move_messages(tls: &str) {
     let mut peer = start(tls, 64, 0);
     let side = Side::new(tls, 64);
-    side.worker.accept_messages(MESSAGE).unwrap();
+    side.worker.accept_messages(MESSAGE, None).unwrap();
     let endpoint = side.connect(&peer.address);
     peer.tell(&format!("connect {}", hex(&side.worker.address().unwrap())));
     assert_eq!(peer.answer_driving(&side), "connected");

@@ -250,7 +250,7 @@ fn main() {
     let context = Context::new(&config).unwrap();
     let worker =
         Worker::with_options(&context, &WorkerOptions { name: "garbage".into(), max_message: 16 << 20 }).unwrap();
-    worker.accept_messages(AM_ID).unwrap();
+    worker.accept_messages(AM_ID, None).unwrap();
     let address = worker.address().unwrap();
     let dice = Dice(seed.parse::<u64>().unwrap().wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let worker = Rc::new(worker);

@@ -1,9 +1,12 @@
 //! The ferry thread's state, and the verbs that a passenger uses.
 
+use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::chunks::{Chunks, Placer};
 use super::config::AgentConfig;
 use super::event::{Direction, Event};
 use super::farewell::Leaving;
@@ -15,7 +18,6 @@ use super::operations::Operations;
 use super::peers::Peers;
 use super::registry::Registry;
 use super::sealed::Secrets;
-use super::served::Chunks;
 use super::setup;
 use super::shared::{Command, Shared};
 use super::stats::AgentStats;
@@ -29,7 +31,7 @@ use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
 use crate::secret::{Key, sealed_len};
-use crate::ucx::{Context, Worker, WorkerOptions};
+use crate::ucx::{Context, MessageSink, Worker, WorkerOptions};
 
 /// The longest message between agents, in bytes. Far above what the connector sends (block lists do not travel as
 /// messages), low enough that one message holds up the loop for a few milliseconds at most.
@@ -50,7 +52,8 @@ pub(super) struct Engine {
     pub(super) closing: Option<Instant>,
     pub(super) transfers: Transfers,
     pub(super) operations: Operations,
-    pub(super) chunks: Chunks,
+    /// Shared with what UCX hands arriving messages to, on this thread.
+    pub(super) chunks: Rc<RefCell<Chunks>>,
     pub(super) peers: Peers,
     pub(super) guests: Guests,
     /// Of messages that are dropped.
@@ -75,7 +78,10 @@ impl Engine {
         let max_message = if secrets.is_keyed() { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
         let options = WorkerOptions { name: config.name.clone(), max_message };
         let worker = Worker::with_options(&context, &options).map_err(ucx_error)?;
-        worker.accept_messages(AM_ID).map_err(ucx_error)?;
+        let chunks = Rc::<RefCell<Chunks>>::default();
+        // What comes sealed must be opened first.
+        let sink = (!secrets.is_keyed()).then(|| Rc::new(Placer(Rc::clone(&chunks))) as Rc<dyn MessageSink>);
+        worker.accept_messages(AM_ID, sink).map_err(ucx_error)?;
         let address = worker.address().map_err(ucx_error)?;
         let witness = Witness::new(incarnation.0);
         Ok(Engine {
@@ -93,7 +99,7 @@ impl Engine {
             closing: None,
             transfers: Transfers::default(),
             operations: Operations::default(),
-            chunks: Chunks::default(),
+            chunks,
             peers: Peers::default(),
             guests: Guests::default(),
             drop_log: LogLimit::default(),

@@ -36,6 +36,7 @@
 //! # }
 //! ```
 
+mod chunks;
 mod config;
 mod event;
 mod event_loop;
@@ -58,6 +59,7 @@ mod sealed;
 mod served;
 mod setup;
 mod shared;
+mod spots;
 mod stats;
 mod transfers;
 mod waker;

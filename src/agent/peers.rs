@@ -245,7 +245,8 @@ impl Peers {
 
 /// The peer's process, if UCX would copy its memory by CMA: then so may this process itself, with many pieces a call.
 fn find_neighbour(lanes: &str, hello: &Hello, own: &str) -> Option<Neighbour> {
-    let place = hello.process.as_ref().filter(|_| lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/")))?;
+    let place =
+        hello.process.as_ref().filter(|_| lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/")))?;
     Neighbour::find(place, hello.incarnation.0).unwrap_or_else(|error| {
         log::warn!("agent {own}: memory of agent {} is left to UCX: {error}", hello.name);
         None

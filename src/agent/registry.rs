@@ -111,13 +111,12 @@ impl Registry {
         self.regions.get(index as usize)?.as_ref().map(|region| &region.range)
     }
 
-    /// Refuses an index that names no region, or one that is being deregistered.
-    pub(super) fn check_live(&self, index: u32) -> Result<()> {
-        if self.live(index).is_some() {
-            return Ok(());
-        }
-        let why = if (index as usize) < self.regions.len() { "was deregistered" } else { "was never registered" };
-        Err(Error::not_found(format!("the plan names local region {index}, which {why}")))
+    /// The range of a region, unless it is being deregistered or is none.
+    pub(super) fn live_range(&self, index: u32) -> Result<&MemoryRange> {
+        self.live(index).map(|region| &region.range).ok_or_else(|| {
+            let why = if (index as usize) < self.regions.len() { "was deregistered" } else { "was never registered" };
+            Error::not_found(format!("the plan names local region {index}, which {why}"))
+        })
     }
 
     /// Notes that a transfer uses these regions.

@@ -10,19 +10,19 @@
 //! - digest: a request lists pieces, the reply holds the digest of their bytes ([`AgentConfig::verify`](super::AgentConfig::verify)), whichever way
 //!   the bytes were moved.
 //!
-//! Requests and replies are matched by a chunk number that the asking side never uses twice.
+//! A reply ends in a byte that says whether it was done; a refusal has its text before that. Requests and replies are
+//! matched by a chunk number that the asking side never uses twice.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::Instant;
-
-use twox_hash::XxHash3_128;
 
 use super::ferry::Engine;
 use super::hello::{AM_ID, Frame, FrameKind};
-use super::ids::{PeerId, TransferId};
+use super::ids::PeerId;
 use super::operations::InFlight;
+use super::spots::{self, Spot};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::{copy, ucx_error};
+use crate::mem::ucx_error;
 use crate::ucx::Posted;
 
 /// Bytes moved by one chunk. Large enough that headers do not count, small enough that a message in between waits for
@@ -46,31 +46,6 @@ pub(super) struct Piece {
 
 /// Length of an encoded [`Piece`].
 const PIECE_BYTES: usize = 16;
-
-/// What a chunk asks of the peer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Service {
-    Read,
-    Write,
-    Digest,
-}
-
-/// A chunk whose reply has not come.
-pub(super) struct Chunk {
-    pub(super) transfer: TransferId,
-    pub(super) peer: PeerId,
-    pub(super) service: Service,
-    /// Where the bytes of a read go, or are when their digest is asked for, in this order.
-    pub(super) local: Vec<Piece>,
-    pub(super) bytes: u64,
-}
-
-/// The chunks under way.
-#[derive(Default)]
-pub(super) struct Chunks {
-    table: HashMap<u64, Chunk>,
-    next: u64,
-}
 
 /// A read that a peer asked for.
 struct ReadRequest {
@@ -132,73 +107,30 @@ pub(super) fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
     Ok(pieces)
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 fn total(pieces: &[Piece]) -> u64 {
     pieces.iter().map(|piece| u64::from(piece.len)).sum()
 }
 
-/// Bytes of a digest.
-const DIGEST_LEN: usize = 16;
-/// Bytes that are hashed at a time: half of a usual second-level cache.
-const DIGEST_PART: usize = 256 << 10;
-
-/// First byte of a reply.
-const OK: u8 = 0;
+/// Last byte of a reply.
+pub(super) const OK: u8 = 0;
 const REFUSED: u8 = 1;
 
 fn refusal(error: &Error) -> Vec<u8> {
-    let mut reply = vec![REFUSED];
-    reply.extend_from_slice(error.message().as_bytes());
+    let mut reply = error.message().as_bytes().to_vec();
+    reply.push(REFUSED);
     reply
 }
 
 impl Engine {
-    /// Asks the peer for a chunk. `Err`: nothing was sent.
-    pub(super) fn request_chunk(&mut self, chunk: Chunk, remote: &[Piece]) -> Result<()> {
-        let number = self.chunks.next;
-        let (kind, data) = match chunk.service {
-            Service::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
-            Service::Digest => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
-            Service::Write => {
-                let mut data = encode_pieces(remote, usize::try_from(chunk.bytes).unwrap_or(0));
-                self.gather(&chunk.local, &mut data)?;
-                (FrameKind::WriteRequest, data)
-            }
-        };
-        self.post_service(chunk.peer, kind, number, data, 0)?;
-        self.chunks.next += 1;
-        self.chunks.table.insert(number, chunk);
-        Ok(())
-    }
-
-    /// Appends pieces of local regions to `out`.
-    fn gather(&self, pieces: &[Piece], out: &mut Vec<u8>) -> Result<()> {
-        for piece in pieces {
-            let range = self.registry.range(piece.region).ok_or_else(|| Error::not_found("a local region is gone"))?;
-            copy::read(range, piece.offset, piece.len as usize, out)?;
-        }
-        Ok(())
-    }
-
-    /// Copies `data` to pieces of local regions.
-    fn scatter(&self, pieces: &[Piece], mut data: &[u8]) -> Result<()> {
-        if total(pieces) != data.len() as u64 {
-            return Err(Error::corrupt(format!("{} bytes arrived, expected {}", data.len(), total(pieces))));
-        }
-        for piece in pieces {
-            let range = self.registry.range(piece.region).ok_or_else(|| Error::not_found("a local region is gone"))?;
-            let Some((part, rest)) = data.split_at_checked(piece.len as usize) else { break };
-            copy::write(range, piece.offset, part)?;
-            data = rest;
-        }
-        Ok(())
-    }
-
     /// Sends a request or reply; `held` bytes of the peer's replies are accounted until UCX is done with it.
-    fn post_service(&mut self, id: PeerId, kind: FrameKind, chunk: u64, data: Vec<u8>, held: u64) -> Result<()> {
+    pub(super) fn post_service(
+        &mut self,
+        id: PeerId,
+        kind: FrameKind,
+        chunk: u64,
+        data: Vec<u8>,
+        held: u64,
+    ) -> Result<()> {
         let peer = self.peers.get_mut(id)?;
         let frame = Frame { kind, incarnation: self.incarnation, connection: peer.connection, sequence: chunk };
         let (header, data) = peer.wrap(frame, data)?;
@@ -238,14 +170,11 @@ impl Engine {
                 Ok(())
             }
             FrameKind::DigestRequest => {
-                let mut reply = vec![OK];
-                match read_request(data).and_then(|pieces| self.check_pieces(&pieces).map(|()| pieces)) {
-                    Ok(pieces) => match self.digest(&pieces) {
-                        Ok(digest) => reply.extend_from_slice(&digest),
-                        Err(error) => reply = refusal(&error),
-                    },
-                    Err(error) => reply = refusal(&error),
-                }
+                let digest = read_request(data).and_then(|pieces| spots::digest(&self.locate(&pieces)?));
+                let reply = match digest {
+                    Ok(digest) => digest.into_iter().chain([OK]).collect(),
+                    Err(error) => refusal(&error),
+                };
                 self.reply(id, FrameKind::DigestReply, frame.sequence, reply, now);
                 Ok(())
             }
@@ -279,12 +208,10 @@ impl Engine {
                 return;
             }
             let Some(request) = peer.service.waiting.pop_front() else { return };
-            let mut reply = Vec::with_capacity(usize::try_from(request.bytes).unwrap_or(0).saturating_add(1));
-            reply.push(OK);
-            if let Err(error) =
-                self.check_pieces(&request.pieces).and_then(|()| self.gather(&request.pieces, &mut reply))
-            {
-                reply = refusal(&error);
+            let mut reply = self.worker.buffer(usize::try_from(request.bytes).unwrap_or(0).saturating_add(1));
+            match self.locate(&request.pieces).and_then(|spots| spots::gather(&spots, &mut reply)) {
+                Ok(()) => reply.push(OK),
+                Err(error) => reply = refusal(&error),
             }
             self.reply(id, FrameKind::ReadReply, request.chunk, reply, now);
         }
@@ -293,104 +220,36 @@ impl Engine {
     /// Does what a write request asks for.
     fn put_in_place(&self, data: &[u8]) -> Result<()> {
         let (pieces, bytes) = decode_pieces(data)?;
-        self.check_pieces(&pieces)?;
-        self.scatter(&pieces, bytes)
+        spots::scatter(&self.locate(&pieces)?, bytes)
     }
 
-    /// Refuses pieces of regions that may not be used, before any byte is touched.
-    fn check_pieces(&self, pieces: &[Piece]) -> Result<()> {
-        for piece in pieces {
-            self.registry.check_live(piece.region)?;
-            let len = self.registry.lens().get(piece.region as usize).copied().unwrap_or(0);
-            if piece.offset.checked_add(piece.len.into()).is_none_or(|end| end > len) {
-                return Err(Error::new(
-                    ErrorKind::OutOfRange,
-                    format!("{} bytes at {} leave region {} of {len} bytes", piece.len, piece.offset, piece.region),
-                ));
-            }
-        }
-        Ok(())
+    /// Where pieces are. Refuses those of regions that may not be used, before any byte is touched.
+    fn locate(&self, pieces: &[Piece]) -> Result<Vec<Spot>> {
+        pieces
+            .iter()
+            .map(|piece| {
+                let range = self.registry.live_range(piece.region)?;
+                if piece.offset.checked_add(piece.len.into()).is_none_or(|end| end > range.len()) {
+                    return Err(Error::new(
+                        ErrorKind::OutOfRange,
+                        format!(
+                            "{} bytes at {} leave region {} of {} bytes",
+                            piece.len,
+                            piece.offset,
+                            piece.region,
+                            range.len()
+                        ),
+                    ));
+                }
+                Ok(Spot { range: *range, offset: piece.offset, len: piece.len })
+            })
+            .collect()
     }
 
     fn reply(&mut self, id: PeerId, kind: FrameKind, chunk: u64, reply: Vec<u8>, now: Instant) {
         let held = reply.len() as u64;
         if let Err(error) = self.post_service(id, kind, chunk, reply, held) {
             self.lose(id, error, now);
-        }
-    }
-
-    fn on_reply(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
-        let expected = match frame.kind {
-            FrameKind::WriteReply => Service::Write,
-            FrameKind::DigestReply => Service::Digest,
-            _ => Service::Read,
-        };
-        let known = self.chunks.table.get(&frame.sequence);
-        if !known.is_some_and(|chunk| chunk.peer == id && chunk.service == expected) {
-            return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
-        }
-        let Some(chunk) = self.chunks.table.remove(&frame.sequence) else { return Ok(()) };
-        let result = match (data.split_first(), chunk.service) {
-            (Some((&OK, bytes)), Service::Read) => self.scatter(&chunk.local, bytes),
-            (Some((&OK, _)), Service::Write) => Ok(()),
-            (Some((&OK, theirs)), Service::Digest) => self.compare(&chunk, theirs),
-            (Some((_, text)), _) => Err(Error::new(
-                ErrorKind::NotFound,
-                format!("the peer refused: {}", String::from_utf8_lossy(text.get(..500).unwrap_or(text))),
-            )),
-            (None, _) => Err(Error::corrupt("an empty reply")),
-        };
-        self.chunk_ended(&chunk, result, now);
-        Ok(())
-    }
-
-    /// Whether what arrived has the digest that the peer tells.
-    fn compare(&self, chunk: &Chunk, theirs: &[u8]) -> Result<()> {
-        let ours = self.digest(&chunk.local)?;
-        if ours == theirs {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::DigestMismatch,
-            format!(
-                "{} of the bytes read have digest {}, the peer's have {}: they were damaged on the way, or the peer \
-                 changed them meanwhile",
-                chunk.bytes,
-                hex(&ours),
-                hex(theirs.get(..64).unwrap_or(theirs))
-            ),
-        ))
-    }
-
-    /// The digest of pieces of local regions, one after the other: XXH3 of 128 bits, big-endian. It finds damage; it
-    /// does not prove who sent what.
-    fn digest(&self, pieces: &[Piece]) -> Result<[u8; DIGEST_LEN]> {
-        let mut hasher = XxHash3_128::new();
-        let mut part = Vec::new();
-        for piece in pieces {
-            let range = self.registry.range(piece.region).ok_or_else(|| Error::not_found("a local region is gone"))?;
-            let (mut offset, mut left) = (piece.offset, piece.len as usize);
-            // By way of a buffer that stays in the processor's cache, because others may write the memory meanwhile.
-            while left > 0 {
-                let len = left.min(DIGEST_PART);
-                part.clear();
-                copy::read(range, offset, len, &mut part)?;
-                hasher.write(&part);
-                offset = offset.saturating_add(len as u64);
-                left -= len;
-            }
-        }
-        Ok(hasher.finish_128().to_be_bytes())
-    }
-
-    /// Ends the chunks that a lost peer will not reply to.
-    pub(super) fn fail_chunks_of(&mut self, id: PeerId, error: &Error, now: Instant) {
-        let lost: Vec<u64> =
-            self.chunks.table.iter().filter(|(_, chunk)| chunk.peer == id).map(|(number, _)| *number).collect();
-        for number in lost {
-            if let Some(chunk) = self.chunks.table.remove(&number) {
-                self.chunk_ended(&chunk, Err(error.clone()), now);
-            }
         }
     }
 }

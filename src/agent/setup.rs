@@ -3,9 +3,13 @@
 use std::sync::Arc;
 
 use super::config::{AgentConfig, Transport};
+use super::served::CHUNK_BYTES;
 use crate::error::{Error, Result};
 use crate::mem::{cuda, ucx_error};
 use crate::ucx::{Context, ContextConfig, Library};
+
+/// Room in a segment for what a message has beside a chunk's bytes: headers, the list of pieces of a write, a seal.
+const SEGMENT_EXTRA: u64 = 64 << 10;
 
 /// Opens UCX and makes the context that the settings ask for.
 ///
@@ -23,7 +27,11 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     let name = config.name.clone();
     // UCX keeps the registration of every buffer that it has sent from, also after the buffer is gone, and by default as
     // many as there come. What an agent has registered itself is in use and does not count.
-    let if_known = [("RCACHE_MAX_REGIONS", "1024")]
+    //
+    // With UCX's segments of 8 KiB, a message of a chunk goes over TCP in pieces that are put together again, at a third of
+    // the speed. So a segment holds a whole one.
+    let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
+    let if_known = [("RCACHE_MAX_REGIONS", "1024"), ("TCP_TX_SEG_SIZE", &segment), ("TCP_RX_SEG_SIZE", &segment)]
         .into_iter()
         .filter(|(setting, _)| !is_set(config, setting))
         .map(|(setting, value)| (setting.to_owned(), value.to_owned()))

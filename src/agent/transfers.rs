@@ -7,13 +7,14 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
+use super::chunks::{Chunk, Service};
 use super::config::Window;
 use super::event::{Direction, Event};
 use super::ferry::Engine;
 use super::ids::{PeerId, TransferId};
 use super::operations::InFlight;
 use super::paths::{self, Stretch};
-use super::served::{CHUNK_BYTES, Chunk, Service};
+use super::served::CHUNK_BYTES;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::plan::{CopyPlan, Expander, Operation};
@@ -159,7 +160,7 @@ impl Engine {
         let (mut locals, mut remotes) = (BTreeSet::new(), BTreeSet::new());
         for segment in plan.segments.iter() {
             if locals.insert(segment.local_region) {
-                self.registry.check_live(segment.local_region)?;
+                self.registry.live_range(segment.local_region)?;
             }
             if remotes.insert(segment.remote_region) {
                 remote.check_region(segment.remote_region)?;

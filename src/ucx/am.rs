@@ -3,6 +3,7 @@
 
 use std::cell::Cell;
 use std::os::raw::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::rc::Rc;
 
@@ -19,8 +20,15 @@ pub struct AmMessage {
     pub id: u16,
     /// The sender's header.
     pub header: Vec<u8>,
-    /// The sender's data.
+    /// The sender's data; empty if the sink took it.
     pub data: Vec<u8>,
+}
+
+/// Takes the data of messages while it lies in UCX's own buffer.
+pub trait MessageSink {
+    /// Whether it took the data: then only the header is [delivered](super::Worker::poll_message). Called on the worker's
+    /// thread while UCX works: must not use UCX, wait or panic (a panic counts as not taken).
+    fn take(&self, header: &[u8], data: &[u8]) -> bool;
 }
 
 /// A message that UCX announced and that is to be fetched.
@@ -44,11 +52,12 @@ pub(super) struct Messages {
 pub(super) struct Slot {
     messages: Rc<Messages>,
     id: u16,
+    sink: Option<Rc<dyn MessageSink>>,
 }
 
 impl Slot {
-    pub(super) fn new(messages: &Rc<Messages>, id: u16) -> Self {
-        Self { messages: Rc::clone(messages), id }
+    pub(super) fn new(messages: &Rc<Messages>, id: u16, sink: Option<Rc<dyn MessageSink>>) -> Self {
+        Self { messages: Rc::clone(messages), id, sink }
     }
 }
 
@@ -167,7 +176,15 @@ pub(super) unsafe extern "C" fn on_message(
         messages.announced.push(Announced { id: slot.id, header, descriptor: data, length });
         return ucx_sys::UCS_INPROGRESS;
     }
-    // SAFETY: without the rendezvous flag `data` points to `length` bytes, valid during the callback.
+    if let Some(sink) = slot.sink.as_ref().filter(|_| length > 0) {
+        // SAFETY: without the rendezvous flag `data` points to `length` bytes, valid and unchanged during the callback.
+        let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), length) };
+        if catch_unwind(AssertUnwindSafe(|| sink.take(&header, bytes))).unwrap_or(false) {
+            messages.ready.push(AmMessage { id: slot.id, header, data: Vec::new() });
+            return ucx_sys::UCS_OK;
+        }
+    }
+    // SAFETY: as above.
     match unsafe { copy(data, length) } {
         Some(data) => messages.ready.push(AmMessage { id: slot.id, header, data }),
         None => messages.count_dropped(),

@@ -26,7 +26,7 @@ mod rkey;
 mod status;
 mod worker;
 
-pub use am::AmMessage;
+pub use am::{AmMessage, MessageSink};
 pub use context::{Context, ContextConfig, MemoryTypes};
 pub use endpoint::{CloseRequest, Endpoint, EndpointOptions};
 pub use library::{Library, LibraryInfo, OLDEST, PATH_VARIABLE, Source};

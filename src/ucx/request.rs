@@ -82,6 +82,11 @@ impl Operation {
 /// How many finished operations are kept for reuse: about the number that a windowed transfer has under way.
 const SPARE: usize = 1024;
 
+/// Large buffers that messages were sent from and that are kept for reuse: their number, and the capacities in bytes that
+/// are worth it.
+const SPARE_BUFFERS: usize = 16;
+const SPARE_BUFFER_BYTES: std::ops::RangeInclusive<usize> = 64 << 10..=2 << 20;
+
 /// The buffers of an operation, where they lie while it is live.
 pub(super) struct Buffers {
     pub(super) header: (*const u8, usize),
@@ -96,11 +101,12 @@ pub(super) struct Operations {
     // Boxed because an operation's address is given to UCX, so it must not move when it is taken from here.
     #[allow(clippy::vec_box)]
     spare: Cell<Vec<Box<Operation>>>,
+    buffers: Cell<Vec<Vec<u8>>>,
 }
 
 impl Operations {
     pub(super) fn new() -> Self {
-        Self { done: Rc::new(Queue::new()), live: Cell::default(), spare: Cell::default() }
+        Self { done: Rc::new(Queue::new()), live: Cell::default(), spare: Cell::default(), buffers: Cell::default() }
     }
 
     /// The number that are under way or not yet reaped.
@@ -211,12 +217,34 @@ impl Operations {
 
     /// Lets go of what the operation kept alive. Calls UCX when that was the last owner.
     pub(super) fn recycle(&self, mut operation: Box<Operation>) {
+        self.keep_buffer(std::mem::take(&mut operation.data));
         operation.clear();
         let mut spare = self.spare.take();
         if spare.len() < SPARE {
             spare.push(operation);
         }
         self.spare.set(spare);
+    }
+
+    fn keep_buffer(&self, mut buffer: Vec<u8>) {
+        if !SPARE_BUFFER_BYTES.contains(&buffer.capacity()) {
+            return;
+        }
+        buffer.clear();
+        let mut buffers = self.buffers.take();
+        if buffers.len() < SPARE_BUFFERS {
+            buffers.push(buffer);
+        }
+        self.buffers.set(buffers);
+    }
+
+    /// An empty buffer with room for `len` bytes.
+    pub(super) fn buffer(&self, len: usize) -> Vec<u8> {
+        let mut buffers = self.buffers.take();
+        // Those used last, which the processor's caches know best, are at the end.
+        let found = buffers.iter().rposition(|buffer| buffer.capacity() >= len).map(|at| buffers.swap_remove(at));
+        self.buffers.set(buffers);
+        found.unwrap_or_else(|| Vec::with_capacity(len))
     }
 
     fn enter(&self, mut operation: Box<Operation>) -> *mut Operation {

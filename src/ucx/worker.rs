@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use ucx_sys::{Ucp, ucp_am_handler_param_t, ucp_worker_attr_t, ucp_worker_h, ucp_worker_params_t};
 
-use super::am::{AmMessage, Messages, Slot, on_message};
+use super::am::{AmMessage, MessageSink, Messages, Slot, on_message};
 use super::context::{Context, c_string};
 use super::endpoint::{Endpoint, EndpointCore, EndpointOptions};
 use super::envelope::{self, Kind};
@@ -311,17 +311,18 @@ impl Worker {
         Endpoint::connect(&self.core, id, address, options)
     }
 
-    /// Accepts active messages of this id from now on. UCX drops those of other ids. Once per id is enough.
+    /// Accepts active messages of this id from now on. UCX drops those of other ids. Once per id is enough. The `sink`, if
+    /// any, is offered the data of each that arrives in one piece.
     ///
     /// # Errors
     /// UCX's status.
-    pub fn accept_messages(&self, id: u16) -> Result<(), UcxError> {
+    pub fn accept_messages(&self, id: u16, sink: Option<Rc<dyn MessageSink>>) -> Result<(), UcxError> {
         let mut slots = self.core.slots.take();
         if slots.iter().any(|(known, _)| *known == id) {
             self.core.slots.set(slots);
             return Ok(());
         }
-        let slot = Box::into_raw(Box::new(Slot::new(&self.core.messages, id)));
+        let slot = Box::into_raw(Box::new(Slot::new(&self.core.messages, id, sink)));
         slots.push((id, slot));
         self.core.slots.set(slots);
         // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
@@ -339,6 +340,12 @@ impl Worker {
         // SAFETY: the worker is alive, and the slot lives until it is destroyed.
         let status = unsafe { self.core.api().ucp_worker_set_am_recv_handler(self.core.handle, &param) };
         Status::from_raw(status).check("ucp_worker_set_am_recv_handler", || format!("message id {id}"))
+    }
+
+    /// An empty buffer with room for `len` bytes: one that an earlier message was sent from, if there is one that is large
+    /// enough. Fresh memory costs more than the copy into it.
+    pub fn buffer(&self, len: usize) -> Vec<u8> {
+        self.core.operations.buffer(len)
     }
 
     /// Lets UCX work and collects what has ended. True when anything happened. Never blocks.

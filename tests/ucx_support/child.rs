@@ -115,7 +115,7 @@ pub fn serve() {
     let (tls, len, seed) = (words[0], words[1].parse().unwrap(), words[2].parse().unwrap());
     let side = Side::new(tls, len);
     side.buffer.fill(seed);
-    side.worker.accept_messages(MESSAGE).unwrap();
+    side.worker.accept_messages(MESSAGE, None).unwrap();
     println!("\n@{}", hex(&side.worker.address().unwrap()));
     println!("@{}", hex(&side.memory.pack_rkey().unwrap()));
     let commands = lines(std::io::stdin());

@@ -47,7 +47,8 @@ impl Path for Copied {
                 return Err(Error::not_found("a region of the plan is gone"));
             };
             // Device memory among memory of the host is another path's turn.
-            let hosts = range.kind() == MemoryKind::Host && peer.kind(operation.remote_region) == Some(MemoryKind::Host);
+            let hosts =
+                range.kind() == MemoryKind::Host && peer.kind(operation.remote_region) == Some(MemoryKind::Host);
             let room = QUANTUM_BYTES.saturating_sub(batch.bytes() as u64);
             if !hosts || room == 0 || batch.len() >= QUANTUM_PIECES {
                 break;

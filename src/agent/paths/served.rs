@@ -3,11 +3,13 @@
 
 use std::time::Instant;
 
+use super::super::chunks::{Chunk, Service};
 use super::super::event::Direction;
 use super::super::ferry::Engine;
 use super::super::ids::{PeerId, TransferId};
 use super::super::peers::Peer;
-use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, Chunk, Piece, Service};
+use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, Piece};
+use super::super::spots::Spot;
 use super::super::stats::AgentStats;
 use super::{Path, Stretch};
 use crate::error::Result;
@@ -34,13 +36,13 @@ impl Path for Served {
         }
         let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
         let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
-        while let Some(operation) = (bytes < CHUNK_BYTES && local.len() < CHUNK_PIECES)
-            .then(|| transfer.take(CHUNK_BYTES - bytes))
-            .flatten()
+        while let Some(operation) =
+            (bytes < CHUNK_BYTES && local.len() < CHUNK_PIECES).then(|| transfer.take(CHUNK_BYTES - bytes)).flatten()
         {
             // At most CHUNK_BYTES, so it fits 32 bits.
             let len = operation.len as u32;
-            local.push(Piece { region: operation.local_region, offset: operation.local_offset, len });
+            let range = *engine.registry.live_range(operation.local_region)?;
+            local.push(Spot { range, offset: operation.local_offset, len });
             remote.push(Piece { region: operation.remote_region, offset: operation.remote_offset, len });
             bytes += operation.len;
         }

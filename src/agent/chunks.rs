@@ -1,0 +1,164 @@
+//! The asking side of served transfers: what was asked for, and the replies.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::time::Instant;
+
+use super::ferry::Engine;
+use super::hello::{Frame, FrameKind};
+use super::ids::{PeerId, TransferId};
+use super::served::{OK, Piece, encode_pieces};
+use super::spots::{self, Spot};
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::ids::Incarnation;
+use crate::proto::wire::MemoryKind;
+use crate::ucx::MessageSink;
+
+/// What a chunk asks of the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Service {
+    Read,
+    Write,
+    Digest,
+}
+
+/// A chunk whose reply has not been taken. As long as it is one, its transfer is not over, so its memory is registered.
+pub(super) struct Chunk {
+    pub(super) transfer: TransferId,
+    pub(super) peer: PeerId,
+    pub(super) service: Service,
+    /// Where the bytes of a read go, or are when their digest is asked for, in this order.
+    pub(super) local: Vec<Spot>,
+    pub(super) bytes: u64,
+}
+
+struct Asked {
+    chunk: Chunk,
+    /// The peer's incarnation and its number for the connection, which its reply must have.
+    from: (Incarnation, u64),
+    /// What came of putting the reply in place, if that was done while it arrived.
+    placed: Option<Result<()>>,
+}
+
+/// The chunks under way.
+#[derive(Default)]
+pub(super) struct Chunks {
+    table: HashMap<u64, Asked>,
+    next: u64,
+}
+
+/// Puts the bytes of replies in place straight out of UCX's buffer, which saves a copy.
+pub(super) struct Placer(pub(super) Rc<RefCell<Chunks>>);
+
+impl MessageSink for Placer {
+    fn take(&self, header: &[u8], data: &[u8]) -> bool {
+        let (Ok(frame), Ok(mut chunks)) = (Frame::decode(header), self.0.try_borrow_mut()) else { return false };
+        let Some(asked) = chunks.table.get_mut(&frame.sequence) else { return false };
+        let local = &asked.chunk.local;
+        let expected = frame.kind == FrameKind::ReadReply
+            && asked.chunk.service == Service::Read
+            && asked.from == (frame.incarnation, frame.connection)
+            && asked.placed.is_none()
+            && local.iter().all(|spot| spot.range.kind() == MemoryKind::Host);
+        match data.split_last() {
+            Some((&OK, bytes)) if expected => {
+                asked.placed = Some(spots::scatter(local, bytes));
+                true
+            }
+            // What is wrong with it is said when it is taken in turn.
+            _ => false,
+        }
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+impl Engine {
+    /// Asks the peer for a chunk. `Err`: nothing was sent.
+    pub(super) fn request_chunk(&mut self, chunk: Chunk, remote: &[Piece]) -> Result<()> {
+        let peer = self.peers.get(chunk.peer)?;
+        let connection = peer
+            .remote_connection()
+            .ok_or_else(|| Error::new(ErrorKind::Internal, format!("agent {} has not said hello", peer.name)))?;
+        let from = (peer.incarnation, connection);
+        let (kind, data) = match chunk.service {
+            Service::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
+            Service::Digest => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
+            Service::Write => {
+                let mut data = encode_pieces(remote, usize::try_from(chunk.bytes).unwrap_or(0));
+                spots::gather(&chunk.local, &mut data)?;
+                (FrameKind::WriteRequest, data)
+            }
+        };
+        let number = self.chunks.borrow().next;
+        self.post_service(chunk.peer, kind, number, data, 0)?;
+        let mut chunks = self.chunks.borrow_mut();
+        chunks.next += 1;
+        chunks.table.insert(number, Asked { chunk, from, placed: None });
+        Ok(())
+    }
+
+    /// Takes a reply. With `data` of no bytes, its bytes were put in place as they arrived.
+    pub(super) fn on_reply(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        let expected = match frame.kind {
+            FrameKind::WriteReply => Service::Write,
+            FrameKind::DigestReply => Service::Digest,
+            _ => Service::Read,
+        };
+        let mut chunks = self.chunks.borrow_mut();
+        let known = chunks.table.get(&frame.sequence).map(|asked| &asked.chunk);
+        if !known.is_some_and(|chunk| chunk.peer == id && chunk.service == expected) {
+            return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
+        }
+        let Some(Asked { chunk, placed, .. }) = chunks.table.remove(&frame.sequence) else { return Ok(()) };
+        drop(chunks);
+        let result = match (placed, data.split_last(), chunk.service) {
+            (Some(placed), None, _) => placed,
+            (_, Some((&OK, bytes)), Service::Read) => spots::scatter(&chunk.local, bytes),
+            (_, Some((&OK, _)), Service::Write) => Ok(()),
+            (_, Some((&OK, theirs)), Service::Digest) => compare(&chunk, theirs),
+            (_, Some((_, text)), _) => Err(Error::new(
+                ErrorKind::NotFound,
+                format!("the peer refused: {}", String::from_utf8_lossy(text.get(..500).unwrap_or(text))),
+            )),
+            (None, None, _) => Err(Error::corrupt("an empty reply")),
+        };
+        self.chunk_ended(&chunk, result, now);
+        Ok(())
+    }
+
+    /// Ends the chunks that a lost peer will not reply to.
+    pub(super) fn fail_chunks_of(&mut self, id: PeerId, error: &Error, now: Instant) {
+        let lost: Vec<Asked> = self
+            .chunks
+            .borrow_mut()
+            .table
+            .extract_if(|_, asked| asked.chunk.peer == id)
+            .map(|(_, asked)| asked)
+            .collect();
+        for asked in lost {
+            self.chunk_ended(&asked.chunk, Err(error.clone()), now);
+        }
+    }
+}
+
+/// Whether what arrived has the digest that the peer tells.
+fn compare(chunk: &Chunk, theirs: &[u8]) -> Result<()> {
+    let ours = spots::digest(&chunk.local)?;
+    if ours == theirs {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::DigestMismatch,
+        format!(
+            "{} of the bytes read have digest {}, the peer's have {}: they were damaged on the way, or the peer changed \
+             them meanwhile",
+            chunk.bytes,
+            hex(&ours),
+            hex(theirs.get(..64).unwrap_or(theirs))
+        ),
+    ))
+}
