@@ -8,6 +8,7 @@ use std::time::Instant;
 use super::ferry::Engine;
 use super::hello::{Frame, FrameKind};
 use super::ids::{PeerId, TransferId};
+use super::pace::Departure;
 use super::served::{OK, Piece, encode_pieces};
 use super::spots::{self, Spot};
 use crate::error::{Error, ErrorKind, Result};
@@ -37,6 +38,7 @@ struct Asked {
     chunk: Chunk,
     /// The peer's incarnation and its number for the connection, which its reply must have.
     from: (Incarnation, u64),
+    departure: Departure,
     /// What came of putting the reply in place, if that was done while it arrived.
     placed: Option<Result<()>>,
 }
@@ -83,7 +85,7 @@ impl Engine {
         let connection = peer
             .remote_connection()
             .ok_or_else(|| Error::new(ErrorKind::Internal, format!("agent {} has not said hello", peer.name)))?;
-        let from = (peer.incarnation, connection);
+        let (from, departure) = ((peer.incarnation, connection), peer.pace.depart(Instant::now()));
         let (kind, data) = match chunk.service {
             Service::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
             Service::Digest => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
@@ -97,7 +99,7 @@ impl Engine {
         self.post_service(chunk.peer, kind, number, data, 0)?;
         let mut chunks = self.chunks.borrow_mut();
         chunks.next += 1;
-        chunks.table.insert(number, Asked { chunk, from, placed: None });
+        chunks.table.insert(number, Asked { chunk, from, departure, placed: None });
         Ok(())
     }
 
@@ -113,8 +115,11 @@ impl Engine {
         if !known.is_some_and(|chunk| chunk.peer == id && chunk.service == expected) {
             return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
         }
-        let Some(Asked { chunk, placed, .. }) = chunks.table.remove(&frame.sequence) else { return Ok(()) };
+        let Some(Asked { chunk, placed, departure, .. }) = chunks.table.remove(&frame.sequence) else { return Ok(()) };
         drop(chunks);
+        if let Ok(peer) = self.peers.get_mut(id) {
+            peer.pace.arrive(departure, chunk.bytes, now);
+        }
         let result = match (placed, data.split_last(), chunk.service) {
             (Some(placed), None, _) => placed,
             (_, Some((&OK, bytes)), Service::Read) => spots::scatter(&chunk.local, bytes),

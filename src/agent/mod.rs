@@ -51,6 +51,7 @@ mod ids;
 mod messages;
 mod metadata;
 mod operations;
+mod pace;
 mod passenger;
 mod paths;
 mod peers;

@@ -16,6 +16,7 @@ use super::ferry::Engine;
 use super::hello::{Frame, FrameKind, Hello};
 use super::ids::PeerId;
 use super::messages::Inbox;
+use super::pace::Pace;
 use super::paths;
 use super::sealed::Session;
 use super::served::Served;
@@ -58,6 +59,7 @@ pub(super) struct Peer {
     /// Whether it came by itself and has said nothing but hello.
     pub(super) silent: bool,
     pub(super) service: Served,
+    pub(super) pace: Pace,
     pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
@@ -313,6 +315,7 @@ impl Engine {
             inbox: Inbox::default(),
             silent: false,
             service: Served::default(),
+            pace: Pace::default(),
             session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
             neighbour: None,

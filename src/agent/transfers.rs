@@ -189,7 +189,9 @@ impl Engine {
             proof: if self.config.verify && direction == Direction::Read { Proof::Due } else { Proof::No },
         };
         if transfer.next.is_some() {
-            self.transfers.queues.entry(peer).or_default().push_back(id);
+            // A new one goes first, once: so a small one does not wait for the turns of large ones (as "new flows" in
+            // fq_codel, RFC 8290). After that they take turns.
+            self.transfers.queues.entry(peer).or_default().push_front(id);
         }
         self.transfers.table.insert(id, transfer);
         self.settle(id, now);

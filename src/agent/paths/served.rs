@@ -31,7 +31,9 @@ impl Path for Served {
 
     /// Posts one chunk.
     fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
-        if !engine.has_room(peer_id, CHUNK_BYTES) {
+        let peer = engine.peers.get(peer_id)?;
+        let paced = peer.bytes == 0 || peer.bytes + CHUNK_BYTES <= peer.pace.window(engine.config.peer_window.bytes);
+        if !paced || !engine.has_room(peer_id, CHUNK_BYTES) {
             return Ok(0);
         }
         let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
