@@ -301,7 +301,7 @@ impl Engine {
             return Err(error);
         }
         // An agent that is its own peer has both ends of the channel only when it has read its own answer.
-        if own { Ok(()) } else { self.greet_sealed(id, &hello) }
+        if own { Ok(()) } else { self.greet_sealed(id, hello) }
     }
 
     fn on_sealed_answer(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<()> {

@@ -33,7 +33,7 @@ impl Path for OneSided {
     fn carries(&self, peer: &Peer, stretch: Stretch) -> bool {
         // Device memory would have to be gathered by a copy per run as well.
         let hosts = (stretch.local, stretch.remote) == (MemoryKind::Host, MemoryKind::Host);
-        !stretch.digest && !(stretch.gathered && hosts) && peer.is_direct(stretch.remote, stretch.local)
+        !(stretch.digest || stretch.gathered && hosts) && peer.is_direct(stretch.remote, stretch.local)
     }
 
     fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
