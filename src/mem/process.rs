@@ -28,10 +28,15 @@ pub struct ProcessPlace {
     witness: u64,
 }
 
-/// Two words in this process's memory by which a peer that reads them knows that it reads this process and not one that
+/// Words in this process's memory by which a peer that reads them knows that it reads this process and not one that
 /// got its number later. Must live as long as peers may read.
 #[derive(Debug)]
-pub struct Witness(Box<[u64; 2]>);
+pub struct Witness(Box<Words>);
+
+type Words = [u64; 3];
+
+/// Begins a witness, so that no other bytes of any process are taken for one.
+const MAGIC: u64 = 0x9d1c_6b02_4b56_4657;
 
 impl Witness {
     /// For a process that is known by `incarnation`.
@@ -47,8 +52,8 @@ impl Witness {
     }
 }
 
-fn words(incarnation: u64) -> [u64; 2] {
-    [incarnation, !incarnation]
+fn words(incarnation: u64) -> Words {
+    [MAGIC, incarnation, !incarnation]
 }
 
 /// This host and this PID namespace.
@@ -134,7 +139,7 @@ impl Batch {
 pub struct Neighbour {
     pid: libc::pid_t,
     witness: usize,
-    words: [u64; 2],
+    words: Words,
 }
 
 impl Neighbour {
@@ -190,7 +195,7 @@ impl Neighbour {
     }
 
     fn read(&self, batch: &mut Batch) -> Result<()> {
-        let mut seen = [0u64; 2];
+        let mut seen: Words = [0; 3];
         let size = size_of_val(&seen);
         batch.local.push(libc::iovec { iov_base: (&raw mut seen).cast(), iov_len: size });
         batch.remote.push(libc::iovec { iov_base: ptr::without_provenance_mut(self.witness), iov_len: size });
