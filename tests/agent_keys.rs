@@ -150,7 +150,8 @@ fn ucx_does_nothing_for_a_stranger_to_an_agent_with_a_key_over_tcp() {
         for write in [false, true] {
             let b = Node::start(keyed("b", Transport::Tcp, key), 2, &[LEN]);
             let of_b = b.agent.metadata().unwrap();
-            let stranger = Side::new("tcp", LEN);
+            // Its address says how long its segments are, as those of agents do.
+            let stranger = Side::new("tcp;ADDRESS_VERSION=v2", LEN);
             stranger.buffer.fill(9);
             let endpoint = stranger.connect(&of_b.address);
             let rkey = endpoint.unpack_rkey(&of_b.regions[0].rkey).unwrap();

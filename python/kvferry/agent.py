@@ -193,10 +193,7 @@ class Agent:
     def poll(self) -> list[Event]:
         """The events that have happened since the last call, oldest first. Does not wait."""
         self._pump(0.0)
-        with self._lock:
-            events = list(self._events)
-            self._events.clear()
-        return events
+        return self._taken()
 
     def wait(self, timeout: float) -> list[Event]:
         """Like `poll`, but waits up to `timeout` seconds for the first event; empty when none came."""
@@ -204,7 +201,7 @@ class Agent:
             ready = bool(self._events)
         if not ready:
             self._pump(timeout)
-        return self.poll()
+        return self._taken()
 
     def stats(self) -> dict[str, object]:
         """Gauges and counters of the agent since its start."""
@@ -224,6 +221,12 @@ class Agent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+    def _taken(self) -> list[Event]:
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+        return events
 
     def _pump(self, timeout: float) -> None:
         """Takes events from the library, waiting up to `timeout` seconds for the first."""

@@ -29,9 +29,14 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     // many as there come. What an agent has registered itself is in use and does not count.
     //
     // With UCX's segments of 8 KiB, a message of a chunk goes over TCP in pieces that are put together again, at a third of
-    // the speed. So a segment holds a whole one.
+    // the speed. So a segment holds a whole one. UCX writes a segment that is longer than the receiver's over the
+    // receiver's memory; addresses of version 2 say how long the owner's are, and senders keep to that.
     let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
-    let if_known = [("RCACHE_MAX_REGIONS", "1024"), ("TCP_TX_SEG_SIZE", &segment), ("TCP_RX_SEG_SIZE", &segment)]
+    let mut defaults = vec![("RCACHE_MAX_REGIONS", "1024")];
+    if !is_set(config, "ADDRESS_VERSION") {
+        defaults.extend([("ADDRESS_VERSION", "v2"), ("TCP_TX_SEG_SIZE", &segment), ("TCP_RX_SEG_SIZE", &segment)]);
+    }
+    let if_known = defaults
         .into_iter()
         .filter(|(setting, _)| !is_set(config, setting))
         .map(|(setting, value)| (setting.to_owned(), value.to_owned()))
