@@ -40,7 +40,7 @@ fn agents_whose_tcp_segments_differ_in_length_understand_each_other() {
         let (first, second) = (short("a"), config("b", Transport::Tcp));
         let (first, second) = if swap { (second, first) } else { (first, second) };
         let mut a = Node::start(first, 100, &RICH);
-        let b = Node::start(second, 200, &RICH);
+        let mut b = Node::start(second, 200, &RICH);
         let peer = a.connect(&b.agent.metadata().unwrap());
         for direction in DIRECTIONS {
             let plan = rich_plan(&mut random);
