@@ -3,8 +3,9 @@
 //! Waiting follows UCX's protocol for its event fd: progress until there is nothing left, arm, and only if arming
 //! found no news sleep on the fd. Three states decide how long:
 //!
-//! - operations of transfers in flight: spin for [`AgentConfig::spin`] after the last progress, then sleep in steps of
-//!   a millisecond, because some transports (CUDA IPC) do not wake the fd;
+//! - operations of transfers in flight, or a peer's request served just now: spin for [`AgentConfig::spin`] after the last
+//!   progress, because the next news is some microseconds away and to be woken takes longer; then sleep in steps of a
+//!   millisecond, because some transports (CUDA IPC) do not wake the fd;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
 
@@ -147,8 +148,10 @@ impl Loop {
     /// Sleeps as long as the state allows. Returns whether the passenger should have a turn.
     fn wait(&mut self, any: bool, wish: Option<Instant>) -> bool {
         let now = Instant::now();
-        let moving = self.engine.transfers.in_flight().0 > 0;
-        let hurry = any || (moving && now.duration_since(self.progressed_at) < self.engine.config.spin);
+        let spin = self.engine.config.spin;
+        let serving = self.engine.served_at.is_some_and(|at| now.duration_since(at) < spin);
+        let moving = serving || self.engine.transfers.in_flight().0 > 0;
+        let hurry = any || (moving && now.duration_since(self.progressed_at) < spin);
         if hurry {
             if self.passenger.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
                 return self.shared.waker.is_pending();

@@ -56,6 +56,8 @@ pub(super) struct Engine {
     pub(super) chunks: Rc<RefCell<Chunks>>,
     pub(super) peers: Peers,
     pub(super) guests: Guests,
+    /// When a peer's request came last.
+    pub(super) served_at: Option<Instant>,
     /// Of messages that are dropped.
     pub(super) drop_log: LogLimit,
     pub(super) leaving: Leaving,
@@ -102,6 +104,7 @@ impl Engine {
             chunks,
             peers: Peers::default(),
             guests: Guests::default(),
+            served_at: None,
             drop_log: LogLimit::default(),
             leaving: Leaving::default(),
             worker,

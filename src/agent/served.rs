@@ -159,6 +159,7 @@ impl Engine {
 
     /// Takes a request or reply that arrived from a peer over its current connection.
     pub(super) fn on_service(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        self.served_at = Some(now);
         match frame.kind {
             FrameKind::ReadRequest => self.on_read_request(id, frame.sequence, data, now),
             FrameKind::WriteRequest => {
