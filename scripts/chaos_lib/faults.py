@@ -36,7 +36,7 @@ def _setup(name: str, transport: str, serves: bool, **more: Any) -> Setup:
         serves=serves,
         transport=transport,
         lease_ms=LEASE_MS,
-        blocks=1024,
+        blocks=4096,
         block_bytes=16384,
         **more,
     )

@@ -27,7 +27,7 @@ use crate::ucx::Posted;
 
 /// Bytes moved by one chunk. Large enough that headers do not count, small enough that it is still in the processor's cache
 /// when it is put in place, and that a message in between waits for a fraction of a millisecond.
-pub(super) const CHUNK_BYTES: u64 = 512 << 10;
+pub(super) const CHUNK_BYTES: u64 = 256 << 10;
 /// Pieces in one chunk, so that a request of scattered tiny pieces stays under 64 KiB.
 pub(super) const CHUNK_PIECES: usize = 3000;
 /// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only.

@@ -38,13 +38,18 @@ pub(super) fn run(name: &str, body: impl FnOnce() -> Result<()>) -> i32 {
 }
 
 fn panic_text(payload: Box<dyn Any + Send>) -> String {
-    let text = match payload.downcast_ref::<&str>() {
-        Some(text) => (*text).to_owned(),
-        None => payload.downcast_ref::<String>().cloned().unwrap_or_else(|| "a panic without a text".to_owned()),
+    let payload = match payload.downcast::<&str>() {
+        Ok(text) => return (*text).to_owned(),
+        Err(payload) => payload,
     };
-    // A payload may panic again when it is dropped, outside of the catch.
-    std::mem::forget(payload);
-    text
+    match payload.downcast::<String>() {
+        Ok(text) => *text,
+        Err(payload) => {
+            // It may panic again when it is dropped, outside of the catch.
+            std::mem::forget(payload);
+            "a panic without a text".to_owned()
+        }
+    }
 }
 
 fn remember(text: &str) {

@@ -179,7 +179,12 @@ pub(super) unsafe extern "C" fn on_message(
     if let Some(sink) = slot.sink.as_ref().filter(|_| length > 0) {
         // SAFETY: without the rendezvous flag `data` points to `length` bytes, valid and unchanged during the callback.
         let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), length) };
-        if catch_unwind(AssertUnwindSafe(|| sink.take(&header, bytes))).unwrap_or(false) {
+        let taken = catch_unwind(AssertUnwindSafe(|| sink.take(&header, bytes))).unwrap_or_else(|payload| {
+            // It may panic again when it is dropped.
+            std::mem::forget(payload);
+            false
+        });
+        if taken {
             messages.ready.push(AmMessage { id: slot.id, header, data: Vec::new() });
             return ucx_sys::UCS_OK;
         }

@@ -84,8 +84,8 @@ const SPARE: usize = 1024;
 
 /// Large buffers that messages were sent from and that are kept for reuse: their number, and the capacities in bytes that
 /// are worth it.
-const SPARE_BUFFERS: usize = 16;
-const SPARE_BUFFER_BYTES: std::ops::RangeInclusive<usize> = 64 << 10..=2 << 20;
+const SPARE_BUFFERS: usize = 8;
+const SPARE_BUFFER_BYTES: std::ops::RangeInclusive<usize> = 64 << 10..=1 << 20;
 
 /// The buffers of an operation, where they lie while it is live.
 pub(super) struct Buffers {
