@@ -1,0 +1,108 @@
+"""Measures kvferry, beside NIXL (--peer nixl) and beside the medium itself (--limit).
+
+Every byte that is moved is compared, outside the timed part. docs/benchmarks.md tells how each figure is taken."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .work import PATTERNS, parse_size
+
+EPILOG = """example:
+  kvferry bench transfer --transport tcp --block-bytes 16KiB --blocks 2048 --peer nixl --limit
+"""
+
+
+class UsageError(Exception):
+    """What was typed cannot be."""
+
+
+class BenchError(RuntimeError):
+    """A measurement that could not be taken: what failed, and the process's own words."""
+
+
+def _number(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text, 10)
+        if not least <= value <= most:
+            raise ValueError(text)
+        return value
+
+    parse.__name__ = f"whole number from {least:,} to {most:,}"
+    return parse
+
+
+def _block_bytes(text: str) -> int:
+    value = parse_size(text)
+    if not 1 << 10 <= value <= 4 << 20 or value % 8:
+        raise ValueError(text)
+    return value
+
+
+_block_bytes.__name__ = "number of bytes from 1KiB to 4MiB that 8 divides"
+
+
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 10_000:
+        raise ValueError(text)
+    return value / 1e3
+
+
+_milliseconds.__name__ = "number of milliseconds"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's subcommands and their options."""
+    works = parser.add_subparsers(dest="bench", required=True, metavar="WORK")
+    add_transfer(works)
+
+
+def _common(parser: argparse.ArgumentParser, rounds: int) -> None:
+    parser.add_argument(
+        "--rounds", type=_number(1, 10_000), default=rounds, metavar="N", help="counted rounds (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+
+
+def add_transfer(works: Any) -> None:
+    """`kvferry bench transfer`."""
+    parser = works.add_parser(
+        "transfer",
+        help="blocks from one process to another",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _common(parser, 15)
+    add = parser.add_argument
+    add("--pattern", choices=PATTERNS, default="random", help="of the blocks in memory (default %(default)s)")
+    add("--block-bytes", type=_block_bytes, default=16384, metavar="SIZE", help="1KiB to 4MiB (default 16KiB)")
+    add("--blocks", type=_number(1, 10**6), default=2048, metavar="N", help="per layer and request (default 2048)")
+    add("--layers", type=_number(1, 8192), default=1, metavar="N", help="(default 1)")
+    add("--direction", choices=("read", "write"), default="read", help="(default %(default)s)")
+    add("--requests", type=_number(1, 4096), default=1, metavar="N", help="started at once (default 1)")
+    add("--transport", choices=("shm", "tcp", "cuda"), default="shm", help="(default %(default)s)")
+    add("--api", choices=("agent", "worker"), default="agent", help="what of kvferry is used (default %(default)s)")
+    add("--poll-ms", type=_milliseconds, default=0.0, metavar="MS", help="look for the end at this interval only")
+    add("--peer", choices=("nixl",), help="alternate with the nixl package, num_threads 0 and 4")
+    add("--limit", action="store_true", help="alternate with the medium itself")
+    add("--am-limit", type=Path, metavar="PROGRAM", help="with --limit on tcp: what `cargo bench --bench am_limit` runs")
+    add("--ucx", action="append", default=[], metavar="NAME=VALUE", help="a UCX setting of kvferry's agents")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw every round's time")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code.
+
+    Raises `UsageError` for what cannot be, `BenchError` for what failed.
+    """
+    try:
+        import numpy  # noqa: F401
+    except ImportError:
+        raise UsageError("kvferry bench needs numpy: pip install numpy") from None
+    from . import commands
+
+    return int(getattr(commands, options.bench)(options))
