@@ -18,6 +18,7 @@ _PR_SET_PDEATHSIG = 1
 _WATCH_S = 0.0001
 """How often the watcher looks: a tenth of what is asked of the notification."""
 KNOWN_TIMEOUT_S = 120.0
+_SETTLE_S = 0.005
 
 
 class Process:
@@ -57,6 +58,10 @@ class Process:
 
     def run(self, ticket: Any, watch: bool) -> Took:
         """A round. With `watch` a thread looks when the last byte has come, which costs some processor time."""
+        self.side.warm()
+        # Until the process that gave the order and the other side sleep: on few cores, the thread that this round
+        # wakes would else be put on this thread's core, and stay there for a tick of the scheduler.
+        time.sleep(_SETTLE_S)
         if not (watch and self.is_written):
             took: Took = self.side.run(ticket)
             return took

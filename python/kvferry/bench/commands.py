@@ -67,6 +67,9 @@ def transfer(options: argparse.Namespace) -> int:
     )
     _fits(work, len(transfers.setups(plan)))
     samples = transfers.measure(plan)
+    if os.environ.get("KVB_DEBUG"):
+        for one in samples:
+            print(one.name, [round(x) for x in one.of("caller_us")], [round(x, 1) for x in one.of("ms")])
     print(transfers.table(plan, samples))
     _save(options.json, [transfers.summary(plan, samples)])
     return 0

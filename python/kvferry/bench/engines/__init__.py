@@ -43,6 +43,10 @@ class Starter(Protocol):
     def meet(self, hello: Any) -> None:
         """Connects to the side that said hello."""
 
+    def warm(self) -> None:
+        """Moves one block, so that the round finds code and connection as warm as between busy engines. Checking
+        every byte has driven them out of the caches."""
+
     def run(self, ticket: Any) -> Took:
         """Moves everything once. `ticket` is what the other side's `expect` returned."""
 

@@ -41,6 +41,11 @@ class Starter:
     def meet(self, hello: Any) -> None:
         self._peer = self._agent.connect(hello)
 
+    def warm(self) -> None:
+        for local, remote in self._blocks[0]:
+            self._start(self._peer, self._segments[:1], [(local[:1], remote[:1])]).wait(_LIMIT_S)
+        self._agent.poll()
+
     def run(self, ticket: Any) -> Took:
         agent, start, peer, segments = self._agent, self._start, self._peer, self._segments
         left = len(self._blocks)

@@ -52,7 +52,12 @@ class _Idle:
         """There is nothing to end."""
 
 
-class _Vm:
+class _Bare:
+    def warm(self) -> None:
+        """There is no engine to warm."""
+
+
+class _Vm(_Bare):
     def __init__(self, setup: Setup, memory: Memory, other: int) -> None:
         self._setup, self._memory = setup, memory
         self._pids = (os.getpid(), other)
@@ -114,7 +119,7 @@ def _runs(setup: Setup, memory: Memory) -> list[tuple[int, int]]:
     return [(layer * memory.layer_bytes, size) for layer in range(setup.work.layers)]
 
 
-class _Memcpy:
+class _Memcpy(_Bare):
     def __init__(self, setup: Setup, memory: Memory, other: int) -> None:
         self._memory, self._source = memory, Memory(setup.work)
         self._source.fill()
@@ -136,7 +141,7 @@ class _Memcpy:
         """There is nothing to end."""
 
 
-class _SocketSide:
+class _SocketSide(_Bare):
     def __init__(self, setup: Setup, memory: Memory) -> None:
         flat = memoryview(memory.words.reshape(-1)).cast("B")
         self._views = [flat[offset : offset + size] for offset, size in _runs(setup, memory)]
@@ -212,7 +217,7 @@ class _SocketOther(_SocketSide):
         self._listener.close()
 
 
-class _Messages:
+class _Messages(_Bare):
     """Drives the program: a line with a number of bytes in, a line of JSON (`seconds`, `cpu_s`, `placed_s`) out."""
 
     pairs: Pairs | None = None
