@@ -105,14 +105,16 @@ def main(pipe: Connection, setup: Setup, starts: bool, other: int) -> None:
     except BaseException:
         pipe.send((None, traceback.format_exc()))
         return
-    while True:
-        try:
+    try:
+        while True:
             name, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((getattr(process, name)(*arguments), None))
-        except Exception:
-            pipe.send((None, traceback.format_exc()))
-        if name == "end":
-            return
+            try:
+                answer = (getattr(process, name)(*arguments), None)
+            except Exception:
+                answer = (None, traceback.format_exc())
+            pipe.send(answer)
+            if name == "end":
+                return
+    except (EOFError, BrokenPipeError):
+        # The parent is gone, or has given up.
+        return
