@@ -90,8 +90,11 @@ def add_transfer(works: Any) -> None:
     add("--peer", choices=("nixl",), help="alternate with the nixl package, num_threads 0 and 4")
     add("--limit", action="store_true", help="alternate with the medium itself")
     add("--am-limit", type=Path, metavar="PROGRAM", help="with --limit on tcp: what `cargo bench --bench am_limit` runs")
+    add("--huge-pages", action="store_true", help="ask for transparent huge pages for all memory")
     add("--ucx", action="append", default=[], metavar="NAME=VALUE", help="a UCX setting of kvferry's agents")
-    add("--plot", type=Path, metavar="FILE.svg", help="draw every round's time")
+    add("--grow", choices=("blocks", "block-bytes", "layers", "requests"), help="measure again with twice as many, and")
+    add("--steps", type=_number(2, 12), default=4, metavar="N", help="so on, N times in all (default %(default)s)")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw every round's time, or with --grow how the medians grow")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from . import transfer as transfers
 from .cli import UsageError
 from .engines import nixl
-from .figures import Row, write_json
+from .figures import Row, json_text
+from .plot import svg
 from .work import Work, size_text
 
 
 def _save(path: Path | None, rows: Sequence[Row]) -> None:
-    if path is None:
-        return
+    if path is not None:
+        _write(path, "--json", json_text(rows))
+
+
+def _write(path: Path, option: str, text: str) -> None:
     try:
-        write_json(path, rows)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--json: {path} cannot be written: {error.strerror or error}") from error
+        raise UsageError(f"{option}: {path} cannot be written: {error.strerror or error}") from error
 
 
 def _need_nixl(peer: str | None) -> None:
@@ -46,14 +52,14 @@ def transfer(options: argparse.Namespace) -> int:
         raise UsageError(f"--am-limit: {options.am_limit} is no program")
     _need_nixl(options.peer)
     work = Work(
-        options.pattern, options.block_bytes, options.blocks, options.layers, options.requests, options.direction
+        options.pattern,
+        options.block_bytes,
+        options.blocks,
+        options.layers,
+        options.requests,
+        options.direction,
+        options.huge_pages,
     )
-    config: dict[str, object] = {}
-    for setting in options.ucx:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise UsageError(f"--ucx: {setting!r} is not NAME=VALUE")
-        config.setdefault("ucx", {})[name] = value  # type: ignore[index]
     plan = transfers.Plan(
         work,
         options.transport,
@@ -63,13 +69,47 @@ def transfer(options: argparse.Namespace) -> int:
         options.limit,
         options.am_limit,
         options.poll_ms,
-        config,
+        _config(options),
     )
-    _fits(work, len(transfers.setups(plan)))
-    samples = transfers.measure(plan)
-    if os.environ.get("KVB_DEBUG"):
-        for one in samples:
-            print(one.name, [round(x) for x in one.of("caller_us")], [round(x, 1) for x in one.of("ms")])
-    print(transfers.table(plan, samples))
-    _save(options.json, [transfers.summary(plan, samples)])
+    plans = [plan]
+    if options.grow is not None:
+        name = options.grow.replace("-", "_")
+        grown = [replace(work, **{name: getattr(work, name) << step}) for step in range(options.steps)]
+        plans = [replace(plan, work=one) for one in grown]
+    for one in plans:
+        _fits(one.work, len(transfers.setups(one)))
+    taken = []
+    for one in plans:
+        taken.append(transfers.measure(one))
+        print(transfers.table(one, taken[-1]), flush=True)
+    _save(options.json, [transfers.summary(one, samples) for one, samples in zip(plans, taken, strict=True)])
+    if options.plot is not None:
+        drawing = _grown(options.grow, plans, taken) if options.grow else _rounds(plan, taken[0])
+        _write(options.plot, "--plot", drawing)
     return 0
+
+
+def _config(options: argparse.Namespace) -> dict[str, object]:
+    settings = {}
+    for setting in options.ucx:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise UsageError(f"--ucx: {setting!r} is not NAME=VALUE")
+        settings[name] = value
+    return {"ucx": settings} if settings else {}
+
+
+def _rounds(plan: transfers.Plan, samples: Sequence[transfers.Samples]) -> str:
+    series = {transfers.label(one.name): list(enumerate(one.of("ms"), 1)) for one in samples}
+    return svg(f"{plan.text}, {plan.transport}", "round", "ms", series)
+
+
+def _grown(
+    grow: str, plans: Sequence[transfers.Plan], taken: Sequence[Sequence[transfers.Samples]]
+) -> str:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for plan, samples in zip(plans, taken, strict=True):
+        for one in samples:
+            x = float(getattr(plan.work, grow.replace("-", "_")))
+            series.setdefault(transfers.label(one.name), []).append((x, median(one.of("ms"))))
+    return svg(f"{plans[0].text}, {plans[0].transport}, and on", grow, "median ms", series, doubling=True)

@@ -8,7 +8,6 @@ import platform
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
@@ -100,9 +99,9 @@ def about() -> dict[str, object]:
     }
 
 
-def write_json(path: Path, rows: Sequence[Row], **more: object) -> None:
+def json_text(rows: Sequence[Row], **more: object) -> str:
     """`{"about": ..., "rows": [...]}`."""
-    path.write_text(json.dumps({"about": about(), "rows": list(rows), **more}, indent=2) + "\n", encoding="utf-8")
+    return json.dumps({"about": about(), "rows": list(rows), **more}, indent=2) + "\n"
 
 
 class Progress:

@@ -24,6 +24,8 @@ class Memory:
         self.work = work
         self.shape = (work.layers, work.pool_blocks, work.block_bytes // 8)
         self._mapping = mmap.mmap(-1, work.pool_bytes)
+        # Said either way, so that all processes have the same, whatever the system's setting.
+        self._mapping.madvise(mmap.MADV_HUGEPAGE if work.huge_pages else mmap.MADV_NOHUGEPAGE)
         self.words: NDArray[np.uint64] = np.frombuffer(self._mapping, dtype=np.uint64).reshape(self.shape)
         self.address = int(self.words.ctypes.data)
         self.layer_bytes = work.pool_blocks * work.block_bytes

@@ -83,8 +83,9 @@ class Pair:
         wrong = self.ask(0, "check") + self.ask(1, "check")
         if wrong:
             raise BenchError(f"{self.setup.engine}: {wrong} words of 8 bytes are wrong after round {self._round}")
-        last = took.extra.get("last_byte_at", took.done_at)
-        return Round(took, None if known is None else known - last)
+        # A worker's own end comes after the producer's word, so that without a watcher nothing tells its last byte.
+        last = took.extra.get("last_byte_at", None if self.setup.engine == "worker" else took.done_at)
+        return Round(took, None if known is None or last is None else known - last)
 
     def pause(self) -> None:
         """Stops both processes with all their threads."""

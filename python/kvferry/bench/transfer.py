@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from .cli import BenchError
 from .engines import Setup
 from .figures import Progress, Row, best, columns, number, percentile, row
 from .pair import Pair, Round
@@ -21,6 +20,7 @@ NIXL_THREADS = (0, 4)
 MEDIA = {"shm": ("vm", "memcpy"), "tcp": ("socket",)}
 """What stands for the medium. The first is the one that ratios are made with."""
 _NAMES = {
+    "behind": "kvferry, behind",
     "agent": "kvferry",
     "worker": "kvferry (worker)",
     "vm": "process_vm_readv, 1,024 pieces a call",
@@ -90,12 +90,16 @@ def setups(plan: Plan) -> list[Setup]:
 
 
 def measure(plan: Plan) -> list[Samples]:
-    """Takes the rounds. The engines take turns, in the other order every second time."""
-    if plan.transport == "cuda":
-        raise BenchError("--transport cuda is not there yet")
-    engines = setups(plan)
+    """Takes the rounds of a plan's engines."""
+    # Where it is looked at intervals only, something else has to tell when the last byte came.
+    watch = plan.poll_s > 0 and plan.work.direction == "read"
+    return alternate(setups(plan), plan.rounds, plan.text, watch)
+
+
+def alternate(engines: Sequence[Setup], rounds: int, text: str, watch: bool = False) -> list[Samples]:
+    """The engines take turns, in the other order every second time."""
     samples = [Samples(setup.engine) for setup in engines]
-    progress = Progress(plan.text, (plan.rounds + WARM_UP) * len(engines))
+    progress = Progress(text, (rounds + WARM_UP) * len(engines))
     with ExitStack() as stack:
         pairs = []
         for setup in engines:
@@ -105,11 +109,11 @@ def measure(plan: Plan) -> list[Samples]:
             pair.pause()
             pairs.append(pair)
         stack.callback(progress.end)
-        for index in range(plan.rounds + WARM_UP):
+        for index in range(rounds + WARM_UP):
             order = range(len(pairs)) if index % 2 else range(len(pairs) - 1, -1, -1)
             for turn in order:
                 pairs[turn].resume()
-                one = pairs[turn].round(watch=plan.poll_s > 0 and plan.work.direction == "read")
+                one = pairs[turn].round(watch)
                 pairs[turn].pause()
                 if index >= WARM_UP:
                     samples[turn].rounds.append(one)
@@ -142,6 +146,11 @@ def summary(plan: Plan, samples: Sequence[Samples]) -> Row:
     )
 
 
+def label(engine: str) -> str:
+    """An engine's name for people."""
+    return _NAMES.get(engine) or f"NIXL, num_threads {engine.rpartition('-')[2]}"
+
+
 def table(plan: Plan, samples: Sequence[Samples]) -> str:
     """All engines of a run."""
     gigabytes = plan.work.bytes / 1e9
@@ -151,7 +160,7 @@ def table(plan: Plan, samples: Sequence[Samples]) -> str:
         times = one.of("ms")
         middle = median(times)
         caller, notify = best([one.of("caller_us")]), best([one.of("notify_us")])
-        name = _NAMES.get(one.name) or f"NIXL, num_threads {one.name.removeprefix('nixl-')}"
+        name = label(one.name)
         lines.append(
             (
                 name,

@@ -18,7 +18,8 @@ class Work:
     """One transfer, or several at once.
 
     Each of `requests` requests moves `blocks` blocks of `block_bytes` bytes in each of `layers` layers. `direction` is
-    seen from the process that starts the transfer: "read" copies from the other's memory, "write" to it.
+    seen from the process that starts the transfer: "read" copies from the other's memory, "write" to it. `huge_pages`:
+    whether the memory asks for transparent huge pages; the kernel copies between processes page by page.
     """
 
     pattern: Pattern = "random"
@@ -27,6 +28,7 @@ class Work:
     layers: int = 1
     requests: int = 1
     direction: Literal["read", "write"] = "read"
+    huge_pages: bool = False
 
     @property
     def request_bytes(self) -> int:
@@ -54,8 +56,9 @@ class Work:
         """The work in words."""
         layers = f" x {self.layers} layers" if self.layers > 1 else ""
         many = f"{self.requests} requests at once of " if self.requests > 1 else ""
+        huge = ", huge pages" if self.huge_pages else ""
         verb = "READ" if self.direction == "read" else "WRITE"
-        return f"{many}{self.blocks:,} x {size_text(self.block_bytes)}{layers} {self.pattern}, {verb}"
+        return f"{many}{self.blocks:,} x {size_text(self.block_bytes)}{layers} {self.pattern}, {verb}{huge}"
 
     def in_order(self) -> Work:
         """The same bytes, in one piece: what a stream or a plain copy moves."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ... import _lib
 from ..memory import Memory
 from ..work import Ids
 from . import Setup, Stopwatch, Took
@@ -225,7 +226,12 @@ class _Messages(_Bare):
     def __init__(self, setup: Setup, memory: Memory, other: int) -> None:
         self._bytes = setup.work.bytes
         self._program = subprocess.Popen(
-            [setup.options["program"], str(self._bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [setup.options["program"], str(self._bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # The same UCX as kvferry's, wherever that was found.
+            env={**os.environ, "KVFERRY_UCX_LIB": str(_lib.ucx_info()["path"])},
         )
 
     def meet(self, hello: Any) -> None:

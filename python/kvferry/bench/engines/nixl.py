@@ -142,7 +142,7 @@ class Other:
     def __init__(self, setup: Setup, memory: Memory) -> None:
         self._agent = _agent(setup, memory)
         self._address = memory.address
-        self._expected = setup.work.requests
+        self.expected = setup.work.requests
         self._poll_s = TARGET_POLL_FINE_S if setup.poll_s else TARGET_POLL_S
 
     def hello(self) -> Any:
@@ -156,10 +156,10 @@ class Other:
         while time.monotonic() < deadline:
             seen += sum(map(len, self._agent.get_new_notifs().values()))
             now = time.monotonic()
-            if seen >= self._expected:
+            if seen >= self.expected:
                 return now
             time.sleep(self._poll_s)
-        raise TimeoutError(f"{seen} of {self._expected} notifications came within {timeout:.0f} s")
+        raise TimeoutError(f"{seen} of {self.expected} notifications came within {timeout:.0f} s")
 
     def close(self) -> None:
         """The process's end gives everything back."""
