@@ -1,20 +1,14 @@
-"""The body of a measuring process: it makes its side of an engine and does what the pipe says."""
+"""One side of an engine with its memory, as the object of a process of its own."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import threading
 import time
-import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 from .engines import Setup, Took, make
 from .memory import Memory
 
-_PR_SET_PDEATHSIG = 1
 _WATCH_S = 0.0001
 """How often the watcher looks: a tenth of what is asked of the notification."""
 KNOWN_TIMEOUT_S = 120.0
@@ -22,7 +16,7 @@ _SETTLE_S = 0.005
 
 
 class Process:
-    """Commands are methods. The answer to each is `(value, None)` or `(None, text of the error)`."""
+    """`pair.Pair` says what is called when."""
 
     def __init__(self, setup: Setup, starts: bool, other: int) -> None:
         self.setup = setup
@@ -89,32 +83,6 @@ class Process:
         """Wrong words after a round."""
         return self.memory.wrong_words(self.pairs) if self.is_written and self.pairs is not None else 0
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Before the process ends."""
         self.side.close()
-
-
-def main(pipe: Connection, setup: Setup, starts: bool, other: int) -> None:
-    """The process's own function."""
-    # A stopped process would outlive a parent that was killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        process = Process(setup, starts, other)
-        pipe.send((os.getpid(), None))
-    except BaseException:
-        pipe.send((None, traceback.format_exc()))
-        return
-    try:
-        while True:
-            name, arguments = pipe.recv()
-            try:
-                answer = (getattr(process, name)(*arguments), None)
-            except Exception:
-                answer = (None, traceback.format_exc())
-            pipe.send(answer)
-            if name == "end":
-                return
-    except (EOFError, BrokenPipeError):
-        # The parent is gone, or has given up.
-        return

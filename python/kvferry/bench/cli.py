@@ -5,6 +5,7 @@ Every byte that is moved is compared, outside the timed part. docs/benchmarks.md
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's subcommands and their options."""
     works = parser.add_subparsers(dest="bench", required=True, metavar="WORK")
     add_transfer(works)
+    add_others(works)
 
 
 def _common(parser: argparse.ArgumentParser, rounds: int) -> None:
@@ -97,6 +99,39 @@ def add_transfer(works: Any) -> None:
     add("--plot", type=Path, metavar="FILE.svg", help="draw every round's time, or with --grow how the medians grow")
 
 
+def add_others(works: Any) -> None:
+    """The other subcommands."""
+    cold = works.add_parser("handshake", help="first contact to first byte")
+    _common(cold, 15)
+    cold.add_argument("--ranks", type=_number(1, 256), default=1, metavar="N", help="of the producer (default 1)")
+    cold.add_argument(
+        "--blocks", type=_number(1024, 1 << 22), default=131_072, metavar="N", help="of all 64 layers (default 131072)"
+    )
+    visits = works.add_parser("listener", help="handshakes per second")
+    visits.add_argument("--clients", type=_number(1, 10_000), default=1000, metavar="N", help="at once (default 1000)")
+    visits.add_argument("--total", type=_number(1, 10**7), default=20_000, metavar="N", help="handshakes (20000)")
+    visits.add_argument("--json", type=Path, metavar="FILE", help="also write the row as JSON")
+    idle = works.add_parser("idle", help="processor time while nothing is moved")
+    idle.add_argument("--peers", type=_number(1, 1000), default=100, metavar="N", help="connected (default 100)")
+    idle.add_argument("--seconds", type=_number(1, 3600), default=10, metavar="S", help="(default 10)")
+    idle.add_argument("--json", type=Path, metavar="FILE", help="also write the row as JSON")
+    for parser in (cold, idle):
+        parser.add_argument("--transport", choices=("shm", "tcp"), default="tcp", help="(default %(default)s)")
+        parser.add_argument("--peer", choices=("nixl",), help="also the nixl package, num_threads 0 and 4")
+    behind = works.add_parser("behind", help="one block behind a large request to the same peer")
+    _common(behind, 15)
+    behind.add_argument("--transport", choices=("shm", "tcp"), default="tcp", help="(default %(default)s)")
+    behind.add_argument("--block-bytes", type=_block_bytes, default=16384, metavar="SIZE", help="(default 16KiB)")
+    behind.add_argument("--blocks", type=_number(2, 10**6), default=32768, metavar="N", help="of the large (32768)")
+    behind.add_argument("--peer", choices=("nixl",), help="also the nixl package, num_threads 0 and 4")
+    plans = works.add_parser("plan", help="working out what to copy, and how that grows with the blocks")
+    _common(plans, 15)
+    plans.add_argument("--layers", type=_number(1, 8192), default=64, metavar="N", help="(default 64)")
+    plans.add_argument("--blocks", type=_number(1, 10**6), default=500, metavar="N", help="at first (default 500)")
+    plans.add_argument("--steps", type=_number(1, 12), default=4, metavar="N", help="doublings and one (default 4)")
+    plans.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw how the medians grow")
+
+
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code.
 
@@ -106,6 +141,8 @@ def run(options: argparse.Namespace) -> int:
         import numpy  # noqa: F401
     except ImportError:
         raise UsageError("kvferry bench needs numpy: pip install numpy") from None
+    # Warnings about the loopback would stand between the figures.
+    os.environ.setdefault("KVFERRY_LOG", "error")
     from . import commands
 
     return int(getattr(commands, options.bench)(options))

@@ -113,3 +113,69 @@ def _grown(
             x = float(getattr(plan.work, grow.replace("-", "_")))
             series.setdefault(transfers.label(one.name), []).append((x, median(one.of("ms"))))
     return svg(f"{plans[0].text}, {plans[0].transport}, and on", grow, "median ms", series, doubling=True)
+
+
+def handshake(options: argparse.Namespace) -> int:
+    """`kvferry bench handshake`."""
+    from . import handshake as cold
+
+    _need_nixl(options.peer)
+    if options.peer is not None:
+        try:
+            import zmq  # noqa: F401
+        except ImportError:
+            raise UsageError("--peer nixl needs pyzmq here, for the stock queries: pip install pyzmq") from None
+    asked = (options.transport, options.ranks, options.blocks)
+    times = cold.measure(*asked, options.rounds, options.peer is not None)
+    print(cold.table(*asked, times))
+    _save(options.json, [cold.summary(*asked, times)])
+    return 0
+
+
+def listener(options: argparse.Namespace) -> int:
+    """`kvferry bench listener`."""
+    from . import listener as visited
+
+    visits = visited.measure(options.clients, options.total)
+    print(visited.table(visits))
+    _save(options.json, [visited.summary(visits)])
+    return 0
+
+
+def idle(options: argparse.Namespace) -> int:
+    """`kvferry bench idle`."""
+    from . import idle as idling
+
+    _need_nixl(options.peer)
+    cost = idling.measure(options.transport, options.peers, options.seconds, options.peer is not None)
+    print(idling.table(cost, options.transport))
+    _save(options.json, [idling.summary(cost, options.transport)])
+    return 0
+
+
+def behind(options: argparse.Namespace) -> int:
+    """`kvferry bench behind`."""
+    from . import behind as waiting
+
+    _need_nixl(options.peer)
+    work = Work("random", options.block_bytes, options.blocks)
+    plan = transfers.Plan(work, options.transport, options.rounds, peer=options.peer is not None)
+    _fits(work, 3 if plan.peer else 1)
+    samples = waiting.measure(plan)
+    print(waiting.table(plan, samples))
+    _save(options.json, [waiting.summary(plan, samples)])
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """`kvferry bench plan`."""
+    from . import planning
+
+    times = planning.measure(options.layers, options.blocks, options.steps, options.rounds)
+    print(planning.table(options.layers, times))
+    _save(options.json, planning.summary(options.layers, times))
+    if options.plot is not None:
+        points = [(float(count), median(taken)) for count, _, taken in times]
+        title = f"plans of {options.layers} layers from TP 4 to TP 1"
+        _write(options.plot, "--plot", svg(title, "blocks", "median ms", {"kvferry": points}, doubling=True))
+    return 0

@@ -42,16 +42,20 @@ def missing() -> str | None:
     return None
 
 
-def _agent(setup: Setup, memory: Memory) -> Any:
+def plain_agent(transport: str, threads: int, progress: bool = True) -> Any:
+    """An agent as vLLM makes it: UCX, a progress thread, and `threads` worker threads."""
     os.environ.pop("UCX_TLS", None)
-    if setup.transport in UCX_TLS:
-        os.environ["UCX_TLS"] = UCX_TLS[setup.transport]
+    if transport in UCX_TLS:
+        os.environ["UCX_TLS"] = UCX_TLS[transport]
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     from nixl._api import nixl_agent, nixl_agent_config
 
-    agent = nixl_agent(
-        str(uuid.uuid4()), nixl_agent_config(backends=["UCX"], num_threads=setup.options.get("num_threads", 0))
-    )
+    config = nixl_agent_config(backends=["UCX"], num_threads=threads, enable_prog_thread=progress)
+    return nixl_agent(str(uuid.uuid4()), config)
+
+
+def _agent(setup: Setup, memory: Memory) -> Any:
+    agent = plain_agent(setup.transport, setup.options.get("num_threads", 0))
     layers = [(*memory.layer(layer), 0, "") for layer in range(setup.work.layers)]
     agent.register_memory(agent.get_reg_descs(layers, _MEMORY))
     return agent
