@@ -74,12 +74,13 @@ class _Clients:
         if alone:
             os.sched_setaffinity(0, os.sched_getaffinity(0) - {min(os.sched_getaffinity(0))})
         self._address, self._size = (host, port), size
-        self._words = _GREETING + _READY + _query()
+        self._hello, self._query = _GREETING + _READY, _query()
 
     def visit(self, count: int, total: int) -> float:
         """Seconds that all visits took."""
         poll = select.epoll()
         open_: dict[int, tuple[socket.socket, bytearray]] = {}
+        asked: set[int] = set()
         started = ended = 0
 
         def enter() -> None:
@@ -103,7 +104,7 @@ class _Clients:
                 visitor, heard = open_[number_]
                 if what & select.EPOLLOUT:
                     error = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                    if error or visitor.send(self._words) != len(self._words):
+                    if error or visitor.send(self._hello) != len(self._hello):
                         raise ConnectionError(f"a client could not connect: {os.strerror(error)}")
                     poll.modify(number_, select.EPOLLIN)
                     continue
@@ -111,18 +112,25 @@ class _Clients:
                 if not got:
                     raise ConnectionResetError("the listener closed a client's connection")
                 heard += got
-                if self._complete(heard):
+                # ZMQ takes no message before it has answered the greeting.
+                if number_ not in asked:
+                    if self._greeted(heard):
+                        asked.add(number_)
+                        visitor.sendall(self._query)
+                elif self._complete(heard):
                     poll.unregister(number_)
                     visitor.close()
                     del open_[number_]
+                    asked.discard(number_)
                     ended += 1
         return time.monotonic() - begin
 
+    def _greeted(self, heard: bytearray) -> bool:
+        return len(heard) >= 66 and len(heard) >= 66 + heard[65]
+
     def _complete(self, heard: bytearray) -> bool:
-        """Whether the whole answer has come: greeting, READY, then one long frame."""
-        if len(heard) < 64 + 2:
-            return False
-        at = 64 + 2 + heard[65]
+        """Whether the whole answer has come: greeting, READY, then one frame."""
+        at = 66 + heard[65]
         if len(heard) < at + 9:
             return False
         long = heard[at] & 2
