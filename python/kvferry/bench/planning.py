@@ -1,7 +1,7 @@
 """What it takes to work out who reads what from whom, and how that grows with the blocks.
 
 `kvferry.plan.describe` for one request from TP 4 to TP 1: the engines' shapes are matched once, and a plan is made for
-every pair of ranks and expanded into its operations, which are counted. `scripts/bench-planning` times the parts alone.
+every pair of ranks, whose operations are counted and not made. `scripts/bench-planning` times the parts alone.
 """
 
 from __future__ import annotations
