@@ -21,6 +21,7 @@ from kvferry.bench.work import Work
 ROOT = Path(__file__).resolve().parents[2]
 MANY_LAYERS, MANY_BLOCKS = 64, 4096
 """262,144 block-layers in one request."""
+POLL_S = 0.05
 COLD_BLOCKS = 131_072
 IDLE_PEERS, IDLE_S = 100, 10.0
 CLIENTS, VISITS = 1000, 20_000
@@ -83,11 +84,11 @@ class Measurements:
     def _caller(self, transport: str) -> Row:
         work = Work("random", 1024, MANY_BLOCKS, MANY_LAYERS)
         settings = self._settings
-        return self._run(Plan(work, transport, settings.rounds, "worker", settings.peer, poll_s=0.005))
+        return self._run(Plan(work, transport, settings.rounds, "worker", settings.peer, poll_s=POLL_S))
 
     def _notify(self, transport: str) -> Row:
         settings = self._settings
-        return self._run(Plan(Work(), transport, settings.rounds, "worker", settings.peer, poll_s=0.05))
+        return self._run(Plan(Work(), transport, settings.rounds, "worker", settings.peer, poll_s=POLL_S, watch=True))
 
     def _behind(self, transport: str) -> Row:
         work = Work("random", 16384, 32768)

@@ -62,9 +62,11 @@ class Process:
         seen: list[float] = []
         stop = threading.Event()
 
+        waiting = self.memory.last_words(self.pairs)
+
         def look() -> None:
             while not stop.is_set():
-                if self.memory.arrived(self.pairs):
+                if waiting.over():
                     seen.append(time.monotonic())
                     return
                 time.sleep(_WATCH_S)

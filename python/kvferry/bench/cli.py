@@ -89,6 +89,7 @@ def add_transfer(works: Any) -> None:
     add("--transport", choices=("shm", "tcp", "cuda"), default="shm", help="(default %(default)s)")
     add("--api", choices=("agent", "worker"), default="agent", help="what of kvferry is used (default %(default)s)")
     add("--poll-ms", type=_milliseconds, default=0.0, metavar="MS", help="look for the end at this interval only")
+    add("--watch", action="store_true", help="see by the memory when the last byte came, for `notify`; costs some CPU")
     add("--peer", choices=("nixl",), help="alternate with the nixl package, num_threads 0 and 4")
     add("--limit", action="store_true", help="alternate with the medium itself")
     add("--am-limit", type=Path, metavar="PROGRAM", help="with --limit on tcp: what `cargo bench --bench am_limit` runs")

@@ -50,6 +50,8 @@ def transfer(options: argparse.Namespace) -> int:
         raise UsageError("--am-limit goes with --limit and --transport tcp")
     if options.am_limit is not None and not os.access(options.am_limit, os.X_OK):
         raise UsageError(f"--am-limit: {options.am_limit} is no program")
+    if options.watch and options.direction == "write":
+        raise UsageError("--watch sees what the starting side reads; it does not go with --direction write")
     _need_nixl(options.peer)
     work = Work(
         options.pattern,
@@ -69,6 +71,7 @@ def transfer(options: argparse.Namespace) -> int:
         options.limit,
         options.am_limit,
         options.poll_ms,
+        options.watch,
         _config(options),
     )
     plans = [plan]

@@ -63,9 +63,10 @@ class Memory:
                 wrong += int(np.count_nonzero(self.words[layer, ids] != self.blank))
         return wrong
 
-    def arrived(self, pairs: list[tuple[Ids, Ids]]) -> bool:
-        """Whether the last word of every block of `pairs` has been written since the wipe."""
-        return all(bool((self.words[:, written, -1] != self.blank).all()) for written, _ in pairs)
+    def last_words(self, pairs: list[tuple[Ids, Ids]]) -> Waiting:
+        """The last words of all blocks that are to be written, for seeing when the last of them has come."""
+        written = np.concatenate([ids for ids, _ in pairs])
+        return Waiting(self.words[:, :, -1], written, self.blank)
 
     def _portions(self, ids: Ids) -> list[Ids]:
         step = max(1, _AT_ONCE // self.work.block_bytes)
@@ -77,3 +78,18 @@ class Memory:
             base = ids.astype(np.uint64) * _BLOCK + np.uint64(layer + 1) * _LAYER
             expected: NDArray[np.uint64] = base[:, None] + ramp[None, :]
         return expected
+
+
+class Waiting:
+    """Blocks that have not come yet, seen by their last words. Those that came are not looked at again."""
+
+    def __init__(self, words: NDArray[np.uint64], written: Ids, blank: np.uint64) -> None:
+        self._words, self._blank = words, blank
+        self._layers = np.repeat(np.arange(words.shape[0]), len(written))
+        self._blocks = np.tile(written, words.shape[0])
+
+    def over(self) -> bool:
+        """Whether all have come."""
+        left = self._words[self._layers, self._blocks] == self._blank
+        self._layers, self._blocks = self._layers[left], self._blocks[left]
+        return not len(self._layers)

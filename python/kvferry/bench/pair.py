@@ -45,8 +45,10 @@ class Pair:
         wrong = self._other.ask("check") + self._starter.ask("check")
         if wrong:
             raise BenchError(f"{self.setup.engine}: {wrong} words of 8 bytes are wrong after round {self._round}")
-        # A worker's own end comes after the producer's word, so that without a watcher nothing tells its last byte.
-        last = took.extra.get("last_byte_at", None if self.setup.engine == "worker" else took.done_at)
+        # Where the end is only looked for at intervals, or comes after the producer's word as a worker's does, nothing
+        # but a watcher tells when the last byte came.
+        late = self.setup.poll_s > 0 or self.setup.engine == "worker"
+        last = took.extra.get("last_byte_at", None if late else took.done_at)
         return Round(took, None if known is None or last is None else known - last)
 
     def pause(self) -> None:

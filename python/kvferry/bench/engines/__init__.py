@@ -83,11 +83,35 @@ class Stopwatch:
         self._cpu = sum(map(cpu_of, pids))
         self.start = time.monotonic()
 
-    def took(self, caller: float | None, done_at: float | None = None, **extra: float) -> Took:
+    def took(self, caller: CallerClock | None, done_at: float | None = None, **extra: float) -> Took:
         """The round's figures, ended now or at `done_at`."""
         now = time.monotonic() if done_at is None else done_at
         cpu = sum(map(cpu_of, self._pids)) - self._cpu
-        return Took(now - self.start, caller, now, cpu, extra)
+        if caller is None:
+            return Took(now - self.start, None, now, cpu, extra)
+        return Took(now - self.start, caller.seconds, now, cpu, {**extra, "caller_cpu": caller.cpu})
+
+
+class CallerClock:
+    """Adds up what calls take from the calling thread: by the clock, and as its processor time."""
+
+    def __init__(self) -> None:
+        self.seconds = self.cpu = 0.0
+        self._start = self._cpu_start = 0.0
+
+    def __enter__(self) -> CallerClock:
+        self._cpu_start = time.thread_time()
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.monotonic() - self._start
+        self.cpu += time.thread_time() - self._cpu_start
+
+    def asleep(self, cpu: float) -> None:
+        """A call that waits asleep takes only its processor time."""
+        self.seconds += cpu
+        self.cpu += cpu
 
 
 def make(setup: Setup, memory: Memory, starts: bool, other: int) -> Starter | Other:

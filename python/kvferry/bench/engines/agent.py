@@ -9,7 +9,7 @@ from typing import Any
 from ... import Agent, Segment
 from ...agent import Message, PeerLost, TransferDone
 from ..memory import Memory
-from . import Setup, Stopwatch, Took
+from . import CallerClock, Setup, Stopwatch, Took
 
 _LIMIT_S = 120.0
 
@@ -49,21 +49,21 @@ class Starter:
     def run(self, ticket: Any) -> Took:
         agent, start, peer, segments = self._agent, self._start, self._peer, self._segments
         left = len(self._blocks)
+        caller = CallerClock()
         watch = Stopwatch(self._pids)
-        for blocks in self._blocks:
-            start(peer, segments, blocks)
-        caller = time.monotonic() - watch.start
+        with caller:
+            for blocks in self._blocks:
+                start(peer, segments, blocks)
         while left:
             if self._poll_s:
                 time.sleep(self._poll_s)
-                before = time.monotonic()
-                events = agent.poll()
-                caller += time.monotonic() - before
+                with caller:
+                    events = agent.poll()
             else:
                 # Asleep while waiting: what this thread is busy with is its processor time.
                 before = time.thread_time()
                 events = agent.wait(_LIMIT_S)
-                caller += time.thread_time() - before
+                caller.asleep(time.thread_time() - before)
             if not events and time.monotonic() - watch.start > _LIMIT_S:
                 raise TimeoutError(f"{left} of {len(self._blocks)} transfers have not ended within {_LIMIT_S:.0f} s")
             for event in events:

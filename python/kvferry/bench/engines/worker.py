@@ -13,7 +13,7 @@ from typing import Any
 
 from ... import Scheduler, Worker
 from ..memory import Memory
-from . import Setup, Stopwatch, Took
+from . import CallerClock, Setup, Stopwatch, Took
 
 _LIMIT_S = 120.0
 _TOKENS = 16
@@ -96,19 +96,19 @@ class Starter:
         step = scheduler.step()
         left = {request for request, _ in ticket}
         reports = []
+        caller = CallerClock()
         watch = Stopwatch(self._pids)
-        worker.submit(step)
-        caller = time.monotonic() - watch.start
+        with caller:
+            worker.submit(step)
         while left:
             if self._poll_s:
                 time.sleep(self._poll_s)
-                before = time.monotonic()
-                report = worker.poll()
-                caller += time.monotonic() - before
+                with caller:
+                    report = worker.poll()
             else:
                 before = time.thread_time()
                 report = worker.wait(_LIMIT_S)
-                caller += time.thread_time() - before
+                caller.asleep(time.thread_time() - before)
             if report is None:
                 if time.monotonic() - watch.start > _LIMIT_S:
                     raise TimeoutError(f"{sorted(left)} were not reported within {_LIMIT_S:.0f} s")
