@@ -140,8 +140,6 @@ def grow(settings: Settings, folder: Path) -> None:
     """How each grows: drawings of twice as many blocks, twice the size, twice the requests, and plans."""
     from kvferry.bench.plot import svg
 
-    grown: Callable[[str, str, list[Work]], None]
-
     def grown(name: str, axis: str, works: list[Work]) -> None:
         for transport in ("shm", "tcp"):
             series: dict[str, list[tuple[float, float]]] = {}

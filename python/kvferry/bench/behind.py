@@ -54,8 +54,6 @@ def table(plan: Plan, samples: Sequence[Samples]) -> str:
         times, large = one.of("ms"), best([one.of("large")])
         large_ms = None if large is None else large * 1e3
         middle = median(times)
-        lines.append(
-            (name, number(middle), number(percentile(times, 0.99)), number(large_ms), number(middle / alone))
-        )
+        lines.append((name, number(middle), number(percentile(times, 0.99)), number(large_ms), number(middle / alone)))
     head = ("", "median ms", "p99 ms", "the large one ms", "it / alone")
     return f"{text(plan)}, {plan.transport}, {plan.rounds} alternating rounds\n{columns(head, lines)}"

@@ -15,12 +15,21 @@ KNOWN_TIMEOUT_S = 120.0
 _SETTLE_S = 0.005
 
 
+def memory_of(setup: Setup) -> Memory:
+    """Memory of the kind that the transport moves."""
+    if setup.transport != "cuda":
+        return Memory(setup.work)
+    from .cuda import CudaMemory
+
+    return CudaMemory(setup.work)
+
+
 class Process:
     """`pair.Pair` says what is called when."""
 
     def __init__(self, setup: Setup, starts: bool, other: int) -> None:
         self.setup = setup
-        self.memory = Memory(setup.work)
+        self.memory = memory_of(setup)
         # What is written is the starting side's when it reads, else the other's.
         self.is_written = starts == (setup.work.direction == "read")
         if not self.is_written:

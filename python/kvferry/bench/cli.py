@@ -92,7 +92,9 @@ def add_transfer(works: Any) -> None:
     add("--watch", action="store_true", help="see by the memory when the last byte came, for `notify`; costs some CPU")
     add("--peer", choices=("nixl",), help="alternate with the nixl package, num_threads 0 and 4")
     add("--limit", action="store_true", help="alternate with the medium itself")
-    add("--am-limit", type=Path, metavar="PROGRAM", help="with --limit on tcp: what `cargo bench --bench am_limit` runs")
+    add(
+        "--am-limit", type=Path, metavar="PROGRAM", help="with --limit on tcp: what `cargo bench --bench am_limit` runs"
+    )
     add("--huge-pages", action="store_true", help="ask for transparent huge pages for all memory")
     add("--ucx", action="append", default=[], metavar="NAME=VALUE", help="a UCX setting of kvferry's agents")
     add("--grow", choices=("blocks", "block-bytes", "layers", "requests"), help="measure again with twice as many, and")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from . import cuda
 from . import transfer as transfers
 from .cli import UsageError
 from .engines import nixl
@@ -50,6 +51,12 @@ def transfer(options: argparse.Namespace) -> int:
         raise UsageError("--am-limit goes with --limit and --transport tcp")
     if options.am_limit is not None and not os.access(options.am_limit, os.X_OK):
         raise UsageError(f"--am-limit: {options.am_limit} is no program")
+    if options.transport == "cuda" and (why := cuda.why_not()) is not None:
+        raise UsageError(f"--transport cuda needs a GPU, and there is none to use: {why}; take shm or tcp")
+    if options.api == "worker" and options.direction == "write":
+        raise UsageError("workers read; --direction write goes with --api agent")
+    if options.watch and options.transport == "cuda":
+        raise UsageError("--watch sees the host's memory only; it does not go with --transport cuda")
     if options.watch and options.direction == "write":
         raise UsageError("--watch sees what the starting side reads; it does not go with --direction write")
     _need_nixl(options.peer)
@@ -107,9 +114,7 @@ def _rounds(plan: transfers.Plan, samples: Sequence[transfers.Samples]) -> str:
     return svg(f"{plan.text}, {plan.transport}", "round", "ms", series)
 
 
-def _grown(
-    grow: str, plans: Sequence[transfers.Plan], taken: Sequence[Sequence[transfers.Samples]]
-) -> str:
+def _grown(grow: str, plans: Sequence[transfers.Plan], taken: Sequence[Sequence[transfers.Samples]]) -> str:
     series: dict[str, list[tuple[float, float]]] = {}
     for plan, samples in zip(plans, taken, strict=True):
         for one in samples:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import os
+import platform
 import sys
 from collections.abc import Iterable, Sequence
 from statistics import median

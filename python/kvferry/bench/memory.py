@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ class Memory:
         self.layer_bytes = work.pool_blocks * work.block_bytes
         self.blank = np.uint64(0)
         self.wipe(0)
+
+    kind: Literal["host", "cuda"] = "host"
 
     def layer(self, number: int) -> tuple[int, int]:
         """Address and bytes of a layer."""

@@ -60,8 +60,13 @@ def summary(layers: int, times: Times) -> list[Row]:
 def table(layers: int, times: Times) -> str:
     """A line per number of blocks."""
     lines = [
-        (f"{count:,}", f"{operations:,}", number(median(taken)), number(percentile(taken, 0.99)))
-        + (number(median(taken) / operations * 1e6),)
+        (
+            f"{count:,}",
+            f"{operations:,}",
+            number(median(taken)),
+            number(percentile(taken, 0.99)),
+            number(median(taken) / operations * 1e6),
+        )
         for count, operations, taken in times
     ]
     head = ("blocks", "operations", "median ms", "p99 ms", "ns per operation")

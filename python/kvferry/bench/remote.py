@@ -33,6 +33,7 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
         pipe.send((os.getpid(), None))
         while True:
             name, given = pipe.recv()
+            answer: tuple[Any, str | None]
             try:
                 answer = (getattr(made, name)(*given), None)
             except Exception:

@@ -17,7 +17,7 @@ WARM_UP = 2
 """Rounds of every engine that are not counted: connections, caches and allocators are cold."""
 NIXL_THREADS = (0, 4)
 """The settings of `num_threads` that are tried: none, and what vLLM sets."""
-MEDIA = {"shm": ("vm", "memcpy"), "tcp": ("socket",)}
+MEDIA = {"shm": ("vm", "memcpy"), "tcp": ("socket",), "cuda": ("device",)}
 """What stands for the medium. The first is the one that ratios are made with."""
 _NAMES = {
     "behind": "kvferry, behind",
@@ -25,6 +25,7 @@ _NAMES = {
     "worker": "kvferry (worker)",
     "vm": "process_vm_readv, 1,024 pieces a call",
     "memcpy": "memcpy, one piece",
+    "device": "copy within the GPU, one piece",
     "socket": "one TCP stream",
     "am": "UCX messages of 1 MiB",
 }
@@ -83,9 +84,7 @@ def setups(plan: Plan) -> list[Setup]:
     made = [Setup(plan.api, plan.work, plan.transport, plan.poll_s, dict(plan.config))]
     if plan.peer:
         for threads in NIXL_THREADS:
-            made.append(
-                Setup(f"nixl-{threads}", plan.work, plan.transport, plan.poll_s, {"num_threads": threads})
-            )
+            made.append(Setup(f"nixl-{threads}", plan.work, plan.transport, plan.poll_s, {"num_threads": threads}))
     if plan.limit:
         if plan.am_limit is not None and plan.transport == "tcp" and plan.work.direction == "read":
             made.append(Setup("am", plan.work, plan.transport, 0.0, {"program": str(plan.am_limit)}))
@@ -127,7 +126,7 @@ def summary(plan: Plan, samples: Sequence[Samples]) -> Row:
     """The row. Each of NIXL's figures is that of the setting in which it is better."""
     ours, *others = samples
     nixl = [one for one in others if one.name.startswith("nixl")]
-    limit = next((one for one in others if one.name in ("am", MEDIA.get(plan.transport, ("",))[0])), None)
+    limit = next((one for one in others if one.name in ("am", MEDIA[plan.transport][0])), None)
     gigabytes = plan.work.bytes / 1e9
     peer_cpu = best([one.of("cpu") for one in nixl])
     nixl_p99 = [percentile(one.of("ms"), 0.99) for one in nixl]
@@ -179,10 +178,8 @@ def table(plan: Plan, samples: Sequence[Samples]) -> str:
         placed = one.of("placed")
         if placed:
             middle = median(placed) * 1e3
-            lines.append(
-                ("  the same and copied into place", number(middle), "", number(gigabytes / middle * 1e3), "", "", "", "")
-                + (number(ours / middle),)
-            )
+            cells = (number(middle), "", number(gigabytes / middle * 1e3), "", "", "", "", number(ours / middle))
+            lines.append(("  the same and copied into place", *cells))
     head = ("", "median ms", "p99 ms", "GB/s", "caller us", "its CPU us", "notify us", "CPU s/GB", "kvferry / it")
     title = f"{plan.text}, {plan.transport}: {size_text(plan.work.bytes)}, {plan.rounds} alternating rounds"
     return f"{title}\n{columns(head, lines)}"

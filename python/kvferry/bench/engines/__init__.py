@@ -25,6 +25,11 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+def transport_of(setup: Setup) -> str:
+    """kvferry's own name of the transport: for a GPU it is UCX's choice."""
+    return "auto" if setup.transport == "cuda" else setup.transport
+
+
 @dataclass
 class Took:
     """A round as the starting side saw it: seconds, but for `done_at` (CLOCK_MONOTONIC) and `cpu` (seconds of

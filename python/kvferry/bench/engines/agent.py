@@ -9,15 +9,15 @@ from typing import Any
 from ... import Agent, Segment
 from ...agent import Message, PeerLost, TransferDone
 from ..memory import Memory
-from . import CallerClock, Setup, Stopwatch, Took
+from . import CallerClock, Setup, Stopwatch, Took, transport_of
 
 _LIMIT_S = 120.0
 
 
 def _agent(setup: Setup, memory: Memory) -> Agent:
-    agent = Agent({"name": "bench", "transport": setup.transport, **setup.options})
+    agent = Agent({"name": "bench", "transport": transport_of(setup), **setup.options})
     for layer in range(setup.work.layers):
-        agent.register(memory.layer(layer))
+        agent.register(memory.layer(layer), kind=memory.kind, device=0)
     return agent
 
 

@@ -1,8 +1,9 @@
 """The medium itself, without an engine: what any engine on it can reach at most.
 
-- `vm`: `process_vm_readv` and `process_vm_writev` with up to 1,024 pieces a call, piece lists made beforehand, pieces that
-  are neighbours on both sides merged.
+- `vm`: `process_vm_readv` and `process_vm_writev` with up to 1,024 pieces a call, piece lists made beforehand, pieces
+  that are neighbours on both sides merged.
 - `memcpy`: one plain copy per layer of the same number of bytes inside one process.
+- `device`: one plain copy per layer of the same number of bytes inside the GPU.
 - `socket`: one TCP stream over the loopback, the same number of bytes in one go.
 - `am`: UCX's own 1 MiB active messages over TCP, by the program that `--am-limit` names (`benches/am_limit.rs`).
 """
@@ -65,7 +66,14 @@ class _Vm(_Bare):
         libc = ctypes.CDLL(None, use_errno=True)
         self._call = libc.process_vm_readv if setup.work.direction == "read" else libc.process_vm_writev
         self._call.restype = ctypes.c_ssize_t
-        self._call.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+        self._call.argtypes = [
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_ulong,
+        ]
         self._pid = other
         self._pieces: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = None
 
@@ -142,9 +150,32 @@ class _Memcpy(_Bare):
         """There is nothing to end."""
 
 
+class _DeviceCopy(_Bare):
+    def __init__(self, setup: Setup, memory: Memory, other: int) -> None:
+        from ..cuda import CudaMemory
+
+        assert isinstance(memory, CudaMemory)
+        self._memory, self._source = memory, CudaMemory(setup.work)
+        self._source.fill()
+        self._runs = _runs(setup, memory)
+        self._pids = (os.getpid(),)
+        self.pairs = in_order(setup)
+
+    def meet(self, hello: Any) -> None:
+        """There is nobody."""
+
+    def run(self, ticket: Any) -> Took:
+        watch = Stopwatch(self._pids)
+        self._memory.copy_from(self._source, self._runs)
+        return watch.took(None)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
 class _SocketSide(_Bare):
     def __init__(self, setup: Setup, memory: Memory) -> None:
-        flat = memoryview(memory.words.reshape(-1)).cast("B")
+        flat = memoryview(memory.words.reshape(-1).data).cast("B")
         self._views = [flat[offset : offset + size] for offset, size in _runs(setup, memory)]
         self._reads = setup.work.direction == "read"
         self.pairs = in_order(setup)
@@ -255,7 +286,7 @@ class _Messages(_Bare):
         self._program.wait(10)
 
 
-_STARTERS = {"vm": _Vm, "memcpy": _Memcpy, "socket": _SocketStarter, "am": _Messages}
+_STARTERS = {"vm": _Vm, "memcpy": _Memcpy, "device": _DeviceCopy, "socket": _SocketStarter, "am": _Messages}
 
 
 def starter(setup: Setup, memory: Memory, other: int) -> Any:

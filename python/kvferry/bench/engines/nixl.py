@@ -19,7 +19,7 @@ from ..memory import Memory
 from . import CallerClock, Setup, Stopwatch, Took
 
 _LIMIT_S = 120.0
-_MEMORY = "DRAM"
+_MEMORY = {"host": "DRAM", "cuda": "VRAM"}
 TARGET_POLL_S = 0.001
 """How often the other side looks for notifications. vLLM does so once per step, which takes longer."""
 TARGET_POLL_FINE_S = 0.0002
@@ -57,7 +57,7 @@ def plain_agent(transport: str, threads: int, progress: bool = True) -> Any:
 def _agent(setup: Setup, memory: Memory) -> Any:
     agent = plain_agent(setup.transport, setup.options.get("num_threads", 0))
     layers = [(*memory.layer(layer), 0, "") for layer in range(setup.work.layers)]
-    agent.register_memory(agent.get_reg_descs(layers, _MEMORY))
+    agent.register_memory(agent.get_reg_descs(layers, _MEMORY[memory.kind]))
     return agent
 
 
@@ -90,7 +90,7 @@ class Starter:
     def _prepare(self, agent: str, address: int) -> Any:
         work = self._setup.work
         table = block_table(address, self._memory.layer_bytes, work.layers, work.pool_blocks, work.block_bytes)
-        return self._agent.prep_xfer_dlist(agent, self._agent.get_xfer_descs(table, _MEMORY))
+        return self._agent.prep_xfer_dlist(agent, self._agent.get_xfer_descs(table, _MEMORY[self._memory.kind]))
 
     def meet(self, hello: Any) -> None:
         metadata, address = hello

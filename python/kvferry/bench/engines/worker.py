@@ -13,7 +13,7 @@ from typing import Any
 
 from ... import Scheduler, Worker
 from ..memory import Memory
-from . import CallerClock, Setup, Stopwatch, Took
+from . import CallerClock, Setup, Stopwatch, Took, transport_of
 
 _LIMIT_S = 120.0
 _TOKENS = 16
@@ -23,7 +23,9 @@ _GROUPS = [{"kind": "full", "block_size": _TOKENS}]
 
 def _worker(name: str, setup: Setup, memory: Memory) -> Worker:
     work = setup.work
-    worker = Worker({"engine_id": name, "transport": setup.transport, "compat": [["model", "bench"]], **setup.options})
+    worker = Worker(
+        {"engine_id": name, "transport": transport_of(setup), "compat": [["model", "bench"]], **setup.options}
+    )
     area = {
         "part": "kv",
         "group": 0,
@@ -40,7 +42,7 @@ def _worker(name: str, setup: Setup, memory: Memory) -> Worker:
     }
     areas = []
     for layer in range(work.layers):
-        region = worker.register(*memory.layer(layer))
+        region = worker.register(*memory.layer(layer), memory.kind)
         areas.append({**area, "layer": f"layer.{layer}", "region": region})
     worker.set_geometry({"groups": _GROUPS, "areas": areas})
     return worker
