@@ -24,6 +24,8 @@ const MESSAGE: usize = 1 << 20;
 const ID: u32 = 1;
 /// Messages under way at once.
 const WINDOW: usize = 8;
+/// How long to look for work before sleeping.
+const SPIN: Duration = Duration::from_micros(50);
 const SENDER: &str = "KVFERRY_AM_LIMIT_SENDER";
 const ROUNDS: usize = 15;
 const SETTINGS: [(&str, &str); 4] =
@@ -47,7 +49,7 @@ fn worker() -> (&'static Ucp, ucp_worker_h) {
     let (mut config, mut context, mut worker) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
     let mut params: ucx_sys::ucp_params_t = zeroed();
     params.field_mask = u64::from(ucx_sys::UCP_PARAM_FIELD_FEATURES.0);
-    params.features = u64::from(ucx_sys::UCP_FEATURE_AM.0);
+    params.features = u64::from(ucx_sys::UCP_FEATURE_AM.0 | ucx_sys::UCP_FEATURE_WAKEUP.0);
     let mut options: ucx_sys::ucp_worker_params_t = zeroed();
     options.field_mask = u64::from(ucx_sys::UCP_WORKER_PARAM_FIELD_THREAD_MODE.0);
     options.thread_mode = ucx_sys::UCS_THREAD_MODE_SINGLE;
@@ -108,12 +110,36 @@ fn sender(bytes: usize) {
     }
 }
 
+/// Sleeps until UCX has something to do, if it has nothing for a while: on a busy machine the other process may be
+/// waiting for this very processor.
+fn wait(api: &Ucp, worker: ucp_worker_h) {
+    let begin = Instant::now();
+    while begin.elapsed() < SPIN {
+        // SAFETY: the worker is this thread's.
+        if unsafe { api.ucp_worker_progress(worker) } != 0 {
+            return;
+        }
+    }
+    let mut file = 0;
+    // SAFETY: the worker is this thread's; the file descriptor is its own.
+    unsafe {
+        ok(api.ucp_worker_get_efd(worker, &mut file));
+        if api.ucp_worker_arm(worker) == ucx_sys::UCS_OK {
+            let mut waited = libc::pollfd { fd: file, events: libc::POLLIN, revents: 0 };
+            libc::poll(&mut waited, 1, 1000);
+        }
+    }
+}
+
 /// Drives UCX until fewer than `most` sends are under way.
 fn drive(api: &Ucp, worker: ucp_worker_h, under_way: &mut Vec<*mut c_void>, most: usize) {
     while under_way.len() >= most {
-        // SAFETY: the worker is this thread's; each request is freed once, when UCX is done with it.
+        // SAFETY: the worker is this thread's.
+        if unsafe { api.ucp_worker_progress(worker) } == 0 {
+            wait(api, worker);
+        }
+        // SAFETY: each request is freed once, when UCX is done with it.
         unsafe {
-            api.ucp_worker_progress(worker);
             under_way.retain(|&request| {
                 let status = api.ucp_request_check_status(request);
                 if status != ucx_sys::UCS_INPROGRESS {
@@ -214,10 +240,15 @@ impl Receiver {
         let before: f64 = pids.into_iter().map(cpu).sum();
         let start = Instant::now();
         writeln!(self.orders, "{bytes}").unwrap();
-        // SAFETY: the worker is this thread's, and the callback has returned whenever `bytes` is read.
-        while unsafe { (*self.arrivals).bytes } < bytes {
-            // SAFETY: as above.
-            unsafe { self.api.ucp_worker_progress(self.worker) };
+        loop {
+            // SAFETY: the worker is this thread's.
+            if unsafe { self.api.ucp_worker_progress(self.worker) } == 0 {
+                wait(self.api, self.worker);
+            }
+            // SAFETY: the callback, which uses it too, has returned.
+            if unsafe { (*self.arrivals).bytes } >= bytes {
+                break;
+            }
         }
         (start.elapsed().as_secs_f64(), pids.into_iter().map(cpu).sum::<f64>() - before)
     }
