@@ -25,7 +25,7 @@ const ID: u32 = 1;
 /// Messages under way at once.
 const WINDOW: usize = 8;
 /// How long to look for work before sleeping.
-const SPIN: Duration = Duration::from_micros(50);
+const SPIN: Duration = Duration::from_micros(300);
 const SENDER: &str = "KVFERRY_AM_LIMIT_SENDER";
 const ROUNDS: usize = 15;
 const SETTINGS: [(&str, &str); 4] =
@@ -64,6 +64,24 @@ fn worker() -> (&'static Ucp, ucp_worker_h) {
         ok(api.ucp_worker_create(context, &options, &mut worker));
     }
     (api, worker)
+}
+
+/// Keeps this process on one processor, another one for each role: on few and busy ones, the scheduler else puts both on
+/// the same, where neither can move what the other waits for.
+fn stay(role: usize) {
+    let mut allowed: libc::cpu_set_t = zeroed();
+    // SAFETY: the set is a plain bit field of the size that is told, and 0 is this process.
+    unsafe {
+        let size = std::mem::size_of::<libc::cpu_set_t>();
+        assert!(libc::sched_getaffinity(0, size, &mut allowed) == 0);
+        let all: Vec<usize> =
+            (0..libc::CPU_SETSIZE as usize).filter(|&processor| libc::CPU_ISSET(processor, &allowed)).collect();
+        if all.len() > 1 {
+            let mut one: libc::cpu_set_t = zeroed();
+            libc::CPU_SET(all[role], &mut one);
+            assert!(libc::sched_setaffinity(0, size, &one) == 0);
+        }
+    }
 }
 
 /// The bytes that are sent: each word differs.
@@ -271,9 +289,11 @@ fn main() {
     let bytes = std::env::args().skip(1).find_map(|a| a.parse::<usize>().ok()).unwrap_or(32 << 20);
     assert!(bytes > 0 && bytes.is_multiple_of(8), "BYTES must be a multiple of 8");
     if std::env::var_os(SENDER).is_some() {
+        stay(1);
         return sender(bytes);
     }
     let mut receiver = Receiver::start(bytes);
+    stay(0);
     let print = |[seconds, placed_s, cpu_s]: [f64; 3]| {
         println!(r#"{{"seconds": {seconds}, "placed_s": {placed_s}, "cpu_s": {cpu_s}}}"#);
         std::io::stdout().flush().unwrap();
