@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvferry.bench.cli import PATTERNS
 from kvferry.bench.figures import columns, number, percentile, row
 from kvferry.bench.memory import Memory
 from kvferry.bench.plot import svg
-from kvferry.bench.work import PATTERNS, Work, parse_size, size_text
+from kvferry.bench.sizes import parse_size, size_text
+from kvferry.bench.work import Work
 from kvferry.cli import main
 
 KEYS = [
@@ -115,6 +118,25 @@ def test_without_the_nixl_package_its_remedy_is_told(
             main(["bench", work, "--peer", "nixl"])
         assert ended.value.code == 2
         assert "pip install nixl" in capsys.readouterr().err
+
+
+def test_without_numpy_the_other_commands_work_and_its_remedy_is_told() -> None:
+    # In a process of its own: numpy is loaded here.
+    script = "import sys; sys.modules['numpy'] = None; from kvferry.cli import main; main(sys.argv[1:])"
+    told = subprocess.run([sys.executable, "-c", script, "bench", "idle"], capture_output=True, text=True)
+    assert told.returncode == 2
+    assert "pip install numpy" in told.stderr
+    planned = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            script,
+            *["plan", "--prefill", "tp=1", "--decode", "tp=1", "--layers", "1", "--mla", "8"],
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert planned.returncode == 0, planned.stderr
 
 
 def test_without_a_gpu_cuda_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .work import PATTERNS, parse_size
+from .sizes import parse_size
 
 EPILOG = """example:
   kvferry bench transfer --transport tcp --block-bytes 16KiB --blocks 2048 --peer nixl --limit
 """
+
+
+PATTERNS = ("random", "contiguous", "strided")
+"""As in `work.Work`."""
 
 
 class UsageError(Exception):

@@ -15,7 +15,8 @@ from .cli import UsageError
 from .engines import nixl
 from .figures import Row, json_text
 from .plot import svg
-from .work import Work, size_text
+from .sizes import size_text
+from .work import Work
 
 
 def _save(path: Path | None, rows: Sequence[Row]) -> None:

@@ -11,7 +11,8 @@ from statistics import median
 from .engines import Setup
 from .figures import Progress, Row, best, columns, number, percentile, row
 from .pair import Pair, Round
-from .work import Work, size_text
+from .sizes import size_text
+from .work import Work
 
 WARM_UP = 2
 """Rounds of every engine that are not counted: connections, caches and allocators are cold."""

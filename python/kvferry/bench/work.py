@@ -8,8 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .sizes import size_text
+
 Pattern = Literal["random", "contiguous", "strided"]
-PATTERNS = ("random", "contiguous", "strided")
 Ids = NDArray[np.uint32]
 
 
@@ -80,22 +81,3 @@ class Work:
             ours, theirs = np.arange(moved), np.arange(moved) + 1
         written, read = (ids.astype(np.uint32).reshape(self.requests, self.blocks) for ids in (ours, theirs))
         return list(zip(written, read, strict=True))
-
-
-UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
-
-
-def size_text(number: float) -> str:
-    """A number of bytes."""
-    for unit, size in UNITS.items():
-        if number >= size:
-            return f"{number / size:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{number:.0f} B"
-
-
-def parse_size(text: str) -> int:
-    """Bytes from a text such as `16KiB`, `4MiB` or `4096`; raises `ValueError` for anything else."""
-    for unit, size in UNITS.items():
-        if text.endswith(unit):
-            return int(text.removesuffix(unit).strip(), 10) * size
-    return int(text, 10)

@@ -1,7 +1,8 @@
 """One block behind a large request to the same peer: what the small one has to wait for.
 
-Both are asked for one right after the other; timed is from before the first call to the end of the one block, because
-a thread that is held up by the first call cannot make the second. `extra["large"]` is when the large one ended.
+Both are asked for one right after the other. Timed is from before the first call to the end of the one block, because
+a thread that is held up by the first call cannot make the second; `extra["own"]` is from the second call.
+`extra["large"]` is when the large one ended.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class _Agent(agent.Starter):
         watch = Stopwatch((os.getpid(),))
         with caller:
             large = self._start(self._peer, self._segments, self._blocks[0])
+            own = time.monotonic()
             small = self._start(self._peer, self._segments, [self._small])
         ended: dict[int, float] = {}
         while len(ended) < 2:
@@ -52,7 +54,7 @@ class _Agent(agent.Starter):
                     ended[event.transfer] = now
                 elif isinstance(event, PeerLost):
                     raise event.error
-        took = watch.took(caller, ended[small.id], large=ended[large.id] - watch.start)
+        took = watch.took(caller, ended[small.id], large=ended[large.id] - watch.start, own=ended[small.id] - own)
         self._agent.send(self._peer, b"done")
         return took
 
@@ -69,9 +71,11 @@ class _Nixl(nixl.Starter):
         nixl_agent = self._agent
         caller = CallerClock()
         watch = Stopwatch((os.getpid(),))
-        handles = []
+        handles: list[Any] = []
+        own = watch.start
         with caller:
             for ours, theirs in (self._numbers[0], self._small):
+                own = time.monotonic()
                 handle = nixl_agent.make_prepped_xfer(self._op, self._local, ours, self._remote, theirs, b"done")
                 if nixl_agent.transfer(handle) == "ERR":
                     raise RuntimeError("NIXL refused the transfer")
@@ -84,7 +88,7 @@ class _Nixl(nixl.Starter):
                     ended[index] = time.monotonic()
             if time.monotonic() - watch.start > _LIMIT_S:
                 raise TimeoutError(f"the NIXL transfers have not ended within {_LIMIT_S:.0f} s")
-        took = watch.took(caller, ended[1], large=ended[0] - watch.start)
+        took = watch.took(caller, ended[1], large=ended[0] - watch.start, own=ended[1] - own)
         for handle in handles:
             nixl_agent.release_xfer_handle(handle)
         return took
