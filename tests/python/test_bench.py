@@ -97,7 +97,8 @@ def test_the_other_subcommands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("transfer --watch --direction write", "--watch"),
         ("transfer --api worker --direction write", "--direction write goes with --api agent"),
         ("transfer --rounds 0", "whole number from 1"),
-        ("transfer --blocks 2 --rounds 1 --json /nowhere/rows.json", "/nowhere/rows.json cannot be written"),
+        ("transfer --json /nowhere/rows.json", "/nowhere/rows.json cannot be written"),
+        ("plan --plot /nowhere/plan.svg", "/nowhere/plan.svg cannot be written"),
         ("nothing", "invalid choice"),
     ],
 )
@@ -126,16 +127,8 @@ def test_without_numpy_the_other_commands_work_and_its_remedy_is_told() -> None:
     told = subprocess.run([sys.executable, "-c", script, "bench", "idle"], capture_output=True, text=True)
     assert told.returncode == 2
     assert "pip install numpy" in told.stderr
-    planned = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            script,
-            *["plan", "--prefill", "tp=1", "--decode", "tp=1", "--layers", "1", "--mla", "8"],
-        ],
-        capture_output=True,
-        text=True,
-    )
+    words = shlex.split("plan --prefill tp=1 --decode tp=1 --layers 1 --mla 8")
+    planned = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
     assert planned.returncode == 0, planned.stderr
 
 

@@ -148,6 +148,11 @@ def run(options: argparse.Namespace) -> int:
         import numpy  # noqa: F401
     except ImportError:
         raise UsageError("kvferry bench needs numpy: pip install numpy") from None
+    # Before anything is measured that would be lost.
+    for option in ("json", "plot"):
+        path = getattr(options, option, None)
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise UsageError(f"--{option}: {path} cannot be written: there is no folder {path.parent} to write to")
     # Warnings about the loopback would stand between the figures.
     os.environ.setdefault("KVFERRY_LOG", "error")
     from . import commands
