@@ -47,7 +47,10 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
 
 
 class Remote:
-    """Makes `make(*arguments)` in a new process. The object must have a method `close`."""
+    """Makes `make(*arguments)` in a new process. The object must have a method `close`.
+
+    The constructor does not wait for it, so that several processes start at once; the first call does.
+    """
 
     def __init__(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
         self.name = name
@@ -56,14 +59,14 @@ class Remote:
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()
         theirs.close()
-        try:
-            self.pid: int = self.answer("start")
-        except BaseException:
-            self._end()
-            raise
+        self._ready = False
+        self.pid = int(self._process.pid or 0)
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Calls a method; `answer` takes what comes of it."""
+        if not self._ready:
+            self.answer("start")
+            self._ready = True
         try:
             self._pipe.send((method, arguments))
         except OSError:
@@ -106,6 +109,8 @@ class Remote:
         """Ends the process, by its own `close` if it can."""
         self.resume()
         try:
+            if not self._ready and self._pipe.poll(15):
+                self._pipe.recv()
             self._pipe.send(("close", ()))
             if self._pipe.poll(15):
                 self._pipe.recv()
