@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +20,7 @@ NIXL_THREADS = (0, 4)
 """The settings of `num_threads` that are tried: none, and what vLLM sets."""
 MEDIA = {"shm": ("vm", "memcpy"), "tcp": ("socket",), "cuda": ("device",)}
 """What stands for the medium. The first is the one that ratios are made with."""
+_INSIDE = ("memcpy", "device")
 _NAMES = {
     "behind": "kvferry, behind",
     "agent": "kvferry",
@@ -89,7 +90,10 @@ def setups(plan: Plan) -> list[Setup]:
     if plan.limit:
         if plan.am_limit is not None and plan.transport == "tcp" and plan.work.direction == "read":
             made.append(Setup("am", plan.work, plan.transport, 0.0, {"program": str(plan.am_limit)}))
-        made += [Setup(name, plan.work, plan.transport) for name in MEDIA[plan.transport]]
+        # A copy inside one process has no direction: it is into the memory of the starting side.
+        inside = replace(plan.work, direction="read")
+        media = MEDIA[plan.transport]
+        made += [Setup(name, inside if name in _INSIDE else plan.work, plan.transport) for name in media]
     return made
 
 
