@@ -92,7 +92,7 @@ def about() -> dict[str, object]:
     """What the figures depend on."""
     return {
         "kvferry": _lib.version(),
-        "ucx": _lib.ucx_info(),
+        "ucx": _lib.ucx_info()["version"],
         "cpus": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
