@@ -22,8 +22,8 @@ def parser() -> argparse.ArgumentParser:
         prog="scripts/bench",
         description="Measures what is asked of kvferry's speed, beside NIXL and the medium in the same runs, and "
         "judges every line. Exit status 0 when all was measured, met or not; 1 when something broke.",
-        epilog="Environment: KVFERRY_LIBRARY=PATH   measure this libkvferry.so with this tree's Python package, and build "
-        "and install no wheel",
+        epilog="Environment: KVFERRY_LIBRARY=PATH   measure this libkvferry.so with this tree's Python package, and "
+        "build and install no wheel",
     )
     add = made.add_argument
     add("--only", metavar="PATTERN", action="append", help="lines by name (as --list prints them), * and ? allowed")
