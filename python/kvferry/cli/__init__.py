@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from .._errors import KvferryError
+from ..bench import cli as bench
 from . import key, plan
 
 BAD_INPUT, FAILED = 2, 1
@@ -26,7 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_arguments(plan_command)
     key_command = commands.add_parser("key", help="write a new key file", description=key.__doc__)
     key.add_arguments(key_command)
+    bench_command = commands.add_parser(
+        "bench", help="measure transfers and the rest, beside NIXL if asked", description=bench.__doc__
+    )
+    bench.add_arguments(bench_command)
     options = parser.parse_args(arguments)
+    if options.command == "bench":
+        return _bench(bench_command, options)
     if options.command == "key":
         try:
             return key.run(options)
@@ -42,3 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bad = error.name in ("invalid_argument", "exhausted", "out_of_range")
         what = "error" if bad else "cannot be"
         plan_command.exit(BAD_INPUT if bad else FAILED, f"{plan_command.prog}: {what}: {text}\n")
+
+
+def _bench(command: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        return bench.run(options)
+    except bench.UsageError as error:
+        command.exit(BAD_INPUT, f"{command.prog} {options.bench}: error: {error}\n")
+    except (KvferryError, bench.BenchError) as error:
+        command.exit(FAILED, f"{command.prog} {options.bench}: failed: {error}\n")

@@ -1,0 +1,126 @@
+"""From rounds to figures, and figures as a table, as JSON and as a progress line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import TypedDict
+
+from .. import _lib
+
+
+class Row(TypedDict):
+    """One line of results. Times are medians, None where not measured.
+
+    `ours_ms`, `peer_ms` and `limit_ms` are times to completion of kvferry, of NIXL in its better setting and of the
+    medium; `ratio_peer` is ours by the peer's (lower is better for us), `ratio_limit` the limit's by ours: the part of
+    what the medium allows that is reached. `caller_us` is time taken from the thread that starts the transfer and looks
+    after it. `notify_us` is from the last byte until the producer knows. CPU is that of both processes together.
+    """
+
+    work: str
+    transport: str
+    ours_ms: float | None
+    peer_ms: float | None
+    limit_ms: float | None
+    ratio_peer: float | None
+    ratio_limit: float | None
+    caller_us: float | None
+    peer_caller_us: float | None
+    notify_us: float | None
+    cpu_s_per_gb: float | None
+    peer_cpu_s_per_gb: float | None
+    ours_p99_ms: float | None
+    peer_p99_ms: float | None
+    peer_notify_us: float | None
+
+
+def percentile(values: Iterable[float], part: float) -> float:
+    """The smallest value that `part` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
+
+
+def row(work: str, transport: str, **known: float | None) -> Row:
+    """A row of what is known; the ratios follow from the times."""
+    made: Row = dict.fromkeys(Row.__annotations__)  # type: ignore[assignment]
+    made.update(known)  # type: ignore[typeddict-item]
+    made["work"], made["transport"] = work, transport
+    ours, peer, limit = made["ours_ms"], made["peer_ms"], made["limit_ms"]
+    if ours and peer:
+        made["ratio_peer"] = ours / peer
+    if ours and limit:
+        made["ratio_limit"] = limit / ours
+    return made
+
+
+def best(values: Iterable[Sequence[float]]) -> float | None:
+    """The lowest of the medians; None without values."""
+    medians = [median(some) for some in values if some]
+    return min(medians) if medians else None
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with about `digits` digits that count; `-` for none."""
+    if value is None:
+        return "-"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """A table; the first `texts` columns are texts, the others numbers."""
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        placed = (
+            cell.ljust(width) if i < texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(placed).rstrip()
+
+    return "\n".join([line(head), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def about() -> dict[str, object]:
+    """What the figures depend on."""
+    return {
+        "kvferry": _lib.version(),
+        "ucx": _lib.ucx_info()["version"],
+        "cpus": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def json_text(rows: Sequence[Row], **more: object) -> str:
+    """`{"about": ..., "rows": [...]}`."""
+    return json.dumps({"about": about(), "rows": list(rows), **more}, indent=2) + "\n"
+
+
+class Progress:
+    """A bar on stderr, where that is a terminal; else nothing."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, max(1, total), 0
+        self._shown = sys.stderr.isatty()
+
+    def step(self) -> None:
+        """One more is done."""
+        self._done += 1
+        if self._shown:
+            full = 30 * self._done // self._total
+            sys.stderr.write(f"\r{self._what} [{'#' * full}{'.' * (30 - full)}] {self._done}/{self._total}")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        """Takes the bar away."""
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,98 @@
+"""A process's memory for a measurement, whose bytes tell what they should be."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .work import Ids, Work
+
+_LAYER, _BLOCK, _WORD = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9))
+_AT_ONCE = 32 << 20
+"""Bytes that are made or compared at a time."""
+
+
+class Memory:
+    """`[layer, block, word]`: words of 8 bytes that differ by layer, block and place.
+
+    Every page is touched by the constructor. One mapping for all layers, so that a single copy can cover it.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.shape = (work.layers, work.pool_blocks, work.block_bytes // 8)
+        self._mapping = mmap.mmap(-1, work.pool_bytes)
+        # Said either way, so that all processes have the same, whatever the system's setting.
+        self._mapping.madvise(mmap.MADV_HUGEPAGE if work.huge_pages else mmap.MADV_NOHUGEPAGE)
+        self.words: NDArray[np.uint64] = np.frombuffer(self._mapping, dtype=np.uint64).reshape(self.shape)
+        self.address = int(self.words.ctypes.data)
+        self.layer_bytes = work.pool_blocks * work.block_bytes
+        self.blank = np.uint64(0)
+        self.wipe(0)
+
+    kind: Literal["host", "cuda"] = "host"
+
+    def layer(self, number: int) -> tuple[int, int]:
+        """Address and bytes of a layer."""
+        return self.address + number * self.layer_bytes, self.layer_bytes
+
+    def fill(self) -> None:
+        """Gives every word its own value: what is read from here must be equal to it."""
+        for layer in range(self.shape[0]):
+            for ids in self._portions(np.arange(self.shape[1], dtype=np.uint32)):
+                self.words[layer, ids] = self._expected(layer, ids)
+
+    def wipe(self, number: int) -> None:
+        """Overwrites everything with a value that no block holds, another one for each number."""
+        self.blank = np.uint64(0x5A5A5A5A00000000 + number)
+        self.words[...] = self.blank
+
+    def wrong_words(self, pairs: list[tuple[Ids, Ids]]) -> int:
+        """How many words are not what a copy of `pairs` (written, read) must have left here after a wipe."""
+        wrong = 0
+        untouched = np.ones(self.shape[1], dtype=bool)
+        for written, read in pairs:
+            untouched[written] = False
+            step = max(1, _AT_ONCE // self.work.block_bytes)
+            for layer in range(self.shape[0]):
+                for start in range(0, len(written), step):
+                    found = self.words[layer, written[start : start + step]]
+                    wrong += int(np.count_nonzero(found != self._expected(layer, read[start : start + step])))
+        for layer in range(self.shape[0]):
+            for ids in self._portions(np.flatnonzero(untouched).astype(np.uint32)):
+                wrong += int(np.count_nonzero(self.words[layer, ids] != self.blank))
+        return wrong
+
+    def last_words(self, pairs: list[tuple[Ids, Ids]]) -> Waiting:
+        """The last words of all blocks that are to be written, for seeing when the last of them has come."""
+        written = np.concatenate([ids for ids, _ in pairs])
+        return Waiting(self.words[:, :, -1], written, self.blank)
+
+    def _portions(self, ids: Ids) -> list[Ids]:
+        step = max(1, _AT_ONCE // self.work.block_bytes)
+        return [ids[start : start + step] for start in range(0, len(ids), step)]
+
+    def _expected(self, layer: int, ids: Ids) -> NDArray[np.uint64]:
+        ramp = np.arange(self.shape[2], dtype=np.uint64) * _WORD
+        with np.errstate(over="ignore"):
+            base = ids.astype(np.uint64) * _BLOCK + np.uint64(layer + 1) * _LAYER
+            expected: NDArray[np.uint64] = base[:, None] + ramp[None, :]
+        return expected
+
+
+class Waiting:
+    """Blocks that have not come yet, seen by their last words. Those that came are not looked at again."""
+
+    def __init__(self, words: NDArray[np.uint64], written: Ids, blank: np.uint64) -> None:
+        self._words, self._blank = words, blank
+        self._layers = np.repeat(np.arange(words.shape[0]), len(written))
+        self._blocks = np.tile(written, words.shape[0])
+
+    def over(self) -> bool:
+        """Whether all have come."""
+        left = self._words[self._layers, self._blocks] == self._blank
+        self._layers, self._blocks = self._layers[left], self._blocks[left]
+        return not len(self._layers)

@@ -1,0 +1,74 @@
+"""Two processes with an engine between them, seen from the process that takes the measurements."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import NamedTuple
+
+from .child import Process
+from .cli import BenchError
+from .engines import Setup, Took
+from .remote import Remote
+
+
+class Round(NamedTuple):
+    """One round's figures; `notify_s` is None for engines that do not tell the other side."""
+
+    took: Took
+    notify_s: float | None
+
+
+class Pair:
+    """An engine's two processes."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._round = 0
+        with ExitStack() as stack:
+            self._other = stack.enter_context(Remote(f"{setup.engine}, other side", Process, setup, False, 0))
+            self._starter = stack.enter_context(
+                Remote(f"{setup.engine}, starting side", Process, setup, True, self._other.pid)
+            )
+            self._starter.ask("meet", self._other.ask("hello"))
+            self._stack = stack.pop_all()
+
+    def round(self, watch: bool = False) -> Round:
+        """Wipes, moves everything, and compares every byte. With `watch`, also when the last byte came."""
+        self._round += 1
+        for side in (self._other, self._starter):
+            side.ask("wipe", self._round)
+        ticket = self._other.ask("expect")
+        self._other.tell("known")
+        took: Took = self._starter.ask("run", ticket, watch)
+        known = self._other.answer("known")
+        wrong = self._other.ask("check") + self._starter.ask("check")
+        if wrong:
+            raise BenchError(f"{self.setup.engine}: {wrong} words of 8 bytes are wrong after round {self._round}")
+        # Where the end is only looked for at intervals, or comes after the producer's word as a worker's does, nothing
+        # but a watcher tells when the last byte came.
+        late = self.setup.poll_s > 0 or self.setup.engine == "worker"
+        last = took.extra.get("last_byte_at", None if late else took.done_at)
+        return Round(took, None if known is None or last is None else known - last)
+
+    def pause(self) -> None:
+        """Stops both processes with all their threads."""
+        self._starter.pause()
+        self._other.pause()
+
+    def resume(self) -> None:
+        """Lets both go on."""
+        self._other.resume()
+        self._starter.resume()
+
+    def close(self) -> None:
+        """Ends both processes."""
+        self._stack.close()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

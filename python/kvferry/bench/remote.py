@@ -1,0 +1,134 @@
+"""An object in a process of its own, whose methods are called over a pipe."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from .cli import BenchError
+
+ANSWER_S = 300.0
+"""How long an answer may take before the measurement is given up."""
+_PR_SET_PDEATHSIG = 1
+
+
+def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """The process's own function: makes the object, then does what the pipe says until its end."""
+    # A stopped process would outlive a parent that was killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        try:
+            made = make(*arguments)
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+            return
+        pipe.send((os.getpid(), None))
+        while True:
+            name, given = pipe.recv()
+            answer: tuple[Any, str | None]
+            try:
+                answer = (getattr(made, name)(*given), None)
+            except Exception:
+                answer = (None, traceback.format_exc())
+            pipe.send(answer)
+            if name == "close":
+                return
+    except (EOFError, BrokenPipeError):
+        # The parent is gone, or has given up.
+        return
+
+
+class Remote:
+    """Makes `make(*arguments)` in a new process. The object must have a method `close`.
+
+    The constructor does not wait for it, so that several processes start at once; the first call does.
+    """
+
+    def __init__(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._ready = False
+        self.pid = int(self._process.pid or 0)
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Calls a method; `answer` takes what comes of it."""
+        if not self._ready:
+            self.answer("start")
+            self._ready = True
+        try:
+            self._pipe.send((method, arguments))
+        except OSError:
+            raise self._gone(method) from None
+
+    def answer(self, method: str) -> Any:
+        """What the method that was told last has returned."""
+        if not self._pipe.poll(ANSWER_S):
+            raise BenchError(f"{self.name}, {method}: no answer within {ANSWER_S:.0f} s")
+        try:
+            value, error = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._gone(method) from None
+        if error is not None:
+            raise BenchError(f"{self.name}, {method}:\n{error}")
+        return value
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Calls a method and returns what it does."""
+        self.tell(method, *arguments)
+        return self.answer(method)
+
+    def _gone(self, method: str) -> BenchError:
+        self._process.join(5)
+        return BenchError(f"{self.name}, {method}: the process ended with {self._process.exitcode}")
+
+    def pause(self) -> None:
+        """Stops the process with all its threads."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets it go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Ends the process, by its own `close` if it can."""
+        self.resume()
+        try:
+            if not self._ready and self._pipe.poll(15):
+                self._pipe.recv()
+            self._pipe.send(("close", ()))
+            if self._pipe.poll(15):
+                self._pipe.recv()
+        except (OSError, EOFError):
+            pass
+        self._end()
+
+    def _end(self) -> None:
+        self._pipe.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,171 @@
+"""The measurements behind the table: each is a call into `kvferry.bench` that prints its own table and gives a row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvferry.bench import behind, handshake, idle, listener, planning, transfer
+from kvferry.bench.figures import Row, percentile, row
+from kvferry.bench.transfer import Plan
+from kvferry.bench.work import Work
+
+ROOT = Path(__file__).resolve().parents[2]
+MANY_LAYERS, MANY_BLOCKS = 64, 4096
+"""262,144 block-layers in one request."""
+POLL_S = 0.05
+COLD_BLOCKS = 131_072
+IDLE_PEERS, IDLE_S = 100, 10.0
+CLIENTS, VISITS = 1000, 20_000
+
+Shape = tuple[str, str, int, int]
+"""Transport, pattern, blocks, bytes per block."""
+SHM: list[Shape] = [
+    ("shm", "random", 2048, 16384),
+    ("shm", "random", 8192, 4096),
+    ("shm", "random", 2048, 65536),
+    ("shm", "contiguous", 2048, 16384),
+]
+TCP: list[Shape] = [
+    ("tcp", "random", 2048, 16384),
+    ("tcp", "random", 8192, 4096),
+    ("tcp", "random", 2048, 65536),
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How thoroughly: counted rounds, whether beside NIXL, and the program of UCX's own messages."""
+
+    rounds: int
+    peer: bool
+    am_limit: Path | None
+
+
+class Measurements:
+    """Takes each measurement at most once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.rows: list[Row] = []
+        self.transfer = cache(self._transfer)
+        self.caller = cache(self._caller)
+        self.notify = cache(self._notify)
+        self.behind = cache(self._behind)
+        self.cold = cache(self._cold)
+        self.listener = cache(self._listener)
+        self.idle = cache(self._idle)
+        self.vllm = cache(self._vllm)
+
+    def _keep(self, made: Row, table: str) -> Row:
+        print(f"\n{table}", flush=True)
+        self.rows.append(made)
+        return made
+
+    def _run(self, plan: Plan) -> Row:
+        samples = transfer.measure(plan)
+        return self._keep(transfer.summary(plan, samples), transfer.table(plan, samples))
+
+    def _transfer(self, shape: Shape) -> Row:
+        transport, pattern, blocks, size = shape
+        work = Work(pattern, size, blocks)  # type: ignore[arg-type]
+        am = self._settings.am_limit if transport == "tcp" else None
+        settings = self._settings
+        return self._run(Plan(work, transport, settings.rounds, peer=settings.peer, limit=True, am_limit=am))
+
+    def _caller(self, transport: str) -> Row:
+        work = Work("random", 1024, MANY_BLOCKS, MANY_LAYERS)
+        settings = self._settings
+        return self._run(Plan(work, transport, settings.rounds, "worker", settings.peer, poll_s=POLL_S))
+
+    def _notify(self, transport: str) -> Row:
+        settings = self._settings
+        return self._run(Plan(Work(), transport, settings.rounds, "worker", settings.peer, poll_s=POLL_S, watch=True))
+
+    def _behind(self, transport: str) -> Row:
+        work = Work("random", 16384, 32768)
+        plan = Plan(work, transport, self._settings.rounds, peer=self._settings.peer)
+        samples = behind.measure(plan)
+        return self._keep(behind.summary(plan, samples), behind.table(plan, samples))
+
+    def _cold(self, ranks: int) -> Row:
+        asked: tuple[str, int, int] = ("tcp", ranks, COLD_BLOCKS)
+        times = handshake.measure(*asked, self._settings.rounds, self._settings.peer)
+        return self._keep(handshake.summary(*asked, times), handshake.table(*asked, times))
+
+    def _listener(self) -> listener.Visits:
+        visits = listener.measure(CLIENTS, VISITS)
+        self._keep(listener.summary(visits), listener.table(visits))
+        return visits
+
+    def _idle(self, transport: str) -> Row:
+        found = idle.measure(transport, IDLE_PEERS, IDLE_S, self._settings.peer)
+        return self._keep(idle.summary(found, transport), idle.table(found, transport))
+
+    def _vllm(self) -> dict[str, list[float]]:
+        """Hand-over times by connector, in milliseconds."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "demo.json"
+            command = ["scripts/demo", "--compare", "--transport", "tcp", "--requests", "200", "--json", str(out)]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+            found: Any = json.loads(out.read_text(encoding="utf-8"))
+        times = {}
+        for result in found if isinstance(found, list) else found["results"]:
+            known = [one["handover_ms"] for one in result["requests"] if one["handover_ms"] is not None]
+            times[result["connector"]] = known
+        ours = times["kvferry"]
+        for connector, some in times.items():
+            if connector != "kvferry":
+                made = row(
+                    f"hand-over of real vLLM requests, beside {connector}",
+                    "tcp",
+                    ours_ms=median(ours),
+                    peer_ms=median(some),
+                    ours_p99_ms=percentile(ours, 0.99),
+                    peer_p99_ms=percentile(some, 0.99),
+                )
+                self.rows.append(made)
+        return times
+
+
+def grow(settings: Settings, folder: Path) -> None:
+    """How each grows: drawings of twice as many blocks, twice the size, twice the requests, and plans."""
+    from kvferry.bench.plot import svg
+
+    def grown(name: str, axis: str, works: list[Work]) -> None:
+        for transport in ("shm", "tcp"):
+            series: dict[str, list[tuple[float, float]]] = {}
+            for work in works:
+                plan = Plan(work, transport, settings.rounds, peer=settings.peer, limit=True)
+                for one in transfer.measure(plan):
+                    x = float(getattr(work, axis))
+                    series.setdefault(transfer.label(one.name), []).append((x, median(one.of("ms"))))
+            title = f"{works[0].text}, and on, {transport}"
+            drawing = svg(title, axis.replace("_", " "), "median ms", series, doubling=True)
+            (folder / f"grow-{name}-{transport}.svg").write_text(drawing, encoding="utf-8")
+
+    grown("blocks", "blocks", [Work(blocks=512 << step) for step in range(6)])
+    grown("size", "block_bytes", [Work(blocks=1024, block_bytes=1024 << step) for step in range(8)])
+    grown("requests", "requests", [Work(blocks=256, requests=1 << step) for step in range(6)])
+    times = planning.measure(64, 500, 6, settings.rounds)
+    points = [(float(count), median(taken)) for count, _, taken in times]
+    drawing = svg("plans of 64 layers from TP 4 to TP 1", "blocks", "median ms", {"kvferry": points}, doubling=True)
+    (folder / "grow-plan.svg").write_text(drawing, encoding="utf-8")
+    _grown_peers(settings, folder, svg)
+
+
+def _grown_peers(settings: Settings, folder: Path, svg: Callable[..., str]) -> None:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for ranks in (1, 2, 4, 8, 16, 32, 64):
+        for name, some in handshake.measure("tcp", ranks, COLD_BLOCKS, settings.rounds, settings.peer).items():
+            series.setdefault(name, []).append((float(ranks), median(some)))
+    drawing = svg(f"first contact to first byte, {COLD_BLOCKS:,} blocks", "ranks", "median ms", series, doubling=True)
+    (folder / "grow-peers.svg").write_text(drawing, encoding="utf-8")

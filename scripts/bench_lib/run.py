@@ -1,0 +1,95 @@
+"""Runs the lines that are asked for and prints asked, got, met."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from kvferry.bench.figures import about, columns
+
+from .measure import Measurements, Settings, grow
+from .table import LINES, Line, Verdict
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description="Measures what is asked of kvferry's speed, beside NIXL and the medium in the same runs, and "
+        "judges every line. Exit status 0 when all was measured, met or not; 1 when something broke.",
+        epilog="Environment: KVFERRY_LIBRARY=PATH   measure this libkvferry.so with this tree's Python package, and "
+        "build and install no wheel",
+    )
+    add = made.add_argument
+    add("--only", metavar="PATTERN", action="append", help="lines by name (as --list prints them), * and ? allowed")
+    add("--list", action="store_true", help="print the lines' names and what is asked")
+    add("--rounds", type=int, default=15, metavar="N", help="counted rounds (default %(default)s)")
+    add("--no-peer", action="store_true", help="without NIXL: such lines are not judged")
+    add("--vllm", action="store_true", help="also the line with real vLLM servers (scripts/demo --compare; an hour)")
+    add("--plots", type=Path, metavar="FOLDER", help="also draw how each grows with blocks, size, requests and peers")
+    add("--json", type=Path, metavar="FILE", help="also write rows and verdicts as JSON")
+    return made
+
+
+def chosen(patterns: list[str] | None, vllm: bool) -> list[Line]:
+    """The lines that match any pattern, by name or by its part before the colon; all but real vLLM's without one."""
+    found = [
+        line
+        for line in LINES
+        if not patterns
+        or any(fnmatch.fnmatch(line.name, p) or fnmatch.fnmatch(line.name.partition(":")[0], p) for p in patterns)
+    ]
+    return [line for line in found if vllm or not line.real or patterns]
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code."""
+    os.environ.setdefault("KVFERRY_LOG", "error")
+    options = parser().parse_args(arguments)
+    lines = chosen(options.only, options.vllm)
+    if not lines:
+        parser().error(f"no line matches {', '.join(options.only)}; --list names them")
+    if options.list:
+        print(columns(("line", "asked"), [(line.name, line.asked) for line in lines], texts=2))
+        return 0
+    program = os.environ.get("KVFERRY_AM_LIMIT")
+    settings = Settings(max(1, options.rounds), not options.no_peer, Path(program) if program else None)
+    taken = Measurements(settings)
+    verdicts: list[tuple[Line, Verdict]] = []
+    broke = False
+    for line in lines:
+        try:
+            verdict = line.judge(taken)
+        except Exception:
+            traceback.print_exc()
+            verdict, broke = Verdict("it broke, see above", None), True
+        verdicts.append((line, verdict))
+        if options.json is not None:
+            # After each line, so that what was measured is not lost with what comes after.
+            _save(options.json, taken, verdicts)
+    words = {True: "met", False: "not met", None: "not judged"}
+    print(f"\n{settings.rounds} alternating rounds, {os.sched_getaffinity(0).__len__()} processors")
+    cells = [(line.name, line.asked, verdict.got, words[verdict.met]) for line, verdict in verdicts]
+    print(columns(("line", "asked", "got", ""), cells, texts=4))
+    if options.plots is not None:
+        options.plots.mkdir(parents=True, exist_ok=True)
+        grow(settings, options.plots)
+    return 1 if broke else 0
+
+
+def _save(path: Path, taken: Measurements, verdicts: list[tuple[Line, Verdict]]) -> None:
+    judged = [
+        {"line": line.name, "asked": line.asked, "got": verdict.got, "met": verdict.met} for line, verdict in verdicts
+    ]
+    path.write_text(
+        json.dumps({"about": about(), "rows": taken.rows, "lines": judged}, indent=2) + "\n", encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
