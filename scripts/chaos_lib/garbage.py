@@ -280,15 +280,17 @@ def run(options: Options) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "metadata"
             file.write_bytes(agent_metadata)
-            halves = []
+            halves: list[dict[str, Any]] = []
+            levels: list[dict[str, int]] = []
             for part in (0, 1):
                 begin = time.monotonic()
                 sent = _assault(beside, file, (rounds + part) // 2, seed + 1000 * part)
                 seconds = time.monotonic() - begin
                 crowd = _crowded(beside)
                 _quiet(producer, beside.tally)
-                halves.append({"attack": sent, "seconds": round(seconds, 1), "crowd": crowd, **resources(producer)})
-        after, over = wait_level(producer, halves[0])
+                levels.append(resources(producer))
+                halves.append({"attack": sent, "seconds": round(seconds, 1), "crowd": crowd, **levels[-1]})
+        after, over = wait_level(producer, levels[0])
         stats = producer.ask("state")["agent"]
     finally:
         dead = sum(not child.process.is_alive() for child in (producer, consumer))
@@ -305,7 +307,7 @@ def run(options: Options) -> dict[str, Any]:
             "unanswered": beside.unanswered,
             "wrong_answers": beside.wrong,
             "grown": sum(over.values()),
-            "not_sent": rounds - sum(part["sent"] for half in halves for part in half["attack"].values()),
+            "not_sent": rounds - sum(half["attack"][part]["sent"] for half in halves for part in half["attack"]),
         },
         "halves": halves,
         "beside": {
@@ -316,7 +318,7 @@ def run(options: Options) -> dict[str, Any]:
         },
         "agent": {key: stats[key] for key in ("messages_received", "messages_dropped", "peers_lost", "peers")},
         "after": after,
-        "over": grown(halves[0], after),
+        "over": grown(levels[0], after),
         "notes": tally.notes,
     }
 
