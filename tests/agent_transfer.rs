@@ -168,7 +168,7 @@ fn served_chunks_hold_many_small_blocks_and_cut_large_ones() {
     let peer = a.connect(&b.agent.metadata().unwrap());
     let mut random = Random(9);
     for (stride, len, chunks) in
-        [(3 << 20, (3 << 20) - 5, 6), (1 << 10, 1 << 10, 6), (64, 3, 17), (300_000, 299_999, 6)]
+        [(3 << 20, (3 << 20) - 5, 12), (1 << 10, 1 << 10, 12), (64, 3, 17), (300_000, 299_999, 12)]
     {
         let count = ((3 << 20) / stride) as u32;
         let ids = |random: &mut Random| random.blocks(count as usize, count);
