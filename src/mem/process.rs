@@ -80,9 +80,6 @@ pub struct Batch {
     bytes: usize,
 }
 
-// SAFETY: the addresses are numbers to it; what may be done with them is said at `Neighbour::copy`.
-unsafe impl Send for Batch {}
-
 impl Batch {
     /// Forgets all pieces.
     pub fn clear(&mut self) {

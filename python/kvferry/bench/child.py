@@ -15,10 +15,10 @@ KNOWN_TIMEOUT_S = 120.0
 _SETTLE_S = 0.005
 
 
-def memory_of(setup: Setup) -> Memory:
+def memory_of(setup: Setup, is_written: bool) -> Memory:
     """Memory of the kind that the transport moves."""
     if setup.transport != "cuda":
-        return Memory(setup.work)
+        return Memory(setup.work, setup.pages and setup.pages[0 if is_written else 1])
     from .cuda import CudaMemory
 
     return CudaMemory(setup.work)
@@ -29,9 +29,9 @@ class Process:
 
     def __init__(self, setup: Setup, starts: bool, other: int) -> None:
         self.setup = setup
-        self.memory = memory_of(setup)
         # What is written is the starting side's when it reads, else the other's.
         self.is_written = starts == (setup.work.direction == "read")
+        self.memory = memory_of(setup, self.is_written)
         if not self.is_written:
             self.memory.fill()
         self.side: Any = make(setup, self.memory, starts, other)

@@ -10,6 +10,7 @@ from statistics import median
 
 from .engines import Setup
 from .figures import Progress, Row, best, columns, number, percentile, row
+from .memory import Pages
 from .pair import Pair, Round
 from .sizes import size_text
 from .work import Work
@@ -106,10 +107,12 @@ def alternate(engines: Sequence[Setup], rounds: int, text: str, watch: bool = Fa
     """The engines take turns, in the other order every second time."""
     samples = [Samples(setup.engine) for setup in engines]
     progress = Progress(text, (rounds + WARM_UP) * len(engines))
+    pages = Pages()
     with ExitStack() as stack:
+        stack.callback(pages.close)
         pairs = []
         for setup in engines:
-            pair = stack.enter_context(Pair(setup))
+            pair = stack.enter_context(Pair(replace(setup, pages=pages.of(setup.work))))
             # Before it is stopped for the first time: engines give up a connection that is not made within seconds.
             pair.round()
             pair.pause()

@@ -15,7 +15,7 @@ class Setup:
     """What an engine is made from, in either process.
 
     `poll_s` is how long the starting side sleeps between two looks; 0 means that it waits or spins, whichever ends
-    sooner for that engine. `options` are the engine's own.
+    sooner for that engine. `options` are the engine's own. `pages` are the files whose pages are written and read.
     """
 
     engine: str
@@ -23,6 +23,7 @@ class Setup:
     transport: str
     poll_s: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    pages: tuple[str, str] | None = None
 
 
 def transport_of(setup: Setup) -> str:
