@@ -11,7 +11,7 @@ use agent_support::{
     LIMIT, Node, RICH, Random, TRANSPORTS, assert_same, config, model, pattern_bytes, plan, rich_plan, until,
 };
 use kvferry::ErrorKind;
-use kvferry::agent::{Agent, AgentConfig, Direction, Event, TransferId, Transport, Window};
+use kvferry::agent::{Agent, AgentConfig, Direction, Event, PeerId, TransferId, Transport, Window};
 use kvferry::proto::plan::CopyPlan;
 
 #[test]
@@ -24,6 +24,17 @@ const DIRECTIONS: [Direction; 2] = [Direction::Read, Direction::Write];
 
 /// Over TCP everything is served by messages; over CMA, an operation per run or gathered into messages.
 const WAYS: [(Transport, u64); 3] = [(Transport::Tcp, 0), (Transport::Shm, 0), (Transport::Shm, u64::MAX)];
+
+/// Moves what the plan says and compares every byte of both sides. Returns the operations, at least one.
+fn a_moves(a: &mut Node, b: &Node, peer: PeerId, direction: Direction, plan: CopyPlan) -> u64 {
+    let (mut local, mut remote) = (a.contents(), b.contents());
+    model(&plan, direction, &mut local, &mut remote);
+    let operations = a.move_all(peer, direction, plan);
+    assert!(operations > 0);
+    assert_same("local", &a.contents(), &local);
+    assert_same("remote", &b.contents(), &remote);
+    operations
+}
 
 /// UCX itself writes a segment that is too long for its receiver over the receiver's memory, unless it was told.
 #[test]
@@ -44,11 +55,7 @@ fn agents_whose_tcp_segments_differ_in_length_understand_each_other() {
         let peer = a.connect(&b.agent.metadata().unwrap());
         for direction in DIRECTIONS {
             let plan = rich_plan(&mut random);
-            let (mut local, mut remote) = (a.contents(), b.contents());
-            model(&plan, direction, &mut local, &mut remote);
-            a.move_all(peer, direction, plan);
-            assert_same("local", &a.contents(), &local);
-            assert_same("remote", &b.contents(), &remote);
+            a_moves(&mut a, &b, peer, direction, plan);
         }
         a.agent.send(peer, vec![7; 3_000_000]).unwrap();
         assert_eq!(b.wait_message().1, vec![7; 3_000_000]);
@@ -64,12 +71,7 @@ fn every_byte_of_rich_plans_arrives_within_one_process() {
         let peer = a.connect(&b.agent.metadata().unwrap());
         for direction in [DIRECTIONS, DIRECTIONS].concat() {
             let plan = rich_plan(&mut random);
-            let (mut local, mut remote) = (a.contents(), b.contents());
-            model(&plan, direction, &mut local, &mut remote);
-            let operations = a.move_all(peer, direction, plan);
-            assert!(operations > 0);
-            assert_same("local", &a.contents(), &local);
-            assert_same("remote", &b.contents(), &remote);
+            a_moves(&mut a, &b, peer, direction, plan);
         }
         a.agent.shutdown(LIMIT).unwrap();
         b.agent.shutdown(LIMIT).unwrap();
@@ -126,11 +128,7 @@ fn short_runs_are_gathered() {
     for (len, operations) in [(99, 1), (100, 128)] {
         let plan = plan(0, 0, 256, len, every_other.clone(), every_other.clone());
         assert_eq!((plan.runs(), plan.mean_run()), (128, Some(len)));
-        let (mut local, mut remote) = (a.contents(), b.contents());
-        model(&plan, Direction::Read, &mut local, &mut remote);
-        assert_eq!(a.move_all(peer, Direction::Read, plan), operations);
-        assert_same("local", &a.contents(), &local);
-        assert_same("remote", &b.contents(), &remote);
+        assert_eq!(a_moves(&mut a, &b, peer, Direction::Read, plan), operations);
     }
     // Short blocks that merge into one run are not short.
     let ids: Vec<u32> = (0..64).collect();
@@ -152,11 +150,7 @@ fn a_window_of_one_moves_everything() {
     let b = Node::start(config("b", Transport::Tcp), 2, &[1 << 20]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let plan = plan(0, 0, 8192, 5000, Random(3).blocks(128, 128), Random(4).blocks(128, 128));
-    let (mut local, mut remote) = (a.contents(), b.contents());
-    model(&plan, Direction::Read, &mut local, &mut remote);
-    a.move_all(peer, Direction::Read, plan);
-    assert_same("local", &a.contents(), &local);
-    assert_same("remote", &b.contents(), &remote);
+    a_moves(&mut a, &b, peer, Direction::Read, plan);
 }
 
 /// What the peer serves travels in chunks of many blocks, whatever their size: one is larger than a chunk, many fit
@@ -174,11 +168,7 @@ fn served_chunks_hold_many_small_blocks_and_cut_large_ones() {
         let ids = |random: &mut Random| random.blocks(count as usize, count);
         for direction in DIRECTIONS {
             let plan = plan(0, 0, stride, len, ids(&mut random), ids(&mut random));
-            let (mut local, mut remote) = (a.contents(), b.contents());
-            model(&plan, direction, &mut local, &mut remote);
-            assert_eq!(a.move_all(peer, direction, plan), chunks, "blocks of {len} bytes");
-            assert_same("local", &a.contents(), &local);
-            assert_same("remote", &b.contents(), &remote);
+            assert_eq!(a_moves(&mut a, &b, peer, direction, plan), chunks, "blocks of {len} bytes");
         }
     }
 }
