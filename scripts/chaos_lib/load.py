@@ -86,9 +86,10 @@ def soak(options: Options, transport: str) -> dict[str, Any]:
     """Requests of mixed sizes through one pair of engines: memory and latency at a tenth and at the end."""
     rounds = options.rounds
     requests, tally = Requests(options.seed, most=32), Tally()
-    setup = Setup("decode", False, transport, blocks=2048, block_bytes=2048, lease_ms=30_000)
+    setup = Setup("decode", False, transport, blocks=32_768, block_bytes=2048, lease_ms=30_000)
     producer, consumer = Child(replace(setup, name="prefill", serves=True)), Child(setup)
     at_tenth: dict[str, dict[str, int]] = {}
+    at_half: dict[str, dict[str, int]] = {}
     first: list[float] = []
     started = 0
     tenth = rounds // 10
@@ -99,6 +100,9 @@ def soak(options: Options, transport: str) -> dict[str, Any]:
                 wait_unpinned(producer, tally, 60)
                 at_tenth = {"producer": resources(producer), "consumer": resources(consumer)}
                 first, tally.seconds = tally.seconds, []
+            if started >= rounds // 2 and not at_half:
+                wait_unpinned(producer, tally, 60)
+                at_half = {"producer": resources(producer), "consumer": resources(consumer)}
             waiting = hand_over(producer, consumer, requests.make(min(32, rounds - started)))
             started += len(waiting)
             settle(consumer, waiting, tally, may_fail=False)
@@ -126,6 +130,7 @@ def soak(options: Options, transport: str) -> dict[str, Any]:
         "requests": started,
         "requests_per_s": round(started / (time.monotonic() - begin), 1),
         "at_10_percent": {**at_tenth, **_latency(first)},
+        "at_50_percent": at_half,
         "at_100_percent": {**at_end, **_latency(tally.seconds)},
         "latency_p50_ratio": round(ratio, 3),
         "notes": tally.notes,
