@@ -24,9 +24,9 @@ pub use rank::{RankPlan, check_ranks};
 pub use request::Wanted;
 
 /// Under how many bytes per run, on average, a transfer between host memories is gathered into messages instead of
-/// posting an operation per run. Measured with `cargo bench --bench transfer -- runs` between two processes of a 2-core
-/// virtual machine, CMA against messages over TCP loopback: gathering moves 1.7 times as much in runs of 1 KiB, 0.9 times
-/// in runs of 2 KiB (docs/benchmarks.md).
+/// moving run by run. Measured with `cargo bench --bench transfer -- runs` between two processes of a 2-core virtual
+/// machine, `process_vm_readv` against messages over TCP loopback: gathering moves 1.5 times as much in runs of 512
+/// bytes, as much in runs of 1 and 2 KiB (docs/benchmarks.md).
 pub const GATHER_BELOW: u64 = 1536;
 
 /// A run of bytes that repeats at every entry of a pair of block lists: entry `i` of the lists copies `len` bytes between
