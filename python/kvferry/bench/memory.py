@@ -90,8 +90,7 @@ class Memory:
 
 
 class Pages:
-    """Memory that the processes of all engines share, in turns: then none has the luck of better placed pages. With
-    pages of its own for each, copying by the same system call differed by 40% between two processes."""
+    """Memory that the processes of all engines share, in turns: then none has the luck of better placed pages."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, str], int] = {}

@@ -1,7 +1,6 @@
 //! Host memory of a process on the same host: copied by the kernel, many pieces a system call.
 //!
-//! UCX's CMA makes the same system call with one piece each. On a 2-core virtual machine, 4 KiB pieces came at 4.4 GB/s
-//! with 1024 of them a call and at 1.2 GB/s one by one, 16 KiB pieces at 6.2 and 2.8 GB/s.
+//! UCX's CMA makes the same system call with one piece each, as NIXL's figures in docs/benchmarks.md show beside these.
 
 use std::time::Instant;
 
