@@ -310,6 +310,17 @@ impl Child {
     pub fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
         rustix::process::kill_process(pid, signal).unwrap();
+        // A thread that has not stopped yet would still answer what comes now.
+        let stopped = || {
+            let mut tasks = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+            tasks.all(|task| {
+                let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+                stat.rsplit_once(')').unwrap().1.trim_start().starts_with('T')
+            })
+        };
+        while signal == rustix::process::Signal::STOP && !stopped() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
     }
 
     pub fn kill(&mut self) {
