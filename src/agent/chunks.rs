@@ -9,7 +9,7 @@ use super::ferry::Engine;
 use super::hello::{Frame, FrameKind};
 use super::ids::{PeerId, TransferId};
 use super::pace::Departure;
-use super::served::{OK, Piece, encode_pieces};
+use super::served::{Load, Piece, encode_pieces};
 use super::spots::{self, Spot};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
@@ -63,14 +63,11 @@ impl MessageSink for Placer {
             && asked.from == (frame.incarnation, frame.connection)
             && asked.placed.is_none()
             && local.iter().all(|spot| spot.range.kind() == MemoryKind::Host);
-        match data.split_last() {
-            Some((&OK, bytes)) if expected => {
-                asked.placed = Some(spots::scatter(local, bytes));
-                true
-            }
-            // What is wrong with it is said when it is taken in turn.
-            _ => false,
+        // What is wrong with another one is said when it is taken in turn.
+        if expected {
+            asked.placed = Some(spots::scatter(local, data));
         }
+        expected
     }
 }
 
@@ -96,7 +93,7 @@ impl Engine {
             }
         };
         let number = self.chunks.borrow().next;
-        self.post_service(chunk.peer, kind, number, data, 0)?;
+        self.post_service(chunk.peer, kind, number, Load::Bytes(data), 0)?;
         let mut chunks = self.chunks.borrow_mut();
         chunks.next += 1;
         chunks.table.insert(number, Asked { chunk, from, departure, placed: None });
@@ -106,13 +103,15 @@ impl Engine {
     /// Takes a reply. With `data` of no bytes, its bytes were put in place as they arrived.
     pub(super) fn on_reply(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
         let expected = match frame.kind {
-            FrameKind::WriteReply => Service::Write,
-            FrameKind::DigestReply => Service::Digest,
-            _ => Service::Read,
+            FrameKind::ReadReply => Some(Service::Read),
+            FrameKind::WriteReply => Some(Service::Write),
+            FrameKind::DigestReply => Some(Service::Digest),
+            // A refusal, of any of them.
+            _ => None,
         };
         let mut chunks = self.chunks.borrow_mut();
         let known = chunks.table.get(&frame.sequence).map(|asked| &asked.chunk);
-        if !known.is_some_and(|chunk| chunk.peer == id && chunk.service == expected) {
+        if !known.is_some_and(|chunk| chunk.peer == id && expected.is_none_or(|service| service == chunk.service)) {
             return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
         }
         let Some(Asked { chunk, placed, departure, .. }) = chunks.table.remove(&frame.sequence) else { return Ok(()) };
@@ -120,16 +119,15 @@ impl Engine {
         if let Ok(peer) = self.peers.get_mut(id) {
             peer.pace.arrive(departure, chunk.bytes, now);
         }
-        let result = match (placed, data.split_last(), chunk.service) {
-            (Some(placed), None, _) => placed,
-            (_, Some((&OK, bytes)), Service::Read) => spots::scatter(&chunk.local, bytes),
-            (_, Some((&OK, _)), Service::Write) => Ok(()),
-            (_, Some((&OK, theirs)), Service::Digest) => compare(&chunk, theirs),
-            (_, Some((_, text)), _) => Err(Error::new(
+        let result = match (placed, expected) {
+            (Some(placed), _) => placed,
+            (None, Some(Service::Read)) => spots::scatter(&chunk.local, data),
+            (None, Some(Service::Write)) => Ok(()),
+            (None, Some(Service::Digest)) => compare(&chunk, data),
+            (None, None) => Err(Error::new(
                 ErrorKind::NotFound,
-                format!("the peer refused: {}", String::from_utf8_lossy(text.get(..500).unwrap_or(text))),
+                format!("the peer refused: {}", String::from_utf8_lossy(data.get(..500).unwrap_or(data))),
             )),
-            (None, None, _) => Err(Error::corrupt("an empty reply")),
         };
         self.chunk_ended(&chunk, result, now);
         Ok(())

@@ -99,7 +99,8 @@ impl Loop {
                 }
             }
             if any {
-                self.progressed_at = now;
+                // Posting has taken its time.
+                self.progressed_at = Instant::now();
             }
             woken = self.wait(any, wish);
         }
@@ -149,9 +150,9 @@ impl Loop {
     fn wait(&mut self, any: bool, wish: Option<Instant>) -> bool {
         let now = Instant::now();
         let spin = self.engine.config.spin;
-        let serving = self.engine.served_at.is_some_and(|at| now.duration_since(at) < spin);
+        let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
         let moving = serving || self.engine.transfers.in_flight().0 > 0;
-        let hurry = any || (moving && now.duration_since(self.progressed_at) < spin);
+        let hurry = any || (moving && now.saturating_duration_since(self.progressed_at) < spin);
         if hurry {
             if self.passenger.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
                 return self.shared.waker.is_pending();

@@ -13,7 +13,7 @@ pub(super) const AM_ID: u16 = 0x4b;
 pub(super) const FRAME_BYTES: usize = 32;
 
 const MAGIC: [u8; 4] = *b"KVFM";
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// What a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,6 +42,8 @@ pub(super) enum FrameKind {
     SealedAnswer,
     /// Any other frame, sealed with its header.
     Sealed,
+    /// Says why a request is not done.
+    Refusal,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -74,6 +76,7 @@ impl Frame {
             FrameKind::SealedHello => 10,
             FrameKind::SealedAnswer => 11,
             FrameKind::Sealed => 12,
+            FrameKind::Refusal => 13,
         };
         let mut bytes = [0; FRAME_BYTES];
         let fields = MAGIC
@@ -116,6 +119,7 @@ impl Frame {
             10 => FrameKind::SealedHello,
             11 => FrameKind::SealedAnswer,
             12 => FrameKind::Sealed,
+            13 => FrameKind::Refusal,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));
@@ -180,7 +184,7 @@ mod tests {
             assert_eq!(Frame::decode(&bytes[..cut]).unwrap_err().kind(), ErrorKind::Corrupt);
         }
         for (index, value, kind) in
-            [(0, b'X', ErrorKind::Corrupt), (4, 2, ErrorKind::VersionMismatch), (5, 99, ErrorKind::Corrupt)]
+            [(0, b'X', ErrorKind::Corrupt), (4, 1, ErrorKind::VersionMismatch), (5, 99, ErrorKind::Corrupt)]
         {
             let mut bad = bytes;
             bad[index] = value;

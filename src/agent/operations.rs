@@ -3,7 +3,7 @@
 use super::ids::{PeerId, TransferId};
 
 /// The owner of an operation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum InFlight {
     /// A read or write of `len` bytes for a transfer.
     Copy { transfer: TransferId, len: u64 },
@@ -11,8 +11,9 @@ pub(super) enum InFlight {
     Flush { transfer: TransferId },
     /// A message, for which this much of the peer's send queue was reserved.
     Message { peer: PeerId, reserved: u64 },
-    /// A request or reply of a served transfer, of which this much counts as unsent replies.
-    Service { peer: PeerId, held: u64 },
+    /// A request or reply of a served transfer, of which this much counts as unsent replies and which UCX sends straight
+    /// from these regions.
+    Service { peer: PeerId, held: u64, regions: Vec<u32> },
     /// The message that tells a peer that this side leaves.
     Goodbye,
     /// The flush after it.

@@ -10,10 +10,11 @@
 //! - digest: a request lists pieces, the reply holds the digest of their bytes ([`AgentConfig::verify`](super::AgentConfig::verify)), whichever way
 //!   the bytes were moved.
 //!
-//! A reply ends in a byte that says whether it was done; a refusal has its text before that. Requests and replies are
-//! matched by a chunk number that the asking side never uses twice.
+//! A request that is not done is answered by a refusal, which holds a text. Requests and answers are matched by a chunk
+//! number that the asking side never uses twice.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::ferry::Engine;
@@ -23,13 +24,17 @@ use super::operations::InFlight;
 use super::spots::{self, Spot};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
-use crate::ucx::Posted;
+use crate::proto::wire::MemoryKind;
+use crate::ucx::{MAX_PARTS, Part, Posted};
 
 /// Bytes moved by one chunk. Large enough that headers do not count, small enough that it is still in the processor's cache
 /// when it is put in place, and that a message in between waits for a fraction of a millisecond.
 pub(super) const CHUNK_BYTES: u64 = 256 << 10;
 /// Pieces in one chunk, so that a request of scattered tiny pieces stays under 64 KiB.
 pub(super) const CHUNK_PIECES: usize = 3000;
+/// Pieces that are at least this long on average are sent from where they are, shorter ones are gathered: each part costs
+/// the kernel and UCX about as much as copying 4 KiB.
+const PART_BYTES: u64 = 8 << 10;
 /// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only.
 const REPLY_BYTES: u64 = 1 << 20;
 /// Requests of one peer that may wait, 48 MiB of them at the most. A peer keeps to its window, which may not be larger;
@@ -111,39 +116,37 @@ fn total(pieces: &[Piece]) -> u64 {
     pieces.iter().map(|piece| u64::from(piece.len)).sum()
 }
 
-/// Last byte of a reply.
-pub(super) const OK: u8 = 0;
-const REFUSED: u8 = 1;
-
-fn refusal(error: &Error) -> Vec<u8> {
-    let mut reply = error.message().as_bytes().to_vec();
-    reply.push(REFUSED);
-    reply
+/// What a request or reply holds.
+pub(super) enum Load {
+    /// Bytes of its own.
+    Bytes(Vec<u8>),
+    /// Parts of registered regions, which UCX sends from where they are.
+    Parts { parts: Vec<Part>, regions: Vec<u32> },
 }
 
 impl Engine {
     /// Sends a request or reply; `held` bytes of the peer's replies are accounted until UCX is done with it.
-    pub(super) fn post_service(
-        &mut self,
-        id: PeerId,
-        kind: FrameKind,
-        chunk: u64,
-        data: Vec<u8>,
-        held: u64,
-    ) -> Result<()> {
+    pub(super) fn post_service(&mut self, id: PeerId, kind: FrameKind, chunk: u64, load: Load, held: u64) -> Result<()> {
         let peer = self.peers.get_mut(id)?;
         let frame = Frame { kind, incarnation: self.incarnation, connection: peer.connection, sequence: chunk };
-        let (header, data) = peer.wrap(frame, data)?;
-        let token = self.operations.insert(InFlight::Service { peer: id, held });
-        match peer.endpoint.send_am(AM_ID, &header, data, token) {
-            Ok(Posted::Pending) => peer.service.unsent += held,
-            Ok(Posted::Done) => drop(self.operations.remove(token)),
-            Err(e) => {
-                self.operations.remove(token);
-                return Err(ucx_error(e).context(format!("sending to agent {}", peer.name)));
+        let (posted, token) = match load {
+            Load::Bytes(data) => {
+                let (header, data) = peer.wrap(frame, data)?;
+                let token = self.operations.insert(InFlight::Service { peer: id, held, regions: Vec::new() });
+                (peer.endpoint.send_am(AM_ID, &header, data, token), token)
             }
+            Load::Parts { parts, regions } => {
+                self.registry.enter(&regions);
+                let token = self.operations.insert(InFlight::Service { peer: id, held, regions });
+                (peer.endpoint.send_am_parts(AM_ID, &frame.encode(), &parts, token), token)
+            }
+        };
+        if matches!(posted, Ok(Posted::Pending)) {
+            peer.service.unsent += held;
+        } else if let Some(InFlight::Service { regions, .. }) = self.operations.remove(token) {
+            self.registry.leave(&regions);
         }
-        Ok(())
+        posted.map(drop).map_err(|e| ucx_error(e).context(format!("sending to agent {}", peer.name)))
     }
 
     /// UCX is done with a request or reply.
@@ -163,23 +166,17 @@ impl Engine {
         match frame.kind {
             FrameKind::ReadRequest => self.on_read_request(id, frame.sequence, data, now),
             FrameKind::WriteRequest => {
-                let reply = match self.put_in_place(data) {
-                    Ok(()) => vec![OK],
-                    Err(error) => refusal(&error),
-                };
-                self.reply(id, FrameKind::WriteReply, frame.sequence, reply, now);
+                let reply = self.put_in_place(data).map(|()| Load::Bytes(Vec::new()));
+                self.reply(id, FrameKind::WriteReply, frame.sequence, reply, 0, now);
                 Ok(())
             }
             FrameKind::DigestRequest => {
                 let digest = read_request(data).and_then(|pieces| spots::digest(&self.locate(&pieces)?));
-                let reply = match digest {
-                    Ok(digest) => digest.into_iter().chain([OK]).collect(),
-                    Err(error) => refusal(&error),
-                };
-                self.reply(id, FrameKind::DigestReply, frame.sequence, reply, now);
+                let reply = digest.map(|digest| Load::Bytes(digest.to_vec()));
+                self.reply(id, FrameKind::DigestReply, frame.sequence, reply, 0, now);
                 Ok(())
             }
-            FrameKind::ReadReply | FrameKind::WriteReply | FrameKind::DigestReply => {
+            FrameKind::ReadReply | FrameKind::WriteReply | FrameKind::DigestReply | FrameKind::Refusal => {
                 self.on_reply(id, frame, data, now)
             }
             // Taken before it comes here.
@@ -209,13 +206,30 @@ impl Engine {
                 return;
             }
             let Some(request) = peer.service.waiting.pop_front() else { return };
-            let mut reply = self.worker.buffer(usize::try_from(request.bytes).unwrap_or(0).saturating_add(1));
-            match self.locate(&request.pieces).and_then(|spots| spots::gather(&spots, &mut reply)) {
-                Ok(()) => reply.push(OK),
-                Err(error) => reply = refusal(&error),
-            }
-            self.reply(id, FrameKind::ReadReply, request.chunk, reply, now);
+            let keyed = self.secrets.is_keyed();
+            let load = self.locate(&request.pieces).and_then(|spots| self.load(&request, &spots, !keyed));
+            self.reply(id, FrameKind::ReadReply, request.chunk, load, request.bytes, now);
         }
+    }
+
+    /// What a request asked for: as parts where UCX can send those, else gathered into a buffer.
+    fn load(&self, request: &ReadRequest, spots: &[Spot], parts: bool) -> Result<Load> {
+        let long = request.bytes >= PART_BYTES.saturating_mul(spots.len() as u64);
+        let hosts = || spots.iter().all(|spot| spot.range.kind() == MemoryKind::Host);
+        if parts && long && spots.len() <= MAX_PARTS && hosts() {
+            let regions = request.pieces.iter().map(|piece| piece.region).collect();
+            let parts = request.pieces.iter().map(|piece| self.part_of(piece)).collect::<Option<_>>();
+            let gone = || Error::new(ErrorKind::Internal, "a region that was found has no registration");
+            return Ok(Load::Parts { parts: parts.ok_or_else(gone)?, regions });
+        }
+        let mut bytes = self.worker.buffer(usize::try_from(request.bytes).unwrap_or(0));
+        spots::gather(spots, &mut bytes)?;
+        Ok(Load::Bytes(bytes))
+    }
+
+    fn part_of(&self, piece: &Piece) -> Option<Part> {
+        let memory = Arc::clone(self.registry.memory(piece.region)?);
+        Some(Part { memory, offset: usize::try_from(piece.offset).ok()?, len: piece.len as usize })
     }
 
     /// Does what a write request asks for.
@@ -247,9 +261,12 @@ impl Engine {
             .collect()
     }
 
-    fn reply(&mut self, id: PeerId, kind: FrameKind, chunk: u64, reply: Vec<u8>, now: Instant) {
-        let held = reply.len() as u64;
-        if let Err(error) = self.post_service(id, kind, chunk, reply, held) {
+    fn reply(&mut self, id: PeerId, kind: FrameKind, chunk: u64, reply: Result<Load>, held: u64, now: Instant) {
+        let (kind, load) = match reply {
+            Ok(load) => (kind, load),
+            Err(error) => (FrameKind::Refusal, Load::Bytes(error.message().as_bytes().to_vec())),
+        };
+        if let Err(error) = self.post_service(id, kind, chunk, load, held) {
             self.lose(id, error, now);
         }
     }

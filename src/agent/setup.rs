@@ -6,7 +6,7 @@ use super::config::{AgentConfig, Transport};
 use super::served::CHUNK_BYTES;
 use crate::error::{Error, Result};
 use crate::mem::{cuda, ucx_error};
-use crate::ucx::{Context, ContextConfig, Library};
+use crate::ucx::{Context, ContextConfig, Library, MAX_PARTS};
 
 /// Room in a segment for what a message has beside a chunk's bytes: headers, the list of pieces of a write, a seal.
 const SEGMENT_EXTRA: u64 = 64 << 10;
@@ -32,7 +32,10 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     // the speed. So a segment holds a whole one. UCX writes a segment that is longer than the receiver's over the
     // receiver's memory; addresses of version 2 say how long the owner's are, and senders keep to that.
     let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
-    let mut defaults = vec![("RCACHE_MAX_REGIONS", "1024")];
+    //
+    // With UCX's default of 6, a message of more parts is not sent from where they are. Two are UCX's headers.
+    let parts = (MAX_PARTS + 2).to_string();
+    let mut defaults = vec![("RCACHE_MAX_REGIONS", "1024"), ("TCP_MAX_IOV", &parts)];
     if !is_set(config, "ADDRESS_VERSION") {
         defaults.extend([("ADDRESS_VERSION", "v2"), ("TCP_TX_SEG_SIZE", &segment), ("TCP_RX_SEG_SIZE", &segment)]);
     }

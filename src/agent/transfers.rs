@@ -333,7 +333,8 @@ impl Engine {
                 Some(InFlight::Message { peer, reserved }) => {
                     self.message_ended(peer, reserved, result.map_err(ucx_error), now);
                 }
-                Some(InFlight::Service { peer, held }) => {
+                Some(InFlight::Service { peer, held, regions }) => {
+                    self.registry.leave(&regions);
                     self.service_ended(peer, held, result.map_err(ucx_error), now);
                 }
                 Some(InFlight::Goodbye) => {}

@@ -10,17 +10,33 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ucx_sys::{
-    Ucp, ucp_ep_attr_t, ucp_ep_h, ucp_ep_params_t, ucp_request_param_t, ucp_transport_entry_t, ucs_status_ptr_t,
+    Ucp, ucp_dt_iov_t, ucp_ep_attr_t, ucp_ep_h, ucp_ep_params_t, ucp_request_param_t, ucp_transport_entry_t, ucs_status_ptr_t,
     ucs_status_t,
 };
 
 use super::context::c_string;
 use super::envelope::{self, Kind};
-use super::memory::Memory;
+use super::memory::{Memory, MemoryKind};
 use super::request::{Buffers, Operation, Posted, Purpose};
 use super::rkey::Rkey;
 use super::status::{Status, UcxError};
 use super::worker::WorkerCore;
+
+/// The parts that one message may have. UCX's `UCP_MAX_IOV`: up to so many it sends in one piece without copying them.
+pub const MAX_PARTS: usize = 16;
+
+const AM: &str = "ucp_am_send_nbx";
+
+/// Part of a registered range: offset and length in bytes.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// The registration.
+    pub memory: Arc<Memory>,
+    /// From its begin.
+    pub offset: usize,
+    /// May be 0.
+    pub len: usize,
+}
 
 /// How an endpoint is made.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -371,15 +387,9 @@ impl Endpoint {
     /// [`Worker::max_header`](super::Worker::max_header); [`Status::NOT_CONNECTED`] or the endpoint's failure;
     /// UCX's status. An error returned here has no completion.
     pub fn send_am(&self, id: u16, header: &[u8], data: Vec<u8>, token: u64) -> Result<Posted, UcxError> {
-        const OP: &str = "ucp_am_send_nbx";
-        let limit = self.core.worker.max_header();
-        if header.len() > limit {
-            let detail = format!("the header has {} bytes, and this worker sends at most {limit}", header.len());
-            return Err(UcxError::new(OP, Status::EXCEEDS_LIMIT, detail));
-        }
-        let ep = self.core.open_handle(OP)?;
+        let ep = self.check_am(header)?;
         self.post(
-            OP,
+            AM,
             token,
             |operation| {
                 operation.header.extend_from_slice(header);
@@ -404,6 +414,66 @@ impl Endpoint {
                 }
             },
         )
+    }
+
+    /// As [`send_am`](Self::send_am), with data that are 1 to [`MAX_PARTS`] parts of registered host memory, one after the
+    /// other. They are sent from where they are, so what changes there before the completion may change in the message.
+    ///
+    /// # Errors
+    /// As `send_am`; [`Status::INVALID_PARAM`] for another number of parts, device memory, or memory of another context;
+    /// [`Status::OUT_OF_RANGE`] when a part leaves its memory.
+    pub fn send_am_parts(&self, id: u16, header: &[u8], parts: &[Part], token: u64) -> Result<Posted, UcxError> {
+        let ep = self.check_am(header)?;
+        if parts.is_empty() || parts.len() > MAX_PARTS {
+            return Err(UcxError::invalid(AM, format!("{} parts, expected 1 to {MAX_PARTS}", parts.len())));
+        }
+        let mut iov = Vec::with_capacity(parts.len());
+        for Part { memory, offset, len } in parts {
+            if !Arc::ptr_eq(memory.context(), self.core.worker.context()) || memory.kind() != MemoryKind::Host {
+                let detail = format!("{memory:?} is not host memory of the context of {:?}", self.core);
+                return Err(UcxError::invalid(AM, detail));
+            }
+            let buffer = ptr::with_exposed_provenance_mut(memory.slice(AM, *offset, *len)?);
+            iov.push(ucp_dt_iov_t { buffer, length: *len });
+        }
+        self.post(
+            AM,
+            token,
+            |operation| {
+                operation.header.extend_from_slice(header);
+                operation.parts.extend(parts.iter().map(|part| Arc::clone(&part.memory)));
+                operation.iov = iov;
+            },
+            |buffers, param| {
+                param.op_attr_mask |=
+                    ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0 | ucx_sys::UCP_OP_ATTR_FIELD_DATATYPE.0;
+                param.memory_type = ucx_sys::UCS_MEMORY_TYPE_HOST;
+                param.datatype = u64::from(ucx_sys::UCP_DATATYPE_IOV.0);
+                let (header, header_length) = buffers.header;
+                let (iov, count) = buffers.iov;
+                // SAFETY: the endpoint is open; header, list and memory are held by the operation until UCX is done.
+                unsafe {
+                    self.core.api().ucp_am_send_nbx(
+                        ep,
+                        u32::from(id),
+                        header.cast(),
+                        header_length,
+                        iov.cast(),
+                        count,
+                        param,
+                    )
+                }
+            },
+        )
+    }
+
+    fn check_am(&self, header: &[u8]) -> Result<ucp_ep_h, UcxError> {
+        let limit = self.core.worker.max_header();
+        if header.len() > limit {
+            let detail = format!("the header has {} bytes, and this worker sends at most {limit}", header.len());
+            return Err(UcxError::new(AM, Status::EXCEEDS_LIMIT, detail));
+        }
+        self.core.open_handle(AM)
     }
 
     /// Completes when everything posted on this endpoint before is complete at the peer too.

@@ -28,7 +28,7 @@ mod worker;
 
 pub use am::{AmMessage, MessageSink};
 pub use context::{Context, ContextConfig, MemoryTypes};
-pub use endpoint::{CloseRequest, Endpoint, EndpointOptions};
+pub use endpoint::{CloseRequest, Endpoint, EndpointOptions, MAX_PARTS, Part};
 pub use library::{Library, LibraryInfo, OLDEST, PATH_VARIABLE, Source};
 pub use memory::{Memory, MemoryKind};
 pub use request::{Completion, Posted};

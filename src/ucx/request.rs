@@ -6,7 +6,7 @@ use std::ptr;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use ucx_sys::{ucp_request_param_t, ucs_status_ptr_t, ucs_status_t};
+use ucx_sys::{ucp_dt_iov_t, ucp_request_param_t, ucs_status_ptr_t, ucs_status_t};
 
 use super::endpoint::EndpointCore;
 use super::memory::Memory;
@@ -58,6 +58,8 @@ pub(super) struct Operation {
     // Kept alive until UCX is done with them.
     pub(super) endpoint: Option<Rc<EndpointCore>>,
     pub(super) memory: Option<Arc<Memory>>,
+    pub(super) parts: Vec<Arc<Memory>>,
+    pub(super) iov: Vec<ucp_dt_iov_t>,
     pub(super) rkey: Option<Rc<Rkey>>,
     pub(super) header: Vec<u8>,
     pub(super) data: Vec<u8>,
@@ -73,6 +75,8 @@ impl Operation {
         self.status = ucx_sys::UCS_OK;
         self.endpoint = None;
         self.memory = None;
+        self.parts.clear();
+        self.iov.clear();
         self.rkey = None;
         self.header = Vec::new();
         self.data = Vec::new();
@@ -91,6 +95,7 @@ const SPARE_BUFFER_BYTES: std::ops::RangeInclusive<usize> = 64 << 10..=1 << 20;
 pub(super) struct Buffers {
     pub(super) header: (*const u8, usize),
     pub(super) data: (*mut u8, usize),
+    pub(super) iov: (*const ucp_dt_iov_t, usize),
 }
 
 /// All operations of a worker. One that is still live when this is dropped is leaked with all that it keeps
@@ -171,6 +176,8 @@ impl Operations {
                 purpose,
                 endpoint: None,
                 memory: None,
+                parts: Vec::new(),
+                iov: Vec::new(),
                 rkey: None,
                 header: Vec::new(),
                 data: Vec::new(),
@@ -181,6 +188,7 @@ impl Operations {
         let buffers = Buffers {
             header: (operation.header.as_ptr(), operation.header.len()),
             data: (operation.data.as_mut_ptr(), operation.data.len()),
+            iov: (operation.iov.as_ptr(), operation.iov.len()),
         };
         let raw = self.enter(operation);
         // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
