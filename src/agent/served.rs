@@ -34,7 +34,7 @@ pub(super) const CHUNK_BYTES: u64 = 256 << 10;
 pub(super) const CHUNK_PIECES: usize = 3000;
 /// Pieces that are at least this long on average are sent from where they are, shorter ones are gathered: each part costs
 /// the kernel and UCX about as much as copying 4 KiB.
-const PART_BYTES: u64 = 8 << 10;
+pub(super) const PART_BYTES: u64 = 8 << 10;
 /// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only.
 const REPLY_BYTES: u64 = 1 << 20;
 /// Requests of one peer that may wait, 48 MiB of them at the most. A peer keeps to its window, which may not be larger;

@@ -8,11 +8,18 @@ use super::super::event::Direction;
 use super::super::ferry::Engine;
 use super::super::ids::{PeerId, TransferId};
 use super::super::peers::Peer;
-use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, Piece};
+use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, PART_BYTES, Piece};
 use super::super::spots::Spot;
 use super::super::stats::AgentStats;
 use super::{Path, Stretch};
 use crate::error::Result;
+use crate::ucx::MAX_PARTS;
+
+/// Whether a chunk should take no more: at its limits, or as many long pieces as UCX sends without copying them.
+fn is_full(pieces: usize, bytes: u64) -> bool {
+    let in_place = pieces >= MAX_PARTS && bytes >= pieces as u64 * PART_BYTES;
+    bytes >= CHUNK_BYTES || pieces >= CHUNK_PIECES || in_place
+}
 
 pub(super) struct Served;
 
@@ -38,9 +45,8 @@ impl Path for Served {
         }
         let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
         let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
-        while let Some(operation) =
-            (bytes < CHUNK_BYTES && local.len() < CHUNK_PIECES).then(|| transfer.take(CHUNK_BYTES - bytes)).flatten()
-        {
+        while !is_full(local.len(), bytes) {
+            let Some(operation) = transfer.take(CHUNK_BYTES - bytes) else { break };
             // At most CHUNK_BYTES, so it fits 32 bits.
             let len = operation.len as u32;
             let range = *engine.registry.live_range(operation.local_region)?;
