@@ -154,7 +154,7 @@ fn a_window_of_one_moves_everything() {
 }
 
 /// What the peer serves travels in chunks of many blocks, whatever their size: one is larger than a chunk, many fit
-/// one, and their ends fall anywhere.
+/// one, and their ends fall anywhere. Of long ones 16 at the most, which are sent from where they are.
 #[test]
 fn served_chunks_hold_many_small_blocks_and_cut_large_ones() {
     let mut a = Node::start(config("a", Transport::Tcp), 1, &[3 << 20]);
@@ -162,7 +162,7 @@ fn served_chunks_hold_many_small_blocks_and_cut_large_ones() {
     let peer = a.connect(&b.agent.metadata().unwrap());
     let mut random = Random(9);
     for (stride, len, chunks) in
-        [(3 << 20, (3 << 20) - 5, 12), (1 << 10, 1 << 10, 12), (64, 3, 17), (300_000, 299_999, 12)]
+        [(3 << 20, (3 << 20) - 5, 6), (1 << 10, 1 << 10, 6), (64, 3, 17), (300_000, 299_999, 6), (20_000, 16_384, 10)]
     {
         let count = ((3 << 20) / stride) as u32;
         let ids = |random: &mut Random| random.blocks(count as usize, count);
@@ -189,6 +189,49 @@ fn a_region_that_its_owner_deregistered_is_refused_by_the_owner() {
     assert_same("untouched there", &b.contents()[..1], &[pattern_bytes(2, 4096)]);
     a.move_all(peer, Direction::Read, plan(0, 1, 4096, 4096, vec![0], vec![0]));
     assert_same("the other region", &a.contents(), &b.contents()[1..]);
+}
+
+/// Replies are sent straight from the owner's memory. When its deregistration has returned, that memory is the owner's
+/// again: what it writes there must not reach a reader whose transfer is good.
+#[test]
+fn a_deregistration_waits_for_the_replies_that_are_sent_from_the_region() {
+    const LEN: usize = 16 << 20;
+    let mut refused = 0;
+    for round in 0..12u64 {
+        let mut a = Node::start(config("a", Transport::Tcp), 1, &[LEN]);
+        let b = Node::start(config("b", Transport::Tcp), 100 + round, &[LEN]);
+        let peer = a.connect(&b.agent.metadata().unwrap());
+        let (mut local, mut remote) = (a.contents(), b.contents());
+        let ids = Random(round + 1).blocks(LEN >> 14, (LEN >> 14) as u32);
+        let plan = plan(0, 0, 1 << 14, 1 << 14, ids.clone(), ids);
+        model(&plan, Direction::Read, &mut local, &mut remote);
+        // Once before the first request, and then at different moments: at once, or when it has been asked for blocks.
+        let id = if round == 0 {
+            b.agent.deregister(b.regions[0]).unwrap();
+            a.agent.transfer(peer, Direction::Read, plan).unwrap()
+        } else {
+            let id = a.agent.transfer(peer, Direction::Read, plan).unwrap();
+            until("the first request", || round < 3 || a.agent.stats().unwrap().served_bytes > 0);
+            b.agent.deregister(b.regions[0]).unwrap();
+            id
+        };
+        b.buffers[0].fill(999);
+        match a.wait_done(id).0 {
+            Ok(()) => assert_same("read", &a.contents(), &local),
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+                refused += 1;
+                // Blocks that came are the old ones.
+                for (now, (old, new)) in a.contents()[0]
+                    .chunks(1 << 14)
+                    .zip(pattern_bytes(1, LEN).chunks(1 << 14).zip(local[0].chunks(1 << 14)))
+                {
+                    assert!(now == old || now == new, "a block that is neither what was here nor what was asked for");
+                }
+            }
+        }
+    }
+    assert!(refused > 0, "no deregistration came before the last reply");
 }
 
 /// The order in which transfers end.

@@ -8,7 +8,8 @@ use std::thread;
 use std::time::Duration;
 
 use kvferry::ucx::{
-    Armed, Context, ContextConfig, EndpointOptions, Library, MemoryKind, Posted, Status, Worker, WorkerOptions,
+    Armed, Context, ContextConfig, EndpointOptions, Library, MAX_PARTS, MemoryKind, Part, Posted, Status, Worker,
+    WorkerOptions,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -181,6 +182,46 @@ fn messages_of_all_sizes_arrive_whole() {
     assert_eq!((near.worker.dropped_messages(), far.worker.dropped_messages()), (0, 0));
     let error = there.send_am(7, &vec![0; near.worker.max_header() + 1], Vec::new(), 1).unwrap_err();
     assert_eq!(error.status, Status::EXCEEDS_LIMIT);
+}
+
+#[test]
+fn a_message_of_parts_is_sent_from_registered_memory() {
+    let tls = "tcp;TCP_MAX_IOV=18";
+    let (near, far, other) = (Side::new(tls, MIB), Side::new(TCP, 100), Side::new(TCP, 100));
+    far.worker.accept_messages(5, None).unwrap();
+    let there = near.connect(&far.worker.address().unwrap());
+    let part = |offset, len| Part { memory: Arc::clone(&near.memory), offset, len };
+    near.buffer.fill(77);
+    let bytes = near.buffer.read(0..MIB);
+    for (number, places) in [
+        vec![(7, 0)],
+        vec![(0, MIB)],
+        vec![(100, 3), (0, 0), (50_000, 20_000)],
+        (0..MAX_PARTS).map(|i| ((MAX_PARTS - 1 - i) * 65_536, 65_536 - i)).collect(),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let expected: Vec<u8> = places.iter().flat_map(|&(at, len)| &bytes[at..at + len]).copied().collect();
+        let parts: Vec<Part> = places.iter().map(|&(at, len)| part(at, len)).collect();
+        let mut sent = there.send_am_parts(5, b"head", &parts, number as u64).unwrap() == Posted::Done;
+        let mut got = None;
+        drive("the message", &near, &far, || {
+            sent |= near.worker.poll_completion().is_some_and(|completion| completion.result.is_ok());
+            got = got.take().or_else(|| far.worker.poll_message());
+            (sent && got.is_some()).then_some(())
+        });
+        let message = got.unwrap();
+        assert_eq!(message.header, b"head");
+        assert!(message.data == expected, "message {number} of {} parts differs", parts.len());
+    }
+    let refused = |parts: &[Part]| there.send_am_parts(5, b"", parts, 9).unwrap_err().status;
+    assert_eq!(refused(&[]), Status::INVALID_PARAM);
+    assert_eq!(refused(&vec![part(0, 1); MAX_PARTS + 1]), Status::INVALID_PARAM);
+    assert_eq!(refused(&[part(0, 1), part(MIB - 1, 2)]), Status::OUT_OF_RANGE);
+    assert_eq!(refused(&[part(usize::MAX, 2)]), Status::OUT_OF_RANGE);
+    let foreign = Part { memory: Arc::clone(&other.memory), offset: 0, len: 1 };
+    assert_eq!(refused(&[foreign]), Status::INVALID_PARAM);
 }
 
 #[test]

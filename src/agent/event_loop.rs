@@ -24,9 +24,9 @@ use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::ucx::Armed;
 
-/// How long UCX may be driven before messages, commands and timers are looked at. With CMA, one progress call copies
-/// up to about 4 MiB.
-const PROGRESS_TIME: Duration = Duration::from_millis(1);
+/// How long UCX may be driven before messages, commands and timers are looked at: requests that arrived are answered, and
+/// further ones sent, only after that. With CMA, one progress call copies up to about 4 MiB.
+const PROGRESS_TIME: Duration = Duration::from_micros(100);
 /// Commands served per turn.
 const COMMANDS_PER_TURN: usize = 256;
 /// The longest sleep while UCX has anything to do.

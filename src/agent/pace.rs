@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 /// The least that may be under way, in bytes: a few chunks.
-const LEAST: u64 = 2 << 20;
+const LEAST: u64 = 3 << 20;
 /// Times what fits on the way.
 const GAIN: f64 = 2.0;
 /// What is left of the best rate after a reply that was slower.
@@ -66,7 +66,7 @@ impl Pace {
 mod tests {
     use super::*;
 
-    const CHUNK: u64 = 256 << 10;
+    const CHUNK: u64 = 512 << 10;
 
     /// A link of `rate` bytes per second and a round trip of `delay`, always asked for as much as the window allows.
     /// Returns the window after some seconds and the share of the link's rate that was used.

@@ -10,8 +10,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ucx_sys::{
-    Ucp, ucp_dt_iov_t, ucp_ep_attr_t, ucp_ep_h, ucp_ep_params_t, ucp_request_param_t, ucp_transport_entry_t, ucs_status_ptr_t,
-    ucs_status_t,
+    Ucp, ucp_dt_iov_t, ucp_ep_attr_t, ucp_ep_h, ucp_ep_params_t, ucp_request_param_t, ucp_transport_entry_t,
+    ucs_status_ptr_t, ucs_status_t,
 };
 
 use super::context::c_string;
@@ -445,8 +445,7 @@ impl Endpoint {
                 operation.iov = iov;
             },
             |buffers, param| {
-                param.op_attr_mask |=
-                    ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0 | ucx_sys::UCP_OP_ATTR_FIELD_DATATYPE.0;
+                param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0 | ucx_sys::UCP_OP_ATTR_FIELD_DATATYPE.0;
                 param.memory_type = ucx_sys::UCS_MEMORY_TYPE_HOST;
                 param.datatype = u64::from(ucx_sys::UCP_DATATYPE_IOV.0);
                 let (header, header_length) = buffers.header;
