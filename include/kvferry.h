@@ -34,6 +34,9 @@
 /* The ABI that this header describes; kvf_abi_version() must return it. */
 #define KVF_ABI_VERSION 1
 
+/* The release that this header belongs to; kvf_version() says which library is there at run time. */
+#define KVF_VERSION "0.1.0"
+
 
 // What a call returns: KVF_OK, or what kind of thing went wrong. A number is never changed or used again for another
 // kind; later releases may add some.
@@ -316,16 +319,9 @@ int32_t kvf_log_unset(void);
 
 // Starts an agent: opens UCX and starts the thread that owns it.
 //
-// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: name (str), transport ("auto", "tcp" or
-// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), key_file (path of the key that
-// all agents share; without it the environment variable KVFERRY_KEY_FILE counts, "" means no key), window and
-// window_bytes (in flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
-// gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
-// (5000), deregister_timeout_ms (30000), spin_us (300), send_queue_bytes (per peer: 64 MiB), verify
-// (false: whether reads are checked against a digest made by the peer).
-int32_t kvf_agent_start(const uint8_t *config,
-                        size_t config_len,
-                        struct kvf_agent **out);
+// `config` is a msgpack map, or NULL with length 0 for the defaults, with the keys for an agent that
+// kvf_settings_describe tells and docs/configuration.md lists.
+int32_t kvf_agent_start(const uint8_t *config, size_t config_len, struct kvf_agent **out);
 
 // Registers `len` bytes at `addr`, so that transfers can name them and peers can read and write them. `kind` is a
 // kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). `*region` names the registration,
@@ -420,11 +416,8 @@ int32_t kvf_agent_free(struct kvf_agent *agent);
 // Starts a listener that serves the metadata of one engine's ranks to other engines. It is bound when this returns; a
 // port that is taken is KVF_ADDRESS_IN_USE.
 //
-// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), host (str or nil: an address
-// that other hosts can reach is found), port (0: a free one), data_parallel_index (added to a port that is not 0),
-// push (bool: also take metadata from ranks over the network), advertise_local (bool: a name of a loopback address
-// may be advertised), key_file (str: path of the key that all engines share; without it the environment variable
-// KVFERRY_KEY_FILE counts, "" means no key).
+// `config` is a msgpack map with engine_id and the keys for a listener that kvf_settings_describe tells and
+// docs/configuration.md lists.
 int32_t kvf_listener_start(const uint8_t *config,
                            size_t config_len,
                            struct kvf_listener **out);
@@ -444,17 +437,9 @@ int32_t kvf_listener_free(struct kvf_listener *listener);
 
 // Starts a worker: opens UCX and starts the thread that owns it.
 //
-// `config` is a msgpack map. Keys: engine_id (str), pp_rank, tp_rank (0), tp_size, pp_size, dcp_size (1), compat (list
-// of [name, value] that both engines must share), transport ("auto", "tcp" or "shm"), ucx (map of UCX settings without
-// the UCX_ prefix), ucx_lib (path of libucp), name, window (operations in flight), heartbeat_divisor (6),
-// handshake_timeout_ms (30000), transfer_timeout_ms (120000), verdict_timeout_ms (10000), early_message_ms (30000),
-// tombstone_ms (120000), verify (false: whether each read is checked against a digest that the producer makes of its own
-// bytes; both read all of them once more), request_log (path of a file that gets one JSON line per finished receive),
-// key_file (path of the key that all engines share; without it the environment variable KVFERRY_KEY_FILE counts, ""
-// means no key).
-int32_t kvf_worker_start(const uint8_t *config,
-                         size_t config_len,
-                         struct kvf_worker **out);
+// `config` is a msgpack map with engine_id and the keys for a worker that kvf_settings_describe tells and
+// docs/configuration.md lists.
+int32_t kvf_worker_start(const uint8_t *config, size_t config_len, struct kvf_worker **out);
 
 // Registers `len` bytes at `addr` as a KV-cache region; `*index` is what the geometry calls it. `kind` is a
 // kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). Waits for the registration. All regions
@@ -518,12 +503,9 @@ int32_t kvf_worker_free(struct kvf_worker *worker);
 
 // Starts a scheduler side. It touches no device memory and no UCX.
 //
-// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), groups (list of maps with kind and
-// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none),
-// reuses_blocks (bool: whether blocks serve other requests with the same prefix; true), lease_ms (30000), host (str or
-// nil: an address that other hosts can reach is found), port (5680; 0 for a free one), data_parallel_index (added to a
-// port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool),
-// key_file (as in kvf_worker_start).
+// `config` is a msgpack map with engine_id, groups (list of maps with kind and block_size, as in
+// kvf_worker_set_geometry) and the keys for a scheduler that kvf_settings_describe tells and docs/configuration.md
+// lists.
 int32_t kvf_scheduler_start(const uint8_t *config,
                             size_t config_len,
                             struct kvf_scheduler **out);
@@ -677,6 +659,22 @@ int32_t kvf_stats_merge(const uint8_t *left,
 int32_t kvf_plan_describe(const uint8_t *deployment,
                           size_t deployment_len,
                           struct kvf_buffer *out);
+
+// Describes every key of every configuration, with the value that it has in this process.
+//
+// `given` is a msgpack map of what an operator sets, as in vLLM's kv_connector_extra_config, or NULL with length 0 for
+// nothing. It is checked: an unknown key or a wrong value is KVF_INVALID_ARGUMENT, and so is a wrong environment
+// variable.
+//
+// `*out` is a msgpack map. settings: list of maps with key, parts (list of agent, worker, scheduler, listener and
+// aggregator: whose configuration the key is in), giver ("operator"; "program": set by the program that holds the engine;
+// "environment": set by the variable alone), type (in words), unit, default (nil where there is none, then otherwise
+// says in words what holds, or "required"), otherwise, value, source ("given", "environment" or "default"), variable
+// (the environment variable, or nil) and help. unknown_variables: list of maps with name and nearest (or nil), the
+// environment variables called KVFERRY_* that nothing reads.
+int32_t kvf_settings_describe(const uint8_t *given,
+                              size_t given_len,
+                              struct kvf_buffer *out);
 
 #ifdef __cplusplus
 }  // extern "C"

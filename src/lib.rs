@@ -17,6 +17,7 @@ pub mod mem;
 pub mod net;
 pub mod proto;
 pub mod secret;
+pub mod settings;
 mod sync;
 pub mod ucx;
 

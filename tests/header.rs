@@ -14,7 +14,10 @@ fn root() -> PathBuf {
 
 /// The header as it follows from the sources: first what all use, then one noun after the other.
 fn generated() -> String {
-    let config = cbindgen::Config::from_file(root().join("include/cbindgen.toml")).unwrap();
+    let mut config = cbindgen::Config::from_file(root().join("include/cbindgen.toml")).unwrap();
+    // The one number, of Cargo.toml.
+    let version = env!("CARGO_PKG_VERSION");
+    config.after_includes = config.after_includes.map(|text| text.replace("@VERSION@", version));
     let names = [
         "status",
         "version",
@@ -28,6 +31,7 @@ fn generated() -> String {
         "report",
         "stats",
         "plan",
+        "settings",
     ];
     let mut builder = cbindgen::Builder::new().with_config(config);
     for name in names {

@@ -2,11 +2,12 @@
 
 `Agent` moves bytes between registered memory of two processes. `Worker` and `Scheduler` are the two sides of a KV
 connector for one engine; `Aggregator` combines the reports of several workers; `Listener` serves handshakes alone.
-`plan.describe` tells what two engines will do, and `python -m kvferry plan` shows it.
+`plan.describe` tells what two engines will do, and `python -m kvferry plan` shows it. `settings.describe` tells every
+key of the configuration, and `python -m kvferry config` shows them.
 The connector for vLLM is in `kvferry.vllm`.
 """
 
-from . import log, plan, stats
+from . import log, plan, settings, stats
 from ._errors import (
     AddressInUseError,
     AlreadyExistsError,
@@ -91,6 +92,7 @@ __all__ = [
     "log",
     "merge_reports",
     "plan",
+    "settings",
     "stats",
     "ucx_info",
     "version",

@@ -683,6 +683,10 @@ def plan_describe(deployment: bytes) -> bytes:
     return _bytes_from("kvf_plan_describe", deployment, len(deployment))
 
 
+def settings_describe(given: bytes) -> bytes:
+    return _bytes_from("kvf_settings_describe", given, len(given))
+
+
 # --- log
 
 _callback: Any = None

@@ -124,8 +124,8 @@ class Agent:
     May be used from any thread. Nothing but `wait`, `Transfer.wait` and `shutdown` waits for the network.
 
     Args:
-        config: Keys as in `Worker`'s config where they concern the agent: `name`, `transport`, `ucx`, `ucx_lib`,
-            `key_file`, `window`. Unknown keys and wrong types raise `InvalidArgumentError` that names them.
+        config: The keys of an agent, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Unknown
+            keys and wrong values raise `InvalidArgumentError` that names them.
     """
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:

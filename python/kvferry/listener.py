@@ -12,9 +12,8 @@ class Listener:
     """Serves the metadata of an engine's ranks to other engines. Bound when the constructor returns.
 
     Args:
-        config: Keys `engine_id`, `tp_size`, `pp_size`, `dcp_size`, `host` (str or None: found), `port` (0: a free
-            one), `data_parallel_index`, `push` (bool: also accept metadata over the network), `advertise_local`
-            (bool), `key_file` (as `Worker`'s).
+        config: The keys of a listener, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Only
+            `engine_id` has no default.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:

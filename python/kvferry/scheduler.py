@@ -24,12 +24,9 @@ class Scheduler:
     per group is taken without conversion.
 
     Args:
-        config: Keys `engine_id` (str), `tp_size`, `pp_size`, `dcp_size` (int), `groups` (as in the geometry of
-            any rank, see `Worker.set_geometry`), `null_block` (int or None: the id that stands for no block),
-            `reuses_blocks` (bool: whether blocks serve other requests with the same prefix), `lease_ms`, `host` (str
-            or None: found), `port` (0: a free one), `data_parallel_index` (added to a port that is not 0), `push`
-            (bool: accept metadata rank by rank), `advertise_local` (bool), `key_file` (as `Worker`'s). Unknown keys
-            and wrong types raise `InvalidArgumentError` that names them.
+        config: The keys of a scheduler, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Only
+            `engine_id` and `groups` (as in the geometry of any rank, see `Worker.set_geometry`) have no default. An
+            unknown key or a wrong value raises `InvalidArgumentError` that names it.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:

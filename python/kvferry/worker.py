@@ -60,15 +60,8 @@ class Worker:
     """One rank's worker. May be used from any thread; `push_metadata`, `wait` and `shutdown` wait, nothing else does.
 
     Args:
-        config: Keys `engine_id` (str), `pp_rank`, `tp_rank`, `tp_size`, `pp_size`, `dcp_size` (int), `compat` (list of
-            [name, value] pairs that both engines must share), `transport` ("auto", "tcp" or "shm"), `ucx` (UCX
-            settings without the `UCX_` prefix), `ucx_lib` (path of libucp), `name`, `window` (operations in flight),
-            `heartbeat_divisor`, `handshake_timeout_ms`, `transfer_timeout_ms`, `verdict_timeout_ms`,
-            `early_message_ms`, `tombstone_ms`, `verify` (bool: check each read against a digest that the producer makes
-            of its own bytes), `request_log` (path of a file that gets one JSON line per finished receive), and
-            `key_file` (path of the key that all engines share, see `kvferry key`; without it the environment variable
-            `KVFERRY_KEY_FILE` counts, "" means no key). Only `engine_id` has no default.
-            An unknown key or a value of the wrong type raises `InvalidArgumentError` that names it.
+        config: The keys of a worker, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Only
+            `engine_id` has no default. An unknown key or a wrong value raises `InvalidArgumentError` that names it.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:

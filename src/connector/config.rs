@@ -1,43 +1,14 @@
-//! What a host configures, as msgpack maps on the C ABI. Every key is checked: an unknown one is an error.
+//! What a host configures. Keys, ranges and defaults on the C ABI are those of [`crate::settings`].
 
 use std::collections::BTreeMap;
 
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::proto::geometry::Group;
 use crate::proto::ids::{EngineId, RankId};
 use crate::proto::wire::{CompatField, EngineShape};
-
-/// The largest configuration accepted, in bytes.
-const MAX_BYTES: usize = 1 << 20;
-
-/// Decodes a configuration. `what` names it in errors ("worker").
-///
-/// # Errors
-/// [`crate::ErrorKind::InvalidArgument`] naming the key, what was found and what was expected.
-pub fn parse_config<T: DeserializeOwned>(what: &str, msgpack: &[u8]) -> Result<T> {
-    if msgpack.len() > MAX_BYTES {
-        return Err(Error::invalid(format!(
-            "the {what} configuration has {} bytes, the limit is {MAX_BYTES}",
-            msgpack.len()
-        )));
-    }
-    // By way of a tree, whose errors say what was found; the msgpack reader's name a marker byte.
-    let mut de = rmp_serde::Deserializer::from_read_ref(msgpack);
-    de.set_max_depth(crate::proto::wire::MAX_DEPTH);
-    let tree = serde_json::Value::deserialize(&mut de)
-        .map_err(|e| Error::invalid(format!("the {what} configuration is not msgpack ({e}); expected a map")))?;
-    if !tree.is_object() {
-        return Err(Error::invalid(format!("the {what} configuration is not a map of keys and values: {tree}")));
-    }
-    serde_path_to_error::deserialize(tree).map_err(|e| {
-        let path = e.path().to_string();
-        let place = if path == "." { String::new() } else { format!(", key {path:?}") };
-        Error::invalid(format!("{what} configuration{place}: {}", e.inner()))
-    })
-}
+use crate::settings::{self, Part};
 
 /// Which of UCX's transports a worker may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -69,117 +40,51 @@ pub struct WorkerConfig {
     /// The engine that this worker belongs to; the same on all of its ranks and its scheduler.
     pub engine_id: EngineId,
     /// Pipeline-parallel rank.
-    #[serde(default)]
     pub pp_rank: u32,
     /// Tensor-parallel rank.
-    #[serde(default)]
     pub tp_rank: u32,
     /// Tensor-parallel size.
-    #[serde(default = "one")]
     pub tp_size: u32,
     /// Pipeline-parallel size.
-    #[serde(default = "one")]
     pub pp_size: u32,
     /// Decode-context-parallel size.
-    #[serde(default = "one")]
     pub dcp_size: u32,
     /// Facts that both engines must share, as (name, value): model, dtype, ...
-    #[serde(default)]
     pub compat: Vec<(String, String)>,
     /// Transports allowed.
-    #[serde(default)]
     pub transport: Transport,
     /// UCX settings by name without the `UCX_` prefix; they win over `transport`.
-    #[serde(default)]
     pub ucx: BTreeMap<String, String>,
     /// Path of the libucp to open; None searches as `docs/architecture.md` says.
-    #[serde(default)]
     pub ucx_lib: Option<String>,
     /// The file of the key that all engines share; None leaves it to the environment variable `KVFERRY_KEY_FILE`, an
     /// empty text means no key.
-    #[serde(default)]
     pub key_file: Option<String>,
     /// Name in logs; None makes one of engine and rank.
-    #[serde(default)]
     pub name: Option<String>,
-    /// UCX operations in flight per transfer; None leaves it to the agent.
-    #[serde(default)]
-    pub window: Option<u32>,
+    /// UCX operations in flight to one peer.
+    pub window: u32,
     /// Heartbeats per lease.
-    #[serde(default = "heartbeat_divisor")]
     pub heartbeat_divisor: u32,
     /// Until a producer's ranks must be known and connected.
-    #[serde(default = "handshake_timeout_ms")]
     pub handshake_timeout_ms: u64,
     /// Until a request's reads must have completed.
-    #[serde(default = "transfer_timeout_ms")]
     pub transfer_timeout_ms: u64,
     /// Until the producer must have said whether the lease held.
-    #[serde(default = "verdict_timeout_ms")]
     pub verdict_timeout_ms: u64,
     /// How long a message about a request that is not granted yet is kept.
-    #[serde(default = "early_message_ms")]
     pub early_message_ms: u64,
     /// How long an ended request is remembered.
-    #[serde(default = "tombstone_ms")]
     pub tombstone_ms: u64,
     /// How long a lease is kept alive for a request that is neither loaded nor released.
-    #[serde(default = "hold_timeout_ms")]
     pub hold_timeout_ms: u64,
     /// A peer that no request has used for this long is disconnected.
-    #[serde(default = "peer_ttl_ms")]
     pub peer_ttl_ms: u64,
     /// Whether each read is checked against a digest that the producer makes of its own bytes: both read all of them
     /// once more.
-    #[serde(default)]
     pub verify: bool,
     /// A file that gets one JSON line per finished receive, appended.
-    #[serde(default)]
     pub request_log: Option<String>,
-}
-
-fn one() -> u32 {
-    1
-}
-fn heartbeat_divisor() -> u32 {
-    6
-}
-fn handshake_timeout_ms() -> u64 {
-    30_000
-}
-fn transfer_timeout_ms() -> u64 {
-    120_000
-}
-fn verdict_timeout_ms() -> u64 {
-    10_000
-}
-fn early_message_ms() -> u64 {
-    30_000
-}
-fn tombstone_ms() -> u64 {
-    120_000
-}
-
-fn hold_timeout_ms() -> u64 {
-    3_600_000
-}
-fn peer_ttl_ms() -> u64 {
-    600_000
-}
-
-/// Refuses a size of zero by its key.
-fn at_least_one(key: &str, value: u32) -> Result<()> {
-    if value == 0 { Err(Error::invalid(format!("{key} is 0, expected at least 1"))) } else { Ok(()) }
-}
-
-fn shape(tp: u32, pp: u32, dcp: u32) -> Result<EngineShape> {
-    for (key, value) in [("tp_size", tp), ("pp_size", pp), ("dcp_size", dcp)] {
-        at_least_one(key, value)?;
-        if value > 65_536 {
-            return Err(Error::invalid(format!("{key} is {value}, expected at most 65536")));
-        }
-    }
-    Ok(EngineShape { tp, pp, dcp })
 }
 
 impl WorkerConfig {
@@ -198,15 +103,15 @@ impl WorkerConfig {
             ucx_lib: None,
             key_file: None,
             name: None,
-            window: None,
-            heartbeat_divisor: heartbeat_divisor(),
-            handshake_timeout_ms: handshake_timeout_ms(),
-            transfer_timeout_ms: transfer_timeout_ms(),
-            verdict_timeout_ms: verdict_timeout_ms(),
-            early_message_ms: early_message_ms(),
-            tombstone_ms: tombstone_ms(),
-            hold_timeout_ms: hold_timeout_ms(),
-            peer_ttl_ms: peer_ttl_ms(),
+            window: 64,
+            heartbeat_divisor: 6,
+            handshake_timeout_ms: 30_000,
+            transfer_timeout_ms: 120_000,
+            verdict_timeout_ms: 10_000,
+            early_message_ms: 30_000,
+            tombstone_ms: 120_000,
+            hold_timeout_ms: 3_600_000,
+            peer_ttl_ms: 600_000,
             verify: false,
             request_log: None,
         }
@@ -218,11 +123,8 @@ impl WorkerConfig {
     }
 
     /// The engine's shape.
-    ///
-    /// # Errors
-    /// A size of zero or an unreasonable one, by its key.
-    pub fn shape(&self) -> Result<EngineShape> {
-        shape(self.tp_size, self.pp_size, self.dcp_size)
+    pub fn shape(&self) -> EngineShape {
+        EngineShape { tp: self.tp_size, pp: self.pp_size, dcp: self.dcp_size }
     }
 
     /// The compatibility fields, sorted by name.
@@ -246,7 +148,8 @@ impl WorkerConfig {
     /// # Errors
     /// The first key that is wrong, with its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        let shape = self.shape()?;
+        settings::check(Part::Worker, self)?;
+        let shape = self.shape();
         for (key, rank, size) in [("pp_rank", self.pp_rank, shape.pp), ("tp_rank", self.tp_rank, shape.tp)] {
             if rank >= size {
                 let size_key = key.replace("rank", "size");
@@ -254,23 +157,6 @@ impl WorkerConfig {
             }
         }
         self.compat()?;
-        at_least_one("heartbeat_divisor", self.heartbeat_divisor)?;
-        if self.window == Some(0) {
-            return Err(Error::invalid("window is 0, expected at least 1 operation in flight"));
-        }
-        for (key, ms) in [
-            ("handshake_timeout_ms", self.handshake_timeout_ms),
-            ("transfer_timeout_ms", self.transfer_timeout_ms),
-            ("verdict_timeout_ms", self.verdict_timeout_ms),
-            ("early_message_ms", self.early_message_ms),
-            ("tombstone_ms", self.tombstone_ms),
-            ("hold_timeout_ms", self.hold_timeout_ms),
-            ("peer_ttl_ms", self.peer_ttl_ms),
-        ] {
-            if ms == 0 || ms > 86_400_000 {
-                return Err(Error::invalid(format!("{key} is {ms}, expected 1 to 86400000 milliseconds")));
-            }
-        }
         Ok(())
     }
 }
@@ -282,58 +168,32 @@ pub struct SchedulerConfig {
     /// The engine; the same on all of its workers.
     pub engine_id: EngineId,
     /// Tensor-parallel size.
-    #[serde(default = "one")]
     pub tp_size: u32,
     /// Pipeline-parallel size.
-    #[serde(default = "one")]
     pub pp_size: u32,
     /// Decode-context-parallel size.
-    #[serde(default = "one")]
     pub dcp_size: u32,
     /// The KV-cache groups, in the engine's order.
     pub groups: Vec<Group>,
     /// The block id that stands for "no block" in block lists; it is never read or written.
-    #[serde(default = "null_block")]
     pub null_block: Option<u32>,
     /// Whether the engine reuses a request's blocks for other requests with the same prefix. Default true.
-    #[serde(default = "yes")]
     pub reuses_blocks: bool,
     /// How long a producer keeps a finished prefill's blocks without hearing from a reader, in milliseconds.
-    #[serde(default = "lease_ms")]
     pub lease_ms: u64,
     /// Where to listen: an address or a name of this host, `0.0.0.0`, `::`, or None to have an address found.
-    #[serde(default)]
     pub host: Option<String>,
     /// The listener's TCP port; 0 takes a free one.
-    #[serde(default = "port")]
     pub port: u16,
     /// Added to a port that is not 0, so that data-parallel engines of one host differ.
-    #[serde(default)]
     pub data_parallel_index: u16,
     /// Whether workers may push their metadata to the listener.
-    #[serde(default)]
     pub push: bool,
     /// Whether a name such as `localhost` may be listened on and advertised as loopback. A loopback address that is
     /// spelled out is taken as it is.
-    #[serde(default)]
     pub advertise_local: bool,
     /// As [`WorkerConfig::key_file`].
-    #[serde(default)]
     pub key_file: Option<String>,
-}
-
-fn yes() -> bool {
-    true
-}
-
-fn null_block() -> Option<u32> {
-    Some(0)
-}
-fn lease_ms() -> u64 {
-    30_000
-}
-fn port() -> u16 {
-    5680
 }
 
 impl SchedulerConfig {
@@ -345,11 +205,11 @@ impl SchedulerConfig {
             pp_size: 1,
             dcp_size: 1,
             groups,
-            null_block: null_block(),
-            reuses_blocks: yes(),
-            lease_ms: lease_ms(),
+            null_block: Some(0),
+            reuses_blocks: true,
+            lease_ms: 30_000,
             host: None,
-            port: port(),
+            port: 5680,
             data_parallel_index: 0,
             push: false,
             advertise_local: false,
@@ -358,11 +218,8 @@ impl SchedulerConfig {
     }
 
     /// The engine's shape.
-    ///
-    /// # Errors
-    /// A size of zero or an unreasonable one, by its key.
-    pub fn shape(&self) -> Result<EngineShape> {
-        shape(self.tp_size, self.pp_size, self.dcp_size)
+    pub fn shape(&self) -> EngineShape {
+        EngineShape { tp: self.tp_size, pp: self.pp_size, dcp: self.dcp_size }
     }
 
     /// The port to bind, with the data-parallel offset.
@@ -386,13 +243,10 @@ impl SchedulerConfig {
     /// # Errors
     /// The first key that is wrong, with its value and what was expected.
     pub fn check(&self) -> Result<()> {
-        self.shape()?;
+        settings::check(Part::Scheduler, self)?;
         self.bind_port()?;
         if self.groups.is_empty() {
             return Err(Error::invalid("groups is empty, expected at least one KV-cache group"));
-        }
-        if !(1_000..=86_400_000).contains(&self.lease_ms) {
-            return Err(Error::invalid(format!("lease_ms is {}, expected 1000 to 86400000", self.lease_ms)));
         }
         Ok(())
     }
@@ -407,15 +261,16 @@ mod tests {
 
     use super::*;
     use crate::proto::geometry::GroupKind;
+    use crate::settings::parse_config;
 
     fn worker(config: Value) -> Result<WorkerConfig> {
-        let config: WorkerConfig = parse_config("worker", &rmp_serde::to_vec_named(&config).unwrap())?;
+        let config: WorkerConfig = parse_config(Part::Worker, &rmp_serde::to_vec_named(&config).unwrap())?;
         config.check()?;
         Ok(config)
     }
 
     fn scheduler(config: Value) -> Result<SchedulerConfig> {
-        let config: SchedulerConfig = parse_config("scheduler", &rmp_serde::to_vec_named(&config).unwrap())?;
+        let config: SchedulerConfig = parse_config(Part::Scheduler, &rmp_serde::to_vec_named(&config).unwrap())?;
         config.check()?;
         Ok(config)
     }
@@ -436,7 +291,7 @@ mod tests {
             "compat": [["model", "m"]], "window": 8, "request_log": "/tmp/x",
         });
         let got = worker(given).unwrap();
-        assert_eq!((got.rank(), got.transport, got.window), (RankId { pp: 0, tp: 1 }, Transport::Shm, Some(8)));
+        assert_eq!((got.rank(), got.transport, got.window), (RankId { pp: 0, tp: 1 }, Transport::Shm, 8));
         assert_eq!(got.ucx, BTreeMap::from([("LOG_LEVEL".to_owned(), "info".to_owned())]));
     }
 
@@ -446,8 +301,8 @@ mod tests {
             (json!({}), vec!["engine_id"]),
             (json!({"engine_id": ""}), vec!["engine_id", "1 to 256"]),
             (json!({"engine_id": "e", "tp_sise": 2}), vec!["tp_sise", "tp_size"]),
-            (json!({"engine_id": "e", "tp_size": "two"}), vec!["tp_size", "two", "u32"]),
-            (json!({"engine_id": "e", "tp_size": 0}), vec!["tp_size", "0", "at least 1"]),
+            (json!({"engine_id": "e", "tp_size": "two"}), vec!["tp_size", "two", "1 to 65536"]),
+            (json!({"engine_id": "e", "tp_size": 0}), vec!["tp_size", "0", "1 to 65536"]),
             (json!({"engine_id": "e", "pp_rank": 2, "pp_size": 2}), vec!["pp_rank", "2", "pp_size"]),
             (json!({"engine_id": "e", "transport": "rdma"}), vec!["transport", "rdma", "tcp"]),
             (json!({"engine_id": "e", "window": 0}), vec!["window"]),

@@ -10,6 +10,6 @@ mod scheduler;
 mod shared;
 mod worker;
 
-pub use config::{SchedulerConfig, Transport, WorkerConfig, parse_config};
+pub use config::{SchedulerConfig, Transport, WorkerConfig};
 pub use scheduler::Scheduler;
 pub use worker::{Worker, WorkerStats};

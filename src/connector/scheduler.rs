@@ -52,7 +52,7 @@ impl Scheduler {
             lease_ms: config.lease_ms,
         })?;
         let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
-        let directory = Directory::new(config.engine_id.clone(), incarnation, config.shape()?, pushes)?;
+        let directory = Directory::new(config.engine_id.clone(), incarnation, config.shape(), pushes)?;
         let scheduler = Scheduler {
             incarnation,
             machine: Mutex::new(machine),

@@ -132,7 +132,7 @@ impl Worker {
         let metadata = Arc::new(RankMetadata {
             engine: self.config.engine_id.clone(),
             rank: self.config.rank(),
-            shape: self.config.shape()?,
+            shape: self.config.shape(),
             compat: self.config.compat()?,
             geometry,
             agent,
@@ -239,8 +239,7 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
         let engine: String = config.engine_id.as_str().chars().take(32).collect();
         format!("{engine} pp{} tp{}", config.pp_rank, config.tp_rank)
     });
-    let peer_window =
-        config.window.map_or(defaults.peer_window, |operations| Window { operations, ..defaults.peer_window });
+    let peer_window = Window { operations: config.window, ..defaults.peer_window };
     AgentConfig {
         name,
         transport: config.transport.into(),
@@ -260,7 +259,7 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
 }
 
 fn machine_config(config: &WorkerConfig, agent: &Agent) -> Result<MachineConfig> {
-    let base = MachineConfig::new(config.engine_id.clone(), config.rank(), config.shape()?, agent.incarnation());
+    let base = MachineConfig::new(config.engine_id.clone(), config.rank(), config.shape(), agent.incarnation());
     Ok(MachineConfig {
         heartbeat_divisor: config.heartbeat_divisor,
         handshake_timeout_ms: config.handshake_timeout_ms,

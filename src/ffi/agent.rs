@@ -15,11 +15,11 @@ use super::lists::Offsets;
 use super::{decode, log};
 use crate::agent::{Agent, AgentConfig, AgentStats, Direction, Event, PeerId, RegionId, TransferId, Transport};
 use crate::agent::{decode_metadata, encode_metadata};
-use crate::connector::parse_config;
 use crate::error::{Error, Result};
 use crate::mem::MemoryRange;
 use crate::proto::plan::{BlockPair, CopyPlan, Segment};
 use crate::proto::wire::MemoryKind;
+use crate::settings::{Part, parse_config};
 
 /// A transfer engine. Opaque.
 pub struct kvf_agent {
@@ -130,8 +130,8 @@ impl Object for Host {
 }
 
 /// The keys of an agent's configuration.
-#[derive(Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Config {
     name: Option<String>,
     transport: Option<String>,
@@ -196,13 +196,8 @@ pub(super) fn memory_kind(kind: u32, device: u32) -> Result<MemoryKind> {
 
 /// Starts an agent: opens UCX and starts the thread that owns it.
 ///
-/// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: name (str), transport ("auto", "tcp" or
-/// "shm"), ucx (map of UCX settings without the UCX_ prefix), ucx_lib (path of libucp), key_file (path of the key that
-/// all agents share; without it the environment variable KVFERRY_KEY_FILE counts, "" means no key), window and
-/// window_bytes (in flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
-/// gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
-/// (5000), deregister_timeout_ms (30000), spin_us (300), send_queue_bytes (per peer: 64 MiB), verify
-/// (false: whether reads are checked against a digest made by the peer).
+/// `config` is a msgpack map, or NULL with length 0 for the defaults, with the keys for an agent that
+/// kvf_settings_describe tells and docs/configuration.md lists.
 ///
 /// # Safety
 /// As the header's top says.
@@ -213,7 +208,7 @@ pub unsafe extern "C" fn kvf_agent_start(config: *const u8, config_len: usize, o
         let out = unsafe { Out::new(out, "out")? };
         // SAFETY: the caller's promise for arrays.
         let config = unsafe { slice(config, config_len, "config")? };
-        let config = if config.is_empty() { Config::default() } else { parse_config("agent", config)? };
+        let config: Config = parse_config(Part::Agent, config)?;
         log::start();
         let agent = Agent::start(config.agent_config()?)?;
         out.write(handle::give(Host { agent, payloads: Mutex::default() }));
@@ -595,7 +590,12 @@ mod tests {
 
     fn config(pairs: &[(&str, &str)]) -> Result<AgentConfig> {
         let map: BTreeMap<_, _> = pairs.iter().copied().collect();
-        parse_config::<Config>("agent", &rmp_serde::to_vec_named(&map).unwrap())?.agent_config()
+        parse_config::<Config>(Part::Agent, &rmp_serde::to_vec_named(&map).unwrap())?.agent_config()
+    }
+
+    #[test]
+    fn the_tables_defaults_are_the_agents() {
+        assert_eq!(config(&[]).unwrap(), AgentConfig::default());
     }
 
     #[test]
@@ -604,9 +604,9 @@ mod tests {
         assert_eq!((good.name.as_str(), good.transport), ("n", Transport::Tcp));
         assert_eq!(good.ucx_lib, Some(PathBuf::from("/x/libucp.so.0")));
         for (key, value, expected) in [
-            ("transport", "rdma", "expected auto, tcp or shm"),
-            ("windw", "8", "unknown field `windw`"),
-            ("window", "8", "key \"window\""),
+            ("transport", "rdma", "one of auto, tcp, shm"),
+            ("windw", "8", "did you mean \"window\"?"),
+            ("window", "8", "window must be a whole number from 1 to 1024"),
         ] {
             let error = config(&[(key, value)]).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);

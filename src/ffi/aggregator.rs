@@ -9,12 +9,12 @@ use super::boundary::{Out, slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log, report};
-use crate::connector::parse_config;
 use crate::error::{Error, Result};
 use crate::proto::aggregate::{Aggregator, Direction, Outcome};
 use crate::proto::ids::{RankId, RequestId};
 use crate::proto::stats::Stats;
 use crate::proto::wire::{Blocks, RecvRecord};
+use crate::settings::{Part, parse_config};
 
 /// An aggregator. Opaque.
 pub struct kvf_aggregator {
@@ -42,7 +42,6 @@ pub enum kvf_side {
 #[serde(deny_unknown_fields)]
 pub(super) struct Config {
     pub(super) ranks: Vec<RankId>,
-    #[serde(default)]
     pub(super) limit: Option<usize>,
 }
 
@@ -117,7 +116,7 @@ pub unsafe extern "C" fn kvf_aggregator_start(
     boundary!(kvf_aggregator_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: Config = parse_config("aggregator", config)?;
+        let config: Config = parse_config(Part::Aggregator, config)?;
         log::start();
         let aggregator = match config.limit {
             Some(limit) => Aggregator::with_limit(config.ranks, limit)?,

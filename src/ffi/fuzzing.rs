@@ -2,12 +2,13 @@
 
 use super::decode::{encode, map};
 use super::{agent, aggregator, listener};
-use crate::connector::{SchedulerConfig, WorkerConfig, parse_config};
+use crate::connector::{SchedulerConfig, WorkerConfig};
 use crate::proto::aggregate::Aggregator;
 use crate::proto::geometry::Geometry;
 use crate::proto::shape::{Deployment, EngineSpec};
 use crate::proto::stats::Stats;
 use crate::proto::wire::{TransferParams, WorkerReport};
+use crate::settings::{Part, parse_config};
 
 /// How many kinds of map [`config`] knows.
 pub const CONFIGS: u8 = 10;
@@ -15,15 +16,15 @@ pub const CONFIGS: u8 = 10;
 /// Decodes and checks a map of one kind, as the C function does that takes it, without starting anything.
 pub fn config(which: u8, bytes: &[u8]) -> bool {
     match which % CONFIGS {
-        0 => parse_config::<agent::Config>("agent", bytes).and_then(agent::Config::agent_config).is_ok(),
-        1 => parse_config::<listener::Config>("listener", bytes).and_then(|config| config.bind_port()).is_ok(),
-        2 => parse_config::<WorkerConfig>("worker", bytes)
-            .and_then(|config| config.check().and_then(|()| config.compat()).and_then(|_| config.shape()))
+        0 => parse_config::<agent::Config>(Part::Agent, bytes).and_then(agent::Config::agent_config).is_ok(),
+        1 => parse_config::<listener::Config>(Part::Listener, bytes).and_then(|config| config.bind_port()).is_ok(),
+        2 => parse_config::<WorkerConfig>(Part::Worker, bytes)
+            .and_then(|config| config.check().and_then(|()| config.compat()))
             .is_ok(),
-        3 => parse_config::<SchedulerConfig>("scheduler", bytes)
-            .and_then(|config| config.check().and_then(|()| config.bind_port()).and_then(|_| config.shape()))
+        3 => parse_config::<SchedulerConfig>(Part::Scheduler, bytes)
+            .and_then(|config| config.check().and_then(|()| config.bind_port()))
             .is_ok(),
-        4 => parse_config::<aggregator::Config>("aggregator", bytes)
+        4 => parse_config::<aggregator::Config>(Part::Aggregator, bytes)
             .and_then(|config| match config.limit {
                 Some(limit) => Aggregator::with_limit(config.ranks, limit),
                 None => Aggregator::new(config.ranks),

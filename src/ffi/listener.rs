@@ -9,13 +9,13 @@ use super::boundary::{Out, slice};
 use super::buffer::{self, kvf_buffer};
 use super::handle::{self, Object};
 use super::log;
-use crate::connector::parse_config;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{self, Gate, ListenerConfig};
 use crate::proto::handshake::{Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation};
 use crate::proto::wire::EngineShape;
 use crate::secret::Key;
+use crate::settings::{Part, parse_config};
 
 /// A handshake listener. Opaque.
 pub struct kvf_listener {
@@ -36,28 +36,15 @@ impl Object for Host {
 #[serde(deny_unknown_fields)]
 pub(super) struct Config {
     engine_id: EngineId,
-    #[serde(default = "one")]
     tp_size: u32,
-    #[serde(default = "one")]
     pp_size: u32,
-    #[serde(default = "one")]
     dcp_size: u32,
-    #[serde(default)]
     host: Option<String>,
-    #[serde(default)]
     port: u16,
-    #[serde(default)]
     data_parallel_index: u16,
-    #[serde(default)]
     push: bool,
-    #[serde(default)]
     advertise_local: bool,
-    #[serde(default)]
     key_file: Option<PathBuf>,
-}
-
-fn one() -> u32 {
-    1
 }
 
 impl Config {
@@ -95,11 +82,8 @@ fn start(config: &Config) -> Result<Host> {
 /// Starts a listener that serves the metadata of one engine's ranks to other engines. It is bound when this returns; a
 /// port that is taken is KVF_ADDRESS_IN_USE.
 ///
-/// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), host (str or nil: an address
-/// that other hosts can reach is found), port (0: a free one), data_parallel_index (added to a port that is not 0),
-/// push (bool: also take metadata from ranks over the network), advertise_local (bool: a name of a loopback address
-/// may be advertised), key_file (str: path of the key that all engines share; without it the environment variable
-/// KVFERRY_KEY_FILE counts, "" means no key).
+/// `config` is a msgpack map with engine_id and the keys for a listener that kvf_settings_describe tells and
+/// docs/configuration.md lists.
 ///
 /// # Safety
 /// As the header's top says.
@@ -108,7 +92,7 @@ pub unsafe extern "C" fn kvf_listener_start(config: *const u8, config_len: usize
     boundary!(kvf_listener_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: Config = parse_config("listener", config)?;
+        let config: Config = parse_config(Part::Listener, config)?;
         log::start();
         out.write(handle::give(start(&config)?));
         Ok(())

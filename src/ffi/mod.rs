@@ -21,6 +21,7 @@ pub mod log;
 pub mod plan;
 pub mod report;
 pub mod scheduler;
+pub mod settings;
 pub mod stats;
 pub mod status;
 mod table;

@@ -7,11 +7,12 @@ use super::buffer::{self, fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::lists::Offsets;
 use super::{decode, log};
-use crate::connector::{Scheduler, SchedulerConfig, parse_config};
+use crate::connector::{Scheduler, SchedulerConfig};
 use crate::error::{Error, Result};
 use crate::proto::ids::RankId;
 use crate::proto::scheduler::FinishOutcome;
 use crate::proto::wire::{Blocks, TransferParams};
+use crate::settings::{Part, parse_config};
 
 /// One engine's scheduler side. Opaque.
 pub struct kvf_scheduler {
@@ -49,12 +50,9 @@ pub struct kvf_rank_metadata {
 
 /// Starts a scheduler side. It touches no device memory and no UCX.
 ///
-/// `config` is a msgpack map. Keys: engine_id (str), tp_size, pp_size, dcp_size (1), groups (list of maps with kind and
-/// block_size, as in kvf_worker_set_geometry), null_block (the id that stands for no block; 0; nil for none),
-/// reuses_blocks (bool: whether blocks serve other requests with the same prefix; true), lease_ms (30000), host (str or
-/// nil: an address that other hosts can reach is found), port (5680; 0 for a free one), data_parallel_index (added to a
-/// port that is not 0), push (bool: take metadata rank by rank), advertise_local (bool),
-/// key_file (as in kvf_worker_start).
+/// `config` is a msgpack map with engine_id, groups (list of maps with kind and block_size, as in
+/// kvf_worker_set_geometry) and the keys for a scheduler that kvf_settings_describe tells and docs/configuration.md
+/// lists.
 ///
 /// # Safety
 /// As the header's top says.
@@ -67,7 +65,7 @@ pub unsafe extern "C" fn kvf_scheduler_start(
     boundary!(kvf_scheduler_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: SchedulerConfig = parse_config("scheduler", config)?;
+        let config: SchedulerConfig = parse_config(Part::Scheduler, config)?;
         log::start();
         out.write(handle::give(Scheduler::start(config)?));
         Ok(())

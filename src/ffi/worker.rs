@@ -11,12 +11,13 @@ use super::boundary::{Out, slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
-use crate::connector::{Worker, WorkerConfig, WorkerStats, parse_config};
+use crate::connector::{Worker, WorkerConfig, WorkerStats};
 use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{Message, WorkerReport};
+use crate::settings::{Part, parse_config};
 
 /// One rank's worker. Opaque.
 pub struct kvf_worker {
@@ -62,14 +63,8 @@ impl From<WorkerStats> for Figures {
 
 /// Starts a worker: opens UCX and starts the thread that owns it.
 ///
-/// `config` is a msgpack map. Keys: engine_id (str), pp_rank, tp_rank (0), tp_size, pp_size, dcp_size (1), compat (list
-/// of [name, value] that both engines must share), transport ("auto", "tcp" or "shm"), ucx (map of UCX settings without
-/// the UCX_ prefix), ucx_lib (path of libucp), name, window (operations in flight), heartbeat_divisor (6),
-/// handshake_timeout_ms (30000), transfer_timeout_ms (120000), verdict_timeout_ms (10000), early_message_ms (30000),
-/// tombstone_ms (120000), verify (false: whether each read is checked against a digest that the producer makes of its own
-/// bytes; both read all of them once more), request_log (path of a file that gets one JSON line per finished receive),
-/// key_file (path of the key that all engines share; without it the environment variable KVFERRY_KEY_FILE counts, ""
-/// means no key).
+/// `config` is a msgpack map with engine_id and the keys for a worker that kvf_settings_describe tells and
+/// docs/configuration.md lists.
 ///
 /// # Safety
 /// As the header's top says.
@@ -78,7 +73,7 @@ pub unsafe extern "C" fn kvf_worker_start(config: *const u8, config_len: usize, 
     boundary!(kvf_worker_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: WorkerConfig = parse_config("worker", config)?;
+        let config: WorkerConfig = parse_config(Part::Worker, config)?;
         log::start();
         out.write(handle::give(Worker::start(config)?));
         Ok(())

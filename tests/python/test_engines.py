@@ -302,18 +302,18 @@ def test_params_without_a_key_or_with_a_wrong_one_name_it() -> None:
 
 def test_bad_configs_and_a_taken_port_are_named() -> None:
     bad: list[tuple[dict[str, object], str]] = [
-        ({"enginee": 1}, "unknown field `enginee`"),
+        ({"enginee": 1}, 'unknown key "enginee"; did you mean "engine_id"'),
         ({"engine_id": 7}, 'key "engine_id": invalid type'),
         ({"groups": []}, "groups is empty"),
         ({"groups": [{"kind": "full", "block_size": "x"}]}, r"groups\[0\]"),
-        ({"port": 70000}, 'key "port"'),
-        ({"lease_ms": 1}, "lease_ms is 1"),
-        ({"tp_size": 0}, "tp_size is 0"),
+        ({"port": 70000}, "port must be a whole number from 0 to 65535, not 70000"),
+        ({"lease_ms": 1}, "lease_ms must be .*, not 1"),
+        ({"tp_size": 0}, "tp_size must be .*, not 0"),
     ]
     for change, expected in bad:
         with pytest.raises(kvferry.InvalidArgumentError, match=expected):
             Scheduler({**GOOD, **change})
-    bad = [({"windo": 1}, "windo"), ({"tp_rank": 5}, "tp_rank is 5"), ({"ucx": 3}, 'key "ucx"')]
+    bad = [({"windo": 1}, "windo"), ({"tp_rank": 5}, "tp_rank is 5"), ({"ucx": 3}, "ucx must be a map")]
     for change, expected in bad:
         with pytest.raises(kvferry.InvalidArgumentError, match=expected):
             Worker({**config_of("e", 0), **change})

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .._errors import KvferryError
+from .._lib import version
 from ..bench import cli as bench
-from . import key, plan
+from . import config, key, plan
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: what was asked for cannot be, and it was tried in vain."""
 
 
+class _Version(argparse.Action):
+    """Prints the version; the library is loaded only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"kvferry {version()}")
+        parser.exit()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code. Bad input ends in `SystemExit` with 2, as is usual with argparse."""
     parser = argparse.ArgumentParser(prog="kvferry", description="Moves KV-cache blocks between LLM inference engines.")
+    parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan_command = commands.add_parser(
         "plan",
@@ -25,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan.add_arguments(plan_command)
+    config_command = commands.add_parser("config", help="show and check the configuration", description=config.__doc__)
+    config.add_arguments(config_command)
     key_command = commands.add_parser("key", help="write a new key file", description=key.__doc__)
     key.add_arguments(key_command)
     bench_command = commands.add_parser(
@@ -34,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "bench":
         return _bench(bench_command, options)
+    if options.command == "config":
+        try:
+            return config.run(options)
+        except config.UsageError as error:
+            config_command.exit(BAD_INPUT, f"{config_command.prog}: error: {error}\n")
     if options.command == "key":
         try:
             return key.run(options)

@@ -1,0 +1,173 @@
+"""Shows every key of the configuration: its value here, where that comes from, its default and what it means.
+
+With a --kv-transfer-config of vLLM, checks it and shows the values that it leads to."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from .. import settings
+from .._errors import InvalidArgumentError
+from ..vllm import CONNECTOR_NAME
+from ..vllm.config import describe
+from .table import columns
+
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+POLICIES = ("fail", "recompute")
+UNUSED = ("kv_buffer_device", "kv_port", "enable_permute_local_kv")
+"""Fields of vLLM 0.32's and 0.33's `KVTransferConfig` that `KvferryConnector` does not look at."""
+FIELDS = (
+    "kv_connector",
+    "engine_id",
+    "kv_role",
+    "kv_connector_extra_config",
+    "kv_connector_module_path",
+    "kv_load_failure_policy",
+    *UNUSED,
+)
+LONGEST = 4096
+"""Bytes of a path; a longer text is JSON."""
+
+
+class UsageError(ValueError):
+    """The configuration would be refused."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="KV_TRANSFER_CONFIG",
+        help="vLLM's --kv-transfer-config: JSON text, the path of a file with it, or - for standard input",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--all", action="store_true", help="also the keys that the program sets")
+
+
+def _read(argument: str) -> str:
+    try:
+        if argument == "-":
+            return sys.stdin.read()
+        if not argument.lstrip().startswith("{") and len(argument.encode()) < LONGEST:
+            return Path(argument).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{argument!r} is neither a JSON map nor a readable file: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{argument!r} is not text") from None
+    return argument
+
+
+def _transfer_config(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"the kv-transfer-config is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"the kv-transfer-config must be a map, not {value!r}")
+    return value
+
+
+def _one_of(place: str, config: dict[str, Any], key: str, choices: tuple[str, ...]) -> None:
+    if config[key] not in choices:
+        raise UsageError(f"{place}{key} must be one of {', '.join(choices)}, not {config[key]!r}")
+
+
+def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The `kv_connector_extra_config` of KvferryConnector in vLLM's `config`, also inside MultiConnector's, and notes.
+
+    Raises `UsageError` for what vLLM would refuse.
+    """
+    for key in config:
+        if key not in FIELDS:
+            near = difflib.get_close_matches(key, FIELDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(FIELDS)}"
+            raise UsageError(f"{place}the kv-transfer-config has an unknown key {key!r}; {hint}")
+    extra = config.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        raise UsageError(f"{place}kv_connector_extra_config must be a map, not {extra!r}")
+    if "kv_role" not in config:
+        raise UsageError(f"{place}kv_role is missing, one of {', '.join(ROLES)}")
+    _one_of(place, config, "kv_role", ROLES)
+    if config.get("kv_load_failure_policy") is not None:
+        _one_of(place, config, "kv_load_failure_policy", POLICIES)
+    connector = config.get("kv_connector")
+    if connector == "MultiConnector":
+        children = extra.get("connectors")
+        for number, child in enumerate(children if isinstance(children, list) else ()):
+            if isinstance(child, dict) and child.get("kv_connector") == CONNECTOR_NAME:
+                return extra_config(child, f"connectors[{number}]: ")
+        raise UsageError(f"MultiConnector's kv_connector_extra_config has no {CONNECTOR_NAME} among its connectors")
+    if connector != CONNECTOR_NAME:
+        raise UsageError(f"{place}kv_connector is {connector!r}, expected {CONNECTOR_NAME!r}")
+    notes = [f"{key} has no effect on {CONNECTOR_NAME}" for key in UNUSED if key in config]
+    if config["kv_role"] == "kv_both":
+        notes.append("vLLM deprecates kv_role kv_both: use kv_producer or kv_consumer")
+    return extra, notes
+
+
+def _shown(value: object, otherwise: str = "") -> str:
+    return f"({otherwise or 'none'})" if value is None else json.dumps(value) if not isinstance(value, str) else value
+
+
+def _table(rows: list[settings.Setting]) -> str:
+    head = ("key", "value", "from", "default", "type", "unit")
+    lines = [
+        (
+            row["variable"] or "" if row["giver"] == "environment" else row["key"],
+            _shown(row["value"], row["otherwise"]),
+            (row["variable"] or "") if row["source"] == "environment" else row["source"],
+            _shown(row["default"], row["otherwise"]),
+            row["type"],
+            row["unit"],
+        )
+        for row in rows
+    ]
+    return "\n".join(columns(head, lines, numbers_from=len(head)))
+
+
+def _print(description: settings.Description, notes: list[str], everything: bool) -> None:
+    groups: dict[str, list[settings.Setting]] = {}
+    for row in description["settings"]:
+        alone = not {"worker", "scheduler"} & set(row["parts"])
+        title = {
+            "operator": "Keys of agents and listeners without a connector" if alone else "Keys of the operator",
+            "program": "Keys that the program sets",
+            "environment": "Variables without a key",
+        }[row["giver"]]
+        if everything or row["giver"] != "program":
+            groups.setdefault(title, []).append(row)
+    for title, rows in groups.items():
+        print(f"{title}\n\n{_table(rows)}")
+        print()
+        for row in rows:
+            name = row["variable"] if row["giver"] == "environment" else row["key"]
+            variable = f" ({row['variable']})" if row["variable"] and name == row["key"] else ""
+            help = f"{name}{variable}: {row['help']}"
+            print(textwrap.fill(help, 118, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False))
+        print()
+    for note in notes:
+        print(f"note: {note}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    extra, notes = ({}, []) if options.config is None else extra_config(_transfer_config(_read(options.config)))
+    try:
+        description = describe(extra)
+    except InvalidArgumentError as error:
+        raise UsageError(error.message.removeprefix("kvf_settings_describe: ")) from None
+    for unknown in description["unknown_variables"]:
+        hint = f"; did you mean {unknown['nearest']}?" if unknown["nearest"] else ""
+        notes.append(f"nothing reads the environment variable {unknown['name']}{hint}")
+    if options.json:
+        print(json.dumps({**description, "notes": notes}, indent=2))
+    else:
+        _print(description, notes, options.all)
+    return 0

@@ -1,0 +1,126 @@
+//! Is this value one that the key takes?
+
+use std::ffi::OsString;
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::{Kind, Part, Setting, of};
+use crate::error::{Error, Result};
+
+/// How alike two words must be to be taken for one another, by Jaro and Winkler: "lease" and "lease_ms" have 0.93,
+/// "host" and "port" 0.67.
+const ALIKE: f64 = 0.8;
+
+/// The word of `known` that `word` may be meant to be.
+pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    known
+        .map(|candidate| (strsim::jaro_winkler(word, candidate), candidate))
+        .filter(|(likeness, _)| *likeness >= ALIKE)
+        .max_by(|(a, _), (b, _)| a.total_cmp(b))
+        .map(|(_, candidate)| candidate)
+}
+
+/// The error of an unknown `key`: the nearest of `known`, or all of them.
+pub(super) fn unknown(place: &str, key: &str, known: &[&str]) -> Error {
+    let hint = match nearest(key, known.iter().copied()) {
+        Some(close) => format!("; did you mean {close:?}?"),
+        None => format!("; the keys are {}", known.join(", ")),
+    };
+    Error::invalid(format!("{place} has an unknown key {key:?}{hint}"))
+}
+
+impl Setting {
+    /// What is expected, for errors.
+    fn expected(&self) -> String {
+        match self.kind {
+            Kind::Text => "a text that is not empty".to_owned(),
+            Kind::Path => "a path".to_owned(),
+            Kind::Flag => "true or false".to_owned(),
+            Kind::Whole(low, high) if self.unit.is_empty() => format!("a whole number from {low} to {high}"),
+            Kind::Whole(low, high) => format!("a whole number from {low} to {high} ({})", self.unit),
+            Kind::Choice(choices) => format!("one of {}", choices.join(", ")),
+            Kind::Ucx => "a map of UCX settings such as {\"TLS\": \"tcp\"}".to_owned(),
+            Kind::Other(what) => format!("a {what}"),
+        }
+    }
+
+    fn refused(&self, name: &str, value: &Value) -> Error {
+        Error::invalid(format!("{name} must be {}, not {value}", self.expected()))
+    }
+
+    /// The value as the configuration takes it. `name` says in an error where it stood.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::InvalidArgument`] with the name, the value and what was expected.
+    pub(super) fn checked(&self, name: &str, value: &Value) -> Result<Value> {
+        let fits = match self.kind {
+            Kind::Text => value.as_str().is_some_and(|text| !text.is_empty()),
+            Kind::Path => value.is_string(),
+            Kind::Flag => value.is_boolean(),
+            Kind::Whole(low, high) => value.as_u64().is_some_and(|number| (low..=high).contains(&number)),
+            Kind::Choice(choices) => value.as_str().is_some_and(|text| choices.contains(&text)),
+            Kind::Ucx => return self.ucx(name, value),
+            Kind::Other(_) => true,
+        };
+        if fits { Ok(value.clone()) } else { Err(self.refused(name, value)) }
+    }
+
+    fn ucx(&self, name: &str, value: &Value) -> Result<Value> {
+        let given = value.as_object().ok_or_else(|| self.refused(name, value))?;
+        let mut settings = Map::new();
+        for (key, setting) in given {
+            if let Some(bare) = key.strip_prefix("UCX_") {
+                return Err(Error::invalid(format!("{name}: write {key:?} without its prefix, as {bare:?}")));
+            }
+            let text = match setting {
+                Value::String(text) => text.clone(),
+                Value::Number(number) => number.to_string(),
+                Value::Bool(yes) => if *yes { "y" } else { "n" }.to_owned(),
+                other => {
+                    let text = format!("{name}: {key:?} must be a text, a number, true or false, not {other}");
+                    return Err(Error::invalid(text));
+                }
+            };
+            settings.insert(key.clone(), Value::String(text));
+        }
+        Ok(Value::Object(settings))
+    }
+
+    /// The value in the environment, if the variable is set and not empty.
+    ///
+    /// # Errors
+    /// As [`Setting::checked`].
+    pub(super) fn in_environment(&self, get: impl Fn(&str) -> Option<OsString>) -> Result<Option<Value>> {
+        let Some(variable) = self.variable() else { return Ok(None) };
+        let Some(text) = get(&variable).filter(|text| !text.is_empty()) else { return Ok(None) };
+        let name = format!("the environment variable {variable}");
+        let text =
+            text.into_string().map_err(|text| Error::invalid(format!("{name} is not UTF-8: {}", text.display())))?;
+        let value = match self.kind {
+            Kind::Whole(..) => text.parse::<u64>().map_or(Value::String(text), Value::from),
+            Kind::Flag => match text.to_ascii_lowercase().as_str() {
+                "true" | "1" | "yes" | "y" | "on" => Value::Bool(true),
+                "false" | "0" | "no" | "n" | "off" => Value::Bool(false),
+                _ => Value::String(text),
+            },
+            _ => Value::String(text),
+        };
+        self.checked(&name, &value).map(Some)
+    }
+}
+
+/// Checks a configuration that a Rust program filled in by hand: the numbers of `part` against the table.
+///
+/// # Errors
+/// [`crate::ErrorKind::InvalidArgument`] for the first key with a number that is out of its range.
+pub fn check<T: Serialize>(part: Part, config: &T) -> Result<()> {
+    let tree = serde_json::to_value(config)
+        .map_err(|e| Error::invalid(format!("the {} configuration cannot be looked at: {e}", part.name())))?;
+    for setting in of(part).filter(|setting| matches!(setting.kind, Kind::Whole(..))) {
+        if let Some(value) = tree.get(setting.key).filter(|value| !value.is_null()) {
+            setting.checked(setting.key, value)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,163 @@
+//! From the msgpack map of a caller to a complete configuration.
+
+use std::ffi::OsString;
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::check::unknown;
+use super::{Default, Kind, Part, Setting, of};
+use crate::error::{Error, Result};
+
+/// The largest configuration accepted, in bytes.
+const MAX_BYTES: usize = 1 << 20;
+
+/// Decodes the configuration of `part`, checks it, and fills in what is not given, from the environment and then from
+/// the table's defaults. No bytes are an empty map.
+///
+/// # Errors
+/// [`crate::ErrorKind::InvalidArgument`] naming the key or the environment variable, what was found and what was
+/// expected; for an unknown key the nearest known one.
+pub fn parse_config<T: DeserializeOwned>(part: Part, msgpack: &[u8]) -> Result<T> {
+    let place = format!("the {} configuration", part.name());
+    let given = given(&place, msgpack)?;
+    let complete = complete(part, &place, given, |variable| std::env::var_os(variable))?;
+    serde_path_to_error::deserialize(Value::Object(complete)).map_err(|e| {
+        let path = e.path().to_string();
+        let key = if path == "." { String::new() } else { format!(", key {path:?}") };
+        Error::invalid(format!("{} configuration{key}: {}", part.name(), e.inner()))
+    })
+}
+
+/// The map of keys and values in `msgpack`. `place` names it in errors.
+pub(super) fn given(place: &str, msgpack: &[u8]) -> Result<Map<String, Value>> {
+    if msgpack.is_empty() {
+        return Ok(Map::new());
+    }
+    if msgpack.len() > MAX_BYTES {
+        return Err(Error::invalid(format!("{place} has {} bytes, the limit is {MAX_BYTES}", msgpack.len())));
+    }
+    // By way of a tree, whose errors say what was found; the msgpack reader's name a marker byte.
+    let mut de = rmp_serde::Deserializer::from_read_ref(msgpack);
+    de.set_max_depth(crate::proto::wire::MAX_DEPTH);
+    let tree = Value::deserialize(&mut de)
+        .map_err(|e| Error::invalid(format!("{place} is not msgpack ({e}); expected a map")))?;
+    match tree {
+        Value::Object(map) => Ok(map),
+        other => Err(Error::invalid(format!("{place} is not a map of keys and values: {other}"))),
+    }
+}
+
+/// Whether a caller has given a value: nil means the default, except where nil is a value.
+pub(super) fn is_given(setting: &Setting, value: &Value) -> bool {
+    !value.is_null() || matches!(setting.kind, Kind::Other(_))
+}
+
+/// The default as a value, if there is one.
+pub(super) fn default_value(setting: &Setting) -> Option<Value> {
+    match setting.default {
+        Default::Required | Default::Absent(_) => None,
+        Default::Flag(yes) => Some(Value::Bool(yes)),
+        Default::Number(number) => Some(Value::from(number)),
+        Default::Text(text) => Some(Value::from(text)),
+        Default::Empty if setting.kind == Kind::Ucx => Some(Value::Object(Map::new())),
+        Default::Empty => Some(Value::Array(Vec::new())),
+    }
+}
+
+/// `given` with everything else that `part` has.
+fn complete(
+    part: Part,
+    place: &str,
+    given: Map<String, Value>,
+    environment: impl Fn(&str) -> Option<OsString>,
+) -> Result<Map<String, Value>> {
+    for key in given.keys() {
+        if !of(part).any(|setting| setting.key == key) {
+            return Err(unknown(place, key, &of(part).map(|setting| setting.key).collect::<Vec<_>>()));
+        }
+    }
+    let mut complete = Map::new();
+    for setting in of(part) {
+        let value = match given.get(setting.key).filter(|value| is_given(setting, value)) {
+            Some(value) => Some(setting.checked(&format!("{place}: {}", setting.key), value)?),
+            // Where the variable is read later, an error of the value says that it came from there.
+            None if setting.read_late => None,
+            None => setting.in_environment(&environment)?.or_else(|| default_value(setting)),
+        };
+        if let Some(value) = value {
+            complete.insert(setting.key.to_owned(), value);
+        }
+    }
+    Ok(complete)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn completed(part: Part, given: Value, environment: &[(&str, &str)]) -> Result<Map<String, Value>> {
+        let look = |name: &str| environment.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into());
+        complete(part, "the configuration", given.as_object().unwrap().clone(), look)
+    }
+
+    #[test]
+    fn given_beats_the_environment_which_beats_the_default() {
+        let environment = [("KVFERRY_LEASE_MS", "5000"), ("KVFERRY_PORT", "7000"), ("KVFERRY_ADVERTISE_LOCAL", "yes")];
+        let got = completed(Part::Scheduler, json!({"port": 1, "host": null}), &environment).unwrap();
+        let values = |key: &str| got.get(key).cloned();
+        assert_eq!(values("port"), Some(json!(1)));
+        assert_eq!(values("lease_ms"), Some(json!(5000)));
+        assert_eq!(values("advertise_local"), Some(json!(true)));
+        assert_eq!(values("null_block"), Some(json!(0)));
+        assert_eq!((values("host"), values("key_file"), values("engine_id")), (None, None, None));
+        let nil = completed(Part::Scheduler, json!({"null_block": null}), &[]).unwrap();
+        assert_eq!(nil.get("null_block"), Some(&Value::Null));
+    }
+
+    #[test]
+    fn what_is_read_later_is_left_to_it_and_what_the_program_sets_has_no_variable() {
+        let environment = [("KVFERRY_UCX_LIB", "/x"), ("KVFERRY_KEY_FILE", "/k"), ("KVFERRY_TP_SIZE", "x")];
+        let got = completed(Part::Worker, json!({"ucx_lib": "/y"}), &environment).unwrap();
+        assert_eq!(got.get("ucx_lib"), Some(&json!("/y")));
+        assert_eq!(got.get("key_file"), None);
+        assert_eq!(got.get("tp_size"), Some(&json!(1)));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_where_it_stood() {
+        let mistakes = [
+            (
+                json!({"lease": 1}),
+                &[][..],
+                "the configuration has an unknown key \"lease\"; did you mean \"lease_ms\"?",
+            ),
+            (json!({"zzz": 1}), &[], "unknown key \"zzz\"; the keys are host, port,"),
+            (json!({"lease_ms": 1.5}), &[], "lease_ms must be a whole number from 1000 to 86400000 (ms), not 1.5"),
+            (json!({"push": 1}), &[], "push must be true or false, not 1"),
+            (json!({"host": ""}), &[], "host must be a text that is not empty, not \"\""),
+            (json!({}), &[("KVFERRY_PORT", "many")], "variable KVFERRY_PORT must be a whole number from 0 to 65535"),
+            (json!({}), &[("KVFERRY_PORT", "-1")], "not \"-1\""),
+            (json!({}), &[("KVFERRY_ADVERTISE_LOCAL", "maybe")], "must be true or false, not \"maybe\""),
+        ];
+        for (given, environment, expected) in mistakes {
+            let error = completed(Part::Scheduler, given.clone(), environment).unwrap_err();
+            assert!(error.message().contains(expected), "{given}: {error}");
+        }
+        let mistakes = [
+            (json!({"UCX_TLS": "tcp"}), "write \"UCX_TLS\" without its prefix, as \"TLS\""),
+            (json!({"TLS": ["tcp"]}), "\"TLS\" must be a text, a number, true or false"),
+            (json!("tcp"), "must be a map of UCX settings"),
+        ];
+        for (given, expected) in mistakes {
+            let error = completed(Part::Worker, json!({"ucx": given}), &[]).unwrap_err();
+            assert!(error.message().contains(expected), "{error}");
+        }
+        let got = completed(Part::Worker, json!({"ucx": {"A": true, "B": 8192, "C": "c"}}), &[]).unwrap();
+        assert_eq!(got.get("ucx"), Some(&json!({"A": "y", "B": "8192", "C": "c"})));
+    }
+}

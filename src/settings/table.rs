@@ -1,0 +1,145 @@
+//! The table of keys.
+
+use super::Default::{Absent, Empty, Flag as Is, Number, Required, Text as Name};
+use super::Giver::{Environment, Operator, OperatorWithoutVariable, Program};
+use super::Kind::{Choice, Flag, Other, Path, Text, Ucx, Whole};
+use super::Part::{self, Agent, Aggregator, Listener, Scheduler, Worker};
+use super::{Default, Giver, Kind, Setting};
+
+const DAY_MS: u64 = 24 * 3600 * 1000;
+const DURATION: Kind = Whole(1, DAY_MS);
+/// A bound that no memory reaches.
+const BYTES: u64 = 1 << 48;
+const SIZE: Kind = Whole(1, 65_536);
+
+const fn row(
+    giver: Giver,
+    key: &'static str,
+    parts: &'static [Part],
+    kind: Kind,
+    unit: &'static str,
+    default: Default,
+    help: &'static str,
+) -> Setting {
+    Setting { key, parts, giver, kind, unit, default, help, read_late: false }
+}
+
+const fn late(setting: Setting) -> Setting {
+    Setting { read_late: true, ..setting }
+}
+
+/// Every key, in the order in which people are shown them.
+#[rustfmt::skip]
+pub const TABLE: &[Setting] = &[
+    row(Operator, "host", &[Scheduler, Listener], Text, "", Absent("an address of this host that others reach is found"),
+        "Address or name of this host that the handshake listener binds and other engines are told; `0.0.0.0` and `::` \
+         bind all and tell the found one."),
+    row(Operator, "port", &[Scheduler], Whole(0, 65_535), "", Number(5680),
+        "TCP port of the handshake listener; the data-parallel index is added, 0 takes a free one. The default is next \
+         to none of the ports of vLLM's own connectors (5600 and up by data-parallel index, 14579)."),
+    row(Operator, "port", &[Listener], Whole(0, 65_535), "", Number(0), "As a scheduler's, for a listener alone."),
+    row(Operator, "advertise_local", &[Scheduler, Listener], Flag, "", Is(false),
+        "Allow a name such as `localhost` as `host`, so that other engines are told a loopback address. A loopback \
+         address that is spelled out needs no permission."),
+    row(Operator, "lease_ms", &[Scheduler], Whole(1000, DAY_MS), "ms", Number(30_000),
+        "How long a finished prefill's blocks are kept without a sign of life from the decode engine."),
+    late(row(Operator, "key_file", &[Agent, Worker, Scheduler, Listener], Path, "", Absent("no key"),
+        "File of the key that all engines share (`kvferry key PATH` makes one). Handshakes and messages are then sealed, \
+         and engines without the key refused. An empty text means no key, whatever the environment says.")),
+    row(Operator, "transport", &[Agent, Worker], Choice(&["auto", "tcp", "shm"]), "", Name("auto"),
+        "What UCX may use: its own choice, TCP only, or shared memory and copies between processes of one host."),
+    row(OperatorWithoutVariable, "ucx", &[Agent, Worker], Ucx, "", Empty,
+        "UCX settings by name without the `UCX_` prefix, such as `{\"NET_DEVICES\": \"mlx5_0:1\"}`. They win over \
+         `transport` and over UCX's own variables, `UCX_<NAME>`, which count for what is not given here."),
+    late(row(Operator, "ucx_lib", &[Agent, Worker], Text, "", Absent("found: loaded already, the system's, a package's"),
+        "Path of the libucp.so.0 to open.")),
+    row(Operator, "window", &[Agent, Worker], Whole(1, 1024), "operations", Number(64),
+        "UCX operations in flight to one peer."),
+    row(Operator, "window_bytes", &[Agent], Whole(1, BYTES), "bytes", Number(16 << 20), "Bytes in flight to one peer."),
+    row(Operator, "max_operation_bytes", &[Agent], Whole(1, BYTES), "bytes", Number(4 << 20),
+        "Adjacent blocks are merged into operations of at most so many bytes."),
+    row(Operator, "gather_below", &[Agent], Whole(0, BYTES), "bytes", Number(1536),
+        "Transfers between host memories whose runs are shorter than this on average travel in messages of many runs; 0 \
+         means never."),
+    row(Operator, "connect_timeout_ms", &[Agent], DURATION, "ms", Number(10_000),
+        "How long a peer may take to answer the hello. A worker's is `handshake_timeout_ms`."),
+    row(Operator, "cancel_grace_ms", &[Agent], DURATION, "ms", Number(5_000),
+        "How long a cancelled transfer's operations may take to end by themselves, before the connection is closed."),
+    row(Operator, "deregister_timeout_ms", &[Agent], DURATION, "ms", Number(30_000),
+        "How long deregistering waits for the transfers that use the memory."),
+    row(Operator, "spin_us", &[Agent], Whole(0, 1_000_000), "us", Number(50),
+        "How long the ferry thread spins without progress before it sleeps, while transfers are in flight."),
+    row(Operator, "send_queue_bytes", &[Agent], Whole(0, BYTES), "bytes", Number(64 << 20),
+        "Unsent messages to one peer before more are refused."),
+    row(Operator, "handshake_timeout_ms", &[Worker], DURATION, "ms", Number(30_000),
+        "Longest time until a producer's ranks are known and connected, retries included."),
+    row(Operator, "transfer_timeout_ms", &[Worker], DURATION, "ms", Number(120_000),
+        "Longest time for one request's reads."),
+    row(Operator, "verdict_timeout_ms", &[Worker], DURATION, "ms", Number(10_000),
+        "Longest wait for the producer's word that the lease held."),
+    row(Operator, "heartbeat_divisor", &[Worker], Whole(1, 1000), "", Number(6), "Heartbeats per lease."),
+    row(Operator, "hold_timeout_ms", &[Worker], DURATION, "ms", Number(3_600_000),
+        "How long a lease is kept alive for a request that is neither loaded nor released."),
+    row(Operator, "peer_ttl_ms", &[Worker], DURATION, "ms", Number(600_000),
+        "A peer that no request has used for so long is disconnected."),
+    row(Operator, "early_message_ms", &[Worker], DURATION, "ms", Number(30_000),
+        "How long a message about a request that is not granted yet is kept."),
+    row(Operator, "tombstone_ms", &[Worker], DURATION, "ms", Number(120_000), "How long an ended request is remembered."),
+    row(Operator, "verify", &[Agent, Worker], Flag, "", Is(false),
+        "Check each read against a digest that the producer makes of its own bytes; both sides read all of them once \
+         more."),
+    row(Operator, "request_log", &[Worker], Path, "", Absent("no log"),
+        "File that gets one JSON line per finished receive and rank, appended."),
+
+    row(Program, "engine_id", &[Worker, Scheduler, Listener], Other("text, 1 to 256 bytes"), "", Required,
+        "The engine; the same on its scheduler and all of its workers."),
+    row(Program, "pp_rank", &[Worker], Whole(0, 65_535), "", Number(0), "Pipeline-parallel rank."),
+    row(Program, "tp_rank", &[Worker], Whole(0, 65_535), "", Number(0), "Tensor-parallel rank."),
+    row(Program, "tp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Tensor-parallel size."),
+    row(Program, "pp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Pipeline-parallel size."),
+    row(Program, "dcp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Decode-context-parallel size."),
+    row(Program, "compat", &[Worker], Other("list of [name, value]"), "", Empty,
+        "Facts that both engines must share: model, dtype and so on, as texts."),
+    row(Program, "name", &[Agent, Worker], Text, "", Absent("`agent`, or made of engine and rank"),
+        "Name in logs and in what peers see; at most 256 bytes."),
+    row(Program, "groups", &[Scheduler], Other("list of maps"), "", Required,
+        "The KV-cache groups in the engine's order, as in the geometry of any rank."),
+    row(Program, "null_block", &[Scheduler], Other("block id or nil"), "", Number(0),
+        "The id that stands for no block in block lists; nil where there is none."),
+    row(Program, "reuses_blocks", &[Scheduler], Flag, "", Is(true),
+        "Whether the engine reuses a request's blocks for other requests with the same prefix."),
+    row(Program, "data_parallel_index", &[Scheduler, Listener], Whole(0, 65_535), "", Number(0),
+        "Added to a `port` that is not 0, so that data-parallel engines of one host differ."),
+    row(Program, "push", &[Scheduler, Listener], Flag, "", Is(false),
+        "Whether workers may push their metadata to the listener, in place of the program's own RPC."),
+    row(Program, "ranks", &[Aggregator], Other("list of maps of pp and tp"), "", Required,
+        "Every rank whose report is needed."),
+    row(Program, "limit", &[Aggregator], Whole(1, 1 << 32), "requests", Absent("the library's bound"),
+        "Requests under way that are remembered, and as many ended ones."),
+
+    late(row(Environment, "log", &[], Choice(&["off", "error", "warn", "info", "debug", "trace"]), "", Name("warn"),
+        "Level of the library's lines on standard error. Under vLLM, and wherever `kvferry.log` is used, Python's logging \
+         decides instead.")),
+    late(row(Environment, "library", &[], Text, "", Absent("the one in the Python package"),
+        "Path of the libkvferry.so that the Python package loads.")),
+];
+
+/// Variables for building and testing, which no engine looks at. Those that end with `_` are prefixes.
+#[rustfmt::skip]
+pub const DEVELOPMENT: &[(&str, &str)] = &[
+    ("KVFERRY_PYTHON", "The Python that `scripts/setup` makes environments from, and that a build asks for libclang and \
+      UCX's headers."),
+    ("KVFERRY_UCX_INCLUDE", "Folder of UCX's headers for a build."),
+    ("KVFERRY_CXX", "`zig` makes `scripts/setup` install a C++ compiler from PyPI where there is one already."),
+    ("KVFERRY_REQUIRE", "What tests must not skip for want of: `cuda`, `netns`, separated by commas."),
+    ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
+    ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),
+    ("KVFERRY_SHAPE", "Which pair of shapes `cargo test --test connector_shapes` runs."),
+    ("KVFERRY_SHAPES_SEED", "Seed of the random pairs in `cargo test --test proto_shapes`."),
+    ("KVFERRY_SHAPES_CASES", "Number of random pairs there."),
+    ("KVFERRY_AM_LIMIT", "The built `am_limit` program, for `scripts/bench`."),
+    ("KVFERRY_AM_LIMIT_SENDER", "Set by that program for its own second process."),
+    ("KVFERRY_BENCH_", "Set by benchmarks for their own processes."),
+    ("KVFERRY_DEMO_", "Set by `scripts/demo` for its servers."),
+    ("KVFERRY_TEST_", "Set by tests for their own processes; `KVFERRY_TEST_LOG` shows the library's log."),
+];

@@ -1,0 +1,151 @@
+"""`kvferry.settings` and `kvferry config`."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import kvferry
+import pytest
+from kvferry import InvalidArgumentError, Scheduler
+from kvferry.cli import main
+
+PRODUCER = {"kv_connector": "KvferryConnector", "kv_role": "kv_producer"}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in kvferry.settings.describe()["settings"]:
+        if setting["variable"] not in (None, "KVFERRY_LIBRARY", "KVFERRY_UCX_LIB"):
+            monkeypatch.delenv(str(setting["variable"]), raising=False)
+    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+
+
+def setting(key: str, given: dict[str, object] | None = None) -> kvferry.settings.Setting:
+    (found,) = [
+        s
+        for s in kvferry.settings.describe(given)["settings"]
+        if s["key"] == key and ("worker" in s["parts"] or "scheduler" in s["parts"])
+    ]
+    return found
+
+
+def test_given_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (setting("lease_ms")["value"], setting("lease_ms")["source"]) == (30000, "default")
+    monkeypatch.setenv("KVFERRY_LEASE_MS", "5000")
+    assert (setting("lease_ms")["value"], setting("lease_ms")["source"]) == (5000, "environment")
+    given = setting("lease_ms", {"lease_ms": 7000})
+    assert (given["value"], given["source"], given["default"], given["unit"]) == (7000, "given", 30000, "ms")
+
+
+def test_the_environment_reaches_what_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"engine_id": "e", "groups": [{"kind": "full", "block_size": 16}], "port": 0}
+    monkeypatch.setenv("KVFERRY_LEASE_MS", "10")
+    with pytest.raises(InvalidArgumentError, match="variable KVFERRY_LEASE_MS must be a whole number from 1000"):
+        Scheduler(config)
+    with Scheduler({**config, "lease_ms": 1000}):
+        pass
+    monkeypatch.setenv("KVFERRY_LEASE_MS", "")
+    monkeypatch.setenv("KVFERRY_HOST", "127.0.0.9")
+    with kvferry.Listener({"engine_id": "e"}) as listener:
+        assert listener.address[0] == "127.0.0.9"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("ports", 1, 'unknown key "ports"; did you mean "port"?'),
+        ("lease", 1, 'did you mean "lease_ms"?'),
+        ("zzz", 1, "; the keys are host, port,"),
+        ("port", "5680", 'port must be a whole number from 0 to 65535, not "5680"'),
+        ("port", True, "not true"),
+        ("lease_ms", 1.5, "lease_ms must be a whole number from 1000 to 86400000 (ms), not 1.5"),
+        ("transport", "rdma", 'one of auto, tcp, shm, not "rdma"'),
+        ("host", "", "a text that is not empty"),
+        ("advertise_local", "yes", 'true or false, not "yes"'),
+        ("ucx", "TLS=tcp", "a map of UCX settings"),
+        ("ucx", {"UCX_TLS": "tcp"}, 'without its prefix, as "TLS"'),
+        ("engine_id", "e", "which the engine sets itself"),
+        ("library", "/x", "only the environment variable KVFERRY_LIBRARY sets"),
+    ],
+)
+def test_what_is_wrong_is_named(key: str, value: Any, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        kvferry.settings.describe({key: value})
+    assert "kv_connector_extra_config" in str(caught.value)
+    assert expected in str(caught.value)
+    with pytest.raises(SystemExit) as ended:
+        main(["config", json.dumps({**PRODUCER, "kv_connector_extra_config": {key: value}})])
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_the_command_shows_every_key_with_its_source(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_WINDOW", "128")
+    monkeypatch.setenv("KVFERRY_LEASE", "1")
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.2")
+    assert main(["config", json.dumps({**PRODUCER, "kv_port": 1, "kv_connector_extra_config": {"port": 0}})]) == 0
+    out = capsys.readouterr().out
+    operators = out[: out.index("Keys of agents and listeners")]
+    lines = {line.split()[0]: line.split()[1:] for line in operators.splitlines() if line and line[0] != " "}
+    assert lines["window"][:3] == ["128", "KVFERRY_WINDOW", "64"]
+    assert lines["port"][:3] == ["0", "given", "5680"]
+    assert lines["host"][:2] == ["10.0.0.2", "VLLM_HOST_IP"]
+    assert "note: nothing reads the environment variable KVFERRY_LEASE; did you mean KVFERRY_LEASE_MS?" in out
+    assert "note: kv_port has no effect on KvferryConnector" in out
+    assert "engine_id" not in lines
+    assert main(["config", "--json", "--all"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert {s["key"] for s in described["settings"]} >= {"host", "engine_id", "spin_us", "log"}
+    assert described["unknown_variables"] == [{"name": "KVFERRY_LEASE", "nearest": "KVFERRY_LEASE_MS"}]
+
+
+def test_a_transfer_config_may_be_text_file_or_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [{**PRODUCER, "kv_connector_extra_config": {"lease_ms": 9000}}, {"kv_connector": "Other"}]
+        },
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(multi))
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(multi)))
+    for argument in (json.dumps(multi), str(path), "-"):
+        assert main(["config", "--json", argument]) == 0
+        values = {s["key"]: s["value"] for s in json.loads(capsys.readouterr().out)["settings"]}
+        assert values["lease_ms"] == 9000
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("{", "is not JSON"),
+        ("/no/such/file", "neither a JSON map nor a readable file"),
+        ({"kv_role": "kv_producer"}, "kv_connector is None, expected 'KvferryConnector'"),
+        ({"kv_connector": "NixlConnector", "kv_role": "kv_producer"}, "kv_connector is 'NixlConnector'"),
+        ({"kv_connector": "KvferryConnector"}, "kv_role is missing"),
+        ({**PRODUCER, "kv_role": "producer"}, "kv_role must be one of kv_producer"),
+        ({**PRODUCER, "kv_rolle": "x"}, "unknown key 'kv_rolle'; did you mean 'kv_role'?"),
+        ({**PRODUCER, "kv_load_failure_policy": "retry"}, "must be one of fail, recompute, not 'retry'"),
+        ({**PRODUCER, "kv_connector_extra_config": [1]}, "kv_connector_extra_config must be a map, not [1]"),
+        ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "has no KvferryConnector among its connectors"),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused(config: Any, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", config if isinstance(config, str) else json.dumps(config)])
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_the_version_is_the_librarys(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"kvferry {kvferry.version()}\n")
