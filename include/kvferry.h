@@ -280,8 +280,8 @@ extern "C" {
 const char *kvf_status_name(int32_t status);
 
 // Copies the text of the calling thread's last failed call to `out`: at most `cap - 1` bytes and a NUL, cut between
-// characters. `*len` becomes the whole text's length without the NUL, so that a caller can come back with more room.
-// `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this function itself leaves
+// characters. `*len` becomes the whole text's length without the NUL, so that a caller can come back with more room;
+// `len` may be NULL. `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this function itself leaves
 // it as it is.
 int32_t kvf_last_error(char *out,
                        size_t cap,

@@ -70,3 +70,11 @@ kvf_build_env() {
     export CXX="$KVF_DEPS/zig/c++" CXXSTDLIB=c++ "CARGO_TARGET_${host}_LINKER=$KVF_DEPS/zig/cc"
   fi
 }
+
+# kvf_zig: options that tell scripts/lib/inventory.py whose C++ library a build with kvf_build_env links in.
+kvf_zig() {
+  if [[ -x "$KVF_DEPS/zig/c++" ]]; then
+    echo --zig
+    "$KVF_DEPS/venv/bin/python" -c 'import importlib.metadata as m; print(m.version("ziglang"))'
+  fi
+}

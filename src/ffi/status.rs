@@ -126,8 +126,8 @@ pub extern "C" fn kvf_status_name(status: i32) -> *const c_char {
 }
 
 /// Copies the text of the calling thread's last failed call to `out`: at most `cap - 1` bytes and a NUL, cut between
-/// characters. `*len` becomes the whole text's length without the NUL, so that a caller can come back with more room.
-/// `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this function itself leaves
+/// characters. `*len` becomes the whole text's length without the NUL, so that a caller can come back with more room;
+/// `len` may be NULL. `out` may be NULL when `cap` is 0. The text stays until the thread's next failed call; this function itself leaves
 /// it as it is.
 ///
 /// # Safety
@@ -135,10 +135,16 @@ pub extern "C" fn kvf_status_name(status: i32) -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_last_error(out: *mut c_char, cap: usize, len: *mut usize) -> i32 {
     let copied = std::panic::catch_unwind(|| {
-        // SAFETY: the caller's promise for `out` and `cap`, and for `len`.
-        let (Ok(room), Ok(len)) = (unsafe { slice_mut(out.cast::<u8>(), cap, "out") }, unsafe { Out::new(len, "len") })
-        else {
+        // SAFETY: the caller's promise for `out` and `cap`.
+        let Ok(room) = (unsafe { slice_mut(out.cast::<u8>(), cap, "out") }) else {
             return kvf_code::KVF_INVALID_ARGUMENT;
+        };
+        let len = if len.is_null() {
+            None
+        } else {
+            // SAFETY: the caller's promise for `len`.
+            let Ok(len) = (unsafe { Out::new(len, "len") }) else { return kvf_code::KVF_INVALID_ARGUMENT };
+            Some(len)
         };
         with_last_error(|text| {
             if let Some((end, start)) = room.split_last_mut() {
@@ -151,7 +157,9 @@ pub unsafe extern "C" fn kvf_last_error(out: *mut c_char, cap: usize, len: *mut 
                 rest.fill(0);
                 *end = 0;
             }
-            len.write(text.len());
+            if let Some(len) = len {
+                len.write(text.len());
+            }
         });
         kvf_code::KVF_OK
     });
@@ -197,7 +205,9 @@ mod tests {
             assert_eq!(CStr::from_ptr(room.as_ptr().cast()).to_str().unwrap(), "f: aä");
             let invalid = kvf_code::KVF_INVALID_ARGUMENT as i32;
             assert_eq!(kvf_last_error(std::ptr::null_mut(), 5, &raw mut len), invalid);
-            assert_eq!(kvf_last_error(room.as_mut_ptr().cast(), 7, std::ptr::null_mut()), invalid);
+            room.fill(1);
+            assert_eq!(kvf_last_error(room.as_mut_ptr().cast(), 7, std::ptr::null_mut()), 0);
+            assert_eq!(CStr::from_ptr(room.as_ptr().cast()).to_str().unwrap(), "f: aä");
         }
     }
 }

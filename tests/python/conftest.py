@@ -7,6 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+from commands import needs, run
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,3 +31,12 @@ def _use_tree() -> None:
 
 if importlib.util.find_spec("kvferry") is None:
     _use_tree()
+
+
+@pytest.fixture(scope="session")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a blank in its name that scripts/install has installed into."""
+    needs("cargo")
+    prefix = tmp_path_factory.mktemp("install") / "a prefix"
+    run("scripts/install", "--prefix", prefix, "--profile", "dev")
+    return prefix
