@@ -34,7 +34,8 @@ def memory_gib(shape: Shape) -> float:
     return GIB_FIRST_RANK + GIB_NEXT_RANK * (shape.ranks - 1)
 
 
-def _environment(scripts: Path, deps: Path) -> dict[str, str]:
+def server_environment(scripts: Path, deps: Path) -> dict[str, str]:
+    """The environment of a server on this machine: no hub, no network but loopback, one thread for each model."""
     environment = dict(os.environ)
     # Byte code from an earlier start halves the time of the next one.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -94,7 +95,7 @@ def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
 def baseline_spec(model: Path, options: Options, scripts: Path, deps: Path) -> ServerSpec:
     """A single server without a connector, which says what the tokens should be. Its blocks are the decode engine's."""
     return ServerSpec(
-        "baseline", _arguments(model, Shape(block=options.decode.block), options), _environment(scripts, deps)
+        "baseline", _arguments(model, Shape(block=options.decode.block), options), server_environment(scripts, deps)
     )
 
 
@@ -112,7 +113,7 @@ def engine_spec(
         # for another prompt; kvferry refuses such a request otherwise.
         arguments += ["--no-enable-prefix-caching"]
     arguments += connector.arguments(role, options)
-    environment = _environment(scripts, deps)
+    environment = server_environment(scripts, deps)
     environment.update(connector.environment(role, options, outputs.receives, outputs.dump))
     environment["PYTHONPATH"] = _python_path(scripts, deps, options, shape)
     if options.executor == "ray":
