@@ -1,5 +1,5 @@
-/* Two kvferry agents in one process: one reads scattered blocks from the other's memory. Any C11 compiler:
- * cc -I include examples/two_agents.c -L target/release -lkvferry -o two_agents */
+/* Two kvferry agents in one process: one reads scattered blocks from the other's memory.
+ * cc examples/two_agents.c -o two_agents $(pkg-config --cflags --libs kvferry) */
 #include <kvferry.h>
 
 #include <stdio.h>
