@@ -83,7 +83,7 @@ pub struct WorkerConfig {
     /// Whether each read is checked against a digest that the producer makes of its own bytes: both read all of them
     /// once more.
     pub verify: bool,
-    /// A file that gets one JSON line per finished receive, appended.
+    /// A file that gets one JSON line per finished receive, appended; None or an empty text means none.
     pub request_log: Option<String>,
 }
 

@@ -68,7 +68,7 @@ impl Worker {
     pub fn start(config: WorkerConfig) -> Result<Worker> {
         config.check()?;
         let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
-        let log = config.request_log.as_deref().map(RequestLog::open).transpose()?;
+        let log = config.request_log.as_deref().filter(|path| !path.is_empty()).map(RequestLog::open).transpose()?;
         let shared = Arc::new(Shared::default());
         let for_thread = Arc::clone(&shared);
         let timeout = Duration::from_millis(config.handshake_timeout_ms);

@@ -131,7 +131,8 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
       UCX's headers."),
     ("KVFERRY_UCX_INCLUDE", "Folder of UCX's headers for a build."),
     ("KVFERRY_CXX", "`zig` makes `scripts/setup` install a C++ compiler from PyPI where there is one already."),
-    ("KVFERRY_REQUIRE", "What tests must not skip for want of: `cuda`, `netns`, separated by commas."),
+    ("KVFERRY_REQUIRE", "What tests must not skip for want of, separated by commas: `cuda`, `netns`, or a program such as \
+      `pkg-config`."),
     ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
     ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),
     ("KVFERRY_SHAPE", "Which pair of shapes `cargo test --test connector_shapes` runs."),

@@ -147,7 +147,15 @@ static void check_bad_input_without_a_peer(kvf_agent *agent)
   FAILS(kvf_agent_start(unknown.bytes, unknown.len, &agent), KVF_INVALID_ARGUMENT, "colour");
   config wrong = {.len = 0};
   config_add(&wrong, "window", "many");
-  FAILS(kvf_agent_start(wrong.bytes, wrong.len, &agent), KVF_INVALID_ARGUMENT, "\"window\": invalid type");
+  FAILS(kvf_agent_start(wrong.bytes, wrong.len, &agent), KVF_INVALID_ARGUMENT, "window must be a whole number from 1 to 1024");
+  char text[256] = "";
+  OK(kvf_last_error(text, sizeof text, NULL));
+  CHECK(strstr(text, "window") != NULL);
+  OK(kvf_settings_describe(NULL, 0, &buffer));
+  CHECK(buffer.len > 1000);
+  OK(kvf_buffer_free(&buffer));
+  FAILS(kvf_settings_describe(unknown.bytes, unknown.len, &buffer), KVF_INVALID_ARGUMENT, "colour");
+  FAILS(kvf_settings_describe(NULL, 0, NULL), KVF_INVALID_ARGUMENT, "out is NULL");
 
   FAILS(kvf_agent_metadata(NULL, &buffer), KVF_INVALID_ARGUMENT, "NULL");
   FAILS(kvf_agent_metadata((kvf_agent *)(void *)&not_an_agent, &buffer), KVF_NOT_FOUND, "no live agent");
