@@ -18,10 +18,12 @@ fn generated() -> String {
     let names = [
         "status",
         "version",
+        "ucx",
         "buffer",
         "log",
         "agent",
         "listener",
+        "handshake",
         "worker",
         "scheduler",
         "aggregator",

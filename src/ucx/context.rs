@@ -254,7 +254,7 @@ fn unknown_setting(library: &Library, name: &str, known: &[String]) -> UcxError 
 }
 
 /// True when the names differ by a slip: one letter more, less or other, or in the case of letters.
-fn alike(wrong: &str, right: &str) -> bool {
+pub(super) fn alike(wrong: &str, right: &str) -> bool {
     let (wrong, right) = (wrong.to_ascii_uppercase().into_bytes(), right.as_bytes());
     if wrong.len().abs_diff(right.len()) > 1 {
         return false;
