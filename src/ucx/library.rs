@@ -172,7 +172,7 @@ impl fmt::Debug for Library {
 /// Searches, and keeps what was found for the life of the process. The caller holds [`OPENING`].
 fn search_and_keep(path: Option<&Path>) -> (Result<&'static Library, UcxError>, Vec<Candidate>) {
     let (found, candidates) = search::find(path);
-    let kept = found.map(|library| &*OPENED.get_or_init(|| Library { candidates: candidates.clone(), ..library }));
+    let kept = found.map(|library| OPENED.get_or_init(|| Library { candidates: candidates.clone(), ..library }));
     (kept, candidates)
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .._errors import KvferryError
 from ..bench import cli as bench
-from . import key, plan
+from . import doctor, key, plan
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: what was asked for cannot be, and it was tried in vain."""
@@ -27,6 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_arguments(plan_command)
     key_command = commands.add_parser("key", help="write a new key file", description=key.__doc__)
     key.add_arguments(key_command)
+    doctor_command = commands.add_parser(
+        "doctor",
+        help="find what is in the way on this machine, and ask a running engine who it is",
+        description=doctor.__doc__,
+        epilog=doctor.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_arguments(doctor_command)
     bench_command = commands.add_parser(
         "bench", help="measure transfers and the rest, beside NIXL if asked", description=bench.__doc__
     )
@@ -34,6 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "bench":
         return _bench(bench_command, options)
+    if options.command == "doctor":
+        try:
+            return doctor.run(options)
+        except doctor.UsageError as error:
+            doctor_command.error(str(error))
     if options.command == "key":
         try:
             return key.run(options)

@@ -98,9 +98,9 @@ def table(request: Request, described: Description) -> str:
             f"decode   {request.decode}",
             f"request  {request.text}",
             "",
-            *_columns(head, rows, numbers_from=5),
+            *columns(head, rows, numbers_from=5),
             "",
-            *_columns(("prefill rank", "layers", "heads", "token share", "is read", "hears from"), sent, 4),
+            *columns(("prefill rank", "layers", "heads", "token share", "is read", "hears from"), sent, 4),
         ]
     )
 
@@ -117,7 +117,8 @@ def _figures(link: LinkDescription) -> list[str]:
     ]
 
 
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
+    """Lines of a table; columns from `numbers_from` on are set to the right."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
