@@ -189,7 +189,8 @@ KINDS: dict[str, Kind] = {
             "no-copies": Case(
                 "warning",
                 "This UCX has no transport cma, without which bytes between engines of this host go by messages.",
-                "where the finding `same-host` is ok, use a UCX that has the module libuct_cma (`pip install libucx-cu12`)",
+                "where the finding `same-host` is ok, use a UCX that has the module libuct_cma (`pip install "
+                "libucx-cu12`)",
             ),
             "none": Case(
                 "problem",
