@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -338,13 +339,11 @@ def test_wrong_options(environment: dict[str, str], finding: tuple[str, str], wo
         ("--shape tp=2 --layers 2 --kv-heads 2 --head-size 8", "give its listener as --peer"),
         ("--layers 2", "needs --shape as well"),
         ("--peer h:1 --shape tp=2", "--layers is missing"),
-        ("--peer h:1 --shape tq=2 --layers 2", "did you mean tp"),
+        ("--peer h:1 --shape blok=2 --layers 2", "did you mean block"),
         ("--compat dtype=x", "needs --shape as well"),
     ],
 )
 def test_what_cannot_be_asked_for(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import shlex
-
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *shlex.split(words)])
     assert ended.value.code == 2
@@ -402,7 +401,7 @@ def running(ranks: int = 2, ready: bool = True, **more: object) -> Iterator[str]
 
 
 def ask(where: str, words: str = "", **environment: str) -> Told:
-    return doctor("--transfers", "--peer", where, *words.split(), KVFERRY_PORT="0", **environment)
+    return doctor("--peer", where, *words.split(), KVFERRY_PORT="0", **environment)
 
 
 def test_a_peer_of_equal_and_of_fitting_shape(here: Told) -> None:
@@ -441,7 +440,7 @@ def test_a_peer_of_a_differing_shape_is_told_field_by_field() -> None:
 
 def test_a_peer_without_a_shape_is_described() -> None:
     with running(1) as where:
-        told = doctor("--peer", where, KVFERRY_PORT="0")
+        told = ask(where, "--no-connect")
     assert told.cases("peer", "peer-shape", "peer-path") == ["answered", "described", "skipped"]
     assert "model: tiny" in told["peer-shape"]["evidence"]
     assert any(line.startswith("pp 0 tp 0: layers 0-2, heads 0-3, 20 blocks") for line in told["peer"]["evidence"])
@@ -455,7 +454,7 @@ def test_a_peer_by_messages_on_this_host_is_slow() -> None:
 
 
 def test_nobody_listens() -> None:
-    told = ask(f"127.0.0.1:{free_port()}")
+    told = ask(f"127.0.0.1:{free_port()}", "--timeout 2")
     assert told.cases("peer", "peer-shape", "peer-path") == ["unreachable", "unknown", "unknown"]
     assert "5680" in told["peer"]["remedy"]
     assert told.map["peer"] is None
@@ -463,11 +462,11 @@ def test_nobody_listens() -> None:
 
 def test_a_peer_that_is_starting_and_something_else_that_listens() -> None:
     with running(ready=False) as where:
-        told = ask(where)
+        told = ask(where, "--timeout 2")
     assert told["peer"]["case"] == "silent", told["peer"]
     assert any("1 of its 2 ranks have not reported yet" in line for line in told["peer"]["evidence"])
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        told = ask(f"127.0.0.1:{mute.getsockname()[1]}")
+        told = ask(f"127.0.0.1:{mute.getsockname()[1]}", "--timeout 2")
     assert told["peer"]["case"] in ("silent", "unreachable"), told["peer"]
 
 

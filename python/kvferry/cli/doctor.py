@@ -13,6 +13,7 @@ from typing import Any
 
 from ..doctor import STATES, Finding, exit_code
 from ..doctor.examine import Asked, as_json, examine
+from ..doctor.peer import Asked as Peer
 from ..vllm.config import OptionError, parse_options
 from .shapes import DTYPES, UsageError, engine, model, parse_engine
 from .table import columns
@@ -44,6 +45,16 @@ def _count(text: str) -> int:
 _count.__name__ = "whole number from 1"
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 600:
+        raise ValueError(text)
+    return value
+
+
+_seconds.__name__ = "number of seconds from 0.1 to 600"
+
+
 def _host_and_port(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -69,9 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     add = parser.add_argument
     add("--json", action="store_true", help="print everything as JSON instead of a table")
-    add("--no-transfers", action="store_true", help="move no bytes, and connect to no peer's ranks")
+    add("--no-transfers", action="store_true", help="move no bytes on this machine")
     add("--config", metavar="JSON", help="the kv_connector_extra_config of the engine, such as '{\"port\": 5700}'")
     add("--peer", type=_host_and_port, metavar="HOST:PORT", help="an engine's handshake listener to ask")
+    add("--no-connect", action="store_true", help="with --peer: do not connect to the agents of its ranks")
+    add("--timeout", type=_seconds, default=10.0, metavar="S", help="with --peer: how long it may take (default 10)")
     add("--shape", metavar="KEY=VALUE,...", help="with --peer: the shape of this side's engine, to be compared")
     add("--layers", type=_count, metavar="N", help="layers of this side's model")
     add("--kv-heads", type=_count, metavar="N", help="KV heads of the model")
@@ -117,7 +130,11 @@ def asked_for(options: argparse.Namespace) -> Asked:
     except OptionError as error:
         wrong = str(error)
     own = _own_side(options)
-    return Asked(chosen.worker, chosen.scheduler, wrong, not options.no_transfers, options.peer, own)
+    peer = None
+    if options.peer is not None:
+        host, port = options.peer
+        peer = Peer(host, port, own, not options.no_connect, options.timeout)
+    return Asked(chosen.worker, chosen.scheduler, wrong, not options.no_transfers, peer)
 
 
 def _own_side(options: argparse.Namespace) -> dict[str, Any] | None:

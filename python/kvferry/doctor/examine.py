@@ -30,15 +30,13 @@ AGENT_OPTIONS = ("transport", "ucx", "ucx_lib", "key_file", "window", "verify")
 @dataclass(frozen=True)
 class Asked:
     """What is to be examined. `worker` and `scheduler` are the connector's checked options; `bad_option` says what is
-    wrong with those of the environment. `peer` is a listener's host and port, `own` the side that asks it, as
-    `kvf_handshake_survey` takes it."""
+    wrong with those of the environment."""
 
     worker: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     bad_option: str = ""
     transfers: bool = True
-    peer: tuple[str, int] | None = None
-    own: Mapping[str, Any] | None = None
+    peer: peer.Asked | None = None
 
     @property
     def agent(self) -> dict[str, object]:
@@ -79,7 +77,7 @@ def examine(asked: Asked) -> Report:
     findings += _transfers(asked, seen, key.state != "problem")
     report = Report(findings, seen.as_map())
     if asked.peer is not None:
-        answers = peer.findings(*asked.peer, asked.own, asked.agent, is_loaded, bool(seen.resources), asked.transfers)
+        answers = peer.findings(asked.peer, asked.agent, is_loaded, bool(seen.resources))
         findings += answers.findings
         report.peer = answers.survey
     return report

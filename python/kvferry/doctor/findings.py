@@ -528,7 +528,7 @@ KINDS: dict[str, Kind] = {
                 "both sides use a network that reaches the other (UCX_NET_DEVICES)",
             ),
             "unknown": Case("not applicable", "There is nobody, or no UCX, to connect with."),
-            "skipped": Case("not applicable", "Left out by --no-transfers."),
+            "skipped": Case("not applicable", "Left out by --no-connect."),
         },
     ),
 }

@@ -22,6 +22,18 @@ _CASES = {
 _FAST = ("copied", "one-sided")
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Which listener to ask, for at most `timeout_s` seconds. `own` describes the side that asks, as
+    `kvf_handshake_survey` takes it; `connects` is whether to connect to the ranks' agents."""
+
+    host: str
+    port: int
+    own: Mapping[str, Any] | None = None
+    connects: bool = True
+    timeout_s: float = 10.0
+
+
 @dataclass
 class Answer:
     """The findings about a peer, and what it said."""
@@ -30,40 +42,36 @@ class Answer:
     survey: dict[str, Any] | None
 
 
-def findings(
-    host: str,
-    port: int,
-    own: Mapping[str, Any] | None,
-    agent: Mapping[str, Any],
-    is_loaded: bool,
-    can_connect: bool,
-    connects: bool,
-) -> Answer:
-    """Asks the listener at `host`:`port`. `own` describes this side; `agent` is the configuration to connect with."""
+def findings(asked: Asked, agent: Mapping[str, Any], is_loaded: bool, can_connect: bool) -> Answer:
+    """Asks the listener. `agent` is the configuration of an agent to connect with."""
     if not is_loaded:
         return Answer([found(id, "unknown") for id in ("peer", "peer-shape", "peer-path")], None)
-    config = {} if own is None else {"own": dict(own)}
+    config: dict[str, object] = {"timeout_ms": round(asked.timeout_s * 1e3)}
+    if asked.own is not None:
+        config["own"] = dict(asked.own)
     if "key_file" in agent:
         config["key_file"] = agent["key_file"]
+    where = f"{asked.host} port {asked.port}"
     try:
-        told = call("survey", host, port, config, dict(agent) if connects and can_connect else None)
+        told = call("survey", asked.host, asked.port, config, dict(agent) if asked.connects and can_connect else None)
     except ChildError as error:
         told = {"error": "died", "message": str(error)}
     if "error" in told:
         case = _CASES.get(told["error"], "refused")
+        # Another engine in place of the one that listens, for instance, is incompatible too.
         if case == "key" and "key" not in told["message"]:
             case = "refused"
-        first = found("peer", case, [f"{host} port {port}", told["message"]])
+        first = found("peer", case, [where, told["message"]])
         return Answer([first, found("peer-shape", "unknown"), found("peer-path", "unknown")], None)
     survey = told["survey"]
-    return Answer([_answered(host, port, survey), _shape(survey), _path(host, survey, told, connects)], survey)
+    return Answer([_answered(where, survey), _shape(survey), _path(asked, survey, told.get("routes"))], survey)
 
 
-def _answered(host: str, port: int, survey: Mapping[str, Any]) -> Finding:
+def _answered(where: str, survey: Mapping[str, Any]) -> Finding:
     shape = survey["shape"]
     ranks = survey["ranks"]
     lines = [
-        f"engine {survey['engine']} at {host} port {port}, incarnation {survey['incarnation']}, protocol version "
+        f"engine {survey['engine']} at {where}, incarnation {survey['incarnation']}, protocol version "
         f"{survey['protocol']}",
         f"tp {shape['tp']} x pp {shape['pp']} x dcp {shape['dcp']}: {len(ranks)} ranks",
     ]
@@ -101,10 +109,9 @@ def _shape(survey: Mapping[str, Any]) -> Finding:
     return found("peer-shape", "fits" if compared else "described", lines)
 
 
-def _path(host: str, survey: Mapping[str, Any], told: Mapping[str, Any], connects: bool) -> Finding:
-    routes = told.get("routes")
+def _path(asked: Asked, survey: Mapping[str, Any], routes: Mapping[str, Any] | None) -> Finding:
     if routes is None:
-        return found("peer-path", "unknown" if connects else "skipped")
+        return found("peer-path", "unknown" if asked.connects else "skipped")
     if "error" in routes:
         return found("peer-path", "unconnected", [routes["message"]])
     lines, failed, paths = [], False, set()
@@ -122,7 +129,7 @@ def _path(host: str, survey: Mapping[str, Any], told: Mapping[str, Any], connect
         return found("peer-path", "fast", lines)
     # Of an engine on several hosts, those ranks that are here would be fast.
     served = not any(path.startswith(_FAST) for path in paths)
-    return found("peer-path", "slow" if served and _is_here(host) else "served", lines)
+    return found("peer-path", "slow" if served and _is_here(asked.host) else "served", lines)
 
 
 def _is_here(host: str) -> bool:
