@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import socket
@@ -21,8 +22,9 @@ import numpy as np
 import pytest
 from kvferry import Listener, Worker
 from kvferry.cli import main
-from kvferry.doctor import KINDS, markdown, system
+from kvferry.doctor import KINDS, devices, markdown, system, ucx
 from kvferry.doctor.findings import found
+from kvferry.doctor.ucx import Seen
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((Path(kvferry.__file__).parent / "doctor" / "schema.json").read_text())
@@ -527,14 +529,63 @@ def machine(tmp_path: Path) -> Path:
 
 def test_distances_between_gpus_and_rdma_devices(machine: Path) -> None:
     near, far = system.gpus(machine)
-    devices = system.rdma_devices(machine)
-    assert [[port.is_up for port in device.ports] for device in devices] == [[True], [False]]
-    assert "mlx5_0 (0000:03:00.0, NUMA node 0): port 1: 4: ACTIVE, 400 Gb/sec" in devices[0].text
-    distances = [[system.distance(gpu, device.device) for device in devices] for gpu in (near, far)]
+    cards = system.rdma_devices(machine)
+    assert [[port.is_up for port in card.ports] for card in cards] == [[True], [False]]
+    assert "mlx5_0 (0000:03:00.0, NUMA node 0): port 1: 4: ACTIVE, 400 Gb/sec" in cards[0].text
+    distances = [[system.distance(gpu, card.device) for card in cards] for gpu in (near, far)]
     assert distances == [["one PCIe switch", "different NUMA nodes"], ["different NUMA nodes"] * 2]
-    found = system.nearest(near, devices)
-    assert found is not None
-    assert found[0].device.name == "mlx5_0"
+    nearest = system.nearest(near, cards)
+    assert nearest is not None
+    assert nearest[0].device.name == "mlx5_0"
+
+
+def seen(*resources: tuple[str, str], **more: Any) -> Seen:
+    info = {"path": "/x", "version": "1.22.0", "source": "the system's"}
+    return Seen(info=info, resources=list(resources), available=list(resources), **more)
+
+
+TCP, RC = ("tcp", "eth0"), ("rc_mlx5", "mlx5_0:1")
+
+
+def test_why_rdma_is_not_used(machine: Path) -> None:
+    assert devices.rdma(seen(TCP, RC), machine).case == "used"
+    hidden = devices.rdma(seen(TCP), machine)
+    assert (hidden.case, hidden.state) == ("hidden", "problem")
+    assert "--device /dev/infiniband" in hidden.remedy
+    verbs = file(machine, "dev/infiniband/uverbs0")
+    if os.geteuid():
+        verbs.chmod(0)
+        assert devices.rdma(seen(TCP), machine).case == "forbidden"
+        verbs.chmod(0o600)
+    unused = devices.rdma(seen(TCP), machine)
+    assert unused.case == "unused"
+    assert "ibverbs-providers" in unused.remedy
+    off = Seen(seen(TCP).candidates, seen().info, resources=[TCP], available=[TCP, RC], settings={"UCX_TLS": "tcp"})
+    told = devices.rdma(off, machine)
+    assert (told.case, told.remedy) == ("off", "unset UCX_TLS")
+    (transports,) = (finding for finding in ucx.findings(off, True) if finding.id == "transports")
+    assert transports.case == "restricted"
+    assert any("no RDMA" in line for line in transports.evidence)
+    assert devices.rdma(Seen(), machine).case == "unknown"
+    file(machine, "sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")
+    assert devices.rdma(seen(TCP), machine).case == "down"
+
+
+def test_how_far_a_gpu_may_be_and_who_may_lock_memory(machine: Path) -> None:
+    assert devices.gpu_rdma(machine).case in ("no-peer-memory", "far")
+    (machine / "sys/module/nvidia_peermem").mkdir(parents=True)
+    far = devices.gpu_rdma(machine)
+    assert far.case == "far"
+    assert far.evidence[:2] == [
+        "GPU 0000:02:00.0, NUMA node 0: mlx5_0, one PCIe switch",
+        "GPU 0000:81:00.0, NUMA node 1: mlx5_0, different NUMA nodes",
+    ]
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limited = "unlimited" if soft == resource.RLIM_INFINITY else "limited"
+    file(machine, "proc/self/status", "CapEff:\t0000000000000000")
+    assert devices.locked_memory(machine).case == limited
+    file(machine, "proc/self/status", "CapEff:\t0000000000004000")
+    assert devices.locked_memory(machine).case == "unlimited"
 
 
 def test_what_lets_rdma_read_gpu_memory(tmp_path: Path) -> None:

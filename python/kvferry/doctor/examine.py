@@ -13,7 +13,7 @@ from typing import Any
 
 from ..bench import driver
 from ..bench.sizes import size_text
-from . import peer, system, transfer, ucx
+from . import devices, peer, system, transfer, ucx
 from .child import ChildError, call
 from .findings import Finding, found
 
@@ -70,8 +70,14 @@ def examine(asked: Asked) -> Report:
     is_loaded = library.state == "ok"
     seen = ucx.look(asked.agent) if is_loaded else ucx.Seen()
     findings += ucx.findings(seen, is_loaded)
-    same_host = transfer.same_host()
-    findings += [_rdma(seen), _gpu(seen), _gpu_rdma(), same_host, _locked_memory(), _open_files(), _shm(), _container()]
+    findings += [
+        devices.rdma(seen),
+        devices.gpu(seen),
+        devices.gpu_rdma(),
+        transfer.same_host(),
+        devices.locked_memory(),
+    ]
+    findings += [devices.locked_memory(), _open_files(), _shm(), _container()]
     key = _key(asked, is_loaded)
     findings += [*_address_and_port(asked, is_loaded), key]
     findings += _transfers(asked, seen, key.state != "problem")
@@ -113,66 +119,6 @@ def _version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _rdma(seen: ucx.Seen) -> Finding:
-    devices = system.rdma_devices()
-    evidence = [device.text for device in devices]
-    used = sorted(seen.devices("rdma"))
-    if not devices:
-        return found("rdma", "none", [f"UCX: {', '.join(used)}"] if used else [])
-    if not any(port.is_up for device in devices for port in device.ports):
-        return found("rdma", "down", evidence)
-    if used:
-        return found("rdma", "used", [*evidence, f"UCX uses {', '.join(used)}"])
-    files = system.verbs_files()
-    if not files:
-        return found("rdma", "hidden", [*evidence, "there is no /dev/infiniband/uverbs*"])
-    if not any(os.access(path, os.R_OK | os.W_OK) for path in files):
-        return found("rdma", "forbidden", [*evidence, f"{', '.join(map(str, files))}: no access"])
-    if not seen.is_open:
-        return found("rdma", "unknown", evidence)
-    if "rdma" in seen.lost:
-        return found("rdma", "off", evidence, settings=seen.settings_text)
-    return found("rdma", "unused", evidence)
-
-
-def _gpu(seen: ucx.Seen) -> Finding:
-    cards = system.gpus()
-    why = driver.why_not()
-    evidence = [f"{card.what} {card.place}" for card in cards]
-    if why is not None:
-        return found("gpu", "no-driver" if cards else "none", [*evidence, why] if cards else [])
-    if not seen.is_open:
-        return found("gpu", "unknown", evidence)
-    lanes = f"UCX has {', '.join(sorted(seen.transports('cuda'))) or 'no transport for CUDA memory'}"
-    return found("gpu", "used" if seen.moves_cuda else "no-transport", [*evidence, lanes])
-
-
-def _gpu_rdma() -> Finding:
-    devices = [device for device in system.rdma_devices() if any(port.is_up for port in device.ports)]
-    pairs = [(gpu, near) for gpu in system.gpus() if (near := system.nearest(gpu, devices)) is not None]
-    if not pairs:
-        return found("gpu-rdma", "absent")
-    evidence = [f"GPU {gpu.place}: {near.device.name}, {how}" for gpu, (near, how) in pairs]
-    access = system.peer_memory()
-    if access is None:
-        return found("gpu-rdma", "no-peer-memory", evidence)
-    evidence.append(f"access to GPU memory by {access}")
-    far = any(how == system.DISTANCES[3] for _, (_, how) in pairs)
-    return found("gpu-rdma", "far" if far else "near", evidence)
-
-
-def _locked_memory() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    evidence = [f"soft limit {_limit(soft)}, hard limit {_limit(hard)}"]
-    if soft == resource.RLIM_INFINITY:
-        return found("locked-memory", "unlimited", evidence)
-    return found("locked-memory", "limited" if system.rdma_devices() else "unneeded", evidence)
-
-
-def _limit(number: int) -> str:
-    return "unlimited" if number == resource.RLIM_INFINITY else size_text(number)
 
 
 def _open_files() -> Finding:

@@ -6,6 +6,7 @@ An error of kvferry's is a result too: `{"error": name, "message": text}`.
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ def _told(work: Callable[[], Result]) -> Result:
         return work()
     except KvferryError as error:
         # The C function's name says nothing to whoever types a command.
-        return {"error": error.name, "message": error.message.partition(": ")[2] or error.message}
+        return {"error": error.name, "message": re.sub(r"^kvf_\w+: ", "", error.message)}
 
 
 def library() -> Result:

@@ -159,6 +159,18 @@ def yama(root: Path = ROOT) -> str | None:
     return read(root / "proc/sys/kernel/yama/ptrace_scope")
 
 
+_CAP_IPC_LOCK = 14
+"""Its number (linux/capability.h)."""
+
+
+def may_lock(root: Path = ROOT) -> bool:
+    """Whether this process may lock memory beyond RLIMIT_MEMLOCK."""
+    for line in (read(root / "proc/self/status") or "").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
+
+
 def seccomp(root: Path = ROOT) -> str:
     """This process's seccomp mode: 0 none, 1 strict, 2 a filter."""
     for line in (read(root / "proc/self/status") or "").splitlines():

@@ -73,10 +73,15 @@ def moved(id: str, config: Mapping[str, object], fast: tuple[str, ...], kind: st
 
 def same_host() -> Finding:
     """Whether a process may read one that is not its child."""
-    with Remote("read process", Neighbour) as other, Remote("reading process", Neighbour) as reader:
-        pid, address = other.ask("place")
-        copied, number = reader.ask("read", pid, address)
-        right = copied == other.ask("content")
+    copied, number, right, why = None, 0, False, ""
+    try:
+        with Remote("read process", Neighbour) as other, Remote("reading process", Neighbour) as reader:
+            pid, address = other.ask("place")
+            copied, number = reader.ask("read", pid, address)
+            right = copied == other.ask("content")
+    except BenchError as error:
+        # A filter may also end the process that calls what it does not allow.
+        why = str(error).strip().splitlines()[-1]
     scope, filtered = system.yama(), system.seccomp()
     facts = [
         f"kernel.yama.ptrace_scope is {scope}" if scope is not None else "no Yama",
@@ -84,7 +89,7 @@ def same_host() -> Finding:
     ]
     if right:
         return found("same-host", "allowed", ["4096 bytes of a sibling process were read and compared", *facts])
-    why = os.strerror(number) if copied is None else "the bytes read are not those of the process"
+    why = why or (os.strerror(number) if copied is None else "the bytes read are not those of the process")
     case = "refused"
     if copied is None and scope not in (None, "0"):
         case = "yama"
