@@ -432,7 +432,7 @@ def test_a_peer_of_a_differing_shape_is_told_field_by_field() -> None:
         "layers",
         "KV heads of the model",
         "model",
-        "the handshake's own check of every pair of ranks",
+        "check of every pair of ranks",
     }
     assert (wrong["layers"]["here"], wrong["layers"]["there"]) == ("4 (0-3)", "3 (0-2)")
     assert (wrong["model"]["here"], wrong["model"]["there"]) == ("large", "tiny")

@@ -70,13 +70,7 @@ def examine(asked: Asked) -> Report:
     is_loaded = library.state == "ok"
     seen = ucx.look(asked.agent) if is_loaded else ucx.Seen()
     findings += ucx.findings(seen, is_loaded)
-    findings += [
-        devices.rdma(seen),
-        devices.gpu(seen),
-        devices.gpu_rdma(),
-        transfer.same_host(),
-        devices.locked_memory(),
-    ]
+    findings += [devices.rdma(seen), devices.gpu(seen), devices.gpu_rdma(), transfer.same_host()]
     findings += [devices.locked_memory(), _open_files(), _shm(), _container()]
     key = _key(asked, is_loaded)
     findings += [*_address_and_port(asked, is_loaded), key]

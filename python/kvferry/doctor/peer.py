@@ -73,15 +73,19 @@ def _answered(where: str, survey: Mapping[str, Any]) -> Finding:
     lines = [
         f"engine {survey['engine']} at {where}, incarnation {survey['incarnation']}, protocol version "
         f"{survey['protocol']}",
-        f"tp {shape['tp']} x pp {shape['pp']} x dcp {shape['dcp']}: {len(ranks)} ranks",
+        f"tp {shape['tp']} x pp {shape['pp']} x dcp {shape['dcp']}: {_count(len(ranks), 'rank')}",
     ]
     lines += [
         f"{_rank(rank)}: layers {_ranges(rank['layers'])}, heads {_ranges(rank['heads'])}, "
-        f"{'+'.join(map(str, rank['blocks']))} blocks, {size_text(rank['bytes'])} in {rank['regions']} regions "
-        f"({', '.join(rank['memory'])}), UCX {rank['ucx_version']}"
+        f"{'+'.join(map(str, rank['blocks']))} blocks, {size_text(rank['bytes'])} in "
+        f"{_count(rank['regions'], 'region')} ({', '.join(rank['memory'])}), UCX {rank['ucx_version']}"
         for rank in ranks[:MOST_RANKS]
     ]
     return found("peer", "answered", lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _rank(rank: Mapping[str, Any]) -> str:

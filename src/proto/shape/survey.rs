@@ -313,6 +313,10 @@ fn order(rank: &RankMetadata, area: &Area) -> &'static str {
     }
 }
 
+fn count(ranks: usize) -> String {
+    if ranks == 1 { "1 rank".to_owned() } else { format!("{ranks} ranks") }
+}
+
 fn ranges_text(numbers: BTreeSet<u32>) -> String {
     let one = |(first, last)| if first == last { format!("{first}") } else { format!("{first}-{last}") };
     ranges(numbers.into_iter().map(|number| (number, 1))).into_iter().map(one).collect::<Vec<_>>().join(",")
@@ -366,13 +370,14 @@ fn compare(own: &OwnSide, there: &Engine<'_>, first: &RankMetadata) -> Result<Ve
     let theirs = there.renamed();
     let pairs = ours.iter().flat_map(|ours| theirs.iter().map(move |theirs| (ours, theirs)));
     let clash = pairs.map(|(ours, theirs)| check_ranks(ours, theirs)).find_map(Result::err);
+    // What the handshake itself checks. The rest above tells why, and what it only finds out from other fields.
     fields.push(SurveyedField {
-        name: "the handshake's own check of every pair of ranks".to_owned(),
-        here: Some(format!("{} ranks", ours.len())),
-        there: clash.as_ref().map_or_else(|| format!("{} ranks", theirs.len()), |error| error.message().to_owned()),
+        name: "check of every pair of ranks".to_owned(),
+        here: Some(count(ours.len())),
+        there: count(theirs.len()),
         must_match: true,
         fits: Some(clash.is_none()),
-        remedy: if clash.is_some() { SAME_MODEL.to_owned() } else { String::new() },
+        remedy: clash.map_or_else(String::new, |error| error.message().to_owned()),
     });
     Ok(fields)
 }

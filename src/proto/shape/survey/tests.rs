@@ -61,7 +61,7 @@ fn other_sizes_and_layouts_fit() {
 #[test]
 fn what_differs_is_named_and_the_handshake_would_refuse_it_too() {
     let ranks = engine(&EngineSpec::default(), &model(8));
-    let check = "the handshake's own check of every pair of ranks";
+    let check = "check of every pair of ranks";
     let found = survey(&ranks, Some(&own(EngineSpec::default(), model(4))));
     assert_eq!(wrong(&found), ["KV heads of the model", check]);
     let wider = ModelSpec { groups: vec![GroupSpec::attention(GroupKind::Full, 0..4, 8, 64, 64)] };
