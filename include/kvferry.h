@@ -301,6 +301,24 @@ int32_t kvf_ucx_info(const char *ucx_lib,
                      size_t ucx_lib_len,
                      struct kvf_buffer *out);
 
+// Every libucp that the search for a UCX comes by, in its order: a msgpack map with candidates, a list of maps with path,
+// source (how the search came by it), fate ("chosen", "refused" or "not_tried": the search had ended), version (str or
+// nil) and why (str or nil: the reason of a refusal). Opens the chosen one as kvf_ucx_info does; that none is usable is
+// no error here. `ucx_lib` as there. Where this process has opened a UCX already, the answer is that of the search which
+// found it.
+int32_t kvf_ucx_candidates(const char *ucx_lib,
+                           size_t ucx_lib_len,
+                           struct kvf_buffer *out);
+
+// What an agent of `config` (as in kvf_agent_start) would have to work with: a msgpack map with ucx (as of kvf_ucx_info),
+// resources (list of maps with transport and device, both in UCX's words), moves_cuda (bool), unknown_variables (list of
+// maps with name and similar: variables UCX_* of the environment that this UCX does not know, and names that differ by a
+// slip) and others (paths of other libucp files that are loaded in this process). Opens UCX and makes and frees a context;
+// errors as of kvf_agent_start.
+int32_t kvf_ucx_outlook(const uint8_t *config,
+                        size_t config_len,
+                        struct kvf_buffer *out);
+
 // Gives a buffer back and empties `*buffer`. Freeing it again, or freeing an empty one, does nothing; freeing a second
 // copy of the struct is KVF_NOT_FOUND.
 int32_t kvf_buffer_free(struct kvf_buffer *buffer);
@@ -353,6 +371,13 @@ int32_t kvf_agent_connect(struct kvf_agent *agent,
 
 // Ends a connection: its transfers are cancelled, messages not sent yet are lost, and the id is dead at once.
 int32_t kvf_agent_disconnect(struct kvf_agent *agent, uint64_t peer);
+
+// Which way bytes go between this agent and a peer: a msgpack map with connected (bool: whether the peer has answered;
+// what follows is empty before), lanes (transports and devices of the connection, in UCX's words), and the names of the
+// paths of long runs: host (between host memories), device (between CUDA devices) and mixed (between the two).
+int32_t kvf_agent_route(struct kvf_agent *agent,
+                        uint64_t peer,
+                        struct kvf_buffer *out);
 
 // Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
 // lie one list after the other in `local_ids` and in `remote_ids`; list `i` is the entries from `list_offsets[i]` to
@@ -434,6 +459,27 @@ int32_t kvf_listener_address(struct kvf_listener *listener, struct kvf_buffer *h
 
 // Stops the listener, frees its port and the handle.
 int32_t kvf_listener_free(struct kvf_listener *listener);
+
+// Asks the handshake listener at `host`:`port` for the metadata of all ranks of its engine, and compares them with an
+// engine that need not run. Waits up to the configured time, also for a listener that is not up or not complete yet.
+//
+// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: engine (str: the engine expected there; any),
+// key_file (as in kvf_listener_start), timeout_ms (10000), own (the side that asks: map with model and engine, as model
+// and producer in kvf_plan_describe, and compat, a map of those compatibility fields that are known).
+//
+// `*out` is a msgpack map. survey: map with protocol (its version), engine, incarnation (hexadecimal digits), shape (tp,
+// pp, dcp), ranks (list of maps with rank, name, ucx_version, regions, bytes, memory, layers, heads and blocks) and fields
+// (list of maps with name, here (str or nil), there, must_match, fits (bool, or nil where nothing is compared) and
+// remedy). agents: the ranks' agent metadata in the same order, for kvf_agent_connect.
+//
+// KVF_UNREACHABLE and KVF_TIMEOUT without an answer, KVF_INCOMPATIBLE where only one side has a key or another one or where
+// another engine answers, KVF_VERSION_MISMATCH and KVF_CORRUPT for an answer that cannot be understood.
+int32_t kvf_handshake_survey(const char *host,
+                             size_t host_len,
+                             uint16_t port,
+                             const uint8_t *config,
+                             size_t config_len,
+                             struct kvf_buffer *out);
 
 // Starts a worker: opens UCX and starts the thread that owns it.
 //

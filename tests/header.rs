@@ -21,10 +21,12 @@ fn generated() -> String {
     let names = [
         "status",
         "version",
+        "ucx",
         "buffer",
         "log",
         "agent",
         "listener",
+        "handshake",
         "worker",
         "scheduler",
         "aggregator",

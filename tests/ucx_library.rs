@@ -7,7 +7,7 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use kvferry::ucx::{Context, ContextConfig, Library, OLDEST, PATH_VARIABLE, Source};
+use kvferry::ucx::{Candidate, Context, ContextConfig, Fate, Library, OLDEST, PATH_VARIABLE, Source};
 
 const CASE: &str = "KVFERRY_TEST_CASE";
 
@@ -16,6 +16,14 @@ const CASE: &str = "KVFERRY_TEST_CASE";
 #[ignore = "started by the other tests"]
 fn case() {
     let configured = env::var_os(CASE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    for Candidate { path, source, fate } in Library::candidates(configured.as_deref()) {
+        let fate = match fate {
+            Fate::Chosen { version } => format!("chosen {version}"),
+            Fate::Refused { .. } => "refused".to_owned(),
+            Fate::NotTried => "not tried".to_owned(),
+        };
+        println!("\n%{source:?} {} {fate}", path.display());
+    }
     let opened = Library::open(configured.as_deref());
     match opened {
         Ok(library) => println!("\n@ok {:?} {}", library.info().source, library.info().path.display()),
@@ -23,8 +31,8 @@ fn case() {
     }
 }
 
-/// Runs `case`; `variables` are set, or unset where they are `None`.
-fn outcome(configured: &str, variables: &[(&str, Option<&str>)]) -> String {
+/// Runs `case`; `variables` are set, or unset where they are `None`. Gives what it printed.
+fn run_case(configured: &str, variables: &[(&str, Option<&str>)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["case", "--exact", "--nocapture", "--ignored"]).stdin(Stdio::null()).env(CASE, configured);
     for (name, value) in variables {
@@ -35,8 +43,19 @@ fn outcome(configured: &str, variables: &[(&str, Option<&str>)]) -> String {
     }
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let text = String::from_utf8(output.stdout).unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Whether and which library was opened.
+fn outcome(configured: &str, variables: &[(&str, Option<&str>)]) -> String {
+    let text = run_case(configured, variables);
     text.lines().find_map(|line| line.strip_prefix('@')).unwrap().to_owned()
+}
+
+/// What became of all candidates, in their order.
+fn candidates(configured: &str, variables: &[(&str, Option<&str>)]) -> Vec<String> {
+    let text = run_case(configured, variables);
+    text.lines().filter_map(|line| line.strip_prefix('%')).map(str::to_owned).collect()
 }
 
 /// The path of the UCX that this machine's tests use.
@@ -107,6 +126,32 @@ fn a_python_package_is_found() {
         let told = outcome("", &nowhere_but("VIRTUAL_ENV", environment.to_str().unwrap()));
         assert!(told.starts_with(&system) || told.starts_with(&package), "{told}");
     }
+}
+
+#[test]
+fn candidates_are_told_in_their_order() {
+    let path = usable();
+    let text = path.to_str().unwrap();
+    let found = candidates(text, &NOWHERE);
+    assert!(found[0].starts_with(&format!("Configured {text} chosen ")), "{found:?}");
+    assert!(found.len() > 2 && found[1..].iter().all(|one| one.ends_with("not tried")), "{found:?}");
+
+    let found = candidates("", &nowhere_but(PATH_VARIABLE, "/nowhere/libucp.so.0"));
+    assert_eq!(found[0], "Environment /nowhere/libucp.so.0 refused");
+    assert!(found[1..].iter().all(|one| one.ends_with("not tried")), "{found:?}");
+
+    let found = candidates("", &NOWHERE);
+    assert_eq!(found[0], "AlreadyLoaded libucp.so.0 refused");
+    assert!(found[1].starts_with("System "), "{found:?}");
+}
+
+#[test]
+fn a_context_tells_its_transports_and_unknown_variables() {
+    let config = ContextConfig { tls: Some("tcp,self".to_owned()), ..ContextConfig::default() };
+    let context = Context::new(&config).unwrap();
+    let resources = context.resources();
+    assert!(resources.iter().any(|one| one.transport == "tcp" && one.device == "lo"), "{resources:?}");
+    assert!(resources.iter().all(|one| ["tcp", "self"].contains(&&*one.transport)), "{resources:?}");
 }
 
 #[test]

@@ -35,7 +35,7 @@ from ._errors import (
 )
 from ._find import header_path, library_path
 from ._lib import abi_version, ucx_info, version
-from .agent import Agent, Event, Message, PeerConnected, PeerLost, Region, Segment, Transfer, TransferDone
+from .agent import Agent, Event, Message, PeerConnected, PeerLost, Region, Route, Segment, Transfer, TransferDone
 from .aggregator import Aggregator, Outcome, RankRecord
 from .listener import Listener
 from .scheduler import Scheduler
@@ -72,6 +72,7 @@ __all__ = [
     "RecvRecord",
     "Region",
     "Report",
+    "Route",
     "Scheduler",
     "Segment",
     "ShutDownError",

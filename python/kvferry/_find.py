@@ -57,7 +57,7 @@ def declarations(header: str) -> str:
 
 
 @cache
-def _packaged_ucx() -> str | None:
+def packaged_ucx() -> str | None:
     """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when this Python has it."""
     try:
         spec = importlib.util.find_spec("libucx")
@@ -68,6 +68,11 @@ def _packaged_ucx() -> str | None:
         if path.is_file():
             return str(path)
     return None
+
+
+def last_resort(chosen: str | None) -> str | None:
+    """The libucp to try when the library has found none: of this Python's packages, where nobody named another."""
+    return None if chosen is not None or os.environ.get("KVFERRY_UCX_LIB") else packaged_ucx()
 
 
 _Result = TypeVar("_Result")
@@ -82,7 +87,7 @@ def with_packaged_ucx(start: Callable[[str | None], _Result], chosen: str | None
     try:
         return start(chosen)
     except UcxMissingError:
-        packaged = _packaged_ucx()
-        if chosen is not None or packaged is None or os.environ.get("KVFERRY_UCX_LIB"):
+        packaged = last_resort(chosen)
+        if packaged is None:
             raise
         return start(packaged)

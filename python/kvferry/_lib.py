@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import cffi
 
 from ._errors import KvferryError, make_error
-from ._find import declarations, header_path, library_path, with_packaged_ucx
+from ._find import declarations, header_path, last_resort, library_path, packaged_ucx, with_packaged_ucx
 
 ABI_VERSION = 1
 """The `kvf_abi_version` that this package was written for."""
@@ -289,6 +289,41 @@ def ucx_info(ucx_lib: str | None = None) -> dict[str, Any]:
     return with_packaged_ucx(ask, ucx_lib)
 
 
+def ucx_candidates(ucx_lib: str | None = None) -> list[dict[str, Any]]:
+    """Every libucp that the search for a UCX comes by, in its order, and what became of each.
+
+    Maps of `path`, `source`, `fate` ("chosen", "refused", "not_tried"), `version` and `why` (str or None). Opens the
+    one that is chosen, as `ucx_info` does; that there is none is no error.
+    """
+    import msgpack
+
+    def ask(path: str | None) -> list[dict[str, Any]]:
+        encoded = b"" if path is None else _text("ucx_lib", path)
+        found = msgpack.unpackb(_bytes_from("kvf_ucx_candidates", encoded, len(encoded)))
+        candidates: list[dict[str, Any]] = found["candidates"]
+        return candidates
+
+    found = ask(ucx_lib)
+    source = "of the Python package libucx"
+    if all(candidate["fate"] != "chosen" for candidate in found) and (packaged := last_resort(ucx_lib)) is not None:
+        found.append({**ask(packaged)[0], "source": source})
+    elif (packaged := packaged_ucx()) is not None and all(candidate["path"] != packaged for candidate in found):
+        found.append({"path": packaged, "source": source, "fate": "not_tried", "version": None, "why": None})
+    return found
+
+
+def ucx_outlook(config: bytes) -> bytes:
+    return _bytes_from("kvf_ucx_outlook", config, len(config))
+
+
+# --- handshake
+
+
+def handshake_survey(host: str, port: int, config: bytes) -> bytes:
+    name = _text("host", host)
+    return _bytes_from("kvf_handshake_survey", name, len(name), port, config, len(config))
+
+
 # --- agent
 
 
@@ -330,6 +365,10 @@ def agent_connect(agent: Handle, metadata: bytes) -> int:
 
 def agent_disconnect(agent: Handle, peer: int) -> None:
     _call("kvf_agent_disconnect", agent.get(), peer)
+
+
+def agent_route(agent: Handle, peer: int) -> bytes:
+    return _bytes_from("kvf_agent_route", agent.get(), peer)
 
 
 _SEGMENT = struct.Struct("=3I4x5Q")

@@ -76,6 +76,18 @@ class TransferDone:
     error: KvferryError | None
 
 
+@dataclass(frozen=True)
+class Route:
+    """How a peer is reached. `lanes` are the connection's transports and devices in UCX's words. The others name the
+    paths of long runs: between host memories, between CUDA devices, and between the two. Short runs between host
+    memories travel in messages."""
+
+    lanes: str
+    host: str
+    device: str
+    mixed: str
+
+
 Event = Message | PeerConnected | PeerLost | TransferDone
 
 
@@ -166,6 +178,13 @@ class Agent:
     def disconnect(self, peer: int) -> None:
         """Ends the connection; transfers with the peer are ended with an error."""
         _lib.agent_disconnect(self._handle, peer)
+
+    def route(self, peer: int) -> Route | None:
+        """Which way bytes go between this agent and a peer; None before the peer has answered (`PeerConnected`)."""
+        found = _wire.unpack_map("a route", _lib.agent_route(self._handle, peer))
+        if not found.pop("connected"):
+            return None
+        return Route(**found)
 
     def read(self, peer: int, segments: Sequence[Segment], blocks: BlockPairs) -> Transfer:
         """Starts copying from the peer's memory to ours."""

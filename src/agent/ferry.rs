@@ -17,6 +17,7 @@ use super::ids::{PeerId, RegionId, TransferId};
 use super::operations::Operations;
 use super::peers::Peers;
 use super::registry::Registry;
+use super::route::Route;
 use super::sealed::Secrets;
 use super::setup;
 use super::shared::{Command, Shared};
@@ -171,6 +172,9 @@ impl Engine {
             Command::Disconnect { peer } => {
                 // It may have been lost since the handle looked.
                 let _ = self.disconnect(peer, now);
+            }
+            Command::Route { peer, reply } => {
+                let _ = reply.send(self.peers.get(peer).map(Route::to));
             }
             Command::Transfer { id, peer, direction, plan } => {
                 let known = self.peers.get(peer).is_ok();

@@ -13,6 +13,7 @@ use super::ferry::MAX_MESSAGE_BYTES;
 use super::ids::{PeerId, RegionId, TransferId};
 use super::messages::reserve;
 use super::passenger::Passenger;
+use super::route::Route;
 use super::shared::{Command, Reply, Shared};
 use super::stats::AgentStats;
 use super::waker::Waker;
@@ -216,6 +217,15 @@ impl Agent {
         drop(live);
         self.0.shared.command(Command::Disconnect { peer });
         Ok(())
+    }
+
+    /// Which way bytes go between this agent and a peer; none before the peer has answered, which
+    /// [`Event::PeerConnected`] tells.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for a stale peer id.
+    pub fn route(&self, peer: PeerId) -> Result<Option<Route>> {
+        self.ask(None, |reply| Command::Route { peer, reply })?
     }
 
     /// Starts a transfer. Never waits: what is wrong with the plan is the result in its [`Event::TransferDone`].

@@ -420,7 +420,7 @@ impl Engine {
                 self.config.name,
                 peer.name,
                 peer.incarnation,
-                paths::between_hosts(peer)
+                paths::between(peer, MemoryKind::Host, MemoryKind::Host)
             );
             let (name, incarnation) = (peer.name.clone(), peer.incarnation);
             self.events.push_back(Event::PeerConnected { peer: id, name, incarnation });

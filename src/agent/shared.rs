@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::event::{Direction, Event};
 use super::ids::{IdSource, PeerId, RegionId, TransferId};
+use super::route::Route;
 use super::stats::AgentStats;
 use super::waker::Waker;
 use crate::error::Result;
@@ -26,6 +27,7 @@ pub(super) enum Command {
     Metadata { reply: Reply<Result<AgentMetadata>> },
     Connect { metadata: Box<AgentMetadata>, reply: Reply<Result<PeerId>> },
     Disconnect { peer: PeerId },
+    Route { peer: PeerId, reply: Reply<Result<Option<Route>>> },
     Transfer { id: TransferId, peer: PeerId, direction: Direction, plan: CopyPlan },
     Cancel { id: TransferId },
     Send { peer: PeerId, data: Vec<u8> },

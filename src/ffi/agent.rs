@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::boundary::{Out, slice, slice_mut};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::lists::Offsets;
 use super::{decode, log};
-use crate::agent::{Agent, AgentConfig, AgentStats, Direction, Event, PeerId, RegionId, TransferId, Transport};
+use crate::agent::{Agent, AgentConfig, AgentStats, Direction, Event, PeerId, RegionId, Route, TransferId, Transport};
 use crate::agent::{decode_metadata, encode_metadata};
 use crate::error::{Error, Result};
 use crate::mem::MemoryRange;
@@ -297,6 +297,37 @@ pub unsafe extern "C" fn kvf_agent_connect(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_agent_disconnect(agent: *mut kvf_agent, peer: u64) -> i32 {
     boundary!(kvf_agent_disconnect, { handle::get::<Host>(agent)?.agent.disconnect(PeerId::from_raw(peer)) })
+}
+
+#[derive(Serialize)]
+struct RouteMap {
+    connected: bool,
+    lanes: String,
+    host: &'static str,
+    device: &'static str,
+    mixed: &'static str,
+}
+
+/// Which way bytes go between this agent and a peer: a msgpack map with connected (bool: whether the peer has answered;
+/// what follows is empty before), lanes (transports and devices of the connection, in UCX's words), and the names of the
+/// paths of long runs: host (between host memories), device (between CUDA devices) and mixed (between the two).
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_route(agent: *mut kvf_agent, peer: u64, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_agent_route, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || route(&handle::get::<Host>(agent)?.agent, PeerId::from_raw(peer))) }
+    })
+}
+
+fn route(agent: &Agent, peer: PeerId) -> Result<Vec<u8>> {
+    let route = match agent.route(peer)? {
+        Some(Route { lanes, host, device, mixed }) => RouteMap { connected: true, lanes, host, device, mixed },
+        None => RouteMap { connected: false, lanes: String::new(), host: "", device: "", mixed: "" },
+    };
+    decode::encode("a route", &route)
 }
 
 /// Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists

@@ -15,6 +15,7 @@ mod decode;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod handle;
+pub mod handshake;
 pub mod listener;
 mod lists;
 pub mod log;
@@ -25,6 +26,7 @@ pub mod settings;
 pub mod stats;
 pub mod status;
 mod table;
+pub mod ucx;
 pub mod version;
 pub mod worker;
 

@@ -217,11 +217,18 @@ impl ContextConfig {
     }
 
     fn explain(&self) -> String {
-        let show = |value: &Option<String>| value.clone().unwrap_or_else(|| "UCX's default".to_owned());
+        let show = |value: &Option<String>, name: &str| {
+            let set = self.settings.iter().find(|(other, _)| other.strip_prefix("UCX_").unwrap_or(other) == name);
+            match (value.as_ref().or(set.map(|(_, value)| value)), std::env::var(format!("UCX_{name}"))) {
+                (Some(value), _) => value.clone(),
+                (None, Ok(value)) => format!("{value} (the environment's UCX_{name})"),
+                (None, Err(_)) => "UCX's default".to_owned(),
+            }
+        };
         format!(
             "with TLS={}, NET_DEVICES={}; `ucx_info -d` lists the transports and devices that this machine has",
-            show(&self.tls),
-            show(&self.net_devices)
+            show(&self.tls, "TLS"),
+            show(&self.net_devices, "NET_DEVICES")
         )
     }
 }
@@ -254,7 +261,7 @@ fn unknown_setting(library: &Library, name: &str, known: &[String]) -> UcxError 
 }
 
 /// True when the names differ by a slip: one letter more, less or other, or in the case of letters.
-fn alike(wrong: &str, right: &str) -> bool {
+pub(super) fn alike(wrong: &str, right: &str) -> bool {
     let (wrong, right) = (wrong.to_ascii_uppercase().into_bytes(), right.as_bytes());
     if wrong.len().abs_diff(right.len()) > 1 {
         return false;

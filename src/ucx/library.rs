@@ -1,6 +1,5 @@
 //! Opening libucp at run time: one per process, opened once, never unloaded.
 
-use std::env;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::fs;
@@ -10,7 +9,9 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use ucx_sys::Ucp;
 use ucx_sys::libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
-use super::status::{Status, UcxError};
+use super::print::printed;
+use super::search::{self, Candidate, Refusal};
+use super::status::UcxError;
 
 /// The environment variable that names the libucp to open.
 pub const PATH_VARIABLE: &str = "KVFERRY_UCX_LIB";
@@ -21,10 +22,8 @@ pub const OLDEST: (u32, u32) = (1, 18);
 /// 1.21.0 it was measured to abort the reading process.
 const UNWATCHED_SINCE: (u32, u32) = (1, 22);
 
-const SONAME: &str = "libucp.so.0";
-const IN_PACKAGE: &str = "libucx/lib/libucp.so.0";
-const OPEN: &str = "open UCX";
-const HOW_TO_GET: &str = "run `pip install libucx-cu12`, or install UCX 1.18 or newer on the system, or name a \
+pub(super) const OPEN: &str = "open UCX";
+pub(super) const HOW_TO_GET: &str = "run `pip install libucx-cu12`, or install UCX 1.18 or newer on the system, or name a \
                           libucp.so.0 in KVFERRY_UCX_LIB";
 
 /// How the libucp in use was found.
@@ -54,6 +53,13 @@ impl fmt::Display for Source {
     }
 }
 
+impl Source {
+    /// Whether somebody named the file; nothing else is tried then.
+    pub(super) fn is_named(self) -> bool {
+        matches!(self, Self::Configured | Self::Environment)
+    }
+}
+
 /// Which libucp is in use.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LibraryInfo {
@@ -77,6 +83,8 @@ impl fmt::Display for LibraryInfo {
 pub struct Library {
     raw: Ucp,
     info: LibraryInfo,
+    /// What the search that found it came by.
+    candidates: Vec<Candidate>,
 }
 
 static OPENED: OnceLock<Library> = OnceLock::new();
@@ -91,17 +99,14 @@ impl Library {
     /// nothing else is tried. A failure is not remembered, so a later call may succeed.
     ///
     /// # Errors
-    /// [`Status::NO_LIBRARY`] when none is usable, with the reason for each that was tried and the fix;
-    /// [`Status::INVALID_PARAM`] when `path` is another libucp than the one already opened.
+    /// [`Status::NO_LIBRARY`](super::Status::NO_LIBRARY) when none is usable, with the reason for each that was tried and the fix;
+    /// [`Status::INVALID_PARAM`](super::Status::INVALID_PARAM) when `path` is another libucp than the one already opened.
     pub fn open(path: Option<&Path>) -> Result<&'static Self, UcxError> {
         // The lock guards no data: the first of two threads opens, the second finds it opened.
         let _one_at_a_time = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
         let library = match OPENED.get() {
             Some(library) => library,
-            None => {
-                let library = find(path)?;
-                OPENED.get_or_init(|| library)
-            }
+            None => search_and_keep(path).0?,
         };
         match path {
             Some(path) if real(path) != real(&library.info.path) => Err(UcxError::invalid(
@@ -114,6 +119,17 @@ impl Library {
                 ),
             )),
             _ => Ok(library),
+        }
+    }
+
+    /// Every libucp that the search comes by, in its order, and what became of each. Opens libucp as [`Library::open`]
+    /// does; where this process has opened one already, the answer is that of the search which found it, and `path`
+    /// is not looked at. None is [`Fate::Chosen`](super::Fate::Chosen) where none is usable.
+    pub fn candidates(path: Option<&Path>) -> Vec<Candidate> {
+        let _one_at_a_time = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
+        match OPENED.get() {
+            Some(library) => library.candidates.clone(),
+            None => search_and_keep(path).1,
         }
     }
 
@@ -138,7 +154,7 @@ impl Library {
     /// (both hook memory calls), so a user should be told.
     pub fn others() -> Vec<PathBuf> {
         let ours = OPENED.get().map(|library| real(&library.info.path));
-        loaded().into_iter().filter(|path| Some(real(path)) != ours).collect()
+        search::loaded().into_iter().filter(|path| Some(real(path)) != ours).collect()
     }
 
     /// The functions. All that [`missing`] lists are there, so their methods cannot panic.
@@ -153,48 +169,17 @@ impl fmt::Debug for Library {
     }
 }
 
-/// Why a candidate was not taken.
-enum Refusal {
-    /// The search goes on to the next candidate.
-    Unusable(String),
-    /// Another UCX beside this one would disturb it, so the search ends.
-    InTheWay(String),
-}
-
-fn find(path: Option<&Path>) -> Result<Library, UcxError> {
-    let none = |detail: String| UcxError::new(OPEN, Status::NO_LIBRARY, detail);
-    let named = match (path, env::var_os(PATH_VARIABLE)) {
-        (Some(path), _) => Some((path.to_path_buf(), Source::Configured)),
-        (None, Some(path)) if !path.is_empty() => Some((PathBuf::from(path), Source::Environment)),
-        _ => None,
-    };
-    if let Some((path, source)) = named {
-        return take(&path, source).map_err(|refusal| match refusal {
-            Refusal::Unusable(why) | Refusal::InTheWay(why) => {
-                none(format!("the libucp {source} is not usable: {why}; correct the path, or {HOW_TO_GET}"))
-            }
-        });
-    }
-    let mut candidates: Vec<(PathBuf, Source)> = vec![(PathBuf::from(SONAME), Source::AlreadyLoaded)];
-    candidates.extend(loaded().into_iter().map(|path| (path, Source::AlreadyLoaded)));
-    candidates.push((PathBuf::from(SONAME), Source::System));
-    candidates.extend(packaged().into_iter().map(|path| (path, Source::PythonPackage)));
-    let mut refused = Vec::new();
-    for (path, source) in candidates {
-        match take(&path, source) {
-            Ok(library) => return Ok(library),
-            Err(Refusal::Unusable(why)) => refused.push(why),
-            Err(Refusal::InTheWay(why)) => return Err(none(why)),
-        }
-    }
-    refused.dedup();
-    Err(none(format!("{HOW_TO_GET} (tried: {})", refused.join("; "))))
+/// Searches, and keeps what was found for the life of the process. The caller holds [`OPENING`].
+fn search_and_keep(path: Option<&Path>) -> (Result<&'static Library, UcxError>, Vec<Candidate>) {
+    let (found, candidates) = search::find(path);
+    let kept = found.map(|library| OPENED.get_or_init(|| Library { candidates: candidates.clone(), ..library }));
+    (kept, candidates)
 }
 
 /// Opens one candidate and checks it.
-fn take(path: &Path, source: Source) -> Result<Library, Refusal> {
-    let unusable = |why: String| Refusal::Unusable(why);
-    if source == Source::Configured || source == Source::Environment {
+pub(super) fn take(path: &Path, source: Source) -> Result<Library, Refusal> {
+    let unusable = Refusal::unusable;
+    if source.is_named() {
         let kind = fs::metadata(path).map_err(|error| unusable(format!("{}: {error}", path.display())))?;
         if kind.is_dir() {
             return Err(unusable(format!("{} is a folder, expected the file libucp.so.0", path.display())));
@@ -231,16 +216,19 @@ fn take(path: &Path, source: Source) -> Result<Library, Refusal> {
             OLDEST.0
         );
         std::mem::forget(raw);
-        return Err(if source == Source::AlreadyLoaded {
-            Refusal::InTheWay(format!(
+        let in_the_way = source == Source::AlreadyLoaded;
+        let why = if in_the_way {
+            format!(
                 "{why}; two UCX in one process disturb each other, so update the one that loads it, or name a \
                  newer libucp.so.0 in {PATH_VARIABLE} to use that all the same"
-            ))
+            )
         } else {
-            unusable(why)
-        });
+            why
+        };
+        return Err(Refusal { why, version: Some(version), in_the_way });
     }
-    Ok(Library { raw, info: LibraryInfo { path, version, number: (major, minor, release), source } })
+    let info = LibraryInfo { path, version, number: (major, minor, release), source };
+    Ok(Library { raw, info, candidates: Vec::new() })
 }
 
 macro_rules! list_missing {
@@ -298,7 +286,7 @@ fn symbol_file(raw: &Ucp) -> Option<PathBuf> {
     file_of(*function as *const c_void)
 }
 
-fn file_of(address: *const c_void) -> Option<PathBuf> {
+pub(super) fn file_of(address: *const c_void) -> Option<PathBuf> {
     let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: dladdr takes any address and fills the structure, which is valid when all zero, on success.
     let known = unsafe { libc::dladdr(address, found.as_mut_ptr()) } != 0;
@@ -316,59 +304,6 @@ fn real(path: &Path) -> PathBuf {
     fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf())
 }
 
-/// The libucp files mapped into this process. Packages rename theirs (`libucp-1a2b3c4d.so.0.0.0`), so the
-/// dynamic linker does not find them by their usual name.
-fn loaded() -> Vec<PathBuf> {
-    let maps = fs::read("/proc/self/maps").unwrap_or_default();
-    mapped_libucp(&String::from_utf8_lossy(&maps))
-}
-
-fn mapped_libucp(maps: &str) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = Vec::new();
-    for line in maps.lines() {
-        // address, permissions, offset, device, inode, then the path, which may hold blanks.
-        let Some(start) = line.find('/') else { continue };
-        let path = Path::new(line.get(start..).unwrap_or_default());
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let ours = name.strip_prefix("libucp").is_some_and(|rest| {
-            (rest.starts_with('.') || rest.starts_with('-')) && rest.contains(".so") && !rest.ends_with(" (deleted)")
-        });
-        if ours && !found.iter().any(|known| known == path) {
-            found.push(path.to_path_buf());
-        }
-    }
-    found
-}
-
-/// The places where a Python package `libucx` may lie, those that exist.
-fn packaged() -> Vec<PathBuf> {
-    let mut folders: Vec<PathBuf> = Vec::new();
-    // Beside kvferry's own package: <site-packages>/kvferry/libkvferry.so.
-    if let Some(own) = file_of(packaged as *const c_void) {
-        folders.extend(own.ancestors().skip(1).take(3).map(Path::to_path_buf));
-    }
-    if let Some(list) = env::var_os("PYTHONPATH") {
-        folders.extend(env::split_paths(&list));
-    }
-    let mut prefixes: Vec<PathBuf> =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(env::var_os).map(PathBuf::from).collect();
-    // Cargo sets this for the tests and examples of a checkout, whose set-up makes this environment.
-    if let Some(checkout) = env::var_os("CARGO_MANIFEST_DIR") {
-        prefixes.push(Path::new(&checkout).join(".deps/venv"));
-    }
-    for prefix in prefixes {
-        for entry in fs::read_dir(prefix.join("lib")).into_iter().flatten().flatten() {
-            if entry.file_name().to_string_lossy().starts_with("python3") {
-                folders.push(entry.path().join("site-packages"));
-            }
-        }
-    }
-    let mut found: Vec<PathBuf> =
-        folders.into_iter().map(|folder| folder.join(IN_PACKAGE)).filter(|path| path.is_file()).collect();
-    found.dedup();
-    found
-}
-
 /// The names of all settings that the loaded UCX knows, without the prefix `UCX_`; empty when it cannot tell.
 ///
 /// UCP has no function for this; `ucx_info -c` uses the one below. A transport's settings are known once
@@ -382,26 +317,11 @@ pub(super) fn known_settings(library: &Library) -> Vec<String> {
     };
     // SAFETY: this is the function's type in ucs/config/parser.h since before 1.18; `symbol` found it non-null.
     let print = unsafe { std::mem::transmute::<*mut c_void, PrintAll>(print) };
-    let (mut text, mut length) = (std::ptr::null_mut::<c_char>(), 0usize);
-    // SAFETY: both out-parameters live until fclose below.
-    let stream = unsafe { libc::open_memstream(&mut text, &mut length) };
-    if stream.is_null() {
-        return Vec::new();
-    }
     let flags = (ucx_sys::UCS_CONFIG_PRINT_CONFIG.0 | ucx_sys::UCS_CONFIG_PRINT_HIDDEN.0) as c_int;
     // SAFETY: the stream is open, the prefix is a C string, the list is UCX's own, and a null filter stands for
     // none. UCX changes the list only while it loads modules, and the caller keeps that apart.
-    unsafe { print(stream, c"UCX_".as_ptr(), flags, list, std::ptr::null()) };
-    // SAFETY: the stream is open and not used again; closing makes `text` and `length` final.
-    unsafe { libc::fclose(stream) };
-    if text.is_null() {
-        return Vec::new();
-    }
-    // SAFETY: open_memstream's buffer holds `length` bytes and a NUL.
-    let names = unsafe { CStr::from_ptr(text) }.to_string_lossy().lines().filter_map(setting_name).collect();
-    // SAFETY: the buffer came from malloc inside open_memstream and is not used again.
-    unsafe { libc::free(text.cast()) };
-    names
+    let text = printed(|stream| unsafe { print(stream, c"UCX_".as_ptr(), flags, list, std::ptr::null()) });
+    text.lines().filter_map(setting_name).collect()
 }
 
 fn setting_name(line: &str) -> Option<String> {
@@ -412,18 +332,6 @@ fn setting_name(line: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn libucp_is_found_among_mappings() {
-        let maps = "7f00-7f01 r-xp 00000000 08:01 11 /usr/lib/libucp.so.0.0.0\n\
-                    7f01-7f02 r--p 00001000 08:01 11 /usr/lib/libucp.so.0.0.0\n\
-                    7f02-7f03 r-xp 00000000 08:01 12 /opt/a b/libucp-1a2b.so.0\n\
-                    7f03-7f04 r-xp 00000000 08:01 13 /opt/libucs.so.0\n\
-                    7f04-7f05 r-xp 00000000 08:01 14 /opt/libucp_extra.so\n\
-                    7f05-7f06 rw-p 00000000 00:00 0 \n";
-        let expected = ["/usr/lib/libucp.so.0.0.0", "/opt/a b/libucp-1a2b.so.0"].map(PathBuf::from);
-        assert_eq!(mapped_libucp(maps), expected);
-    }
 
     #[test]
     fn setting_names_are_read_from_a_printed_configuration() {

@@ -281,3 +281,17 @@ def test_a_bytearray_cannot_shrink_under_a_registration() -> None:
         with pytest.raises(BufferError):
             data.clear()
     data.clear()
+
+
+def test_a_route_is_told_once_the_peer_has_answered() -> None:
+    with process(serve, "tcp") as pipe, kvferry.Agent({"transport": "tcp"}) as agent:
+        peer = agent.connect(receive(pipe))
+        deadline = time.monotonic() + GENEROUS
+        while (route := agent.route(peer)) is None:
+            assert time.monotonic() < deadline
+            agent.wait(1.0)
+        assert "tcp/" in route.lanes
+        assert (route.host, route.device, route.mixed) == ("served by messages",) * 3
+        with pytest.raises(kvferry.NotFoundError):
+            agent.route(peer + 1)
+        pipe.send("end")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import kvferry
+import msgpack
 import pytest
 from kvferry import _errors, _find, _lib
 
@@ -77,3 +78,24 @@ def test_declarations_leave_out_what_is_for_other_compilers() -> None:
         "#if __STDC_VERSION__ >= 202311L\nint e;\n#endif\n/* int f; */\n#endif\n"
     )
     assert _find.declarations(header).split() == ["int", "a;", "int", "c;"]
+
+
+def test_every_candidate_for_ucx_is_told_and_one_is_chosen() -> None:
+    found = _lib.ucx_candidates()
+    (chosen,) = (candidate for candidate in found if candidate["fate"] == "chosen")
+    assert {key: chosen[key] for key in ("path", "version")} == {
+        key: value for key, value in kvferry.ucx_info().items() if key != "source"
+    }
+    # Once UCX is open, the answer is that of the search which found it.
+    assert _lib.ucx_candidates("/no/such/libucp.so.0") == found
+
+
+def test_an_outlook_and_a_survey_refuse_keys_that_do_not_exist() -> None:
+    outlook = msgpack.unpackb(_lib.ucx_outlook(msgpack.packb({"transport": "tcp"})))
+    assert {"transport": "tcp", "device": "lo"} in outlook["resources"]
+    with pytest.raises(kvferry.InvalidArgumentError, match="transprt"):
+        _lib.ucx_outlook(msgpack.packb({"transprt": "tcp"}))
+    with pytest.raises(kvferry.InvalidArgumentError, match="timeout"):
+        _lib.handshake_survey("127.0.0.1", 1, msgpack.packb({"timeout": 1}))
+    with pytest.raises(kvferry.InvalidArgumentError, match="is not a host"):
+        _lib.handshake_survey("a b", 1, msgpack.packb({"timeout_ms": 1000}))

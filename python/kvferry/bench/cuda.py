@@ -1,45 +1,14 @@
-"""Memory of the first GPU for a measurement, through CUDA's driver library alone."""
+"""Memory of the first GPU for a measurement."""
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
 
+from .driver import DEVICE, DeviceMemory, check, driver, why_not
 from .memory import Memory, Waiting
 from .work import Ids, Work
 
-DEVICE = 0
-
-
-@cache
-def _driver() -> Any:
-    """The driver with the first GPU's primary context made current; raises `OSError` where there is none."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    _check(driver, "cuInit", 0)
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(driver, "cuDeviceGet", ctypes.byref(device), DEVICE)
-    _check(driver, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    _check(driver, "cuCtxSetCurrent", context)
-    return driver
-
-
-def _check(driver: Any, function: str, *arguments: Any) -> None:
-    status = getattr(driver, function)(*arguments)
-    if status != 0:
-        raise OSError(f"{function} failed with CUDA error {status}")
-
-
-def why_not() -> str | None:
-    """Why there is no GPU to measure; None when there is one. Makes no context."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        count = ctypes.c_int()
-        _check(driver, "cuInit", 0)
-        _check(driver, "cuDeviceGetCount", ctypes.byref(count))
-    except OSError as error:
-        return str(error)
-    return None if count.value else "CUDA's driver finds no GPU"
+__all__ = ["DEVICE", "CudaMemory", "why_not"]
 
 
 class CudaMemory(Memory):
@@ -48,19 +17,15 @@ class CudaMemory(Memory):
     kind = "cuda"
 
     def __init__(self, work: Work) -> None:
-        self._device: int | None = None
+        self._device: DeviceMemory | None = None
         super().__init__(work)
-        driver, place = _driver(), ctypes.c_uint64()
-        _check(driver, "cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(work.pool_bytes))
-        self._device = self.address = place.value
+        self._device = DeviceMemory(work.pool_bytes)
+        self.address = self._device.address
         self._upload()
 
     def _upload(self) -> None:
         if self._device is not None:
-            host = ctypes.c_void_p(self.words.ctypes.data)
-            _check(
-                _driver(), "cuMemcpyHtoD_v2", ctypes.c_uint64(self._device), host, ctypes.c_size_t(self.words.nbytes)
-            )
+            self._device.upload(self.words.ctypes.data)
 
     def fill(self) -> None:
         super().fill()
@@ -71,8 +36,8 @@ class CudaMemory(Memory):
         self._upload()
 
     def wrong_words(self, pairs: list[tuple[Ids, Ids]]) -> int:
-        host, size = ctypes.c_void_p(self.words.ctypes.data), ctypes.c_size_t(self.words.nbytes)
-        _check(_driver(), "cuMemcpyDtoH_v2", host, ctypes.c_uint64(self.address), size)
+        if self._device is not None:
+            self._device.download(self.words.ctypes.data)
         return super().wrong_words(pairs)
 
     def last_words(self, pairs: list[tuple[Ids, Ids]]) -> Waiting:
@@ -80,8 +45,8 @@ class CudaMemory(Memory):
 
     def copy_from(self, other: CudaMemory, runs: list[tuple[int, int]]) -> None:
         """Copies `(offset, bytes)` within the GPU and waits for it."""
-        driver = _driver()
+        library = driver()
         for offset, size in runs:
             to, source = ctypes.c_uint64(self.address + offset), ctypes.c_uint64(other.address + offset)
-            _check(driver, "cuMemcpyDtoDAsync_v2", to, source, ctypes.c_size_t(size), None)
-        _check(driver, "cuCtxSynchronize")
+            check(library, "cuMemcpyDtoDAsync_v2", to, source, ctypes.c_size_t(size), None)
+        check(library, "cuCtxSynchronize")

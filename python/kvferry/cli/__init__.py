@@ -9,7 +9,7 @@ from typing import NoReturn
 from .._errors import KvferryError
 from .._lib import version
 from ..bench import cli as bench
-from . import config, key, plan
+from . import config, doctor, key, plan
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: what was asked for cannot be, and it was tried in vain."""
@@ -43,6 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config.add_arguments(config_command)
     key_command = commands.add_parser("key", help="write a new key file", description=key.__doc__)
     key.add_arguments(key_command)
+    doctor_command = commands.add_parser(
+        "doctor",
+        help="find what is in the way on this machine, and ask a running engine who it is",
+        description=doctor.__doc__,
+        epilog=doctor.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_arguments(doctor_command)
     bench_command = commands.add_parser(
         "bench", help="measure transfers and the rest, beside NIXL if asked", description=bench.__doc__
     )
@@ -55,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return config.run(options)
         except config.UsageError as error:
             config_command.exit(BAD_INPUT, f"{config_command.prog}: error: {error}\n")
+    if options.command == "doctor":
+        try:
+            return doctor.run(options)
+        except doctor.UsageError as error:
+            doctor_command.error(str(error))
     if options.command == "key":
         try:
             return key.run(options)

@@ -53,8 +53,7 @@ pub(super) fn choose(peer: &Peer, stretch: Stretch) -> &'static dyn Path {
     PATHS.into_iter().find(|path| path.carries(peer, stretch)).unwrap_or(&served::Served)
 }
 
-/// The path for long runs between host memories: what the log of a new connection names.
-pub(super) fn between_hosts(peer: &Peer) -> &'static str {
-    let stretch = Stretch { local: MemoryKind::Host, remote: MemoryKind::Host, gathered: false, digest: false };
-    choose(peer, stretch).name()
+/// The name of the path for long runs between memory of these kinds.
+pub(super) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
+    choose(peer, Stretch { local, remote, gathered: false, digest: false }).name()
 }

@@ -296,7 +296,7 @@ struct Side {
     blocks: Vec<Blocks>,
 }
 
-fn metadata(engine: &EngineId, shape: EngineShape, cache: &RankCache) -> RankMetadata {
+pub(super) fn metadata(engine: &EngineId, shape: EngineShape, cache: &RankCache) -> RankMetadata {
     let region = |&len: &u64| RegionMetadata { base: 0, len, kind: MemoryKind::Host, rkey: Vec::new() };
     let agent = AgentMetadata {
         name: engine.to_string(),
@@ -323,7 +323,7 @@ fn held(cache: &RankCache, layers: &HashMap<String, u32>) -> DescribedRank {
 }
 
 /// Ranges of first and last, out of firsts and counts; what overlaps or touches becomes one.
-fn ranges(all: impl Iterator<Item = (u32, u32)>) -> Vec<(u32, u32)> {
+pub(super) fn ranges(all: impl Iterator<Item = (u32, u32)>) -> Vec<(u32, u32)> {
     let sorted: BTreeSet<(u32, u32)> = all.filter(|(_, count)| *count > 0).collect();
     let mut merged: Vec<(u32, u32)> = Vec::new();
     for (first, count) in sorted {

@@ -6,11 +6,13 @@
 
 mod describe;
 mod layout;
+mod survey;
 
 pub use describe::{
     Deployment, DescribedLink, DescribedRank, Description, MAX_DESCRIBED_PARTS, MAX_DESCRIBED_RANKS,
     MAX_DESCRIBED_TOKENS,
 };
+pub use survey::{OwnSide, Survey, SurveyedField, SurveyedRank, decode_ranks};
 
 use serde::{Deserialize, Serialize};
 

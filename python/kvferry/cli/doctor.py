@@ -1,0 +1,177 @@
+"""Looks at what this machine and process would use, moves bytes over every path that is there, and says what to do.
+
+With --peer, also asks a running engine who it is, whether it fits, and which way bytes would go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import textwrap
+from collections import Counter
+from typing import Any
+
+from ..doctor import STATES, Finding, exit_code
+from ..doctor.examine import Asked, as_json, examine
+from ..doctor.peer import Asked as Peer
+from ..vllm.config import OptionError, parse_options
+from .shapes import DTYPES, UsageError, engine, model, parse_engine
+from .table import columns
+
+__all__ = ["EPILOG", "UsageError", "add_arguments", "run"]
+
+EPILOG = """exit status: 0 all is well or only warned of, 1 there is a problem, 2 what was asked for cannot be.
+
+--shape takes the keys of `kvferry plan --prefill`; the model goes with it: --layers with --kv-heads and --head-size, or
+with --mla.
+
+examples:
+  kvferry doctor
+  kvferry doctor --json | jq '.findings[] | select(.state == "problem")'
+  kvferry doctor --peer 10.0.0.5:5680 --shape tp=2,block=64 --layers 32 --kv-heads 8 --head-size 128
+
+docs/doctor.md has what every finding means.
+"""
+_MODEL = ("layers", "kv_heads", "head_size", "mla", "window", "full_every")
+
+
+def _count(text: str) -> int:
+    value = int(text, 10)
+    if not 1 <= value < 1 << 32:
+        raise ValueError(text)
+    return value
+
+
+_count.__name__ = "whole number from 1"
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 600:
+        raise ValueError(text)
+    return value
+
+
+_seconds.__name__ = "number of seconds from 0.1 to 600"
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+        raise ValueError(text)
+    return host, int(port)
+
+
+_host_and_port.__name__ = "HOST:PORT such as 10.0.0.5:5680 or [fd00::5]:5680"
+
+
+def _field(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(text)
+    return name, value
+
+
+_field.__name__ = "NAME=VALUE"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    add = parser.add_argument
+    add("--json", action="store_true", help="print everything as JSON instead of a table")
+    add("--no-transfers", action="store_true", help="move no bytes on this machine")
+    add("--config", metavar="JSON", help="the kv_connector_extra_config of the engine, such as '{\"port\": 5700}'")
+    add("--peer", type=_host_and_port, metavar="HOST:PORT", help="an engine's handshake listener to ask")
+    add("--no-connect", action="store_true", help="with --peer: do not connect to the agents of its ranks")
+    add("--timeout", type=_seconds, default=10.0, metavar="S", help="with --peer: how long it may take (default 10)")
+    add("--shape", metavar="KEY=VALUE,...", help="with --peer: the shape of this side's engine, to be compared")
+    add("--layers", type=_count, metavar="N", help="layers of this side's model")
+    add("--kv-heads", type=_count, metavar="N", help="KV heads of the model")
+    add("--head-size", type=_count, metavar="N", help="elements of K, and of V, per token and head")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the cache (default %(default)s)")
+    add("--mla", type=_count, metavar="N", help="latents of N elements per token instead of K and V")
+    add("--window", type=_count, metavar="N", help="sliding window of N tokens, in all layers or")
+    add("--full-every", type=_count, metavar="N", help="in all but each N-th layer")
+    add(
+        "--compat",
+        type=_field,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a fact that both engines must share, such as dtype=torch.bfloat16; the names are those that the peer has",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code. Raises `UsageError` for options that cannot be."""
+    report = examine(asked_for(options))
+    print(as_json(report) if options.json else table(report.findings))
+    return exit_code(report.findings)
+
+
+def asked_for(options: argparse.Namespace) -> Asked:
+    """What was typed and what the environment says."""
+    extra: dict[str, Any] = {}
+    if options.config is not None:
+        try:
+            extra = json.loads(options.config)
+        except ValueError as error:
+            raise UsageError(f"--config: {error}; expected a JSON map") from None
+        if not isinstance(extra, dict):
+            raise UsageError(f"--config: expected a JSON map, not {type(extra).__name__}")
+    try:
+        chosen = parse_options(extra, {})
+    except OptionError as error:
+        raise UsageError(f"--config: {error}") from None
+    wrong = ""
+    try:
+        chosen = parse_options(extra)
+    except OptionError as error:
+        wrong = str(error)
+    own = _own_side(options)
+    peer = None
+    if options.peer is not None:
+        host, port = options.peer
+        peer = Peer(host, port, own, not options.no_connect, options.timeout)
+    return Asked(chosen.worker, chosen.scheduler, wrong, not options.no_transfers, peer)
+
+
+def _own_side(options: argparse.Namespace) -> dict[str, Any] | None:
+    given = [name for name in _MODEL if getattr(options, name) is not None]
+    if options.shape is None:
+        if given or options.compat:
+            name = given[0] if given else "compat"
+            raise UsageError(f"--{name.replace('_', '-')} describes this side for --peer, which needs --shape as well")
+        return None
+    if options.peer is None:
+        raise UsageError("--shape is compared with a running engine: give its listener as --peer HOST:PORT")
+    if options.layers is None:
+        raise UsageError("--layers is missing; --shape needs the model")
+    shape = engine(parse_engine("--shape", options.shape), DTYPES[options.dtype])
+    return {"model": model(options), "engine": shape, "compat": dict(options.compat)}
+
+
+def table(findings: list[Finding]) -> str:
+    """The findings for people: what was seen, and under it what to do."""
+    head = ("state", "finding", "what was seen")
+    narrow = max(len(finding.id) for finding in findings)
+    width = max(40, shutil.get_terminal_size((120, 24)).columns - len("not applicable") - narrow - 4)
+    rows: list[tuple[str, str, str]] = []
+    for finding in findings:
+        lines = _wrapped(finding.meaning, width, "")
+        for line in finding.evidence:
+            lines += _wrapped(line, width, "- ")
+        if finding.remedy and finding.state in ("warning", "problem"):
+            lines += _wrapped(f"do: {finding.remedy}", width, "")
+        rows.append((finding.state, finding.id, lines[0]))
+        rows += [("", "", line) for line in lines[1:]]
+    counts = Counter(finding.state for finding in findings)
+    summary = ", ".join(f"{counts[state]} {state}" for state in STATES)
+    return "\n".join([*columns(head, rows, len(head)), "", summary])
+
+
+def _wrapped(text: str, width: int, start: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False
+    ) or [""]

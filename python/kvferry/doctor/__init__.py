@@ -1,0 +1,9 @@
+"""What this machine and process would use, what is in the way, and what to do about it (`kvferry doctor`).
+
+Everything that loads libkvferry or UCX runs in processes of its own: UCX reads its environment once, a process has one
+UCX, and one that crashes must not take the answer along.
+"""
+
+from .findings import KINDS, STATES, Case, Finding, Kind, State, exit_code, markdown
+
+__all__ = ["KINDS", "STATES", "Case", "Finding", "Kind", "State", "exit_code", "markdown"]

@@ -1,0 +1,79 @@
+"""Findings about RDMA devices and GPUs. `root` is where /sys, /proc and /dev lie."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from ..bench import driver
+from ..bench.sizes import size_text
+from . import system
+from .findings import Finding, found
+from .ucx import Seen
+
+
+def rdma(seen: Seen, root: Path = system.ROOT) -> Finding:
+    """RDMA devices, and whether UCX uses them."""
+    devices = system.rdma_devices(root)
+    evidence = [device.text for device in devices]
+    used = sorted(seen.devices("rdma"))
+    if not devices:
+        return found("rdma", "none", [f"UCX: {', '.join(used)}"] if used else [])
+    if not any(port.is_up for device in devices for port in device.ports):
+        return found("rdma", "down", evidence)
+    if used:
+        return found("rdma", "used", [*evidence, f"UCX uses {', '.join(used)}"])
+    files = system.verbs_files(root)
+    if not files:
+        return found("rdma", "hidden", [*evidence, "there is no /dev/infiniband/uverbs*"])
+    if not any(os.access(path, os.R_OK | os.W_OK) for path in files):
+        return found("rdma", "forbidden", [*evidence, f"{', '.join(map(str, files))}: no access"])
+    if not seen.is_open:
+        return found("rdma", "unknown", evidence)
+    if "rdma" in seen.lost:
+        return found("rdma", "off", evidence, settings=seen.settings_text)
+    return found("rdma", "unused", evidence)
+
+
+def gpu(seen: Seen, root: Path = system.ROOT) -> Finding:
+    """GPUs, and whether CUDA and UCX can use them."""
+    cards = system.gpus(root)
+    why = driver.why_not()
+    evidence = [f"{card.what} {card.place}" for card in cards]
+    if why is not None:
+        return found("gpu", "no-driver" if cards else "none", [*evidence, why] if cards else [])
+    if not seen.is_open:
+        return found("gpu", "unknown", evidence)
+    lanes = f"UCX has {', '.join(sorted(seen.transports('cuda'))) or 'no transport for CUDA memory'}"
+    return found("gpu", "used" if seen.moves_cuda else "no-transport", [*evidence, lanes])
+
+
+def gpu_rdma(root: Path = system.ROOT) -> Finding:
+    """How far GPUs are from RDMA devices."""
+    devices = [device for device in system.rdma_devices(root) if any(port.is_up for port in device.ports)]
+    pairs = [(gpu, near) for gpu in system.gpus(root) if (near := system.nearest(gpu, devices)) is not None]
+    if not pairs:
+        return found("gpu-rdma", "absent")
+    evidence = [f"GPU {gpu.place}: {near.device.name}, {how}" for gpu, (near, how) in pairs]
+    access = system.peer_memory(root)
+    if access is None:
+        return found("gpu-rdma", "no-peer-memory", evidence)
+    evidence.append(f"access to GPU memory by {access}")
+    far = any(how == system.DISTANCES[3] for _, (_, how) in pairs)
+    return found("gpu-rdma", "far" if far else "near", evidence)
+
+
+def locked_memory(root: Path = system.ROOT) -> Finding:
+    """Whether memory may be registered with an RDMA device."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    evidence = [f"soft limit {_limit(soft)}, hard limit {_limit(hard)}"]
+    if system.may_lock(root):
+        evidence.append("this process has CAP_IPC_LOCK, which the limit does not hold for")
+    elif soft != resource.RLIM_INFINITY:
+        return found("locked-memory", "limited" if system.rdma_devices(root) else "unneeded", evidence)
+    return found("locked-memory", "unlimited", evidence)
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else size_text(number)

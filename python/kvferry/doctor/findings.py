@@ -1,0 +1,566 @@
+"""What the doctor can find: every finding, each of its outcomes, what it means, and what to do about it.
+
+`docs/doctor.md` is written from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
+
+State = Literal["ok", "warning", "problem", "not applicable"]
+STATES: tuple[State, ...] = ("ok", "warning", "problem", "not applicable")
+
+
+class Case(NamedTuple):
+    """One outcome of a finding. `remedy` may hold `{names}` that the finding fills in."""
+
+    state: State
+    meaning: str
+    remedy: str = ""
+
+
+class Kind(NamedTuple):
+    """A finding: what is looked at, and the outcomes by name."""
+
+    title: str
+    looks_at: str
+    cases: dict[str, Case]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found. `evidence` are the facts that it rests on, a line each."""
+
+    id: str
+    case: str
+    state: State
+    title: str
+    meaning: str
+    evidence: list[str]
+    remedy: str
+
+    def as_map(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+_GET_UCX = (
+    "run `pip install libucx-cu12`, or install UCX 1.18 or newer on the system, or name a libucp.so.0 in "
+    "KVFERRY_UCX_LIB"
+)
+_UNREADABLE = Case("not applicable", "libkvferry or UCX is missing, so this cannot be looked at.")
+
+
+def _transfer(what: str, absent: str) -> dict[str, Case]:
+    return {
+        "moved": Case("ok", f"{what} moved blocks between two processes, and every byte was right."),
+        "wrong": Case(
+            "problem",
+            "Bytes arrived that the other process does not have.",
+            "do not use this path: report it with this output, and meanwhile set `verify` for the connector or "
+            "switch the transport off (`transport`, UCX_TLS)",
+        ),
+        "failed": Case(
+            "problem",
+            "The transfer did not succeed; the evidence has the error.",
+            "follow the error's text; the findings `ucx` and `transports` say what UCX has to work with",
+        ),
+        "absent": Case("not applicable", absent),
+        "skipped": Case("not applicable", "Left out by --no-transfers."),
+    }
+
+
+KINDS: dict[str, Kind] = {
+    "library": Kind(
+        "libkvferry",
+        "Loads the library, in a process of its own.",
+        {
+            "loaded": Case("ok", "The library is loaded and fits the Python package."),
+            "missing": Case(
+                "problem",
+                "The library cannot be loaded, so that nothing of kvferry works.",
+                "install the wheel that scripts/build-wheel makes on a machine like this one, or set "
+                "KVFERRY_LIBRARY to the libkvferry.so of this release",
+            ),
+        },
+    ),
+    "options": Kind(
+        "connector options",
+        "Checks KVFERRY_HOST, KVFERRY_PORT, KVFERRY_KEY_FILE, KVFERRY_REQUEST_LOG and VLLM_HOST_IP as the vLLM "
+        "connector does.",
+        {
+            "good": Case("ok", "The environment's options have the right form."),
+            "bad": Case(
+                "problem",
+                "An option in the environment is refused; an engine would not start. The other findings leave the "
+                "environment's options out.",
+                "correct or unset the variable that the evidence names",
+            ),
+        },
+    ),
+    "vllm": Kind(
+        "vLLM",
+        "Looks for the installed vLLM and for the plug-in entry point of kvferry, without importing vLLM.",
+        {
+            "absent": Case("not applicable", "This Python has no vLLM; kvferry serves other hosts too."),
+            "served": Case("ok", "A vLLM release that the connector was written for."),
+            "other": Case(
+                "warning",
+                "The connector was not written for this release of vLLM.",
+                "use a release that docs/vllm.md names; with another one, run its tests first (scripts/test)",
+            ),
+            "unregistered": Case(
+                "warning",
+                "vLLM does not find the connector by its name, because the package's entry point is not installed.",
+                'install the wheel, or add "kv_connector_module_path": "kvferry.vllm" to --kv-transfer-config',
+            ),
+        },
+    ),
+    "ucx": Kind(
+        "UCX",
+        "Every libucp that kvferry comes by, in the order in which it tries them, and why it takes the one it takes.",
+        {
+            "chosen": Case("ok", "A usable UCX is found."),
+            "missing": Case("problem", "There is no usable UCX.", _GET_UCX),
+            "misnamed": Case(
+                "problem",
+                "The UCX that is named cannot be used, and nothing else is tried where one is named.",
+                "correct or unset KVFERRY_UCX_LIB (or the option ucx_lib)",
+            ),
+            "in-the-way": Case(
+                "problem",
+                "A UCX that is too old is loaded in the process already; a second one beside it would disturb it.",
+                "update what loads it (the evidence has its path), or name a newer libucp.so.0 in KVFERRY_UCX_LIB",
+            ),
+            "crashed": Case(
+                "problem",
+                "The process that opened UCX died.",
+                "use another UCX: `pip install libucx-cu12`, and name its libucp.so.0 in KVFERRY_UCX_LIB",
+            ),
+            "unknown": _UNREADABLE,
+        },
+    ),
+    "ucx-versions": Kind(
+        "one UCX in the process",
+        "Whether a second UCX is loaded beside the one in use, as LD_PRELOAD or another package may have it.",
+        {
+            "one": Case("ok", "There is one UCX in the process."),
+            "several": Case(
+                "problem",
+                "Several UCX are loaded in one process. Both hook memory calls: that can hang or crash it.",
+                "have one: unset KVFERRY_UCX_LIB (kvferry then takes the one that is loaded already), or name the "
+                "loaded file in it, or take the other out of LD_PRELOAD",
+            ),
+            "unknown": _UNREADABLE,
+        },
+    ),
+    "ucx-settings": Kind(
+        "UCX settings",
+        "Variables UCX_* of the environment that the UCX in use does not know.",
+        {
+            "known": Case("ok", "UCX knows every UCX_ variable of the environment."),
+            "unknown-names": Case(
+                "warning",
+                "UCX ignores a variable of the environment: it is misspelt, or belongs to a transport whose module "
+                "is not loaded here.",
+                "correct the name or unset it: {names}",
+            ),
+            "unknown": _UNREADABLE,
+        },
+    ),
+    "transports": Kind(
+        "transports",
+        "The transports and devices that UCX has for an agent in this environment, and which of the machine's are off.",
+        {
+            "found": Case("ok", "UCX has what this machine offers."),
+            "restricted": Case(
+                "warning",
+                "Settings switch off transports that this machine has; the evidence says what that costs.",
+                "unset {settings}, or add {lost}",
+            ),
+            "no-network": Case(
+                "problem",
+                "UCX has neither TCP nor RDMA here, and messages between engines need one of them, on one host too.",
+                "have a network interface that is up (`ip link set lo up` will do on one host), and let UCX use "
+                "tcp: unset {settings}",
+            ),
+            "no-copies": Case(
+                "warning",
+                "This UCX has no transport cma, without which bytes between engines of this host go by messages.",
+                "where the finding `same-host` is ok, use a UCX that has the module libuct_cma (`pip install "
+                "libucx-cu12`)",
+            ),
+            "none": Case(
+                "problem",
+                "UCX has no transport that the settings allow, so that no agent starts.",
+                "unset {settings}: this machine has {available}",
+            ),
+            "failed": Case(
+                "problem",
+                "UCX cannot make a context.",
+                "follow the error's text, and unset the UCX_ variables of the environment one by one",
+            ),
+            "unknown": _UNREADABLE,
+        },
+    ),
+    "rdma": Kind(
+        "RDMA",
+        "RDMA devices (/sys/class/infiniband), their links, and whether UCX uses them.",
+        {
+            "none": Case("not applicable", "This machine has no RDMA device: bytes to other hosts go over TCP."),
+            "used": Case("ok", "UCX uses an RDMA device that is up."),
+            "down": Case(
+                "warning",
+                "There are RDMA devices, and none has a port that is up.",
+                "bring a port up (`ip link`, cable, switch, subnet manager), or ignore this where TCP is meant",
+            ),
+            "hidden": Case(
+                "problem",
+                "An RDMA device is up, but its user-space files are not here, as in a container that was not given "
+                "them.",
+                "give the container /dev/infiniband (docker: --device /dev/infiniband; Kubernetes: the RDMA device "
+                "plug-in) and let it lock memory (--ulimit memlock=-1)",
+            ),
+            "forbidden": Case(
+                "problem",
+                "An RDMA device is up, but this user may not open it.",
+                "let this user read and write /dev/infiniband/uverbs* (a udev rule or a group)",
+            ),
+            "off": Case("problem", "Settings keep UCX from using an RDMA device that is up.", "unset {settings}"),
+            "unused": Case(
+                "problem",
+                "An RDMA device is up, and UCX does not use it.",
+                "install libibverbs1, librdmacm1 and the device's provider (ibverbs-providers) and look at "
+                "`ucx_info -d`; the UCX in use must have been built with verbs",
+            ),
+            "unknown": Case("not applicable", "UCX is missing, so it cannot be asked about the RDMA devices here."),
+        },
+    ),
+    "gpu": Kind(
+        "GPUs",
+        "NVIDIA GPUs on the PCI bus, the CUDA driver, and whether UCX can move their memory.",
+        {
+            "none": Case("not applicable", "This machine shows no NVIDIA GPU: the cache is in host memory."),
+            "used": Case("ok", "CUDA works, and UCX can move memory of GPUs."),
+            "no-driver": Case(
+                "problem",
+                "There is a GPU, but CUDA's driver does not work in this process.",
+                "install the NVIDIA driver; in a container, run it with the NVIDIA container runtime (docker: "
+                "--gpus all)",
+            ),
+            "no-transport": Case(
+                "problem",
+                "CUDA works, but this UCX cannot move memory of GPUs.",
+                "use a UCX with CUDA (`pip install libucx-cu12`), and let UCX_TLS have cuda_copy and cuda_ipc",
+            ),
+            "unknown": Case("not applicable", "UCX is missing, so it cannot be asked about the GPUs here."),
+        },
+    ),
+    "gpu-rdma": Kind(
+        "from GPU to RDMA",
+        "How far each GPU is from its nearest RDMA device (PCI path and NUMA node), and whether the device may read "
+        "GPU memory itself.",
+        {
+            "absent": Case("not applicable", "There is no pair of a GPU and an RDMA device."),
+            "near": Case("ok", "Every GPU has an RDMA device near it that may read its memory."),
+            "far": Case(
+                "warning",
+                "A GPU's nearest RDMA device is behind another processor socket.",
+                "give each engine the device beside its GPU (UCX_NET_DEVICES), or place the cards in other slots",
+            ),
+            "no-peer-memory": Case(
+                "warning",
+                "RDMA devices may not read GPU memory themselves: no nvidia_peermem, and a kernel too old for "
+                "DMA-BUF. Bytes then go by way of host memory.",
+                "load the module: `modprobe nvidia_peermem`; or use Linux 5.12 or newer with the open GPU kernel "
+                "modules",
+            ),
+        },
+    ),
+    "same-host": Kind(
+        "copies between processes",
+        "Tries process_vm_readv between two processes of which neither is the other's parent, as two engines are.",
+        {
+            "allowed": Case("ok", "A process may copy another one's memory: the fast path within a host."),
+            "yama": Case(
+                "warning",
+                "Yama lets a process read only its own children, so that bytes between engines of this host go by "
+                "messages.",
+                "`sysctl kernel.yama.ptrace_scope=0` on the host, or give the engines CAP_SYS_PTRACE (docker: "
+                "--cap-add SYS_PTRACE)",
+            ),
+            "seccomp": Case(
+                "warning",
+                "A seccomp filter refuses process_vm_readv, so that bytes between engines of this host go by messages.",
+                "give the container CAP_SYS_PTRACE (docker: --cap-add SYS_PTRACE, whose profile then allows it) or a "
+                "seccomp profile that allows process_vm_readv and process_vm_writev",
+            ),
+            "refused": Case(
+                "warning",
+                "The kernel refuses process_vm_readv, so that bytes between engines of this host go by messages.",
+                "run both engines as one user, in one PID and user namespace, and without a security module "
+                "(SELinux, AppArmor) that denies ptrace",
+            ),
+        },
+    ),
+    "locked-memory": Kind(
+        "locked memory",
+        "RLIMIT_MEMLOCK, which RDMA devices need for the registered cache.",
+        {
+            "unlimited": Case("ok", "Memory may be locked without a limit."),
+            "unneeded": Case("not applicable", "Nothing here locks memory: that is for RDMA."),
+            "limited": Case(
+                "problem",
+                "There is an RDMA device, and the cache cannot be registered with it beyond this limit.",
+                "`ulimit -l unlimited` (/etc/security/limits.conf, systemd LimitMEMLOCK=infinity, docker --ulimit "
+                "memlock=-1)",
+            ),
+        },
+    ),
+    "open-files": Kind(
+        "open files",
+        "RLIMIT_NOFILE: every connection takes descriptors.",
+        {
+            "enough": Case("ok", "Enough files may be open."),
+            "low": Case(
+                "warning",
+                "So few files may be open that an engine with many peers can run out of descriptors.",
+                "`ulimit -n 65536` (/etc/security/limits.conf, systemd LimitNOFILE, docker --ulimit nofile=65536)",
+            ),
+        },
+    ),
+    "shm": Kind(
+        "/dev/shm",
+        "Size and free space of /dev/shm, which vLLM's processes and UCX's shared-memory transports use.",
+        {
+            "enough": Case("ok", "There is room in /dev/shm."),
+            "small": Case(
+                "warning",
+                "/dev/shm is small, as containers have it by default: vLLM's processes and UCX may fail there.",
+                "make it larger: docker --ipc=host or --shm-size=8g; Kubernetes: an emptyDir of medium Memory on "
+                "/dev/shm",
+            ),
+            "unusable": Case(
+                "warning",
+                "There is no /dev/shm that this process may write to: vLLM's processes and UCX may fail.",
+                "mount a tmpfs on /dev/shm that this user may write to",
+            ),
+        },
+    ),
+    "container": Kind(
+        "container",
+        "Whether this is a container, and what two engines need there to see each other as processes of one host.",
+        {
+            "none": Case("not applicable", "This does not look like a container."),
+            "inside": Case(
+                "ok",
+                "This is a container. Engines in other containers of the host count as on another host (bytes go "
+                "over TCP or RDMA) unless they share a PID namespace (docker --pid, Kubernetes "
+                "shareProcessNamespace).",
+            ),
+        },
+    ),
+    "address": Kind(
+        "address",
+        "The address of this host that other engines would be told.",
+        {
+            "routable": Case("ok", "Other hosts can be told an address of this one."),
+            "local-only": Case(
+                "warning",
+                "Only engines on this host could reach the listener: there is no address that others could use.",
+                "bring up a network interface or add a route; where the address is known, give it as KVFERRY_HOST "
+                "or the option host",
+            ),
+            "bad": Case(
+                "problem",
+                "The configured host cannot be listened on.",
+                "set KVFERRY_HOST (or VLLM_HOST_IP, or the option host) to an address of this host, or unset it",
+            ),
+            "unknown": Case("not applicable", "libkvferry is missing, so it cannot be asked for the address."),
+        },
+    ),
+    "port": Kind(
+        "listener port",
+        "Binds the handshake listener's port and frees it again.",
+        {
+            "free": Case("ok", "The port can be bound."),
+            "in-use": Case(
+                "problem",
+                "The port is in use: a prefill engine could not start its listener.",
+                "stop what has it if that is a leftover, or give engines of one host different ports (KVFERRY_PORT, "
+                "the option port; 0 takes a free one)",
+            ),
+            "refused": Case(
+                "problem",
+                "The port cannot be bound.",
+                "use a port above 1023 (KVFERRY_PORT, the option port), or 0 for a free one",
+            ),
+            "unknown": Case("not applicable", "There is no library or no address to bind the port with."),
+        },
+    ),
+    "key": Kind(
+        "key",
+        "The key file that KVFERRY_KEY_FILE or the option key_file names. Of its contents nothing is printed.",
+        {
+            "none": Case(
+                "not applicable",
+                "No key is configured: handshakes and messages are neither authenticated nor encrypted.",
+            ),
+            "usable": Case("ok", "The key file holds a key, and only its owner may use it."),
+            "unusable": Case(
+                "problem",
+                "The key file cannot be used, and an engine would not start.",
+                "follow the error's text; `kvferry key PATH` makes a new one",
+            ),
+            "unknown": Case("not applicable", "libkvferry is missing, so the key file was not read."),
+        },
+    ),
+    "transfer-same-host": Kind(
+        "transfer within the host",
+        "Moves blocks between two processes as two engines on this host would, with the transport that is configured.",
+        {
+            **_transfer("The fast path", "There is no library, UCX or transport to try it with."),
+            "slow": Case(
+                "warning",
+                "It worked, but by messages through the network stack and not by copies between the processes.",
+                "see the findings `same-host` and `transports`; UCX_TLS must have cma (the transport `auto` without "
+                "UCX_TLS has it)",
+            ),
+        },
+    ),
+    "transfer-tcp": Kind(
+        "transfer over TCP",
+        "Moves blocks between two processes over TCP, as between hosts without RDMA.",
+        _transfer("TCP", "There is no library, UCX or TCP transport to try it with."),
+    ),
+    "transfer-rdma": Kind(
+        "transfer over RDMA",
+        "Moves blocks one-sided between two processes through this host's RDMA device.",
+        {
+            **_transfer("RDMA", "UCX has no RDMA device here."),
+            "slow": Case(
+                "warning",
+                "It worked, but by messages and not one-sided.",
+                "look at `ucx_info -d`: the device must have rc, dc or srd; ud alone does not read memory",
+            ),
+        },
+    ),
+    "transfer-cuda": Kind(
+        "transfer between GPU memories",
+        "Moves blocks between memory of the first GPU in two processes.",
+        {
+            **_transfer("CUDA", "There is no GPU here that UCX can move memory of."),
+            "slow": Case(
+                "warning",
+                "It worked, but by way of host memory.",
+                "let UCX use cuda_ipc (UCX_TLS), and give both engines the same view of the GPUs (in containers: "
+                "one PID namespace)",
+            ),
+        },
+    ),
+    "peer": Kind(
+        "peer's handshake",
+        "With --peer: asks that listener for the metadata of all ranks, as a decode engine does.",
+        {
+            "answered": Case("ok", "The engine answered, in this version of the protocol, with all of its ranks."),
+            "unreachable": Case(
+                "problem",
+                "Nothing answers at that host and port.",
+                "check host and port (the engine logs where it listens, 5680 plus the data-parallel index by "
+                "default), that it runs and is a producer, and that no firewall is between",
+            ),
+            "silent": Case(
+                "problem",
+                "Something listens there and did not answer in time, or the engine's ranks are not all up yet.",
+                "wait until the engine has started; if it has, check that this is kvferry's port and not vLLM's",
+            ),
+            "key": Case(
+                "problem",
+                "The keys differ, or only one side has one.",
+                "give both sides the same key file (KVFERRY_KEY_FILE or key_file; `kvferry key` makes one)",
+            ),
+            "version": Case(
+                "problem",
+                "The engine speaks another version of the protocol.",
+                "install the same release of kvferry on both sides",
+            ),
+            "refused": Case("problem", "The answer was refused or is no good.", "follow the error's text"),
+            "unknown": Case("not applicable", "libkvferry is missing, so nothing was asked."),
+        },
+    ),
+    "peer-shape": Kind(
+        "peer's shape",
+        "With --peer: field by field, what the engine has; with --shape, whether an engine of that shape fits it.",
+        {
+            "described": Case(
+                "not applicable",
+                "Nothing is compared, because --shape does not describe this side; the evidence has the peer.",
+            ),
+            "fits": Case("ok", "An engine of the shape given here can hand over requests to and from this one."),
+            "differs": Case(
+                "problem",
+                "The engines cannot exchange caches: their handshake would be refused.",
+                "start both engines with the same model, cache dtype and attention backend, or correct the options "
+                "of this command: {names}",
+            ),
+            "unknown": Case("not applicable", "The engine did not answer."),
+        },
+    ),
+    "peer-path": Kind(
+        "path to the peer",
+        "With --peer: connects to the agents of the engine's ranks and leaves again; reads nothing of their memory.",
+        {
+            "fast": Case("ok", "Bytes are read without the peer's processor, or copied by the kernel within the host."),
+            "served": Case(
+                "ok", "Bytes travel in messages that the peer's processor serves, as over TCP between hosts."
+            ),
+            "slow": Case(
+                "warning",
+                "The peer is on this host, and bytes travel in messages all the same.",
+                "see the findings `same-host`, `transports` and `container`",
+            ),
+            "unconnected": Case(
+                "problem",
+                "The listener answered, but a rank's agent cannot be reached.",
+                "open the ports between the hosts (UCX takes free ones; UCX_TCP_PORT_RANGE narrows them), and let "
+                "both sides use a network that reaches the other (UCX_NET_DEVICES)",
+            ),
+            "unknown": Case("not applicable", "There is nobody, or no UCX, to connect with."),
+            "skipped": Case("not applicable", "Left out by --no-connect."),
+        },
+    ),
+}
+"""All findings, in the order in which they are told."""
+
+
+def found(id: str, case: str, evidence: Iterable[str] = (), **values: str) -> Finding:
+    """The finding `id` with the outcome `case`; `values` are filled into its remedy."""
+    kind = KINDS[id]
+    state, meaning, remedy = kind.cases[case]
+    lines = [_plain(line) for line in evidence if line]
+    return Finding(id, case, state, kind.title, meaning, lines, remedy.format(**values) if values else remedy)
+
+
+def _plain(text: str) -> str:
+    """One line that moves no cursor: some of the evidence comes from other hosts."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """1 where there is a problem, else 0."""
+    return int(any(finding.state == "problem" for finding in findings))
+
+
+def markdown() -> str:
+    """The table as it stands in docs/doctor.md."""
+    parts = []
+    for id, kind in KINDS.items():
+        lines = [f"### `{id}`: {kind.title}", "", kind.looks_at, "", "| outcome | state | meaning | remedy |"]
+        lines.append("| --- | --- | --- | --- |")
+        for name, case in kind.cases.items():
+            cells = (f"`{name}`", case.state, case.meaning, case.remedy)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"

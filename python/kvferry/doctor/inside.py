@@ -1,0 +1,130 @@
+"""What is asked in a process of its own (`child.call`). Arguments and results are of JSON's types.
+
+An error of kvferry's is a result too: `{"error": name, "message": text}`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .. import Agent, Listener, _find, _lib, _wire
+from .._errors import KvferryError
+from ..agent import PeerConnected, PeerLost
+
+Result = dict[str, Any]
+CONNECT_S = 15.0
+"""How long the ranks of a peer may take to answer; an agent gives a connection up after ten seconds."""
+
+
+def _told(work: Callable[[], Result]) -> Result:
+    try:
+        return work()
+    except KvferryError as error:
+        # The C function's name says nothing to whoever types a command.
+        return {"error": error.name, "message": re.sub(r"^kvf_\w+: ", "", error.message)}
+
+
+def library() -> Result:
+    """Loads libkvferry: its path, version and ABI."""
+    return _told(lambda: {"path": str(_find.library_path()), "version": _lib.version(), "abi": _lib.abi_version()})
+
+
+def candidates(ucx_lib: str | None) -> Result:
+    """Every libucp that the search comes by."""
+    return _told(lambda: {"candidates": _lib.ucx_candidates(ucx_lib)})
+
+
+def outlook(config: Mapping[str, object]) -> Result:
+    """What an agent of this configuration would have. Other UCX in the process are given with their versions."""
+
+    def look() -> Result:
+        found = _find.with_packaged_ucx(
+            lambda path: _lib.ucx_outlook(
+                _wire.pack("config", config if path is None else {**config, "ucx_lib": path})
+            ),
+            str(config["ucx_lib"]) if "ucx_lib" in config else None,
+        )
+        result = _wire.unpack_map("an outlook", found)
+        # They are loaded, so that this opens nothing.
+        result["others"] = [{"path": path, **ucx_version(path)} for path in result["others"]]
+        return result
+
+    return _told(look)
+
+
+def ucx_version(path: str) -> Result:
+    """The version and place of the libucp that the dynamic linker opens as `path`."""
+    try:
+        library = ctypes.CDLL(path)
+        library.ucp_get_version_string.restype = ctypes.c_char_p
+        version = library.ucp_get_version_string().decode()
+    except (OSError, AttributeError) as error:
+        return {"version": None, "why": str(error)}
+    return {"version": version}
+
+
+def key(key_file: str | None) -> Result:
+    """Whether the key file can be used: a listener on the loopback reads it."""
+
+    def look() -> Result:
+        config: dict[str, object] = {"engine_id": "doctor", "host": "127.0.0.1"}
+        if key_file is not None:
+            config["key_file"] = key_file
+        Listener(config).close()
+        return {}
+
+    return _told(look)
+
+
+def listen(config: Mapping[str, object]) -> Result:
+    """Binds a handshake listener and frees it: the address that others would be told."""
+
+    def look() -> Result:
+        with Listener({"engine_id": "doctor", **config}) as listener:
+            host, port = listener.address
+        return {"host": host, "port": port}
+
+    return _told(look)
+
+
+def survey(host: str, port: int, config: Mapping[str, object], agent: Mapping[str, object] | None) -> Result:
+    """Asks a listener who it is; with `agent`, the configuration of one, also which way bytes would go to each rank."""
+
+    def look() -> Result:
+        answer = _wire.unpack_map("a survey", _lib.handshake_survey(host, port, _wire.pack("config", config)))
+        result: Result = {"survey": answer["survey"]}
+        if agent is not None:
+            result["routes"] = _told(lambda: {"ranks": _routes(agent, answer["agents"])})
+        return result
+
+    return _told(look)
+
+
+def _routes(config: Mapping[str, object], agents: list[bytes]) -> list[Result]:
+    """Connects to every agent, and says how each is reached or why not."""
+    routes: list[Result] = [{} for _ in agents]
+    with Agent(config) as agent:
+        waiting: dict[int, int] = {}
+        for index, metadata in enumerate(agents):
+            try:
+                waiting[agent.connect(metadata)] = index
+            except KvferryError as error:
+                routes[index] = {"error": error.name, "message": error.message}
+        deadline = time.monotonic() + CONNECT_S
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for event in agent.wait(left):
+                if not isinstance(event, PeerConnected | PeerLost) or event.peer not in waiting:
+                    continue
+                index = waiting.pop(event.peer)
+                if isinstance(event, PeerLost):
+                    routes[index] = {"error": event.error.name, "message": event.error.message}
+                elif route := agent.route(event.peer):
+                    routes[index] = {"lanes": route.lanes, "host": route.host, "device": route.device}
+                    agent.disconnect(event.peer)
+        for index in waiting.values():
+            routes[index] = {"error": "timeout", "message": f"no answer within {CONNECT_S:.0f} s"}
+    return routes
