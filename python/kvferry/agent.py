@@ -125,7 +125,7 @@ class Agent:
 
     Args:
         config: Keys as in `Worker`'s config where they concern the agent: `name`, `transport`, `ucx`, `ucx_lib`,
-            `key_file`, `window`. Unknown keys and wrong types raise `InvalidArgumentError` that names them.
+            `key_file`, `window`, `telemetry`. Unknown keys and wrong types raise `InvalidArgumentError` that names them.
     """
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
@@ -204,7 +204,7 @@ class Agent:
         return self._taken()
 
     def stats(self) -> dict[str, object]:
-        """Gauges and counters of the agent since its start."""
+        """Gauges, counters and histograms of the agent since its start; `kvferry.stats.metrics` tells what each is."""
         return _wire.unpack_map("stats", _lib.agent_stats(self._handle))
 
     def shutdown(self, timeout: float = 10.0) -> None:

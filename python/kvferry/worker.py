@@ -45,7 +45,7 @@ class Report(TypedDict):
     """What happened on one rank since its last report.
 
     `finished_recving` names failed receives too; `failed_recving` says which of them failed and why. `stats` holds
-    counters since the last report (see `kvferry.stats`).
+    figures since the last report (see `kvferry.stats`).
     """
 
     rank: Rank
@@ -65,7 +65,10 @@ class Worker:
             settings without the `UCX_` prefix), `ucx_lib` (path of libucp), `name`, `window` (operations in flight),
             `heartbeat_divisor`, `handshake_timeout_ms`, `transfer_timeout_ms`, `verdict_timeout_ms`,
             `early_message_ms`, `tombstone_ms`, `verify` (bool: check each read against a digest that the producer makes
-            of its own bytes), `request_log` (path of a file that gets one JSON line per finished receive), and
+            of its own bytes), `request_log` (path of a file that gets one JSON line per finished receive),
+            `telemetry` (bool, default True: whether anything is counted), `trace` (path of a file to be made for a
+            trace of the lives of requests, see `kvferry trace`; `%p` stands for the process id, and a name that is
+            taken gets a number; without it the environment variable `KVFERRY_TRACE` counts, "" means no trace), and
             `key_file` (path of the key that all engines share, see `kvferry key`; without it the environment variable
             `KVFERRY_KEY_FILE` counts, "" means no key). Only `engine_id` has no default.
             An unknown key or a value of the wrong type raises `InvalidArgumentError` that names it.
@@ -129,8 +132,9 @@ class Worker:
         return None if report is None else decode_report(report)
 
     def stats(self) -> dict[str, object]:
-        """Since the start: `totals` (counters as in `Report["stats"]`), `gauges`, `agent`, `malformed_steps` and
-        `malformed_messages`. Polls do not reset them."""
+        """Since the start: `totals` (figures as in `Report["stats"]`), `gauges`, `agent` (as of `Agent.stats`),
+        `malformed_steps` and `malformed_messages`. Polls do not reset them. `kvferry.stats.metrics` tells what each
+        is."""
         return _wire.unpack_map("stats", _lib.worker_stats(self._handle))
 
     def shutdown(self, timeout: float = 10.0) -> None:

@@ -136,6 +136,13 @@ pub struct WorkerConfig {
     /// A file that gets one JSON line per finished receive, appended.
     #[serde(default)]
     pub request_log: Option<String>,
+    /// Whether anything is counted: without it, reports have no stats and totals stay at zero.
+    #[serde(default = "yes")]
+    pub telemetry: bool,
+    /// A file to be made for a trace of the lives of requests, in Chrome's trace event format; `%p` stands for the
+    /// process id. None leaves it to the environment variable `KVFERRY_TRACE`, an empty text means no trace.
+    #[serde(default)]
+    pub trace: Option<String>,
 }
 
 fn one() -> u32 {
@@ -209,6 +216,8 @@ impl WorkerConfig {
             peer_ttl_ms: peer_ttl_ms(),
             verify: false,
             request_log: None,
+            telemetry: true,
+            trace: None,
         }
     }
 

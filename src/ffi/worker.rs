@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::agent::{memory_kind, stats_map};
+use super::agent::memory_kind;
 use super::boundary::{Out, slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
+use crate::agent::AgentStats;
 use crate::connector::{Worker, WorkerConfig, WorkerStats, parse_config};
 use crate::error::Result;
 use crate::mem::MemoryRange;
@@ -32,7 +33,7 @@ impl Object for Worker {
 struct Figures {
     totals: Stats,
     gauges: BTreeMap<&'static str, u64>,
-    agent: BTreeMap<&'static str, u64>,
+    agent: AgentStats,
     malformed_steps: u64,
     malformed_messages: u64,
 }
@@ -53,7 +54,7 @@ impl From<WorkerStats> for Figures {
                 ("sessions", count(gauges.sessions)),
                 ("peers", count(gauges.peers)),
             ]),
-            agent: stats_map(&stats.agent),
+            agent: stats.agent,
             malformed_steps: stats.malformed_steps,
             malformed_messages: stats.malformed_messages,
         }
@@ -68,7 +69,9 @@ impl From<WorkerStats> for Figures {
 /// handshake_timeout_ms (30000), transfer_timeout_ms (120000), verdict_timeout_ms (10000), early_message_ms (30000),
 /// tombstone_ms (120000), verify (false: whether each read is checked against a digest that the producer makes of its own
 /// bytes; both read all of them once more), request_log (path of a file that gets one JSON line per finished receive),
-/// key_file (path of the key that all engines share; without it the environment variable KVFERRY_KEY_FILE counts, ""
+/// telemetry (true: whether anything is counted), trace (path of a file to be made for a trace of the lives of requests
+/// in Chrome's trace event format; %p stands for the process id, a name that is taken gets a number; without it the
+/// environment variable KVFERRY_TRACE counts, "" means no trace), key_file (path of the key that all engines share; without it the environment variable KVFERRY_KEY_FILE counts, ""
 /// means no key).
 ///
 /// # Safety
@@ -216,7 +219,8 @@ fn encoded(report: Option<WorkerReport>) -> Result<Vec<u8>> {
     report.map_or(Ok(Vec::new()), |report| report.to_bytes())
 }
 
-/// Counters since the start and gauges, as a msgpack map: totals, gauges, agent, malformed_steps, malformed_messages.
+/// Figures since the start as a msgpack map: totals (as stats in reports), gauges, agent (as of kvf_agent_stats),
+/// malformed_steps, malformed_messages. kvf_stats_metrics tells what each of totals and agent is.
 ///
 /// # Safety
 /// As the header's top says.

@@ -121,6 +121,13 @@ OPTIONS: dict[str, Option] = {
         "KVFERRY_REQUEST_LOG",
         "File that gets one JSON line per finished receive and rank.",
     ),
+    "telemetry": Option("worker", _flag, None, "Count, for vLLM's log line and its metrics. Default true."),
+    "trace": Option(
+        "worker",
+        _text,
+        "KVFERRY_TRACE",
+        "File to be made for a trace of the lives of requests; %p stands for the process id.",
+    ),
 }
 """Every key that `kv_connector_extra_config` may have. An environment variable counts where the key is absent."""
 
