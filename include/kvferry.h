@@ -670,8 +670,8 @@ int32_t kvf_stats_merge(const uint8_t *left,
 // What every figure is, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
 // totals of kvf_worker_stats; "agent"; "scheduler"), key (there), kind ("counter", "gauge" or "histogram"), name (in
 // Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
-// empty; of histograms, which are maps of counts per bucket (without zeros at the end) and sum, bounds, the inclusive
-// upper bounds of all buckets but the last in the unit of the stats map, and scale, that unit's size in `unit`.
+// empty; bounds and divisor of histograms, which are maps of counts per bucket (without zeros at the end) and sum:
+// the inclusive upper bounds of all buckets but the last, and by what bounds and sum are divided to give `unit`.
 int32_t kvf_stats_metrics(struct kvf_buffer *out);
 
 // Figures in Prometheus' text format, under names that begin with kvferry_. `rows` is a msgpack map whose rows is a list

@@ -125,7 +125,8 @@ class Agent:
 
     Args:
         config: Keys as in `Worker`'s config where they concern the agent: `name`, `transport`, `ucx`, `ucx_lib`,
-            `key_file`, `window`, `telemetry`. Unknown keys and wrong types raise `InvalidArgumentError` that names them.
+            `key_file`, `window`, `telemetry`. Unknown keys and wrong types raise `InvalidArgumentError` that names
+            them.
     """
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:

@@ -21,7 +21,7 @@ class Metric(NamedTuple):
 
     A counter with `causes` is a map of them. A histogram is a map of `counts` per bucket, without the zeros at their
     end, and `sum`; `bounds` are the inclusive upper bounds of all buckets but the last. Both are whole numbers, which
-    `scale` makes `unit` of: a histogram of seconds counts microseconds.
+    divided by `divisor` are in `unit`: a histogram of seconds counts microseconds.
     """
 
     scope: Literal["worker", "agent", "scheduler"]
@@ -32,7 +32,7 @@ class Metric(NamedTuple):
     help: str
     causes: tuple[str, ...]
     bounds: tuple[int, ...]
-    scale: float
+    divisor: int
 
 
 @cache

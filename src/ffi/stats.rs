@@ -52,14 +52,14 @@ struct Entry {
     help: &'static str,
     causes: Vec<&'static str>,
     bounds: Vec<u64>,
-    scale: f64,
+    divisor: u64,
 }
 
 /// What every figure is, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
 /// totals of kvf_worker_stats; "agent"; "scheduler"), key (there), kind ("counter", "gauge" or "histogram"), name (in
 /// Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
-/// empty; of histograms, which are maps of counts per bucket (without zeros at the end) and sum, bounds, the inclusive
-/// upper bounds of all buckets but the last in the unit of the stats map, and scale, that unit's size in `unit`.
+/// empty; bounds and divisor of histograms, which are maps of counts per bucket (without zeros at the end) and sum:
+/// the inclusive upper bounds of all buckets but the last, and by what bounds and sum are divided to give `unit`.
 ///
 /// # Safety
 /// As the header's top says.
@@ -67,8 +67,8 @@ struct Entry {
 pub unsafe extern "C" fn kvf_stats_metrics(out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_stats_metrics, {
         let entry = |metric: &crate::proto::stats::Metric| {
-            let (bounds, scale) =
-                metric.kind.bounds().map_or((Vec::new(), 1.0), |(bounds, size)| (bounds.to_vec(), size));
+            let (bounds, divisor) =
+                metric.kind.bounds().map_or((Vec::new(), 1), |(bounds, divisor)| (bounds.to_vec(), divisor));
             let by_cause = metric.kind == Kind::CounterByCause;
             Entry {
                 scope: metric.scope,
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn kvf_stats_metrics(out: *mut kvf_buffer) -> i32 {
                 help: metric.help,
                 causes: if by_cause { Cause::ALL.map(Cause::name).to_vec() } else { Vec::new() },
                 bounds,
-                scale,
+                divisor,
             }
         };
         // SAFETY: the caller's promise for out-parameters.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .._errors import KvferryError
 from ..bench import cli as bench
-from . import key, plan
+from . import key, plan, trace
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: what was asked for cannot be, and it was tried in vain."""
@@ -31,9 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bench", help="measure transfers and the rest, beside NIXL if asked", description=bench.__doc__
     )
     bench.add_arguments(bench_command)
+    trace_command = commands.add_parser(
+        "trace",
+        help="sum up traces of runs, as text and as a page",
+        description=trace.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    trace.add_arguments(trace_command)
     options = parser.parse_args(arguments)
     if options.command == "bench":
         return _bench(bench_command, options)
+    if options.command == "trace":
+        try:
+            return trace.run(options)
+        except trace.UsageError as error:
+            trace_command.exit(BAD_INPUT, f"{trace_command.prog}: error: {error}\n")
     if options.command == "key":
         try:
             return key.run(options)

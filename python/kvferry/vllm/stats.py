@@ -125,7 +125,7 @@ def observations(metric: stats.Metric, histogram: Mapping[str, Any]) -> Iterator
         for _ in range(count):
             more = max(left, 0) if high is None else min(max(left, 0), high - low)
             left -= more
-            yield (low + more) * metric.scale
+            yield (low + more) / metric.divisor
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):
@@ -157,7 +157,7 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
     def _made(self, metric: stats.Metric, labelnames: list[str]) -> Any:
         common = {"name": PREFIX + metric.name, "documentation": metric.help, "labelnames": labelnames}
         if metric.kind == "histogram":
-            return self._histogram_cls(**common, buckets=[bound * metric.scale for bound in metric.bounds])
+            return self._histogram_cls(**common, buckets=[bound / metric.divisor for bound in metric.bounds])
         if metric.kind == "gauge":
             # Only one process of an API server with several is told figures; the others' would stand beside its own.
             return self._gauge_cls(**common, multiprocess_mode="mostrecent")

@@ -41,12 +41,12 @@ impl Kind {
         }
     }
 
-    /// For a histogram: the upper bounds of all buckets but the last in the unit of stats, and that unit's size in the
-    /// unit elsewhere.
-    pub fn bounds(self) -> Option<(&'static [u64; BUCKETS - 1], f64)> {
+    /// For a histogram: the upper bounds of all buckets but the last in the unit of stats, and how many of that unit make
+    /// one of the unit elsewhere.
+    pub fn bounds(self) -> Option<(&'static [u64; BUCKETS - 1], u64)> {
         match self {
-            Kind::Seconds => Some((&Micros::BOUNDS, 1e-6)),
-            Kind::Bytes => Some((&Bytes::BOUNDS, 1.0)),
+            Kind::Seconds => Some((&Micros::BOUNDS, 1_000_000)),
+            Kind::Bytes => Some((&Bytes::BOUNDS, 1)),
             Kind::Counter | Kind::CounterByCause | Kind::Gauge => None,
         }
     }

@@ -1,0 +1,83 @@
+"""What counting costs: hand-overs between workers that count, that do not, and that trace too, in turns."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from .engines import Setup
+from .figures import columns, number, percentile
+from .transfer import Samples, alternate
+from .work import Work
+
+WORKS = (Work("random", 16384, 1), Work("random", 16384, 64), Work("random", 16384, 4096))
+"""One block, a short prompt, and 64 MiB."""
+VARIANTS = ("counting", "not counting", "not counting, again", "counting and tracing")
+"""What is compared. The second takes part twice: how far its two times are apart is what this run cannot tell."""
+
+
+@dataclass
+class Cost:
+    """Times of one work, in milliseconds, of each variant: all rounds, and the median of each sitting."""
+
+    work: Work
+    rounds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
+    medians: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
+
+    def ratio(self, variant: str) -> float:
+        """A variant's time by that without counting: the median over sittings of the ratio of their medians."""
+        without = self.medians["not counting"]
+        return median(some / other for some, other in zip(self.medians[variant], without, strict=True))
+
+
+def measure(transport: str, rounds: int, sittings: int) -> list[Cost]:
+    """Each sitting has processes of its own for each variant: where the memory of a process happens to lie changes its
+    times by more than counting does."""
+    costs = [Cost(work) for work in WORKS]
+    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+        trace = str(Path(folder) / "%p.json")
+        options = ({"telemetry": True, "trace": ""}, {"telemetry": False, "trace": ""})
+        chosen = (options[0], options[1], options[1], {"telemetry": True, "trace": trace})
+        for cost in costs:
+            for sitting in range(sittings):
+                engines = [Setup("worker", cost.work, transport, options=dict(one)) for one in chosen]
+                samples = alternate(engines, rounds, f"{cost.work.text}, sitting {sitting + 1} of {sittings}")
+                _add(cost, samples)
+    return costs
+
+
+def _add(cost: Cost, samples: Sequence[Samples]) -> None:
+    for name, one in zip(VARIANTS, samples, strict=True):
+        times = one.of("ms")
+        cost.rounds[name] += times
+        cost.medians[name].append(median(times))
+
+
+def table(transport: str, costs: Sequence[Cost]) -> str:
+    """All works and variants."""
+    lines = []
+    for cost in costs:
+        for index, name in enumerate(VARIANTS):
+            times = cost.rounds[name]
+            cells = (number(median(times), 4), number(percentile(times, 0.99)), f"{cost.ratio(name):.4f}")
+            lines.append((cost.work.text if index == 0 else "", name, *cells))
+    sittings, rounds = len(costs[0].medians[VARIANTS[0]]), len(costs[0].rounds[VARIANTS[0]])
+    head = ("", "", "median ms", "p99 ms", "by not counting")
+    title = f"hand-overs between two workers, {transport}: {rounds} rounds in {sittings} sittings, in turns"
+    return f"{title}\n{columns(head, lines, texts=2)}"
+
+
+def summary(transport: str, costs: Sequence[Cost]) -> list[dict[str, object]]:
+    """A map per work: the median milliseconds of each variant, and its ratio to not counting."""
+    return [
+        {
+            "work": cost.work.text,
+            "transport": transport,
+            "ms": {name: median(cost.rounds[name]) for name in VARIANTS},
+            "ratio": {name: cost.ratio(name) for name in VARIANTS},
+        }
+        for cost in costs
+    ]
