@@ -70,7 +70,6 @@ impl Worker {
         config.check()?;
         let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
         let log = config.request_log.as_deref().map(RequestLog::open).transpose()?;
-        let trace = TraceFile::configured(config.trace.as_deref())?;
         let shared = Arc::new(Shared::default());
         let for_thread = Arc::clone(&shared);
         let timeout = Duration::from_millis(config.handshake_timeout_ms);
@@ -79,6 +78,8 @@ impl Worker {
             agent_config(&config),
             Box::new(move |_| Box::new(WorkerPassenger::new(for_thread, log, timeout, for_client))),
         )?;
+        // Now, when nothing else can fail any more: a worker that does not start leaves no empty file behind.
+        let trace = TraceFile::configured(config.trace.as_deref())?;
         let machine_config = MachineConfig { trace: trace.is_some(), ..machine_config(&config, &agent)? };
         let source = || Source {
             name: agent.name().to_owned(),

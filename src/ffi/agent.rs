@@ -204,7 +204,8 @@ pub(super) fn memory_kind(kind: u32, device: u32) -> Result<MemoryKind> {
 /// window_bytes (in flight per peer: 64 operations, 16 MiB), max_operation_bytes (4 MiB),
 /// gather_below (bytes per run under which runs travel in messages; 1536), connect_timeout_ms (10000), cancel_grace_ms
 /// (5000), deregister_timeout_ms (30000), spin_us (300), send_queue_bytes (per peer: 64 MiB), verify
-/// (false: whether reads are checked against a digest made by the peer).
+/// (false: whether reads are checked against a digest made by the peer), telemetry (true: whether times of transfers are
+/// counted in histograms).
 ///
 /// # Safety
 /// As the header's top says.
