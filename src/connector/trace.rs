@@ -36,7 +36,7 @@ const BATCH_BYTES: usize = 32 << 10;
 /// How long the end of a worker waits for the last lines to be written.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
-/// The rows of a process in a viewer.
+/// The rows of a process in a viewer, where they are called threads.
 const RECVS: u32 = 1;
 const SENDS: u32 = 2;
 
@@ -246,9 +246,9 @@ impl Writer {
                 out.line("b", RECVS, at(begin), event);
             }
             Life::RecvEnded { number, receive } => self.recv_ended(out, number, &receive, reported, origin),
-            Life::RecvGivenBack { number, at: end } => {
-                let event =
-                    json!({"cat": "recv", "id": self.id(number), "name": "", "args": {"outcome": "given_back"}});
+            Life::RecvGivenBack { number, request, at: end } => {
+                let args = json!({"outcome": "given_back"});
+                let event = json!({"cat": "recv", "id": self.id(number), "name": request.as_str(), "args": args});
                 out.line("e", RECVS, at(end), event);
             }
             Life::SendBegan { request, at: begin } => {
@@ -366,7 +366,7 @@ mod tests {
     use super::*;
     use crate::proto::ids::RequestId;
     use crate::proto::wire::{Cause, RecvRecord};
-    use crate::proto::worker::Send;
+    use crate::proto::worker::LeaseEnd;
 
     fn folder(name: &str) -> PathBuf {
         let folder = env::temp_dir().join(format!("kvferry-trace-{name}-{}", process::id()));
@@ -450,9 +450,9 @@ mod tests {
         tracer.tell(Life::RecvBegan { number: 4, request: name.clone(), at: Time(10) }, Time(10));
         tracer.tell(receive(&name, None), Time(70));
         tracer.tell(receive(&name, Some(Cause::Timeout)), Time(70));
-        tracer.tell(Life::RecvGivenBack { number: 5, at: Time(80) }, Time(80));
+        tracer.tell(Life::RecvGivenBack { number: 5, request: name.clone(), at: Time(80) }, Time(80));
         tracer.tell(Life::SendBegan { request: name.clone(), at: Time(1) }, Time(1));
-        tracer.tell(Life::SendEnded { request: name.clone(), at: Time(9), how: Send::Expired }, Time(9));
+        tracer.tell(Life::SendEnded { request: name.clone(), at: Time(9), how: LeaseEnd::Expired }, Time(9));
         drop(tracer);
         let events = events(&path);
         let of = |phase: &str| events.iter().filter(|e| e.get("ph").unwrap() == phase).count();

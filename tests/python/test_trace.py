@@ -84,7 +84,10 @@ def test_the_file_is_a_trace_that_viewers_take(tmp_path: Path) -> None:
         open_slices: dict[tuple[str, str], list[str]] = {}
         for event in sorted((e for e in whole if e["ph"] != "M"), key=lambda e: e["ts"]):
             stack = open_slices.setdefault((event["cat"], event["id"]), [])
-            stack.append(event["name"]) if event["ph"] == "b" else stack.pop()
+            if event["ph"] == "b":
+                stack.append(event["name"])
+            else:
+                assert stack.pop() == event["name"]
         assert not any(open_slices.values())
 
 

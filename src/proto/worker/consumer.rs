@@ -536,7 +536,7 @@ impl Consumer {
             return;
         }
         if matches!(want.kind, Kind::Hold) {
-            out.trace(|| Life::RecvGivenBack { number: ticket, at: now });
+            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
         }
         want.kind = Kind::Release;
         self.forget_name(ticket);
@@ -557,7 +557,7 @@ impl Consumer {
         self.forget_name(ticket);
         let Some(want) = self.wants.remove(&ticket) else { return };
         if matches!(want.kind, Kind::Hold) {
-            out.trace(|| Life::RecvGivenBack { number: ticket, at: now });
+            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
         }
         self.deadlines.cancel(&Timer::Hold(ticket));
         self.deadlines.cancel(&Timer::Load(ticket));

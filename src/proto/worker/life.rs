@@ -27,6 +27,8 @@ pub enum Life {
     RecvGivenBack {
         /// As in its begin.
         number: u64,
+        /// As in its begin.
+        request: RequestId,
         /// When.
         at: Time,
     },
@@ -44,13 +46,13 @@ pub enum Life {
         /// When.
         at: Time,
         /// Why.
-        how: Send,
+        how: LeaseEnd,
     },
 }
 
 /// How a lease ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Send {
+pub enum LeaseEnd {
     /// A consumer has read.
     Read,
     /// Consumers declined.
@@ -61,14 +63,14 @@ pub enum Send {
     Dropped,
 }
 
-impl Send {
+impl LeaseEnd {
     /// The name in a trace.
     pub fn name(self) -> &'static str {
         match self {
-            Send::Read => "read",
-            Send::Released => "released",
-            Send::Expired => "expired",
-            Send::Dropped => "dropped",
+            LeaseEnd::Read => "read",
+            LeaseEnd::Released => "released",
+            LeaseEnd::Expired => "expired",
+            LeaseEnd::Dropped => "dropped",
         }
     }
 }

@@ -33,7 +33,7 @@ use std::sync::Arc;
 
 pub use action::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
 pub use config::WorkerConfig;
-pub use life::{Life, Receive, Send};
+pub use life::{LeaseEnd, Life, Receive};
 
 use crate::error::Result;
 use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::action::PeerRef;
 use super::config::{WorkerConfig, ms};
-use super::life::{Life, Send};
+use super::life::{LeaseEnd, Life};
 use super::outbox::Outbox;
 use super::timers::{Deadlines, Memory};
 use crate::proto::ids::RequestId;
@@ -132,7 +132,7 @@ impl Producer {
     /// A request ended without a hand-over.
     pub(super) fn dropped(&mut self, now: Time, request: RequestId, out: &mut Outbox) {
         if self.leases.contains_key(&request) {
-            self.end(now, &request, Send::Dropped, out);
+            self.end(now, &request, LeaseEnd::Dropped, out);
             return;
         }
         self.refuse_early(&request, out);
@@ -191,7 +191,7 @@ impl Producer {
             match timer {
                 Timer::Lease(request) => {
                     out.count(|stats| stats.sends_expired += 1);
-                    self.end(now, &request, Send::Expired, out);
+                    self.end(now, &request, LeaseEnd::Expired, out);
                 }
                 Timer::Early(request) => self.refuse_early(&request, out),
             }
@@ -208,7 +208,7 @@ impl Producer {
         let mut requests: Vec<RequestId> = self.leases.keys().cloned().collect();
         requests.sort();
         for request in requests {
-            self.end(now, &request, Send::Dropped, out);
+            self.end(now, &request, LeaseEnd::Dropped, out);
         }
         let mut requests: Vec<RequestId> = self.early.keys().cloned().collect();
         requests.sort();
@@ -224,16 +224,16 @@ impl Producer {
         }
         let how = if lease.readers.values().any(|serials| !serials.is_empty()) {
             out.count(|stats| stats.sends_read += 1);
-            Send::Read
+            LeaseEnd::Read
         } else {
             out.count(|stats| stats.sends_released += 1);
-            Send::Released
+            LeaseEnd::Released
         };
         self.end(now, request, how, out);
     }
 
     /// The lease is over: the scheduler side may free the blocks, so no read counts from now on.
-    fn end(&mut self, now: Time, request: &RequestId, how: Send, out: &mut Outbox) {
+    fn end(&mut self, now: Time, request: &RequestId, how: LeaseEnd, out: &mut Outbox) {
         let Some(lease) = self.leases.remove(request) else { return };
         out.trace(|| Life::SendEnded { request: request.clone(), at: now, how });
         self.deadlines.cancel(&Timer::Lease(request.clone()));

@@ -90,7 +90,11 @@ class Servers:
         timeout = aiohttp.ClientTimeout(total=GENEROUS)
         async with open_session() as session, session.get(f"{server.url}/metrics", timeout=timeout) as answer:
             families = text_string_to_metric_families(await answer.text())
-            return {family.name: family for family in families if family.name.startswith(PREFIX)}
+            return {
+                family.name: family
+                for family in families
+                if family.name.startswith(PREFIX) and not family.name.endswith("_created")
+            }
 
     async def until(self, server: Server, enough: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """The samples without labels but vLLM's own, by their short name and `cause`, once they are enough."""
