@@ -307,7 +307,9 @@ def _failures(failed: Iterable[Receive]) -> list[Failure]:
 
 
 def process_text(process: Process) -> str:
-    """A worker in words."""
+    """A worker in words. Where it was given no name of its own, its name is its engine and rank."""
+    if process.engine in process.name:
+        return f"{process.name} (pid {process.pid})"
     return f"{process.name} (engine {process.engine}, {process.rank}, pid {process.pid})"
 
 

@@ -212,7 +212,7 @@
   const show = (hit) => {
     chosen = hit.item;
     const list = element("dl");
-    about(hit).forEach(([what, text]) => list.append(element("dt", what), element("dd", text)));
+    about(hit).slice(1).forEach(([what, text]) => list.append(element("dt", what), element("dd", text)));
     byId("details").replaceChildren(element("b", hit.item.request), list);
     byId("details").hidden = false;
     draw();
