@@ -169,7 +169,8 @@ def test_every_metric_is_served_and_counts(servers: Servers) -> None:
         for metric in METRICS:
             if metric.kind == "histogram":
                 assert decode[f"{metric.name}_count"] > 0, metric.name
-                assert decode[f"{metric.name}_sum"] > 0, metric.name
+                # A receive that was posted in one go took no time between its first and its last read.
+                assert decode[f"{metric.name}_sum"] > 0 or metric.key == "posting_time", metric.name
         assert decode["recv_bytes_sum"] == decode["bytes_total"]
         for name in ("peers", "endpoints", "registered_bytes"):
             assert decode[name] > 0, name
