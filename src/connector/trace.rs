@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
@@ -201,10 +201,7 @@ impl Writer {
                 if out.text.len() >= BATCH_BYTES {
                     self.file.write_all(&out.take())?;
                 }
-                next = match self.tells.try_recv() {
-                    Ok(told) => Some(told),
-                    Err(TryRecvError::Empty | TryRecvError::Disconnected) => None,
-                };
+                next = self.tells.try_recv().ok();
             }
             let left_out = self.left_out.swap(0, Ordering::Relaxed);
             if left_out > 0 {

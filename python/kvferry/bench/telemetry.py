@@ -34,24 +34,26 @@ class Cost:
 
 
 def measure(transport: str, rounds: int, sittings: int) -> list[Cost]:
-    """Each sitting has processes of its own for each variant: where the memory of a process happens to lie changes its
-    times by more than counting does."""
+    """`rounds` of each variant in each of `sittings` pairs of processes, which have workers of all variants."""
     costs = [Cost(work) for work in WORKS]
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
-        trace = str(Path(folder) / "%p.json")
-        options = ({"telemetry": True, "trace": ""}, {"telemetry": False, "trace": ""})
-        chosen = (options[0], options[1], options[1], {"telemetry": True, "trace": trace})
+        without: dict[str, object] = {"telemetry": False, "trace": ""}
+        counting = {"telemetry": True, "trace": ""}
+        variants = [counting, without, without, {"telemetry": True, "trace": str(Path(folder) / "%p.json")}]
         for cost in costs:
             for sitting in range(sittings):
-                engines = [Setup("worker", cost.work, transport, options=dict(one)) for one in chosen]
-                samples = alternate(engines, rounds, f"{cost.work.text}, sitting {sitting + 1} of {sittings}")
+                setup = Setup("counting", cost.work, transport, options={"variants": variants})
+                text = f"{cost.work.text}, sitting {sitting + 1} of {sittings}"
+                # A cycle more, in which the workers meet.
+                (samples,) = alternate([setup], (rounds + 1) * len(VARIANTS), text)
                 _add(cost, samples)
     return costs
 
 
-def _add(cost: Cost, samples: Sequence[Samples]) -> None:
-    for name, one in zip(VARIANTS, samples, strict=True):
-        times = one.of("ms")
+def _add(cost: Cost, samples: Samples) -> None:
+    counted = samples.rounds[len(VARIANTS) :]
+    for index, name in enumerate(VARIANTS):
+        times = [one.took.seconds * 1e3 for one in counted if one.took.extra["variant"] == index]
         cost.rounds[name] += times
         cost.medians[name].append(median(times))
 
