@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 STAGES: dict[str, tuple[str, str, str]] = {
     "total": ("known", "reported", "from the worker's first word of the request to the report"),
     "held": ("known", "queued", "the lease is kept, the engine has not asked for the load"),
-    "handshake": ("handshake", "planned", "metadata is fetched and ranks are connected, where the load waited for it"),
+    "handshake": ("handshake", "connected", "metadata is fetched and ranks are connected, where the request waited"),
     "queued": ("queued", "planned", "the load waits until every rank needed is connected"),
     "planned": ("planned", "posted", "the reads are worked out, and wait for room to be posted"),
     "posting": ("posted", "all_posted", "reads are handed to UCX, while others are under way"),
@@ -26,7 +26,7 @@ STAGES: dict[str, tuple[str, str, str]] = {
 }
 """Each stage of a receive: its first and last moment as in the file, and what happens in it."""
 
-MOMENTS = ("known", "queued", "handshake", "planned", "posted", "all_posted", "last_byte", "confirmed", "reported")
+MOMENTS = ("known", "queued", "handshake", "connected", "planned", "posted", "all_posted", "last_byte", "confirmed", "reported")
 PERCENTILES = (50, 90, 99)
 
 

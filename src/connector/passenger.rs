@@ -55,7 +55,8 @@ struct Driver {
     told: Level,
     /// Whether the agent's gauges may have changed since.
     changed: bool,
-    /// By remote agent, the shape of its engine, for the line about its connection.
+    /// By remote agent, the shape of its engine: from a handshake's end until, in the same turn, its agents are connected
+    /// to.
     shapes: HashMap<Incarnation, EngineShape>,
     limits: Limits,
 }
@@ -98,6 +99,8 @@ struct Link {
     name: String,
     /// Which way bytes go.
     way: String,
+    /// The shape of its engine, if we asked for it.
+    shape: Option<EngineShape>,
     connected: bool,
     /// Whether we made it. One that the other side made is not closed when only we are done with it.
     ours: bool,
@@ -236,6 +239,7 @@ impl Driver {
         while let Some(action) = self.machine.poll_action() {
             self.act(ferry, now, action);
         }
+        self.shapes.clear();
         self.report(ferry);
         // A question that could not be asked is answered already, and comes back in a turn of its own.
         let next = self.machine.poll_timeout().map(|at| self.epoch + Duration::from_micros(at.0));
@@ -280,15 +284,16 @@ impl Driver {
 
     /// Adds to `report` (or makes one) what the gauges have changed by since the last one.
     fn gauge(&mut self, ferry: &Ferry<'_>, report: &mut Option<WorkerReport>) {
-        self.changed = false;
-        let agent = ferry.stats();
         let count = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
-        let now = Level {
-            leases: count(self.machine.leases() as u64),
-            peers: count(agent.peers),
-            endpoints: count(agent.endpoints),
-            registered_bytes: count(agent.region_bytes),
-        };
+        let mut now = Level { leases: count(self.machine.leases() as u64), ..self.told };
+        if self.changed {
+            let agent = ferry.stats();
+            now.peers = count(agent.peers);
+            now.endpoints = count(agent.endpoints);
+            now.registered_bytes = count(agent.region_bytes);
+            // Those being closed will be gone soon, without an event.
+            self.changed = agent.endpoints != agent.peers;
+        }
         let told = std::mem::replace(&mut self.told, now);
         if now == told {
             return;
@@ -348,7 +353,6 @@ impl Driver {
                         if let Some(left_out) = self.limits.lost.pass(now) {
                             log::warn!("kvferry worker: lost {key} ({}): {error}{}", link.name, others(left_out));
                         }
-                        self.shapes.remove(&key.incarnation);
                         self.ids.remove(&key);
                         self.machine.handle_peer_lost(time, &PeerRef::Outbound(key), error.message());
                     }
@@ -431,7 +435,6 @@ impl Driver {
             }
             Action::Disconnect { peer } => {
                 self.changed = true;
-                self.shapes.remove(&peer.incarnation);
                 let Some(id) = self.ids.remove(&peer) else { return };
                 let Some(link) = self.links.get_mut(&id) else { return };
                 link.key = None;
@@ -461,6 +464,7 @@ impl Driver {
         if let Some(earlier) = link.key.replace(key.clone()) {
             self.ids.remove(&earlier);
         }
+        link.shape = self.shapes.get(&key.incarnation).copied().or(link.shape);
         self.ids.insert(key.clone(), id);
         self.changed = true;
         if link.connected {
@@ -470,8 +474,8 @@ impl Driver {
 
     /// Says who is connected, how, and of what shape its engine is.
     fn connected(&mut self, time: Time, peer: PeerId, key: &PeerKey, how: &str) {
-        if let Some(Link { name, way, .. }) = self.links.get(&peer) {
-            let shape = self.shapes.get(&key.incarnation).map(|shape| format!(", an engine of {shape}"));
+        if let Some(Link { name, way, shape, .. }) = self.links.get(&peer) {
+            let shape = shape.map(|shape| format!(", an engine of {shape}"));
             let own = self.local.as_ref().map(|local| format!("; this engine is of {}", local.shape));
             let (shape, own) = (shape.unwrap_or_default(), own.unwrap_or_default());
             log::info!("kvferry worker: connected to {key} ({name}){shape}{how}, over {way}{own}");

@@ -298,10 +298,10 @@ impl Writer {
             out.line("e", RECVS, at(end), json!({"cat": "recv", "id": id, "name": name}));
         }
         // It may have begun before, for another request, and last through several stages of this one.
-        if let Some(begin) = handshake {
+        if let Some((begin, connected)) = handshake {
             let own = format!("{id}/handshake");
             out.line("b", RECVS, at(*begin), json!({"cat": "handshake", "id": own, "name": "handshake"}));
-            let end = planned.unwrap_or(*over);
+            let end = connected.unwrap_or(*over);
             out.line("e", RECVS, at(end), json!({"cat": "handshake", "id": own, "name": "handshake"}));
         }
         let time = |time: Option<Time>| time.and_then(at);
@@ -315,7 +315,8 @@ impl Writer {
             "operations": record.operations,
             "known": at(*known),
             "queued": at(*queued),
-            "handshake": time(*handshake),
+            "handshake": time(handshake.map(|(begin, _)| begin)),
+            "connected": time(handshake.and_then(|(_, connected)| connected)),
             "planned": time(*planned),
             "posted": time(*posted),
             "all_posted": time(*all_posted),
@@ -398,7 +399,7 @@ mod tests {
                 engine: EngineId::new("far").unwrap(),
                 known: Time(10),
                 queued: Time(20),
-                handshake: Some(Time(10)),
+                handshake: Some((Time(10), Some(Time(30)))),
                 planned: Some(Time(30)),
                 posted: cause.is_none().then_some(Time(40)),
                 all_posted: cause.is_none().then_some(Time(45)),

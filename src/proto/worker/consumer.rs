@@ -35,8 +35,8 @@ struct Want {
     remote: Remote,
     /// When it began.
     known: Time,
-    /// When the handshake began that it waits or waited for.
-    handshake: Option<Time>,
+    /// When the handshake began that it waits or waited for, and when all ranks were connected.
+    handshake: Option<(Time, Option<Time>)>,
     session: Option<SessionId>,
     /// Whether heartbeats go out for it.
     beating: bool,
@@ -384,7 +384,7 @@ impl Consumer {
             }
             Joined::Waiting(id) => {
                 want.session = Some(id);
-                want.handshake = self.sessions.get(id).map(|session| session.begun);
+                want.handshake = self.sessions.get(id).map(|session| (session.begun, None));
                 true
             }
             Joined::Refused => false,
@@ -409,6 +409,9 @@ impl Consumer {
     fn progress(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
         let Some(id) = self.ready_session(ticket) else { return };
         let Some(want) = self.wants.get_mut(&ticket) else { return };
+        if let Some((_, connected)) = &mut want.handshake {
+            connected.get_or_insert(now);
+        }
         let release = matches!(want.kind, Kind::Release);
         if !release && !want.beating {
             want.beating = true;

@@ -84,8 +84,9 @@ pub struct Receive {
     pub known: Time,
     /// The load arrived.
     pub queued: Time,
-    /// The handshake that it waited for began; `None` when it waited for none.
-    pub handshake: Option<Time>,
+    /// The handshake that it waited for, held or queued: its begin, and when every rank needed was connected. `None` when
+    /// it waited for none.
+    pub handshake: Option<(Time, Option<Time>)>,
     /// Every rank needed was connected, and the reads were planned.
     pub planned: Option<Time>,
     /// The first operation was posted.

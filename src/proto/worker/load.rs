@@ -144,7 +144,13 @@ impl LoadState {
     }
 
     /// The life of a load that is over at `now`, with its record.
-    pub(super) fn life(&self, now: Time, engine: &EngineId, handshake: Option<Time>, record: &RecvRecord) -> Receive {
+    pub(super) fn life(
+        &self,
+        now: Time,
+        engine: &EngineId,
+        handshake: Option<(Time, Option<Time>)>,
+        record: &RecvRecord,
+    ) -> Receive {
         Receive {
             engine: engine.clone(),
             known: self.known,

@@ -114,9 +114,9 @@ impl Producer {
         let length = ms(lease_ms.max(1));
         self.deadlines.set(Timer::Lease(request.clone()), now + length);
         if !self.leases.contains_key(&request) {
+            out.count(|stats| stats.sends_granted += 1);
             out.trace(|| Life::SendBegan { request: request.clone(), at: now });
         }
-        out.count(|stats| stats.sends_granted += 1);
         self.leases
             .entry(request.clone())
             .and_modify(|lease| (lease.id, lease.length) = (lease_id, length))
