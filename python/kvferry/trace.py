@@ -26,7 +26,18 @@ STAGES: dict[str, tuple[str, str, str]] = {
 }
 """Each stage of a receive: its first and last moment as in the file, and what happens in it."""
 
-MOMENTS = ("known", "queued", "handshake", "connected", "planned", "posted", "all_posted", "last_byte", "confirmed", "reported")
+MOMENTS = (
+    "known",
+    "queued",
+    "handshake",
+    "connected",
+    "planned",
+    "posted",
+    "all_posted",
+    "last_byte",
+    "confirmed",
+    "reported",
+)
 PERCENTILES = (50, 90, 99)
 
 
