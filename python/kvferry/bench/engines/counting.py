@@ -7,6 +7,7 @@ workers' configuration; `extra["variant"]` of a round says which one it was.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -42,15 +43,18 @@ class Starter:
 
 
 class Other:
-    """See `engines.Other`. It says whose turn it is; every cycle begins with another one."""
+    """See `engines.Other`. It says whose turn it is: each has one in every cycle, in an order of the cycle's own, so that
+    none always comes after the same other one."""
 
     def __init__(self, setup: Setup, memory: Memory) -> None:
         self._others = [worker.Other(one, memory) for one in _setups(setup)]
         self._round = -1
 
     def _variant(self) -> int:
-        count = len(self._others)
-        return (self._round + self._round // count) % count
+        cycle, turn = divmod(self._round, len(self._others))
+        order = list(range(len(self._others)))
+        random.Random(cycle).shuffle(order)
+        return order[turn]
 
     def hello(self) -> Any:
         return None
