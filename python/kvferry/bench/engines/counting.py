@@ -43,8 +43,8 @@ class Starter:
 
 
 class Other:
-    """See `engines.Other`. It says whose turn it is: each has one in every cycle, in an order of the cycle's own, so that
-    none always comes after the same other one."""
+    """See `engines.Other`. It says whose turn it is: each has one in every cycle, in an order of the cycle's own, so
+    that none always comes after the same other one."""
 
     def __init__(self, setup: Setup, memory: Memory) -> None:
         self._others = [worker.Other(one, memory) for one in _setups(setup)]
