@@ -60,7 +60,11 @@ def text(summary: trace.Summary) -> str:
         )
     if summary["stages"]:
         rows = [
-            (one["stage"], str(one["count"]), *(number(one[key]) for key in ("p50_ms", "p90_ms", "p99_ms", "max_ms")))  # type: ignore[literal-required]
+            (
+                one["stage"],
+                str(one["count"]),
+                *map(number, (one["p50_ms"], one["p90_ms"], one["p99_ms"], one["max_ms"])),
+            )
             for one in summary["stages"]
         ]
         lines += ["", columns(("stage of what was received", "count", "p50 ms", "p90 ms", "p99 ms", "max ms"), rows)]

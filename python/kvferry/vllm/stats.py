@@ -139,8 +139,8 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {}
-        self._by_cause = {}
+        self._metrics: dict[str, Any] = {}
+        self._by_cause: dict[str, Any] = {}
         self._levels: dict[tuple[str, int], int] = {}
         for key, metric in worker_metrics().items():
             if metric.causes:
