@@ -453,8 +453,8 @@ int32_t kvf_listener_free(struct kvf_listener *listener);
 // bytes; both read all of them once more), request_log (path of a file that gets one JSON line per finished receive),
 // telemetry (true: whether anything is counted), trace (path of a file to be made for a trace of the lives of requests
 // in Chrome's trace event format; %p stands for the process id, a name that is taken gets a number; without it the
-// environment variable KVFERRY_TRACE counts, "" means no trace), key_file (path of the key that all engines share; without it the environment variable KVFERRY_KEY_FILE counts, ""
-// means no key).
+// environment variable KVFERRY_TRACE counts, "" means no trace), key_file (path of the key that all engines share;
+// without it the environment variable KVFERRY_KEY_FILE counts, "" means no key).
 int32_t kvf_worker_start(const uint8_t *config,
                          size_t config_len,
                          struct kvf_worker **out);

@@ -133,7 +133,7 @@ def add_others(works: Any) -> None:
     behind.add_argument("--peer", choices=("nixl",), help="also the nixl package, num_threads 0 and 4")
     counting = works.add_parser("telemetry", help="what counting and tracing cost a hand-over")
     _common(counting, 30)
-    counting.add_argument("--sittings", type=_number(1, 100), default=5, metavar="N", help="(default %(default)s)")
+    counting.add_argument("--sittings", type=_number(1, 100), default=4, metavar="N", help="(default %(default)s)")
     counting.add_argument("--transport", choices=("shm", "tcp"), default="shm", help="(default %(default)s)")
     plans = works.add_parser("plan", help="working out what to copy, and how that grows with the blocks")
     _common(plans, 15)

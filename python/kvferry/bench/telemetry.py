@@ -42,17 +42,19 @@ def measure(transport: str, rounds: int, sittings: int) -> list[Cost]:
         variants = [counting, without, without, {"telemetry": True, "trace": str(Path(folder) / "%p.json")}]
         for cost in costs:
             for sitting in range(sittings):
-                setup = Setup("counting", cost.work, transport, options={"variants": variants})
+                # Each is the first to be made in one sitting and the last in another.
+                order = [(sitting + place) % len(VARIANTS) for place in range(len(VARIANTS))]
+                setup = Setup("counting", cost.work, transport, options={"variants": [variants[i] for i in order]})
                 text = f"{cost.work.text}, sitting {sitting + 1} of {sittings}"
                 # A cycle more, in which the workers meet.
                 (samples,) = alternate([setup], (rounds + 1) * len(VARIANTS), text)
-                _add(cost, samples)
+                _add(cost, [VARIANTS[i] for i in order], samples)
     return costs
 
 
-def _add(cost: Cost, samples: Samples) -> None:
+def _add(cost: Cost, names: Sequence[str], samples: Samples) -> None:
     counted = samples.rounds[len(VARIANTS) :]
-    for index, name in enumerate(VARIANTS):
+    for index, name in enumerate(names):
         times = [one.took.seconds * 1e3 for one in counted if one.took.extra["variant"] == index]
         cost.rounds[name] += times
         cost.medians[name].append(median(times))
