@@ -330,7 +330,8 @@ def summarize(trace: Trace, slowest: int = 10) -> Summary:
     given_back = [one for one in trace.receives if one.outcome == "given_back"]
     unfinished = [one for one in trace.receives if one.outcome is None]
     failed = [one for one in trace.receives if one.outcome not in ("received", "given_back", None)]
-    ends = [at for one in (*trace.receives, *trace.sends) for at in (one.began, one.ended) if at is not None]
+    spans: list[Receive | Send] = [*trace.receives, *trace.sends]
+    ends = [at for one in spans for at in (one.began, one.ended) if at is not None]
     stages = [_stage(name, received) for name in STAGES]
     slow = sorted((one for one in (*received, *failed)), key=lambda one: -(one.stage("total") or 0))[:slowest]
     return {

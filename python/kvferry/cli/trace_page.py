@@ -37,7 +37,8 @@ def _embedded(value: Any) -> str:
 
 def _data(read: Trace, summary: Summary) -> dict[str, Any]:
     shown = read.receives[-MOST:]
-    origin = min((one.began for one in (*shown, *read.sends)), default=0.0)
+    begins = [one.began for one in shown] + [one.began for one in read.sends]
+    origin = min(begins, default=0.0)
     receives = [
         {
             "process": one.process,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -97,7 +97,7 @@ def _average_ms(data: Mapping[str, Any], key: str) -> float:
 
 def _quantile_ms(data: Mapping[str, Any], key: str, share: float) -> float:
     """As Prometheus' `histogram_quantile`: evenly spread within a bucket, the last bound for what is above it."""
-    counts = data.get(key, {}).get("counts", ())
+    counts: Sequence[int] = data.get(key, {}).get("counts", ())
     bounds = worker_metrics()[key].bounds
     wanted = share * sum(counts)
     for index, below in enumerate(accumulate(counts)):

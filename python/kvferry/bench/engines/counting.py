@@ -33,7 +33,7 @@ class Starter:
 
     def run(self, ticket: Any) -> Took:
         variant, inner = ticket
-        took = self._starters[variant].run(inner)
+        took: Took = self._starters[variant].run(inner)
         took.extra["variant"] = variant
         return took
 
