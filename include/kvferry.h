@@ -425,7 +425,7 @@ int32_t kvf_agent_wait(struct kvf_agent *agent,
 // Fetches an event's payload, once. KVF_NOT_FOUND after it was fetched, and after the next poll or wait.
 int32_t kvf_agent_recv(struct kvf_agent *agent, uint64_t payload, struct kvf_buffer *out);
 
-// Gauges and counters since the start, as a msgpack map of name to number.
+// Gauges, counters and histograms since the start, as a msgpack map; kvf_stats_metrics tells what each is.
 int32_t kvf_agent_stats(struct kvf_agent *agent, struct kvf_buffer *out);
 
 // Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After
@@ -533,7 +533,8 @@ int32_t kvf_worker_poll(struct kvf_worker *worker, struct kvf_buffer *out);
 // Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen.
 int32_t kvf_worker_wait(struct kvf_worker *worker, uint32_t timeout_ms, struct kvf_buffer *out);
 
-// Counters since the start and gauges, as a msgpack map: totals, gauges, agent, malformed_steps, malformed_messages.
+// Figures since the start as a msgpack map: totals (as stats in reports), gauges, agent (as of kvf_agent_stats),
+// malformed_steps, malformed_messages. kvf_stats_metrics tells what each of totals and agent is.
 int32_t kvf_worker_stats(struct kvf_worker *worker,
                          struct kvf_buffer *out);
 
@@ -631,6 +632,9 @@ int32_t kvf_scheduler_report(struct kvf_scheduler *scheduler,
                              const uint8_t *report,
                              size_t report_len);
 
+// Counters since the start and gauges as a msgpack map; kvf_stats_metrics tells what each is.
+int32_t kvf_scheduler_stats(struct kvf_scheduler *scheduler, struct kvf_buffer *out);
+
 // Stops the listener, frees its port and the handle.
 int32_t kvf_scheduler_free(struct kvf_scheduler *scheduler);
 
@@ -681,12 +685,27 @@ int32_t kvf_report_merge(const uint8_t *left,
                          size_t right_len,
                          struct kvf_buffer *out);
 
-// Adds two maps of counters, such as the stats of a report. An empty map is the identity; the order does not matter.
+// Adds two maps of a worker's figures, such as the stats of a report. An empty map is the identity; the order does not
+// matter.
 int32_t kvf_stats_merge(const uint8_t *left,
                         size_t left_len,
                         const uint8_t *right,
                         size_t right_len,
                         struct kvf_buffer *out);
+
+// What every figure is, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
+// totals of kvf_worker_stats; "agent"; "scheduler"), key (there), kind ("counter", "gauge" or "histogram"), name (in
+// Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
+// empty; bounds and divisor of histograms, which are maps of counts per bucket (without zeros at the end) and sum:
+// the inclusive upper bounds of all buckets but the last, and by what bounds and sum are divided to give `unit`.
+int32_t kvf_stats_metrics(struct kvf_buffer *out);
+
+// Figures in Prometheus' text format, under names that begin with kvferry_. `rows` is a msgpack map whose rows is a list
+// of maps, one per source: labels (map of texts), and of totals (of kvf_worker_stats, or merged stats of reports), agent
+// (of kvf_agent_stats) and scheduler (of kvf_scheduler_stats) those that there are; other keys are ignored.
+int32_t kvf_stats_prometheus(const uint8_t *rows,
+                             size_t rows_len,
+                             struct kvf_buffer *out);
 
 // Works out, without engines and without memory, who reads what from whom when one request is handed over.
 //

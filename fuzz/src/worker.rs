@@ -337,7 +337,13 @@ impl World {
                     let result = if source.rarely(5) {
                         Err((Cause::TransportError, "broken".into()))
                     } else {
-                        Ok(TransferFigures { bytes: 8, operations: 1, posted_at: self.now, finished_at: self.now })
+                        Ok(TransferFigures {
+                            bytes: 8,
+                            operations: 1,
+                            posted_at: self.now,
+                            all_posted_at: self.now,
+                            finished_at: self.now,
+                        })
                     };
                     self.transfer_done(at, result);
                 }

@@ -3,6 +3,10 @@
 #[path = "../../src/connector/shared.rs"]
 mod shared;
 
+mod trace {
+    pub struct Tracer;
+}
+
 use std::time::Duration;
 
 use loom::sync::Arc;

@@ -673,6 +673,10 @@ def scheduler_report(scheduler: Handle, report: bytes) -> None:
     _call("kvf_scheduler_report", scheduler.get(), report, len(report))
 
 
+def scheduler_stats(scheduler: Handle) -> bytes:
+    return _bytes_from("kvf_scheduler_stats", scheduler.get())
+
+
 # --- aggregator, reports and stats
 
 
@@ -716,6 +720,14 @@ def report_merge(left: bytes, right: bytes) -> bytes:
 
 def stats_merge(left: bytes, right: bytes) -> bytes:
     return _bytes_from("kvf_stats_merge", left, len(left), right, len(right))
+
+
+def stats_metrics() -> bytes:
+    return _bytes_from("kvf_stats_metrics")
+
+
+def stats_prometheus(rows: bytes) -> bytes:
+    return _bytes_from("kvf_stats_prometheus", rows, len(rows))
 
 
 def plan_describe(deployment: bytes) -> bytes:

@@ -223,7 +223,7 @@ class Agent:
         return self._taken()
 
     def stats(self) -> dict[str, object]:
-        """Gauges and counters of the agent since its start."""
+        """Gauges, counters and histograms of the agent since its start; `kvferry.stats.metrics` tells what each is."""
         return _wire.unpack_map("stats", _lib.agent_stats(self._handle))
 
     def shutdown(self, timeout: float = 10.0) -> None:

@@ -109,6 +109,10 @@ class Scheduler:
             report = encode_report(_as_report(report))
         _lib.scheduler_report(self._handle, report)
 
+    def stats(self) -> dict[str, object]:
+        """Counters since the start, and gauges; `kvferry.stats.metrics` tells what each is."""
+        return _wire.unpack_map("stats", _lib.scheduler_stats(self._handle))
+
     def shutdown(self) -> None:
         """Stops the listener and frees the scheduler. Calling it again does nothing."""
         self._handle.free()

@@ -45,7 +45,7 @@ class Report(TypedDict):
     """What happened on one rank since its last report.
 
     `finished_recving` names failed receives too; `failed_recving` says which of them failed and why. `stats` holds
-    counters since the last report (see `kvferry.stats`).
+    figures since the last report (see `kvferry.stats`).
     """
 
     rank: Rank
@@ -122,8 +122,9 @@ class Worker:
         return None if report is None else decode_report(report)
 
     def stats(self) -> dict[str, object]:
-        """Since the start: `totals` (counters as in `Report["stats"]`), `gauges`, `agent`, `malformed_steps` and
-        `malformed_messages`. Polls do not reset them."""
+        """Since the start: `totals` (figures as in `Report["stats"]`), `gauges`, `agent` (as of `Agent.stats`),
+        `malformed_steps` and `malformed_messages`. Polls do not reset them. `kvferry.stats.metrics` tells what each
+        is."""
         return _wire.unpack_map("stats", _lib.worker_stats(self._handle))
 
     def shutdown(self, timeout: float = 10.0) -> None:

@@ -85,6 +85,10 @@ pub struct AgentConfig {
     /// were read, and fails with [`ErrorKind::DigestMismatch`](crate::ErrorKind::DigestMismatch) unless what arrived
     /// has the same one. For those who want proof of their fabric: both sides read all bytes once more. Default: no.
     pub verify: bool,
+    /// Whether times of transfers are counted in histograms. Default: yes.
+    pub telemetry: bool,
+    /// Whether each connection is logged at level info, for owners that do not do so themselves. Default: yes.
+    pub tells_connections: bool,
 }
 
 impl Default for AgentConfig {
@@ -105,6 +109,8 @@ impl Default for AgentConfig {
             spin: Duration::from_micros(300),
             send_queue_bytes: 64 << 20,
             verify: false,
+            telemetry: true,
+            tells_connections: true,
         }
     }
 }

@@ -33,6 +33,8 @@ pub enum Event {
         operations: u64,
         /// When the first operation was posted; equal to `finished_at` when none was.
         posted_at: Instant,
+        /// When the last operation was posted; equal to `posted_at` when none was.
+        all_posted_at: Instant,
         /// When the last operation ended.
         finished_at: Instant,
     },
@@ -50,6 +52,8 @@ pub enum Event {
         peer: PeerId,
         /// Its name.
         name: String,
+        /// Which way bytes go between it and this agent: UCX's lanes with their devices, and how host memory is moved.
+        way: String,
         /// Its incarnation.
         incarnation: Incarnation,
     },

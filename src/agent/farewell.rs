@@ -25,6 +25,10 @@ impl Leaving {
         self.0.is_empty()
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// When the next one is closed by force.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.0.values().map(|(_, at)| *at).min()

@@ -142,6 +142,7 @@ impl Engine {
             regions,
             region_bytes,
             peers: self.peers.len() as u64,
+            endpoints: (self.peers.len() + self.leaving.len()) as u64,
             transfers: self.transfers.len() as u64,
             operations_in_flight,
             bytes_in_flight,

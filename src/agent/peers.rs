@@ -415,15 +415,12 @@ impl Engine {
             let lanes = peer.endpoint.describe();
             peer.reach = Reach::of(&lanes);
             peer.neighbour = find_neighbour(&lanes, hello, &self.config.name);
-            log::info!(
-                "agent {}: connected to agent {} ({}) over {lanes}; host memory is {}",
-                self.config.name,
-                peer.name,
-                peer.incarnation,
-                paths::between(peer, MemoryKind::Host, MemoryKind::Host)
-            );
             let (name, incarnation) = (peer.name.clone(), peer.incarnation);
-            self.events.push_back(Event::PeerConnected { peer: id, name, incarnation });
+            let way = format!("{lanes}; host memory is {}", paths::between(peer, MemoryKind::Host, MemoryKind::Host));
+            // A passenger knows more of the peer, and says it in one line.
+            let level = if self.config.tells_connections { log::Level::Info } else { log::Level::Debug };
+            log::log!(level, "agent {}: connected to agent {name} ({incarnation}) over {way}", self.config.name);
+            self.events.push_back(Event::PeerConnected { peer: id, name, way, incarnation });
         }
         Ok(())
     }

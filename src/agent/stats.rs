@@ -1,7 +1,11 @@
 //! What an agent counts.
 
-/// Gauges and totals of one agent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+use serde::Serialize;
+
+use crate::proto::stats::{Histogram, Micros};
+
+/// Gauges and totals of one agent. What each is, in words, is in [`METRICS`](crate::proto::stats::METRICS).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct AgentStats {
     /// Registered regions.
     pub regions: u64,
@@ -9,6 +13,8 @@ pub struct AgentStats {
     pub region_bytes: u64,
     /// Known peers.
     pub peers: u64,
+    /// UCX endpoints that are open, those being closed included.
+    pub endpoints: u64,
     /// Transfers not yet over.
     pub transfers: u64,
     /// UCX operations in flight.
@@ -43,4 +49,26 @@ pub struct AgentStats {
     pub sleeps: u64,
     /// How often the loop went round.
     pub turns: u64,
+    /// Of transfers that succeeded: from the first to the last operation posted.
+    pub posting_time: Histogram<Micros>,
+    /// Of transfers that succeeded: from the first operation posted to the end.
+    pub transfer_time: Histogram<Micros>,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::proto::stats::{METRICS, Scope};
+
+    #[test]
+    fn the_table_of_metrics_has_every_figure_once_and_no_other() {
+        let value = serde_json::to_value(AgentStats::default()).unwrap_or_default();
+        let fields: BTreeSet<&str> =
+            value.as_object().map(|map| map.keys().map(String::as_str).collect()).unwrap_or_default();
+        let listed: Vec<&str> = METRICS.iter().filter(|m| m.scope == Scope::Agent).map(|m| m.key).collect();
+        assert_eq!(listed.iter().copied().collect::<BTreeSet<_>>(), fields);
+        assert_eq!(listed.len(), fields.len());
+    }
 }

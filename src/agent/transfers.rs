@@ -37,6 +37,7 @@ pub(super) struct Transfer {
     /// Bytes moved.
     pub(super) bytes: u64,
     posted_at: Option<Instant>,
+    all_posted_at: Option<Instant>,
     /// Why it was stopped, if it was.
     stopped: Option<Error>,
     /// When its operations must have ended after it was stopped.
@@ -94,6 +95,10 @@ impl Transfer {
     /// Notes that operations are being posted.
     pub(super) fn begin(&mut self, operations: u64, now: Instant) {
         self.posted_at.get_or_insert(now);
+        // Asking for digests comes after the bytes.
+        if operations > 0 {
+            self.all_posted_at = Some(now);
+        }
         self.posted += operations;
     }
 }
@@ -182,6 +187,7 @@ impl Engine {
             posted: 0,
             bytes: 0,
             posted_at: None,
+            all_posted_at: None,
             stopped: None,
             grace: None,
             unflushed: false,
@@ -209,6 +215,7 @@ impl Engine {
             bytes: 0,
             operations: 0,
             posted_at: now,
+            all_posted_at: now,
             finished_at: now,
         });
     }
@@ -422,6 +429,13 @@ impl Engine {
             (Some(_), _) => self.stats.transfers_failed += 1,
             (None, _) => self.stats.transfers_done += 1,
         }
+        let posted_at = transfer.posted_at.unwrap_or(now);
+        let all_posted_at = transfer.all_posted_at.unwrap_or(posted_at);
+        if self.config.telemetry && transfer.stopped.is_none() && transfer.posted_at.is_some() {
+            let micros = |to: Instant| u64::try_from((to - posted_at).as_micros()).unwrap_or(u64::MAX);
+            self.stats.posting_time.observe(micros(all_posted_at));
+            self.stats.transfer_time.observe(micros(now));
+        }
         match transfer.direction {
             Direction::Read => self.stats.bytes_read += transfer.bytes,
             Direction::Write => self.stats.bytes_written += transfer.bytes,
@@ -432,7 +446,8 @@ impl Engine {
             result: transfer.stopped.map_or(Ok(()), Err),
             bytes: transfer.bytes,
             operations: transfer.posted,
-            posted_at: transfer.posted_at.unwrap_or(now),
+            posted_at,
+            all_posted_at,
             finished_at: now,
         });
         self.registry.leave(&transfer.regions);

@@ -85,6 +85,11 @@ pub struct WorkerConfig {
     pub verify: bool,
     /// A file that gets one JSON line per finished receive, appended; None or an empty text means none.
     pub request_log: Option<String>,
+    /// Whether anything is counted: without it, reports have no stats and totals stay at zero.
+    pub telemetry: bool,
+    /// A file to be made for a trace of the lives of requests, in Chrome's trace event format; `%p` stands for the
+    /// process id. None leaves it to the environment variable `KVFERRY_TRACE`, an empty text means no trace.
+    pub trace: Option<String>,
 }
 
 impl WorkerConfig {
@@ -114,6 +119,8 @@ impl WorkerConfig {
             peer_ttl_ms: 600_000,
             verify: false,
             request_log: None,
+            telemetry: true,
+            trace: None,
         }
     }
 

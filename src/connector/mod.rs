@@ -8,6 +8,7 @@ mod passenger;
 mod request_log;
 mod scheduler;
 mod shared;
+mod trace;
 mod worker;
 
 pub use config::{SchedulerConfig, Transport, WorkerConfig};

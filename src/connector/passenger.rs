@@ -8,19 +8,21 @@ use std::time::{Duration, Instant};
 
 use super::request_log::RequestLog;
 use super::shared::{Command, Figures, Shared};
+use super::trace::Tracer;
 use crate::agent::{Direction, Event, Ferry, Passenger, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
+use crate::log_limit::LogLimit;
 use crate::net::{Answer, Ask, Client, ClientLimits, host_port};
 use crate::proto::handshake::{HandshakeFailure, Session};
+use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::stats::Stats;
 use crate::proto::time::Time;
-use crate::proto::wire::{AgentMetadata, Cause, Message, PeerMessage, RankMetadata, StepMetadata};
+use crate::proto::wire::{
+    AgentMetadata, Cause, EngineShape, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport,
+};
 use crate::proto::worker::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine};
 use crate::secret::Key;
-
-/// How many complaints about undecodable messages are logged; all are counted.
-const COMPLAINTS: u64 = 20;
 
 pub(super) struct WorkerPassenger {
     shared: Arc<Shared>,
@@ -48,6 +50,39 @@ struct Driver {
     transfers: HashMap<TransferId, TransferToken>,
     tokens: HashMap<TransferToken, TransferId>,
     totals: Stats,
+    tracer: Option<Tracer>,
+    /// What the gauges in reports add up to so far.
+    told: Level,
+    /// Whether the agent's gauges may have changed since.
+    changed: bool,
+    /// By remote agent, the shape of its engine: from a handshake's end until, in the same turn, its agents are connected
+    /// to.
+    shapes: HashMap<Incarnation, EngineShape>,
+    limits: Limits,
+}
+
+/// Gauges at one time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Level {
+    leases: i64,
+    peers: i64,
+    endpoints: i64,
+    registered_bytes: i64,
+}
+
+/// Lines that repeat while something is wrong, by what they are about.
+#[derive(Default)]
+struct Limits {
+    failures: HashMap<Cause, LogLimit>,
+    handshakes: LogLimit,
+    lost: LogLimit,
+    unconnected: LogLimit,
+    malformed: LogLimit,
+}
+
+/// What follows a line that stands for others too.
+fn others(left_out: u64) -> String {
+    if left_out == 0 { String::new() } else { format!(" ({left_out} such lines left out)") }
 }
 
 struct Asked {
@@ -62,6 +97,10 @@ struct Link {
     /// What the state machine calls it, if it asked for it.
     key: Option<PeerKey>,
     name: String,
+    /// Which way bytes go.
+    way: String,
+    /// The shape of its engine, if we asked for it.
+    shape: Option<EngineShape>,
     connected: bool,
     /// Whether we made it. One that the other side made is not closed when only we are done with it.
     ours: bool,
@@ -88,17 +127,22 @@ impl Passenger for WorkerPassenger {
     fn turn(&mut self, ferry: &mut Ferry<'_>) -> Option<Instant> {
         while let Some(command) = self.shared.pop() {
             match (command, self.driver.as_mut()) {
-                (Command::Begin(machine), None) => {
+                (Command::Begin(machine, tracer), None) => {
                     let shared = Arc::clone(&self.shared);
                     let client = Client::with_key(ClientLimits::default(), self.key.take());
                     let mut driver =
                         Driver::new(*machine, shared, self.log.take(), client, self.handshake_timeout, ferry.now());
+                    driver.tracer = tracer;
+                    if let Some(tracer) = &mut driver.tracer {
+                        tracer.set_origin(driver.epoch);
+                    }
                     if ferry.is_shutting_down() {
                         driver.machine.handle_shutdown(driver.time(ferry.now()));
                     }
                     self.driver = Some(driver);
                 }
                 (Command::Local(local), Some(driver)) => {
+                    driver.changed = true;
                     driver.machine.set_local(Arc::clone(&local));
                     driver.local = Some(local);
                 }
@@ -108,7 +152,7 @@ impl Passenger for WorkerPassenger {
                     // The asker may have given up.
                     let _ = reply.try_send(figures);
                 }
-                (Command::Begin(_), Some(_)) | (_, None) => {
+                (Command::Begin(..), Some(_)) | (_, None) => {
                     log::error!("kvferry worker: a command came out of order and is ignored");
                 }
             }
@@ -158,6 +202,11 @@ impl Driver {
             transfers: HashMap::new(),
             tokens: HashMap::new(),
             totals: Stats::default(),
+            tracer: None,
+            told: Level::default(),
+            changed: false,
+            shapes: HashMap::new(),
+            limits: Limits::default(),
         }
     }
 
@@ -190,24 +239,33 @@ impl Driver {
         while let Some(action) = self.machine.poll_action() {
             self.act(ferry, now, action);
         }
-        self.report();
+        self.shapes.clear();
+        self.report(ferry);
         // A question that could not be asked is answered already, and comes back in a turn of its own.
         let next = self.machine.poll_timeout().map(|at| self.epoch + Duration::from_micros(at.0));
         [next, self.client.next_deadline()].into_iter().flatten().min()
     }
 
-    fn report(&mut self) {
-        while let Some(report) = self.machine.poll_report() {
+    fn report(&mut self, ferry: &Ferry<'_>) {
+        let mut first = self.machine.poll_report();
+        if self.machine.config().telemetry && (self.changed || first.is_some()) {
+            self.gauge(ferry, &mut first);
+        }
+        while let Some(report) = first.take().or_else(|| self.machine.poll_report()) {
             if let Some(log) = &mut self.log {
                 report.records.iter().for_each(|record| log.add(report.rank, record));
             }
             for failure in &report.failed_recving {
+                let Some(left_out) = self.limits.failures.entry(failure.cause).or_default().pass(ferry.now()) else {
+                    continue;
+                };
                 log::warn!(
-                    "kvferry worker {}: request {} was not received ({}): {}",
+                    "kvferry worker {}: request {} was not received ({}): {}{}",
                     report.rank,
                     failure.request,
                     failure.cause,
-                    failure.message
+                    failure.message,
+                    others(left_out)
                 );
             }
             self.totals.merge(&report.stats);
@@ -216,6 +274,36 @@ impl Driver {
         if let Some(log) = &mut self.log {
             log.flush();
         }
+        if let Some(tracer) = &self.tracer {
+            let reported = self.time(Instant::now());
+            while let Some(life) = self.machine.poll_life() {
+                tracer.tell(life, reported);
+            }
+        }
+    }
+
+    /// Adds to `report` (or makes one) what the gauges have changed by since the last one.
+    fn gauge(&mut self, ferry: &Ferry<'_>, report: &mut Option<WorkerReport>) {
+        let count = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        let mut now = Level { leases: count(self.machine.leases() as u64), ..self.told };
+        if self.changed {
+            let agent = ferry.stats();
+            now.peers = count(agent.peers);
+            now.endpoints = count(agent.endpoints);
+            now.registered_bytes = count(agent.region_bytes);
+            // Those being closed will be gone soon, without an event.
+            self.changed = agent.endpoints != agent.peers;
+        }
+        let told = std::mem::replace(&mut self.told, now);
+        if now == told {
+            return;
+        }
+        let rank = self.machine.config().rank;
+        let stats = &mut report.get_or_insert_with(|| WorkerReport::new(rank)).stats;
+        stats.leases += now.leases - told.leases;
+        stats.peers += now.peers - told.peers;
+        stats.endpoints += now.endpoints - told.endpoints;
+        stats.registered_bytes += now.registered_bytes - told.registered_bytes;
     }
 
     fn answer(&mut self, now: Instant, answer: Answer) {
@@ -226,8 +314,17 @@ impl Driver {
                 Err(HandshakeFailure { cause: Cause::HandshakeFailed, retry: true, message: e.message().to_owned() })
             }
         };
-        if let Err(failure) = &result {
-            log::warn!("kvferry worker: the handshake with {at} failed: {}", failure.message);
+        match &result {
+            Ok(outcome) => {
+                let shapes = outcome.ranks.iter().map(|rank| (rank.agent.incarnation, outcome.shape));
+                self.shapes.extend(shapes);
+            }
+            Err(failure) => {
+                if let Some(left_out) = self.limits.handshakes.pass(now) {
+                    let more = others(left_out);
+                    log::warn!("kvferry worker: the handshake with {at} failed: {}{more}", failure.message);
+                }
+            }
         }
         self.machine.handle_handshake(self.time(now), name, result);
     }
@@ -235,23 +332,27 @@ impl Driver {
     fn event(&mut self, now: Instant, event: Event) {
         let time = self.time(now);
         match event {
-            Event::PeerConnected { peer, name, incarnation } => {
+            Event::PeerConnected { peer, name, way, incarnation } => {
+                self.changed = true;
                 let link = self.links.entry(peer).or_default();
                 link.connected = true;
-                link.name = name;
-                match &link.key {
-                    Some(key) => {
-                        log::info!("kvferry worker: connected to {key} ({})", link.name);
-                        self.machine.handle_connected(time, key);
+                (link.name, link.way) = (name, way);
+                match link.key.clone() {
+                    Some(key) => self.connected(time, peer, &key, ""),
+                    None => {
+                        let Link { name, way, .. } = link;
+                        log::info!("kvferry worker: {name} connected to us, incarnation {incarnation}, over {way}");
                     }
-                    None => log::info!("kvferry worker: {} connected to us, incarnation {incarnation}", link.name),
                 }
             }
             Event::PeerLost { peer, error } => {
+                self.changed = true;
                 let link = self.links.remove(&peer).unwrap_or_default();
                 match link.key {
                     Some(key) => {
-                        log::warn!("kvferry worker: lost {key} ({}): {error}", link.name);
+                        if let Some(left_out) = self.limits.lost.pass(now) {
+                            log::warn!("kvferry worker: lost {key} ({}): {error}{}", link.name, others(left_out));
+                        }
                         self.ids.remove(&key);
                         self.machine.handle_peer_lost(time, &PeerRef::Outbound(key), error.message());
                     }
@@ -266,17 +367,23 @@ impl Driver {
                     self.machine.handle_message(time, &from, message);
                 }
                 Err(e) => {
-                    if self.shared.malformed_messages.fetch_add(1, Ordering::Relaxed) < COMPLAINTS {
-                        log::warn!("kvferry worker: a message of {peer} is ignored: {e}");
+                    self.shared.malformed_messages.fetch_add(1, Ordering::Relaxed);
+                    if let Some(left_out) = self.limits.malformed.pass(now) {
+                        log::warn!("kvferry worker: a message of {peer} is ignored: {e}{}", others(left_out));
                     }
                 }
             },
-            Event::TransferDone { id, result, bytes, operations, posted_at, finished_at, .. } => {
+            Event::TransferDone { id, result, bytes, operations, posted_at, all_posted_at, finished_at, .. } => {
                 let Some(token) = self.transfers.remove(&id) else { return };
                 self.tokens.remove(&token);
-                let (posted_at, finished_at) = (self.time(posted_at), self.time(finished_at));
                 let result = match result {
-                    Ok(()) => Ok(TransferFigures { bytes, operations, posted_at, finished_at }),
+                    Ok(()) => Ok(TransferFigures {
+                        bytes,
+                        operations,
+                        posted_at: self.time(posted_at),
+                        all_posted_at: self.time(all_posted_at),
+                        finished_at: self.time(finished_at),
+                    }),
                     Err(e) => Err((cause(e.kind()), e.message().to_owned())),
                 };
                 self.machine.handle_transfer_done(time, token, result);
@@ -327,6 +434,7 @@ impl Driver {
                 }
             }
             Action::Disconnect { peer } => {
+                self.changed = true;
                 let Some(id) = self.ids.remove(&peer) else { return };
                 let Some(link) = self.links.get_mut(&id) else { return };
                 link.key = None;
@@ -345,7 +453,9 @@ impl Driver {
         let id = match ferry.connect(metadata) {
             Ok(id) => id,
             Err(e) => {
-                log::warn!("kvferry worker: no connection to {key}: {e}");
+                if let Some(left_out) = self.limits.unconnected.pass(now) {
+                    log::warn!("kvferry worker: no connection to {key}: {e}{}", others(left_out));
+                }
                 self.machine.handle_peer_lost(time, &PeerRef::Outbound(key), e.message());
                 return;
             }
@@ -354,11 +464,23 @@ impl Driver {
         if let Some(earlier) = link.key.replace(key.clone()) {
             self.ids.remove(&earlier);
         }
+        link.shape = self.shapes.get(&key.incarnation).copied().or(link.shape);
         self.ids.insert(key.clone(), id);
+        self.changed = true;
         if link.connected {
-            log::info!("kvferry worker: connected to {key} ({}), over the connection that it had made", link.name);
-            self.machine.handle_connected(time, &key);
+            self.connected(time, id, &key, ", by the connection that it had made");
         }
+    }
+
+    /// Says who is connected, how, and of what shape its engine is.
+    fn connected(&mut self, time: Time, peer: PeerId, key: &PeerKey, how: &str) {
+        if let Some(Link { name, way, shape, .. }) = self.links.get(&peer) {
+            let shape = shape.map(|shape| format!(", an engine of {shape}"));
+            let own = self.local.as_ref().map(|local| format!("; this engine is of {}", local.shape));
+            let (shape, own) = (shape.unwrap_or_default(), own.unwrap_or_default());
+            log::info!("kvferry worker: connected to {key} ({name}){shape}{how}, over {way}{own}");
+        }
+        self.machine.handle_connected(time, key);
     }
 
     fn transfer(&mut self, ferry: &mut Ferry<'_>, peer: &PeerKey, plan: CopyPlan) -> Result<TransferId> {

@@ -11,7 +11,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::net::{self, Gate, Listener, ListenerConfig};
 use crate::proto::handshake::{Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
-use crate::proto::scheduler::{Finish, FinishOutcome, Match, Scheduler as Machine, SchedulerConfig as MachineConfig};
+use crate::proto::scheduler::{
+    Finish, FinishOutcome, Match, Scheduler as Machine, SchedulerConfig as MachineConfig, SchedulerStats,
+};
 use crate::proto::wire::{Blocks, Message, TransferParams, WorkerReport};
 use crate::secret::Key;
 
@@ -223,6 +225,12 @@ impl Scheduler {
     /// Whether the next step has work, so that an idle engine should make one.
     pub fn has_pending(&self) -> bool {
         lock(&self.machine).has_pending()
+    }
+
+    /// Counters and gauges.
+    pub fn stats(&self) -> SchedulerStats {
+        let listener_requests = lock(&self.listener).as_ref().map_or(0, Listener::requests);
+        SchedulerStats { listener_requests, ..lock(&self.machine).stats() }
     }
 
     /// Takes what all ranks together have reported.

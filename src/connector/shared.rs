@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
+use super::trace::Tracer;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{RankMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine};
@@ -13,8 +14,8 @@ use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard};
 
 /// What the handle asks of the passenger.
 pub(super) enum Command {
-    /// The first command: the state machine to drive.
-    Begin(Box<Machine>),
+    /// The first command: the state machine to drive, and where the lives of its requests are told.
+    Begin(Box<Machine>, Option<Tracer>),
     /// The rank's metadata is complete.
     Local(Arc<RankMetadata>),
     /// A step's encoded work.

@@ -12,6 +12,7 @@ use super::config::WorkerConfig;
 use super::passenger::WorkerPassenger;
 use super::request_log::RequestLog;
 use super::shared::{Command, Shared, lock};
+use super::trace::{Source, TraceFile};
 use crate::agent::{Agent, AgentConfig, AgentStats, Window};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
@@ -64,7 +65,7 @@ impl Worker {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; [`ErrorKind::Io`] for a request
-    /// log that cannot be opened; those of [`Key::load`] and [`Agent::start`].
+    /// log that cannot be opened or a trace that cannot be made; those of [`Key::load`] and [`Agent::start`].
     pub fn start(config: WorkerConfig) -> Result<Worker> {
         config.check()?;
         let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
@@ -77,8 +78,18 @@ impl Worker {
             agent_config(&config),
             Box::new(move |_| Box::new(WorkerPassenger::new(for_thread, log, timeout, for_client))),
         )?;
-        let machine = Machine::new(machine_config(&config, &agent)?)?;
-        shared.push(Command::Begin(Box::new(machine)));
+        // Now, when nothing else can fail any more: a worker that does not start leaves no empty file behind.
+        let trace = TraceFile::configured(config.trace.as_deref())?;
+        let machine_config = MachineConfig { trace: trace.is_some(), ..machine_config(&config, &agent)? };
+        let source = || Source {
+            name: agent.name().to_owned(),
+            engine: config.engine_id.clone(),
+            rank: config.rank(),
+            incarnation: agent.incarnation(),
+        };
+        let tracer = trace.map(|file| file.start(source())).transpose()?;
+        let machine = Machine::new(machine_config)?;
+        shared.push(Command::Begin(Box::new(machine), tracer));
         agent.waker().wake();
         Ok(Worker { config, agent, shared, key, local: Mutex::new(None) })
     }
@@ -254,6 +265,8 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
         // Part of the handshake. On starved machines 10 s, an agent's default, was seen to pass without an answer.
         connect_timeout: Duration::from_millis(config.handshake_timeout_ms),
         verify: config.verify,
+        telemetry: config.telemetry,
+        tells_connections: false,
         ..defaults
     }
 }
@@ -269,6 +282,7 @@ fn machine_config(config: &WorkerConfig, agent: &Agent) -> Result<MachineConfig>
         tombstone_ms: config.tombstone_ms,
         hold_timeout_ms: config.hold_timeout_ms,
         peer_ttl_ms: config.peer_ttl_ms,
+        telemetry: config.telemetry,
         ..base
     })
 }

@@ -13,7 +13,7 @@ use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::lists::Offsets;
 use super::{decode, log};
-use crate::agent::{Agent, AgentConfig, AgentStats, Direction, Event, PeerId, RegionId, Route, TransferId, Transport};
+use crate::agent::{Agent, AgentConfig, Direction, Event, PeerId, RegionId, Route, TransferId, Transport};
 use crate::agent::{decode_metadata, encode_metadata};
 use crate::error::{Error, Result};
 use crate::mem::MemoryRange;
@@ -148,6 +148,7 @@ pub(super) struct Config {
     spin_us: Option<u64>,
     send_queue_bytes: Option<u64>,
     verify: Option<bool>,
+    telemetry: Option<bool>,
 }
 
 impl Config {
@@ -172,6 +173,7 @@ impl Config {
         set(&mut config.spin, self.spin_us.map(Duration::from_micros));
         set(&mut config.send_queue_bytes, self.send_queue_bytes);
         set(&mut config.verify, self.verify);
+        set(&mut config.telemetry, self.telemetry);
         config.validate()?;
         Ok(config)
     }
@@ -484,7 +486,7 @@ impl Payloads {
     fn describe(&mut self, event: Event) -> kvf_event {
         let mut described = kvf_event::default();
         let payload = match event {
-            Event::TransferDone { id, peer, result, bytes, operations, posted_at, finished_at } => {
+            Event::TransferDone { id, peer, result, bytes, operations, posted_at, finished_at, .. } => {
                 described.kind = kvf_event_kind::KVF_EVENT_TRANSFER_DONE as u32;
                 described.transfer = id.raw();
                 described.peer = peer.raw();
@@ -505,7 +507,7 @@ impl Payloads {
                 described.peer = peer.raw();
                 data
             }
-            Event::PeerConnected { peer, name, incarnation } => {
+            Event::PeerConnected { peer, name, incarnation, .. } => {
                 described.kind = kvf_event_kind::KVF_EVENT_PEER_CONNECTED as u32;
                 described.peer = peer.raw();
                 described.incarnation = incarnation.0;
@@ -550,7 +552,7 @@ pub unsafe extern "C" fn kvf_agent_recv(agent: *mut kvf_agent, payload: u64, out
     })
 }
 
-/// Gauges and counters since the start, as a msgpack map of name to number.
+/// Gauges, counters and histograms since the start, as a msgpack map; kvf_stats_metrics tells what each is.
 ///
 /// # Safety
 /// As the header's top says.
@@ -558,36 +560,8 @@ pub unsafe extern "C" fn kvf_agent_recv(agent: *mut kvf_agent, payload: u64, out
 pub unsafe extern "C" fn kvf_agent_stats(agent: *mut kvf_agent, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_agent_stats, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe {
-            fill(out, || decode::encode("the agent's stats", &stats_map(&handle::get::<Host>(agent)?.agent.stats()?)))
-        }
+        unsafe { fill(out, || decode::encode("the agent's stats", &handle::get::<Host>(agent)?.agent.stats()?)) }
     })
-}
-
-/// An agent's figures by name.
-pub(super) fn stats_map(stats: &AgentStats) -> BTreeMap<&'static str, u64> {
-    BTreeMap::from([
-        ("regions", stats.regions),
-        ("region_bytes", stats.region_bytes),
-        ("peers", stats.peers),
-        ("transfers", stats.transfers),
-        ("operations_in_flight", stats.operations_in_flight),
-        ("bytes_in_flight", stats.bytes_in_flight),
-        ("operations", stats.operations),
-        ("copied_bytes", stats.copied_bytes),
-        ("one_sided_bytes", stats.one_sided_bytes),
-        ("served_bytes", stats.served_bytes),
-        ("bytes_read", stats.bytes_read),
-        ("bytes_written", stats.bytes_written),
-        ("transfers_done", stats.transfers_done),
-        ("transfers_failed", stats.transfers_failed),
-        ("messages_sent", stats.messages_sent),
-        ("messages_received", stats.messages_received),
-        ("messages_dropped", stats.messages_dropped),
-        ("peers_lost", stats.peers_lost),
-        ("sleeps", stats.sleeps),
-        ("turns", stats.turns),
-    ])
 }
 
 /// Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After

@@ -326,6 +326,18 @@ pub unsafe extern "C" fn kvf_scheduler_report(
     })
 }
 
+/// Counters since the start and gauges as a msgpack map; kvf_stats_metrics tells what each is.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_stats(scheduler: *mut kvf_scheduler, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_scheduler_stats, {
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || decode::encode("the scheduler's stats", &handle::get::<Scheduler>(scheduler)?.stats())) }
+    })
+}
+
 /// Stops the listener, frees its port and the handle.
 ///
 /// # Safety

@@ -6,11 +6,12 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::agent::{memory_kind, stats_map};
+use super::agent::memory_kind;
 use super::boundary::{Out, slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
+use crate::agent::AgentStats;
 use crate::connector::{Worker, WorkerConfig, WorkerStats};
 use crate::error::Result;
 use crate::mem::MemoryRange;
@@ -33,7 +34,7 @@ impl Object for Worker {
 struct Figures {
     totals: Stats,
     gauges: BTreeMap<&'static str, u64>,
-    agent: BTreeMap<&'static str, u64>,
+    agent: AgentStats,
     malformed_steps: u64,
     malformed_messages: u64,
 }
@@ -54,7 +55,7 @@ impl From<WorkerStats> for Figures {
                 ("sessions", count(gauges.sessions)),
                 ("peers", count(gauges.peers)),
             ]),
-            agent: stats_map(&stats.agent),
+            agent: stats.agent,
             malformed_steps: stats.malformed_steps,
             malformed_messages: stats.malformed_messages,
         }
@@ -211,7 +212,8 @@ fn encoded(report: Option<WorkerReport>) -> Result<Vec<u8>> {
     report.map_or(Ok(Vec::new()), |report| report.to_bytes())
 }
 
-/// Counters since the start and gauges, as a msgpack map: totals, gauges, agent, malformed_steps, malformed_messages.
+/// Figures since the start as a msgpack map: totals (as stats in reports), gauges, agent (as of kvf_agent_stats),
+/// malformed_steps, malformed_messages. kvf_stats_metrics tells what each of totals and agent is.
 ///
 /// # Safety
 /// As the header's top says.

@@ -90,7 +90,11 @@ pub const TABLE: &[Setting] = &[
          more."),
     row(Operator, "request_log", &[Worker], Path, "", Absent("no log"),
         "File that gets one JSON line per finished receive and rank, appended."),
-
+    row(Operator, "telemetry", &[Agent, Worker], Flag, "", Is(true),
+        "Whether anything is counted, for vLLM's log line and metrics and for the stats of hosts."),
+    late(row(Operator, "trace", &[Worker], Path, "", Absent("no trace"),
+        "File to be made for a trace of the lives of requests, for `kvferry trace`; `%p` stands for the process id, and a \
+         name that is taken gets a number.")),
     row(Program, "engine_id", &[Worker, Scheduler, Listener], Other("text, 1 to 256 bytes"), "", Required,
         "The engine; the same on its scheduler and all of its workers."),
     row(Program, "pp_rank", &[Worker], Whole(0, 65_535), "", Number(0), "Pipeline-parallel rank."),

@@ -154,6 +154,11 @@ impl Engine {
     fn take(&mut self, report: WorkerReport) {
         let all = self.workers.len();
         self.stats.merge(&report.stats);
+        // The counters say what the report does.
+        let mut failures = BTreeMap::new();
+        report.failed_recving.iter().for_each(|failure| *failures.entry(failure.cause).or_default() += 1);
+        assert_eq!(report.stats.recv_failures, failures, "{report:#?}");
+        assert_eq!(report.stats.recvs as usize, report.finished_recving.len() - report.failed_recving.len());
         let mut whole = WorkerReport {
             rank: report.rank,
             finished_sending: vec![],

@@ -499,7 +499,13 @@ impl Sim {
         }
         let result = match t.failure {
             Some(failure) => Err(failure),
-            None => Ok(TransferFigures { bytes, operations, posted_at: t.posted, finished_at: self.now }),
+            None => Ok(TransferFigures {
+                bytes,
+                operations,
+                posted_at: t.posted,
+                all_posted_at: t.posted,
+                finished_at: self.now,
+            }),
         };
         self.d.handle_transfer_done(self.now, token, result);
     }

@@ -20,8 +20,9 @@ def receive(pipe: Connection) -> Any:
 
 
 @contextmanager
-def process(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """Runs `target(pipe, *arguments)` in a fresh process; ends it by its pid in any case, and checks how it ended."""
+def process(target: Callable[..., None], *arguments: object, ends: int = 0) -> Iterator[Connection]:
+    """Runs `target(pipe, *arguments)` in a fresh process; ends it by its pid in any case, and checks how it ended:
+    with the status `ends`, of a process that its test kills the signal's negative number."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=target, args=(theirs, *arguments))
@@ -31,7 +32,7 @@ def process(target: Callable[..., None], *arguments: object) -> Iterator[Connect
         yield ours
         ours.close()
         child.join(GENEROUS)
-        assert child.exitcode == 0
+        assert child.exitcode == ends
     finally:
         if child.is_alive():
             child.kill()

@@ -66,6 +66,21 @@ def test_looking_at_intervals_with_a_watcher_tells_when_the_producer_knew(tmp_pa
     assert one["notify_us"] is not None
 
 
+def test_what_counting_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvferry.bench.telemetry.WORKS", (Work("random", 16384, 1), Work("random", 16384, 32)))
+    out = tmp_path / "rows.json"
+    assert main(["bench", "telemetry", "--rounds", "2", "--sittings", "2", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [one["work"] for one in rows] == ["1 x 16 KiB random, READ", "32 x 16 KiB random, READ"]
+    for one in rows:
+        assert set(one["ms"]) == {"counting", "not counting", "not counting, again", "counting and tracing"}
+        assert min(one["ms"].values()) > 0
+        assert one["ratio"]["not counting"] == 1
+    assert "4 rounds in 2 sittings" in capsys.readouterr().out
+
+
 def test_the_other_subcommands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.bench.idle.SETTLE_S", 0.1)
     (cold,) = bench(tmp_path, "handshake --ranks 2 --blocks 1024 --rounds 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from . import cuda
 from . import transfer as transfers
 from .cli import UsageError
 from .engines import nixl
-from .figures import Row, json_text
+from .figures import Row, about, json_text
 from .plot import svg
 from .sizes import size_text
 from .work import Work
@@ -173,6 +174,18 @@ def behind(options: argparse.Namespace) -> int:
     samples = waiting.measure(plan)
     print(waiting.table(plan, samples))
     _save(options.json, [waiting.summary(plan, samples)])
+    return 0
+
+
+def telemetry(options: argparse.Namespace) -> int:
+    """`kvferry bench telemetry`."""
+    from . import telemetry as counting
+
+    costs = counting.measure(options.transport, options.rounds, options.sittings)
+    print(counting.table(options.transport, costs))
+    if options.json is not None:
+        text = json.dumps({"about": about(), "rows": counting.summary(options.transport, costs)}, indent=2)
+        _write(options.json, "--json", text + "\n")
     return 0
 
 

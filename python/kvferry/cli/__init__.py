@@ -9,7 +9,7 @@ from typing import NoReturn
 from .._errors import KvferryError
 from .._lib import version
 from ..bench import cli as bench
-from . import config, doctor, key, plan
+from . import config, doctor, key, plan, trace
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: what was asked for cannot be, and it was tried in vain."""
@@ -55,6 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bench", help="measure transfers and the rest, beside NIXL if asked", description=bench.__doc__
     )
     bench.add_arguments(bench_command)
+    trace_command = commands.add_parser(
+        "trace",
+        help="sum up traces of runs, as text and as a page",
+        description=trace.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    trace.add_arguments(trace_command)
     options = parser.parse_args(arguments)
     if options.command == "bench":
         return _bench(bench_command, options)
@@ -68,6 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return doctor.run(options)
         except doctor.UsageError as error:
             doctor_command.error(str(error))
+    if options.command == "trace":
+        try:
+            return trace.run(options)
+        except trace.UsageError as error:
+            trace_command.exit(BAD_INPUT, f"{trace_command.prog}: error: {error}\n")
     if options.command == "key":
         try:
             return key.run(options)

@@ -2,129 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvferry import stats
+
 if TYPE_CHECKING:
     from kvferry import Report
 
-COUNTERS: dict[str, str] = {
-    "recvs": "KV cache receives that succeeded, one per request and rank.",
-    "bytes": "Bytes of KV cache received.",
-    "blocks": "Blocks of KV cache received, over all KV cache groups.",
-    "operations": "UCX operations posted to receive KV cache.",
-    "sends_read": "Sends that a decode engine confirmed, one per request and rank.",
-    "sends_released": "Sends that a decode engine gave back unread, one per request and rank.",
-    "sends_expired": "Sends whose lease ran out before a decode engine read them, one per request and rank.",
-    "renewals": "Leases renewed by a decode engine's heartbeats.",
-    "handshakes": "Handshakes with another engine that succeeded.",
-    "handshake_failures": "Handshakes with another engine that failed.",
-}
-"""Keys of `KvferryStats.data` that hold one number, with their Prometheus help text."""
-
-SERIES: dict[str, str] = {
-    "transfer_seconds": "Time from the first read posted to the last byte of a KV cache receive.",
-    "queued_seconds": "Time from a load's arrival at the worker to its first read.",
-    "confirm_seconds": "Time from the last byte of a KV cache receive to the word that the producer's lease held.",
-    "recv_bytes": "Bytes per KV cache receive.",
-}
-"""Keys that hold one number per receive that succeeded, with their Prometheus help text."""
-
 FAILURES = "recv_failures"
-CAUSES = (
-    "peer_died",
-    "lease_expired",
-    "handshake_failed",
-    "incompatible",
-    "transport_error",
-    "aborted",
-    "timeout",
-    "invalid_request",
-    "shut_down",
-    "digest_mismatch",
-)
-"""Why a receive can fail: the library's names, in its order."""
-
-_TIME_BUCKETS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
-_BYTE_BUCKETS = [float(4**i) for i in range(6, 18)]
+PREFIX = "vllm:kvferry_"
 
 
-def _empty() -> dict[str, Any]:
-    return {**dict.fromkeys(COUNTERS, 0), FAILURES: {}, **{key: [] for key in SERIES}}
+@cache
+def worker_metrics() -> Mapping[str, stats.Metric]:
+    """What workers report, by its key in `KvferryStats.data`."""
+    return {metric.key: metric for metric in stats.metrics() if metric.scope == "worker"}
 
 
 @dataclass
 class KvferryStats(KVConnectorStats):
     """What happened on one or more ranks in some time; merging adds.
 
-    `data` is plain numbers, lists and maps, because vLLM sends it between processes: a number for each of `COUNTERS`,
-    a list for each of `SERIES`, and failed receives by cause under `recv_failures`.
+    `data` is a stats map as in `Report["stats"]`: numbers, lists and maps, because vLLM sends it between processes. Its
+    size does not grow with what happened.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.data = {**_empty(), **self.data}
-
     @classmethod
     def from_report(cls, report: Report) -> KvferryStats:
         """The figures of one worker report."""
-        counted: Mapping[str, Any] = report["stats"]
-        data: dict[str, Any] = {key: counted.get(key, 0) for key in COUNTERS}
-        data[FAILURES] = dict(counted.get(FAILURES, {}))
-        done = [record for record in report["records"] if record["cause"] is None]
-        data["transfer_seconds"] = [record["transfer_us"] / 1e6 for record in done]
-        data["queued_seconds"] = [record["queued_us"] / 1e6 for record in done]
-        data["confirm_seconds"] = [record["confirm_us"] / 1e6 for record in done]
-        data["recv_bytes"] = [record["bytes"] for record in done]
-        return cls(data)
+        return cls(dict(report["stats"]))
 
     def reset(self) -> None:
         """Back to nothing."""
-        self.data = _empty()
+        self.data = {}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
-        return not any(self.data.values())
+        return _is_zero(self.data)
 
     def aggregate(self, other: KVConnectorStats) -> KvferryStats:
         """The sum of both, as a new object."""
-        mine, theirs = self.data, KvferryStats(other.data).data
-        merged: dict[str, Any] = {key: mine[key] + theirs[key] for key in (*COUNTERS, *SERIES)}
-        causes = {**mine[FAILURES], **theirs[FAILURES]}
-        merged[FAILURES] = {cause: mine[FAILURES].get(cause, 0) + theirs[FAILURES].get(cause, 0) for cause in causes}
-        return KvferryStats(merged)
+        return KvferryStats(stats.merge(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
         """The figures of vLLM's log line."""
         data = self.data
-        seconds = sum(data["transfer_seconds"])
-        megabytes = sum(data["recv_bytes"]) / 2**20
+        failures: Mapping[str, int] = data.get(FAILURES, {})
+        seconds = _sum(data, "transfer_time") / 1e6
+        megabytes = data.get("bytes", 0) / 2**20
         line: dict[str, int | float] = {
-            "Receives": data["recvs"],
-            "Failed receives": sum(data[FAILURES].values()),
+            "Receives": data.get("recvs", 0),
+            "Failed receives": sum(failures.values()),
             "MB received": round(megabytes, 3),
-            "Avg transfer time (ms)": _milliseconds(data["transfer_seconds"]),
-            "Max transfer time (ms)": round(max(data["transfer_seconds"], default=0) * 1e3, 3),
-            "Avg queued time (ms)": _milliseconds(data["queued_seconds"]),
-            "Avg confirm time (ms)": _milliseconds(data["confirm_seconds"]),
+            "Avg transfer time (ms)": _average_ms(data, "transfer_time"),
+            "P90 transfer time (ms)": _quantile_ms(data, "transfer_time", 0.9),
+            "Avg hand-over time (ms)": _average_ms(data, "handover_time"),
+            "P90 hand-over time (ms)": _quantile_ms(data, "handover_time", 0.9),
+            "Avg queued time (ms)": _average_ms(data, "queued_time"),
+            "Avg posting time (ms)": _average_ms(data, "posting_time"),
+            "Avg confirm time (ms)": _average_ms(data, "confirm_time"),
             "Throughput (MB/s)": round(megabytes / seconds, 1) if seconds else 0,
-            "Sends read": data["sends_read"],
-            "Sends released": data["sends_released"],
-            "Sends expired": data["sends_expired"],
+            "Sends granted": data.get("sends_granted", 0),
+            "Sends read": data.get("sends_read", 0),
+            "Sends released": data.get("sends_released", 0),
+            "Sends expired": data.get("sends_expired", 0),
         }
-        line.update({f"Failed ({cause})": count for cause, count in sorted(data[FAILURES].items())})
+        line.update({f"Failed ({cause})": count for cause, count in sorted(failures.items())})
         return line
 
 
-def _milliseconds(seconds: Iterable[float]) -> float:
-    values = list(seconds)
-    return round(fmean(values) * 1e3, 3) if values else 0
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_zero(part) for part in value.values())
+    return not any(value) if isinstance(value, (list, tuple)) else not value
+
+
+def _sum(data: Mapping[str, Any], key: str) -> int:
+    return int(data.get(key, {}).get("sum", 0))
+
+
+def _average_ms(data: Mapping[str, Any], key: str) -> float:
+    count = sum(data.get(key, {}).get("counts", ()))
+    return round(_sum(data, key) / count / 1e3, 3) if count else 0
+
+
+def _quantile_ms(data: Mapping[str, Any], key: str, share: float) -> float:
+    """As Prometheus' `histogram_quantile`: evenly spread within a bucket, the last bound for what is above it."""
+    counts: Sequence[int] = data.get(key, {}).get("counts", ())
+    bounds = worker_metrics()[key].bounds
+    wanted = share * sum(counts)
+    for index, below in enumerate(accumulate(counts)):
+        if below >= wanted > 0:
+            if index >= len(bounds):
+                return bounds[-1] / 1e3
+            low = bounds[index - 1] if index else 0
+            return round((low + (bounds[index] - low) * (1 - (below - wanted) / counts[index])) / 1e3, 3)
+    return 0
+
+
+def observations(metric: stats.Metric, histogram: Mapping[str, Any]) -> Iterator[float]:
+    """Values in the metric's unit that fall into the histogram's buckets and have its sum.
+
+    Prometheus' histograms can be given single values only, and those are no longer known: which ones are chosen makes
+    no difference to what they show.
+    """
+    counts = histogram.get("counts", ())
+    edges = [(low + 1, high) for low, high in zip((-1, *metric.bounds), metric.bounds, strict=False)]
+    left = histogram.get("sum", 0) - sum(count * edge[0] for count, edge in zip(counts, edges, strict=False))
+    if len(counts) > len(edges):
+        left -= counts[-1] * (metric.bounds[-1] + 1)
+    for index, count in enumerate(counts):
+        low, high = edges[index] if index < len(edges) else (metric.bounds[-1] + 1, None)
+        for _ in range(count):
+            more = max(left, 0) if high is None else min(max(left, 0), high - low)
+            left -= more
+            yield (low + more) / metric.divisor
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):
@@ -138,45 +139,50 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            key: create_metric_per_engine(
-                self._counter_cls(name=f"vllm:kvferry_{key}", documentation=text, labelnames=labelnames),
-                per_engine_labelvalues,
-            )
-            for key, text in COUNTERS.items()
-        }
-        self._histograms = {
-            key: create_metric_per_engine(
-                self._histogram_cls(
-                    name=f"vllm:kvferry_{key}",
-                    documentation=text,
-                    buckets=_BYTE_BUCKETS if key.endswith("bytes") else _TIME_BUCKETS,
-                    labelnames=labelnames,
-                ),
-                per_engine_labelvalues,
-            )
-            for key, text in SERIES.items()
-        }
-        self._failures = self._counter_cls(
-            name=f"vllm:kvferry_{FAILURES}",
-            documentation="KV cache receives that failed, by cause, one per request and rank.",
-            labelnames=[*labelnames, "cause"],
-        )
+        self._metrics: dict[str, Any] = {}
+        self._by_cause: dict[str, Any] = {}
+        self._levels: dict[tuple[str, int], int] = {}
+        for key, metric in worker_metrics().items():
+            if metric.causes:
+                self._by_cause[key] = self._made(metric, [*labelnames, "cause"])
+            else:
+                made = self._made(metric, labelnames)
+                self._metrics[key] = create_metric_per_engine(made, per_engine_labelvalues)
         for engine in per_engine_labelvalues:
-            for cause in CAUSES:
-                # Shown as 0 from the start, so that a first failure is a visible step.
-                self._failure(engine, cause)
+            for key, counter in self._by_cause.items():
+                for cause in worker_metrics()[key].causes:
+                    # Shown as 0 from the start, so that a first failure is a visible step.
+                    self._of_cause(counter, engine, cause)
 
-    def _failure(self, engine_idx: int, cause: str) -> Any:
-        return self._failures.labels(*self.per_engine_labelvalues[engine_idx], cause)
+    def _made(self, metric: stats.Metric, labelnames: list[str]) -> Any:
+        common = {"name": PREFIX + metric.name, "documentation": metric.help, "labelnames": labelnames}
+        if metric.kind == "histogram":
+            return self._histogram_cls(**common, buckets=[bound / metric.divisor for bound in metric.bounds])
+        if metric.kind == "gauge":
+            # Only one process of an API server with several is told figures; the others' would stand beside its own.
+            return self._gauge_cls(**common, multiprocess_mode="mostrecent")
+        return self._counter_cls(**common)
+
+    def _of_cause(self, counter: Any, engine_idx: int, cause: str) -> Any:
+        return counter.labels(*self.per_engine_labelvalues[engine_idx], cause)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds the figures of `KvferryStats.data` to the metrics of engine `engine_idx`."""
-        data = KvferryStats(transfer_stats_data).data
-        for key, counters in self._counters.items():
-            counters[engine_idx].inc(data[key])
-        for key, histograms in self._histograms.items():
-            for value in data[key]:
-                histograms[engine_idx].observe(value)
-        for cause, count in data[FAILURES].items():
-            self._failure(engine_idx, cause).inc(count)
+        for key, value in transfer_stats_data.items():
+            if key in self._by_cause:
+                for cause, count in value.items():
+                    self._of_cause(self._by_cause[key], engine_idx, cause).inc(count)
+                continue
+            metric, children = worker_metrics().get(key), self._metrics.get(key)
+            if metric is None or children is None:
+                continue
+            child = children[engine_idx]
+            if metric.kind == "counter":
+                child.inc(value)
+            elif metric.kind == "gauge":
+                level = self._levels.get((key, engine_idx), 0) + value
+                self._levels[key, engine_idx] = level
+                child.set(level)
+            else:
+                for one in observations(metric, value):
+                    child.observe(one)

@@ -112,7 +112,8 @@ class WorkerSide:
         for request, refused in self._refused.items():
             results.finished_recving.add(request)
             self._failed(results, request, refused.blocks)
-            self._stats = self._stats.aggregate(KvferryStats({"recv_failures": {"invalid_request": 1}}))
+            if self._options.worker.get("telemetry", True):
+                self._stats = self._stats.aggregate(KvferryStats({"recv_failures": {"invalid_request": 1}}))
         self._refused = {}
         encoded = self._worker.poll_encoded() if self._worker is not None else None
         if encoded is not None:

@@ -19,6 +19,8 @@ mod params;
 
 use std::collections::{HashMap, HashSet};
 
+use serde::Serialize;
+
 pub use config::SchedulerConfig;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -72,6 +74,30 @@ struct Recv {
     state: RecvState,
 }
 
+/// What a scheduler side counted since its start, and holds now. What each figure is, in words, is in
+/// [`METRICS`](crate::proto::stats::METRICS).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct SchedulerStats {
+    /// Consumer: requests that arrived.
+    pub holds: u64,
+    /// Consumer: loads.
+    pub loads: u64,
+    /// Consumer: requests given back without a load.
+    pub releases: u64,
+    /// Consumer: loads aborted.
+    pub aborts: u64,
+    /// Producer: prefills offered.
+    pub grants: u64,
+    /// Producer: prefills with nothing to offer.
+    pub drops: u64,
+    /// Gauge, consumer: requests remembered.
+    pub receiving: u64,
+    /// Gauge, producer: prefills kept.
+    pub sending: u64,
+    /// Messages that the handshake listener received.
+    pub listener_requests: u64,
+}
+
 /// One engine's state machine, producer and consumer at once. Not thread-safe by itself: the host's scheduler thread
 /// owns it.
 #[derive(Debug)]
@@ -83,6 +109,7 @@ pub struct Scheduler {
     /// The last lease granted.
     lease_id: u64,
     step: StepMetadata,
+    stats: SchedulerStats,
 }
 
 impl Scheduler {
@@ -96,12 +123,18 @@ impl Scheduler {
             sends: HashSet::new(),
             lease_id: 0,
             step: StepMetadata::default(),
+            stats: SchedulerStats::default(),
         })
     }
 
     /// The configuration.
     pub fn config(&self) -> &SchedulerConfig {
         &self.config
+    }
+
+    /// Counters and gauges; the listener's are not known here.
+    pub fn stats(&self) -> SchedulerStats {
+        SchedulerStats { receiving: self.recvs.len() as u64, sending: self.sends.len() as u64, ..self.stats }
     }
 
     /// Requests of a remote prefill that are remembered.
@@ -140,6 +173,7 @@ impl Scheduler {
             return Ok(());
         }
         let remote = params::remote(request, params)?;
+        self.stats.holds += 1;
         self.step.holds.push(Hold { request: request.clone(), remote: remote.clone() });
         self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Held });
         Ok(())
@@ -223,6 +257,7 @@ impl Scheduler {
             window_only: !self.config.reuses_blocks,
             refused,
         };
+        self.stats.loads += 1;
         self.step.loads.push(load);
         self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Loading { ended: false } });
         Ok(())
@@ -251,6 +286,7 @@ impl Scheduler {
                 RecvState::Loading { ended } => {
                     if !ended {
                         recv.state = RecvState::Loading { ended: true };
+                        self.stats.aborts += 1;
                         self.step.aborts.push(request.clone());
                     }
                     Finish { keep: true, params: None }
@@ -316,6 +352,7 @@ impl Scheduler {
     /// Queues a release, in place of a hold that no step has taken yet.
     fn release(&mut self, request: RequestId, remote: Remote) {
         self.step.holds.retain(|hold| hold.request != request);
+        self.stats.releases += 1;
         self.step.releases.push(Release { request, remote });
     }
 
@@ -333,6 +370,7 @@ impl Scheduler {
             ));
         }
         if outcome == FinishOutcome::Aborted {
+            self.stats.drops += 1;
             self.step.dropped.push(request.clone());
             return Ok(Finish::default());
         }
@@ -360,6 +398,7 @@ impl Scheduler {
             })
             .collect();
         if offered.iter().all(Vec::is_empty) {
+            self.stats.drops += 1;
             self.step.dropped.push(request.clone());
             return Ok(Finish::default());
         }
@@ -390,6 +429,7 @@ impl Scheduler {
         let (lease_ms, lease_id) = (self.config.lease_ms, self.lease_id);
         // An earlier request of this name, dropped in this very step: workers take grants before drops.
         self.step.dropped.retain(|dropped| dropped != request);
+        self.stats.grants += 1;
         self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id });
         self.sends.insert(request.clone());
         Ok(Finish { keep: true, params: Some(params) })

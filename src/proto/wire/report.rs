@@ -129,3 +129,17 @@ pub struct WorkerReport {
     #[serde(default)]
     pub stats: Stats,
 }
+
+impl WorkerReport {
+    /// A report of nothing.
+    pub fn new(rank: RankId) -> WorkerReport {
+        WorkerReport {
+            rank,
+            finished_sending: Vec::new(),
+            finished_recving: Vec::new(),
+            failed_recving: Vec::new(),
+            records: Vec::new(),
+            stats: Stats::default(),
+        }
+    }
+}

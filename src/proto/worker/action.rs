@@ -63,6 +63,8 @@ pub struct TransferFigures {
     pub operations: u64,
     /// When the first operation was posted.
     pub posted_at: Time,
+    /// When the last operation was posted.
+    pub all_posted_at: Time,
     /// When the last operation completed.
     pub finished_at: Time,
 }

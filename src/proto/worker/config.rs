@@ -55,9 +55,18 @@ pub struct WorkerConfig {
     /// A peer that no request has used for this long is disconnected. Default 600000 (10 min).
     #[serde(default = "defaults::peer_ttl_ms")]
     pub peer_ttl_ms: u64,
+    /// Whether anything is counted. Default true.
+    #[serde(default = "defaults::yes")]
+    pub telemetry: bool,
+    /// Whether the lives of requests are told by `Worker::poll_life`. Default false.
+    #[serde(default)]
+    pub trace: bool,
 }
 
 mod defaults {
+    pub fn yes() -> bool {
+        true
+    }
     pub fn heartbeat_divisor() -> u32 {
         6
     }
@@ -115,6 +124,8 @@ impl WorkerConfig {
             tombstones: defaults::tombstones(),
             hold_timeout_ms: defaults::hold_timeout_ms(),
             peer_ttl_ms: defaults::peer_ttl_ms(),
+            telemetry: true,
+            trace: false,
         }
     }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use super::action::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
 use super::config::{WorkerConfig, ms};
+use super::life::Life;
 use super::load::{LoadState, Phase, Read};
 use super::outbox::Outbox;
 use super::sessions::{Due, Joined, Sessions, State, Ticket};
@@ -32,6 +33,10 @@ enum Kind {
 struct Want {
     request: RequestId,
     remote: Remote,
+    /// When it began.
+    known: Time,
+    /// When the handshake began that it waits or waited for, and when all ranks were connected.
+    handshake: Option<(Time, Option<Time>)>,
     session: Option<SessionId>,
     /// Whether heartbeats go out for it.
     beating: bool,
@@ -111,14 +116,13 @@ impl Consumer {
         if self.closed || self.local.is_none() || self.names.contains_key(&hold.request) {
             return;
         }
-        let ticket = self.add(hold.request, hold.remote, Kind::Hold);
+        let ticket = self.add(now, hold.request, hold.remote, Kind::Hold, out);
         self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.hold_timeout_ms));
         self.join(now, ticket, false, out);
     }
 
     pub(super) fn load(&mut self, now: Time, load: Load, out: &mut Outbox) {
         let (request, remote, refused) = (load.request.clone(), load.remote.clone(), load.refused.clone());
-        let state = Box::new(LoadState::new(now, load));
         let mut held = None;
         if let Some(&known) = self.names.get(&request) {
             match self.wants.get(&known) {
@@ -129,13 +133,15 @@ impl Consumer {
             }
         }
         let joined = held.is_some();
+        let known = held.and_then(|ticket| self.wants.get(&ticket)).map_or(now, |want| want.known);
+        let state = Box::new(LoadState::new(now, known, load));
         let ticket = match held.and_then(|ticket| Some((ticket, self.wants.get_mut(&ticket)?))) {
             Some((ticket, want)) => {
                 want.kind = Kind::Load(state);
                 self.deadlines.cancel(&Timer::Hold(ticket));
                 ticket
             }
-            None => self.add(request, remote, Kind::Load(state)),
+            None => self.add(now, request, remote, Kind::Load(state), out),
         };
         if self.closed {
             self.fail(now, ticket, Cause::ShutDown, "the worker is shut down".into(), out);
@@ -169,7 +175,7 @@ impl Consumer {
         if self.closed || self.local.is_none() {
             return;
         }
-        let ticket = self.add(release.request.clone(), release.remote, Kind::Release);
+        let ticket = self.add(now, release.request.clone(), release.remote, Kind::Release, out);
         self.names.remove(&release.request);
         self.join(now, ticket, false, out);
     }
@@ -233,7 +239,11 @@ impl Consumer {
 
     pub(super) fn connected(&mut self, now: Time, key: &PeerKey, out: &mut Outbox) {
         if let Some(id) = self.sessions.connected(key) {
-            out.report.stats.handshakes += 1;
+            let begun = self.sessions.get(id).map_or(now, |session| session.begun);
+            out.count(|stats| {
+                stats.handshakes += 1;
+                stats.handshake_time.observe(u64::try_from(now.since(begun).as_micros()).unwrap_or(u64::MAX));
+            });
             for ticket in self.users(id) {
                 self.progress(now, ticket, out);
             }
@@ -244,7 +254,7 @@ impl Consumer {
         let Some(id) = self.sessions.session_of(key) else { return };
         self.sessions.forget_peer(key);
         if self.sessions.get(id).is_some_and(|session| session.state == State::Connecting) {
-            out.report.stats.handshake_failures += 1;
+            out.count(|stats| stats.handshake_failures += 1);
         }
         self.sessions.break_off(now, id, true, out);
         for ticket in self.users(id) {
@@ -349,10 +359,14 @@ impl Consumer {
         self.next
     }
 
-    fn add(&mut self, request: RequestId, remote: Remote, kind: Kind) -> Ticket {
+    fn add(&mut self, now: Time, request: RequestId, remote: Remote, kind: Kind, out: &mut Outbox) -> Ticket {
         let ticket = self.number();
+        if !matches!(kind, Kind::Release) {
+            out.trace(|| Life::RecvBegan { number: ticket, request: request.clone(), at: now });
+        }
         self.names.insert(request.clone(), ticket);
-        self.wants.insert(ticket, Want { request, remote, session: None, beating: false, kind });
+        let want = Want { request, remote, known: now, handshake: None, session: None, beating: false, kind };
+        self.wants.insert(ticket, want);
         ticket
     }
 
@@ -364,8 +378,13 @@ impl Consumer {
     fn join_session(&mut self, now: Time, ticket: Ticket, insist: bool, out: &mut Outbox) -> bool {
         let Some(want) = self.wants.get_mut(&ticket) else { return false };
         match self.sessions.join(now, ticket, &want.remote, insist, out) {
-            Joined::Ready(id) | Joined::Waiting(id) => {
+            Joined::Ready(id) => {
                 want.session = Some(id);
+                true
+            }
+            Joined::Waiting(id) => {
+                want.session = Some(id);
+                want.handshake = self.sessions.get(id).map(|session| (session.begun, None));
                 true
             }
             Joined::Refused => false,
@@ -390,6 +409,9 @@ impl Consumer {
     fn progress(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
         let Some(id) = self.ready_session(ticket) else { return };
         let Some(want) = self.wants.get_mut(&ticket) else { return };
+        if let Some((_, connected)) = &mut want.handshake {
+            connected.get_or_insert(now);
+        }
         let release = matches!(want.kind, Kind::Release);
         if !release && !want.beating {
             want.beating = true;
@@ -417,6 +439,7 @@ impl Consumer {
             Err(e) => return self.fail(now, ticket, Cause::InvalidRequest, e.message().into(), out),
         };
         load.phase = Phase::Reading;
+        load.planned(now);
         for (peer, plan) in posts {
             let mut token = None;
             let connection = peer.connection;
@@ -479,29 +502,20 @@ impl Consumer {
 
     /// The load's one terminal report.
     fn conclude(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let Some(Want { request, remote, kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { return };
+        let Some(want) = self.wants.get(&ticket) else { return };
+        let Want { request, remote, handshake, kind: Kind::Load(load), .. } = want else { return };
         let record = load.record(now, request, remote);
-        let stats = &mut out.report.stats;
+        out.count(|stats| load.count(now, &record, stats));
+        out.trace(|| Life::RecvEnded {
+            number: ticket,
+            receive: Box::new(load.life(now, &remote.engine, *handshake, &record)),
+        });
         let told = load.phase == Phase::Confirming;
         let gone = matches!(
             load.failure,
             Some((Cause::PeerDied | Cause::HandshakeFailed | Cause::Incompatible | Cause::ShutDown, _))
         );
-        match load.recv_failure(request) {
-            Some(failure) => {
-                *stats.recv_failures.entry(failure.cause).or_default() += 1;
-                out.report.failed_recving.push(failure);
-            }
-            None => {
-                stats.recvs += 1;
-                stats.bytes += record.bytes;
-                stats.blocks += record.blocks;
-                stats.operations += record.operations;
-                stats.transfer_us += record.transfer_us;
-                stats.queued_us += record.queued_us;
-                stats.confirm_us += record.confirm_us;
-            }
-        }
+        out.report.failed_recving.extend(load.recv_failure(request));
         out.report.records.push(record);
         out.report.finished_recving.push(request.clone());
         if told {
@@ -524,6 +538,9 @@ impl Consumer {
             self.remove(now, ticket, true, out);
             return;
         }
+        if matches!(want.kind, Kind::Hold) {
+            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
+        }
         want.kind = Kind::Release;
         self.forget_name(ticket);
         self.deadlines.cancel(&Timer::Hold(ticket));
@@ -542,6 +559,9 @@ impl Consumer {
     fn remove(&mut self, now: Time, ticket: Ticket, tell: bool, out: &mut Outbox) {
         self.forget_name(ticket);
         let Some(want) = self.wants.remove(&ticket) else { return };
+        if matches!(want.kind, Kind::Hold) {
+            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
+        }
         self.deadlines.cancel(&Timer::Hold(ticket));
         self.deadlines.cancel(&Timer::Load(ticket));
         if let Kind::Load(load) = &want.kind
@@ -580,7 +600,7 @@ impl Consumer {
     }
 
     fn session_failed(&mut self, now: Time, id: SessionId, cause: Cause, message: &str, out: &mut Outbox) {
-        out.report.stats.handshake_failures += 1;
+        out.count(|stats| stats.handshake_failures += 1);
         // A restarted engine answers well: only the leases of its former life are gone.
         self.sessions.break_off(now, id, cause != Cause::PeerDied, out);
         for ticket in self.users(id) {

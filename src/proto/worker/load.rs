@@ -1,7 +1,9 @@
 //! One load: its reads, what failed, and its figures.
 
 use super::action::{TransferFigures, TransferToken};
-use crate::proto::ids::RequestId;
+use super::life::Receive;
+use crate::proto::ids::{EngineId, RequestId};
+use crate::proto::stats::Stats;
 use crate::proto::time::Time;
 use crate::proto::wire::{Blocks, Cause, Load, RecvFailure, RecvRecord, Remote};
 
@@ -36,8 +38,13 @@ pub(super) struct LoadState {
     pub(super) serial: Option<u64>,
     /// The first thing that went wrong.
     pub(super) failure: Option<(Cause, String)>,
+    /// When the worker first heard of the request, by a hold or by this load.
+    known: Time,
     arrived: Time,
+    /// When its session was ready and its reads planned.
+    planned: Option<Time>,
     posted: Option<Time>,
+    all_posted: Option<Time>,
     last_byte: Option<Time>,
     bytes: u64,
     operations: u64,
@@ -48,15 +55,18 @@ fn micros(from: Time, to: Time) -> u64 {
 }
 
 impl LoadState {
-    pub(super) fn new(now: Time, load: Load) -> Self {
+    pub(super) fn new(now: Time, known: Time, load: Load) -> Self {
         LoadState {
             load,
             phase: Phase::Waiting,
             reads: Vec::new(),
             serial: None,
             failure: None,
+            known,
             arrived: now,
+            planned: None,
             posted: None,
+            all_posted: None,
             last_byte: None,
             bytes: 0,
             operations: 0,
@@ -79,6 +89,7 @@ impl LoadState {
         self.bytes = self.bytes.saturating_add(figures.bytes);
         self.operations = self.operations.saturating_add(figures.operations);
         self.posted = Some(self.posted.map_or(figures.posted_at, |t| t.min(figures.posted_at)));
+        self.all_posted = Some(self.all_posted.map_or(figures.all_posted_at, |t| t.max(figures.all_posted_at)));
         self.last_byte = Some(self.last_byte.map_or(figures.finished_at, |t| t.max(figures.finished_at)));
     }
 
@@ -102,6 +113,57 @@ impl LoadState {
             transfer_us: micros(posted, last_byte),
             confirm_us: micros(last_byte, now),
             cause: self.failure.as_ref().map(|(cause, _)| *cause),
+        }
+    }
+
+    /// Notes that the reads are planned.
+    pub(super) fn planned(&mut self, now: Time) {
+        self.planned = Some(now);
+    }
+
+    /// Counts a load that is over at `now`, with its record.
+    pub(super) fn count(&self, now: Time, record: &RecvRecord, stats: &mut Stats) {
+        if let Some(cause) = record.cause {
+            let failures = stats.recv_failures.entry(cause).or_default();
+            *failures = failures.saturating_add(1);
+            return;
+        }
+        stats.recvs += 1;
+        stats.bytes += record.bytes;
+        stats.blocks += record.blocks;
+        stats.operations += record.operations;
+        stats.recv_bytes.observe(record.bytes);
+        stats.handover_time.observe(micros(self.known, now));
+        stats.queued_time.observe(record.queued_us);
+        // A load whose blocks hold nothing of this rank's posts nothing.
+        if let (Some(posted), Some(all)) = (self.posted, self.all_posted) {
+            stats.posting_time.observe(micros(posted, all));
+            stats.transfer_time.observe(record.transfer_us);
+        }
+        stats.confirm_time.observe(record.confirm_us);
+    }
+
+    /// The life of a load that is over at `now`, with its record.
+    pub(super) fn life(
+        &self,
+        now: Time,
+        engine: &EngineId,
+        handshake: Option<(Time, Option<Time>)>,
+        record: &RecvRecord,
+    ) -> Receive {
+        Receive {
+            engine: engine.clone(),
+            known: self.known,
+            queued: self.arrived,
+            handshake,
+            planned: self.planned,
+            posted: self.posted,
+            all_posted: self.all_posted,
+            last_byte: self.last_byte,
+            over: now,
+            confirmed: record.cause.is_none().then_some(now),
+            record: record.clone(),
+            message: self.failure.as_ref().map(|(_, text)| text.clone()),
         }
     }
 

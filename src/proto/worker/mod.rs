@@ -22,6 +22,7 @@
 mod action;
 mod config;
 mod consumer;
+mod life;
 mod load;
 mod outbox;
 mod producer;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 
 pub use action::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
 pub use config::WorkerConfig;
+pub use life::{LeaseEnd, Life, Receive};
 
 use crate::error::Result;
 use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
@@ -82,7 +84,7 @@ impl Worker {
             now: Time::default(),
             producer: Producer::new(&config),
             consumer: Consumer::new(&config),
-            out: Outbox::new(config.rank),
+            out: Outbox::new(&config),
             config,
         })
     }
@@ -90,6 +92,11 @@ impl Worker {
     /// The configuration.
     pub fn config(&self) -> &WorkerConfig {
         &self.config
+    }
+
+    /// Producer: leases that hold.
+    pub fn leases(&self) -> usize {
+        self.producer.leases()
     }
 
     /// How much the machine remembers. Counts, so not for a hot path.
@@ -224,6 +231,11 @@ impl Worker {
     /// What happened since the last report; `None` when nothing did.
     pub fn poll_report(&mut self) -> Option<WorkerReport> {
         self.out.take_report()
+    }
+
+    /// What began or ended in the life of a request, with [`WorkerConfig::trace`]; to be polled after every `handle_*`.
+    pub fn poll_life(&mut self) -> Option<Life> {
+        self.out.pop_life()
     }
 
     /// When to call [`Worker::handle_timeout`] next. It lies after the time of the last `handle_*`.

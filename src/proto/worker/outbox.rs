@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 
 use super::action::{Action, PeerRef};
-use crate::proto::ids::RankId;
+use super::config::WorkerConfig;
+use super::life::Life;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{PeerMessage, WorkerReport};
 
@@ -12,22 +13,38 @@ use crate::proto::wire::{PeerMessage, WorkerReport};
 pub(super) struct Outbox {
     actions: VecDeque<Action>,
     pub(super) report: WorkerReport,
-}
-
-fn empty(rank: RankId) -> WorkerReport {
-    WorkerReport {
-        rank,
-        finished_sending: Vec::new(),
-        finished_recving: Vec::new(),
-        failed_recving: Vec::new(),
-        records: Vec::new(),
-        stats: Stats::default(),
-    }
+    lives: VecDeque<Life>,
+    counts: bool,
+    traces: bool,
 }
 
 impl Outbox {
-    pub(super) fn new(rank: RankId) -> Self {
-        Outbox { actions: VecDeque::new(), report: empty(rank) }
+    pub(super) fn new(config: &WorkerConfig) -> Self {
+        Outbox {
+            actions: VecDeque::new(),
+            report: WorkerReport::new(config.rank),
+            lives: VecDeque::new(),
+            counts: config.telemetry,
+            traces: config.trace,
+        }
+    }
+
+    /// Counts, unless nothing is to be counted.
+    pub(super) fn count(&mut self, count: impl FnOnce(&mut Stats)) {
+        if self.counts {
+            count(&mut self.report.stats);
+        }
+    }
+
+    /// Tells of a request's life, if that is wanted.
+    pub(super) fn trace(&mut self, life: impl FnOnce() -> Life) {
+        if self.traces {
+            self.lives.push_back(life());
+        }
+    }
+
+    pub(super) fn pop_life(&mut self) -> Option<Life> {
+        self.lives.pop_front()
     }
 
     pub(super) fn push(&mut self, action: Action) {
@@ -43,7 +60,7 @@ impl Outbox {
     }
 
     pub(super) fn take_report(&mut self) -> Option<WorkerReport> {
-        let fresh = empty(self.report.rank);
+        let fresh = WorkerReport::new(self.report.rank);
         if self.report == fresh {
             return None;
         }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::action::PeerRef;
 use super::config::{WorkerConfig, ms};
+use super::life::{LeaseEnd, Life};
 use super::outbox::Outbox;
 use super::timers::{Deadlines, Memory};
 use crate::proto::ids::RequestId;
@@ -112,6 +113,10 @@ impl Producer {
         self.tombstones.remove(&request);
         let length = ms(lease_ms.max(1));
         self.deadlines.set(Timer::Lease(request.clone()), now + length);
+        if !self.leases.contains_key(&request) {
+            out.count(|stats| stats.sends_granted += 1);
+            out.trace(|| Life::SendBegan { request: request.clone(), at: now });
+        }
         self.leases
             .entry(request.clone())
             .and_modify(|lease| (lease.id, lease.length) = (lease_id, length))
@@ -127,7 +132,7 @@ impl Producer {
     /// A request ended without a hand-over.
     pub(super) fn dropped(&mut self, now: Time, request: RequestId, out: &mut Outbox) {
         if self.leases.contains_key(&request) {
-            self.end(now, &request, Verdict::Expired, out);
+            self.end(now, &request, LeaseEnd::Dropped, out);
             return;
         }
         self.refuse_early(&request, out);
@@ -140,7 +145,7 @@ impl Producer {
         for request in requests {
             if let Some(lease) = self.leases.get(&request) {
                 self.deadlines.set(Timer::Lease(request), now + lease.length);
-                out.report.stats.renewals += 1;
+                out.count(|stats| stats.renewals += 1);
             }
         }
     }
@@ -185,8 +190,8 @@ impl Producer {
         while let Some(timer) = self.deadlines.expired(now) {
             match timer {
                 Timer::Lease(request) => {
-                    out.report.stats.sends_expired += 1;
-                    self.end(now, &request, Verdict::Expired, out);
+                    out.count(|stats| stats.sends_expired += 1);
+                    self.end(now, &request, LeaseEnd::Expired, out);
                 }
                 Timer::Early(request) => self.refuse_early(&request, out),
             }
@@ -203,7 +208,7 @@ impl Producer {
         let mut requests: Vec<RequestId> = self.leases.keys().cloned().collect();
         requests.sort();
         for request in requests {
-            self.end(now, &request, Verdict::Expired, out);
+            self.end(now, &request, LeaseEnd::Dropped, out);
         }
         let mut requests: Vec<RequestId> = self.early.keys().cloned().collect();
         requests.sort();
@@ -217,22 +222,25 @@ impl Producer {
         if lease.readers.len() < lease.expected {
             return;
         }
-        if lease.readers.values().any(|serials| !serials.is_empty()) {
-            out.report.stats.sends_read += 1;
+        let how = if lease.readers.values().any(|serials| !serials.is_empty()) {
+            out.count(|stats| stats.sends_read += 1);
+            LeaseEnd::Read
         } else {
-            out.report.stats.sends_released += 1;
-        }
-        self.end(now, request, Verdict::Expired, out);
+            out.count(|stats| stats.sends_released += 1);
+            LeaseEnd::Released
+        };
+        self.end(now, request, how, out);
     }
 
     /// The lease is over: the scheduler side may free the blocks, so no read counts from now on.
-    fn end(&mut self, now: Time, request: &RequestId, otherwise: Verdict, out: &mut Outbox) {
+    fn end(&mut self, now: Time, request: &RequestId, how: LeaseEnd, out: &mut Outbox) {
         let Some(lease) = self.leases.remove(request) else { return };
+        out.trace(|| Life::SendEnded { request: request.clone(), at: now, how });
         self.deadlines.cancel(&Timer::Lease(request.clone()));
         self.tombstones.insert(
             now,
             request.clone(),
-            Tombstone { lease_id: lease.id, readers: lease.readers, otherwise },
+            Tombstone { lease_id: lease.id, readers: lease.readers, otherwise: Verdict::Expired },
         );
         out.report.finished_sending.push(request.clone());
     }

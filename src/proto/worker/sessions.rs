@@ -50,6 +50,8 @@ pub(super) enum State {
 #[derive(Debug)]
 pub(super) struct Session {
     route: Route,
+    /// When its handshake began.
+    pub(super) begun: Time,
     /// The life that was asked for.
     wanted: Option<Incarnation>,
     pub(super) state: State,
@@ -244,6 +246,7 @@ impl Sessions {
             id,
             Session {
                 route,
+                begun: now,
                 wanted: remote.incarnation,
                 state: State::Handshaking,
                 incarnation: None,

@@ -2,85 +2,89 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 import itertools
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from kvferry import Report
-from kvferry.vllm.stats import CAUSES, COUNTERS, SERIES, KvferryPromMetrics, KvferryStats
+from kvferry import stats
+from kvferry.vllm.stats import PREFIX, KvferryPromMetrics, KvferryStats, observations, worker_metrics
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
 
-def report(scale: int = 1, cause: str | None = None) -> Report:
-    return {
-        "rank": {"pp": 0, "tp": 0},
-        "finished_sending": [],
-        "finished_recving": ["r"],
-        "failed_recving": [],
-        "records": [
-            {
-                "request": "r",
-                "remote_request": "p",
-                "blocks": 3 * scale,
-                "bytes": 3 * scale * 2**20,
-                "operations": 2 * scale,
-                "queued_us": 500 * scale,
-                "transfer_us": 20_000 * scale,
-                "confirm_us": 1_000 * scale,
-                "cause": cause,
-            }
-        ],
+def histogram(key: str, *values: int) -> dict[str, Any]:
+    """A histogram in a stats map, of values in its unit there."""
+    bounds = worker_metrics()[key].bounds
+    counts = [0] * (len(bounds) + 1)
+    for value in values:
+        counts[bisect.bisect_left(bounds, value)] += 1
+    while counts and counts[-1] == 0:
+        counts.pop()
+    return {"counts": counts, "sum": sum(values)}
+
+
+def made(scale: int = 1, cause: str | None = None) -> KvferryStats:
+    report: Any = {
         "stats": {
             "recvs": 0 if cause else 1,
             "recv_failures": {cause: 1} if cause else {},
-            "bytes": 3 * scale * 2**20,
+            "bytes": 0 if cause else 3 * scale * 2**20,
             "blocks": 3 * scale,
             "operations": 2 * scale,
             "sends_read": scale,
-            "sends_released": 0,
             "sends_expired": 2,
             "renewals": 4,
-            "handshakes": 1,
-            "handshake_failures": 0,
-        },
+            "transfer_time": histogram("transfer_time", *([] if cause else [20_000 * scale])),
+            "recv_bytes": histogram("recv_bytes", *([] if cause else [3 * scale * 2**20])),
+            "leases": 3 - 2 * scale,
+        }
     }
+    return KvferryStats.from_report(report)
 
 
-ONE, TWO, LOST = (KvferryStats.from_report(r) for r in (report(), report(2), report(3, "lease_expired")))
-
-
-def total(stats: KvferryStats) -> dict[str, Any]:
-    return {k: sorted(v) if isinstance(v, list) else v for k, v in stats.data.items()}
+ONE, TWO, LOST = made(), made(2), made(3, "lease_expired")
 
 
 def test_aggregate_adds_in_any_order() -> None:
-    expected = total(ONE.aggregate(TWO).aggregate(LOST))
+    expected = ONE.aggregate(TWO).aggregate(LOST).data
     for a, b, c in itertools.permutations((ONE, TWO, LOST)):
-        assert total(a.aggregate(b).aggregate(c)) == total(a.aggregate(b.aggregate(c))) == expected
+        assert a.aggregate(b).aggregate(c).data == a.aggregate(b.aggregate(c)).data == expected
     assert expected["recvs"] == 2
     assert expected["recv_failures"] == {"lease_expired": 1}
-    assert expected["transfer_seconds"] == [0.02, 0.04]
-    assert expected["sends_expired"] == 6
-    assert ONE.aggregate(KvferryStats()).data == ONE.data == KvferryStats().aggregate(ONE).data
+    assert expected["transfer_time"] == histogram("transfer_time", 20_000, 40_000)
+    assert (expected["sends_expired"], expected["leases"]) == (6, -3)
+    assert ONE.aggregate(KvferryStats()).data == KvferryStats().aggregate(ONE).data == stats.merge(ONE.data, {})
 
 
 def test_aggregate_changes_neither_operand() -> None:
-    before = total(ONE), total(TWO)
+    before = copy.deepcopy((ONE.data, TWO.data))
     ONE.aggregate(TWO)
-    assert (total(ONE), total(TWO)) == before
+    assert (ONE.data, TWO.data) == before
+
+
+def test_its_size_does_not_grow_with_what_happened() -> None:
+    many = KvferryStats()
+    for _ in range(100):
+        many = many.aggregate(ONE)
+    assert many.data["recvs"] == 100
+    assert len(msgspec.msgpack.encode(many.data)) <= len(msgspec.msgpack.encode(ONE.aggregate(TWO).data)) + 64
 
 
 def test_emptiness() -> None:
-    stats = KvferryStats()
-    assert stats.is_empty()
+    empty = KvferryStats()
+    assert empty.is_empty()
+    assert KvferryStats(stats.merge({}, {})).is_empty()
     assert not ONE.is_empty()
     assert not KvferryStats({"recv_failures": {"timeout": 1}}).is_empty()
-    copy = KvferryStats(dict(ONE.data))
-    copy.reset()
-    assert copy.is_empty()
+    assert not KvferryStats({"transfer_time": histogram("transfer_time", 0)}).is_empty()
+    again = KvferryStats(dict(ONE.data))
+    again.reset()
+    assert again.is_empty()
 
 
 def test_travels_as_plain_data() -> None:
@@ -95,15 +99,28 @@ def test_log_line() -> None:
     assert line["Failed (lease_expired)"] == 1
     assert line["MB received"] == 9
     assert line["Avg transfer time (ms)"] == 30
-    assert line["Max transfer time (ms)"] == 40
+    # 40 ms is in the bucket from 25 to 50 ms, the only value there of two: 90 % are at four fifths of its width.
+    assert line["P90 transfer time (ms)"] == 45
     assert line["Throughput (MB/s)"] == 150
     assert all(value == 0 for value in KvferryStats().reduce().values())
+    beyond = KvferryStats({"transfer_time": histogram("transfer_time", 99_000_000)})
+    assert beyond.reduce()["P90 transfer time (ms)"] == 30_000
 
 
 def test_beside_another_connectors_figures() -> None:
     left = MultiKVConnectorStats({"KvferryConnector": ONE})
     merged = left.aggregate(MultiKVConnectorStats({"KvferryConnector": TWO}))
     assert merged["KvferryConnector"].data["recvs"] == 2
+
+
+@pytest.mark.parametrize("key", ["transfer_time", "recv_bytes"])
+def test_observations_have_the_histogram_s_buckets_and_sum(key: str) -> None:
+    metric, draw = worker_metrics()[key], random.Random(7)
+    for count in (0, 1, 2, 50):
+        values = [int(2 ** draw.uniform(0, 45)) for _ in range(count)]
+        given = histogram(key, *values, *metric.bounds[:count])
+        chosen = [round(one * metric.divisor) for one in observations(metric, given)]
+        assert histogram(key, *chosen) == given
 
 
 def registered(registry: CollectorRegistry) -> KvferryPromMetrics:
@@ -123,23 +140,27 @@ def test_prometheus_metrics() -> None:
 
     def value(name: str, engine: str, **labels: str) -> float | None:
         labels = {"model_name": "m", "engine": engine, **labels}
-        found: float | None = registry.get_sample_value(f"vllm:kvferry_{name}", labels)
+        found: float | None = registry.get_sample_value(f"{PREFIX}{name}", labels)
         return found
 
+    causes = worker_metrics()["recv_failures"].causes
     assert value("recvs_total", "1") == 2
     assert value("recvs_total", "0") == 0
-    assert value("bytes_total", "1") == 18 * 2**20
+    assert value("bytes_total", "1") == 9 * 2**20
     assert value("sends_expired_total", "1") == 6
     assert value("recv_failures_total", "1", cause="lease_expired") == 1
-    assert [value("recv_failures_total", "0", cause=cause) for cause in CAUSES] == [0] * len(CAUSES)
+    assert [value("recv_failures_total", "0", cause=cause) for cause in causes] == [0] * len(causes)
     assert value("transfer_seconds_count", "1") == 2
     assert value("transfer_seconds_sum", "1") == pytest.approx(0.06)
+    assert [value("transfer_seconds_bucket", "1", le=le) for le in ("0.01", "0.025", "0.05", "+Inf")] == [0, 1, 2, 2]
     assert value("recv_bytes_sum", "1") == 9 * 2**20
+    assert value("leases", "1") == -3
+    metrics.observe({"leases": 5, "unknown of a later release": 7}, 1)
+    assert value("leases", "1") == 2
 
 
 def test_every_metric_has_a_help_text() -> None:
     registry = CollectorRegistry()
     registered(registry)
     families = {family.name: family.documentation for family in registry.collect()}
-    assert len(families) == len(COUNTERS) + len(SERIES) + 1
-    assert all(name.startswith("vllm:kvferry_") and text.endswith(".") for name, text in families.items())
+    assert families == {PREFIX + metric.name: metric.help for metric in worker_metrics().values()}

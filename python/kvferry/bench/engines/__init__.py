@@ -127,6 +127,8 @@ def make(setup: Setup, memory: Memory, starts: bool, other: int) -> Starter | Ot
         from . import agent as module
     elif name == "worker":
         from . import worker as module  # type: ignore[no-redef]
+    elif name == "counting":
+        from . import counting as module  # type: ignore[no-redef]
     elif name.startswith("behind"):
         from . import behind as module  # type: ignore[no-redef]
     elif name.startswith("nixl"):

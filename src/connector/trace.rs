@@ -1,0 +1,494 @@
+//! The trace of a run: the lives of requests as a file in Chrome's trace event format, which Perfetto and
+//! `chrome://tracing` open
+//! (<https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>).
+//!
+//! The ferry thread only hands over what happened; a thread of its own writes. The file is in the format's array form
+//! with a line per event and no closing bracket, which the format allows, so that it is whole after every line.
+
+use std::collections::VecDeque;
+use std::env;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use serde_json::{Value, json};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::time::Time;
+use crate::proto::worker::{Life, Receive};
+
+/// The environment variable that names the file where the configuration does not.
+const VARIABLE: &str = "KVFERRY_TRACE";
+/// Lives that wait for the writer; more are left out, and counted. About 4 MiB.
+const WAITING: usize = 8192;
+/// The longest text of a failure in the file, in bytes.
+const MAX_MESSAGE: usize = 500;
+/// Files that are tried for a name that is taken.
+const MAX_NUMBER: u32 = 9999;
+/// What is written at once, so that a file cut short ends with a whole line nearly always.
+const BATCH_BYTES: usize = 32 << 10;
+/// How long the end of a worker waits for the last lines to be written.
+const LAST_LINES: Duration = Duration::from_secs(1);
+
+/// The rows of a process in a viewer, where they are called threads.
+const RECVS: u32 = 1;
+const SENDS: u32 = 2;
+
+/// Whose trace it is.
+pub(super) struct Source {
+    pub(super) name: String,
+    pub(super) engine: EngineId,
+    pub(super) rank: RankId,
+    pub(super) incarnation: Incarnation,
+}
+
+/// A file that was made for a trace, before anything is known of whose it is.
+pub(super) struct TraceFile {
+    file: File,
+    path: PathBuf,
+}
+
+/// The ferry thread's end.
+pub(super) struct Tracer {
+    told: Option<SyncSender<Told>>,
+    left_out: Arc<AtomicU64>,
+    /// Never gets anything; disconnected when the writer has ended.
+    ended: Receiver<()>,
+    /// Microseconds since 1970 at the origin of the times told.
+    origin: u64,
+}
+
+struct Told {
+    life: Life,
+    /// When its report was given to the host.
+    reported: Time,
+    origin: u64,
+}
+
+impl TraceFile {
+    /// Makes the file that `configured` names, else the environment variable `KVFERRY_TRACE`; an empty text is none.
+    /// `%p` in it stands for the process id. A name that is taken gets a number: no file is ever written over.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`] when no file can be made there; [`ErrorKind::InvalidArgument`] for a variable that is no text.
+    pub(super) fn configured(configured: Option<&str>) -> Result<Option<TraceFile>> {
+        let (origin, pattern) = match configured {
+            Some(path) => ("trace", path.to_owned()),
+            None => match env::var(VARIABLE) {
+                Ok(path) => (VARIABLE, path),
+                Err(env::VarError::NotPresent) => return Ok(None),
+                Err(env::VarError::NotUnicode(bytes)) => {
+                    return Err(Error::invalid(format!(
+                        "{VARIABLE}={bytes:?} is no text in UTF-8; give a file's path"
+                    )));
+                }
+            },
+        };
+        if pattern.is_empty() {
+            return Ok(None);
+        }
+        let pattern = pattern.replace("%p", &process::id().to_string());
+        let (file, path) = create(Path::new(&pattern)).map_err(|e| {
+            let text = format!(
+                "{origin} {pattern:?}: no file can be made there ({e}); give the path of a file to be made in a folder \
+                 that exists and is writable"
+            );
+            Error::new(ErrorKind::Io, text)
+        })?;
+        log::info!("kvferry: the lives of requests are traced to {}", path.display());
+        Ok(Some(TraceFile { file, path }))
+    }
+
+    /// Starts the thread that writes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`] when the system refuses a thread.
+    pub(super) fn start(self, source: Source) -> Result<Tracer> {
+        let (told, tells) = sync_channel(WAITING);
+        let (alive, ended) = sync_channel(0);
+        let left_out = Arc::new(AtomicU64::new(0));
+        let writer = Writer { file: self.file, path: self.path, source, tells, left_out: Arc::clone(&left_out) };
+        std::thread::Builder::new()
+            .name("kvf-trace".to_owned())
+            .spawn(move || {
+                writer.run();
+                drop::<SyncSender<()>>(alive);
+            })
+            .map_err(|e| Error::new(ErrorKind::Io, format!("starting the thread that writes the trace: {e}")))?;
+        Ok(Tracer { told: Some(told), left_out, ended, origin: 0 })
+    }
+}
+
+/// A new file at `path`, or at the first of its numbered names that is free.
+fn create(path: &Path) -> io::Result<(File, PathBuf)> {
+    for number in 1..=MAX_NUMBER {
+        let candidate = if number == 1 { path.to_owned() } else { numbered(path, number) };
+        match OpenOptions::new().write(true).create_new(true).open(&candidate) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !candidate.is_dir() => {}
+            other => return other.map(|file| (file, candidate)),
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("it and {MAX_NUMBER} numbered names exist")))
+}
+
+/// `trace.json` becomes `trace.2.json`.
+fn numbered(path: &Path, number: u32) -> PathBuf {
+    let mut name = path.file_stem().unwrap_or_default().to_owned();
+    name.push(format!(".{number}"));
+    if let Some(extension) = path.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    path.with_file_name(name)
+}
+
+impl Tracer {
+    /// States which instant is the origin of the times to be told.
+    pub(super) fn set_origin(&mut self, epoch: Instant) {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.origin = u64::try_from((since_1970.saturating_sub(epoch.elapsed())).as_micros()).unwrap_or(0);
+    }
+
+    /// Hands over what happened. Never waits: while the disk does not keep up, lives are left out.
+    pub(super) fn tell(&self, life: Life, reported: Time) {
+        if let Some(told) = &self.told
+            && told.try_send(Told { life, reported, origin: self.origin }).is_err()
+        {
+            self.left_out.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        self.told = None;
+        // Ends when the writer is done, or when it takes too long: a disk that hangs must not hold up a shutdown.
+        let _ = self.ended.recv_timeout(LAST_LINES);
+    }
+}
+
+struct Writer {
+    file: File,
+    path: PathBuf,
+    source: Source,
+    tells: Receiver<Told>,
+    left_out: Arc<AtomicU64>,
+}
+
+impl Writer {
+    fn run(mut self) {
+        if let Err(e) = self.write() {
+            // What was torn cannot be mended: a line more would be lost with it.
+            log::warn!("kvferry: the trace {} cannot be written: {e}; it ends here", self.path.display());
+            while self.tells.recv().is_ok() {}
+        }
+    }
+
+    fn write(&mut self) -> io::Result<()> {
+        let mut out = Lines { pid: process::id(), text: b"[\n".to_vec() };
+        self.head(&mut out);
+        self.file.write_all(&out.take())?;
+        while let Ok(told) = self.tells.recv() {
+            let mut next = Some(told);
+            while let Some(told) = next {
+                self.event(&mut out, told);
+                if out.text.len() >= BATCH_BYTES {
+                    self.file.write_all(&out.take())?;
+                }
+                next = self.tells.try_recv().ok();
+            }
+            let left_out = self.left_out.swap(0, Ordering::Relaxed);
+            if left_out > 0 {
+                out.line("i", RECVS, None, json!({"name": "left out", "s": "p", "args": {"left_out": left_out}}));
+            }
+            self.file.write_all(&out.take())?;
+        }
+        Ok(())
+    }
+
+    fn head(&self, out: &mut Lines) {
+        let Source { name, engine, rank, incarnation } = &self.source;
+        out.line("M", 0, None, json!({"name": "process_name", "args": {"name": name}}));
+        let labels = format!("kvferry {}, rank {rank} of engine {engine}", env!("CARGO_PKG_VERSION"));
+        out.line("M", 0, None, json!({"name": "process_labels", "args": {"labels": labels}}));
+        let source = json!({
+            "engine": engine, "pp_rank": rank.pp, "tp_rank": rank.tp, "incarnation": incarnation.to_string(),
+            "version": env!("CARGO_PKG_VERSION"),
+        });
+        out.line("M", 0, None, json!({"name": "kvferry", "args": source}));
+        for (tid, name) in [(RECVS, "receives"), (SENDS, "sends")] {
+            out.line("M", tid, None, json!({"name": "thread_name", "args": {"name": name}}));
+        }
+    }
+
+    /// The name of a request's events in all files of all processes.
+    fn id(&self, what: impl std::fmt::Display) -> String {
+        format!("{}/{what}", self.source.incarnation)
+    }
+
+    fn event(&self, out: &mut Lines, told: Told) {
+        let Told { life, reported, origin } = told;
+        let at = |time: Time| Some(origin.saturating_add(time.0));
+        match life {
+            Life::RecvBegan { number, request, at: begin } => {
+                let event = json!({
+                    "cat": "recv", "id": self.id(number), "name": request.as_str(), "args": {"request": request},
+                });
+                out.line("b", RECVS, at(begin), event);
+            }
+            Life::RecvEnded { number, receive } => self.recv_ended(out, number, &receive, reported, origin),
+            Life::RecvGivenBack { number, request, at: end } => {
+                let args = json!({"outcome": "given_back"});
+                let event = json!({"cat": "recv", "id": self.id(number), "name": request.as_str(), "args": args});
+                out.line("e", RECVS, at(end), event);
+            }
+            Life::SendBegan { request, at: begin } => {
+                let id = self.id(format_args!("send/{request}"));
+                let event = json!({"cat": "send", "id": id, "name": request.as_str(), "args": {"request": request}});
+                out.line("b", SENDS, at(begin), event);
+            }
+            Life::SendEnded { request, at: end, how } => {
+                let id = self.id(format_args!("send/{request}"));
+                let args = json!({"outcome": how.name()});
+                out.line("e", SENDS, at(end), json!({"cat": "send", "id": id, "name": request.as_str(), "args": args}));
+            }
+        }
+    }
+
+    fn recv_ended(&self, out: &mut Lines, number: u64, receive: &Receive, reported: Time, origin: u64) {
+        let Receive {
+            engine,
+            known,
+            queued,
+            handshake,
+            planned,
+            posted,
+            all_posted,
+            last_byte,
+            confirmed,
+            over,
+            record,
+            message,
+        } = receive;
+        let id = self.id(number);
+        let at = |time: Time| Some(origin.saturating_add(time.0));
+        let mut stages = VecDeque::from([
+            ("held", Some(*known).filter(|known| known < queued), Some(*queued)),
+            ("queued", Some(*queued), planned.or(Some(*over))),
+            ("planned", *planned, *posted),
+            ("transfer", *posted, *last_byte),
+            ("confirm", *last_byte, *confirmed),
+            ("report", Some(*over), Some(reported)),
+        ]);
+        while let Some((name, begin, end)) = stages.pop_front() {
+            let (Some(begin), Some(end)) = (begin, end) else { continue };
+            out.line("b", RECVS, at(begin), json!({"cat": "recv", "id": id, "name": name}));
+            if name == "transfer"
+                && let Some(all_posted) = all_posted
+            {
+                out.line("b", RECVS, at(begin), json!({"cat": "recv", "id": id, "name": "posting"}));
+                out.line("e", RECVS, at(*all_posted), json!({"cat": "recv", "id": id, "name": "posting"}));
+            }
+            out.line("e", RECVS, at(end), json!({"cat": "recv", "id": id, "name": name}));
+        }
+        // It may have begun before, for another request, and last through several stages of this one.
+        if let Some((begin, connected)) = handshake {
+            let own = format!("{id}/handshake");
+            out.line("b", RECVS, at(*begin), json!({"cat": "handshake", "id": own, "name": "handshake"}));
+            let end = connected.unwrap_or(*over);
+            out.line("e", RECVS, at(end), json!({"cat": "handshake", "id": own, "name": "handshake"}));
+        }
+        let time = |time: Option<Time>| time.and_then(at);
+        let args = json!({
+            "outcome": record.cause.map_or("received", |cause| cause.name()),
+            "message": message.as_deref().map(shortened),
+            "remote_request": record.remote_request,
+            "engine": engine,
+            "bytes": record.bytes,
+            "blocks": record.blocks,
+            "operations": record.operations,
+            "known": at(*known),
+            "queued": at(*queued),
+            "handshake": time(handshake.map(|(begin, _)| begin)),
+            "connected": time(handshake.and_then(|(_, connected)| connected)),
+            "planned": time(*planned),
+            "posted": time(*posted),
+            "all_posted": time(*all_posted),
+            "last_byte": time(*last_byte),
+            "confirmed": time(*confirmed),
+            "reported": at(reported),
+        });
+        let event = json!({"cat": "recv", "id": id, "name": record.request.as_str(), "args": args});
+        out.line("e", RECVS, at(reported), event);
+    }
+}
+
+fn shortened(text: &str) -> &str {
+    let end = (0..=text.len().min(MAX_MESSAGE)).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    text.get(..end).unwrap_or("")
+}
+
+struct Lines {
+    pid: u32,
+    text: Vec<u8>,
+}
+
+impl Lines {
+    fn line(&mut self, phase: &str, tid: u32, ts: Option<u64>, mut event: Value) {
+        if let Value::Object(fields) = &mut event {
+            fields.insert("ph".to_owned(), phase.into());
+            fields.insert("pid".to_owned(), self.pid.into());
+            fields.insert("tid".to_owned(), tid.into());
+            if let Some(ts) = ts {
+                fields.insert("ts".to_owned(), ts.into());
+            }
+        }
+        self.text.extend(event.to_string().into_bytes());
+        self.text.extend(b",\n");
+    }
+
+    fn take(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.text)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::proto::ids::RequestId;
+    use crate::proto::wire::{Cause, RecvRecord};
+    use crate::proto::worker::LeaseEnd;
+
+    fn folder(name: &str) -> PathBuf {
+        let folder = env::temp_dir().join(format!("kvferry-trace-{name}-{}", process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    fn source() -> Source {
+        Source {
+            name: "a \"worker\"".to_owned(),
+            engine: EngineId::new("e").unwrap(),
+            rank: RankId { pp: 0, tp: 1 },
+            incarnation: Incarnation(7),
+        }
+    }
+
+    fn receive(request: &RequestId, cause: Option<Cause>) -> Life {
+        let record = RecvRecord {
+            request: request.clone(),
+            remote_request: RequestId::new("p").unwrap(),
+            blocks: 1,
+            bytes: 2,
+            operations: 3,
+            queued_us: 0,
+            transfer_us: 0,
+            confirm_us: 0,
+            cause,
+        };
+        Life::RecvEnded {
+            number: 4,
+            receive: Box::new(Receive {
+                engine: EngineId::new("far").unwrap(),
+                known: Time(10),
+                queued: Time(20),
+                handshake: Some((Time(10), Some(Time(30)))),
+                planned: Some(Time(30)),
+                posted: cause.is_none().then_some(Time(40)),
+                all_posted: cause.is_none().then_some(Time(45)),
+                last_byte: cause.is_none().then_some(Time(50)),
+                confirmed: cause.is_none().then_some(Time(60)),
+                over: Time(60),
+                record,
+                message: cause.map(|_| "why".repeat(1000)),
+            }),
+        }
+    }
+
+    /// The file's events; every line is one.
+    fn events(path: &Path) -> Vec<Value> {
+        let text = std::fs::read_to_string(path).unwrap();
+        let lines = text.strip_prefix("[\n").unwrap().lines();
+        lines.map(|line| serde_json::from_str(line.strip_suffix(',').unwrap()).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_name_that_is_taken_gets_a_number_and_a_folder_that_is_not_there_an_error() {
+        let folder = folder("names");
+        let pattern = folder.join("t-%p.json");
+        let first = TraceFile::configured(pattern.to_str()).unwrap().unwrap();
+        assert_eq!(first.path, folder.join(format!("t-{}.json", process::id())));
+        std::fs::write(&first.path, "another's").unwrap();
+        let second = TraceFile::configured(pattern.to_str()).unwrap().unwrap();
+        assert_eq!(second.path, folder.join(format!("t-{}.2.json", process::id())));
+        assert_eq!(std::fs::read_to_string(&first.path).unwrap(), "another's");
+        for bad in [folder.join("none/t.json"), folder.clone(), PathBuf::from("/proc/t.json")] {
+            let error = TraceFile::configured(bad.to_str()).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Io);
+            assert!(error.message().contains("trace") && error.message().contains("folder that exists"), "{error}");
+        }
+        assert!(TraceFile::configured(Some("")).unwrap().is_none());
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn what_the_writer_has_no_time_for_is_left_out_and_counted() {
+        let folder = folder("left-out");
+        let TraceFile { file, path } = TraceFile::configured(folder.join("t.json").to_str()).unwrap().unwrap();
+        let (told, tells) = sync_channel(2);
+        let (alive, ended) = sync_channel(0);
+        let left_out = Arc::new(AtomicU64::new(0));
+        let tracer = Tracer { told: Some(told), left_out: Arc::clone(&left_out), ended, origin: 0 };
+        let request = RequestId::new("r").unwrap();
+        for number in 0..5 {
+            tracer.tell(Life::RecvBegan { number, request: request.clone(), at: Time(number) }, Time(number));
+        }
+        assert_eq!(left_out.load(Ordering::Relaxed), 3);
+        drop::<SyncSender<()>>(alive);
+        drop(tracer);
+        Writer { file, path: path.clone(), source: source(), tells, left_out }.run();
+        let events = events(&path);
+        let counts: Vec<u64> = events.iter().filter_map(|e| e.pointer("/args/left_out")?.as_u64()).collect();
+        assert_eq!((events.iter().filter(|e| e.get("ph").unwrap() == "b").count(), counts), (2, vec![3]));
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn the_file_has_a_whole_life_in_whole_lines() {
+        let folder = folder("life");
+        let path = folder.join("t.json");
+        let mut tracer = TraceFile::configured(path.to_str()).unwrap().unwrap().start(source()).unwrap();
+        tracer.set_origin(Instant::now());
+        let name = RequestId::new("</script>\"\\ \u{1F600}").unwrap();
+        tracer.tell(Life::RecvBegan { number: 4, request: name.clone(), at: Time(10) }, Time(10));
+        tracer.tell(receive(&name, None), Time(70));
+        tracer.tell(receive(&name, Some(Cause::Timeout)), Time(70));
+        tracer.tell(Life::RecvGivenBack { number: 5, request: name.clone(), at: Time(80) }, Time(80));
+        tracer.tell(Life::SendBegan { request: name.clone(), at: Time(1) }, Time(1));
+        tracer.tell(Life::SendEnded { request: name.clone(), at: Time(9), how: LeaseEnd::Expired }, Time(9));
+        drop(tracer);
+        let events = events(&path);
+        let of = |phase: &str| events.iter().filter(|e| e.get("ph").unwrap() == phase).count();
+        assert_eq!(of("M"), 5);
+        // Began: the request, five stages and posting, the handshake; of the failed one two stages and the handshake.
+        assert_eq!((of("b"), of("e")), (1 + 7 + 1 + 3 + 1 + 1, 1 + 7 + 1 + 1 + 3 + 1 + 1 + 1));
+        let ends: Vec<&Value> = events.iter().filter_map(|e| e.get("args")?.get("outcome")).collect();
+        assert_eq!(ends, ["received", "timeout", "given_back", "expired"]);
+        let ended = events.iter().find(|e| e.pointer("/args/outcome").is_some()).unwrap();
+        assert_eq!(ended.get("name").unwrap().as_str(), Some(name.as_str()));
+        let args = ended.get("args").unwrap();
+        let span =
+            |from: &str, to: &str| args.get(to).unwrap().as_u64().unwrap() - args.get(from).unwrap().as_u64().unwrap();
+        assert_eq!((span("known", "queued"), span("posted", "last_byte"), span("queued", "reported")), (10, 10, 50));
+        let text = events.iter().find_map(|e| e.pointer("/args/message")?.as_str()).unwrap();
+        assert_eq!(text.len(), MAX_MESSAGE);
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+}

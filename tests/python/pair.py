@@ -1,0 +1,173 @@
+"""A producer in a process of its own and a consumer in the test's, each of one rank, for tests of what they tell."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from kvferry import Scheduler, Worker, stats
+from peer import GENEROUS, process, receive
+
+BLOCKS, TOKENS, CONTENT = 64, 16, 4096
+BLOCK = TOKENS * CONTENT
+"""Bytes: longer than what is gathered into messages, so that over shared memory they are copied by the kernel."""
+GROUPS = [{"kind": "full", "block_size": TOKENS}]
+
+
+def worker_of(engine: str, address: int, **more: object) -> Worker:
+    worker = Worker({"engine_id": engine, "transport": "tcp", "compat": [["model", "m"]], **more})
+    worker.register(address, BLOCKS * BLOCK)
+    area = {"layer": "l", "part": "kv", "group": 0, "region": 0, "offset": 0, "num_blocks": BLOCKS, "heads": 1}
+    area |= {"block_stride": BLOCK, "first_head": 0, "total_heads": 1, "head_stride": BLOCK, "tokens": TOKENS}
+    worker.set_geometry({"groups": GROUPS, "areas": [{**area, "token_stride": CONTENT, "content": CONTENT}]})
+    return worker
+
+
+def scheduler_of(engine: str, **more: object) -> Scheduler:
+    return Scheduler(
+        {"engine_id": engine, "groups": GROUPS, "null_block": None, "host": "127.0.0.1", "port": 0, **more}
+    )
+
+
+class Producer:
+    """The producer's process: grants what it is asked for, and damages itself when told to."""
+
+    def __init__(self, more: dict[str, object], lease_ms: int) -> None:
+        self.memory = mmap.mmap(-1, BLOCKS * BLOCK)
+        self.cache = np.frombuffer(self.memory, dtype=np.uint8)
+        self.worker = worker_of("prefill", self.cache.ctypes.data, **more)
+        self.scheduler = scheduler_of("prefill", lease_ms=lease_ms)
+        self.scheduler.serve({(0, 0): self.worker.metadata()})
+        self.changing = threading.Event()
+        self.steps()
+
+    def steps(self) -> None:
+        while self.scheduler.has_pending():
+            self.worker.submit(self.scheduler.step())
+
+    def grant(self, request: str, blocks: list[int]) -> Any:
+        wanted = {"do_remote_decode": True}
+        keep, params = self.scheduler.finished(request, wanted, "complete", [blocks], len(blocks) * TOKENS)
+        assert keep
+        self.steps()
+        return params
+
+    def sent(self) -> list[str]:
+        report = self.worker.poll()
+        if report is not None:
+            self.scheduler.report(report)
+        return [] if report is None else report["finished_sending"]
+
+    def figures(self) -> Any:
+        return {"labels": {"side": "prefill"}, "scheduler": self.scheduler.stats(), **self.worker.stats()}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def protect(self) -> None:
+        """Nobody may read the cache any more, the kernel included."""
+        result = ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.cache.ctypes.data), BLOCKS * BLOCK, 0)  # PROT_NONE
+        assert result == 0
+
+    def change(self) -> None:
+        """The cache changes all the time from now on."""
+
+        def run() -> None:
+            while not self.changing.wait(0):
+                self.cache += 1
+
+        threading.Thread(target=run, daemon=True).start()
+
+
+def produce(pipe: Connection, more: dict[str, object], lease_ms: int) -> None:
+    producer = Producer(more, lease_ms)
+    pipe.send("up")
+    while True:
+        order, arguments = pipe.recv()
+        if order == "end":
+            producer.changing.set()
+            producer.worker.shutdown()
+            producer.scheduler.shutdown()
+            return
+        pipe.send(getattr(producer, order)(*arguments))
+
+
+class Pair:
+    """A producer in a process of its own, and a consumer here."""
+
+    def __init__(
+        self, stack: ExitStack, lease_ms: int = 30_000, producer: Any = None, ends: int = 0, **consumer: object
+    ) -> None:
+        config = {"transport": consumer.get("transport", "tcp"), **(producer or {})}
+        self.pipe = stack.enter_context(process(produce, config, lease_ms, ends=ends))
+        assert receive(self.pipe) == "up"
+        self.cache = np.zeros(BLOCKS * BLOCK, dtype=np.uint8)
+        self.worker = stack.enter_context(worker_of("decode", self.cache.ctypes.data, **consumer))
+        self.scheduler = stack.enter_context(scheduler_of("decode"))
+        self.scheduler.set_engine({(0, 0): self.worker.metadata()})
+        self.count = 0
+        self.reported: dict[str, Any] = {}
+        stack.callback(self.end)
+
+    def ask(self, order: str, *arguments: object) -> Any:
+        self.pipe.send((order, arguments))
+        return receive(self.pipe)
+
+    def end(self) -> None:
+        try:
+            self.pipe.send(("end", ()))
+        except OSError:
+            pass  # It was killed by its test.
+
+    def grant(self, number: int = 4) -> tuple[str, Any]:
+        self.count += 1
+        return f"r{self.count}", self.ask("grant", f"p{self.count}", list(range(number)))
+
+    def load(self, request: str, params: Any, number: int = 4) -> None:
+        self.scheduler.arrived(request, params)
+        self.scheduler.allocated(request, params, [list(range(number))], number * TOKENS, number * TOKENS)
+        self.worker.submit(self.scheduler.step())
+
+    def over(self, request: str) -> str | None:
+        """The cause of a receive's failure, when it is over; None for one that succeeded."""
+        deadline = time.monotonic() + GENEROUS
+        while time.monotonic() < deadline:
+            report = self.worker.wait(1.0)
+            if report is None:
+                continue
+            self.reported = stats.merge(self.reported, report["stats"])
+            self.scheduler.report(report)
+            if request in report["finished_recving"]:
+                causes = {failure["request"]: failure["cause"] for failure in report["failed_recving"]}
+                return causes.get(request)
+        raise AssertionError(f"{request} is not over")
+
+    def hand_over(self, number: int = 4) -> str | None:
+        request, params = self.grant(number)
+        self.load(request, params, number)
+        return self.over(request)
+
+    def totals(self) -> dict[str, Any]:
+        totals: Any = self.worker.stats()["totals"]
+        return totals
+
+
+@contextmanager
+def pair(**options: Any) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(stack, **options)
+
+
+def until(what: str, enough: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + GENEROUS
+    while not enough():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)

@@ -1,0 +1,345 @@
+"""Traces of real hand-overs: the file, what `kvferry trace` says of it, and its page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import kvferry
+import pytest
+from browser import Page, browser, require_browser
+from kvferry import cli, trace
+from pair import BLOCK, BLOCKS, Pair, pair, until
+from peer import process
+
+HOSTILE = [
+    "</script><script>document.title='owned'</script>",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "\u2028 ${alert(1)} `x` \\u003c",
+    "$data $script ${digest}",
+    "&lt;b&gt; 'quoted' \"twice\" \U0001f600",
+]
+"""Names of requests that break out of a page which takes them for more than text."""
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "["
+    assert all(line.endswith(",") for line in lines[1:])
+    return [json.loads(line[:-1]) for line in lines[1:]]
+
+
+def traced(folder: Path, names: tuple[str, ...] = ("a", "b", "c")) -> list[Path]:
+    """The files of a producer and a consumer after hand-overs of these names, one that failed, and one that was given
+    back."""
+    with pair(trace=str(folder / "decode-%p.json"), producer={"trace": str(folder / "prefill-%p.json")}) as both:
+        for index, name in enumerate(names):
+            params = both.ask("grant", f"p-{name}", list(range(index + 1)))
+            both.load(name, params, index + 1)
+            assert both.over(name) is None
+        request, params = both.grant()
+        params["remote_block_ids"] = [[1, 2, 3, BLOCKS + 7]]
+        both.load(request, params)
+        assert both.over(request) == "invalid_request"
+        held, params = both.grant()
+        both.scheduler.arrived(held, params)
+        both.worker.submit(both.scheduler.step())
+        both.scheduler.finished(held, params, "aborted", [[]], 0)
+        both.worker.submit(both.scheduler.step())
+        sends = len(names) + 2
+        until(
+            "the producer knows",
+            lambda: sum(both.ask("figures")["totals"][f"sends_{how}"] for how in ("read", "released")) == sends,
+        )
+    files = sorted(folder.glob("*.json"))
+    assert len(files) == 2
+    assert files[0].name == f"decode-{os.getpid()}.json"
+    return files
+
+
+def test_the_file_is_a_trace_that_viewers_take(tmp_path: Path) -> None:
+    decode, prefill = traced(tmp_path)
+    for path in (decode, prefill):
+        # With the bracket that the format allows to be left out.
+        whole = json.loads(path.read_text(encoding="utf-8").rstrip(",\n") + "]")
+        assert whole == events_of(path)
+        names = {(event["name"], event["tid"]): event["args"] for event in whole if event["ph"] == "M"}
+        assert names["thread_name", 1] == {"name": "receives"}
+        assert names["process_name", 0]["name"].startswith("decode" if path is decode else "prefill")
+        for event in whole:
+            assert isinstance(event["pid"], int)
+            assert isinstance(event["tid"], int)
+            assert event["ph"] in ("M", "b", "e")
+            if event["ph"] != "M":
+                assert isinstance(event["ts"], int)
+                assert event["cat"] in ("recv", "send", "handshake")
+        # Slices of one id are nested: what is opened last is closed first.
+        open_slices: dict[tuple[str, str], list[str]] = {}
+        for event in sorted((e for e in whole if e["ph"] != "M"), key=lambda e: e["ts"]):
+            stack = open_slices.setdefault((event["cat"], event["id"]), [])
+            if event["ph"] == "b":
+                stack.append(event["name"])
+            else:
+                assert stack.pop() == event["name"]
+        assert not any(open_slices.values())
+
+
+def test_what_is_in_the_files_is_what_happened(tmp_path: Path) -> None:
+    files = traced(tmp_path)
+    read = trace.read(files)
+    assert [(process.engine, process.rank) for process in read.processes] == [
+        ("decode", "pp 0 tp 0"),
+        ("prefill", "pp 0 tp 0"),
+    ]
+    received = {one.request: one for one in read.receives if one.outcome == "received"}
+    assert sorted(received) == ["a", "b", "c"]
+    for blocks, name in enumerate("abc", 1):
+        one = received[name]
+        assert (one.blocks, one.bytes, one.engine, one.remote_request) == (
+            blocks,
+            blocks * BLOCK,
+            "prefill",
+            f"p-{name}",
+        )
+        order = [
+            one.moments[key] for key in ("known", "queued", "planned", "posted", "last_byte", "confirmed", "reported")
+        ]
+        assert order == sorted(order)
+        assert one.moments["posted"] <= one.moments["all_posted"] <= one.moments["last_byte"]
+    assert "handshake" in received["a"].moments
+    assert "handshake" not in received["c"].moments
+    summary = trace.summarize(read)
+    assert (summary["received"], summary["failed"], summary["given_back"], summary["unfinished"]) == (3, 1, 1, 0)
+    assert summary["sends"] == {"read": 3, "released": 2}
+    (failure,) = summary["failures"]
+    assert (failure["cause"], failure["count"]) == ("invalid_request", 1)
+    assert str(BLOCKS + 7) in failure["message"]
+    assert (summary["left_out"], summary["damaged"], summary["bytes"]) == (0, 0, 6 * BLOCK)
+    stages = {one["stage"]: one for one in summary["stages"]}
+    assert stages["transfer"]["count"] == stages["total"]["count"] == 3
+    assert 0 < stages["transfer"]["p50_ms"] <= stages["total"]["p50_ms"] <= stages["total"]["max_ms"]
+    assert summary["slowest"][0]["stages_ms"]["total"] == stages["total"]["max_ms"]
+
+
+def test_the_command_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(path) for path in traced(tmp_path)]
+    assert cli.main(["trace", *files, "--slowest", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "3 received, 1 failed, 1 given back, 0 without an end" in text
+    assert re.search(r"^transfer +3 ", text, re.MULTILINE)
+    assert re.search(r"invalid_request: 1; .*block", text)
+    assert "leases granted: 3 read, 2 released" in text
+    assert cli.main(["trace", *files, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == trace.summarize(trace.read(map(Path, files)))
+
+
+def test_a_terminal_is_given_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = traced(tmp_path, ("\x1b[2J\x07 wiped", "b"))
+    assert cli.main(["trace", *map(str, files)]) == 0
+    text = capsys.readouterr().out
+    assert "?[2J? wiped" in text
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+@pytest.mark.parametrize("text", ["", "nothing", "[\n", "[]", '{"traceEvents": []}', "\x00\xff", "[\n" + "[" * 100_000])
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "other.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trace", str(path)])
+    assert ended.value.code == 2
+    assert f"{path} is no trace of kvferry" in capsys.readouterr().err
+
+
+def test_places_that_cannot_be_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["trace", str(tmp_path / "none.json")])
+    assert "cannot be read: No such file" in capsys.readouterr().err
+    files = traced(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["trace", str(files[0]), "--html", str(tmp_path / "no" / "page.html")])
+    assert "--html" in capsys.readouterr().err
+    for bad in ("/no/such/folder/t.json", str(tmp_path), "/proc/none/t.json"):
+        with pytest.raises(kvferry.OsError, match=re.escape(bad)):
+            kvferry.Worker({"engine_id": "e", "transport": "tcp", "trace": bad})
+    with pytest.raises(kvferry.InvalidArgumentError, match="trace"):
+        kvferry.Worker({"engine_id": "e", "transport": "tcp", "trace": 7})
+
+
+def test_damaged_lines_cost_only_themselves(tmp_path: Path) -> None:
+    path = traced(tmp_path)[0]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    bad = ["garbage\n", '{"ph": "b"\n', "7,\n", '{"ph":"b","cat":"recv","id":3,"ts":1,"args":{"request":"x"}},\n']
+    bad += [
+        '{"ph":"e","cat":"recv","id":"x","ts":NaN,"args":{"outcome":"received"}},\n',
+        '{"ph":"i","name":"left out","args":{"left_out":5}},\n',
+    ]
+    path.write_text("".join([*lines[:6], *bad, *lines[6:], '{"ph":"b","cat":"recv","id":"to']), encoding="utf-8")
+    summary = trace.summarize(trace.read([path]))
+    assert (summary["received"], summary["damaged"], summary["left_out"]) == (3, 5, 5)
+
+
+def worker_until_killed(pipe: Any, path: str) -> None:
+    with ExitStack() as stack:
+        both = Pair(stack, trace=path)
+        for _ in range(3):
+            assert both.hand_over() is None
+        request, params = both.grant()
+        os.kill(both.ask("pid"), signal.SIGSTOP)
+        both.load(request, params)
+        until("the load is under way", lambda: both.worker.stats()["agent"]["transfers"] == 1)  # type: ignore[index]
+        pipe.send(os.getpid())
+        pipe.recv()
+
+
+def test_a_file_of_a_killed_process_still_loads(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with process(worker_until_killed, str(path), ends=-signal.SIGKILL) as pipe:
+        assert pipe.poll(60)
+        pid = pipe.recv()
+
+        def begun() -> bool:
+            return any(one.outcome is None for one in trace.read([path]).receives)
+
+        until("the last request's begin is written", begun)
+        os.kill(pid, signal.SIGKILL)
+    summary = trace.summarize(trace.read([path]))
+    assert (summary["received"], summary["unfinished"], summary["damaged"]) == (3, 1, 0)
+
+
+def test_no_process_writes_over_the_file_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "same.json"
+    path.write_text("precious", encoding="utf-8")
+    code = (
+        f"import kvferry; kvferry.Worker({{'engine_id': 'e', 'transport': 'tcp', 'trace': {str(path)!r}}}).shutdown()"
+    )
+    # By the environment too, where the configuration says nothing; an empty text in it means none.
+    other = "import kvferry; kvferry.Worker({'engine_id': 'e', 'transport': 'tcp'}).shutdown()"
+    none = "import kvferry; kvferry.Worker({'engine_id': 'e', 'transport': 'tcp', 'trace': ''}).shutdown()"
+    environment = {**os.environ, "KVFERRY_TRACE": str(path)}
+    for command in (code, code, other, none):
+        subprocess.run([sys.executable, "-c", command], check=True, timeout=60, env=environment)
+    assert path.read_text(encoding="utf-8") == "precious"
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "same.2.json",
+        "same.3.json",
+        "same.4.json",
+        "same.json",
+    ]
+    assert len(trace.read([tmp_path / f"same.{number}.json" for number in (2, 3, 4)]).processes) == 3
+
+
+# --- the page
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    require_browser()
+    with browser(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+def colours(page: Page) -> dict[str, int]:
+    """How many pixels of each colour the timeline has."""
+    counted: dict[str, int] = page.run(
+        """(() => {
+          const canvas = document.getElementById("timeline"), found = {};
+          const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+          for (let i = 0; i < data.length; i += 4) {
+            const name = "#" + [0, 1, 2].map((k) => data[i + k].toString(16).padStart(2, "0")).join("");
+            found[name] = (found[name] || 0) + 1;
+          }
+          return found;
+        })()"""
+    )
+    return counted
+
+
+def test_the_page_shows_the_run(opened: Page, tmp_path: Path) -> None:
+    files = traced(tmp_path)
+    html = tmp_path / "page.html"
+    assert cli.main(["trace", *map(str, files), "--html", str(html)]) == 0
+    opened.open(html)
+    assert opened.errors == []
+    assert opened.requests == [html.as_uri()]
+    tiles = opened.text("#tiles")
+    assert "3\nreceived" in tiles
+    assert "1\nfailed" in tiles
+    assert opened.text("#source").startswith(str(files[0]))
+    stages = opened.text("#stages")
+    for name in ("total", "handshake", "transfer", "confirm"):
+        assert re.search(rf"^{name}\b.*bytes|^{name}\b", stages, re.MULTILINE), stages
+    assert "invalid_request" in opened.text("#failures")
+    assert str(BLOCKS + 7) in opened.text("#failures")
+    assert opened.run("document.querySelectorAll('#slowest tbody tr').length") == 4
+    seen = colours(opened)
+    # The lease's, and the failed one's, which are the widest or have a row of their own.
+    assert seen.get("#8fb8d6", 0) > 50, seen
+    assert seen.get("#d55e00", 0) > 0, seen
+    # A row leads to its bar: now its transfer is wide enough to be seen, and its details stand below.
+    opened.run("[...document.querySelectorAll('#slowest tbody tr')].find((r) => r.cells[0].innerText === 'c').click()")
+    details = opened.text("#details")
+    assert "received" in details
+    assert "engine prefill, where it is p-c" in details
+    assert "192 KiB, 3 blocks" in details
+    assert colours(opened).get("#0072b2", 0) > 50
+    zoomed = opened.run("document.getElementById('details').innerText")
+    opened.run("document.getElementById('whole').click()")
+    assert opened.run("document.getElementById('details').innerText") == zoomed
+    assert opened.errors == []
+
+
+def test_the_mouse_finds_a_bar(opened: Page, tmp_path: Path) -> None:
+    html = tmp_path / "page.html"
+    assert cli.main(["trace", *map(str, traced(tmp_path)), "--html", str(html)]) == 0
+    opened.open(html)
+    opened.run("[...document.querySelectorAll('#slowest tbody tr')].find((r) => r.cells[0].innerText === 'a').click()")
+    box = opened.run(
+        "(({left, top, width}) => ({left, top, width}))(document.getElementById('timeline').getBoundingClientRect())"
+    )
+    # The bar of the request that was looked up spans the middle of the first row below the axis and the heading.
+    x, y = box["left"] + box["width"] / 2, box["top"] + 26 + 22 + 8
+    opened.mouse("mouseMoved", x, y)
+    assert "request: a" in opened.text("#tip")
+    before = colours(opened)
+    for _ in range(5):
+        opened.mouse("mouseWheel", x, y, deltaX=0, deltaY=-100)
+    assert colours(opened) != before
+    opened.run("document.getElementById('details').hidden = true")
+    opened.click(x, y)
+    assert opened.text("#details").startswith("a")
+    assert opened.errors == []
+
+
+def test_names_stay_text(opened: Page, tmp_path: Path) -> None:
+    files = traced(tmp_path, tuple(HOSTILE))
+    html = tmp_path / "page.html"
+    assert cli.main(["trace", *map(str, files), "--html", str(html)]) == 0
+    source = html.read_text(encoding="utf-8")
+    assert source.count("<script") == source.count("</script>") == 2
+    opened.open(html)
+    assert opened.run("document.title") == "kvferry trace"
+    shown = opened.run("[...document.querySelectorAll('#slowest tbody tr')].map((r) => r.cells[0].textContent)")
+    assert set(HOSTILE) <= set(shown)
+    assert opened.run("document.images.length + document.scripts.length") == 2
+    # What gets in all the same is not run.
+    opened.run("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"document.title=1\">')")
+    opened.run("new Promise((done) => setTimeout(done, 100))")
+    assert opened.run("document.title") == "kvferry trace"
+    opened.errors.clear()
+
+
+def test_a_page_of_nothing(opened: Page, tmp_path: Path) -> None:
+    kvferry.Worker({"engine_id": "e", "transport": "tcp", "trace": str(tmp_path / "t.json")}).shutdown()
+    html = tmp_path / "page.html"
+    assert cli.main(["trace", str(tmp_path / "t.json"), "--html", str(html)]) == 0
+    opened.open(html)
+    assert "0\nreceived" in opened.text("#tiles")
+    assert opened.errors == []
