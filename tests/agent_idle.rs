@@ -42,7 +42,8 @@ fn connected_idle_agents_use_no_processor_time() {
         let used = ticks("kvf-ferry") - before;
         let turns = a.agent.stats().unwrap().turns + b.agent.stats().unwrap().turns - turns;
         assert!(used <= 2, "{used} ticks, {turns} turns");
-        assert!(turns < 100, "{turns} turns in ten idle seconds");
+        // Up to some hundred in the spin after the last message; one that slept in steps of a millisecond would have 10,000.
+        assert!(turns < 1000, "{turns} turns in ten idle seconds");
         a.move_all(peer, Direction::Read, one());
         assert_same("still works", &a.contents(), &b.contents());
     }

@@ -64,7 +64,9 @@ class Told:
 
 
 BASE = {
-    name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "KVFERRY_UCX", "KVFERRY_KEY"))
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("UCX_", "KVFERRY_UCX_LIB", "KVFERRY_KEY_FILE"))
 }
 """Whatever the one who runs the tests has set for UCX."""
 
