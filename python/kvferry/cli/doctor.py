@@ -11,10 +11,11 @@ import textwrap
 from collections import Counter
 from typing import Any
 
+from .._errors import InvalidArgumentError, KvferryError
 from ..doctor import STATES, Finding, exit_code
 from ..doctor.examine import Asked, as_json, examine
 from ..doctor.peer import Asked as Peer
-from ..vllm.config import OptionError, parse_options
+from ..vllm.config import describe
 from .shapes import DTYPES, UsageError, engine, model, parse_engine
 from .table import columns
 
@@ -120,21 +121,33 @@ def asked_for(options: argparse.Namespace) -> Asked:
             raise UsageError(f"--config: {error}; expected a JSON map") from None
         if not isinstance(extra, dict):
             raise UsageError(f"--config: expected a JSON map, not {type(extra).__name__}")
-    try:
-        chosen = parse_options(extra, {})
-    except OptionError as error:
-        raise UsageError(f"--config: {error}") from None
-    wrong = ""
-    try:
-        chosen = parse_options(extra)
-    except OptionError as error:
-        wrong = str(error)
+    worker, scheduler, wrong = _chosen(extra)
     own = _own_side(options)
     peer = None
     if options.peer is not None:
         host, port = options.peer
         peer = Peer(host, port, own, not options.no_connect, options.timeout)
-    return Asked(chosen.worker, chosen.scheduler, wrong, not options.no_transfers, peer)
+    return Asked(worker, scheduler, wrong, not options.no_transfers, peer)
+
+
+def _chosen(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """What was given or the environment says, for the worker and for the scheduler, and what is wrong with the
+    environment."""
+    try:
+        settings = describe(extra)["settings"]
+    except InvalidArgumentError as error:
+        if "environment variable" not in str(error):
+            raise UsageError(f"--config: {error}") from None
+        return extra, extra, str(error)
+    except KvferryError:
+        # Without the library nothing can be checked, and there is a finding about that.
+        return extra, extra, ""
+    told = [setting for setting in settings if setting["source"] != "default"]
+    worker, scheduler = (
+        {setting["key"]: setting["value"] for setting in told if part in setting["parts"]}
+        for part in ("worker", "scheduler")
+    )
+    return worker, scheduler, ""
 
 
 def _own_side(options: argparse.Namespace) -> dict[str, Any] | None:
