@@ -21,10 +21,12 @@ VARIANTS = ("counting", "not counting", "not counting, again", "counting and tra
 
 @dataclass
 class Cost:
-    """Times of one work, in milliseconds, of each variant: all rounds, and the median of each sitting."""
+    """Times of one work, in milliseconds, of each variant: of all rounds, what of these was not the bytes' way, and the
+    median of each sitting."""
 
     work: Work
     rounds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
+    beside: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
     medians: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in VARIANTS})
 
     def ratio(self, variant: str) -> float:
@@ -55,8 +57,10 @@ def measure(transport: str, rounds: int, sittings: int) -> list[Cost]:
 def _add(cost: Cost, names: Sequence[str], samples: Samples) -> None:
     counted = samples.rounds[len(VARIANTS) :]
     for index, name in enumerate(names):
-        times = [one.took.seconds * 1e3 for one in counted if one.took.extra["variant"] == index]
+        taken = [one.took for one in counted if one.took.extra["variant"] == index]
+        times = [took.seconds * 1e3 for took in taken]
         cost.rounds[name] += times
+        cost.beside[name] += [took.extra["beside"] * 1e3 for took in taken]
         cost.medians[name].append(median(times))
 
 
@@ -66,10 +70,11 @@ def table(transport: str, costs: Sequence[Cost]) -> str:
     for cost in costs:
         for index, name in enumerate(VARIANTS):
             times = cost.rounds[name]
-            cells = (number(median(times), 4), number(percentile(times, 0.99)), f"{cost.ratio(name):.4f}")
+            beside = number(median(cost.beside[name]), 4)
+            cells = (number(median(times), 4), number(percentile(times, 0.99)), f"{cost.ratio(name):.4f}", beside)
             lines.append((cost.work.text if index == 0 else "", name, *cells))
     sittings, rounds = len(costs[0].medians[VARIANTS[0]]), len(costs[0].rounds[VARIANTS[0]])
-    head = ("", "", "median ms", "p99 ms", "by not counting")
+    head = ("", "", "median ms", "p99 ms", "by not counting", "beside the copy, ms")
     title = f"hand-overs between two workers, {transport}: {rounds} rounds in {sittings} sittings, in turns"
     return f"{title}\n{columns(head, lines, texts=2)}"
 
@@ -81,6 +86,7 @@ def summary(transport: str, costs: Sequence[Cost]) -> list[dict[str, object]]:
             "work": cost.work.text,
             "transport": transport,
             "ms": {name: median(cost.rounds[name]) for name in VARIANTS},
+            "beside_ms": {name: median(cost.beside[name]) for name in VARIANTS},
             "ratio": {name: cost.ratio(name) for name in VARIANTS},
         }
         for cost in costs

@@ -118,6 +118,9 @@ class Starter:
             reports.append(report)
             left -= set(report["finished_recving"])
         took = watch.took(caller)
+        # What the last receive took but for its bytes' way.
+        records = [record for report in reports for record in report["records"]]
+        took.extra["beside"] = took.seconds - max(record["transfer_us"] for record in records) / 1e6
         for report in reports:
             for failure in report["failed_recving"]:
                 raise RuntimeError(f"{failure['request']}: {failure['cause']}: {failure['message']}")
