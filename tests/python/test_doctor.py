@@ -336,7 +336,7 @@ def test_wrong_options(environment: dict[str, str], finding: tuple[str, str], wo
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--config '{\"prot\": 1}'", "did you mean 'port'"),
+        ("--config '{\"prot\": 1}'", 'did you mean "port"'),
         ("--config [1]", "expected a JSON map"),
         ("--peer 10.0.0.1", "HOST:PORT"),
         ("--peer 10.0.0.1:0", "HOST:PORT"),
