@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,13 +83,23 @@ class _Nixl:
         """The process's end gives everything back."""
 
 
+class Held(NamedTuple):
+    """What a process holds (bytes of memory of its own, open descriptors) and has used (processor seconds)."""
+
+    memory: float
+    descriptors: float
+    cpu_s: float
+
+
 class Idle(NamedTuple):
-    """Processor seconds of the one process over `seconds`, kvferry's and NIXL's (by `num_threads`)."""
+    """Processor seconds of the one process over `seconds`, kvferry's and NIXL's (by `num_threads`), and what each of
+    kvferry's peers costs it: memory and descriptors for as long as it is connected, processor time for connecting."""
 
     peers: int
     seconds: float
     ours: float
     nixl: dict[int, float]
+    each: Held
 
 
 def measure(transport: str, peers: int, seconds: float, peer: bool) -> Idle:
@@ -96,10 +107,13 @@ def measure(transport: str, peers: int, seconds: float, peer: bool) -> Idle:
     with ExitStack() as stack:
         others = stack.enter_context(Remote("peers", _Peers, transport, peers))
         one = stack.enter_context(Remote("the one agent", _One, transport))
-        one.ask("connect", others.ask("metadata"))
+        metadata = others.ask("metadata")
+        before = _held(one.pid)
+        one.ask("connect", metadata)
         heard = others.ask("connected")
         if heard != peers:
             raise TimeoutError(f"{heard} of {peers} connections were made within {_LIMIT_S:.0f} s")
+        each = Held(*((now - then) / peers for now, then in zip(_held(one.pid), before, strict=True)))
         ours = _cost(one.pid, seconds)
     nixl = {}
     for threads in NIXL_THREADS if peer else ():
@@ -110,7 +124,13 @@ def measure(transport: str, peers: int, seconds: float, peer: bool) -> Idle:
             first.ask("connect", second.ask("metadata"))
             second.pause()
             nixl[threads] = _cost(first.pid, seconds)
-    return Idle(peers, seconds, ours, nixl)
+    return Idle(peers, seconds, ours, nixl, each)
+
+
+def _held(pid: int) -> Held:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    (memory,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
+    return Held(memory, len(os.listdir(f"/proc/{pid}/fd")), cpu_of(pid))
 
 
 def _cost(pid: int, seconds: float) -> float:
@@ -136,5 +156,10 @@ def table(idle: Idle, transport: str) -> str:
     lines = [(f"kvferry, {idle.peers} peers", number(idle.ours * 1e3), number(idle.ours / idle.seconds))]
     for threads, cost in idle.nixl.items():
         lines.append((f"NIXL, num_threads {threads}, 1 peer", number(cost * 1e3), number(cost / idle.seconds)))
+    each = idle.each
+    under = (
+        f"each of kvferry's peers: {number(each.memory / 1024)} KiB, {number(each.descriptors)} descriptors, "
+        f"{number(each.cpu_s * 1e3)} ms of processor time to connect"
+    )
     title = f"idle for {idle.seconds:g} s, {transport}, {len(os.sched_getaffinity(0))} processors"
-    return f"{title}\n{columns(('', 'processor ms', 'cores'), lines)}"
+    return f"{title}\n{columns(('', 'processor ms', 'cores'), lines)}\n{under}"
