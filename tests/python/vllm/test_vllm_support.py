@@ -102,7 +102,7 @@ def test_foreign_handshake_metadata_names_the_cure() -> None:
     class Foreign(KVConnectorHandshakeMetadata):
         pass
 
-    options = parse_options({"host": "127.0.0.1", "port": 0}, {})
+    options = parse_options({"host": "127.0.0.1", "port": 0})
     side = SchedulerSide(engine(), groups(FullAttentionSpec(**SHAPE)), options)
     try:
         with pytest.raises(TypeError, match=r"rank \(0, 1\) sent .* Foreign, .* put KvferryConnector first"):
@@ -113,7 +113,7 @@ def test_foreign_handshake_metadata_names_the_cure() -> None:
 
 
 def test_an_engine_that_only_receives_hands_its_ranks_on() -> None:
-    side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}, {}))
+    side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
     with pytest.raises(kvferry.CorruptError, match="set_engine"):
         side.serve({(0, 0): KvferryHandshakeMetadata(b"no metadata")})
     side.shutdown()
@@ -128,7 +128,7 @@ def test_what_the_scheduler_is_told(prefix_caching: bool | None, monkeypatch: py
         prefix_caching=prefix_caching,
         parallel={"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
     )
-    SchedulerSide(config, groups(FullAttentionSpec(**SHAPE)), parse_options({}, {}))
+    SchedulerSide(config, groups(FullAttentionSpec(**SHAPE)), parse_options({}))
     share = {"token_ranks": 2, "token_rank": 0, "token_interleave": 1}
     assert told["groups"] == [{"kind": "full", "block_size": 16, **share}]
     assert (told["null_block"], told["reuses_blocks"]) == (0, bool(prefix_caching))
@@ -166,7 +166,7 @@ def test_what_engines_must_share_has_no_shape() -> None:
 
 
 def test_foreign_worker_metadata_is_refused() -> None:
-    side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}, {}))
+    side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
     output: Any = SimpleNamespace(kv_connector_worker_meta=7)
     with pytest.raises(TypeError, match="expected worker metadata of KvferryConnector, got int"):
         side.update(output)
@@ -174,7 +174,7 @@ def test_foreign_worker_metadata_is_refused() -> None:
 
 
 def test_a_step_without_work_is_empty() -> None:
-    side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}, {}))
+    side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
     assert not side.has_pending()
     step = side.build_step()
     assert step.step == b""
