@@ -66,7 +66,7 @@ def problems(wheel: Path, version: str) -> list[str]:
     parts = {component["name"] for component in bill["components"]}
     if missing := {"libzmq", "libc++", "rust-std", "snow", "zmq"} - parts:
         found.append(f"{sboms[0]} lacks {', '.join(sorted(missing))}")
-    if "file:" in sbom or "/home/" in sbom or "/root/" in sbom:
+    if "file:" in sbom or str(Path(__file__).resolve().parents[2]) in sbom:
         found.append(f"{sboms[0]} has paths of the machine that made it")
     return found
 

@@ -33,8 +33,8 @@ use crate::ucx::{MAX_PARTS, Part, Posted};
 pub(super) const CHUNK_BYTES: u64 = 512 << 10;
 /// Pieces in one chunk, so that a request of scattered tiny pieces stays under 64 KiB.
 pub(super) const CHUNK_PIECES: usize = 3000;
-/// Pieces that are at least this long on average are sent from where they are, shorter ones are gathered: each part costs
-/// the kernel and UCX about as much as copying 4 KiB.
+/// Pieces that are at least this long on average are sent from where they are, shorter ones are gathered: of those, the
+/// few parts that a message may have would make many small messages.
 pub(super) const PART_BYTES: u64 = 8 << 10;
 /// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only. With 1 MiB the socket runs dry while
 /// the next reply is made.
@@ -225,7 +225,7 @@ impl Engine {
     fn load(&self, request: &ReadRequest, spots: &[Spot], parts: bool) -> Result<Load> {
         let long = request.bytes >= PART_BYTES.saturating_mul(spots.len() as u64);
         let hosts = || spots.iter().all(|spot| spot.range.kind() == MemoryKind::Host);
-        if parts && long && spots.len() <= MAX_PARTS && hosts() {
+        if parts && long && (1..=MAX_PARTS).contains(&spots.len()) && hosts() {
             let regions = request.pieces.iter().map(|piece| piece.region).collect();
             let parts = request.pieces.iter().map(|piece| self.part_of(piece)).collect::<Option<_>>();
             let gone = || Error::new(ErrorKind::Internal, "a region that was found has no registration");

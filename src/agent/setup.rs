@@ -30,13 +30,13 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     //
     // With UCX's segments of 8 KiB, a message of a chunk goes over TCP in pieces that are put together again, at a third of
     // the speed. So a segment holds a whole one. UCX writes a segment that is longer than the receiver's over the
-    // receiver's memory; addresses of version 2 say how long the owner's are, and senders keep to that.
+    // receiver's memory; addresses of version 2 say how long the owner's are, and senders keep to that. Those with
+    // UCX's older protocols do not, so whoever sets PROTO_ENABLE keeps UCX's short segments, which fit everywhere.
     let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
-    //
     // With UCX's default of 6, a message of more parts is not sent from where they are. Two are UCX's headers.
     let parts = (MAX_PARTS + 2).to_string();
     let mut defaults = vec![("RCACHE_MAX_REGIONS", "1024"), ("TCP_MAX_IOV", &parts)];
-    if !is_set(config, "ADDRESS_VERSION") {
+    if !is_set(config, "ADDRESS_VERSION") && !is_set(config, "PROTO_ENABLE") {
         defaults.extend([("ADDRESS_VERSION", "v2"), ("TCP_TX_SEG_SIZE", &segment), ("TCP_RX_SEG_SIZE", &segment)]);
     }
     let if_known = defaults

@@ -398,20 +398,9 @@ impl Endpoint {
             |buffers, param| {
                 param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0;
                 param.memory_type = ucx_sys::UCS_MEMORY_TYPE_HOST;
-                let (header, header_length) = buffers.header;
                 let (data, length) = buffers.data;
                 // SAFETY: the endpoint is open; header and data are owned by the operation until UCX is done.
-                unsafe {
-                    self.core.api().ucp_am_send_nbx(
-                        ep,
-                        u32::from(id),
-                        header.cast(),
-                        header_length,
-                        data.cast(),
-                        length,
-                        param,
-                    )
-                }
+                unsafe { self.start_am(ep, id, buffers, (data.cast(), length), param) }
             },
         )
     }
@@ -448,22 +437,29 @@ impl Endpoint {
                 param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0 | ucx_sys::UCP_OP_ATTR_FIELD_DATATYPE.0;
                 param.memory_type = ucx_sys::UCS_MEMORY_TYPE_HOST;
                 param.datatype = u64::from(ucx_sys::UCP_DATATYPE_IOV.0);
-                let (header, header_length) = buffers.header;
                 let (iov, count) = buffers.iov;
                 // SAFETY: the endpoint is open; header, list and memory are held by the operation until UCX is done.
-                unsafe {
-                    self.core.api().ucp_am_send_nbx(
-                        ep,
-                        u32::from(id),
-                        header.cast(),
-                        header_length,
-                        iov.cast(),
-                        count,
-                        param,
-                    )
-                }
+                unsafe { self.start_am(ep, id, buffers, (iov.cast(), count), param) }
             },
         )
+    }
+
+    /// Hands a message to UCX: the header in `buffers`, and what `param` says that `data` is.
+    ///
+    /// # Safety
+    /// `ep` is open; the header, and `data` with all that it points to, stay until UCX is done with the operation.
+    unsafe fn start_am(
+        &self,
+        ep: ucp_ep_h,
+        id: u16,
+        buffers: &Buffers,
+        data: (*const c_void, usize),
+        param: &ucp_request_param_t,
+    ) -> ucs_status_ptr_t {
+        let (header, header_length) = buffers.header;
+        let api = self.core.api();
+        // SAFETY: promised by the caller.
+        unsafe { api.ucp_am_send_nbx(ep, u32::from(id), header.cast(), header_length, data.0, data.1, param) }
     }
 
     fn check_am(&self, header: &[u8]) -> Result<ucp_ep_h, UcxError> {

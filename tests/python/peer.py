@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 GENEROUS = 60.0
@@ -17,6 +21,21 @@ def receive(pipe: Connection) -> Any:
     if not pipe.poll(GENEROUS):
         raise AssertionError("the other process sent nothing")
     return pipe.recv()
+
+
+def _is_stopped(task: Path) -> bool:
+    # The state follows the name, which is in parentheses.
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def freeze(pid: int) -> None:
+    """The process does nothing from now on, and is not gone. Returns when all of its threads have stopped: on a busy
+    machine the first of them may take a while to see the signal, and until then the others go on."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + GENEROUS
+    while not all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} did not stop"
+        time.sleep(0.001)
 
 
 @contextmanager

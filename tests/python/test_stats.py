@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from kvferry import stats
 from pair import BLOCK, BLOCKS, Pair, pair, until
-from peer import GENEROUS
+from peer import GENEROUS, freeze
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -179,7 +179,7 @@ def test_failures_of_a_peer_that_stands_still_or_is_killed(cause: str) -> None:
         assert both.hand_over() is None
         request, params = both.grant()
         pid = both.ask("pid")
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         try:
             both.load(request, params)
             if cause == "peer_died":

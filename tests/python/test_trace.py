@@ -17,7 +17,7 @@ import pytest
 from browser import Page, browser, require_browser
 from kvferry import cli, trace
 from pair import BLOCK, BLOCKS, Pair, pair, until
-from peer import process
+from peer import freeze, process
 
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
@@ -192,7 +192,7 @@ def worker_until_killed(pipe: Any, path: str) -> None:
         for _ in range(3):
             assert both.hand_over() is None
         request, params = both.grant()
-        os.kill(both.ask("pid"), signal.SIGSTOP)
+        freeze(both.ask("pid"))
         both.load(request, params)
         until("the load is under way", lambda: both.worker.stats()["agent"]["transfers"] == 1)  # type: ignore[index]
         pipe.send(os.getpid())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from .._errors import KvferryError
@@ -13,6 +14,10 @@ from . import config, doctor, key, plan, trace
 
 BAD_INPUT, FAILED = 2, 1
 """Exit codes: what was asked for cannot be, and it was tried in vain."""
+
+
+_SIMPLE: dict[str, ModuleType] = {"config": config, "doctor": doctor, "key": key, "trace": trace}
+"""Commands whose only errors are their modules' `UsageError`."""
 
 
 class _Version(argparse.Action):
@@ -39,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan.add_arguments(plan_command)
-    config_command = commands.add_parser("config", help="show and check the configuration", description=config.__doc__)
-    config.add_arguments(config_command)
-    key_command = commands.add_parser("key", help="write a new key file", description=key.__doc__)
-    key.add_arguments(key_command)
+    config.add_arguments(
+        commands.add_parser("config", help="show and check the configuration", description=config.__doc__)
+    )
+    key.add_arguments(commands.add_parser("key", help="write a new key file", description=key.__doc__))
     doctor_command = commands.add_parser(
         "doctor",
         help="find what is in the way on this machine, and ask a running engine who it is",
@@ -65,26 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.command == "bench":
         return _bench(bench_command, options)
-    if options.command == "config":
+    if options.command in _SIMPLE:
+        command = commands.choices[options.command]
+        module = _SIMPLE[options.command]
         try:
-            return config.run(options)
-        except config.UsageError as error:
-            config_command.exit(BAD_INPUT, f"{config_command.prog}: error: {error}\n")
-    if options.command == "doctor":
-        try:
-            return doctor.run(options)
-        except doctor.UsageError as error:
-            doctor_command.error(str(error))
-    if options.command == "trace":
-        try:
-            return trace.run(options)
-        except trace.UsageError as error:
-            trace_command.exit(BAD_INPUT, f"{trace_command.prog}: error: {error}\n")
-    if options.command == "key":
-        try:
-            return key.run(options)
-        except key.UsageError as error:
-            key_command.error(str(error))
+            return int(module.run(options))
+        except module.UsageError as error:
+            command.exit(BAD_INPUT, f"{command.prog}: error: {error}\n")
     try:
         return plan.run(options)
     except plan.UsageError as error:

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from peer import freeze
+
 BLOCK = 16
 HEADS = 2
 HEAD_SIZE = 32
@@ -453,11 +455,6 @@ def _serve(pipe: Connection, settings: Settings) -> None:
         pipe.send(("error", traceback.format_exc()))
 
 
-def _is_stopped(task: Path) -> bool:
-    # The state follows the name, which is in parentheses.
-    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 class Remote:
     """An `Engine` in a process of its own; its methods are called by name."""
 
@@ -495,14 +492,8 @@ class Remote:
         return value
 
     def freeze(self) -> None:
-        """The engine does nothing, and is not gone. Returns when all of its threads have stopped: on a busy machine,
-        the first of them may take a while to see the signal."""
-        os.kill(self._pid, signal.SIGSTOP)
-        deadline = time.monotonic() + LIMIT
-        while not all(_is_stopped(task) for task in Path(f"/proc/{self._pid}/task").iterdir()):
-            if time.monotonic() > deadline:
-                raise TimeoutError("the engine did not stop")
-            time.sleep(0.001)
+        """The engine does nothing, and is not gone."""
+        freeze(self._pid)
 
     def thaw(self) -> None:
         """The engine goes on."""
