@@ -89,6 +89,19 @@ fn two_that_connect_to_each_other_at_once_have_one_connection() {
     }
 }
 
+/// UCX's transport `self` connects no two workers, so the rehearsal fails.
+#[test]
+fn an_agent_that_cannot_rehearse_starts_all_the_same() {
+    let mut config = config("a", Transport::Auto);
+    config.ucx.insert("TLS".to_owned(), "self".to_owned());
+    assert!(config.rehearse);
+    let a = Node::start(config, 1, &[8192, 8192]);
+    assert_eq!(a.agent.metadata().unwrap().regions.len(), 2);
+    let stats = a.agent.stats().unwrap();
+    assert_eq!((stats.regions, stats.endpoints, stats.messages_dropped), (2, 0, 0));
+    a.agent.shutdown(LIMIT).unwrap();
+}
+
 #[test]
 fn an_agent_can_be_its_own_peer() {
     for transport in TRANSPORTS {

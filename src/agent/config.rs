@@ -85,6 +85,9 @@ pub struct AgentConfig {
     /// were read, and fails with [`ErrorKind::DigestMismatch`](crate::ErrorKind::DigestMismatch) unless what arrived
     /// has the same one. For those who want proof of their fabric: both sides read all bytes once more. Default: no.
     pub verify: bool,
+    /// Whether the agent connects to a stand-in within its process at its start, so that first contact with a peer of this
+    /// host does not wait for UCX to weigh its protocols; the start takes some hundredths of a second longer. Default: yes.
+    pub rehearse: bool,
     /// Whether times of transfers are counted in histograms. Default: yes.
     pub telemetry: bool,
     /// Whether each connection is logged at level info, for owners that do not do so themselves. Default: yes.
@@ -109,6 +112,7 @@ impl Default for AgentConfig {
             spin: Duration::from_micros(300),
             send_queue_bytes: 64 << 20,
             verify: false,
+            rehearse: true,
             telemetry: true,
             tells_connections: true,
         }

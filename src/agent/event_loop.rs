@@ -8,6 +8,8 @@
 //!   millisecond, because some transports (CUDA IPC) do not wake the fd;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
+//!
+//! When UCX's event fd woke the thread in vain several times in a row, only changes of it count ([`Edges`]).
 
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -15,6 +17,7 @@ use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use super::config::AgentConfig;
+use super::edges::Edges;
 use super::ferry::{Engine, Ferry};
 use super::handle::{MakePassenger, Started};
 use super::passenger::Passenger;
@@ -33,6 +36,10 @@ const COMMANDS_PER_TURN: usize = 256;
 const BUSY_SLEEP: Duration = Duration::from_millis(1);
 /// How often sockets are looked at while the loop does not sleep.
 const LOOK_INTERVAL: Duration = Duration::from_micros(500);
+/// So many times in a row may UCX's event fd wake the thread in vain before only its changes do.
+const VAIN_WAKES: u32 = 4;
+/// The longest sleep while only changes of UCX's event fd wake, should UCX ever have news without one.
+const EDGE_SLEEP: Duration = Duration::from_millis(100);
 /// What UCX gets to end the last operations when a shutdown's time is already up.
 const LAST_CHANCE: Duration = Duration::from_millis(100);
 /// The step in which UCX is armed again after an error of arming, which no UCX is known to return.
@@ -49,15 +56,21 @@ pub(super) fn run(
     let engine = Engine::new(config, incarnation, shared)?;
     let started =
         Started { name: engine.config.name.clone(), incarnation, ucx: engine.context.library().info().to_string() };
+    let edges = Edges::of(engine.worker.event_fd())?;
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
-    let ferry = Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now };
+    let ferry =
+        Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now, edges, vain: 0 };
     // The starter waits for it.
     let _ = up.send(started);
     ferry.run()
 }
 
 struct Loop {
+    /// Of the event fd of the engine's worker; closed before that.
+    edges: Edges,
+    /// How often the event fd woke the thread since there was any progress.
+    vain: u32,
     engine: Engine,
     passenger: Option<Box<dyn Passenger>>,
     shared: Arc<Shared>,
@@ -101,6 +114,7 @@ impl Loop {
             if any {
                 // Posting has taken its time.
                 self.progressed_at = Instant::now();
+                self.vain = 0;
             }
             woken = self.wait(any, wish);
         }
@@ -167,10 +181,11 @@ impl Loop {
                 now.checked_add(ARM_RETRY)
             }
         };
+        let edges = (self.vain >= VAIN_WAKES).then(|| now + EDGE_SLEEP);
         let busy = (self.engine.worker.in_flight() > 0 || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
         let engine = &self.engine;
         let timers =
-            [limit, busy, wish, engine.peers.deadline(), engine.transfers.deadline(), engine.leaving.deadline()];
+            [limit, busy, edges, wish, engine.peers.deadline(), engine.transfers.deadline(), engine.leaving.deadline()];
         self.engine.stats.sleeps += 1;
         self.sleep(timers.into_iter().flatten().min(), now)
     }
@@ -184,8 +199,10 @@ impl Loop {
                 .unwrap_or(i64::MAX)
                 .min(3_600_000),
         };
+        let news = self.vain >= VAIN_WAKES;
+        let event_fd = if news { self.edges.fd() } else { self.engine.worker.event_fd().as_raw_fd() };
         let mut items = vec![
-            zmq::PollItem::from_fd(self.engine.worker.event_fd().as_raw_fd(), zmq::POLLIN),
+            zmq::PollItem::from_fd(event_fd, zmq::POLLIN),
             zmq::PollItem::from_fd(self.shared.waker.fd(), zmq::POLLIN),
         ];
         if let Some(passenger) = &self.passenger {
@@ -201,8 +218,15 @@ impl Loop {
             }
             return true;
         }
-        // All but UCX's own descriptor, whose news become events.
-        items.iter().skip(1).any(|item| item.get_revents() != zmq::PollEvents::empty())
+        let mut ready = items.iter().map(|item| item.get_revents() != zmq::PollEvents::empty());
+        // UCX's own descriptor, whose news become events.
+        if ready.next() == Some(true) {
+            self.vain = self.vain.saturating_add(1);
+            if news {
+                self.edges.clear();
+            }
+        }
+        ready.any(|is_ready| is_ready)
     }
 
     fn begin_shutdown(&mut self, deadline: Instant, now: Instant) {

@@ -17,6 +17,7 @@ use super::ids::{PeerId, RegionId, TransferId};
 use super::operations::Operations;
 use super::peers::Peers;
 use super::registry::Registry;
+use super::rehearsal::rehearse;
 use super::route::Route;
 use super::sealed::Secrets;
 use super::setup;
@@ -85,6 +86,9 @@ impl Engine {
         // What comes sealed must be opened first.
         let sink = (!secrets.is_keyed()).then(|| Rc::new(Placer(Rc::clone(&chunks))) as Rc<dyn MessageSink>);
         worker.accept_messages(AM_ID, sink).map_err(ucx_error)?;
+        if config.rehearse {
+            rehearse(&config.name, &worker);
+        }
         let address = worker.address().map_err(ucx_error)?;
         let witness = Witness::new(incarnation.0);
         Ok(Engine {

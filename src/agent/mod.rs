@@ -38,6 +38,7 @@
 
 mod chunks;
 mod config;
+mod edges;
 mod event;
 mod event_loop;
 mod farewell;
@@ -57,6 +58,7 @@ mod passenger;
 mod paths;
 mod peers;
 mod registry;
+mod rehearsal;
 mod route;
 mod sealed;
 mod served;

@@ -296,6 +296,8 @@ impl Engine {
         let endpoint = self.worker.connect(address, &options).map_err(|e| {
             ucx_error(e).context(format!("connecting to agent {name} (is it running, and the network open?)"))
         })?;
+        // UCX takes a millisecond for it. Who connects to many ranks would leave the first without an answer as long.
+        self.worker.progress();
         let connection = getrandom::u64()
             .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random connection number: {e}")))?;
         Ok(Peer {

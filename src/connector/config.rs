@@ -85,6 +85,9 @@ pub struct WorkerConfig {
     pub verify: bool,
     /// A file that gets one JSON line per finished receive, appended; None or an empty text means none.
     pub request_log: Option<String>,
+    /// Whether the agent connects to a stand-in within its process at its start: see
+    /// [`AgentConfig`](crate::agent::AgentConfig). Default: yes.
+    pub rehearse: bool,
     /// Whether anything is counted: without it, reports have no stats and totals stay at zero.
     pub telemetry: bool,
     /// A file to be made for a trace of the lives of requests, in Chrome's trace event format; `%p` stands for the
@@ -119,6 +122,7 @@ impl WorkerConfig {
             peer_ttl_ms: 600_000,
             verify: false,
             request_log: None,
+            rehearse: true,
             telemetry: true,
             trace: None,
         }

@@ -148,6 +148,7 @@ pub(super) struct Config {
     spin_us: Option<u64>,
     send_queue_bytes: Option<u64>,
     verify: Option<bool>,
+    rehearse: Option<bool>,
     telemetry: Option<bool>,
 }
 
@@ -173,6 +174,7 @@ impl Config {
         set(&mut config.spin, self.spin_us.map(Duration::from_micros));
         set(&mut config.send_queue_bytes, self.send_queue_bytes);
         set(&mut config.verify, self.verify);
+        set(&mut config.rehearse, self.rehearse);
         set(&mut config.telemetry, self.telemetry);
         config.validate()?;
         Ok(config)

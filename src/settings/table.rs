@@ -90,6 +90,9 @@ pub const TABLE: &[Setting] = &[
          more."),
     row(Operator, "request_log", &[Worker], Path, "", Absent("no log"),
         "File that gets one JSON line per finished receive and rank, appended."),
+    row(Operator, "rehearse", &[Agent, Worker], Flag, "", Is(true),
+        "Connect to a stand-in within the process at the start, so that first contact with a peer of this host does not wait \
+         for UCX to weigh its protocols."),
     row(Operator, "telemetry", &[Agent, Worker], Flag, "", Is(true),
         "Whether anything is counted, for vLLM's log line and metrics and for the stats of hosts."),
     late(row(Operator, "trace", &[Worker], Path, "", Absent("no trace"),
