@@ -527,6 +527,11 @@ int32_t kvf_worker_push_metadata(struct kvf_worker *worker,
 // Hands over one step, as kvf_scheduler_step made it, and returns at once.
 int32_t kvf_worker_submit(struct kvf_worker *worker, const uint8_t *step, size_t step_len);
 
+// Where the worker tells that kvf_worker_poll has something: the byte at `*out` is not 0 then. A look at it is no call. It
+// may be read at any time and from any thread until the worker is freed.
+int32_t kvf_worker_news(struct kvf_worker *worker,
+                        const uint8_t **out);
+
 // What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
 int32_t kvf_worker_poll(struct kvf_worker *worker, struct kvf_buffer *out);
 

@@ -221,10 +221,13 @@ class Handle:
         self.noun = noun
         self.pointer = pointer
         self.owners: dict[int, object] = {}
-        self._lock = threading.Lock()
+        self.news: Any = None
+        """Of a worker: the byte that tells whether a poll has something. To be read while `lock` is held and `pointer`
+        is not None."""
+        self.lock = threading.Lock()
 
     def free(self) -> None:
-        with self._lock:
+        with self.lock:
             pointer = self.pointer
             if pointer is None:
                 return
@@ -504,7 +507,11 @@ def listener_address(listener: Handle) -> tuple[str, int]:
 
 
 def worker_start(config: bytes) -> Handle:
-    return _start("worker", config)
+    worker = _start("worker", config)
+    out = _new("uint8_t **")
+    _call("kvf_worker_news", worker.get(), out)
+    worker.news = out[0]
+    return worker
 
 
 def worker_register(worker: Handle, address: int, nbytes: int, kind: str, device: int) -> int:
@@ -537,6 +544,10 @@ def worker_submit(worker: Handle, step: bytes) -> None:
 
 
 def worker_poll(worker: Handle) -> bytes | None:
+    # Most polls find nothing, and a look costs less than a call. Nobody frees the worker meanwhile.
+    with worker.lock:
+        if worker.pointer is not None and not worker.news[0]:
+            return None
     return _bytes_from("kvf_worker_poll", worker.get()) or None
 
 

@@ -7,8 +7,9 @@ use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use super::trace::Tracer;
+use crate::error::Result;
 use crate::proto::stats::Stats;
-use crate::proto::wire::{RankMetadata, WorkerReport};
+use crate::proto::wire::{Message, RankMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard};
 
@@ -28,7 +29,7 @@ pub(super) enum Command {
 #[derive(Default)]
 pub(super) struct Shared {
     commands: Mutex<VecDeque<Command>>,
-    report: Mutex<Option<WorkerReport>>,
+    report: Mutex<Option<Held>>,
     arrived: Condvar,
     /// Whether `report` holds one, so that polling without one costs a load.
     has_report: AtomicBool,
@@ -36,6 +37,19 @@ pub(super) struct Shared {
     gone: AtomicBool,
     pub(super) malformed_steps: AtomicU64,
     pub(super) malformed_messages: AtomicU64,
+}
+
+/// A report that waits to be polled.
+struct Held {
+    report: WorkerReport,
+    /// It, encoded by the passenger: the engine's thread, which polls, has less time. Not for one that was added to.
+    encoded: Option<Vec<u8>>,
+}
+
+impl Held {
+    fn into_bytes(self) -> Result<Vec<u8>> {
+        self.encoded.map_or_else(|| self.report.to_bytes(), Ok)
+    }
 }
 
 /// What the passenger counts.
@@ -73,10 +87,15 @@ impl Shared {
     }
 
     pub(super) fn publish(&self, report: WorkerReport) {
+        // Whether there is an earlier one may have changed when the lock is taken: then this was for nothing.
+        let encoded = if self.has_report.load(Ordering::Acquire) { None } else { report.to_bytes().ok() };
         let mut slot = lock(&self.report);
         match slot.as_mut() {
-            Some(earlier) => append(earlier, report),
-            None => *slot = Some(report),
+            Some(earlier) => {
+                append(&mut earlier.report, report);
+                earlier.encoded = None;
+            }
+            None => *slot = Some(Held { report, encoded }),
         }
         self.has_report.store(true, Ordering::Release);
         drop(slot);
@@ -84,12 +103,26 @@ impl Shared {
     }
 
     pub(super) fn take_report(&self) -> Option<WorkerReport> {
+        self.take().map(|held| held.report)
+    }
+
+    /// As `take_report`, encoded.
+    pub(super) fn take_encoded(&self) -> Option<Result<Vec<u8>>> {
+        self.take().map(Held::into_bytes)
+    }
+
+    fn take(&self) -> Option<Held> {
         if !self.has_report.load(Ordering::Acquire) {
             return None;
         }
         let mut slot = lock(&self.report);
         self.has_report.store(false, Ordering::Release);
         slot.take()
+    }
+
+    /// Where `has_report` is, as a byte.
+    pub(super) fn news(&self) -> *const u8 {
+        std::ptr::from_ref(&self.has_report).cast()
     }
 
     /// As `take_report`, but waits for one for at most `timeout`, unless none can come.
@@ -99,7 +132,7 @@ impl Shared {
         loop {
             if slot.is_some() || self.is_gone() {
                 self.has_report.store(false, Ordering::Release);
-                return slot.take();
+                return slot.take().map(|held| held.report);
             }
             let left = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero())?;
             slot = self.arrived.wait_timeout(slot, left).map_or_else(|e| e.into_inner().0, |(slot, _)| slot);

@@ -193,7 +193,8 @@ impl Worker {
             if StepMetadata::from_bytes(&step)?.is_empty() {
                 return Ok(());
             }
-        } else {
+        } else if !wire::begins_as::<StepMetadata>(&step) {
+            // For the error.
             wire::decode::<IgnoredAny>(StepMetadata::KIND, &step, StepMetadata::MAX_BYTES)?;
         }
         self.shared.push(Command::Step(step));
@@ -204,6 +205,20 @@ impl Worker {
     /// What happened since the last call, if anything did. Never waits; without news it costs one atomic load.
     pub fn poll(&self) -> Option<WorkerReport> {
         self.shared.take_report()
+    }
+
+    /// As [`Worker::poll`], encoded.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exhausted`] when the report is too large for a message.
+    pub fn poll_encoded(&self) -> Option<Result<Vec<u8>>> {
+        self.shared.take_encoded()
+    }
+
+    /// Where to see whether [`Worker::poll`] has something, for callers that look often: the byte there is not 0 then. It
+    /// lives as long as the worker.
+    pub fn news(&self) -> *const u8 {
+        self.shared.news()
     }
 
     /// As [`Worker::poll`], but waits for news for at most `timeout`; returns at once when none can come any more.

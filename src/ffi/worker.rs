@@ -183,6 +183,21 @@ pub unsafe extern "C" fn kvf_worker_submit(worker: *mut kvf_worker, step: *const
     })
 }
 
+/// Where the worker tells that kvf_worker_poll has something: the byte at `*out` is not 0 then. A look at it is no call. It
+/// may be read at any time and from any thread until the worker is freed.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_news(worker: *mut kvf_worker, out: *mut *const u8) -> i32 {
+    boundary!(kvf_worker_news, {
+        // SAFETY: the caller's promise for out-parameters.
+        let out = unsafe { Out::new(out, "out")? };
+        out.write(handle::get::<Worker>(worker)?.news());
+        Ok(())
+    })
+}
+
 /// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
 ///
 /// # Safety
@@ -191,7 +206,7 @@ pub unsafe extern "C" fn kvf_worker_submit(worker: *mut kvf_worker, step: *const
 pub unsafe extern "C" fn kvf_worker_poll(worker: *mut kvf_worker, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_worker_poll, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.poll())) }
+        unsafe { fill(out, || handle::get::<Worker>(worker)?.poll_encoded().unwrap_or_else(|| Ok(Vec::new()))) }
     })
 }
 

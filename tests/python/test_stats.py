@@ -15,7 +15,7 @@ from typing import Any
 import kvferry
 import numpy as np
 import pytest
-from kvferry import stats
+from kvferry import ShutDownError, stats
 from pair import BLOCK, BLOCKS, Pair, pair, until
 from peer import GENEROUS, freeze
 from prometheus_client import Metric
@@ -213,6 +213,22 @@ def test_a_digest_that_differs() -> None:
             assert time.monotonic() < deadline, "no digest ever differed"
         assert cause == "digest_mismatch"
         failed(both, "digest_mismatch")
+
+
+def test_a_poll_sees_the_news_and_no_more_after_the_end() -> None:
+    with pair() as both:
+        news = both.worker._handle.news
+        until("nothing is new", lambda: both.worker.poll() is None and news[0] == 0)
+        request, params = both.grant()
+        both.load(request, params)
+        until("there is news", lambda: news[0] != 0)
+        found = both.worker.poll()
+        assert found is not None
+        assert request in found["finished_recving"] or both.over(request) is None
+        until("all is polled", lambda: both.worker.poll() is None and news[0] == 0)
+        both.worker.shutdown()
+        with pytest.raises(ShutDownError):
+            both.worker.poll()
 
 
 # --- the documentation

@@ -43,6 +43,14 @@ pub fn encode<T: Serialize>(kind: &str, body: &T) -> Result<Vec<u8>> {
         .map_err(|e| Error::new(ErrorKind::Internal, format!("encoding a {kind} message: {e}")))
 }
 
+/// Whether `bytes` are not too many and begin as [`encode`] begins a message of this kind. The body is not looked at.
+pub(crate) fn begins_as<M: super::Message>(bytes: &[u8]) -> bool {
+    // The body comes last; without content it is one byte.
+    let Ok(empty) = encode(M::KIND, &()) else { return false };
+    let head = empty.split_last().map_or(&[][..], |(_, head)| head);
+    bytes.len() <= M::MAX_BYTES && bytes.starts_with(head)
+}
+
 /// Decodes a message of `kind` of at most `max_bytes`. Errors: [`ErrorKind::Corrupt`] for what is not ours or is
 /// damaged, [`ErrorKind::VersionMismatch`] for another version, [`ErrorKind::Exhausted`] for one over the limit.
 pub fn decode<T: DeserializeOwned>(kind: &str, bytes: &[u8], max_bytes: usize) -> Result<T> {
@@ -79,4 +87,29 @@ pub fn decode<T: DeserializeOwned>(kind: &str, bytes: &[u8], max_bytes: usize) -
     let message: In<T> =
         rmp_serde::from_slice(bytes).map_err(|e| Error::corrupt(format!("damaged {kind} message: {e}")))?;
     Ok(message.body)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::proto::wire::{Message, StepMetadata, WorkerReport};
+
+    #[test]
+    fn the_beginning_tells_kind_and_version() {
+        let step = StepMetadata::default().to_bytes().unwrap();
+        assert!(begins_as::<StepMetadata>(&step));
+        assert!(!begins_as::<WorkerReport>(&step));
+        // The body is not looked at, what is before it is, whole.
+        let body = step.windows(5).position(|bytes| bytes == b"\xa4body").unwrap() + 5;
+        for len in 0..=step.len() {
+            assert_eq!(begins_as::<StepMetadata>(step.get(..len).unwrap()), len >= body, "{len} of {}", step.len());
+        }
+        let other = encode(StepMetadata::KIND, &"anything").unwrap();
+        assert!(begins_as::<StepMetadata>(&other));
+        let version = other.windows(1).position(|byte| byte == [VERSION as u8]).unwrap();
+        let mut newer = other.clone();
+        *newer.get_mut(version).unwrap() += 1;
+        assert!(!begins_as::<StepMetadata>(&newer));
+    }
 }

@@ -19,6 +19,7 @@ mod step;
 pub use batch::ReportBatch;
 pub(crate) use batch::requests;
 pub use blocks::Blocks;
+pub(crate) use codec::begins_as;
 pub use codec::{MAX_DEPTH, VERSION, decode, encode};
 pub use handshake::{HandshakeReply, HandshakeRequest, RankBlob, RefusalCode};
 pub use message::{Message, kind};

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from ... import Scheduler, Worker
+from ...worker import decode_report
 from ..memory import Memory
 from . import CallerClock, Setup, Stopwatch, Took, transport_of
 
@@ -105,8 +106,10 @@ class Starter:
         while left:
             if self._poll_s:
                 time.sleep(self._poll_s)
+                # As a connector does: decoding is for the scheduler side, elsewhere.
                 with caller:
-                    report = worker.poll()
+                    encoded = worker.poll_encoded()
+                report = None if encoded is None else decode_report(encoded)
             else:
                 before = time.thread_time()
                 report = worker.wait(_LIMIT_S)
