@@ -4,7 +4,7 @@
 
 mod agent_support;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use agent_support::child::{Remote, serve};
 use agent_support::{LIMIT, Node, TRANSPORTS, assert_same, config, model, pattern_bytes, plan, until};
@@ -148,6 +148,26 @@ fn a_killed_peer_fails_its_transfers_and_its_successor_works() {
         assert_same("after", &a.contents(), &[pattern_bytes(3, 8 << 20)]);
         assert_eq!(c.ask("end"), "ended");
     }
+}
+
+/// The peer is stopped before it is met. UCX's event fd is readable all the time then, for nothing.
+#[test]
+fn a_peer_that_does_not_answer_keeps_the_thread_asleep() {
+    let settings = AgentConfig { connect_timeout: LIMIT, ..config("a", Transport::Tcp) };
+    let mut a = Node::start(settings, 1, &[64 << 10]);
+    let b = Remote::spawn(Transport::Tcp, 2, &[64 << 10]);
+    b.signal("STOP");
+    let peer = a.connect(&b.metadata);
+    let (begun, before) = (Instant::now(), a.agent.stats().unwrap().turns);
+    std::thread::sleep(Duration::from_secs(2));
+    let turns = a.agent.stats().unwrap().turns - before;
+    // While the hello is on its way, the thread sleeps in steps of a millisecond.
+    let steps = u64::try_from(begun.elapsed().as_millis()).unwrap();
+    assert!(turns < 500 + 2 * steps, "{turns} turns in {steps} ms");
+    b.signal("CONT");
+    a.wait_connected();
+    a.move_all(peer, Direction::Read, plan(0, 0, 64 << 10, 64 << 10, vec![0], vec![0]));
+    assert_same("after", &a.contents(), &[pattern_bytes(2, 64 << 10)]);
 }
 
 /// The peer stops (SIGSTOP) instead of dying: nothing notices, and only force ends the operations in flight.
