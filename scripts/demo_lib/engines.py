@@ -37,9 +37,6 @@ def memory_gib(shape: Shape) -> float:
 def server_environment(scripts: Path, deps: Path) -> dict[str, str]:
     """The environment of a server on this machine: no hub, no network but loopback, one thread for each model."""
     environment = dict(os.environ)
-    # Byte code from an earlier start halves the time of the next one.
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    environment["PYTHONPYCACHEPREFIX"] = str(deps / "pycache")
     environment["PYTHONPATH"] = _own_path(scripts)
     environment.update(
         HF_HUB_OFFLINE="1",

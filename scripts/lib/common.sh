@@ -7,6 +7,11 @@ KVF_ROOT="$(cd "$KVF_LIB_DIR/../.." && pwd)"
 KVF_DEPS="$KVF_ROOT/.deps"
 export KVF_LIB_DIR KVF_ROOT KVF_DEPS
 
+# Bytecode is kept, also where the environment forbids it beside the sources: each of the many processes that import vLLM
+# would compile it anew.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$KVF_DEPS/pycache"
+
 # say MESSAGE...: one progress line on stderr.
 say() { printf '%s\n' "$*" >&2; }
 
