@@ -23,6 +23,10 @@ mod ids {
     pub type RegionId = u32;
 }
 
+mod route {
+    pub struct Route;
+}
+
 mod stats {
     pub struct AgentStats;
 }

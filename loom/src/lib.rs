@@ -59,6 +59,17 @@ mod proto {
     }
     pub mod wire {
         use super::stats::Stats;
+        use crate::error::Result;
+
+        pub trait Message {
+            fn to_bytes(&self) -> Result<Vec<u8>>;
+        }
+        impl Message for WorkerReport {
+            fn to_bytes(&self) -> Result<Vec<u8>> {
+                Ok(Vec::new())
+            }
+        }
+
         pub struct AgentMetadata;
         pub struct RankMetadata;
         #[derive(Debug, Default)]
