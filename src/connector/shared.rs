@@ -127,12 +127,21 @@ impl Shared {
 
     /// As `take_report`, but waits for one for at most `timeout`, unless none can come.
     pub(super) fn wait_report(&self, timeout: Duration) -> Option<WorkerReport> {
+        self.wait(timeout).map(|held| held.report)
+    }
+
+    /// As `wait_report`, encoded.
+    pub(super) fn wait_encoded(&self, timeout: Duration) -> Option<Result<Vec<u8>>> {
+        self.wait(timeout).map(Held::into_bytes)
+    }
+
+    fn wait(&self, timeout: Duration) -> Option<Held> {
         let start = Instant::now();
         let mut slot = lock(&self.report);
         loop {
             if slot.is_some() || self.is_gone() {
                 self.has_report.store(false, Ordering::Release);
-                return slot.take().map(|held| held.report);
+                return slot.take();
             }
             let left = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero())?;
             slot = self.arrived.wait_timeout(slot, left).map_or_else(|e| e.into_inner().0, |(slot, _)| slot);

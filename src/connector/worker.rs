@@ -226,6 +226,14 @@ impl Worker {
         self.shared.wait_report(timeout)
     }
 
+    /// As [`Worker::wait`], encoded.
+    ///
+    /// # Errors
+    /// As [`Worker::poll_encoded`].
+    pub fn wait_encoded(&self, timeout: Duration) -> Option<Result<Vec<u8>>> {
+        self.shared.wait_encoded(timeout)
+    }
+
     /// Counters and gauges.
     ///
     /// # Errors

@@ -17,7 +17,6 @@ use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
-use crate::proto::wire::{Message, WorkerReport};
 use crate::settings::{Part, parse_config};
 
 /// One rank's worker. Opaque.
@@ -206,7 +205,7 @@ pub unsafe extern "C" fn kvf_worker_news(worker: *mut kvf_worker, out: *mut *con
 pub unsafe extern "C" fn kvf_worker_poll(worker: *mut kvf_worker, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_worker_poll, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || handle::get::<Worker>(worker)?.poll_encoded().unwrap_or_else(|| Ok(Vec::new()))) }
+        unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.poll_encoded())) }
     })
 }
 
@@ -219,12 +218,12 @@ pub unsafe extern "C" fn kvf_worker_wait(worker: *mut kvf_worker, timeout_ms: u3
     boundary!(kvf_worker_wait, {
         let timeout = Duration::from_millis(timeout_ms.into());
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.wait(timeout))) }
+        unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.wait_encoded(timeout))) }
     })
 }
 
-fn encoded(report: Option<WorkerReport>) -> Result<Vec<u8>> {
-    report.map_or(Ok(Vec::new()), |report| report.to_bytes())
+fn encoded(report: Option<Result<Vec<u8>>>) -> Result<Vec<u8>> {
+    report.unwrap_or_else(|| Ok(Vec::new()))
 }
 
 /// Figures since the start as a msgpack map: totals (as stats in reports), gauges, agent (as of kvf_agent_stats),
