@@ -22,8 +22,9 @@ use super::rkey::Rkey;
 use super::status::{Status, UcxError};
 use super::worker::WorkerCore;
 
-/// The parts that one message may have. UCX's `UCP_MAX_IOV`: up to so many it sends in one piece without copying them.
-pub const MAX_PARTS: usize = 16;
+/// The parts that one message may have: UCX sends up to `UCP_MAX_IOV`, which is 16, in one piece without copying them, and the
+/// header is one of them. With one more it cuts the message in two, and the receiver copies the halves together.
+pub const MAX_PARTS: usize = 15;
 
 const AM: &str = "ucp_am_send_nbx";
 
