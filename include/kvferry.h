@@ -528,7 +528,7 @@ int32_t kvf_worker_push_metadata(struct kvf_worker *worker,
 int32_t kvf_worker_submit(struct kvf_worker *worker, const uint8_t *step, size_t step_len);
 
 // Where the worker tells that kvf_worker_poll has something: the byte at `*out` is not 0 then. A look at it is no call. It
-// may be read at any time and from any thread until the worker is freed.
+// may be read from any thread until the process ends; once the worker is freed it says nothing.
 int32_t kvf_worker_news(struct kvf_worker *worker,
                         const uint8_t **out);
 

@@ -1,5 +1,7 @@
 //! The worker's reports and commands.
 
+#[path = "../../src/connector/beacon.rs"]
+mod beacon;
 #[path = "../../src/connector/shared.rs"]
 mod shared;
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import cffi
@@ -58,10 +57,10 @@ class _Library(NamedTuple):
 
 
 _load_lock = threading.Lock()
+_loaded: _Library | None = None
 
 
-@cache
-def _load_once() -> _Library:
+def _open() -> _Library:
     path = library_path()
     ffi = cffi.FFI()
     ffi.cdef(declarations(header_path().read_text(encoding="utf-8")))
@@ -81,9 +80,14 @@ def _load_once() -> _Library:
 
 
 def _load() -> _Library:
-    # `cache` alone would let two threads load at once.
+    global _loaded
+    # Without the lock once it is there: an engine's thread, whose caches hold other things, pays microseconds for it.
+    if _loaded is not None:
+        return _loaded
     with _load_lock:
-        return _load_once()
+        if _loaded is None:
+            _loaded = _open()
+        return _loaded
 
 
 # --- values in and out
@@ -211,6 +215,9 @@ _left_behind: list[object] = []
 """Owners of memory that the library could not give back in time and may still touch."""
 
 
+_NEWS = b"\1"
+
+
 class Handle:
     """A root object of the library. Freed by the noun's function or with the last reference to it.
 
@@ -221,9 +228,8 @@ class Handle:
         self.noun = noun
         self.pointer = pointer
         self.owners: dict[int, object] = {}
-        self.news: Any = None
-        """Of a worker: the byte that tells whether a poll has something. To be read while `lock` is held and `pointer`
-        is not None."""
+        self.news: Any = _NEWS
+        """Of a worker: `news[0]` is not 0 when a poll has something to tell, also that the worker is shut down."""
         self.lock = threading.Lock()
 
     def free(self) -> None:
@@ -232,6 +238,7 @@ class Handle:
             if pointer is None:
                 return
             self.pointer = None
+            self.news = _NEWS
         try:
             _call(f"kvf_{self.noun}_free", pointer)
         except BaseException:
@@ -544,10 +551,6 @@ def worker_submit(worker: Handle, step: bytes) -> None:
 
 
 def worker_poll(worker: Handle) -> bytes | None:
-    # Most polls find nothing, and a look costs less than a call. Nobody frees the worker meanwhile.
-    with worker.lock:
-        if worker.pointer is not None and not worker.news[0]:
-            return None
     return _bytes_from("kvf_worker_poll", worker.get()) or None
 
 

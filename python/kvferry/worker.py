@@ -57,7 +57,8 @@ class Report(TypedDict):
 
 
 class Worker:
-    """One rank's worker. May be used from any thread; `push_metadata`, `wait` and `shutdown` wait, nothing else does.
+    """One rank's worker. May be used from any thread; `push_metadata`, `wait`, `wait_encoded` and `shutdown` wait,
+    nothing else does.
 
     Args:
         config: The keys of a worker, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Only
@@ -108,17 +109,23 @@ class Worker:
     def poll_encoded(self) -> bytes | None:
         """What has happened since the last poll, as bytes for `Aggregator.add` or `Scheduler.report`;
         None if nothing."""
-        return _lib.worker_poll(self._handle)
+        handle = self._handle
+        # Most polls find nothing, and a look costs a fraction of a call.
+        return _lib.worker_poll(handle) if handle.news[0] else None
 
     def poll(self) -> Report | None:
         """What has happened since the last poll, decoded; None if nothing. Takes from the same queue as
         `poll_encoded`."""
-        report = _lib.worker_poll(self._handle)
+        report = self.poll_encoded()
         return None if report is None else decode_report(report)
+
+    def wait_encoded(self, timeout: float) -> bytes | None:
+        """Like `poll_encoded`, but waits up to `timeout` seconds for something to happen."""
+        return _lib.worker_wait(self._handle, timeout)
 
     def wait(self, timeout: float) -> Report | None:
         """Like `poll`, but waits up to `timeout` seconds for something to happen."""
-        report = _lib.worker_wait(self._handle, timeout)
+        report = self.wait_encoded(timeout)
         return None if report is None else decode_report(report)
 
     def stats(self) -> dict[str, object]:

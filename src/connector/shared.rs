@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
+use super::beacon::Beacon;
 use super::trace::Tracer;
 use crate::error::Result;
 use crate::proto::stats::Stats;
@@ -33,6 +34,8 @@ pub(super) struct Shared {
     arrived: Condvar,
     /// Whether `report` holds one, so that polling without one costs a load.
     has_report: AtomicBool,
+    /// The same for callers in other languages, of which each call costs much more than a load.
+    beacon: Beacon,
     /// Set when the passenger is gone: nothing will be done any more.
     gone: AtomicBool,
     pub(super) malformed_steps: AtomicU64,
@@ -97,7 +100,7 @@ impl Shared {
             }
             None => *slot = Some(Held { report, encoded }),
         }
-        self.has_report.store(true, Ordering::Release);
+        self.tell(true);
         drop(slot);
         self.arrived.notify_all();
     }
@@ -116,13 +119,19 @@ impl Shared {
             return None;
         }
         let mut slot = lock(&self.report);
-        self.has_report.store(false, Ordering::Release);
+        self.tell(false);
         slot.take()
     }
 
-    /// Where `has_report` is, as a byte.
+    /// Whether there is a report. To be called with its lock held.
+    fn tell(&self, has_report: bool) {
+        self.has_report.store(has_report, Ordering::Release);
+        self.beacon.set(has_report);
+    }
+
+    /// Where a byte tells whether there is a report.
     pub(super) fn news(&self) -> *const u8 {
-        std::ptr::from_ref(&self.has_report).cast()
+        self.beacon.address()
     }
 
     /// As `take_report`, but waits for one for at most `timeout`, unless none can come.
@@ -140,7 +149,7 @@ impl Shared {
         let mut slot = lock(&self.report);
         loop {
             if slot.is_some() || self.is_gone() {
-                self.has_report.store(false, Ordering::Release);
+                self.tell(false);
                 return slot.take();
             }
             let left = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero())?;

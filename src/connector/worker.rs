@@ -216,7 +216,7 @@ impl Worker {
     }
 
     /// Where to see whether [`Worker::poll`] has something, for callers that look often: the byte there is not 0 then. It
-    /// lives as long as the worker.
+    /// stays readable until the process ends, and says nothing after the worker's end.
     pub fn news(&self) -> *const u8 {
         self.shared.news()
     }

@@ -183,7 +183,7 @@ pub unsafe extern "C" fn kvf_worker_submit(worker: *mut kvf_worker, step: *const
 }
 
 /// Where the worker tells that kvf_worker_poll has something: the byte at `*out` is not 0 then. A look at it is no call. It
-/// may be read at any time and from any thread until the worker is freed.
+/// may be read from any thread until the process ends; once the worker is freed it says nothing.
 ///
 /// # Safety
 /// As the header's top says.

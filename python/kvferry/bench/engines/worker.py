@@ -99,6 +99,7 @@ class Starter:
         step = scheduler.step()
         left = {request for request, _ in ticket}
         reports = []
+        reported_at = 0.0
         caller = CallerClock()
         watch = Stopwatch(self._pids)
         with caller:
@@ -106,21 +107,22 @@ class Starter:
         while left:
             if self._poll_s:
                 time.sleep(self._poll_s)
-                # As a connector does: decoding is for the scheduler side, elsewhere.
                 with caller:
                     encoded = worker.poll_encoded()
-                report = None if encoded is None else decode_report(encoded)
             else:
                 before = time.thread_time()
-                report = worker.wait(_LIMIT_S)
+                encoded = worker.wait_encoded(_LIMIT_S)
                 caller.asleep(time.thread_time() - before)
-            if report is None:
+            reported_at = time.monotonic()
+            if encoded is None:
                 if time.monotonic() - watch.start > _LIMIT_S:
                     raise TimeoutError(f"{sorted(left)} were not reported within {_LIMIT_S:.0f} s")
                 continue
+            # Not timed: a connector leaves it to the scheduler side, elsewhere.
+            report = decode_report(encoded)
             reports.append(report)
             left -= set(report["finished_recving"])
-        took = watch.took(caller)
+        took = watch.took(caller, reported_at)
         # What the last receive took but for its bytes' way.
         records = [record for report in reports for record in report["records"]]
         took.extra["beside"] = took.seconds - max(record["transfer_us"] for record in records) / 1e6
