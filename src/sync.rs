@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize};
 pub(crate) use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::error::{Error, ErrorKind, Result};

@@ -11,7 +11,7 @@ mod error {
 }
 
 mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize};
     pub(crate) use loom::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock};
 
     use crate::error::Result;

@@ -139,10 +139,9 @@ impl Loop {
     }
 
     fn serve_commands(&mut self, now: Instant) -> bool {
-        if !self.shared.waker.is_pending() {
+        if !self.shared.waker.take() {
             return false;
         }
-        self.shared.waker.drain();
         for _ in 0..COMMANDS_PER_TURN {
             match self.shared.next_command() {
                 Some(Command::ShutDown { deadline }) => self.begin_shutdown(deadline, now),
@@ -208,7 +207,11 @@ impl Loop {
         if let Some(passenger) = &self.passenger {
             passenger.poll_items(&mut items);
         }
-        let polled = zmq::poll(&mut items, timeout);
+        // A look that does not sleep needs no raised descriptor: what is pending is seen in the next turn.
+        let sleeps = timeout != 0 && self.shared.waker.lie_down();
+        let polled = zmq::poll(&mut items, if sleeps { timeout } else { 0 });
+        let is_raised = items.get(1).is_some_and(|waker| waker.get_revents() != zmq::PollEvents::empty());
+        self.shared.waker.get_up(is_raised);
         self.looked_at = Instant::now();
         if let Err(error) = polled {
             // A signal is no matter. Anything else (a socket that was closed under us) must not become a busy loop.

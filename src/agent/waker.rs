@@ -4,39 +4,61 @@ use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 
 use crate::error::Result;
-use crate::sync::{Arc, AtomicBool, Signal};
+use crate::sync::{Arc, AtomicU8, Signal};
+
+/// There was a wake-up that the thread has not taken.
+const PENDING: u8 = 1;
+/// The thread sleeps on the descriptor, or is about to.
+const ASLEEP: u8 = 2;
 
 /// Wakes an agent's ferry thread, so that it gives its passenger a turn. Cheap to clone, usable from any thread, also
-/// after the agent's end (then it does nothing). Wake-ups that come before the thread has got up count once.
+/// after the agent's end (then it does nothing). Wake-ups that come before the thread has got up count once, and those of
+/// a thread that is up cost no system call.
 #[derive(Debug, Clone)]
 pub struct Waker(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     signal: Signal,
-    /// Set from the first wake-up until the thread is up, so that further ones cost no system call.
-    pending: AtomicBool,
+    /// [`PENDING`] and [`ASLEEP`] in one, so that a wake-up and a thread that lies down cannot miss each other.
+    state: AtomicU8,
 }
 
 impl Waker {
     pub(super) fn new() -> Result<Self> {
-        Ok(Waker(Arc::new(Inner { signal: Signal::new()?, pending: AtomicBool::new(false) })))
+        Ok(Waker(Arc::new(Inner { signal: Signal::new()?, state: AtomicU8::new(0) })))
     }
 
     /// Asks for a turn. Never blocks.
     pub fn wake(&self) {
-        if !self.0.pending.swap(true, Ordering::AcqRel) {
+        let before = self.0.state.fetch_or(PENDING, Ordering::AcqRel);
+        // Also when another wake-up is pending: whoever left that may not have come to raise the signal yet.
+        if before & ASLEEP != 0 {
             self.0.signal.raise();
         }
     }
 
-    /// Ferry thread: takes the wake-ups so far; whatever was queued before them is visible after this.
-    pub(super) fn drain(&self) {
-        self.0.pending.store(false, Ordering::Release);
-        self.0.signal.clear();
-        // A wake-up between the two lines above has its write taken by this read while `pending` stays set, and would
-        // silence later ones: the swap finds it, and the caller looks at the queues after this anyway.
-        self.0.pending.swap(false, Ordering::AcqRel);
+    /// Ferry thread: takes the wake-ups so far and returns whether there were any; whatever was queued before them is
+    /// visible after this.
+    pub(super) fn take(&self) -> bool {
+        self.is_pending() && self.0.state.fetch_and(!PENDING, Ordering::AcqRel) & PENDING != 0
+    }
+
+    /// Ferry thread: to be called before sleeping on the descriptor, with [`get_up`](Self::get_up) after it. Returns
+    /// whether to sleep: not when a wake-up is pending.
+    pub(super) fn lie_down(&self) -> bool {
+        self.0.state.fetch_or(ASLEEP, Ordering::AcqRel) & PENDING == 0
+    }
+
+    /// Ferry thread: it is up again; `is_readable` is what polling said about the descriptor.
+    ///
+    /// Who wakes may be interrupted before raising the signal, and raise it when the thread is long up and has taken the
+    /// wake-up. So a readable descriptor is always cleared here, or the thread would not sleep until the next wake-up.
+    pub(super) fn get_up(&self, is_readable: bool) {
+        self.0.state.fetch_and(!ASLEEP, Ordering::AcqRel);
+        if is_readable {
+            self.0.signal.clear();
+        }
     }
 
     /// What the loop waits on.
@@ -46,6 +68,6 @@ impl Waker {
 
     /// Whether a wake-up is waiting, without a system call.
     pub(super) fn is_pending(&self) -> bool {
-        self.0.pending.load(Ordering::Acquire)
+        self.0.state.load(Ordering::Acquire) & PENDING != 0
     }
 }
