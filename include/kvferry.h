@@ -535,6 +535,14 @@ int32_t kvf_worker_news(struct kvf_worker *worker,
 // What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
 int32_t kvf_worker_poll(struct kvf_worker *worker, struct kvf_buffer *out);
 
+// Like kvf_worker_poll, into the caller's `data` of `capacity` bytes. Writes the report's length to `*len`, 0 when nothing has
+// happened. A report longer than `capacity` stays for the next poll, and nothing of it is written. Costs least of the ways to
+// poll: nothing is allocated, and there is nothing to free.
+int32_t kvf_worker_poll_into(struct kvf_worker *worker,
+                             uint8_t *data,
+                             size_t capacity,
+                             size_t *len);
+
 // Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen.
 int32_t kvf_worker_wait(struct kvf_worker *worker, uint32_t timeout_ms, struct kvf_buffer *out);
 

@@ -41,6 +41,35 @@ fn each_report_is_taken_once() {
     });
 }
 
+/// A poller with a buffer of its own and one without, while reports are published: each report is one's, and what the
+/// first leaves behind is nobody's.
+#[test]
+fn a_report_that_was_copied_is_not_taken_again() {
+    loom::model(|| {
+        let shared = Arc::new(Shared::default());
+        let passenger = {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                shared.publish(report(1));
+                shared.publish(report(2));
+            })
+        };
+        let mut out = [0; 8];
+        let mut got = Vec::new();
+        let take = |got: &mut Vec<u8>, out: &mut [u8]| {
+            let len = shared.take_into(out).unwrap();
+            got.extend_from_slice(&out[..len]);
+        };
+        take(&mut got, &mut out);
+        take(&mut got, &mut out);
+        passenger.join().unwrap();
+        take(&mut got, &mut out);
+        assert_eq!(got, [1, 2], "in order, none lost");
+        assert!(shared.take_report().is_none());
+        assert_eq!(shared.take_into(&mut out).unwrap(), 0);
+    });
+}
+
 /// A waiter is woken by a report, and by the passenger's end.
 #[test]
 fn a_waiter_gets_the_report_or_the_end() {

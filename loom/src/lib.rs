@@ -66,7 +66,7 @@ mod proto {
         }
         impl Message for WorkerReport {
             fn to_bytes(&self) -> Result<Vec<u8>> {
-                Ok(Vec::new())
+                Ok(self.finished_recving.iter().map(|&id| id.try_into().unwrap()).collect())
             }
         }
 

@@ -30,7 +30,7 @@ pub(super) enum Command {
 #[derive(Default)]
 pub(super) struct Shared {
     commands: Mutex<VecDeque<Command>>,
-    report: Mutex<Option<Held>>,
+    report: Mutex<Slot>,
     arrived: Condvar,
     /// Whether `report` holds one, so that polling without one costs a load.
     has_report: AtomicBool,
@@ -40,6 +40,13 @@ pub(super) struct Shared {
     gone: AtomicBool,
     pub(super) malformed_steps: AtomicU64,
     pub(super) malformed_messages: AtomicU64,
+}
+
+#[derive(Default)]
+struct Slot {
+    held: Option<Held>,
+    /// What a poller that wanted only bytes left behind: the passenger takes it apart, whose time is cheaper.
+    spent: Option<Held>,
 }
 
 /// A report that waits to be polled.
@@ -93,16 +100,18 @@ impl Shared {
         // Whether there is an earlier one may have changed when the lock is taken: then this was for nothing.
         let encoded = if self.has_report.load(Ordering::Acquire) { None } else { report.to_bytes().ok() };
         let mut slot = lock(&self.report);
-        match slot.as_mut() {
+        let spent = slot.spent.take();
+        match slot.held.as_mut() {
             Some(earlier) => {
                 append(&mut earlier.report, report);
                 earlier.encoded = None;
             }
-            None => *slot = Some(Held { report, encoded }),
+            None => slot.held = Some(Held { report, encoded }),
         }
         self.tell(true);
         drop(slot);
         self.arrived.notify_all();
+        drop(spent);
     }
 
     pub(super) fn take_report(&self) -> Option<WorkerReport> {
@@ -114,13 +123,43 @@ impl Shared {
         self.take().map(Held::into_bytes)
     }
 
+    /// As `take_encoded`, copied to the front of `out`: neither allocates nor frees anything. Returns the report's length,
+    /// 0 without one. One that is longer than `out` stays.
+    pub(super) fn take_into(&self, out: &mut [u8]) -> Result<usize> {
+        if !self.has_report.load(Ordering::Acquire) {
+            return Ok(0);
+        }
+        let mut slot = lock(&self.report);
+        let Some(held) = slot.held.as_mut() else { return Ok(0) };
+        let bytes = match held.encoded.take() {
+            Some(bytes) => bytes,
+            None => match held.report.to_bytes() {
+                Ok(bytes) => bytes,
+                Err(error) => {
+                    // As with `take_encoded`, it is told once.
+                    self.tell(false);
+                    slot.spent = slot.held.take();
+                    return Err(error);
+                }
+            },
+        };
+        let len = bytes.len();
+        let front = out.get_mut(..len).map(|front| front.copy_from_slice(&bytes));
+        held.encoded = Some(bytes);
+        if front.is_some() {
+            self.tell(false);
+            slot.spent = slot.held.take();
+        }
+        Ok(len)
+    }
+
     fn take(&self) -> Option<Held> {
         if !self.has_report.load(Ordering::Acquire) {
             return None;
         }
         let mut slot = lock(&self.report);
         self.tell(false);
-        slot.take()
+        slot.held.take()
     }
 
     /// Whether there is a report. To be called with its lock held.
@@ -148,9 +187,9 @@ impl Shared {
         let start = Instant::now();
         let mut slot = lock(&self.report);
         loop {
-            if slot.is_some() || self.is_gone() {
+            if slot.held.is_some() || self.is_gone() {
                 self.tell(false);
-                return slot.take();
+                return slot.held.take();
             }
             let left = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero())?;
             slot = self.arrived.wait_timeout(slot, left).map_or_else(|e| e.into_inner().0, |(slot, _)| slot);

@@ -215,6 +215,15 @@ impl Worker {
         self.shared.take_encoded()
     }
 
+    /// As [`Worker::poll_encoded`], copied to the front of `out`, which costs the caller least. Returns the report's length,
+    /// 0 without one. One that is longer than `out` was neither copied nor taken.
+    ///
+    /// # Errors
+    /// As [`Worker::poll_encoded`].
+    pub fn poll_into(&self, out: &mut [u8]) -> Result<usize> {
+        self.shared.take_into(out)
+    }
+
     /// Where to see whether [`Worker::poll`] has something, for callers that look often: the byte there is not 0 then. It
     /// stays readable until the process ends, and says nothing after the worker's end.
     pub fn news(&self) -> *const u8 {

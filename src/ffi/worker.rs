@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::agent::memory_kind;
-use super::boundary::{Out, slice, text};
+use super::boundary::{Out, slice, slice_mut, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
@@ -206,6 +206,27 @@ pub unsafe extern "C" fn kvf_worker_poll(worker: *mut kvf_worker, out: *mut kvf_
     boundary!(kvf_worker_poll, {
         // SAFETY: the caller's promise for out-parameters.
         unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.poll_encoded())) }
+    })
+}
+
+/// Like kvf_worker_poll, into the caller's `data` of `capacity` bytes. Writes the report's length to `*len`, 0 when nothing has
+/// happened. A report longer than `capacity` stays for the next poll, and nothing of it is written. Costs least of the ways to
+/// poll: nothing is allocated, and there is nothing to free.
+///
+/// # Safety
+/// As the header's top says; `data` is written to until the call returns, and nothing else may touch it meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_poll_into(
+    worker: *mut kvf_worker,
+    data: *mut u8,
+    capacity: usize,
+    len: *mut usize,
+) -> i32 {
+    boundary!(kvf_worker_poll_into, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (len, data) = unsafe { (Out::new(len, "len")?, slice_mut(data, capacity, "data")?) };
+        len.write(handle::get::<Worker>(worker)?.poll_into(data)?);
+        Ok(())
     })
 }
 

@@ -232,6 +232,26 @@ def test_a_poll_sees_the_news_and_no_more_after_the_end() -> None:
             both.worker.poll()
 
 
+@pytest.mark.parametrize("why", ["longer than the inbox", "another thread polls"])
+def test_a_report_that_the_inbox_cannot_take_comes_whole(why: str) -> None:
+    with pair() as both:
+        (inbox,) = both.worker._handle.inboxes
+        until("nothing is new", lambda: both.worker.poll() is None)
+        inbox.view[:] = b"\xa5" * len(inbox.view)
+        if why == "longer than the inbox":
+            inbox.CAPACITY = 16
+        else:
+            both.worker._handle.inboxes.clear()
+        request, params = both.grant()
+        both.load(request, params)
+        news = both.worker._handle.news
+        until("there is news", lambda: news[0] != 0)
+        found = both.worker.poll()
+        assert found is not None
+        assert request in found["finished_recving"] or both.over(request) is None
+        assert inbox.view[:] == b"\xa5" * len(inbox.view), "nothing was written"
+
+
 # --- the documentation
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "telemetry.md"

@@ -51,14 +51,16 @@ class Starter:
         left = len(self._blocks)
         caller = CallerClock()
         watch = Stopwatch(self._pids)
-        with caller:
+
+        def post() -> None:
             for blocks in self._blocks:
                 start(peer, segments, blocks)
+
+        caller.call(post)
         while left:
             if self._poll_s:
                 time.sleep(self._poll_s)
-                with caller:
-                    events = agent.poll()
+                events = caller.call(agent.poll)
             else:
                 # Asleep while waiting: what this thread is busy with is its processor time.
                 before = time.thread_time()

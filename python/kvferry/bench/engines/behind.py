@@ -37,10 +37,9 @@ class _Agent(agent.Starter):
     def run(self, ticket: Any) -> Took:
         caller = CallerClock()
         watch = Stopwatch((os.getpid(),))
-        with caller:
-            large = self._start(self._peer, self._segments, self._blocks[0])
-            own = time.monotonic()
-            small = self._start(self._peer, self._segments, [self._small])
+        large = caller.call(self._start, self._peer, self._segments, self._blocks[0])
+        own = time.monotonic()
+        small = caller.call(self._start, self._peer, self._segments, [self._small])
         ended: dict[int, float] = {}
         while len(ended) < 2:
             events = self._agent.wait(_LIMIT_S)
@@ -71,15 +70,16 @@ class _Nixl(nixl.Starter):
         nixl_agent = self._agent
         caller = CallerClock()
         watch = Stopwatch((os.getpid(),))
-        handles: list[Any] = []
-        own = watch.start
-        with caller:
-            for ours, theirs in (self._numbers[0], self._small):
-                own = time.monotonic()
-                handle = nixl_agent.make_prepped_xfer(self._op, self._local, ours, self._remote, theirs, b"done")
-                if nixl_agent.transfer(handle) == "ERR":
-                    raise RuntimeError("NIXL refused the transfer")
-                handles.append(handle)
+
+        def post(ours: Any, theirs: Any) -> Any:
+            handle = nixl_agent.make_prepped_xfer(self._op, self._local, ours, self._remote, theirs, b"done")
+            if nixl_agent.transfer(handle) == "ERR":
+                raise RuntimeError("NIXL refused the transfer")
+            return handle
+
+        large = caller.call(post, *self._numbers[0])
+        own = time.monotonic()
+        handles = [large, caller.call(post, *self._small)]
         ended: dict[int, float] = {}
         while len(ended) < 2:
             # The small one first: it is what is timed.

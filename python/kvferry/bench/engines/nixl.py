@@ -110,23 +110,29 @@ class Starter:
         agent, op, local, remote, poll_s = self._agent, self._op, self._local, self._remote, self._setup.poll_s
         caller = CallerClock()
         watch = Stopwatch(self._pids)
-        handles = []
-        with caller:
+
+        def post() -> list[Any]:
+            handles = []
             for ours, theirs in self._numbers:
                 handle = agent.make_prepped_xfer(op, local, ours, remote, theirs, b"done")
                 if agent.transfer(handle) == "ERR":
                     raise RuntimeError("NIXL refused the transfer")
                 handles.append(handle)
+            return handles
+
+        def states() -> list[tuple[Any, str]]:
+            return [(handle, agent.check_xfer_state(handle)) for handle in left]
+
+        handles = caller.call(post)
         left = list(handles)
         while left:
             if poll_s:
                 time.sleep(poll_s)
-            with caller:
-                states = [(handle, agent.check_xfer_state(handle)) for handle in left]
+            found = caller.call(states)
             now = time.monotonic()
-            if any(state == "ERR" for _, state in states):
+            if any(state == "ERR" for _, state in found):
                 raise RuntimeError("a NIXL transfer failed")
-            left = [handle for handle, state in states if state != "DONE"]
+            left = [handle for handle, state in found if state != "DONE"]
             if now - watch.start > _LIMIT_S:
                 raise TimeoutError(f"{len(left)} NIXL transfers have not ended within {_LIMIT_S:.0f} s")
         took = watch.took(caller)

@@ -102,13 +102,11 @@ class Starter:
         reported_at = 0.0
         caller = CallerClock()
         watch = Stopwatch(self._pids)
-        with caller:
-            worker.submit(step)
+        caller.call(worker.submit, step)
         while left:
             if self._poll_s:
                 time.sleep(self._poll_s)
-                with caller:
-                    encoded = worker.poll_encoded()
+                encoded = caller.call(worker.poll_encoded)
             else:
                 before = time.thread_time()
                 encoded = worker.wait_encoded(_LIMIT_S)
