@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import cffi
@@ -222,14 +223,14 @@ class _Inbox:
     """Where a worker's poll puts a report, with what it needs at hand: an engine's thread, whose caches hold other
     things, pays microseconds for every look-up."""
 
-    CAPACITY = 64 << 10
-
-    def __init__(self) -> None:
+    def __init__(self, worker: Any, capacity: int = 64 << 10) -> None:
         library = _load()
-        self.poll = library.functions.kvf_worker_poll_into
-        self.data = library.ffi.new("uint8_t[]", self.CAPACITY)
-        self.view = library.ffi.buffer(self.data)
-        self.length = library.ffi.new("size_t *")
+        data, length = library.ffi.new("uint8_t[]", capacity), library.ffi.new("size_t *")
+        self.capacity = capacity
+        self.poll = partial(library.functions.kvf_worker_poll_into, worker, data, capacity, length)
+        """Returns the status. It keeps what it points to alive."""
+        self.data = library.ffi.buffer(data)
+        self.length = memoryview(library.ffi.buffer(length)).cast("P")
 
 
 class Handle:
@@ -246,6 +247,8 @@ class Handle:
         """Of a worker: `news[0]` is not 0 when a poll has something to tell, also that the worker is shut down."""
         self.inboxes: list[_Inbox] = []
         """Of a worker: the one that no thread is polling with. A list, because to take from one needs no lock."""
+        self.submit: Callable[[bytes, int], int] | None = None
+        """Of a worker: `kvf_worker_submit` of it."""
         self.lock = threading.Lock()
 
     def free(self) -> None:
@@ -255,6 +258,8 @@ class Handle:
                 return
             self.pointer = None
             self.news = _NEWS
+            self.submit = None
+            self.inboxes.clear()
         try:
             _call(f"kvf_{self.noun}_free", pointer)
         except BaseException:
@@ -267,8 +272,11 @@ class Handle:
         """The pointer; raises `ShutDownError` when it is freed."""
         pointer = self.pointer
         if pointer is None:
-            raise make_error(-17, "shut_down", f"this {self.noun} is shut down; make a new one")
+            raise self.shut_down()
         return pointer
+
+    def shut_down(self) -> KvferryError:
+        return make_error(-17, "shut_down", f"this {self.noun} is shut down; make a new one")
 
     def __del__(self) -> None:
         # Modules may be half gone at interpreter exit; the process ends anyway then.
@@ -535,7 +543,8 @@ def worker_start(config: bytes) -> Handle:
     _call("kvf_worker_news", worker.get(), out)
     # Not a cffi pointer: to look costs less, and most polls are a look.
     worker.news = memoryview(_load().ffi.buffer(out[0], 1))
-    worker.inboxes.append(_Inbox())
+    worker.inboxes.append(_Inbox(worker.get()))
+    worker.submit = partial(_load().functions.kvf_worker_submit, worker.get())
     return worker
 
 
@@ -565,24 +574,30 @@ def worker_push_metadata(worker: Handle, host: str, port: int, expected: int, ti
 
 def worker_submit(worker: Handle, step: bytes) -> None:
     step = _checked_bytes("a step", step)
-    _call("kvf_worker_submit", worker.get(), step, len(step))
+    submit = worker.submit
+    if submit is None:
+        raise worker.shut_down()
+    status = submit(step, len(step))
+    if status != 0:
+        raise _error(_load(), status)
 
 
 def worker_poll(worker: Handle) -> bytes | None:
     try:
         inbox = worker.inboxes.pop()
     except IndexError:
-        # Another thread polls just now.
+        # Another thread polls just now, or the worker is shut down.
         return _bytes_from("kvf_worker_poll", worker.get()) or None
     try:
-        status = inbox.poll(worker.get(), inbox.data, inbox.CAPACITY, inbox.length)
+        status = inbox.poll()
         if status != 0:
             raise _error(_load(), status)
         length = inbox.length[0]
-        if length <= inbox.CAPACITY:
-            return inbox.view[:length] or None
+        if length <= inbox.capacity:
+            return inbox.data[:length] or None
     finally:
-        worker.inboxes.append(inbox)
+        if worker.pointer is not None:
+            worker.inboxes.append(inbox)
     # It is longer than the inbox.
     return _bytes_from("kvf_worker_poll", worker.get()) or None
 

@@ -44,9 +44,10 @@ pub(super) struct Shared {
 
 #[derive(Default)]
 struct Slot {
-    held: Option<Held>,
+    /// Boxed, since a poller moves it: a report's histograms are kilobytes that another processor wrote.
+    held: Option<Box<Held>>,
     /// What a poller that wanted only bytes left behind: the passenger takes it apart, whose time is cheaper.
-    spent: Option<Held>,
+    spent: Option<Box<Held>>,
 }
 
 /// A report that waits to be polled.
@@ -106,7 +107,7 @@ impl Shared {
                 append(&mut earlier.report, report);
                 earlier.encoded = None;
             }
-            None => slot.held = Some(Held { report, encoded }),
+            None => slot.held = Some(Box::new(Held { report, encoded })),
         }
         self.tell(true);
         drop(slot);
@@ -120,7 +121,7 @@ impl Shared {
 
     /// As `take_report`, encoded.
     pub(super) fn take_encoded(&self) -> Option<Result<Vec<u8>>> {
-        self.take().map(Held::into_bytes)
+        self.take().map(|held| held.into_bytes())
     }
 
     /// As `take_encoded`, copied to the front of `out`: neither allocates nor frees anything. Returns the report's length,
@@ -153,7 +154,7 @@ impl Shared {
         Ok(len)
     }
 
-    fn take(&self) -> Option<Held> {
+    fn take(&self) -> Option<Box<Held>> {
         if !self.has_report.load(Ordering::Acquire) {
             return None;
         }
@@ -180,10 +181,10 @@ impl Shared {
 
     /// As `wait_report`, encoded.
     pub(super) fn wait_encoded(&self, timeout: Duration) -> Option<Result<Vec<u8>>> {
-        self.wait(timeout).map(Held::into_bytes)
+        self.wait(timeout).map(|held| held.into_bytes())
     }
 
-    fn wait(&self, timeout: Duration) -> Option<Held> {
+    fn wait(&self, timeout: Duration) -> Option<Box<Held>> {
         let start = Instant::now();
         let mut slot = lock(&self.report);
         loop {
