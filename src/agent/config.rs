@@ -75,9 +75,11 @@ pub struct AgentConfig {
     pub cancel_grace: Duration,
     /// How long `deregister` waits for the transfers that use the region. Default: 30 s.
     pub deregister_timeout: Duration,
-    /// While transfers are in flight: how long the thread spins without progress before it sleeps. Default: 300 us, about
-    /// the time between two completions over TCP on one host. A thread that sleeps between them costs more: Linux wakes it
-    /// on the processor of the one that sent, where the two then take turns, at half the speed and no less processor time.
+    /// While transfers are in flight: how long the thread spins without progress before it sleeps. Default: 10 ms. A thread
+    /// that sleeps between two completions costs more: Linux wakes it on the processor of the one that sent, where the two
+    /// then take turns, at half the speed and no less processor time. Only after some of its ticks (1 to 10 ms) does Linux
+    /// part two busy threads. 2,048 blocks of 16 KiB over TCP on one host took 14.7 ms with 300 us, 10.8 with 10 ms
+    /// (medians of 7 runs in turns), with 0.69 and 0.67 processor seconds per GB.
     pub spin: Duration,
     /// Bytes of unsent messages per peer before `send` refuses. Default: 64 MiB.
     pub send_queue_bytes: u64,
@@ -109,7 +111,7 @@ impl Default for AgentConfig {
             connect_timeout: Duration::from_secs(10),
             cancel_grace: Duration::from_secs(5),
             deregister_timeout: Duration::from_secs(30),
-            spin: Duration::from_micros(300),
+            spin: Duration::from_millis(10),
             send_queue_bytes: 64 << 20,
             verify: false,
             rehearse: true,
