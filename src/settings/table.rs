@@ -67,7 +67,7 @@ pub const TABLE: &[Setting] = &[
         "How long a cancelled transfer's operations may take to end by themselves, before the connection is closed."),
     row(Operator, "deregister_timeout_ms", &[Agent], DURATION, "ms", Number(30_000),
         "How long deregistering waits for the transfers that use the memory."),
-    row(Operator, "spin_us", &[Agent], Whole(0, 1_000_000), "us", Number(10_000),
+    row(Operator, "spin_us", &[Agent], Whole(0, 1_000_000), "us", Number(300),
         "How long the ferry thread spins without progress before it sleeps, while transfers are in flight."),
     row(Operator, "send_queue_bytes", &[Agent], Whole(0, BYTES), "bytes", Number(64 << 20),
         "Unsent messages to one peer before more are refused."),
