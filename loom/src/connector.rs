@@ -21,18 +21,21 @@ fn report(id: u32) -> WorkerReport {
     WorkerReport { finished_recving: vec![id], ..WorkerReport::default() }
 }
 
+/// A thread that publishes reports 1 and 2.
+fn publish_two(shared: &Arc<Shared>) -> thread::JoinHandle<()> {
+    let shared = Arc::clone(shared);
+    thread::spawn(move || {
+        shared.publish(report(1));
+        shared.publish(report(2));
+    })
+}
+
 /// What is published is taken once, whoever polls when.
 #[test]
 fn each_report_is_taken_once() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
-        let passenger = {
-            let shared = Arc::clone(&shared);
-            thread::spawn(move || {
-                shared.publish(report(1));
-                shared.publish(report(2));
-            })
-        };
+        let passenger = publish_two(&shared);
         let mut got: Vec<u32> = shared.take_report().map(|r| r.finished_recving).unwrap_or_default();
         passenger.join().unwrap();
         got.extend(shared.take_report().map(|r| r.finished_recving).unwrap_or_default());
@@ -41,19 +44,13 @@ fn each_report_is_taken_once() {
     });
 }
 
-/// A poller with a buffer of its own and one without, while reports are published: each report is one's, and what the
-/// first leaves behind is nobody's.
+/// A poller with a buffer of its own, while reports are published: it gets each once, and what it leaves behind is not
+/// taken again.
 #[test]
 fn a_report_that_was_copied_is_not_taken_again() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
-        let passenger = {
-            let shared = Arc::clone(&shared);
-            thread::spawn(move || {
-                shared.publish(report(1));
-                shared.publish(report(2));
-            })
-        };
+        let passenger = publish_two(&shared);
         let mut out = [0; 8];
         let mut got = Vec::new();
         let take = |got: &mut Vec<u8>, out: &mut [u8]| {
