@@ -37,7 +37,8 @@ class Connector:
 
     name: str
     # Whether its engines get a plain request and a hand-over that does not count before the first one that does.
-    # Stock's first one often fails: its handshake gives up after 5 s, which a cold engine on a CPU may exceed.
+    # Stock's first one often fails: its handshake gives up after 5 s, which a cold engine on a CPU may exceed. Side by
+    # side, all get both.
     warm_up: bool
 
     def transfer_config(self, role: str, options: Options) -> dict[str, Any]:

@@ -57,16 +57,16 @@ def _own_path(scripts: Path) -> str:
     return os.pathsep.join([str(scripts), *(entry for entry in given if entry and Path(entry).resolve() != scripts)])
 
 
-def _python_path(scripts: Path, deps: Path, options: Options, shape: Shape) -> str:
+def _python_path(scripts: Path, deps: Path, options: Options) -> str:
     """Where the server finds the demo's own modules and plug-ins."""
     plugins = {}
     if options.executor == "ray":
         plugins["vllm.platform_plugins"] = "demo_lib.ray_on_cpu:register"
-    if options.executor == "ray" or shape.ranks > 1:
+    if options.waits == "sleep":
         plugins["vllm.general_plugins"] = "demo_lib.gentle_waits:register"
     if not plugins:
         return _own_path(scripts)
-    folder = deps / "demo-plugins" / ("ray" if options.executor == "ray" else "mp")
+    folder = deps / "demo-plugins" / f"{options.executor}-{options.waits}"
     return f"{_own_path(scripts)}:{write_plugins(folder, plugins)}"
 
 
@@ -112,7 +112,7 @@ def engine_spec(
     arguments += connector.arguments(role, options)
     environment = server_environment(scripts, deps)
     environment.update(connector.environment(role, options, outputs.receives, outputs.dump))
-    environment["PYTHONPATH"] = _python_path(scripts, deps, options, shape)
+    environment["PYTHONPATH"] = _python_path(scripts, deps, options)
     if options.executor == "ray":
         environment.update(ray_on_cpu.environment(shape.ranks))
     return ServerSpec("prefill" if producer else "decode", arguments, environment)

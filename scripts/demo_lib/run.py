@@ -107,14 +107,7 @@ async def warm_up(setting: Setting, servers: tuple[Server, ...]) -> None:
 
 
 async def first_hand_over(setting: Setting, connector: Connector, proxy: Proxy, result: Result) -> None:
-    """One hand-over before those that count, repeated while it fails; it must not where the connector needs no warm-up.
-
-    A connector that needs none meets both engines cold here.
-    """
-    if connector.warm_up:
-        begin = "each engine got a plain request first"
-    else:
-        begin = "no warm-up: the first hand-over met both engines cold"
+    """One hand-over before those that count, repeated while it fails, which it must not with `warm_up` unset."""
     for attempt in range(WARM_UP_ATTEMPTS):
         name = f"warm-{attempt}"
         answer = await complete_through(setting.session, proxy, setting.workload.warm_up, name)
@@ -126,7 +119,9 @@ async def first_hand_over(setting: Setting, connector: Connector, proxy: Proxy, 
         raise ServerFailed(f"{WARM_UP_ATTEMPTS} hand-overs failed before the first one that counts: {answer.error}")
     result.first_handover_ms = proxy.record(name).handover_ms
     failed = f"after {attempt} that failed" if attempt else "at the first attempt"
-    result.notes.append(f"{begin}; a hand-over that is not among those counted succeeded {failed}")
+    result.notes.append(
+        f"each engine got a plain request first; a hand-over that is not among those counted succeeded {failed}"
+    )
 
 
 async def send_waves(setting: Setting, proxy: Proxy, decode: Server, result: Result) -> dict[str, Answer]:
@@ -229,10 +224,9 @@ async def run_connector(
     proxy = Proxy(prefill.url, decode.url)
     await proxy.start()
     try:
-        if connector.warm_up:
-            await warm_up(setting, (prefill, decode))
         # Side by side all get the same: the counted hand-overs come after the first one, which is shown by itself.
         if connector.warm_up or options.compare:
+            await warm_up(setting, (prefill, decode))
             await first_hand_over(setting, connector, proxy, result)
         else:
             result.notes.append("no warm-up: the first prompt met both engines cold")
