@@ -3,7 +3,7 @@
 //! Waiting follows UCX's protocol for its event fd: progress until there is nothing left, arm, and only if arming
 //! found no news sleep on the fd. Three states decide how long:
 //!
-//! - operations of transfers in flight, or a peer's request served just now: spin ([`Spin`]) after the last
+//! - operations of transfers in flight, or a peer's request served just now: spin for [`AgentConfig::spin`] after the last
 //!   progress, because the next news is some microseconds away and to be woken takes longer; then sleep in steps of a
 //!   millisecond, because some transports (CUDA IPC) do not wake the fd;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
@@ -22,7 +22,6 @@ use super::ferry::{Engine, Ferry};
 use super::handle::{MakePassenger, Started};
 use super::passenger::Passenger;
 use super::shared::{Command, Shared};
-use super::spin::Spin;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
@@ -58,19 +57,10 @@ pub(super) fn run(
     let started =
         Started { name: engine.config.name.clone(), incarnation, ucx: engine.context.library().info().to_string() };
     let edges = Edges::of(engine.worker.event_fd())?;
-    let spin = Spin::of_this_thread(engine.config.spin, engine.config.idle_spin);
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
-    let ferry = Loop {
-        engine,
-        passenger,
-        shared: Arc::clone(shared),
-        progressed_at: now,
-        looked_at: now,
-        edges,
-        vain: 0,
-        spin,
-    };
+    let ferry =
+        Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now, edges, vain: 0 };
     // The starter waits for it.
     let _ = up.send(started);
     ferry.run()
@@ -86,7 +76,6 @@ struct Loop {
     shared: Arc<Shared>,
     /// When anything happened last.
     progressed_at: Instant,
-    spin: Spin,
     /// When the sockets were looked at last.
     looked_at: Instant,
 }
@@ -173,11 +162,10 @@ impl Loop {
     /// Sleeps as long as the state allows. Returns whether the passenger should have a turn.
     fn wait(&mut self, any: bool, wish: Option<Instant>) -> bool {
         let now = Instant::now();
-        let longest = self.spin.longest();
-        let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < longest);
+        let spin = self.engine.config.spin;
+        let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
         let moving = serving || self.engine.transfers.in_flight().0 > 0;
-        let quiet = now.saturating_duration_since(self.progressed_at);
-        let hurry = any || (moving && self.spin.goes_on(quiet, now));
+        let hurry = any || (moving && now.saturating_duration_since(self.progressed_at) < spin);
         if hurry {
             if self.passenger.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
                 return self.shared.waker.is_pending();

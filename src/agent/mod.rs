@@ -64,7 +64,6 @@ mod sealed;
 mod served;
 mod setup;
 mod shared;
-mod spin;
 mod spots;
 mod stats;
 mod transfers;
