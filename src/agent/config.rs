@@ -79,8 +79,8 @@ pub struct AgentConfig {
     /// the time between two completions over TCP on one host. A thread that sleeps between them costs more: Linux wakes it
     /// on the processor of the one that sent, where the two then take turns, at half the speed and no less processor time.
     /// 10 ms is faster still where processors are idle (10.8 ms in place of 14.7 for 2,048 blocks of 16 KiB over TCP on one
-    /// host of two processors), but takes them from engines that compute: there, the demo's median hand-over took 116 ms
-    /// in place of 51 to 71.
+    /// host of two processors), but takes them from engines that compute: the demo's median hand-over (with `--waits yield`)
+    /// took 116 ms in place of 51 to 71.
     pub spin: Duration,
     /// Bytes of unsent messages per peer before `send` refuses. Default: 64 MiB.
     pub send_queue_bytes: u64,
