@@ -33,8 +33,9 @@ const MAX_MESSAGE: usize = 500;
 const MAX_NUMBER: u32 = 9999;
 /// What is written at once, so that a file cut short ends with a whole line nearly always.
 const BATCH_BYTES: usize = 32 << 10;
-/// How long the end of a worker waits for the last lines to be written.
-const LAST_LINES: Duration = Duration::from_secs(1);
+/// How long the end of a worker waits for the last lines to be written. On a busy machine the thread that writes them may
+/// get no processor for more than a second.
+const LAST_LINES: Duration = Duration::from_secs(5);
 
 /// The rows of a process in a viewer, where they are called threads.
 const RECVS: u32 = 1;

@@ -61,6 +61,17 @@ def traced(folder: Path, names: tuple[str, ...] = ("a", "b", "c")) -> list[Path]
     files = sorted(folder.glob("*.json"))
     assert len(files) == 2
     assert files[0].name == f"decode-{os.getpid()}.json"
+
+    def are_whole() -> bool:
+        try:
+            summary = trace.summarize(trace.read(files))
+        except trace.TraceError:
+            return False
+        counts = [summary[key] for key in ("received", "failed", "given_back")]
+        return (sum(counts), sum(summary["sends"].values()), summary["damaged"]) == (len(names) + 2, sends, 0)
+
+    # This process's is written by a thread that the end of a worker does not wait for without limit.
+    until("the files are whole", are_whole)
     return files
 
 
