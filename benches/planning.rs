@@ -9,12 +9,16 @@
 
 use std::hint::black_box;
 use std::io::BufRead;
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry::proto::geometry::GroupKind;
-use kvferry::proto::plan::{CopyPlan, Holding, RankPlan, Segment, Wanted, assign};
+use kvferry::proto::handshake::Session;
+use kvferry::proto::plan::{CopyPlan, Holding, LocalRank, RankPlan, Segment, Wanted, assign};
 use kvferry::proto::shape::{EngineSpec, GroupSpec, Layout, ModelSpec, Parts, RankCache};
-use kvferry::proto::wire::{AgentMetadata, Blocks, MemoryKind, RankMetadata, RegionMetadata};
+use kvferry::proto::wire::{
+    AgentMetadata, Blocks, HandshakeReply, MemoryKind, Message, RankBlob, RankMetadata, RegionMetadata,
+};
 use kvferry::proto::{EngineId, Incarnation};
 
 const LAYERS: u32 = 64;
@@ -132,6 +136,47 @@ impl Setup {
     }
 }
 
+/// What a consumer of one rank does when it meets an engine of many ranks: milliseconds to decode and judge the listener's
+/// answer, and to plan the copies from each rank.
+fn first_contact(layers: u32, ranks: u32) -> (f64, f64) {
+    let model = ModelSpec { groups: vec![GroupSpec::attention(GroupKind::Full, 0..layers, ranks, 64, 64)] };
+    let spec = |tp| EngineSpec { tp, block_size: vec![BLOCK_SIZE], num_blocks: BLOCKS, ..EngineSpec::default() };
+    let (consumer, producer) = (spec(1), spec(ranks));
+    let mine = Arc::new(metadata(&consumer, &consumer.ranks(&model).unwrap()[0]));
+    let theirs = producer.ranks(&model).unwrap();
+    let blob =
+        |rank: &RankCache| RankBlob { rank: rank.rank, metadata: metadata(&producer, rank).to_bytes().unwrap().into() };
+    let reply = HandshakeReply::Ranks {
+        id: 1,
+        engine: mine.engine.clone(),
+        incarnation: Incarnation(1),
+        shape: producer.shape(),
+        ranks: theirs.iter().map(blob).collect(),
+    };
+    let reply = reply.to_bytes().unwrap();
+    let session = Session::new(Arc::clone(&mine), 1, mine.engine.clone(), None, Vec::new());
+    let own = [Holding::new(mine.rank, &mine.geometry)];
+    let round = || {
+        let start = Instant::now();
+        let outcome = session.judge_bytes(&reply).unwrap();
+        let judged = start.elapsed();
+        let others: Vec<Holding> = outcome.ranks.iter().map(|rank| Holding::new(rank.rank, &rank.geometry)).collect();
+        let shares = assign(mine.rank, &own, &others, 0).unwrap();
+        let this = LocalRank::new(&mine).unwrap();
+        for rank in &outcome.ranks {
+            black_box(this.plan(rank, &shares[&rank.rank].cells).unwrap());
+        }
+        (judged.as_secs_f64() * 1e3, (start.elapsed() - judged).as_secs_f64() * 1e3)
+    };
+    let rounds: Vec<_> = (0..ROUNDS).map(|_| round()).collect();
+    let median = |of: fn(&(f64, f64)) -> f64| {
+        let mut all: Vec<f64> = rounds.iter().map(of).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
+    (median(|round| round.0), median(|round| round.1))
+}
+
 fn rounds() {
     let setup = Setup::new(LAYERS, BLOCKS, Order::Scattered);
     for line in std::io::stdin().lock().lines() {
@@ -175,4 +220,10 @@ fn main() {
         "\n{LAYERS} layers, {BLOCKS} blocks: {:.1} bytes of plans per block and request, {shared} bytes once for all requests",
         own as f64 / f64::from(BLOCKS)
     );
+    for ranks in [1, 64] {
+        let (judged, planned) = first_contact(LAYERS, ranks);
+        println!(
+            "first contact with an engine of {ranks} ranks: {judged:.2} ms to judge its answer, {planned:.2} ms to plan"
+        );
+    }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::{HandshakeFailure, HandshakeOutcome};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
-use crate::proto::plan;
+use crate::proto::plan::RankIndex;
 use crate::proto::wire::{
     Cause, CompatField, HandshakeReply, HandshakeRequest, Message, RankBlob, RankMetadata, RefusalCode,
 };
@@ -61,7 +61,7 @@ impl Session {
     }
 
     /// Judges a reply: engine, incarnation, ranks, then for each rank compatibility field by field and the layers that
-    /// both ranks hold, [`plan::check_ranks`]. The engines' shapes may differ.
+    /// both ranks hold, [`RankIndex::check`]. The engines' shapes may differ.
     pub fn judge(&self, reply: HandshakeReply) -> Result<HandshakeOutcome, HandshakeFailure> {
         match reply {
             HandshakeReply::Refused { id, code, message } => Err(self.refused(id, code, &message)),
@@ -93,6 +93,7 @@ impl Session {
                 }
                 let wrong = |e: Error| fail(cause_of(&e), format!("the answer of engine {engine}'s listener: {e}"));
                 shape.validate().map_err(wrong)?;
+                let local = RankIndex::new(&self.local);
                 let mut decoded = BTreeMap::new();
                 for RankBlob { rank, metadata } in ranks {
                     let m = RankMetadata::from_bytes(&metadata).map_err(wrong)?;
@@ -107,7 +108,7 @@ impl Session {
                         ));
                     }
                     m.validate().map_err(|e| wrong(e.context(format_args!("rank {rank}"))))?;
-                    self.check_rank(&m)?;
+                    self.check_rank(&local, &m)?;
                     if decoded.insert(rank, m).is_some() {
                         return Err(fail(Cause::HandshakeFailed, format!("engine {engine} gave rank {rank} twice")));
                     }
@@ -141,7 +142,7 @@ impl Session {
         }
     }
 
-    fn check_rank(&self, remote: &RankMetadata) -> Result<(), HandshakeFailure> {
+    fn check_rank(&self, local: &RankIndex<'_>, remote: &RankMetadata) -> Result<(), HandshakeFailure> {
         let who = format!("engine {} rank {}", remote.engine, remote.rank);
         let mismatch = |text: String| fail(Cause::Incompatible, format!("{who}: {text}"));
         let (here, there) = (by_name(&self.local.compat), by_name(&remote.compat));
@@ -159,7 +160,7 @@ impl Session {
                 }
             }
         }
-        plan::check_ranks(&self.local, remote).map_err(|e| mismatch(e.message().into()))
+        local.check(&RankIndex::new(remote)).map_err(|e| mismatch(e.message().into()))
     }
 
     /// The ranks asked for, in that order; all in rank order when none were named.

@@ -96,18 +96,54 @@ pub(super) fn unpacked(part: &str) -> impl Iterator<Item = &str> {
     std::iter::once(first).chain(second)
 }
 
-type Index<'a> = HashMap<(&'a str, &'a str), Vec<(usize, &'a HeldPart)>>;
+/// Who holds a part: the number of the rank, and the part as it states it.
+type Holders<'a> = Vec<(usize, &'a HeldPart)>;
 
-fn index(holdings: &[Holding]) -> Index<'_> {
-    let mut index = Index::new();
-    for (number, holding) in holdings.iter().enumerate() {
-        for part in &holding.parts {
-            for name in unpacked(&part.part) {
-                index.entry((&part.layer, name)).or_default().push((number, part));
+/// The holders of every part of every layer.
+#[derive(Default)]
+struct Index<'a> {
+    parts: Vec<((&'a str, &'a str), Holders<'a>)>,
+    places: HashMap<(&'a str, &'a str), usize>,
+}
+
+impl<'a> Index<'a> {
+    fn new(holdings: &[&'a Holding]) -> Self {
+        let mut index = Index::default();
+        for (number, &holding) in holdings.iter().enumerate() {
+            // Ranks mostly state their parts in the same order. Then no name is hashed but those of the first rank.
+            let mut next = 0;
+            for part in &holding.parts {
+                for name in unpacked(&part.part) {
+                    let place = index.place((&part.layer, name), next);
+                    if let Some((_, holders)) = index.parts.get_mut(place) {
+                        holders.push((number, part));
+                    }
+                    next = place + 1;
+                }
             }
         }
+        index
     }
-    index
+
+    /// Where the part is, which is at `guess` or has to be looked up.
+    fn place(&mut self, name: (&'a str, &'a str), guess: usize) -> usize {
+        if self.parts.get(guess).is_some_and(|(there, _)| *there == name) {
+            return guess;
+        }
+        *self.places.entry(name).or_insert_with(|| {
+            self.parts.push((name, Vec::new()));
+            self.parts.len() - 1
+        })
+    }
+
+    fn holders(&self, name: (&str, &str)) -> &[(usize, &'a HeldPart)] {
+        let found = self.places.get(&name).and_then(|place| self.parts.get(*place));
+        found.map(|(_, holders)| holders.as_slice()).unwrap_or_default()
+    }
+
+    fn names(&self) -> BTreeSet<(&'a str, &'a str)> {
+        self.parts.iter().map(|(name, _)| *name).collect()
+    }
 }
 
 fn incompatible(text: String) -> Error {
@@ -129,25 +165,31 @@ pub fn assign(
     producers: &[Holding],
     spread: u64,
 ) -> Result<BTreeMap<RankId, Share>> {
-    let sorted = |holdings: &[Holding]| {
-        let mut sorted = holdings.to_vec();
+    fn sorted(holdings: &[Holding]) -> Vec<&Holding> {
+        let mut sorted: Vec<&Holding> = holdings.iter().collect();
         sorted.sort_by_key(|holding| holding.rank);
         sorted
-    };
+    }
     let (consumers, producers) = (sorted(consumers), sorted(producers));
     let own = consumers.iter().position(|holding| holding.rank == local);
     let own = own.ok_or_else(|| Error::not_found(format!("rank {local} is not among the ranks of its own engine")))?;
-    check_layers(&consumers, &producers)?;
-    let index = index(&producers);
+    let index = Index::new(&producers);
+    check_layers(&Index::new(&consumers).names(), &index.names())?;
     let mut shares: BTreeMap<RankId, Share> = BTreeMap::new();
     let mut readers: Vec<u32> = vec![0; producers.len()];
     for (number, consumer) in consumers.iter().enumerate() {
         let mut read: BTreeSet<usize> = BTreeSet::new();
+        let mut last: Option<(Split<'_>, Chosen)> = None;
         for part in &consumer.parts {
             for name in unpacked(&part.part) {
-                let holders = index.get(&(&*part.layer, name)).map(Vec::as_slice).unwrap_or_default();
-                let chosen = choose(number, consumers.len(), spread, consumer, part, name, holders, &producers)?;
-                for (producer, first_head, heads) in chosen {
+                let holders = index.holders((&part.layer, name));
+                // Most layers are split as the one before.
+                let chosen = match last.take() {
+                    Some((split, chosen)) if is_split_as((part, holders), split) => chosen,
+                    _ => choose(number, consumers.len(), spread, consumer, part, name, holders, &producers)?,
+                };
+                let (_, chosen) = last.insert(((part, holders), chosen));
+                for &(producer, first_head, heads) in &*chosen {
                     read.insert(producer);
                     if let (true, Some(holding)) = (number == own, producers.get(producer)) {
                         let (layer, part) = (part.layer.clone(), name.to_owned());
@@ -180,13 +222,19 @@ pub fn assign(
     Ok(shares)
 }
 
+/// A part that is read, and who holds it.
+type Split<'a> = (&'a HeldPart, &'a [(usize, &'a HeldPart)]);
+
+/// Whether a part of one layer has the same groups and heads, and of the same ranks, as a part of another.
+fn is_split_as((part, holders): Split<'_>, (other, others): Split<'_>) -> bool {
+    let heads = |part: &HeldPart| (part.group, part.first_head, part.heads);
+    heads(part) == heads(other)
+        && holders.len() == others.len()
+        && holders.iter().zip(others).all(|((a, held), (b, other))| a == b && heads(held) == heads(other))
+}
+
 /// Both engines must have the same layers and parts.
-fn check_layers(consumers: &[Holding], producers: &[Holding]) -> Result<()> {
-    fn names(holdings: &[Holding]) -> BTreeSet<(&str, &str)> {
-        let parts = holdings.iter().flat_map(|holding| &holding.parts);
-        parts.flat_map(|part| unpacked(&part.part).map(|name| (&*part.layer, name))).collect()
-    }
-    let (here, there) = (names(consumers), names(producers));
+fn check_layers(here: &BTreeSet<(&str, &str)>, there: &BTreeSet<(&str, &str)>) -> Result<()> {
     let layers = |names: &BTreeSet<(&str, &str)>| names.iter().map(|(layer, _)| *layer).collect::<BTreeSet<_>>().len();
     let text = |own: &BTreeSet<(&str, &str)>, other: &BTreeSet<(&str, &str)>| {
         let only = own.difference(other).next();
@@ -199,12 +247,15 @@ fn check_layers(consumers: &[Holding], producers: &[Holding]) -> Result<()> {
     Err(incompatible(format!(
         "set of layers differs: {} here, {} on the other side; start both engines with the same model and the same \
          speculative decoding",
-        text(&here, &there),
-        text(&there, &here)
+        text(here, there),
+        text(there, here)
     )))
 }
 
-/// From whom the consumer number `number` reads the heads of a part: producer number, first head, heads.
+/// Producer number, first head, heads.
+type Chosen = Vec<(usize, u32, u32)>;
+
+/// From whom the consumer number `number` reads the heads of a part.
 #[allow(clippy::too_many_arguments)]
 fn choose(
     number: usize,
@@ -214,8 +265,8 @@ fn choose(
     part: &HeldPart,
     name: &str,
     holders: &[(usize, &HeldPart)],
-    producers: &[Holding],
-) -> Result<Vec<(usize, u32, u32)>> {
+    producers: &[&Holding],
+) -> Result<Chosen> {
     let Some(group) = consumer.group(part) else { return Ok(Vec::new()) };
     let (first, end) = (part.first_head, part.first_head.saturating_add(part.heads));
     // Who has which heads; per token rank, because dealt tokens have to come from each of them.
@@ -245,7 +296,7 @@ fn choose(
         })
         .collect();
     let cuts: Vec<u32> = cuts.into_iter().collect();
-    let mut chosen: Vec<(usize, u32, u32)> = Vec::new();
+    let mut chosen = Chosen::new();
     for token_rank in needed {
         let holders = holders_by_token.get(&token_rank).map(Vec::as_slice).unwrap_or_default();
         for (&from, &to) in cuts.iter().zip(cuts.iter().skip(1)) {

@@ -20,7 +20,7 @@ use crate::proto::wire::Blocks;
 
 pub use expand::{Expander, Operation};
 pub use holding::{Cell, HeldPart, Holding, Share, assign};
-pub use rank::{RankPlan, check_ranks};
+pub use rank::{LocalRank, RankIndex, RankPlan, check_ranks};
 pub use request::Wanted;
 
 /// Under how many bytes per run, on average, a transfer between host memories is gathered into messages instead of

@@ -1,11 +1,12 @@
 //! The plan between two ranks.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use super::holding::unpacked;
 use super::meeting::{Meeting, TokenRun};
-use super::template::{self, Pair, Steps};
+use super::template::{self, Pair, Steps, Unlike};
 use super::{Cell, CopyPlan, Segment, Wanted, request};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::{Area, Geometry, Group, GroupKind, MAX_RUNS};
@@ -17,27 +18,69 @@ fn differs(field: &str, local: impl fmt::Display, remote: impl fmt::Display, rem
     Error::new(ErrorKind::Incompatible, format!("{field} differs: {local} here, {remote} on the other side; {remedy}"))
 }
 
-/// The areas of a geometry by layer and part.
-pub(super) struct ByName<'a>(HashMap<&'a str, HashMap<&'a str, &'a Area>>);
+/// What a layer has, by part.
+type Parts<'a> = &'a [(&'a str, &'a str, &'a Area)];
 
-impl<'a> ByName<'a> {
-    fn new(geometry: &'a Geometry) -> Self {
-        let mut layers: HashMap<&str, HashMap<&str, &Area>> = HashMap::new();
-        for area in &geometry.areas {
-            layers.entry(&area.layer).or_default().insert(&area.part, area);
+fn part<'a>(parts: Parts<'a>, name: &str) -> Option<&'a Area> {
+    parts.iter().find(|(_, part, _)| *part == name).map(|(.., area)| *area)
+}
+
+/// Bytes per token and head of a layer's K and V together. Saturates.
+fn k_and_v_bytes(parts: Parts<'_>) -> Option<u64> {
+    let bytes = |name| part(parts, name).map(Area::token_bytes);
+    bytes("kv").or_else(|| Some(bytes("k")?.saturating_add(bytes("v")?)))
+}
+
+/// A rank's metadata with its areas in order, to be set beside many other ranks.
+pub struct RankIndex<'a> {
+    metadata: &'a RankMetadata,
+    /// Layer, part and area, sorted.
+    areas: Vec<(&'a str, &'a str, &'a Area)>,
+}
+
+impl<'a> RankIndex<'a> {
+    /// Of a rank whose metadata may still be wrong in itself.
+    pub fn new(metadata: &'a RankMetadata) -> Self {
+        let mut areas: Vec<_> = metadata.geometry.areas.iter().map(|area| (&*area.layer, &*area.part, area)).collect();
+        areas.sort_by_key(|(layer, part, _)| (*layer, *part));
+        RankIndex { metadata, areas }
+    }
+
+    /// What it has of a layer; nothing if it has no such layer.
+    fn layer(&self, name: &str) -> Parts<'_> {
+        let from = self.areas.partition_point(|(layer, ..)| *layer < name);
+        first_layer(self.areas.get(from..).unwrap_or_default())
+            .filter(|(layer, _)| *layer == name)
+            .unwrap_or_default()
+            .1
+    }
+
+    /// [`check_ranks`], with this rank as the local one.
+    pub fn check(&self, remote: &RankIndex<'_>) -> Result<()> {
+        let geometries = (&self.metadata.geometry, &remote.metadata.geometry);
+        let (mut ours, mut theirs) = (&*self.areas, &*remote.areas);
+        while let (Some((layer, here)), Some((other, there))) = (first_layer(ours), first_layer(theirs)) {
+            if layer == other {
+                for name in here.iter().flat_map(|(_, part, _)| unpacked(part)) {
+                    check_part((layer, name), (0, 0), (geometries.0, here), (geometries.1, there))?;
+                }
+            }
+            if layer <= other {
+                ours = ours.get(here.len()..).unwrap_or_default();
+            }
+            if other <= layer {
+                theirs = theirs.get(there.len()..).unwrap_or_default();
+            }
         }
-        ByName(layers)
+        Ok(())
     }
+}
 
-    fn get(&self, layer: &str, part: &str) -> Option<&'a Area> {
-        self.0.get(layer)?.get(part).copied()
-    }
-
-    /// Bytes per token and head of a layer's K and V together. Saturates.
-    fn k_and_v_bytes(&self, layer: &str) -> Option<u64> {
-        let bytes = |part| self.get(layer, part).map(Area::token_bytes);
-        bytes("kv").or_else(|| Some(bytes("k")?.saturating_add(bytes("v")?)))
-    }
+/// The name of the first layer, and what there is of it.
+fn first_layer<'a>(areas: Parts<'a>) -> Option<(&'a str, Parts<'a>)> {
+    let (name, ..) = *areas.first()?;
+    let len = areas.iter().take_while(|(layer, ..)| *layer == name).count();
+    areas.get(..len).map(|parts| (name, parts))
 }
 
 /// Checks that what both ranks have of a layer can be copied from one to the other: kinds of cache, heads of the model,
@@ -46,44 +89,29 @@ impl<'a> ByName<'a> {
 ///
 /// Errors: [`ErrorKind::Incompatible`] naming the field, both values and the remedy.
 pub fn check_ranks(local: &RankMetadata, remote: &RankMetadata) -> Result<()> {
-    let (here, there) = (ByName::new(&local.geometry), ByName::new(&remote.geometry));
-    for area in &local.geometry.areas {
-        for part in super::holding::unpacked(&area.part) {
-            let cell = Cell { layer: area.layer.clone(), part: part.to_owned(), first_head: 0, heads: 0 };
-            if there.0.contains_key(&*area.layer) {
-                check_cell(&cell, &local.geometry, &remote.geometry, &here, &there)?;
-            }
-        }
-    }
-    Ok(())
+    RankIndex::new(local).check(&RankIndex::new(remote))
 }
 
-fn check_cell<'a>(
-    cell: &Cell,
-    local: &Geometry,
-    remote: &Geometry,
-    here: &ByName<'a>,
-    there: &ByName<'a>,
+/// The areas that `heads` of a part of a layer are copied between, if they fit each other. None if those of `k` stand for
+/// them, or if a side has no such group.
+fn check_part<'a>(
+    (layer, name): (&str, &str),
+    heads: (u32, u32),
+    (local, here): (&Geometry, Parts<'a>),
+    (remote, there): (&Geometry, Parts<'a>),
 ) -> Result<Option<Pair<'a>>> {
-    let parts = |areas: &ByName<'_>| {
-        let mut names: Vec<String> =
-            areas.0.get(&*cell.layer).map(|parts| parts.keys().map(|p| (*p).to_owned()).collect()).unwrap_or_default();
-        names.sort();
-        names.join("+")
-    };
+    let parts = |parts: Parts<'_>| parts.iter().map(|(_, part, _)| *part).collect::<Vec<_>>().join("+");
     // Where one side packs K and V, what the other has of them must be all of it.
-    let (packed, other_packed) = (here.get(&cell.layer, "kv"), there.get(&cell.layer, "kv"));
-    let one_packs = packed.is_some() != other_packed.is_some();
+    let one_packs = part(here, "kv").is_some() != part(there, "kv").is_some();
     if one_packs
-        && let (Some(a), Some(b)) = (here.k_and_v_bytes(&cell.layer), there.k_and_v_bytes(&cell.layer))
+        && let (Some(a), Some(b)) = (k_and_v_bytes(here), k_and_v_bytes(there))
         && a != b
     {
-        return Err(differs(&format!("bytes per token and head of layer {:?}", cell.layer), a, b, SAME_CACHE));
+        return Err(differs(&format!("bytes per token and head of layer {layer:?}"), a, b, SAME_CACHE));
     }
-    let pair = template::pair(cell, |part| here.get(&cell.layer, part), |part| there.get(&cell.layer, part));
-    let pair =
-        pair.map_err(|_| differs(&format!("layout of layer {:?}", cell.layer), parts(here), parts(there), SAME_CACHE))?;
-    let Some(pair) = pair else { return Ok(None) };
+    let layouts = || differs(&format!("layout of layer {layer:?}"), parts(here), parts(there), SAME_CACHE);
+    let pair = template::pair(name, heads, |name| part(here, name), |name| part(there, name));
+    let Some(pair) = pair.map_err(|Unlike| layouts())? else { return Ok(None) };
     let (l, r) = (&*pair.local, &*pair.remote);
     let (Some(own), Some(other)) = (group_of(local, l), group_of(remote, r)) else { return Ok(None) };
     if own.kind != other.kind {
@@ -109,7 +137,7 @@ fn check_cell<'a>(
     }
     // Nobody knows where in such a block K ends and V begins.
     if moves_whole && one_packs {
-        return Err(differs(&format!("layout of layer {:?}", cell.layer), parts(here), parts(there), SAME_CACHE));
+        return Err(layouts());
     }
     if own.kind == GroupKind::State || moves_whole {
         let (a, b) = (l.positions(), r.positions());
@@ -169,14 +197,15 @@ pub(super) struct FineList {
     pub(super) dense: bool,
 }
 
-/// A [`Pair`] that owns its areas.
+/// A [`Pair`] that owns its areas, which have no names there: a request's errors name none, and the names of all layers of
+/// all ranks were a third of the time to plan with an engine of 64 ranks.
 pub(super) type OwnedPair = Pair<'static>;
 
 fn owned(pair: &Pair<'_>) -> OwnedPair {
     use std::borrow::Cow;
     Pair {
-        local: Cow::Owned(pair.local.clone().into_owned()),
-        remote: Cow::Owned(pair.remote.clone().into_owned()),
+        local: Cow::Owned(pair.local.nameless()),
+        remote: Cow::Owned(pair.remote.nameless()),
         first_head: pair.first_head,
         heads: pair.heads,
     }
@@ -195,6 +224,59 @@ fn even(area: &Area, group: &Group, subs: u64) -> Option<u64> {
         && positions.checked_mul(subs) == Some(group.block_size.into())
         && area.token_stride.checked_mul(positions) == Some(stride);
     (exact && paged && group.token_ranks == 1).then_some(stride)
+}
+
+/// The rank that reads, to be planned with many others.
+pub struct LocalRank<'a> {
+    index: RankIndex<'a>,
+    /// See [`RankPlan::shared`].
+    shared: Arc<[(u32, u32)]>,
+}
+
+impl<'a> LocalRank<'a> {
+    /// Errors: those of [`Geometry::validate`].
+    pub fn new(metadata: &'a RankMetadata) -> Result<Self> {
+        let shared = metadata.geometry.shared_groups(&metadata.agent.regions);
+        let shared = shared.map_err(|e| e.context(format_args!("the geometry of this rank {}", metadata.rank)))?;
+        Ok(LocalRank { index: RankIndex::new(metadata), shared: shared.into() })
+    }
+
+    /// As [`RankPlan::new`], with a `remote` that [`RankMetadata::validate`] has found to be right in itself.
+    pub fn plan(&self, remote: &RankMetadata, cells: &[Cell]) -> Result<RankPlan> {
+        let local = self.index.metadata;
+        let there = RankIndex::new(remote);
+        let mut by_groups: BTreeMap<(u32, u32), Vec<Pair<'_>>> = BTreeMap::new();
+        // The parts of a layer come one after the other.
+        let mut layer: (&str, Parts<'_>, Parts<'_>) = ("", &[], &[]);
+        for cell in cells {
+            if cell.layer != layer.0 {
+                layer = (&cell.layer, self.index.layer(&cell.layer), there.layer(&cell.layer));
+            }
+            let (name, here, there) = layer;
+            let heads = (cell.first_head, cell.heads);
+            let pair = check_part((name, &cell.part), heads, (&local.geometry, here), (&remote.geometry, there))?;
+            if let Some(pair) = pair {
+                check_heads(&pair)?;
+                by_groups.entry((pair.local.group, pair.remote.group)).or_default().push(pair);
+            }
+        }
+        let mut builder = Builder::default();
+        for ((l, r), pairs) in &by_groups {
+            builder.add(*l, *r, pairs, &local.geometry, &remote.geometry)?;
+        }
+        let segments = template::merged(builder.segments);
+        for fine in builder.pairs.iter_mut().filter_map(|pair| pair.fine.as_mut()) {
+            fine.dense = segments.iter().any(|s| s.list == fine.list && s.is_dense());
+        }
+        Ok(RankPlan {
+            segments: segments.into(),
+            pairs: builder.pairs.into(),
+            lists: builder.lists,
+            local_groups: local.geometry.groups.len(),
+            remote_groups: remote.geometry.groups.len(),
+            shared: Arc::clone(&self.shared),
+        })
+    }
 }
 
 /// The copy between this rank and one remote rank, for any request. Cheap to clone.
@@ -218,46 +300,12 @@ impl RankPlan {
     /// Errors: [`ErrorKind::Incompatible`] naming the field that differs, both values and the remedy; what
     /// [`Geometry::validate`] gives for a geometry that is wrong in itself.
     pub fn new(local: &RankMetadata, remote: &RankMetadata, cells: &[Cell]) -> Result<RankPlan> {
-        let shared = local
-            .geometry
-            .shared_groups(&local.agent.regions)
-            .map_err(|e| e.context(format_args!("the geometry of this rank {}", local.rank)))?;
+        let local = LocalRank::new(local)?;
         remote
             .geometry
             .validate(&remote.agent.regions)
             .map_err(|e| e.context(format_args!("the geometry of rank {} of engine {}", remote.rank, remote.engine)))?;
-        let (here, there) = (ByName::new(&local.geometry), ByName::new(&remote.geometry));
-        let mut by_groups: BTreeMap<(u32, u32), Vec<Pair<'_>>> = BTreeMap::new();
-        for cell in cells {
-            if let Some(pair) = check_cell(cell, &local.geometry, &remote.geometry, &here, &there)? {
-                check_heads(&pair)?;
-                by_groups.entry((pair.local.group, pair.remote.group)).or_default().push(pair);
-            }
-        }
-        let mut builder = Builder::default();
-        for ((l, r), pairs) in &by_groups {
-            builder.add(*l, *r, pairs, &local.geometry, &remote.geometry)?;
-        }
-        Ok(RankPlan {
-            segments: template::merged(builder.segments).into(),
-            pairs: builder.pairs.into(),
-            lists: builder.lists,
-            local_groups: local.geometry.groups.len(),
-            remote_groups: remote.geometry.groups.len(),
-            shared: shared.into(),
-        }
-        .with_density())
-    }
-
-    /// Notes which lists' blocks merge.
-    fn with_density(mut self) -> RankPlan {
-        let segments = &self.segments;
-        let mut pairs = self.pairs.to_vec();
-        for fine in pairs.iter_mut().filter_map(|pair| pair.fine.as_mut()) {
-            fine.dense = segments.iter().any(|s| s.list == fine.list && s.is_dense());
-        }
-        self.pairs = pairs.into();
-        self
+        local.plan(remote, cells)
     }
 
     /// The runs that repeat at every block, or at every block's part of a phase.
@@ -340,6 +388,7 @@ impl Builder {
             whole: false,
             pairs: pairs.iter().map(owned).collect(),
         };
+        let first_phase = meeting.runs(local_group, remote_group, 0, 0..meeting.grain);
         for pair in pairs {
             let (la, ra) = (&*pair.local, &*pair.remote);
             if local_group.kind == GroupKind::State || la.positions() == 1 && local_group.block_size > 1 {
@@ -352,10 +401,9 @@ impl Builder {
             }
             let even = (even(la, local_group, meeting.local_subs), even(ra, remote_group, meeting.remote_subs));
             if let (Some(local_step), Some(remote_step)) = even {
-                let run = meeting.runs(local_group, remote_group, 0, 0..meeting.grain);
                 let list = self.fine(&mut group);
                 let steps = Steps { list, local: local_step, remote: remote_step };
-                self.extend(pair, &run, steps)?;
+                self.extend(pair, &first_phase, steps)?;
                 continue;
             }
             self.grow(meeting.phases())?;

@@ -2,8 +2,8 @@
 
 use std::borrow::Cow;
 
+use super::Segment;
 use super::meeting::TokenRun;
-use super::{Cell, Segment};
 use crate::proto::geometry::{Area, Axes, Piece, fold, runs as run_count};
 
 /// A layer's part on both ranks, and the heads that travel.
@@ -20,42 +20,43 @@ fn part_of(area: &Area, part: &str, from: u64, len: u64) -> Area {
     Area { part: part.into(), offset: area.offset.wrapping_add(from), content: len, ..area.clone() }
 }
 
-/// Finds the areas of a cell. Where one side packs K and V and the other does not, the packed area is cut in two; where
-/// both pack them, the cell of `v` is nothing, because that of `k` stands for both.
+/// Finds the areas of a part of a layer, by part; `heads` (the first and how many) are those that travel. Where one side
+/// packs K and V and the other does not, the packed area is cut in two; where both pack them, the part `v` is nothing,
+/// because `k` stands for both.
 ///
-/// Errors: a text that says what is not there.
+/// None: there is nothing to copy.
 pub(super) fn pair<'a>(
-    cell: &Cell,
+    part: &str,
+    (first_head, heads): (u32, u32),
     local: impl Fn(&str) -> Option<&'a Area>,
     remote: impl Fn(&str) -> Option<&'a Area>,
-) -> Result<Option<Pair<'a>>, String> {
-    let found = |local: Cow<'a, Area>, remote: Cow<'a, Area>| {
-        Ok(Some(Pair { local, remote, first_head: cell.first_head, heads: cell.heads }))
-    };
+) -> Result<Option<Pair<'a>>, Unlike> {
+    let found = |local, remote| Ok(Some(Pair { local, remote, first_head, heads }));
     let cut = |packed: &Area, other: &Area| {
         let len = other.token_bytes();
         if packed.units != 1 || len > packed.content {
-            return Err(format!(
-                "{packed} of {} bytes per token and head cannot be cut into {other} of {len} and the rest",
-                packed.token_bytes()
-            ));
+            return Err(Unlike);
         }
-        let from = if cell.part == "k" { 0 } else { packed.content - len };
-        Ok(part_of(packed, &cell.part, from, len))
+        let from = if part == "k" { 0 } else { packed.content - len };
+        Ok(part_of(packed, part, from, len))
     };
-    match (local(&cell.part), remote(&cell.part), local("kv"), remote("kv")) {
-        (Some(l), Some(r), ..) => found(Cow::Borrowed(l), Cow::Borrowed(r)),
-        (None, None, Some(l), Some(r)) => {
-            if cell.part == "v" {
-                return Ok(None);
-            }
-            found(Cow::Borrowed(l), Cow::Borrowed(r))
-        }
-        (Some(l), None, _, Some(r)) => found(Cow::Borrowed(l), Cow::Owned(cut(r, l)?)),
-        (None, Some(r), Some(l), _) => found(Cow::Owned(cut(l, r)?), Cow::Borrowed(r)),
-        _ => Err(format!("layer {:?} has no part {:?} on one of the sides", cell.layer, cell.part)),
+    let own = (local(part), remote(part));
+    if let (Some(l), Some(r)) = own {
+        return found(Cow::Borrowed(l), Cow::Borrowed(r));
+    }
+    match (own, local("kv"), remote("kv")) {
+        ((None, None), Some(_), Some(_)) if part == "v" => Ok(None),
+        ((None, None), Some(l), Some(r)) => found(Cow::Borrowed(l), Cow::Borrowed(r)),
+        ((Some(l), None), _, Some(r)) => found(Cow::Borrowed(l), Cow::Owned(cut(r, l)?)),
+        ((None, Some(r)), Some(l), _) => found(Cow::Owned(cut(l, r)?), Cow::Borrowed(r)),
+        _ => Err(Unlike),
     }
 }
+
+/// A layer of the two sides that cannot be copied part by part: a part is missing on one of them, or what one packs is not
+/// what the other has apart.
+#[derive(Debug)]
+pub(super) struct Unlike;
 
 /// Where the blocks of a segment lie: which pair of lists names them, and the bytes from one to the next.
 #[derive(Debug, Clone, Copy)]

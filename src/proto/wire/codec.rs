@@ -45,10 +45,16 @@ pub fn encode<T: Serialize>(kind: &str, body: &T) -> Result<Vec<u8>> {
 
 /// Whether `bytes` are not too many and begin as [`encode`] begins a message of this kind. The body is not looked at.
 pub(crate) fn begins_as<M: super::Message>(bytes: &[u8]) -> bool {
+    bytes.len() <= M::MAX_BYTES && body_of(M::KIND, bytes).is_some()
+}
+
+/// What follows the bytes with which [`encode`] begins a message of this kind. None for one that begins in another way,
+/// which may be the same message in another order of fields.
+fn body_of<'a>(kind: &str, bytes: &'a [u8]) -> Option<&'a [u8]> {
     // The body comes last; without content it is one byte.
-    let Ok(empty) = encode(M::KIND, &()) else { return false };
-    let head = empty.split_last().map_or(&[][..], |(_, head)| head);
-    bytes.len() <= M::MAX_BYTES && bytes.starts_with(head)
+    let empty = encode(kind, &()).ok()?;
+    let (_, head) = empty.split_last()?;
+    bytes.strip_prefix(head)
 }
 
 /// Decodes a message of `kind` of at most `max_bytes`. Errors: [`ErrorKind::Corrupt`] for what is not ours or is
@@ -67,6 +73,11 @@ pub fn decode<T: DeserializeOwned>(kind: &str, bytes: &[u8], max_bytes: usize) -
         ))
     };
     scan(bytes, MAX_DEPTH).map_err(|why| foreign(&why))?;
+    let damaged = |e| Error::corrupt(format!("damaged {kind} message: {e}"));
+    // As we encode it. Then nothing but the body is left, and it is decoded without being skipped first.
+    if let Some(body) = body_of(kind, bytes) {
+        return rmp_serde::from_slice(body).map_err(damaged);
+    }
     let head: Head = rmp_serde::from_slice(bytes).map_err(|e| foreign(&e))?;
     if head.magic != MAGIC {
         return Err(foreign(&format_args!("no field \"magic\" with the value {MAGIC:?}")));
@@ -84,8 +95,7 @@ pub fn decode<T: DeserializeOwned>(kind: &str, bytes: &[u8], max_bytes: usize) -
     if head.kind != kind {
         return Err(Error::corrupt(format!("expected a {kind} message, got a {:?} message", head.kind)));
     }
-    let message: In<T> =
-        rmp_serde::from_slice(bytes).map_err(|e| Error::corrupt(format!("damaged {kind} message: {e}")))?;
+    let message: In<T> = rmp_serde::from_slice(bytes).map_err(damaged)?;
     Ok(message.body)
 }
 

@@ -14,7 +14,7 @@ use super::timers::{Deadlines, Memory};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::handshake::HandshakeOutcome;
 use crate::proto::ids::{EngineId, Incarnation, RequestId};
-use crate::proto::plan::{self, Holding, RankPlan};
+use crate::proto::plan::{self, Holding, LocalRank, RankPlan};
 use crate::proto::time::Time;
 use crate::proto::wire::limits::MAX_HEARTBEAT_REQUESTS;
 use crate::proto::wire::{PeerMessage, RankMetadata, Remote};
@@ -302,12 +302,13 @@ impl Sessions {
             outcome.ranks.iter().map(|remote| Holding::new(remote.rank, &remote.geometry)).collect();
         let consumers = consumers(local, engine, outcome)?;
         let shares = plan::assign(local.rank, &consumers, &producers, spread(&local.engine))?;
+        let this = LocalRank::new(local)?;
         let mut plans = Vec::with_capacity(shares.len());
         for (rank, share) in shares {
             let remote = outcome.ranks.iter().find(|remote| remote.rank == rank).ok_or_else(|| {
                 Error::not_found(format!("engine {} gave no metadata of rank {rank}", outcome.engine))
             })?;
-            plans.push((remote, RankPlan::new(local, remote, &share.cells)?, share.readers));
+            plans.push((remote, this.plan(remote, &share.cells)?, share.readers));
         }
         let Some(session) = self.sessions.get_mut(&id) else { return Ok(()) };
         session.state = State::Connecting;
