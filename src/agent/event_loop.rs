@@ -4,8 +4,9 @@
 //! found no news sleep on the fd. Three states decide how long:
 //!
 //! - operations of transfers in flight, or a peer's request served just now: spin for [`AgentConfig::spin`] after the last
-//!   progress, because the next news is some microseconds away and to be woken takes longer; then sleep in steps of a
-//!   millisecond, because some transports (CUDA IPC) do not wake the fd;
+//!   progress, because the next news is some microseconds away and to be woken takes longer, unless too many threads of the
+//!   process spin already ([`Spinner`]); then sleep in steps of a millisecond, because some transports (CUDA IPC) do not
+//!   wake the fd;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
 //!
@@ -22,6 +23,7 @@ use super::ferry::{Engine, Ferry};
 use super::handle::{MakePassenger, Started};
 use super::passenger::Passenger;
 use super::shared::{Command, Shared};
+use super::spin::Spinner;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
@@ -59,8 +61,9 @@ pub(super) fn run(
     let edges = Edges::of(engine.worker.event_fd())?;
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
-    let ferry =
-        Loop { engine, passenger, shared: Arc::clone(shared), progressed_at: now, looked_at: now, edges, vain: 0 };
+    let shared = Arc::clone(shared);
+    let spinner = Spinner::new();
+    let ferry = Loop { engine, passenger, shared, progressed_at: now, looked_at: now, edges, vain: 0, spinner };
     // The starter waits for it.
     let _ = up.send(started);
     ferry.run()
@@ -78,6 +81,7 @@ struct Loop {
     progressed_at: Instant,
     /// When the sockets were looked at last.
     looked_at: Instant,
+    spinner: Spinner,
 }
 
 impl Loop {
@@ -165,8 +169,11 @@ impl Loop {
         let spin = self.engine.config.spin;
         let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
         let moving = serving || self.engine.transfers.in_flight().0 > 0;
-        let hurry = any || (moving && now.saturating_duration_since(self.progressed_at) < spin);
-        if hurry {
+        let spins = moving && now.saturating_duration_since(self.progressed_at) < spin && self.spinner.may_spin();
+        if !spins {
+            self.spinner.rest();
+        }
+        if any || spins {
             if self.passenger.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
                 return self.shared.waker.is_pending();
             }

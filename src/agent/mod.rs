@@ -64,6 +64,7 @@ mod sealed;
 mod served;
 mod setup;
 mod shared;
+mod spin;
 mod spots;
 mod stats;
 mod transfers;

@@ -268,8 +268,10 @@ impl Driver {
                     others(left_out)
                 );
             }
-            self.totals.merge(&report.stats);
+            // The report first: somebody waits for it, and nobody for the sums, whose memory is in no cache.
+            let stats = report.stats.clone();
             self.shared.publish(report);
+            self.totals.merge(&stats);
         }
         if let Some(log) = &mut self.log {
             log.flush();
