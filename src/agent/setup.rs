@@ -43,6 +43,10 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     if !is_set(config, "ADDRESS_VERSION") && !is_set(config, "PROTO_ENABLE") {
         defaults.extend([("ADDRESS_VERSION", "v2"), ("TCP_TX_SEG_SIZE", &segment), ("TCP_RX_SEG_SIZE", &segment)]);
     }
+    // Without rendezvous nothing uses the second TCP connection that UCX would open to every peer for its puts.
+    if config.transport != Transport::Auto && !is_set(config, "RNDV_THRESH") {
+        defaults.push(("RNDV_SCHEME", "get_zcopy"));
+    }
     // TCP, which carries all messages of these transports, asks for a silent peer by itself (after 10 s, as UCX sets its
     // sockets). A lane for UCX's own asking costs every connection a look at the properties of each network device, on both
     // sides: some 60 system calls, a sixth of the time to meet an engine of 64 ranks.
