@@ -216,39 +216,7 @@ pub struct Geometry {
 impl Area {
     /// The same place without the names of layer and part.
     pub(crate) fn nameless(&self) -> Area {
-        let Area { layer: _, part: _, group, region, offset, num_blocks, block_stride, heads, first_head, .. } = *self;
-        let Area {
-            total_heads,
-            head_stride,
-            pages,
-            page_stride,
-            tokens,
-            token_stride,
-            units,
-            unit_stride,
-            content,
-            ..
-        } = *self;
-        Area {
-            layer: String::new(),
-            part: String::new(),
-            group,
-            region,
-            offset,
-            num_blocks,
-            block_stride,
-            heads,
-            first_head,
-            total_heads,
-            head_stride,
-            pages,
-            page_stride,
-            tokens,
-            token_stride,
-            units,
-            unit_stride,
-            content,
-        }
+        Area { layer: String::new(), part: String::new(), ..*self }
     }
 
     /// Bytes from the region's base to the end of the last block, or none when that does not fit 64 bits.
