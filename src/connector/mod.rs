@@ -6,6 +6,7 @@
 mod beacon;
 mod config;
 mod passenger;
+mod patience;
 mod request_log;
 mod scheduler;
 mod shared;

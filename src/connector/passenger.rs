@@ -4,8 +4,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
+use super::patience::Patience;
 use super::request_log::RequestLog;
 use super::shared::{Command, Figures, Shared};
 use super::trace::Tracer;
@@ -55,6 +57,9 @@ struct Driver {
     told: Level,
     /// Whether the agent's gauges may have changed since.
     changed: bool,
+    patience: Patience,
+    /// Those who asked for figures in this turn.
+    askers: Vec<SyncSender<Figures>>,
     /// By remote agent, the shape of its engine: from a handshake's end until, in the same turn, its agents are connected
     /// to.
     shapes: HashMap<Incarnation, EngineShape>,
@@ -147,11 +152,7 @@ impl Passenger for WorkerPassenger {
                     driver.local = Some(local);
                 }
                 (Command::Step(bytes), Some(driver)) => driver.step(ferry.now(), &bytes),
-                (Command::Figures(reply), Some(driver)) => {
-                    let figures = Figures { gauges: driver.machine.gauges(), totals: driver.totals.clone() };
-                    // The asker may have given up.
-                    let _ = reply.try_send(figures);
-                }
+                (Command::Figures(reply), Some(driver)) => driver.askers.push(reply),
                 (Command::Begin(..), Some(_)) | (_, None) => {
                     log::error!("kvferry worker: a command came out of order and is ignored");
                 }
@@ -205,6 +206,8 @@ impl Driver {
             tracer: None,
             told: Level::default(),
             changed: false,
+            patience: Patience::default(),
+            askers: Vec::new(),
             shapes: HashMap::new(),
             limits: Limits::default(),
         }
@@ -241,46 +244,61 @@ impl Driver {
         }
         self.shapes.clear();
         self.report(ferry);
+        self.tell_lives();
         // A question that could not be asked is answered already, and comes back in a turn of its own.
         let next = self.machine.poll_timeout().map(|at| self.epoch + Duration::from_micros(at.0));
-        [next, self.client.next_deadline()].into_iter().flatten().min()
+        [next, self.client.next_deadline(), self.patience.due()].into_iter().flatten().min()
     }
 
     fn report(&mut self, ferry: &Ferry<'_>) {
-        let mut first = self.machine.poll_report();
-        if self.machine.config().telemetry && (self.changed || first.is_some()) {
-            self.gauge(ferry, &mut first);
-        }
-        while let Some(report) = first.take().or_else(|| self.machine.poll_report()) {
-            if let Some(log) = &mut self.log {
-                report.records.iter().for_each(|record| log.add(report.rank, record));
+        let urgent = self.machine.has_news() || !self.askers.is_empty() || ferry.is_shutting_down();
+        if self.patience.is_over(urgent, self.machine.has_counts() || self.changed, ferry.now()) {
+            let mut report = self.machine.poll_report();
+            if self.machine.config().telemetry {
+                self.gauge(ferry, &mut report);
             }
-            for failure in &report.failed_recving {
-                let Some(left_out) = self.limits.failures.entry(failure.cause).or_default().pass(ferry.now()) else {
-                    continue;
-                };
-                log::warn!(
-                    "kvferry worker {}: request {} was not received ({}): {}{}",
-                    report.rank,
-                    failure.request,
-                    failure.cause,
-                    failure.message,
-                    others(left_out)
-                );
+            if let Some(report) = report {
+                self.publish(ferry.now(), report);
             }
-            // The report first: somebody waits for it, and nobody for the sums, whose memory is in no cache.
-            let stats = report.stats.clone();
-            self.shared.publish(report);
-            self.totals.merge(&stats);
         }
+        for asker in self.askers.drain(..) {
+            let figures = Figures { gauges: self.machine.gauges(), totals: self.totals.clone() };
+            // The asker may have given up.
+            let _ = asker.try_send(figures);
+        }
+    }
+
+    fn publish(&mut self, now: Instant, report: WorkerReport) {
+        if let Some(log) = &mut self.log {
+            report.records.iter().for_each(|record| log.add(report.rank, record));
+        }
+        for failure in &report.failed_recving {
+            let Some(left_out) = self.limits.failures.entry(failure.cause).or_default().pass(now) else {
+                continue;
+            };
+            log::warn!(
+                "kvferry worker {}: request {} was not received ({}): {}{}",
+                report.rank,
+                failure.request,
+                failure.cause,
+                failure.message,
+                others(left_out)
+            );
+        }
+        // The report first: somebody waits for it, and nobody for the sums, whose memory is in no cache.
+        let stats = report.stats.clone();
+        self.shared.publish(report);
+        self.totals.merge(&stats);
         if let Some(log) = &mut self.log {
             log.flush();
         }
-        if let Some(tracer) = &self.tracer {
-            let reported = self.time(Instant::now());
-            while let Some(life) = self.machine.poll_life() {
-                tracer.tell(life, reported);
-            }
+    }
+
+    fn tell_lives(&mut self) {
+        let Some(tracer) = &self.tracer else { return };
+        let reported = self.time(Instant::now());
+        while let Some(life) = self.machine.poll_life() {
+            tracer.tell(life, reported);
         }
     }
 

@@ -14,7 +14,10 @@ pub(super) struct Outbox {
     actions: VecDeque<Action>,
     pub(super) report: WorkerReport,
     lives: VecDeque<Life>,
+    /// Whether anything is counted at all.
     counts: bool,
+    /// Whether anything was, since the last report.
+    counted: bool,
     traces: bool,
 }
 
@@ -25,6 +28,7 @@ impl Outbox {
             report: WorkerReport::new(config.rank),
             lives: VecDeque::new(),
             counts: config.telemetry,
+            counted: false,
             traces: config.trace,
         }
     }
@@ -32,6 +36,7 @@ impl Outbox {
     /// Counts, unless nothing is to be counted.
     pub(super) fn count(&mut self, count: impl FnOnce(&mut Stats)) {
         if self.counts {
+            self.counted = true;
             count(&mut self.report.stats);
         }
     }
@@ -59,11 +64,23 @@ impl Outbox {
         self.actions.pop_front()
     }
 
+    /// Whether the report says of any request that it is over.
+    pub(super) fn has_news(&self) -> bool {
+        // Failures and records come with the end of a receive.
+        !self.report.finished_sending.is_empty() || !self.report.finished_recving.is_empty()
+    }
+
+    pub(super) fn has_counts(&self) -> bool {
+        self.counted
+    }
+
     pub(super) fn take_report(&mut self) -> Option<WorkerReport> {
-        let fresh = WorkerReport::new(self.report.rank);
-        if self.report == fresh {
+        // Not by comparing it with an empty one: it has kilobytes of histograms, and this is asked every turn.
+        if !self.counted && !self.has_news() {
             return None;
         }
+        self.counted = false;
+        let fresh = WorkerReport::new(self.report.rank);
         Some(std::mem::replace(&mut self.report, fresh))
     }
 }
