@@ -532,8 +532,10 @@ int32_t kvf_worker_submit(struct kvf_worker *worker, const uint8_t *step, size_t
 int32_t kvf_worker_news(struct kvf_worker *worker,
                         const uint8_t **out);
 
-// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
-int32_t kvf_worker_poll(struct kvf_worker *worker, struct kvf_buffer *out);
+// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits. What was
+// only counted comes with the end of the next request, or a second later.
+int32_t kvf_worker_poll(struct kvf_worker *worker,
+                        struct kvf_buffer *out);
 
 // Like kvf_worker_poll, into the caller's `data` of `capacity` bytes. Writes the report's length to `*len`, 0 when nothing has
 // happened. A report longer than `capacity` stays for the next poll, and nothing of it is written. Costs least of the ways to

@@ -202,7 +202,8 @@ impl Worker {
         Ok(())
     }
 
-    /// What happened since the last call, if anything did. Never waits; without news it costs one atomic load.
+    /// What happened since the last call, if anything did. Never waits; without news it costs one atomic load. What was
+    /// only counted comes with the end of the next request, or a second later.
     pub fn poll(&self) -> Option<WorkerReport> {
         self.shared.take_report()
     }

@@ -197,7 +197,8 @@ pub unsafe extern "C" fn kvf_worker_news(worker: *mut kvf_worker, out: *mut *con
     })
 }
 
-/// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
+/// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits. What was
+/// only counted comes with the end of the next request, or a second later.
 ///
 /// # Safety
 /// As the header's top says.
