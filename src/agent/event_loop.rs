@@ -220,6 +220,9 @@ impl Loop {
         let is_raised = items.get(1).is_some_and(|waker| waker.get_revents() != zmq::PollEvents::empty());
         self.shared.waker.get_up(is_raised);
         self.looked_at = Instant::now();
+        if sleeps {
+            self.spinner.wake(self.looked_at, self.engine.config.spin);
+        }
         if let Err(error) = polled {
             // A signal is no matter. Anything else (a socket that was closed under us) must not become a busy loop.
             if error != zmq::Error::EINTR {
