@@ -270,7 +270,7 @@ fn damaged_and_foreign_metadata_is_refused_with_the_reason() {
         assert!(decode_metadata(&bytes[..cut]).is_err(), "cut to {cut}");
     }
     assert_eq!(decode_metadata(b"PK\x03\x04 something else").unwrap_err().kind(), ErrorKind::Corrupt);
-    let newer: Vec<u8> = replace(&bytes, b"\xa7version\x02", b"\xa7version\x03");
+    let newer: Vec<u8> = replace(&bytes, b"\xa7version\x03", b"\xa7version\x04");
     let error = decode_metadata(&newer).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::VersionMismatch);
     assert!(error.message().contains("version 3"), "{error}");

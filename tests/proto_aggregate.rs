@@ -55,6 +55,7 @@ fn record(name: &str, bytes: u64) -> RecvRecord {
         bytes,
         operations: 1,
         queued_us: 1,
+        first_us: 1,
         transfer_us: 1,
         confirm_us: 1,
         cause: None,

@@ -141,6 +141,7 @@ fn report() -> WorkerReport {
             bytes: 1024,
             operations: 3,
             queued_us: 4,
+            first_us: 5,
             transfer_us: 5,
             confirm_us: 6,
             cause: None,
@@ -284,7 +285,7 @@ fn fields_of_a_later_release_are_ignored_and_optional_ones_may_be_absent() {
 fn another_version_is_named_before_the_body_is_looked_at() {
     let error = StepMetadata::from_bytes(&envelope("step", 7, "nothing like a step")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::VersionMismatch);
-    for part in ["step message", "version 7", "speaks version 2", "same kvferry release"] {
+    for part in ["step message", "version 7", "speaks version 3", "same kvferry release"] {
         assert!(error.message().contains(part), "{error}");
     }
     let error = StepMetadata::from_bytes(&envelope("step", wire::VERSION, "nothing like a step")).unwrap_err();
@@ -320,7 +321,7 @@ fn hostile_lengths_and_depths_are_refused_at_once() {
         b"kvferry",
         &[0xa7],
         b"version",
-        &[2, 0xa4],
+        &[wire::VERSION as u8, 0xa4],
         b"kind",
         &[0xa4],
         b"step",

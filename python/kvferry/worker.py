@@ -36,6 +36,7 @@ class RecvRecord(TypedDict):
     bytes: int
     operations: int
     queued_us: int
+    first_us: int
     transfer_us: int
     confirm_us: int
     cause: str | None

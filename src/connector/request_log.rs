@@ -95,6 +95,7 @@ mod tests {
             bytes: 4096,
             operations: 2,
             queued_us: 7,
+            first_us: 1500,
             transfer_us: 1500,
             confirm_us: 9,
             cause: None,

@@ -390,6 +390,7 @@ mod tests {
             bytes: 2,
             operations: 3,
             queued_us: 0,
+            first_us: 0,
             transfer_us: 0,
             confirm_us: 0,
             cause,

@@ -2,6 +2,7 @@
 
 mod bounds;
 mod overlap;
+mod table;
 
 use std::fmt;
 
@@ -210,6 +211,7 @@ pub struct Geometry {
     /// The KV-cache groups, in the engine's order.
     pub groups: Vec<Group>,
     /// The areas, in any order.
+    #[serde(with = "table")]
     pub areas: Vec<Area>,
 }
 

@@ -100,6 +100,10 @@ pub struct RecvRecord {
     pub operations: u64,
     /// From the step's arrival at the worker to the first posted operation, in microseconds.
     pub queued_us: u64,
+    /// From the first posted operation to the end of the first transfer, in microseconds. With several producer ranks each
+    /// has a transfer of its own; with one it is `transfer_us`.
+    #[serde(default)]
+    pub first_us: u64,
     /// From the first posted operation to the last byte, in microseconds.
     pub transfer_us: u64,
     /// From the last byte to the producer's verdict, in microseconds.

@@ -45,6 +45,7 @@ pub(super) struct LoadState {
     planned: Option<Time>,
     posted: Option<Time>,
     all_posted: Option<Time>,
+    first_end: Option<Time>,
     last_byte: Option<Time>,
     bytes: u64,
     operations: u64,
@@ -67,6 +68,7 @@ impl LoadState {
             planned: None,
             posted: None,
             all_posted: None,
+            first_end: None,
             last_byte: None,
             bytes: 0,
             operations: 0,
@@ -90,6 +92,7 @@ impl LoadState {
         self.operations = self.operations.saturating_add(figures.operations);
         self.posted = Some(self.posted.map_or(figures.posted_at, |t| t.min(figures.posted_at)));
         self.all_posted = Some(self.all_posted.map_or(figures.all_posted_at, |t| t.max(figures.all_posted_at)));
+        self.first_end = Some(self.first_end.map_or(figures.finished_at, |t| t.min(figures.finished_at)));
         self.last_byte = Some(self.last_byte.map_or(figures.finished_at, |t| t.max(figures.finished_at)));
     }
 
@@ -110,6 +113,7 @@ impl LoadState {
             bytes: self.bytes,
             operations: self.operations,
             queued_us: micros(self.arrived, posted),
+            first_us: micros(posted, self.first_end.unwrap_or(last_byte)),
             transfer_us: micros(posted, last_byte),
             confirm_us: micros(last_byte, now),
             cause: self.failure.as_ref().map(|(cause, _)| *cause),
@@ -179,5 +183,48 @@ impl LoadState {
             message: message.clone(),
             invalid_blocks: invalid.into(),
         })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_span_the_transfers_of_all_ranks() {
+        let name = |name: &str| RequestId::new(name).unwrap();
+        let remote = Remote {
+            engine: EngineId::new("p").unwrap(),
+            incarnation: None,
+            request: name("p-a"),
+            host: "h".into(),
+            port: 1,
+            lease_ms: 1,
+            lease_id: 1,
+        };
+        let load = Load {
+            request: name("a"),
+            remote: remote.clone(),
+            local_blocks: vec![],
+            remote_blocks: vec![],
+            tokens: (0, 0),
+            remote_tokens: 0,
+            null_block: None,
+            window_only: false,
+            refused: None,
+        };
+        let mut state = LoadState::new(Time(10), Time(5), load);
+        let figures = |posted_at, all_posted_at, finished_at| {
+            let [posted_at, all_posted_at, finished_at] = [posted_at, all_posted_at, finished_at].map(Time);
+            Some(TransferFigures { bytes: 8, operations: 1, posted_at, all_posted_at, finished_at })
+        };
+        state.completed(TransferToken(1), figures(30, 35, 90));
+        state.completed(TransferToken(2), figures(32, 40, 70));
+        // One that was cancelled has none.
+        state.completed(TransferToken(3), None);
+        let record = state.record(Time(100), &name("a"), &remote);
+        assert_eq!((record.bytes, record.operations), (16, 2));
+        assert_eq!((record.queued_us, record.first_us, record.transfer_us, record.confirm_us), (20, 40, 60, 10));
     }
 }
