@@ -2,7 +2,7 @@
 
 kvferry: a new worker asks the producer's listener once for all ranks, connects to them, and loads one block of every
 layer from each. Timed from the step with the hold and the load until one rank's bytes are there, and until the load is
-reported, which takes the bytes of all ranks and their producers' word that the lease still held. Every byte is compared.
+reported, which takes the bytes of all ranks and the producer's word that the lease still held. Every byte is compared.
 
 The stock way, for the same ranks: one ZMQ query after the other, and for each rank NIXL's `add_remote_agent` and
 `prep_xfer_dlist` for all of its blocks, as NixlConnector does before its first transfer. The transfer itself is not
