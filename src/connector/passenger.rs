@@ -251,10 +251,12 @@ impl Driver {
     }
 
     fn report(&mut self, ferry: &Ferry<'_>) {
+        let telemetry = self.machine.config().telemetry;
         let urgent = self.machine.has_news() || !self.askers.is_empty() || ferry.is_shutting_down();
-        if self.patience.is_over(urgent, self.machine.has_counts() || self.changed, ferry.now()) {
+        let counted = self.machine.has_counts() || telemetry && self.changed;
+        if self.patience.is_over(urgent, counted, ferry.now()) {
             let mut report = self.machine.poll_report();
-            if self.machine.config().telemetry {
+            if telemetry {
                 self.gauge(ferry, &mut report);
             }
             if let Some(report) = report {
