@@ -11,7 +11,7 @@ use serde::de::{Error as _, IgnoredAny, IntoDeserializer, MapAccess, SeqAccess, 
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{Area, MAX_AREAS};
+use super::{Area, MAX_AREAS, MAX_PART_BYTES};
 
 /// One field of all areas.
 enum Column<T> {
@@ -57,6 +57,11 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Column<T> {
             }
 
             fn visit_str<E: serde::de::Error>(self, value: &str) -> Result<Self::Value, E> {
+                // It becomes as many as there are areas, so its length is not left to the check of the whole.
+                if value.len() > MAX_PART_BYTES {
+                    let text = format!("a name of {} bytes for all areas, at most {MAX_PART_BYTES}", value.len());
+                    return Err(E::custom(text));
+                }
                 T::deserialize(value.into_deserializer()).map(Column::Same)
             }
 
@@ -255,6 +260,7 @@ mod tests {
             ("layer", json!(5), "5"),
             ("layer", json!("a"), "one layer for all areas"),
             ("part", json!({}), "a value for all areas"),
+            ("part", json!("p".repeat(MAX_PART_BYTES + 1)), "a name of 65 bytes for all areas, at most 64"),
             ("units", json!(vec![1; MAX_AREAS + 1]), "more than 16384 areas"),
         ] {
             let error = with(key, value).unwrap_err();
