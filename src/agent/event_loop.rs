@@ -23,6 +23,7 @@ use super::ferry::{Engine, Ferry};
 use super::handle::{MakePassenger, Started};
 use super::passenger::Passenger;
 use super::shared::{Command, Shared};
+use super::sidestep::Sidestep;
 use super::spin::Spinner;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
@@ -63,7 +64,17 @@ pub(super) fn run(
     let now = Instant::now();
     let shared = Arc::clone(shared);
     let spinner = Spinner::new();
-    let ferry = Loop { engine, passenger, shared, progressed_at: now, looked_at: now, edges, vain: 0, spinner };
+    let ferry = Loop {
+        engine,
+        passenger,
+        shared,
+        progressed_at: now,
+        looked_at: now,
+        edges,
+        vain: 0,
+        spinner,
+        sidestep: Sidestep::new(),
+    };
     // The starter waits for it.
     let _ = up.send(started);
     ferry.run()
@@ -82,6 +93,7 @@ struct Loop {
     /// When the sockets were looked at last.
     looked_at: Instant,
     spinner: Spinner,
+    sidestep: Sidestep,
 }
 
 impl Loop {
@@ -138,6 +150,7 @@ impl Loop {
         // Failures first, so that the operations that they end are the lost peer's.
         self.engine.reap_failed_endpoints(now);
         self.engine.reap_completions(now);
+        self.engine.reap_copies(now);
         self.engine.receive_messages(now);
         any
     }
@@ -172,6 +185,9 @@ impl Loop {
         let spins = moving && now.saturating_duration_since(self.progressed_at) < spin && self.spinner.may_spin();
         if !spins {
             self.spinner.rest();
+        }
+        if moving {
+            self.sidestep.look(now, self.engine.transfers.in_flight().0 > 0);
         }
         if any || spins {
             if self.passenger.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {

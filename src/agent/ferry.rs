@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use super::chunks::{Chunks, Placer};
 use super::config::AgentConfig;
+use super::copiers::Copiers;
 use super::event::{Direction, Event};
 use super::farewell::Leaving;
 use super::guests::Guests;
@@ -27,7 +28,7 @@ use super::transfers::Transfers;
 use super::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::mem::process::{Batch, ProcessPlace, Witness};
+use crate::mem::process::{ProcessPlace, Witness};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
@@ -63,8 +64,7 @@ pub(super) struct Engine {
     /// Of messages that are dropped.
     pub(super) drop_log: LogLimit,
     pub(super) leaving: Leaving,
-    /// Pieces of the copy that is being made.
-    pub(super) batch: Batch,
+    pub(super) copiers: Copiers,
     /// Where this process is, as peers are told.
     pub(super) place: Option<ProcessPlace>,
     pub(super) worker: Worker,
@@ -94,7 +94,7 @@ impl Engine {
         Ok(Engine {
             place: witness.place(),
             _witness: witness,
-            batch: Batch::default(),
+            copiers: Copiers::new(config.copy_threads, shared.waker.clone()),
             registry: Registry::new(shared.ids.salt()),
             config,
             shared: Arc::clone(shared),

@@ -38,6 +38,7 @@
 
 mod chunks;
 mod config;
+mod copiers;
 mod edges;
 mod event;
 mod event_loop;
@@ -64,6 +65,7 @@ mod sealed;
 mod served;
 mod setup;
 mod shared;
+mod sidestep;
 mod spin;
 mod spots;
 mod stats;

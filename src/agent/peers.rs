@@ -64,7 +64,7 @@ pub(super) struct Peer {
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
     /// The peer's process, if this one may copy its memory.
-    pub(super) neighbour: Option<Neighbour>,
+    pub(super) neighbour: Option<Arc<Neighbour>>,
 }
 
 /// What a connection's transports move one-sided, that is without the peer's processor.
@@ -416,7 +416,7 @@ impl Engine {
         if first {
             let lanes = peer.endpoint.describe();
             peer.reach = Reach::of(&lanes);
-            peer.neighbour = find_neighbour(&lanes, hello, &self.config.name);
+            peer.neighbour = find_neighbour(&lanes, hello, &self.config.name).map(Arc::new);
             let (name, incarnation) = (peer.name.clone(), peer.incarnation);
             let way = format!("{lanes}; host memory is {}", paths::between(peer, MemoryKind::Host, MemoryKind::Host));
             // A passenger knows more of the peer, and says it in one line.

@@ -31,6 +31,8 @@ use crate::ucx::{MAX_PARTS, Part, Posted};
 /// for 32 MiB where 256 KiB took 13), small enough that it is still in the processor's cache when it is put in place, and
 /// that a message in between waits for a fraction of a millisecond.
 pub(super) const CHUNK_BYTES: u64 = 512 << 10;
+/// Bytes moved by one chunk whose pieces are gathered first.
+pub(super) const GATHERED_BYTES: u64 = 256 << 10;
 /// Pieces in one chunk, so that a request of scattered tiny pieces stays under 64 KiB.
 pub(super) const CHUNK_PIECES: usize = 3000;
 /// Pieces that are at least this long on average are sent from where they are, shorter ones are gathered: of those, the

@@ -57,7 +57,7 @@ pub(super) struct Shared {
 }
 
 /// A panic while one of these short locks was held leaves no half-made state behind.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -17,7 +17,7 @@ pub struct AgentStats {
     pub endpoints: u64,
     /// Transfers not yet over.
     pub transfers: u64,
-    /// UCX operations in flight.
+    /// Operations in flight: of UCX, batches being copied, requests to peers.
     pub operations_in_flight: u64,
     /// Their bytes.
     pub bytes_in_flight: u64,

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::chunks::{Chunk, Service};
 use super::config::Window;
+use super::copiers::Copied;
 use super::event::{Direction, Event};
 use super::ferry::Engine;
 use super::ids::{PeerId, TransferId};
@@ -90,6 +91,11 @@ impl Transfer {
             }),
         };
         Some(Operation { len, ..operation })
+    }
+
+    /// How long ago its first operation was posted.
+    pub(super) fn age(&self, now: Instant) -> Duration {
+        self.posted_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at))
     }
 
     /// Notes that operations are being posted.
@@ -223,7 +229,7 @@ impl Engine {
     /// Posts what the windows allow, in turns. Returns whether anything was posted.
     pub(super) fn post_transfers(&mut self) -> bool {
         if self.transfers.queues.is_empty() {
-            return false;
+            return self.copy_what_waits();
         }
         let end = Instant::now() + TURN_TIME;
         let mut any = false;
@@ -246,6 +252,13 @@ impl Engine {
                 return any;
             }
         }
+    }
+
+    /// Copies what no copier has begun. Returns whether there was anything.
+    fn copy_what_waits(&mut self) -> bool {
+        let Some(job) = self.copiers.take_back() else { return false };
+        self.copied_batch(job.run(), Instant::now());
+        true
     }
 
     /// Gives the first transfer in a peer's queue its turn. Returns whether anything was posted.
@@ -354,6 +367,33 @@ impl Engine {
     fn copied(&mut self, id: TransferId, len: u64, result: Result<()>, now: Instant) {
         self.left_flight(id, len, if result.is_ok() { len } else { 0 });
         self.ended(id, result, now);
+    }
+
+    /// Takes what the copiers have done.
+    pub(super) fn reap_copies(&mut self, now: Instant) {
+        for copied in self.copiers.reap() {
+            self.copied_batch(copied, now);
+        }
+    }
+
+    /// A batch was copied, or failed.
+    pub(super) fn copied_batch(&mut self, copied: Copied, now: Instant) {
+        let Copied { transfer, peer, batch, result } = copied;
+        let len = batch.bytes() as u64;
+        self.copiers.give_back(batch);
+        let result = result.map_err(|error| match self.peers.get(peer) {
+            Ok(peer) => error.context(format!("agent {}", peer.name)),
+            Err(_) => error,
+        });
+        self.left_flight(transfer, len, if result.is_ok() { len } else { 0 });
+        match result {
+            // Its transfers are stopped with it.
+            Err(error) if error.kind() == ErrorKind::PeerDied => {
+                self.lose(peer, error.clone(), now);
+                self.stop(transfer, error, now);
+            }
+            result => self.ended(transfer, result, now),
+        }
     }
 
     /// The reply to a chunk came, or will not come.

@@ -80,6 +80,8 @@ pub struct WorkerConfig {
     pub hold_timeout_ms: u64,
     /// A peer that no request has used for this long is disconnected.
     pub peer_ttl_ms: u64,
+    /// Threads that copy memory of other processes of this host, the ferry thread among them.
+    pub copy_threads: u32,
     /// Whether each read is checked against a digest that the producer makes of its own bytes: both read all of them
     /// once more.
     pub verify: bool,
@@ -120,6 +122,7 @@ impl WorkerConfig {
             tombstone_ms: 120_000,
             hold_timeout_ms: 3_600_000,
             peer_ttl_ms: 600_000,
+            copy_threads: 2,
             verify: false,
             request_log: None,
             rehearse: true,

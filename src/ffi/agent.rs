@@ -146,6 +146,7 @@ pub(super) struct Config {
     cancel_grace_ms: Option<u64>,
     deregister_timeout_ms: Option<u64>,
     spin_us: Option<u64>,
+    copy_threads: Option<u32>,
     send_queue_bytes: Option<u64>,
     verify: Option<bool>,
     rehearse: Option<bool>,
@@ -172,6 +173,7 @@ impl Config {
         set(&mut config.cancel_grace, self.cancel_grace_ms.map(Duration::from_millis));
         set(&mut config.deregister_timeout, self.deregister_timeout_ms.map(Duration::from_millis));
         set(&mut config.spin, self.spin_us.map(Duration::from_micros));
+        set(&mut config.copy_threads, self.copy_threads);
         set(&mut config.send_queue_bytes, self.send_queue_bytes);
         set(&mut config.verify, self.verify);
         set(&mut config.rehearse, self.rehearse);

@@ -80,6 +80,11 @@ pub struct Batch {
     bytes: usize,
 }
 
+// SAFETY: the pointers are addresses, of registered ranges here, which any thread may use as long as the ranges are
+// registered (`MemoryRange::new`), and of another process, which are never followed. Whoever lets a batch be copied keeps
+// the ranges registered meanwhile, on whichever thread that is (`Neighbour::copy`).
+unsafe impl Send for Batch {}
+
 impl Batch {
     /// Forgets all pieces.
     pub fn clear(&mut self) {

@@ -69,6 +69,8 @@ pub const TABLE: &[Setting] = &[
         "How long deregistering waits for the transfers that use the memory."),
     row(Operator, "spin_us", &[Agent], Whole(0, 1_000_000), "us", Number(300),
         "How long the ferry thread spins without progress before it sleeps, while transfers are in flight."),
+    row(Operator, "copy_threads", &[Agent, Worker], Whole(1, 64), "threads", Number(2),
+        "Threads that copy memory of other processes of this host, the ferry thread among them; at most one per processor."),
     row(Operator, "send_queue_bytes", &[Agent], Whole(0, BYTES), "bytes", Number(64 << 20),
         "Unsent messages to one peer before more are refused."),
     row(Operator, "handshake_timeout_ms", &[Worker], DURATION, "ms", Number(30_000),

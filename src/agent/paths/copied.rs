@@ -2,12 +2,15 @@
 //!
 //! UCX's CMA makes the same system call with one piece each, as NIXL's figures in docs/benchmarks.md show beside these.
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use super::super::copiers::Job;
 use super::super::event::Direction;
 use super::super::ferry::Engine;
 use super::super::ids::{PeerId, TransferId};
 use super::super::peers::Peer;
+use super::super::sidestep;
 use super::super::stats::AgentStats;
 use super::{Path, Stretch};
 use crate::error::{Error, ErrorKind, Result};
@@ -18,6 +21,10 @@ use crate::proto::wire::MemoryKind;
 /// itself does not count.
 const QUANTUM_BYTES: u64 = 512 << 10;
 const QUANTUM_PIECES: usize = 128;
+
+/// How long a transfer goes on before copiers help: so that short ones wake nobody, and the engine's thread, which has just
+/// started the transfer, is not driven from its processor meanwhile.
+const HELP_AFTER: Duration = Duration::from_micros(200);
 
 pub(super) struct Copied;
 
@@ -35,11 +42,14 @@ impl Path for Copied {
         hosts && peer.neighbour.is_some() && !stretch.gathered && !stretch.digest
     }
 
+    /// Hands a batch to a copier if the transfer takes long and there is more of it, else copies it.
     fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
         let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
         let peer = engine.peers.get(peer_id)?;
-        let batch = &mut engine.batch;
-        batch.clear();
+        let Some(neighbour) = peer.neighbour.as_ref().map(Arc::clone) else {
+            return Err(Error::new(ErrorKind::Internal, "memory of another host cannot be copied"));
+        };
+        let mut batch = engine.copiers.batch();
         while let Some(operation) = transfer.next() {
             let range = engine.registry.range(operation.local_region);
             let (Some(range), Some((base, _))) = (range, peer.region(operation.remote_region)) else {
@@ -55,18 +65,24 @@ impl Path for Copied {
             let Some(part) = transfer.take(room) else { break };
             batch.push(range, part.local_offset, base.saturating_add(part.remote_offset), part.len)?;
         }
-        transfer.begin(batch.len() as u64, Instant::now());
+        let now = Instant::now();
+        transfer.begin(batch.len() as u64, now);
+        engine.stats.operations += batch.len() as u64;
+        let bytes = batch.bytes() as u64;
         let way = match transfer.direction() {
             Direction::Read => Way::Read,
             Direction::Write => Way::Write,
         };
-        let copied = match &peer.neighbour {
-            Some(neighbour) => neighbour.copy(way, batch),
-            None => Err(Error::new(ErrorKind::Internal, "memory of another host cannot be copied")),
-        };
-        copied.map_err(|error| error.context(format!("agent {}", peer.name)))?;
-        transfer.bytes += batch.bytes() as u64;
-        engine.stats.operations += batch.len() as u64;
-        Ok(batch.bytes() as u64)
+        let helped = transfer.next().is_some() && transfer.age(now) >= HELP_AFTER;
+        transfer.in_flight += 1;
+        engine.entered_flight(peer_id, bytes);
+        let ferry_processor = sidestep::processor();
+        let job = Job { transfer: id, peer: peer_id, neighbour, way, batch, ferry_processor };
+        if helped && engine.copiers.has_room() {
+            engine.copiers.submit(job);
+        } else {
+            engine.copied_batch(job.run(), Instant::now());
+        }
+        Ok(bytes)
     }
 }

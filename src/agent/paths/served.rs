@@ -8,7 +8,7 @@ use super::super::event::Direction;
 use super::super::ferry::Engine;
 use super::super::ids::{PeerId, TransferId};
 use super::super::peers::Peer;
-use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, PART_BYTES, Piece};
+use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, Piece};
 use super::super::spots::Spot;
 use super::super::stats::AgentStats;
 use super::{Path, Stretch};
@@ -17,8 +17,9 @@ use crate::ucx::MAX_PARTS;
 
 /// Whether a chunk should take no more: at its limits, or as many long pieces as UCX sends without copying them.
 fn is_full(pieces: usize, bytes: u64) -> bool {
-    let in_place = pieces >= MAX_PARTS && bytes >= pieces as u64 * PART_BYTES;
-    bytes >= CHUNK_BYTES || pieces >= CHUNK_PIECES || in_place
+    let in_place = bytes >= pieces as u64 * PART_BYTES;
+    let (most_bytes, most_pieces) = if in_place { (CHUNK_BYTES, MAX_PARTS) } else { (GATHERED_BYTES, CHUNK_PIECES) };
+    bytes >= most_bytes || pieces >= most_pieces
 }
 
 pub(super) struct Served;

@@ -1,0 +1,198 @@
+//! Leaving a processor that two busy threads share while another one is idle.
+//!
+//! Linux wakes a thread on the processor of the one that woke it unless it sees an idle one, and in a virtual machine a
+//! processor that the host has put to rest does not look idle (`available_idle_cpu` asks `vcpu_is_preempted`). Two ferry
+//! threads that answer each other, or a copier and its ferry thread, then take turns on one processor until the kernel's
+//! balancing parts them some milliseconds later, which is longer than most transfers take. So a thread that waits for its
+//! processor steps aside: it forbids itself the processor it is on, which moves it at once, and allows it again.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
+
+/// How long the wait for the processor is measured, some hundred times what looking costs.
+const WINDOW: Duration = Duration::from_micros(500);
+/// A window that became longer says nothing of now.
+const STALE: Duration = Duration::from_millis(5);
+/// After a step: how long until the next one, doubled whenever the last one was of no use because all processors are busy.
+const PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// The processor that the calling thread runs on.
+pub(super) fn processor() -> usize {
+    sched_getcpu()
+}
+
+/// Moves the calling thread away from processor `from`, if it is there and may run on another one of the same package.
+pub(super) fn leave(from: usize) {
+    if sched_getcpu() != from {
+        return;
+    }
+    let Ok(allowed) = sched_getaffinity(None) else { return };
+    let Some(others) = others(&allowed, from) else { return };
+    // It is moved by the first call and may return after the second one, where the kernel finds that better later.
+    if sched_setaffinity(None, &others).is_ok() {
+        let _ = sched_setaffinity(None, &allowed);
+    }
+}
+
+/// The processors of `allowed` that a thread on `from` may move to: of the same package, because its memory is near there.
+fn others(allowed: &CpuSet, from: usize) -> Option<CpuSet> {
+    let list = |name: &str| {
+        let path = format!("/sys/devices/system/cpu/cpu{from}/topology/{name}");
+        parse(&std::fs::read_to_string(path).ok()?)
+    };
+    choose(allowed, from, &list("package_cpus_list")?, &list("core_cpus_list").unwrap_or_default())
+}
+
+/// The processors of `allowed` and `package` without those of `core`, or without `from` alone where that leaves none.
+fn choose(allowed: &CpuSet, from: usize, package: &[usize], core: &[usize]) -> Option<CpuSet> {
+    let without = |left_out: &[usize]| {
+        let mut set = CpuSet::new();
+        let rest = package.iter().filter(|cpu| allowed.is_set(**cpu) && **cpu != from && !left_out.contains(cpu));
+        rest.for_each(|cpu| set.set(*cpu));
+        (set.count() > 0).then_some(set)
+    };
+    without(core).or_else(|| without(&[]))
+}
+
+/// A list of processors as the kernel prints it, such as `0-3,8`.
+fn parse(text: &str) -> Option<Vec<usize>> {
+    let mut all = Vec::new();
+    for range in text.trim().split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+        // What does not fit a set of processors is none of them.
+        all.extend(first..=last.min(CpuSet::MAX_CPU.saturating_sub(1)));
+    }
+    Some(all)
+}
+
+/// Whether a ferry thread should step aside.
+pub(super) struct Sidestep {
+    /// The kernel's account of the thread; `None` where it keeps none.
+    account: Option<File>,
+    /// When the window began, and what the thread had waited for processors then, in ns.
+    begin: Option<(Instant, u64)>,
+    /// Crowded windows in a row.
+    crowded: u32,
+    /// When it may step again, and the pause after that.
+    next: Option<Instant>,
+    pause: Duration,
+}
+
+impl Sidestep {
+    /// For the calling thread.
+    pub(super) fn new() -> Self {
+        let account = File::open("/proc/thread-self/schedstat").ok();
+        Sidestep { account, begin: None, crowded: 0, next: None, pause: PAUSE }
+    }
+
+    /// To be called again and again by a thread that moves bytes. Of two threads that are in each other's way only one should
+    /// go: the `first` one goes at once, the other one if that did not help.
+    pub(super) fn look(&mut self, now: Instant, first: bool) {
+        let Some((at, waited)) = self.begin else {
+            self.begin = self.waited().map(|waited| (now, waited));
+            return;
+        };
+        let passed = now.saturating_duration_since(at);
+        if passed < WINDOW {
+            return;
+        }
+        let Some(total) = self.waited() else { return };
+        self.begin = Some((now, total));
+        if passed > STALE {
+            return;
+        }
+        if self.judge(now, passed, Duration::from_nanos(total.saturating_sub(waited)), first) {
+            leave(sched_getcpu());
+        }
+    }
+
+    /// Whether to step aside after a window of `passed` in which the thread has waited for `waited`.
+    fn judge(&mut self, now: Instant, passed: Duration, waited: Duration, first: bool) -> bool {
+        if waited < passed / 4 {
+            self.crowded = 0;
+            self.pause = PAUSE;
+            return false;
+        }
+        self.crowded += 1;
+        if self.crowded < if first { 1 } else { 3 } || self.next.is_some_and(|at| now < at) {
+            return false;
+        }
+        self.next = now.checked_add(self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        self.crowded = 0;
+        true
+    }
+
+    /// What the thread has waited for processors, in ns.
+    fn waited(&self) -> Option<u64> {
+        let mut text = [0; 64];
+        let len = self.account.as_ref()?.read_at(&mut text, 0).ok()?;
+        // Time on a processor, time waiting for one, and how often.
+        std::str::from_utf8(text.get(..len)?).ok()?.split_whitespace().nth(1)?.parse().ok()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_processors_are_read_as_the_kernel_prints_them() {
+        assert_eq!(parse("0-2,8,10-11\n").unwrap(), [0, 1, 2, 8, 10, 11]);
+        assert_eq!(parse("7\n").unwrap(), [7]);
+        assert_eq!(parse(&format!("1022-{}", usize::MAX)).unwrap(), [1022, 1023]);
+        assert!(parse("").is_none() && parse("a-b").is_none());
+    }
+
+    #[test]
+    fn a_thread_moves_within_its_package_to_another_core_where_there_is_one() {
+        let set = |cpus: &[usize]| {
+            let mut set = CpuSet::new();
+            cpus.iter().for_each(|cpu| set.set(*cpu));
+            set
+        };
+        let choose = |allowed: &[usize], core: &[usize]| choose(&set(allowed), 1, &[0, 1, 2, 3], core);
+        assert_eq!(choose(&[0, 1, 2, 3, 4], &[0, 1]), Some(set(&[2, 3])));
+        assert_eq!(choose(&[0, 1, 4], &[0, 1]), Some(set(&[0])));
+        assert_eq!(choose(&[0, 1, 2], &[]), Some(set(&[0, 2])));
+        assert_eq!(choose(&[1, 4], &[1]), None);
+    }
+
+    #[test]
+    fn leaving_moves_a_thread_and_leaves_it_its_processors() {
+        let allowed = sched_getaffinity(None).unwrap();
+        for _ in 0..10 {
+            leave(processor());
+        }
+        assert_eq!(sched_getaffinity(None).unwrap(), allowed);
+        // A processor that the thread is not on is left already.
+        leave(CpuSet::MAX_CPU);
+    }
+
+    #[test]
+    fn one_of_two_crowded_threads_goes_first_and_vain_steps_become_rare() {
+        let start = Instant::now();
+        let at = |micros| start + Duration::from_micros(micros);
+        let window = Duration::from_micros(500);
+        let (mut one, mut other) = (Sidestep::new(), Sidestep::new());
+        assert!(!one.judge(at(0), window, window / 5, true));
+        assert!(one.judge(at(500), window, window / 2, true));
+        assert!(!other.judge(at(500), window, window / 2, false));
+        // The other one goes when that was of no use.
+        assert!(!other.judge(at(1000), window, window / 2, false));
+        assert!(other.judge(at(1500), window, window / 2, false));
+        // Pauses of 5, 10, 20 ms and so on.
+        let steps = (3..2000).filter(|n| one.judge(at(n * 500), window, window / 2, true)).count();
+        assert!((5..10).contains(&steps), "{steps}");
+        // A free processor makes it quick again.
+        assert!(!one.judge(at(2_000_000), window, Duration::ZERO, true));
+        assert!(one.judge(at(3_000_000), window, window, true));
+        assert!(one.judge(at(3_005_000), window, window, true));
+    }
+}
