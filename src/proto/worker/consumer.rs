@@ -12,7 +12,7 @@ use super::config::{WorkerConfig, ms};
 use super::life::Life;
 use super::load::{LoadState, Phase, Read};
 use super::outbox::Outbox;
-use super::sessions::{Due, Joined, Sessions, State, Ticket};
+use super::sessions::{Due, Joined, Session, Sessions, State, Ticket};
 use super::timers::Deadlines;
 use crate::error::ErrorKind;
 use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
@@ -35,10 +35,10 @@ struct Want {
     remote: Remote,
     /// When it began.
     known: Time,
-    /// When the handshake began that it waits or waited for, and when all ranks were connected.
+    /// When the handshake began that it waits or waited for, and when the first rank was connected.
     handshake: Option<(Time, Option<Time>)>,
     session: Option<SessionId>,
-    /// Whether heartbeats go out for it.
+    /// Whether heartbeats go out for it, to each rank that is connected.
     beating: bool,
     kind: Kind,
 }
@@ -158,7 +158,7 @@ impl Consumer {
             }
             self.fail(now, ticket, Cause::InvalidRequest, text, out);
         } else if joined {
-            self.progress(now, ticket, out);
+            self.progress(now, ticket, None, out);
         } else {
             self.join(now, ticket, true, out);
         }
@@ -238,15 +238,16 @@ impl Consumer {
     }
 
     pub(super) fn connected(&mut self, now: Time, key: &PeerKey, out: &mut Outbox) {
-        if let Some(id) = self.sessions.connected(key) {
+        let Some((id, ready)) = self.sessions.connected(key) else { return };
+        if ready {
             let begun = self.sessions.get(id).map_or(now, |session| session.begun);
             out.count(|stats| {
                 stats.handshakes += 1;
                 stats.handshake_time.observe(u64::try_from(now.since(begun).as_micros()).unwrap_or(u64::MAX));
             });
-            for ticket in self.users(id) {
-                self.progress(now, ticket, out);
-            }
+        }
+        for ticket in self.users(id) {
+            self.progress(now, ticket, Some(key.connection), out);
         }
     }
 
@@ -274,10 +275,11 @@ impl Consumer {
         match result {
             Ok(figures) => {
                 load.completed(token, Some(figures));
-                if load.in_flight().next().is_some() {
-                    return;
+                if load.failure.is_none() {
+                    self.confirm_if_read(now, ticket, out);
+                } else if load.in_flight().next().is_none() {
+                    self.conclude(now, ticket, out);
                 }
-                if load.failure.is_some() { self.conclude(now, ticket, out) } else { self.confirm(now, ticket, out) }
             }
             Err((cause, message)) => {
                 load.completed(token, None);
@@ -393,53 +395,65 @@ impl Consumer {
 
     fn join(&mut self, now: Time, ticket: Ticket, insist: bool, out: &mut Outbox) {
         if self.join_session(now, ticket, insist, out) {
-            self.progress(now, ticket, out);
+            self.progress(now, ticket, None, out);
         } else {
             let text = "the last handshake with the engine failed a moment ago".into();
             self.strand(now, ticket, Cause::HandshakeFailed, text, out);
         }
     }
 
-    fn ready_session(&self, ticket: Ticket) -> Option<SessionId> {
-        let id = self.wants.get(&ticket)?.session?;
-        (self.sessions.get(id)?.state == State::Ready).then_some(id)
-    }
-
-    /// Does what the want can do once its session is ready.
-    fn progress(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let Some(id) = self.ready_session(ticket) else { return };
+    /// Does what the want can do with the ranks that are connected: all of them, or `newly` beside those before it.
+    fn progress(&mut self, now: Time, ticket: Ticket, newly: Option<u64>, out: &mut Outbox) {
         let Some(want) = self.wants.get_mut(&ticket) else { return };
+        let Some(id) = want.session else { return };
+        let connected = self.sessions.connected_of(id);
+        let begun = match &mut want.kind {
+            Kind::Release => {
+                // The producer's ranks are told together.
+                if self.sessions.get(id).is_some_and(|session| session.state == State::Ready) {
+                    self.remove(now, ticket, true, out);
+                }
+                return;
+            }
+            Kind::Load(load) if load.failure.is_some() => return,
+            Kind::Load(load) => Some(load.phase != Phase::Waiting),
+            Kind::Hold => None,
+        };
+        if connected.is_empty() {
+            return;
+        }
         if let Some((_, connected)) = &mut want.handshake {
             connected.get_or_insert(now);
         }
-        let release = matches!(want.kind, Kind::Release);
-        if !release && !want.beating {
-            want.beating = true;
+        let newly = newly.map(|connection| vec![connection]);
+        let of_these = |before: bool| newly.as_ref().filter(|_| before).unwrap_or(&connected);
+        let beating = std::mem::replace(&mut want.beating, true);
+        if !beating || newly.is_some() {
             let period = self.config.heartbeat_period(want.remote.lease_ms);
-            self.sessions.beat(now, id, &want.remote.request, period, out);
+            self.sessions.beat(now, of_these(beating), &want.remote.request, period, out);
         }
-        let waiting = matches!(&want.kind, Kind::Load(load) if load.phase == Phase::Waiting);
-        if release {
-            self.remove(now, ticket, true, out);
-        } else if waiting {
-            self.read(now, ticket, id, out);
+        if let Some(begun) = begun
+            && (!begun || newly.is_some())
+        {
+            self.read(now, ticket, of_these(begun), out);
         }
     }
 
-    /// Posts a load's reads, one per rank; none if one of them cannot be planned.
-    fn read(&mut self, now: Time, ticket: Ticket, id: SessionId, out: &mut Outbox) {
+    /// Posts a load's reads from these ranks, one each; none if one of them cannot be planned.
+    fn read(&mut self, now: Time, ticket: Ticket, connections: &[u64], out: &mut Outbox) {
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
-        let plans: crate::Result<Vec<_>> = self
-            .sessions
-            .peers_of(id)
-            .map(|peer| Ok((peer.key.clone(), peer.plan.request(&load.load.wanted())?)))
-            .collect();
+        let peers = connections.iter().filter_map(|connection| self.sessions.peer(*connection));
+        let plans: crate::Result<Vec<_>> =
+            peers.map(|peer| Ok((peer.key.clone(), peer.plan.request(&load.load.wanted())?))).collect();
         let posts = match plans {
             Ok(posts) => posts,
             Err(e) => return self.fail(now, ticket, Cause::InvalidRequest, e.message().into(), out),
         };
-        load.phase = Phase::Reading;
-        load.planned(now);
+        if load.phase == Phase::Waiting {
+            load.phase = Phase::Reading;
+            load.planned(now);
+            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.transfer_timeout_ms));
+        }
         for (peer, plan) in posts {
             let mut token = None;
             let connection = peer.connection;
@@ -452,10 +466,15 @@ impl Consumer {
             }
             load.reads.push(Read { connection, token, valid: false });
         }
-        if load.in_flight().next().is_none() {
+        self.confirm_if_read(now, ticket, out);
+    }
+
+    /// Goes on to confirm a load of which nothing is left to read, from any rank.
+    fn confirm_if_read(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
+        let Some(Want { kind: Kind::Load(load), session: Some(id), .. }) = self.wants.get(&ticket) else { return };
+        let ready = |session: &Session| session.state == State::Ready && load.reads.len() == session.peers.len();
+        if load.in_flight().next().is_none() && self.sessions.get(*id).is_some_and(ready) {
             self.confirm(now, ticket, out);
-        } else {
-            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.transfer_timeout_ms));
         }
     }
 
@@ -542,6 +561,10 @@ impl Consumer {
             out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
         }
         want.kind = Kind::Release;
+        // It would not keep the lease alive on the ranks that are still to come.
+        if let (true, Some(id)) = (std::mem::take(&mut want.beating), want.session) {
+            self.sessions.stop_beat(id, &want.remote.request);
+        }
         self.forget_name(ticket);
         self.deadlines.cancel(&Timer::Hold(ticket));
         self.deadlines.cancel(&Timer::Load(ticket));

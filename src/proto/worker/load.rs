@@ -10,9 +10,9 @@ use crate::proto::wire::{Blocks, Cause, Load, RecvFailure, RecvRecord, Remote};
 /// Where a load stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// No session yet; nothing is posted.
+    /// No rank is connected yet; nothing is posted.
     Waiting,
-    /// Transfers are under way, or winding down after a failure.
+    /// Transfers are under way, or ranks to read from still being connected to, or transfers winding down after a failure.
     Reading,
     /// Everything is read; the producer's verdicts are awaited.
     Confirming,
@@ -41,7 +41,7 @@ pub(super) struct LoadState {
     /// When the worker first heard of the request, by a hold or by this load.
     known: Time,
     arrived: Time,
-    /// When its session was ready and its reads planned.
+    /// When the reads from its first ranks were planned.
     planned: Option<Time>,
     posted: Option<Time>,
     all_posted: Option<Time>,

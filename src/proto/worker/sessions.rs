@@ -1,8 +1,8 @@
 //! The consumer's view of producer engines: handshakes, the connections that they lead to, and heartbeats over these.
 //!
 //! A session is one handshake with one engine and the connections made from it. It is `Handshaking` until the metadata
-//! is there, `Connecting` until every rank needed is connected, then `Ready`. A session whose connection broke is
-//! `Broken`: its users wind down, and the next request makes another one.
+//! is there, `Connecting` until every rank needed is connected, then `Ready`. Each rank is of use as soon as it is connected.
+//! A session whose connection broke is `Broken`: its users wind down, and the next request makes another one.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -59,6 +59,8 @@ pub(super) struct Session {
     pub(super) incarnation: Option<Incarnation>,
     /// Its connections, by number, in the order of the ranks needed.
     pub(super) peers: Vec<u64>,
+    /// How many of them are still being made.
+    unconnected: usize,
     pub(super) users: BTreeSet<Ticket>,
 }
 
@@ -205,6 +207,18 @@ impl Sessions {
         self.sessions.get(&id).into_iter().flat_map(|session| &session.peers).filter_map(|c| self.peers.get(c))
     }
 
+    /// A peer that is connected or being connected to.
+    pub(super) fn peer(&self, connection: u64) -> Option<&Peer> {
+        self.peers.get(&connection)
+    }
+
+    /// The connections of a session that are made, if it is being made or ready.
+    pub(super) fn connected_of(&self, id: SessionId) -> Vec<u64> {
+        let usable = |session: &&Session| matches!(session.state, State::Connecting | State::Ready);
+        let all = self.sessions.get(&id).filter(usable).map(|session| &*session.peers).unwrap_or_default();
+        all.iter().copied().filter(|c| self.peers.get(c).is_some_and(|peer| peer.connected)).collect()
+    }
+
     pub(super) fn session_of(&self, key: &PeerKey) -> Option<SessionId> {
         self.peers.get(&key.connection).filter(|peer| peer.key == *key).map(|peer| peer.session)
     }
@@ -251,6 +265,7 @@ impl Sessions {
                 state: State::Handshaking,
                 incarnation: None,
                 peers: Vec::new(),
+                unconnected: 0,
                 users: BTreeSet::from([ticket]),
             },
         );
@@ -323,6 +338,7 @@ impl Sessions {
                 rank: remote.rank,
             };
             session.peers.push(connection);
+            session.unconnected += 1;
             out.push(Action::Connect { peer: key.clone(), metadata: remote.agent.clone() });
             let peer = Peer { key, plan, readers, session: id, connected: false, beats: BTreeMap::new() };
             self.peers.insert(connection, peer);
@@ -335,19 +351,19 @@ impl Sessions {
         Ok(())
     }
 
-    /// Takes note of a connection; gives the session if it is ready now.
-    pub(super) fn connected(&mut self, key: &PeerKey) -> Option<SessionId> {
-        let peer = self.peers.get_mut(&key.connection).filter(|peer| peer.key == *key)?;
+    /// Takes note of a connection; gives its session if that is in use, and whether it became ready by this.
+    pub(super) fn connected(&mut self, key: &PeerKey) -> Option<(SessionId, bool)> {
+        let peer = self.peers.get_mut(&key.connection).filter(|peer| peer.key == *key && !peer.connected)?;
         peer.connected = true;
         let id = peer.session;
-        let session = self.sessions.get_mut(&id)?;
-        let all = session.peers.iter().all(|c| self.peers.get(c).is_some_and(|peer| peer.connected));
-        if session.state != State::Connecting || !all {
-            return None;
+        let session = self.sessions.get_mut(&id).filter(|session| session.state == State::Connecting)?;
+        session.unconnected = session.unconnected.saturating_sub(1);
+        let ready = session.unconnected == 0;
+        if ready {
+            session.state = State::Ready;
+            self.deadlines.cancel(&Timer::Session(id));
         }
-        session.state = State::Ready;
-        self.deadlines.cancel(&Timer::Session(id));
-        Some(id)
+        Some((id, ready))
     }
 
     /// Takes a session out of use. Its users stay until they leave; without any it goes at once. `remember`: it failed
@@ -390,11 +406,17 @@ impl Sessions {
         }
     }
 
-    /// Keeps the lease of `request` alive on every peer of a ready session, from this moment on.
-    pub(super) fn beat(&mut self, now: Time, id: SessionId, request: &RequestId, period: Duration, out: &mut Outbox) {
-        let Some(session) = self.sessions.get(&id) else { return };
-        for connection in &session.peers {
-            let Some(peer) = self.peers.get_mut(connection) else { continue };
+    /// Keeps the lease of `request` alive on the connected ones of these peers, from this moment on.
+    pub(super) fn beat(
+        &mut self,
+        now: Time,
+        connections: &[u64],
+        request: &RequestId,
+        period: Duration,
+        out: &mut Outbox,
+    ) {
+        for connection in connections {
+            let Some(peer) = self.peers.get_mut(connection).filter(|peer| peer.connected) else { continue };
             match peer.beats.get_mut(request) {
                 Some(beat) => {
                     beat.users += 1;
