@@ -17,7 +17,7 @@ STAGES: dict[str, tuple[str, str, str]] = {
     "total": ("known", "reported", "from the worker's first word of the request to the report"),
     "held": ("known", "queued", "the lease is kept, the engine has not asked for the load"),
     "handshake": ("handshake", "connected", "metadata is fetched and ranks are connected, where the request waited"),
-    "queued": ("queued", "planned", "the load waits until every rank needed is connected"),
+    "queued": ("queued", "planned", "the load waits until the first rank needed is connected"),
     "planned": ("planned", "posted", "the reads are worked out, and wait for room to be posted"),
     "posting": ("posted", "all_posted", "reads are handed to UCX, while others are under way"),
     "transfer": ("posted", "last_byte", "bytes are under way"),

@@ -238,7 +238,7 @@ impl Consumer {
     }
 
     pub(super) fn connected(&mut self, now: Time, key: &PeerKey, out: &mut Outbox) {
-        let Some((id, ready)) = self.sessions.connected(key) else { return };
+        let Some((id, ready)) = self.sessions.connected(key, out) else { return };
         if ready {
             let begun = self.sessions.get(id).map_or(now, |session| session.begun);
             out.count(|stats| {

@@ -84,10 +84,10 @@ pub struct Receive {
     pub known: Time,
     /// The load arrived.
     pub queued: Time,
-    /// The handshake that it waited for, held or queued: its begin, and when every rank needed was connected. `None` when
-    /// it waited for none.
+    /// The handshake that it waited for, held or queued: its begin, and when the first rank was connected. `None` when it
+    /// waited for none.
     pub handshake: Option<(Time, Option<Time>)>,
-    /// Every rank needed was connected, and the reads were planned.
+    /// The first rank was connected, and the reads from those that were are planned.
     pub planned: Option<Time>,
     /// The first operation was posted.
     pub posted: Option<Time>,

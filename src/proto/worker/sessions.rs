@@ -4,7 +4,7 @@
 //! is there, `Connecting` until every rank needed is connected, then `Ready`. Each rank is of use as soon as it is connected.
 //! A session whose connection broke is `Broken`: its users wind down, and the next request makes another one.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use super::action::{Action, PeerKey, PeerRef, SessionId};
@@ -17,10 +17,13 @@ use crate::proto::ids::{EngineId, Incarnation, RequestId};
 use crate::proto::plan::{self, Holding, LocalRank, RankPlan};
 use crate::proto::time::Time;
 use crate::proto::wire::limits::MAX_HEARTBEAT_REQUESTS;
-use crate::proto::wire::{PeerMessage, RankMetadata, Remote};
+use crate::proto::wire::{AgentMetadata, PeerMessage, RankMetadata, Remote};
 
 /// Numbers a hold, load or release inside this machine.
 pub(super) type Ticket = u64;
+
+/// How many ranks of a session are connected to at a time, so that reading from the first ones does not wait for the others.
+const MAX_CONNECTING: usize = 8;
 
 /// How many failed routes are remembered at most.
 const MAX_FAILED: usize = 1024;
@@ -59,8 +62,10 @@ pub(super) struct Session {
     pub(super) incarnation: Option<Incarnation>,
     /// Its connections, by number, in the order of the ranks needed.
     pub(super) peers: Vec<u64>,
-    /// How many of them are still being made.
+    /// How many of them are not made yet.
     unconnected: usize,
+    /// Those among these whose turn has not come.
+    queued: VecDeque<(PeerKey, AgentMetadata)>,
     pub(super) users: BTreeSet<Ticket>,
 }
 
@@ -68,6 +73,14 @@ impl Session {
     /// The host and port of the listener, for messages.
     pub(super) fn listener(&self) -> String {
         format!("{} port {}", self.route.host, self.route.port)
+    }
+
+    /// Begins connecting to as many ranks as may be connected to at a time.
+    fn connect_more(&mut self, out: &mut Outbox) {
+        while self.unconnected.saturating_sub(self.queued.len()) < MAX_CONNECTING {
+            let Some((peer, metadata)) = self.queued.pop_front() else { return };
+            out.push(Action::Connect { peer, metadata });
+        }
     }
 }
 
@@ -266,6 +279,7 @@ impl Sessions {
                 incarnation: None,
                 peers: Vec::new(),
                 unconnected: 0,
+                queued: VecDeque::new(),
                 users: BTreeSet::from([ticket]),
             },
         );
@@ -339,10 +353,11 @@ impl Sessions {
             };
             session.peers.push(connection);
             session.unconnected += 1;
-            out.push(Action::Connect { peer: key.clone(), metadata: remote.agent.clone() });
+            session.queued.push_back((key.clone(), remote.agent.clone()));
             let peer = Peer { key, plan, readers, session: id, connected: false, beats: BTreeMap::new() };
             self.peers.insert(connection, peer);
         }
+        session.connect_more(out);
         let (route, key) = (session.route.clone(), (session.route.clone(), session.wanted));
         self.pending.remove(&key);
         if let Some(old) = self.current.insert(route, id) {
@@ -352,12 +367,13 @@ impl Sessions {
     }
 
     /// Takes note of a connection; gives its session if that is in use, and whether it became ready by this.
-    pub(super) fn connected(&mut self, key: &PeerKey) -> Option<(SessionId, bool)> {
+    pub(super) fn connected(&mut self, key: &PeerKey, out: &mut Outbox) -> Option<(SessionId, bool)> {
         let peer = self.peers.get_mut(&key.connection).filter(|peer| peer.key == *key && !peer.connected)?;
         peer.connected = true;
         let id = peer.session;
         let session = self.sessions.get_mut(&id).filter(|session| session.state == State::Connecting)?;
         session.unconnected = session.unconnected.saturating_sub(1);
+        session.connect_more(out);
         let ready = session.unconnected == 0;
         if ready {
             session.state = State::Ready;
@@ -513,7 +529,8 @@ impl Sessions {
         self.deadlines.cancel(&Timer::Idle(id));
         for connection in session.peers {
             self.deadlines.cancel(&Timer::Beat(connection));
-            if let Some(peer) = self.peers.remove(&connection) {
+            let queued = session.queued.iter().any(|(key, _)| key.connection == connection);
+            if let (Some(peer), false) = (self.peers.remove(&connection), queued) {
                 out.push(Action::Disconnect { peer: peer.key });
             }
         }
