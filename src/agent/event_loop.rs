@@ -26,6 +26,7 @@ use super::shared::{Command, Shared};
 use super::sidestep::Sidestep;
 use super::spin::Spinner;
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::thread::ask_for_short_turns;
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::ucx::Armed;
@@ -33,6 +34,9 @@ use crate::ucx::Armed;
 /// How long UCX may be driven before messages, commands and timers are looked at: requests that arrived are answered, and
 /// further ones sent, only after that. With CMA, one progress call copies up to about 4 MiB.
 const PROGRESS_TIME: Duration = Duration::from_micros(100);
+/// The turns on the processor that the thread asks for, the shortest that there are: so that it need not wait for those of
+/// threads that compute, 3 ms each, when a message comes.
+const TURN: Duration = Duration::from_micros(100);
 /// Commands served per turn.
 const COMMANDS_PER_TURN: usize = 256;
 /// The longest sleep while UCX has anything to do.
@@ -63,6 +67,10 @@ pub(super) fn run(
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
     let shared = Arc::clone(shared);
+    // After the last call that waits for others: threads that UCX makes do not inherit it.
+    if let Err(error) = ask_for_short_turns(TURN) {
+        log::debug!("agent {}: the kernel gives no shorter turns: {error}", engine.config.name);
+    }
     let spinner = Spinner::new();
     let ferry = Loop {
         engine,
