@@ -35,7 +35,7 @@ use crate::ucx::Armed;
 /// further ones sent, only after that. With CMA, one progress call copies up to about 4 MiB.
 const PROGRESS_TIME: Duration = Duration::from_micros(100);
 /// The turns on the processor that the thread asks for, the shortest that there are: so that it need not wait for those of
-/// threads that compute, 3 ms each, when a message comes.
+/// threads that compute, some milliseconds each, when a message comes.
 const TURN: Duration = Duration::from_micros(100);
 /// Commands served per turn.
 const COMMANDS_PER_TURN: usize = 256;
@@ -67,7 +67,7 @@ pub(super) fn run(
     let passenger = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
     let shared = Arc::clone(shared);
-    // After the last call that waits for others: threads that UCX makes do not inherit it.
+    // Only now, so that the threads that UCX has made do not inherit it.
     if let Err(error) = ask_for_short_turns(TURN) {
         log::debug!("agent {}: the kernel gives no shorter turns: {error}", engine.config.name);
     }

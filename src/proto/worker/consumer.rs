@@ -406,7 +406,6 @@ impl Consumer {
     fn progress(&mut self, now: Time, ticket: Ticket, newly: Option<u64>, out: &mut Outbox) {
         let Some(want) = self.wants.get_mut(&ticket) else { return };
         let Some(id) = want.session else { return };
-        let connected = self.sessions.connected_of(id);
         let begun = match &mut want.kind {
             Kind::Release => {
                 // The producer's ranks are told together.
@@ -419,7 +418,10 @@ impl Consumer {
             Kind::Load(load) => Some(load.phase != Phase::Waiting),
             Kind::Hold => None,
         };
-        if connected.is_empty() {
+        // Not looked for again with every rank that is connected.
+        let needs_all = newly.is_none() || !want.beating || begun == Some(false);
+        let connected = if needs_all { self.sessions.connected_of(id) } else { Vec::new() };
+        if needs_all && connected.is_empty() {
             return;
         }
         if let Some((_, connected)) = &mut want.handshake {
