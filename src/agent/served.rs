@@ -31,7 +31,8 @@ use crate::ucx::{MAX_PARTS, Part, Posted};
 /// for 32 MiB where 256 KiB took 13), small enough that it is still in the processor's cache when it is put in place, and
 /// that a message in between waits for a fraction of a millisecond.
 pub(super) const CHUNK_BYTES: u64 = 512 << 10;
-/// Bytes moved by one chunk whose pieces are gathered first.
+/// Bytes moved by one chunk whose pieces are gathered first: of 512 KiB, where TCP paces what is sent (BBR), each came as a burst
+/// that had to wait, and 32 MiB in blocks of 4 KiB took 12.5 ms in place of 7.4 to 11; without pacing it makes no difference.
 pub(super) const GATHERED_BYTES: u64 = 256 << 10;
 /// Pieces in one chunk, so that a request of scattered tiny pieces stays under 64 KiB.
 pub(super) const CHUNK_PIECES: usize = 3000;

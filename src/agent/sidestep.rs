@@ -1,7 +1,7 @@
 //! Leaving a processor that two busy threads share while another one is idle.
 //!
 //! Linux wakes a thread on the processor of the one that woke it unless it sees an idle one, and in a virtual machine a
-//! processor that the host has put to rest does not look idle (`available_idle_cpu` asks `vcpu_is_preempted`). Two ferry
+//! processor that the host has put to rest need not look idle (`available_idle_cpu` asks `vcpu_is_preempted`). Two ferry
 //! threads that answer each other, or a copier and its ferry thread, then take turns on one processor until the kernel's
 //! balancing parts them some milliseconds later, which is longer than most transfers take. So a thread that waits for its
 //! processor steps aside: it forbids itself the processor it is on, which moves it at once, and allows it again.
