@@ -10,6 +10,7 @@ use super::hello::{Frame, FrameKind};
 use super::ids::{PeerId, TransferId};
 use super::pace::Departure;
 use super::served::{Load, Piece, encode_pieces};
+use super::sidestep;
 use super::spots::{self, Spot};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
@@ -32,6 +33,8 @@ pub(super) struct Chunk {
     /// Where the bytes of a read go, or are when their digest is asked for, in this order.
     pub(super) local: Vec<Spot>,
     pub(super) bytes: u64,
+    /// Whether its bytes come by a stream.
+    pub(super) streamed: bool,
 }
 
 struct Asked {
@@ -50,6 +53,13 @@ pub(super) struct Chunks {
     next: u64,
 }
 
+impl Chunks {
+    /// A chunk that was asked of a peer by a stream.
+    pub(super) fn streamed(&self, number: u64, peer: PeerId) -> Option<&Chunk> {
+        self.table.get(&number).map(|asked| &asked.chunk).filter(|chunk| chunk.streamed && chunk.peer == peer)
+    }
+}
+
 /// Puts the bytes of replies in place straight out of UCX's buffer, which saves a copy.
 pub(super) struct Placer(pub(super) Rc<RefCell<Chunks>>);
 
@@ -62,6 +72,7 @@ impl MessageSink for Placer {
             && asked.chunk.service == Service::Read
             && asked.from == (frame.incarnation, frame.connection)
             && asked.placed.is_none()
+            && !asked.chunk.streamed
             && local.iter().all(|spot| spot.range.kind() == MemoryKind::Host);
         // What is wrong with another one is said when it is taken in turn.
         if expected {
@@ -84,6 +95,12 @@ impl Engine {
             .ok_or_else(|| Error::new(ErrorKind::Internal, format!("agent {} has not said hello", peer.name)))?;
         let (from, departure) = ((peer.incarnation, connection), peer.pace.depart(Instant::now()));
         let (kind, data) = match chunk.service {
+            Service::Read if chunk.streamed => {
+                let mut data = encode_pieces(remote, 2);
+                // For a peer on this host; it is compared with its own, cut in the same way.
+                data.extend_from_slice(&(sidestep::processor() as u16).to_le_bytes());
+                (FrameKind::StreamRequest, data)
+            }
             Service::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
             Service::Digest => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
             Service::Write => {
@@ -94,6 +111,9 @@ impl Engine {
         };
         let number = self.chunks.borrow().next;
         self.post_service(chunk.peer, kind, number, Load::Bytes(data), 0)?;
+        if chunk.streamed {
+            self.expect_streamed(chunk.peer);
+        }
         let mut chunks = self.chunks.borrow_mut();
         chunks.next += 1;
         chunks.table.insert(number, Asked { chunk, from, departure, placed: None });
@@ -111,11 +131,16 @@ impl Engine {
         };
         let mut chunks = self.chunks.borrow_mut();
         let known = chunks.table.get(&frame.sequence).map(|asked| &asked.chunk);
-        if !known.is_some_and(|chunk| chunk.peer == id && expected.is_none_or(|service| service == chunk.service)) {
+        // Of what comes by a stream, only a refusal comes as a message.
+        let answers = |chunk: &Chunk| expected.is_none_or(|service| service == chunk.service && !chunk.streamed);
+        if !known.is_some_and(|chunk| chunk.peer == id && answers(chunk)) {
             return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
         }
         let Some(Asked { chunk, placed, departure, .. }) = chunks.table.remove(&frame.sequence) else { return Ok(()) };
         drop(chunks);
+        if chunk.streamed {
+            self.streamed_ended(id);
+        }
         if let Ok(peer) = self.peers.get_mut(id) {
             peer.pace.arrive(departure, chunk.bytes, now);
         }
@@ -131,6 +156,16 @@ impl Engine {
         };
         self.chunk_ended(&chunk, result, now);
         Ok(())
+    }
+
+    /// All bytes of a chunk have come by a stream.
+    pub(super) fn streamed_arrived(&mut self, id: PeerId, number: u64, now: Instant) {
+        let Some(Asked { chunk, departure, .. }) = self.chunks.borrow_mut().table.remove(&number) else { return };
+        self.streamed_ended(id);
+        if let Ok(peer) = self.peers.get_mut(id) {
+            peer.pace.arrive(departure, chunk.bytes, now);
+        }
+        self.chunk_ended(&chunk, Ok(()), now);
     }
 
     /// Ends the chunks that a lost peer will not reply to.

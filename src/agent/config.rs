@@ -86,6 +86,10 @@ pub struct AgentConfig {
     /// the first transfer that takes longer than 200 us, at most one per further processor. Default: 2. On two processors two
     /// threads took 0.6 of the time of one, for scattered blocks of 4 KiB as of 16 KiB.
     pub copy_threads: u32,
+    /// Whether host memory of peers that only TCP reaches is read by a connection beside UCX's: the peer's kernel sends pages
+    /// from where they are, and this side's puts them where they belong. Each side decides for itself; with a key there is
+    /// none, because what it carries is not sealed. Default: yes.
+    pub streams: bool,
     /// Bytes of unsent messages per peer before `send` refuses. Default: 64 MiB.
     pub send_queue_bytes: u64,
     /// Whether a read, when its last byte has arrived, asks the peer for a digest of what it has in the places that
@@ -118,6 +122,7 @@ impl Default for AgentConfig {
             deregister_timeout: Duration::from_secs(30),
             spin: Duration::from_micros(300),
             copy_threads: 2,
+            streams: true,
             send_queue_bytes: 64 << 20,
             verify: false,
             rehearse: true,

@@ -114,6 +114,7 @@ impl Loop {
             let mut any = self.progress();
             let now = Instant::now();
             any |= self.serve_commands(now);
+            any |= self.engine.drive_streams(now);
             self.engine.check_hello_deadlines(now);
             self.engine.check_graces(now);
             self.engine.check_leaving(now);
@@ -214,8 +215,16 @@ impl Loop {
         let edges = (self.vain >= VAIN_WAKES).then(|| now + EDGE_SLEEP);
         let busy = (self.engine.worker.in_flight() > 0 || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
         let engine = &self.engine;
-        let timers =
-            [limit, busy, edges, wish, engine.peers.deadline(), engine.transfers.deadline(), engine.leaving.deadline()];
+        let timers = [
+            limit,
+            busy,
+            edges,
+            wish,
+            engine.peers.deadline(),
+            engine.transfers.deadline(),
+            engine.leaving.deadline(),
+            engine.streams.deadline(),
+        ];
         self.engine.stats.sleeps += 1;
         self.sleep(timers.into_iter().flatten().min(), now)
     }
@@ -235,6 +244,9 @@ impl Loop {
             zmq::PollItem::from_fd(event_fd, zmq::POLLIN),
             zmq::PollItem::from_fd(self.shared.waker.fd(), zmq::POLLIN),
         ];
+        let streams = self.engine.streams.fd().map(|fd| zmq::PollItem::from_fd(fd, zmq::POLLIN));
+        let has_streams = streams.is_some();
+        items.extend(streams);
         if let Some(passenger) = &self.passenger {
             passenger.poll_items(&mut items);
         }
@@ -263,7 +275,11 @@ impl Loop {
                 self.edges.clear();
             }
         }
-        ready.any(|is_ready| is_ready)
+        let is_raised = ready.next() == Some(true);
+        if has_streams && ready.next() == Some(true) {
+            self.engine.streams.note_changes();
+        }
+        ready.any(|is_ready| is_ready) || is_raised
     }
 
     fn begin_shutdown(&mut self, deadline: Instant, now: Instant) {

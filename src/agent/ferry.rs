@@ -24,6 +24,7 @@ use super::sealed::Secrets;
 use super::setup;
 use super::shared::{Command, Shared};
 use super::stats::AgentStats;
+use super::streams::Streams;
 use super::transfers::Transfers;
 use super::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
@@ -58,6 +59,7 @@ pub(super) struct Engine {
     /// Shared with what UCX hands arriving messages to, on this thread.
     pub(super) chunks: Rc<RefCell<Chunks>>,
     pub(super) peers: Peers,
+    pub(super) streams: Streams,
     pub(super) guests: Guests,
     /// When a peer's request came last.
     pub(super) served_at: Option<Instant>,
@@ -108,6 +110,7 @@ impl Engine {
             operations: Operations::default(),
             chunks,
             peers: Peers::default(),
+            streams: Streams::default(),
             guests: Guests::default(),
             served_at: None,
             drop_log: LogLimit::default(),

@@ -44,6 +44,12 @@ pub(super) enum FrameKind {
     Sealed,
     /// Says why a request is not done.
     Refusal,
+    /// Asks where a stream can be had.
+    StreamQuestion,
+    /// Says it: an [`Offer`](super::streams::Offer).
+    StreamOffer,
+    /// Asks for bytes of the receiver's regions, as a read request does, by the stream.
+    StreamRequest,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -77,6 +83,9 @@ impl Frame {
             FrameKind::SealedAnswer => 11,
             FrameKind::Sealed => 12,
             FrameKind::Refusal => 13,
+            FrameKind::StreamQuestion => 14,
+            FrameKind::StreamOffer => 15,
+            FrameKind::StreamRequest => 16,
         };
         let mut bytes = [0; FRAME_BYTES];
         let fields = MAGIC
@@ -120,6 +129,9 @@ impl Frame {
             11 => FrameKind::SealedAnswer,
             12 => FrameKind::Sealed,
             13 => FrameKind::Refusal,
+            14 => FrameKind::StreamQuestion,
+            15 => FrameKind::StreamOffer,
+            16 => FrameKind::StreamRequest,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));
@@ -146,6 +158,9 @@ pub(super) struct Hello {
     /// Where the sender's process is, for a receiver on the same host.
     #[serde(default)]
     pub(super) process: Option<ProcessPlace>,
+    /// Whether the sender may be asked for a stream.
+    #[serde(default)]
+    pub(super) streams: bool,
 }
 
 /// A hello is a name, an address of a few hundred bytes and some numbers.
@@ -201,6 +216,7 @@ mod tests {
             seen: Some(5),
             address: vec![1, 2, 3],
             process: Witness::new(3).place(),
+            streams: true,
         };
         assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
         assert!(Hello::decode(b"something else").is_err());

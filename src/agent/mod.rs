@@ -69,6 +69,7 @@ mod sidestep;
 mod spin;
 mod spots;
 mod stats;
+mod streams;
 mod transfers;
 mod waker;
 

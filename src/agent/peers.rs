@@ -63,6 +63,12 @@ pub(super) struct Peer {
     pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
+    /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
+    pub(super) may_stream: bool,
+    /// Whether there is one from the peer.
+    pub(super) streamed: bool,
+    /// Whether the peer is on this host.
+    pub(super) on_this_host: bool,
     /// The peer's process, if this one may copy its memory.
     pub(super) neighbour: Option<Arc<Neighbour>>,
 }
@@ -91,6 +97,12 @@ impl Reach {
             mixed: rdma,
         }
     }
+}
+
+/// Whether host memory goes by TCP only, over a connection of these lanes.
+fn has_only_tcp(lanes: &str) -> bool {
+    let mut lanes = lanes.split(", ").map(str::trim).filter(|lane| !lane.starts_with("cuda_")).peekable();
+    lanes.peek().is_some() && lanes.all(|lane| lane.starts_with("tcp/"))
 }
 
 impl Peer {
@@ -320,6 +332,9 @@ impl Engine {
             pace: Pace::default(),
             session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
+            may_stream: false,
+            streamed: false,
+            on_this_host: false,
             neighbour: None,
         })
     }
@@ -341,6 +356,7 @@ impl Engine {
             seen: peer.remote_connection,
             address: self.address.clone(),
             process: self.place.clone(),
+            streams: self.config.streams,
         };
         let frame =
             Frame { kind: FrameKind::Hello, incarnation: self.incarnation, connection: peer.connection, sequence: 0 };
@@ -416,6 +432,9 @@ impl Engine {
         if first {
             let lanes = peer.endpoint.describe();
             peer.reach = Reach::of(&lanes);
+            peer.may_stream = hello.streams && self.config.streams && !self.secrets.is_keyed() && has_only_tcp(&lanes);
+            let places = hello.process.as_ref().zip(self.place.as_ref());
+            peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
             peer.neighbour = find_neighbour(&lanes, hello, &self.config.name).map(Arc::new);
             let (name, incarnation) = (peer.name.clone(), peer.incarnation);
             let way = format!("{lanes}; host memory is {}", paths::between(peer, MemoryKind::Host, MemoryKind::Host));
@@ -444,11 +463,13 @@ impl Engine {
     fn remove_peer(&mut self, id: PeerId) {
         self.shared.live().peers.remove(&id);
         drop(self.peers.remove(id));
+        self.streams.forget(id);
     }
 
     /// Drops the connection in order.
     pub(super) fn part(&mut self, id: PeerId, now: Instant) {
         self.shared.live().peers.remove(&id);
+        self.streams.forget(id);
         if let Some(peer) = self.peers.remove(id) {
             self.leave(peer, now);
         }

@@ -226,6 +226,8 @@ impl Engine {
             seen,
             address: self.address.clone(),
             process: self.place.clone(),
+            // What they carry is not sealed.
+            streams: false,
         })
     }
 

@@ -107,8 +107,24 @@ pub(super) fn decode_pieces(bytes: &[u8]) -> Result<(Vec<Piece>, &[u8])> {
 /// The pieces of a request to read or digest, within the bounds of one chunk.
 pub(super) fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
     let (pieces, rest) = decode_pieces(data)?;
+    if !rest.is_empty() {
+        return Err(Error::corrupt(format!("{} bytes behind the list of pieces of a request", rest.len())));
+    }
+    check_chunk(pieces)
+}
+
+/// The pieces of a request to read by a stream, and the processor on which who asks was, as a peer on its host numbers it.
+pub(super) fn stream_request(data: &[u8]) -> Result<(Vec<Piece>, u16)> {
+    let (pieces, rest) = decode_pieces(data)?;
+    let processor = rest.try_into().map_err(|_| {
+        Error::corrupt(format!("{} bytes behind the list of pieces of a request, expected 2", rest.len()))
+    })?;
+    Ok((check_chunk(pieces)?, u16::from_le_bytes(processor)))
+}
+
+fn check_chunk(pieces: Vec<Piece>) -> Result<Vec<Piece>> {
     let bytes = total(&pieces);
-    if !rest.is_empty() || bytes > CHUNK_BYTES || pieces.len() > CHUNK_PIECES {
+    if bytes > CHUNK_BYTES || pieces.len() > CHUNK_PIECES {
         return Err(Error::corrupt(format!(
             "a request of {} pieces and {bytes} bytes, at most {CHUNK_PIECES} and {CHUNK_BYTES} are allowed",
             pieces.len()
@@ -117,7 +133,7 @@ pub(super) fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
     Ok(pieces)
 }
 
-fn total(pieces: &[Piece]) -> u64 {
+pub(super) fn total(pieces: &[Piece]) -> u64 {
     pieces.iter().map(|piece| u64::from(piece.len)).sum()
 }
 
@@ -182,6 +198,9 @@ impl Engine {
                 self.reply(id, FrameKind::WriteReply, frame.sequence, reply, 0, now);
                 Ok(())
             }
+            FrameKind::StreamQuestion => self.on_stream_question(id, now),
+            FrameKind::StreamOffer => self.on_stream_offer(id, data, now),
+            FrameKind::StreamRequest => self.on_stream_request(id, frame.sequence, data, now),
             FrameKind::DigestRequest => {
                 let digest = read_request(data).and_then(|pieces| spots::digest(&self.locate(&pieces)?));
                 let reply = digest.map(|digest| Load::Bytes(digest.to_vec()));
@@ -251,7 +270,7 @@ impl Engine {
     }
 
     /// Where pieces are. Refuses those of regions that may not be used, before any byte is touched.
-    fn locate(&self, pieces: &[Piece]) -> Result<Vec<Spot>> {
+    pub(super) fn locate(&self, pieces: &[Piece]) -> Result<Vec<Spot>> {
         pieces
             .iter()
             .map(|piece| {
@@ -273,7 +292,15 @@ impl Engine {
             .collect()
     }
 
-    fn reply(&mut self, id: PeerId, kind: FrameKind, chunk: u64, reply: Result<Load>, held: u64, now: Instant) {
+    pub(super) fn reply(
+        &mut self,
+        id: PeerId,
+        kind: FrameKind,
+        chunk: u64,
+        reply: Result<Load>,
+        held: u64,
+        now: Instant,
+    ) {
         let (kind, load) = match reply {
             Ok(load) => (kind, load),
             Err(error) => (FrameKind::Refusal, Load::Bytes(error.message().as_bytes().to_vec())),

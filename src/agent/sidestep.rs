@@ -137,6 +137,39 @@ impl Sidestep {
     }
 }
 
+/// Keeps a ferry thread off the processor of one that asks it for bytes: Linux wakes it there, where it waits while the other
+/// one spins, and both then take turns until [`Sidestep`] parts them.
+#[derive(Default)]
+pub(super) struct Parting {
+    next: Option<Instant>,
+    /// How often in a row they were found together.
+    together: u32,
+}
+
+impl Parting {
+    /// Leaves the processor of who asked, if this thread is on it; `theirs` is its number modulo 2^16.
+    pub(super) fn look(&mut self, theirs: u16, now: Instant) {
+        let own = processor();
+        if self.judge(own as u16 == theirs, now) {
+            leave(own);
+        }
+    }
+
+    /// Whether to go. Where all processors are busy it is of no use, and done less and less often.
+    fn judge(&mut self, together: bool, now: Instant) -> bool {
+        if !together {
+            self.together = 0;
+            return false;
+        }
+        if self.next.is_some_and(|next| now < next) {
+            return false;
+        }
+        self.next = now.checked_add((PAUSE * (1 << self.together.min(8))).min(LONGEST_PAUSE));
+        self.together = self.together.saturating_add(1);
+        true
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

@@ -29,6 +29,8 @@ pub struct AgentStats {
     pub one_sided_bytes: u64,
     /// Bytes asked for, or sent, by messages.
     pub served_bytes: u64,
+    /// Bytes asked for by streams.
+    pub streamed_bytes: u64,
     /// Bytes read from peers.
     pub bytes_read: u64,
     /// Bytes written to peers.

@@ -16,6 +16,7 @@ use super::ids::{PeerId, TransferId};
 use super::operations::InFlight;
 use super::paths::{self, Stretch};
 use super::served::CHUNK_BYTES;
+use super::streams::STREAM_BYTES;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::plan::{CopyPlan, Expander, Operation};
@@ -47,6 +48,8 @@ pub(super) struct Transfer {
     pub(super) unflushed: bool,
     /// Whether its runs are so short that messages carry them better than an operation each.
     gathered: bool,
+    /// Whether a stream is worth having for it.
+    streamable: bool,
     /// What is left to do to prove that the right bytes came.
     proof: Proof,
 }
@@ -65,6 +68,11 @@ enum Proof {
 impl Transfer {
     pub(super) fn direction(&self) -> Direction {
         self.direction
+    }
+
+    /// Whether a stream is worth having for it.
+    pub(super) fn is_streamable(&self) -> bool {
+        self.streamable
     }
 
     /// Whether the bytes are there and their digests are being asked for.
@@ -179,6 +187,7 @@ impl Engine {
         }
         plan.check(self.registry.lens(), remote.lens())?;
         let gathered = plan.mean_run().is_some_and(|run| run < self.config.gather_below);
+        let bytes = plan.bytes();
         let mut expander = plan.expand(self.config.max_operation_bytes);
         let next = expander.next();
         let regions: Vec<u32> = locals.into_iter().collect();
@@ -198,6 +207,7 @@ impl Engine {
             grace: None,
             unflushed: false,
             gathered,
+            streamable: direction == Direction::Read && bytes >= STREAM_BYTES,
             proof: if self.config.verify && direction == Direction::Read { Proof::Due } else { Proof::No },
         };
         if transfer.next.is_some() {
@@ -283,6 +293,7 @@ impl Engine {
             local: self.registry.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
             remote: peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
             gathered: transfer.gathered,
+            streamable: transfer.streamable,
             digest: transfer.is_asking(),
         };
         let path = paths::choose(peer, stretch);

@@ -82,6 +82,9 @@ pub struct WorkerConfig {
     pub peer_ttl_ms: u64,
     /// Threads that copy memory of other processes of this host, the ferry thread among them.
     pub copy_threads: u32,
+    /// Whether host memory of producers is read over TCP by a connection beside UCX's: see
+    /// [`AgentConfig`](crate::agent::AgentConfig). Default: yes.
+    pub streams: bool,
     /// Whether each read is checked against a digest that the producer makes of its own bytes: both read all of them
     /// once more.
     pub verify: bool,
@@ -123,6 +126,7 @@ impl WorkerConfig {
             hold_timeout_ms: 3_600_000,
             peer_ttl_ms: 600_000,
             copy_threads: 2,
+            streams: true,
             verify: false,
             request_log: None,
             rehearse: true,

@@ -298,6 +298,7 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
         // Part of the handshake. On starved machines 10 s, an agent's default, was seen to pass without an answer.
         connect_timeout: Duration::from_millis(config.handshake_timeout_ms),
         copy_threads: config.copy_threads,
+        streams: config.streams,
         verify: config.verify,
         rehearse: config.rehearse,
         telemetry: config.telemetry,

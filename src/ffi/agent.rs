@@ -147,6 +147,7 @@ pub(super) struct Config {
     deregister_timeout_ms: Option<u64>,
     spin_us: Option<u64>,
     copy_threads: Option<u32>,
+    streams: Option<bool>,
     send_queue_bytes: Option<u64>,
     verify: Option<bool>,
     rehearse: Option<bool>,
@@ -174,6 +175,7 @@ impl Config {
         set(&mut config.deregister_timeout, self.deregister_timeout_ms.map(Duration::from_millis));
         set(&mut config.spin, self.spin_us.map(Duration::from_micros));
         set(&mut config.copy_threads, self.copy_threads);
+        set(&mut config.streams, self.streams);
         set(&mut config.send_queue_bytes, self.send_queue_bytes);
         set(&mut config.verify, self.verify);
         set(&mut config.rehearse, self.rehearse);

@@ -10,6 +10,7 @@ pub mod host;
 pub mod process;
 mod range;
 mod registered;
+pub mod socket;
 pub mod thread;
 
 pub use convert::ucx_error;

@@ -52,6 +52,13 @@ impl Witness {
     }
 }
 
+impl ProcessPlace {
+    /// Whether the two are on one host.
+    pub fn shares_host_with(&self, other: &ProcessPlace) -> bool {
+        self.host == other.host
+    }
+}
+
 fn words(incarnation: u64) -> Words {
     [MAGIC, incarnation, !incarnation]
 }

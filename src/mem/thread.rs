@@ -44,10 +44,43 @@ pub fn ask_for_short_turns(slice: Duration) -> io::Result<()> {
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Blocks SIGPIPE in the calling thread: `splice` raises it when a connection is broken, and has no flag against that. A
+/// program that does not ignore the signal would die of it.
+///
+/// # Errors
+/// None that the kernel is known to return.
+pub fn block_broken_pipe_signals() -> io::Result<()> {
+    let mut signals = std::mem::MaybeUninit::uninit();
+    // SAFETY: `sigemptyset` makes the set, which `sigaddset` then changes and `pthread_sigmask` reads; the latter takes null
+    // for the old set.
+    let status = unsafe {
+        libc::sigemptyset(signals.as_mut_ptr());
+        libc::sigaddset(signals.as_mut_ptr(), libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, signals.as_ptr(), std::ptr::null_mut())
+    };
+    if status == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(status)) }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_broken_pipe_does_not_signal_the_thread_that_asked() {
+        let blocked = || {
+            let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+            let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
+            u64::from_str_radix(mask.trim(), 16).unwrap() >> (libc::SIGPIPE - 1) & 1 == 1
+        };
+        std::thread::spawn(move || {
+            assert!(!blocked());
+            block_broken_pipe_signals().unwrap();
+            assert!(blocked());
+        })
+        .join()
+        .unwrap();
+    }
 
     #[test]
     fn asking_again_and_for_too_little_is_allowed() {

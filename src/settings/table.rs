@@ -71,6 +71,9 @@ pub const TABLE: &[Setting] = &[
         "How long the ferry thread spins without progress before it sleeps, while transfers are in flight."),
     row(Operator, "copy_threads", &[Agent, Worker], Whole(1, 64), "threads", Number(2),
         "Threads that copy memory of other processes of this host, the ferry thread among them; at most one per processor."),
+    row(Operator, "streams", &[Agent, Worker], Flag, "", Is(true),
+        "Read host memory of peers over TCP by a connection beside UCX's, from which bytes go where they belong without a \
+         copy on the way. Not with a key."),
     row(Operator, "send_queue_bytes", &[Agent], Whole(0, BYTES), "bytes", Number(64 << 20),
         "Unsent messages to one peer before more are refused."),
     row(Operator, "handshake_timeout_ms", &[Worker], DURATION, "ms", Number(30_000),

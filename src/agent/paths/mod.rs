@@ -5,6 +5,7 @@
 mod copied;
 mod one_sided;
 mod served;
+mod streamed;
 
 use super::ferry::Engine;
 use super::ids::{PeerId, TransferId};
@@ -22,6 +23,8 @@ pub(super) struct Stretch {
     pub(super) remote: MemoryKind,
     /// Whether the transfer's runs are so short that messages carry them better than an operation each.
     pub(super) gathered: bool,
+    /// Whether it is of a read so long that a stream is worth having.
+    pub(super) streamable: bool,
     /// Whether the peer's digest is wanted and not the bytes.
     pub(super) digest: bool,
 }
@@ -46,7 +49,7 @@ pub(super) trait Path: Sync {
 }
 
 /// All paths, the best first.
-pub(super) static PATHS: [&dyn Path; 3] = [&copied::Copied, &one_sided::OneSided, &served::Served];
+pub(super) static PATHS: [&dyn Path; 4] = [&copied::Copied, &one_sided::OneSided, &streamed::Streamed, &served::Served];
 
 /// The path for a stretch. The last one carries everything.
 pub(super) fn choose(peer: &Peer, stretch: Stretch) -> &'static dyn Path {
@@ -55,5 +58,5 @@ pub(super) fn choose(peer: &Peer, stretch: Stretch) -> &'static dyn Path {
 
 /// The name of the path for long runs between memory of these kinds.
 pub(super) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
-    choose(peer, Stretch { local, remote, gathered: false, digest: false }).name()
+    choose(peer, Stretch { local, remote, gathered: false, streamable: true, digest: false }).name()
 }

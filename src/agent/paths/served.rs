@@ -11,6 +11,7 @@ use super::super::peers::Peer;
 use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, Piece};
 use super::super::spots::Spot;
 use super::super::stats::AgentStats;
+use super::super::transfers::Transfer;
 use super::{Path, Stretch};
 use crate::error::Result;
 use crate::ucx::MAX_PARTS;
@@ -39,34 +40,49 @@ impl Path for Served {
 
     /// Posts one chunk.
     fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
-        let peer = engine.peers.get(peer_id)?;
-        let paced = peer.bytes == 0 || peer.bytes + CHUNK_BYTES <= peer.pace.window(engine.config.peer_window.bytes);
-        if !paced || !engine.has_room(peer_id, CHUNK_BYTES) {
-            return Ok(0);
+        if engine.transfers.get(id).is_some_and(Transfer::is_streamable) {
+            engine.ask_for_stream(peer_id)?;
         }
-        let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
-        let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
-        while !is_full(local.len(), bytes) {
-            let Some(operation) = transfer.take(CHUNK_BYTES - bytes) else { break };
-            // At most CHUNK_BYTES, so it fits 32 bits.
-            let len = operation.len as u32;
-            let range = *engine.registry.live_range(operation.local_region)?;
-            local.push(Spot { range, offset: operation.local_offset, len });
-            remote.push(Piece { region: operation.remote_region, offset: operation.remote_offset, len });
-            bytes += operation.len;
-        }
-        let service = match (transfer.is_asking(), transfer.direction()) {
-            (true, _) => Service::Digest,
-            (false, Direction::Read) => Service::Read,
-            (false, Direction::Write) => Service::Write,
-        };
-        transfer.begin(u64::from(service != Service::Digest), Instant::now());
-        engine.request_chunk(Chunk { transfer: id, peer: peer_id, service, local, bytes }, &remote)?;
-        if let Some(transfer) = engine.transfers.get_mut(id) {
-            transfer.in_flight += 1;
-        }
-        engine.entered_flight(peer_id, bytes);
-        engine.stats.operations += 1;
-        Ok(bytes)
+        post_chunk(engine, peer_id, id, is_full, false)
     }
+}
+
+/// Posts one chunk, if the windows have room: as many pieces as are before `is_full` says that their number and their bytes
+/// are enough. Returns its bytes.
+pub(super) fn post_chunk(
+    engine: &mut Engine,
+    peer_id: PeerId,
+    id: TransferId,
+    is_full: fn(usize, u64) -> bool,
+    streamed: bool,
+) -> Result<u64> {
+    let peer = engine.peers.get(peer_id)?;
+    let paced = peer.bytes == 0 || peer.bytes + CHUNK_BYTES <= peer.pace.window(engine.config.peer_window.bytes);
+    if !paced || !engine.has_room(peer_id, CHUNK_BYTES) {
+        return Ok(0);
+    }
+    let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
+    let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
+    while !is_full(local.len(), bytes) {
+        let Some(operation) = transfer.take(CHUNK_BYTES - bytes) else { break };
+        // At most CHUNK_BYTES, so it fits 32 bits.
+        let len = operation.len as u32;
+        let range = *engine.registry.live_range(operation.local_region)?;
+        local.push(Spot { range, offset: operation.local_offset, len });
+        remote.push(Piece { region: operation.remote_region, offset: operation.remote_offset, len });
+        bytes += operation.len;
+    }
+    let service = match (transfer.is_asking(), transfer.direction()) {
+        (true, _) => Service::Digest,
+        (false, Direction::Read) => Service::Read,
+        (false, Direction::Write) => Service::Write,
+    };
+    transfer.begin(u64::from(service != Service::Digest), Instant::now());
+    engine.request_chunk(Chunk { transfer: id, peer: peer_id, service, local, bytes, streamed }, &remote)?;
+    if let Some(transfer) = engine.transfers.get_mut(id) {
+        transfer.in_flight += 1;
+    }
+    engine.entered_flight(peer_id, bytes);
+    engine.stats.operations += 1;
+    Ok(bytes)
 }

@@ -151,6 +151,8 @@ pub const METRICS: &[Metric] = &[
     agent("one_sided_bytes", Kind::Counter, "agent_one_sided_bytes", "bytes",
         "Bytes posted as one-sided operations of UCX."),
     agent("served_bytes", Kind::Counter, "agent_served_bytes", "bytes", "Bytes asked for, or sent, by messages."),
+    agent("streamed_bytes", Kind::Counter, "agent_streamed_bytes", "bytes",
+        "Bytes asked for by streams, connections beside UCX's."),
     agent("bytes_read", Kind::Counter, "agent_bytes_read", "bytes", "Bytes read from peers."),
     agent("bytes_written", Kind::Counter, "agent_bytes_written", "bytes", "Bytes written to peers."),
     agent("transfers_done", Kind::Counter, "agent_transfers_done", "transfers", "Transfers that succeeded."),

@@ -1,0 +1,140 @@
+//! The asking side of a stream: chunks that arrive, put where they belong.
+
+use std::io::{ErrorKind as IoErrorKind, Read};
+use std::net::TcpStream;
+use std::time::Instant;
+
+use super::super::ferry::Engine;
+use super::super::ids::PeerId;
+use super::TURN_BYTES;
+use super::greeting::{HEADING_BYTES, Heading};
+use super::sending::stretches_from;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::socket;
+
+/// A stream from a peer.
+pub(super) enum Inbound {
+    /// It was asked for, and is being made.
+    Asked,
+    /// There is none to be had.
+    Failed,
+    /// It is there.
+    Up(Receiving),
+}
+
+/// A stream from which chunks come.
+pub(super) struct Receiving {
+    socket: TcpStream,
+    heading: [u8; HEADING_BYTES],
+    /// Bytes of the heading, and of the chunk behind it, that have come.
+    heading_len: usize,
+    received: u64,
+    /// Chunks that were asked for and have not come.
+    expected: u32,
+}
+
+impl Receiving {
+    pub(super) fn new(socket: TcpStream) -> Self {
+        Receiving { socket, heading: [0; HEADING_BYTES], heading_len: 0, received: 0, expected: 0 }
+    }
+}
+
+impl Engine {
+    /// A chunk was asked for by a stream.
+    pub(in crate::agent) fn expect_streamed(&mut self, id: PeerId) {
+        if let Some(Inbound::Up(receiving)) = self.streams.inbound.get_mut(&id) {
+            receiving.expected = receiving.expected.saturating_add(1);
+            self.streams.reading.insert(id);
+        }
+    }
+
+    /// A chunk that was asked for by a stream has come, or will not.
+    pub(in crate::agent) fn streamed_ended(&mut self, id: PeerId) {
+        if let Some(Inbound::Up(receiving)) = self.streams.inbound.get_mut(&id) {
+            receiving.expected = receiving.expected.saturating_sub(1);
+        }
+    }
+
+    /// Takes what has come. Returns whether there was anything.
+    pub(super) fn receive_stream(&mut self, id: PeerId, now: Instant) -> bool {
+        let Some(Inbound::Up(mut receiving)) = self.streams.inbound.remove(&id) else {
+            self.streams.reading.remove(&id);
+            return false;
+        };
+        let mut moved = 0;
+        let mut over = Vec::new();
+        let ended = loop {
+            match self.receive_some(id, &mut receiving, &mut over) {
+                Ok(0) => break None,
+                Ok(bytes) => moved += bytes,
+                Err(error) => break Some(error),
+            }
+            // A chunk that is there is reported before the next, for more to be asked for.
+            if moved >= TURN_BYTES || !over.is_empty() {
+                break None;
+            }
+        };
+        let expected = receiving.expected;
+        if expected == 0 && moved == 0 {
+            self.streams.reading.remove(&id);
+        }
+        match ended {
+            None => drop(self.streams.inbound.insert(id, Inbound::Up(receiving))),
+            Some(error) => {
+                self.streams.reading.remove(&id);
+                if let Ok(peer) = self.peers.get_mut(id) {
+                    peer.streamed = false;
+                }
+                if expected > 0 || error.kind() == ErrorKind::Corrupt {
+                    self.lose(id, error.context("the stream from the peer broke"), now);
+                } else {
+                    // The next transfer asks for another.
+                    log::debug!("agent {}: the stream from {id} has ended: {error}", self.config.name);
+                }
+            }
+        }
+        for chunk in over {
+            self.streamed_arrived(id, chunk, now);
+        }
+        moved > 0
+    }
+
+    /// Takes some of what has come, and notes the chunk that is complete with it. Returns how many bytes there were.
+    fn receive_some(&mut self, id: PeerId, receiving: &mut Receiving, over: &mut Vec<u64>) -> Result<u64> {
+        let room = receiving.heading.get_mut(receiving.heading_len..).unwrap_or_default();
+        if !room.is_empty() {
+            let Some(len) = taken((&receiving.socket).read(room))? else { return Ok(0) };
+            receiving.heading_len = receiving.heading_len.saturating_add(len);
+            receiving.received = 0;
+            return Ok(len as u64);
+        }
+        let heading = Heading::decode(&receiving.heading)?;
+        let chunks = self.chunks.borrow();
+        // Looked up each time: the memory of a chunk that has ended is not touched again.
+        let Some(chunk) = chunks.streamed(heading.chunk, id).filter(|chunk| chunk.bytes == u64::from(heading.len))
+        else {
+            return Err(Error::corrupt(format!(
+                "{} bytes came for chunk {}, which was not asked for",
+                heading.len, heading.chunk
+            )));
+        };
+        let stretches = stretches_from(&chunk.local, receiving.received)?;
+        let Some(len) = taken(socket::receive(&receiving.socket, &stretches))? else { return Ok(0) };
+        receiving.received = receiving.received.saturating_add(len as u64);
+        if receiving.received >= chunk.bytes {
+            receiving.heading_len = 0;
+            over.push(heading.chunk);
+        }
+        Ok(len as u64)
+    }
+}
+
+/// The bytes that a call has read; `None` if there are none yet.
+fn taken(read: std::io::Result<usize>) -> Result<Option<usize>> {
+    match read {
+        Ok(0) => Err(Error::new(ErrorKind::PeerDied, "the peer closed it")),
+        Ok(len) => Ok(Some(len)),
+        Err(error) if matches!(error.kind(), IoErrorKind::WouldBlock | IoErrorKind::Interrupted) => Ok(None),
+        Err(error) => Err(Error::new(ErrorKind::PeerDied, error.to_string())),
+    }
+}
