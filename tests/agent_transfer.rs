@@ -158,7 +158,8 @@ fn a_window_of_one_moves_everything() {
 /// short ones are gathered, half as many bytes to a chunk.
 #[test]
 fn served_chunks_hold_many_small_blocks_and_cut_large_ones() {
-    let mut a = Node::start(config("a", Transport::Tcp), 1, &[3 << 20]);
+    let messages = AgentConfig { streams: false, ..config("a", Transport::Tcp) };
+    let mut a = Node::start(messages, 1, &[3 << 20]);
     let b = Node::start(config("b", Transport::Tcp), 2, &[3 << 20]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let mut random = Random(9);
@@ -199,7 +200,9 @@ fn a_deregistration_waits_for_the_replies_that_are_sent_from_the_region() {
     const LEN: usize = 16 << 20;
     let mut refused = 0;
     for round in 0..12u64 {
-        let mut a = Node::start(config("a", Transport::Tcp), 1, &[LEN]);
+        // By messages; tests/agent_streams.rs has the same for streams.
+        let messages = AgentConfig { streams: false, ..config("a", Transport::Tcp) };
+        let mut a = Node::start(messages, 1, &[LEN]);
         let b = Node::start(config("b", Transport::Tcp), 100 + round, &[LEN]);
         let peer = a.connect(&b.agent.metadata().unwrap());
         let (mut local, mut remote) = (a.contents(), b.contents());

@@ -10,7 +10,11 @@ pub fn run(data: &[u8]) {
     match source.below(4) {
         0 => _ = fuzzing::frame(source.rest()),
         1 => _ = fuzzing::hello(source.rest()),
-        2 => _ = fuzzing::pieces(source.rest()),
+        2 => {
+            let bytes = source.rest();
+            fuzzing::pieces(bytes);
+            fuzzing::stream(bytes);
+        }
         _ => {
             let mut numbers = Vec::new();
             while !source.is_empty() && numbers.len() < 20_000 {

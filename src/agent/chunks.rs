@@ -9,7 +9,7 @@ use super::ferry::Engine;
 use super::hello::{Frame, FrameKind};
 use super::ids::{PeerId, TransferId};
 use super::pace::Departure;
-use super::served::{Load, Piece, encode_pieces};
+use super::served::{Load, Piece, StreamReader, encode_pieces};
 use super::sidestep;
 use super::spots::{self, Spot};
 use crate::error::{Error, ErrorKind, Result};
@@ -96,9 +96,9 @@ impl Engine {
         let (from, departure) = ((peer.incarnation, connection), peer.pace.depart(Instant::now()));
         let (kind, data) = match chunk.service {
             Service::Read if chunk.streamed => {
-                let mut data = encode_pieces(remote, 2);
-                // For a peer on this host; it is compared with its own, cut in the same way.
-                data.extend_from_slice(&(sidestep::processor() as u16).to_le_bytes());
+                let mut data = encode_pieces(remote, StreamReader::BYTES);
+                let received = self.streams.received(chunk.peer);
+                StreamReader { received, processor: sidestep::processor() as u16 }.encode(&mut data);
                 (FrameKind::StreamRequest, data)
             }
             Service::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
@@ -161,11 +161,11 @@ impl Engine {
     /// All bytes of a chunk have come by a stream.
     pub(super) fn streamed_arrived(&mut self, id: PeerId, number: u64, now: Instant) {
         let Some(Asked { chunk, departure, .. }) = self.chunks.borrow_mut().table.remove(&number) else { return };
-        self.streamed_ended(id);
         if let Ok(peer) = self.peers.get_mut(id) {
             peer.pace.arrive(departure, chunk.bytes, now);
         }
         self.chunk_ended(&chunk, Ok(()), now);
+        self.streamed_ended(id);
     }
 
     /// Ends the chunks that a lost peer will not reply to.

@@ -82,6 +82,7 @@ pub(super) fn run(
         vain: 0,
         spinner,
         sidestep: Sidestep::new(),
+        lends_until: None,
     };
     // The starter waits for it.
     let _ = up.send(started);
@@ -102,6 +103,8 @@ struct Loop {
     looked_at: Instant,
     spinner: Spinner,
     sidestep: Sidestep,
+    /// While the agent shuts down: until when pages are left to the sockets that have them.
+    lends_until: Option<Instant>,
 }
 
 impl Loop {
@@ -290,6 +293,7 @@ impl Loop {
             passenger.shut_down(&mut Ferry::new(&mut self.engine, now));
         }
         self.engine.closing = Some(deadline);
+        self.lends_until = now.checked_add(deadline.saturating_duration_since(now) / 2);
         // Half of the time for operations to end by themselves, the other half for what force takes.
         let half = deadline.saturating_duration_since(now) / 2;
         self.engine.config.cancel_grace = self.engine.config.cancel_grace.min(half);
@@ -300,7 +304,10 @@ impl Loop {
 
     /// Whether nothing is left to wait for.
     fn may_end(&mut self, now: Instant) -> bool {
+        // Half of the time for peers to take what is on its way to them.
+        let lends = self.lends_until.is_some_and(|until| now < until) && self.engine.streams.lends();
         let idle = self.engine.transfers.len() == 0
+            && !lends
             && self.engine.events.is_empty()
             && self.passenger.as_ref().is_none_or(|passenger| passenger.finished());
         if !idle {

@@ -5,7 +5,8 @@
 
 use super::hello::{Frame, Hello};
 use super::messages::{Inbox, Item};
-use super::served::{CHUNK_BYTES, CHUNK_PIECES, decode_pieces, encode_pieces, read_request};
+use super::served::{CHUNK_BYTES, CHUNK_PIECES, decode_pieces, encode_pieces, read_request, stream_request};
+use super::streams::{Heading, Offer, ticket_of};
 
 /// A frame header; what decodes encodes to the same bytes, but for the two that are not looked at.
 pub fn frame(bytes: &[u8]) -> bool {
@@ -39,6 +40,26 @@ pub fn pieces(bytes: &[u8]) -> bool {
         assert!(rest.is_empty() && read.len() <= CHUNK_PIECES && total <= CHUNK_BYTES, "a chunk over its limits");
     }
     read.is_ok()
+}
+
+/// A request by a stream, an offer of one, and what is said on one.
+pub fn stream(bytes: &[u8]) -> bool {
+    let request = stream_request(bytes);
+    if let Ok((pieces, _)) = &request {
+        let total: u64 = pieces.iter().map(|piece| u64::from(piece.len)).sum();
+        assert!(pieces.len() <= CHUNK_PIECES && total <= CHUNK_BYTES, "a chunk over its limits");
+    }
+    let offer = Offer::decode(bytes);
+    if let Ok(offer) = &offer {
+        let again = offer.encode().expect("what was decoded can be encoded");
+        assert_eq!(Offer::decode(&again).ok().as_ref(), Some(offer));
+    }
+    let heading = bytes.try_into().is_ok_and(|bytes| match Heading::decode(bytes) {
+        Ok(heading) => heading.encode() == *bytes,
+        Err(_) => false,
+    });
+    let ticket = bytes.try_into().is_ok_and(|bytes| ticket_of(bytes).is_ok());
+    request.is_ok() || offer.is_ok() || heading || ticket
 }
 
 /// Messages that arrive with these sequence numbers come out in order, each at most once, until the first refusal for

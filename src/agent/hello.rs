@@ -50,6 +50,8 @@ pub(super) enum FrameKind {
     StreamOffer,
     /// Asks for bytes of the receiver's regions, as a read request does, by the stream.
     StreamRequest,
+    /// Says how many chunks have come by the stream.
+    StreamReceipt,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -86,6 +88,7 @@ impl Frame {
             FrameKind::StreamQuestion => 14,
             FrameKind::StreamOffer => 15,
             FrameKind::StreamRequest => 16,
+            FrameKind::StreamReceipt => 17,
         };
         let mut bytes = [0; FRAME_BYTES];
         let fields = MAGIC
@@ -132,6 +135,7 @@ impl Frame {
             14 => FrameKind::StreamQuestion,
             15 => FrameKind::StreamOffer,
             16 => FrameKind::StreamRequest,
+            17 => FrameKind::StreamReceipt,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));

@@ -463,13 +463,13 @@ impl Engine {
     fn remove_peer(&mut self, id: PeerId) {
         self.shared.live().peers.remove(&id);
         drop(self.peers.remove(id));
-        self.streams.forget(id);
+        self.close_streams(id);
     }
 
     /// Drops the connection in order.
     pub(super) fn part(&mut self, id: PeerId, now: Instant) {
         self.shared.live().peers.remove(&id);
-        self.streams.forget(id);
+        self.close_streams(id);
         if let Some(peer) = self.peers.remove(id) {
             self.leave(peer, now);
         }

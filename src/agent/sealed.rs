@@ -392,6 +392,7 @@ mod tests {
             seen: None,
             address: vec![1, 2, 3],
             process: None,
+            streams: false,
         };
         let payload = join(Incarnation(9), &hello).unwrap();
         assert_eq!(divide(&payload, Incarnation(9)).unwrap(), hello);

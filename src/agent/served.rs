@@ -113,13 +113,36 @@ pub(super) fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
     check_chunk(pieces)
 }
 
-/// The pieces of a request to read by a stream, and the processor on which who asks was, as a peer on its host numbers it.
-pub(super) fn stream_request(data: &[u8]) -> Result<(Vec<Piece>, u16)> {
+/// What stands behind the pieces of a request to read by a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct StreamReader {
+    /// How many chunks have come by the stream.
+    pub(super) received: u64,
+    /// The processor that the reader is on, modulo 2^16, for a peer on its host.
+    pub(super) processor: u16,
+}
+
+impl StreamReader {
+    pub(super) const BYTES: usize = 10;
+
+    pub(super) fn encode(self, to: &mut Vec<u8>) {
+        to.extend_from_slice(&self.received.to_le_bytes());
+        to.extend_from_slice(&self.processor.to_le_bytes());
+    }
+}
+
+/// The pieces of a request to read by a stream, and what it says of who asks.
+pub(super) fn stream_request(data: &[u8]) -> Result<(Vec<Piece>, StreamReader)> {
     let (pieces, rest) = decode_pieces(data)?;
-    let processor = rest.try_into().map_err(|_| {
-        Error::corrupt(format!("{} bytes behind the list of pieces of a request, expected 2", rest.len()))
-    })?;
-    Ok((check_chunk(pieces)?, u16::from_le_bytes(processor)))
+    let [r0, r1, r2, r3, r4, r5, r6, r7, p0, p1] = *rest else {
+        let expected = StreamReader::BYTES;
+        let found = rest.len();
+        return Err(Error::corrupt(format!(
+            "{found} bytes behind the list of pieces of a request, expected {expected}"
+        )));
+    };
+    let received = u64::from_le_bytes([r0, r1, r2, r3, r4, r5, r6, r7]);
+    Ok((check_chunk(pieces)?, StreamReader { received, processor: u16::from_le_bytes([p0, p1]) }))
 }
 
 fn check_chunk(pieces: Vec<Piece>) -> Result<Vec<Piece>> {
@@ -201,6 +224,7 @@ impl Engine {
             FrameKind::StreamQuestion => self.on_stream_question(id, now),
             FrameKind::StreamOffer => self.on_stream_offer(id, data, now),
             FrameKind::StreamRequest => self.on_stream_request(id, frame.sequence, data, now),
+            FrameKind::StreamReceipt => self.on_stream_receipt(id, frame.sequence, now),
             FrameKind::DigestRequest => {
                 let digest = read_request(data).and_then(|pieces| spots::digest(&self.locate(&pieces)?));
                 let reply = digest.map(|digest| Load::Bytes(digest.to_vec()));

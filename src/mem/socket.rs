@@ -39,6 +39,20 @@ impl Stretch {
     }
 }
 
+/// What is left of `stretches` behind their first `len` bytes.
+pub fn behind(stretches: &[Stretch], mut len: u64) -> Vec<Stretch> {
+    let mut left = Vec::with_capacity(stretches.len());
+    for stretch in stretches {
+        // Less than the stretch's length, so it fits.
+        let skip = len.min(stretch.len as u64);
+        if skip < stretch.len as u64 {
+            left.push(Stretch { addr: stretch.addr + skip, len: stretch.len - skip as usize });
+        }
+        len -= skip;
+    }
+    left
+}
+
 /// The first of `stretches`, as many as one system call takes.
 fn vectors(stretches: &[Stretch]) -> Vec<libc::iovec> {
     let vector = |stretch: &Stretch| libc::iovec {
@@ -137,4 +151,118 @@ pub fn receive(socket: impl AsFd, stretches: &[Stretch]) -> std::io::Result<usiz
     // them is in use meanwhile; the list has at most as many entries as the kernel takes, which fits the type.
     let got = unsafe { libc::readv(socket.as_fd().as_raw_fd(), io.as_ptr(), io.len() as libc::c_int) };
     usize::try_from(got).map_err(|_| std::io::Error::last_os_error())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use std::io::{ErrorKind as IoErrorKind, Read};
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    /// Bytes that differ from place to place, and their range.
+    fn memory(len: usize, seed: usize) -> (Vec<u8>, MemoryRange) {
+        let mut bytes: Vec<u8> = (0..len).map(|at| ((at + seed) % 251) as u8).collect();
+        let addr = bytes.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: the bytes outlive the range in every test, and are not used while they are sent or received.
+        let range = unsafe { MemoryRange::new(addr, len as u64, MemoryKind::Host) }.unwrap();
+        (bytes, range)
+    }
+
+    fn connected() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let far = listener.accept().unwrap().0;
+        near.set_nonblocking(true).unwrap();
+        (near, far)
+    }
+
+    #[test]
+    fn what_was_moved_is_left_out_within_and_across_stretches() {
+        let stretches = [(0, 10), (20, 5), (40, 8)].map(|(addr, len)| Stretch { addr, len });
+        let left = |len| behind(&stretches, len).iter().map(|left| (left.addr, left.len)).collect::<Vec<_>>();
+        assert_eq!(left(0), [(0, 10), (20, 5), (40, 8)]);
+        assert_eq!(left(9), [(9, 1), (20, 5), (40, 8)]);
+        assert_eq!(left(10), [(20, 5), (40, 8)]);
+        assert_eq!(left(17), [(42, 6)]);
+        assert!(left(23).is_empty() && left(u64::MAX).is_empty());
+    }
+
+    #[test]
+    fn stretches_stay_within_their_range() {
+        let (_bytes, range) = memory(100, 0);
+        assert!(Stretch::new(&range, 90, 10).is_ok());
+        for (offset, len) in [(91, 10), (u64::MAX, 2), (0, 101)] {
+            assert_eq!(Stretch::new(&range, offset, len).unwrap_err().kind(), ErrorKind::OutOfRange);
+        }
+        // SAFETY: it is only asked for its kind.
+        let device = unsafe { MemoryRange::new(4096, 8, MemoryKind::Cuda { device: 0 }) }.unwrap();
+        assert_eq!(Stretch::new(&device, 0, 8).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+
+    #[test]
+    fn scattered_pages_arrive_in_scattered_places_whatever_the_socket_takes_at_a_time() {
+        const PIECE: usize = 3001;
+        const PIECES: usize = 4000;
+        let (bytes, range) = memory(PIECE * PIECES, 0);
+        let (arrived, target) = memory(PIECE * PIECES, 77);
+        let order: Vec<u64> = (0..PIECES as u64).map(|at| at * 1237 % PIECES as u64).collect();
+        let at = |range: &MemoryRange, piece: u64| Stretch::new(range, piece * PIECE as u64, PIECE as u64).unwrap();
+        let from: Vec<Stretch> = order.iter().map(|piece| at(&range, *piece)).collect();
+        let to: Vec<Stretch> = order.iter().rev().map(|piece| at(&target, *piece)).collect();
+        let (near, far) = connected();
+        far.set_nonblocking(true).unwrap();
+        let pipe = PagePipe::new().unwrap();
+        let (mut sent, mut received, mut full) = (0, 0, 0);
+        while received < bytes.len() {
+            let left = behind(&from, sent as u64);
+            if !left.is_empty() {
+                match pipe.send(&near, &left).unwrap() {
+                    0 => full += 1,
+                    taken => {
+                        sent += taken;
+                        // As long as there is room, so that it comes to be full.
+                        continue;
+                    }
+                }
+            }
+            match receive(&far, &behind(&to, received as u64)) {
+                Ok(got) => received += got,
+                Err(error) => assert_eq!(error.kind(), IoErrorKind::WouldBlock),
+            }
+        }
+        assert!(full > 0, "the socket was full at times");
+        for (from, to) in order.iter().zip(order.iter().rev()) {
+            let (from, to) = (*from as usize * PIECE, *to as usize * PIECE);
+            assert_eq!(arrived[to..to + PIECE], bytes[from..from + PIECE], "{from} to {to}");
+        }
+        // Nothing is left that would stand before the next bytes.
+        assert_eq!(pipe.send(&near, &[at(&range, 5)]).unwrap(), PIECE);
+        drop(near);
+        let mut rest = Vec::new();
+        far.set_nonblocking(false).unwrap();
+        (&far).read_to_end(&mut rest).unwrap();
+        assert_eq!(rest, bytes[5 * PIECE..6 * PIECE]);
+    }
+
+    #[test]
+    fn memory_that_is_gone_and_connections_that_are_broken_are_told_apart() {
+        let (near, far) = connected();
+        let pipe = PagePipe::new().unwrap();
+        // Page 1 of the address space is never mapped.
+        let gone = Stretch { addr: 4096, len: 4096 };
+        assert!(matches!(pipe.send(&near, &[gone]), Err(Refusal::Pages(_))));
+        let (bytes, range) = memory(100_000, 0);
+        let all = Stretch::new(&range, 0, 100_000).unwrap();
+        drop(far);
+        let broken = (0..1000).find_map(|_| pipe.send(&near, &[all]).err());
+        assert!(matches!(broken, Some(Refusal::Socket(_))), "{broken:?}");
+        // The pipe is as good as new.
+        let (near, far) = connected();
+        assert!(pipe.send(&near, &[all]).unwrap() > 0);
+        let mut first = [0; 100];
+        (&far).read_exact(&mut first).unwrap();
+        assert_eq!(first, bytes[..100]);
+    }
 }

@@ -424,7 +424,7 @@ KINDS: dict[str, Kind] = {
             **_transfer("The fast path", "There is no library, UCX or transport to try it with."),
             "slow": Case(
                 "warning",
-                "It worked, but by messages through the network stack and not by copies between the processes.",
+                "It worked, but through the network stack and not by copies between the processes.",
                 "see the findings `same-host` and `transports`; UCX_TLS must have cma (the transport `auto` without "
                 "UCX_TLS has it)",
             ),

@@ -21,6 +21,7 @@ MOST_SAID = 4
 _NAMES = {
     "copied_bytes": "copied between the processes (process_vm_readv)",
     "one_sided_bytes": "one-sided (UCX)",
+    "streamed_bytes": "read by streams",
     "served_bytes": "served by messages",
 }
 

@@ -1,5 +1,6 @@
 //! What is said on the way to a stream, and what stands before the bytes on one.
 
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
@@ -14,8 +15,8 @@ pub(super) type Secret = [u8; SECRET_BYTES];
 /// Where a stream can be had, as a message of its own: the answer to the question.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::agent) struct Offer {
-    /// Addresses with ports, the best first; none where there is no stream.
-    pub(super) addresses: Vec<SocketAddr>,
+    /// Addresses with ports, such as `10.0.0.1:5000` or `[fd00::1]:5000`, the best first; none where there is no stream.
+    pub(super) addresses: Vec<String>,
     /// What the asking side says first on the stream.
     #[serde(with = "serde_bytes")]
     pub(super) ticket: Secret,
@@ -30,7 +31,7 @@ pub(super) const MAX_ADDRESSES: usize = 16;
 const MAX_OFFER_BYTES: usize = 4096;
 
 impl Offer {
-    pub(super) fn encode(&self) -> Result<Vec<u8>> {
+    pub(in crate::agent) fn encode(&self) -> Result<Vec<u8>> {
         crate::proto::wire::encode("stream offer", self)
     }
 
@@ -42,7 +43,18 @@ impl Offer {
                 offer.addresses.len()
             )));
         }
+        offer.parsed()?;
         Ok(offer)
+    }
+
+    /// The addresses.
+    pub(super) fn parsed(&self) -> Result<VecDeque<SocketAddr>> {
+        let parse = |text: &String| {
+            let foreign =
+                || Error::corrupt(format!("a stream offer with the address {text:?}, expected an IP and a port"));
+            text.parse().map_err(|_| foreign())
+        };
+        self.addresses.iter().map(parse).collect()
     }
 }
 
@@ -92,7 +104,7 @@ pub(in crate::agent) struct Heading {
 }
 
 impl Heading {
-    pub(super) fn encode(self) -> [u8; HEADING_BYTES] {
+    pub(in crate::agent) fn encode(self) -> [u8; HEADING_BYTES] {
         let mut bytes = [0; HEADING_BYTES];
         let fields = MAGIC.into_iter().chain(self.len.to_le_bytes()).chain(self.chunk.to_le_bytes());
         bytes.iter_mut().zip(fields).for_each(|(to, from)| *to = from);
@@ -116,7 +128,7 @@ mod tests {
     #[test]
     fn what_is_said_survives_the_wire_and_damage_is_refused() {
         let offer = Offer {
-            addresses: vec!["127.0.0.1:5".parse().unwrap(), "[fd00::1]:6".parse().unwrap()],
+            addresses: vec!["127.0.0.1:5".to_owned(), "[fd00::1]:6".to_owned()],
             ticket: draw().unwrap(),
             answer: draw().unwrap(),
         };
@@ -126,8 +138,10 @@ mod tests {
         for cut in 0..bytes.len() {
             assert!(Offer::decode(&bytes[..cut]).is_err());
         }
-        let many = Offer { addresses: vec![offer.addresses[0]; MAX_ADDRESSES + 1], ..offer.clone() };
+        let many = Offer { addresses: vec![offer.addresses[0].clone(); MAX_ADDRESSES + 1], ..offer.clone() };
         assert!(Offer::decode(&many.encode().unwrap()).unwrap_err().message().contains("at most 16"));
+        let named = Offer { addresses: vec!["localhost:5".to_owned()], ..offer.clone() };
+        assert!(Offer::decode(&named.encode().unwrap()).unwrap_err().message().contains("\"localhost:5\""));
 
         let mut bytes = greeting(&offer.ticket);
         assert_eq!(ticket_of(&bytes).unwrap(), offer.ticket);

@@ -80,8 +80,9 @@ impl Engine {
 
     /// A peer asks for a stream: offers one, with no address where there is none.
     pub(in crate::agent) fn on_stream_question(&mut self, id: PeerId, now: Instant) -> Result<()> {
-        self.streams.forget_outbound(id);
-        let offer = Offer { addresses: self.stream_addresses(id), ticket: draw()?, answer: draw()? };
+        self.close_outbound(id);
+        let addresses = self.stream_addresses(id).iter().map(ToString::to_string).collect();
+        let offer = Offer { addresses, ticket: draw()?, answer: draw()? };
         let load = Load::Bytes(offer.encode()?);
         if !offer.addresses.is_empty() {
             self.streams.tickets.insert(offer.ticket, id);
@@ -143,7 +144,7 @@ impl Engine {
         if !asked || self.streams.attempts.contains_key(&id) {
             return Err(Error::corrupt("an offer of a stream that was not asked for"));
         }
-        self.try_next(id, offer.addresses.into(), offer.ticket, offer.answer, now);
+        self.try_next(id, offer.parsed()?, offer.ticket, offer.answer, now);
         Ok(())
     }
 
@@ -210,7 +211,12 @@ impl Engine {
         if self.streams.deadline().is_none_or(|deadline| deadline > now) {
             return;
         }
+        let before = self.streams.strangers.len();
         self.streams.strangers.retain(|stranger| stranger.deadline > now);
+        if self.streams.strangers.len() < before {
+            // Those that wait in the kernel's queue make no change any more.
+            self.answer_door(now);
+        }
         let late = |(id, attempt): (&PeerId, &Attempt)| (attempt.deadline <= now).then_some(*id);
         let late: Vec<PeerId> = self.streams.attempts.iter().filter_map(late).collect();
         for id in late {
@@ -224,7 +230,7 @@ impl Engine {
     /// Accepts connections and hears whose they are.
     pub(super) fn answer_door(&mut self, now: Instant) {
         loop {
-            let before = self.streams.strangers.len();
+            let mut accepted = false;
             let listeners = std::mem::take(&mut self.streams.listeners);
             for listener in &listeners {
                 while self.streams.strangers.len() < MAX_STRANGERS {
@@ -233,6 +239,7 @@ impl Engine {
                     if socket.set_nonblocking(true).is_err() || self.streams.watch(&socket, DOOR).is_err() {
                         continue;
                     }
+                    accepted = true;
                     prepare(&socket);
                     self.streams.strangers.push(Stranger {
                         socket,
@@ -243,7 +250,6 @@ impl Engine {
                 }
             }
             self.streams.listeners = listeners;
-            let full = self.streams.strangers.len() >= MAX_STRANGERS;
             for mut stranger in std::mem::take(&mut self.streams.strangers) {
                 match stranger.hear() {
                     Ok(None) => self.streams.strangers.push(stranger),
@@ -251,8 +257,8 @@ impl Engine {
                     Err(error) => self.refuse_stream(&error, now),
                 }
             }
-            // Those behind the last that were accepted make no change.
-            if !full || self.streams.strangers.len() >= MAX_STRANGERS || before == self.streams.strangers.len() {
+            // Those that wait behind the last one that was accepted make no change of their own.
+            if !accepted {
                 return;
             }
         }

@@ -12,6 +12,9 @@
 //!
 //! The sockets are in one epoll descriptor, which wakes the loop for changes. Those with something to do are tried in each
 //! turn, which costs a system call and finds news some microseconds earlier.
+//!
+//! Pages that are lent show what is written to them until the reader has them. So the reader says which chunks it has, with
+//! its next request or by itself when it waits for none, and regions stay registered until then.
 
 mod greeting;
 mod meeting;
@@ -102,14 +105,6 @@ impl Streams {
         self.strangers.iter().map(|stranger| stranger.deadline).chain(meeting).min()
     }
 
-    /// Closes the streams to and from a peer that is gone.
-    pub(super) fn forget(&mut self, id: PeerId) {
-        self.attempts.remove(&id);
-        self.inbound.remove(&id);
-        self.reading.remove(&id);
-        self.forget_outbound(id);
-    }
-
     /// Watches a socket for changes.
     fn watch(&mut self, socket: impl AsFd, known_by: u64) -> Result<()> {
         let failed =
@@ -138,6 +133,14 @@ impl Streams {
 }
 
 impl Engine {
+    /// Closes the streams to and from a peer that is gone.
+    pub(super) fn close_streams(&mut self, id: PeerId) {
+        self.streams.attempts.remove(&id);
+        self.streams.inbound.remove(&id);
+        self.streams.reading.remove(&id);
+        self.close_outbound(id);
+    }
+
     /// Moves what the streams have to move. Returns whether there was anything.
     pub(super) fn drive_streams(&mut self, now: Instant) -> bool {
         if self.streams.changes.is_none() {

@@ -5,7 +5,9 @@ use std::net::TcpStream;
 use std::time::Instant;
 
 use super::super::ferry::Engine;
+use super::super::hello::FrameKind;
 use super::super::ids::PeerId;
+use super::super::served::Load;
 use super::TURN_BYTES;
 use super::greeting::{HEADING_BYTES, Heading};
 use super::sending::stretches_from;
@@ -31,11 +33,15 @@ pub(super) struct Receiving {
     received: u64,
     /// Chunks that were asked for and have not come.
     expected: u32,
+    /// Chunks that have come.
+    chunks: u64,
+    /// How many of them the peer knows of.
+    told: u64,
 }
 
 impl Receiving {
     pub(super) fn new(socket: TcpStream) -> Self {
-        Receiving { socket, heading: [0; HEADING_BYTES], heading_len: 0, received: 0, expected: 0 }
+        Receiving { socket, heading: [0; HEADING_BYTES], heading_len: 0, received: 0, expected: 0, chunks: 0, told: 0 }
     }
 }
 
@@ -96,7 +102,20 @@ impl Engine {
         for chunk in over {
             self.streamed_arrived(id, chunk, now);
         }
+        if let Err(error) = self.send_receipt(id) {
+            self.lose(id, error, now);
+        }
         moved > 0
+    }
+
+    /// Says what has come, when all has that was asked for: who reads on says it with the next request.
+    fn send_receipt(&mut self, id: PeerId) -> Result<()> {
+        let Some(Inbound::Up(receiving)) = self.streams.inbound.get(&id) else { return Ok(()) };
+        if receiving.expected > 0 || receiving.told == receiving.chunks {
+            return Ok(());
+        }
+        let received = self.streams.received(id);
+        self.post_service(id, FrameKind::StreamReceipt, received, Load::Bytes(Vec::new()), 0)
     }
 
     /// Takes some of what has come, and notes the chunk that is complete with it. Returns how many bytes there were.
@@ -123,9 +142,19 @@ impl Engine {
         receiving.received = receiving.received.saturating_add(len as u64);
         if receiving.received >= chunk.bytes {
             receiving.heading_len = 0;
+            receiving.chunks = receiving.chunks.saturating_add(1);
             over.push(heading.chunk);
         }
         Ok(len as u64)
+    }
+}
+
+impl super::Streams {
+    /// How many chunks have come from a peer, which the peer is going to be told.
+    pub(in crate::agent) fn received(&mut self, id: PeerId) -> u64 {
+        let Some(Inbound::Up(receiving)) = self.inbound.get_mut(&id) else { return 0 };
+        receiving.told = receiving.chunks;
+        receiving.chunks
     }
 }
 

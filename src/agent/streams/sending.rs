@@ -16,7 +16,7 @@ use super::super::spots::{self, Spot};
 use super::TURN_BYTES;
 use super::greeting::{HEADING_BYTES, Heading, Secret};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::socket::{PagePipe, Refusal, Stretch};
+use crate::mem::socket::{PagePipe, Refusal, Stretch, behind};
 
 /// Pieces shorter than this on average are copied into a buffer first: a socket's buffer has room for 17 pieces of pages.
 const PAGES_FROM: u64 = 2 << 10;
@@ -29,6 +29,11 @@ pub(super) struct Outbound {
     socket: Option<TcpStream>,
     waiting: VecDeque<Asked>,
     sending: Option<Sending>,
+    /// The regions of each chunk that was begun and that the peer has not said to have. The socket has their pages, so they
+    /// stay registered.
+    lent: VecDeque<Vec<u32>>,
+    /// How many chunks the peer has.
+    received: u64,
 }
 
 /// A chunk that a peer asked for.
@@ -39,7 +44,8 @@ struct Asked {
 
 /// The chunk that is being sent.
 struct Sending {
-    pieces: Vec<Piece>,
+    /// Where its bytes are, in regions that stay registered.
+    spots: Vec<Spot>,
     bytes: u64,
     heading: [u8; HEADING_BYTES],
     /// Bytes of the heading, and of the chunk, that the socket has taken.
@@ -51,7 +57,15 @@ struct Sending {
 
 impl Outbound {
     pub(super) fn offered(ticket: Secret, answer: Secret) -> Self {
-        Outbound { ticket, answer, socket: None, waiting: VecDeque::new(), sending: None }
+        Outbound {
+            ticket,
+            answer,
+            socket: None,
+            waiting: VecDeque::new(),
+            sending: None,
+            lent: VecDeque::new(),
+            received: 0,
+        }
     }
 
     pub(super) fn connect(&mut self, socket: TcpStream) {
@@ -68,10 +82,11 @@ impl Engine {
         data: &[u8],
         now: Instant,
     ) -> Result<()> {
-        let (pieces, processor) = stream_request(data)?;
+        let (pieces, reader) = stream_request(data)?;
         if self.peers.get(id).is_ok_and(|peer| peer.on_this_host) {
-            self.streams.parting.look(processor, now);
+            self.streams.parting.look(reader.processor, now);
         }
+        self.on_stream_receipt(id, reader.received, now)?;
         // What it may not have is refused before anything is sent.
         let refused = match (self.locate(&pieces), self.streams.outbound.get_mut(&id)) {
             (Err(error), _) => error,
@@ -106,11 +121,19 @@ impl Engine {
                     break;
                 };
                 // A region may have gone meanwhile.
-                if let Err(error) = self.locate(&asked.pieces) {
-                    self.reply(id, FrameKind::ReadReply, asked.chunk, Err(error), 0, now);
-                    continue;
-                }
-                outbound.sending = Some(Sending::new(asked));
+                let spots = match self.locate(&asked.pieces) {
+                    Ok(spots) => spots,
+                    Err(error) => {
+                        self.reply(id, FrameKind::ReadReply, asked.chunk, Err(error), 0, now);
+                        continue;
+                    }
+                };
+                let mut regions: Vec<u32> = asked.pieces.iter().map(|piece| piece.region).collect();
+                regions.sort_unstable();
+                regions.dedup();
+                self.registry.enter(&regions);
+                outbound.lent.push_back(regions);
+                outbound.sending = Some(Sending::new(asked.chunk, total(&asked.pieces), spots));
             }
             let (Some(sending), Some(socket)) = (&mut outbound.sending, &outbound.socket) else { break };
             match self.send_some(socket, sending) {
@@ -128,6 +151,8 @@ impl Engine {
         // Whom a refusal could not reach is lost, and its stream with it.
         if self.peers.get(id).is_ok() {
             self.streams.outbound.insert(id, outbound);
+        } else {
+            self.give_back(outbound);
         }
         if moved > 0 {
             self.served_at = Some(now);
@@ -146,10 +171,8 @@ impl Engine {
             sending.heading_sent = sending.heading_sent.saturating_add(taken);
             return Ok(taken as u64);
         }
-        // Each time anew: a region that was deregistered is not touched again.
-        let spots = self.locate(&sending.pieces)?;
-        if sending.copied.is_none() && sending.bytes >= PAGES_FROM.saturating_mul(sending.pieces.len() as u64) {
-            let stretches = stretches_from(&spots, sending.sent)?;
+        if sending.copied.is_none() && sending.bytes >= PAGES_FROM.saturating_mul(sending.spots.len() as u64) {
+            let stretches = stretches_from(&sending.spots, sending.sent)?;
             if self.streams.pipe.is_none() {
                 self.streams.pipe = PagePipe::new().ok();
             }
@@ -170,7 +193,7 @@ impl Engine {
             Some(copied) => copied,
             None => {
                 let mut bytes = Vec::with_capacity(usize::try_from(sending.bytes).unwrap_or(0));
-                spots::gather(&spots, &mut bytes)?;
+                spots::gather(&sending.spots, &mut bytes)?;
                 sending.copied.insert(bytes)
             }
         };
@@ -195,27 +218,57 @@ impl Engine {
             self.lose(id, Error::new(ErrorKind::PeerDied, format!("the stream to the peer broke: {why}")), now);
         } else {
             log::debug!("agent {}: the stream to {id} has ended: {why}", self.config.name);
-            self.streams.forget_outbound(id);
+            self.close_outbound(id);
         }
+    }
+
+    /// A peer says how many chunks it has by its stream: their pages are not the socket's any more.
+    pub(in crate::agent) fn on_stream_receipt(&mut self, id: PeerId, received: u64, now: Instant) -> Result<()> {
+        // A receipt may come after the stream has ended.
+        let Some(outbound) = self.streams.outbound.get_mut(&id) else { return Ok(()) };
+        let more = received.saturating_sub(outbound.received);
+        // What is being sent cannot be there.
+        let begun = outbound.lent.len().saturating_sub(usize::from(outbound.sending.is_some()));
+        if more > begun as u64 {
+            let error = Error::corrupt(format!("a receipt for {more} chunks, of {begun} that were sent"));
+            self.lose(id, error.clone(), now);
+            return Err(error);
+        }
+        outbound.received = outbound.received.saturating_add(more);
+        let free: Vec<Vec<u32>> = outbound.lent.drain(..usize::try_from(more).unwrap_or(0)).collect();
+        free.iter().for_each(|regions| self.registry.leave(regions));
+        Ok(())
+    }
+
+    /// Closes the stream to a peer.
+    pub(super) fn close_outbound(&mut self, id: PeerId) {
+        self.streams.writing.remove(&id);
+        if let Some(outbound) = self.streams.outbound.remove(&id) {
+            self.streams.tickets.remove(&outbound.ticket);
+            self.give_back(outbound);
+        }
+    }
+
+    /// Closes a stream and gives up its hold on regions.
+    fn give_back(&mut self, outbound: Outbound) {
+        let Outbound { socket, lent, .. } = outbound;
+        drop(socket);
+        lent.iter().for_each(|regions| self.registry.leave(regions));
     }
 }
 
 impl super::Streams {
-    /// Closes the stream to a peer.
-    pub(super) fn forget_outbound(&mut self, id: PeerId) {
-        self.writing.remove(&id);
-        if let Some(outbound) = self.outbound.remove(&id) {
-            self.tickets.remove(&outbound.ticket);
-        }
+    /// Whether sockets have pages of this side's regions.
+    pub(in crate::agent) fn lends(&self) -> bool {
+        self.outbound.values().any(|outbound| !outbound.lent.is_empty())
     }
 }
 
 impl Sending {
-    fn new(asked: Asked) -> Self {
-        let bytes = total(&asked.pieces);
+    fn new(chunk: u64, bytes: u64, spots: Vec<Spot>) -> Self {
         // At most a chunk's, so it fits.
-        let heading = Heading { chunk: asked.chunk, len: bytes as u32 }.encode();
-        Sending { pieces: asked.pieces, bytes, heading, heading_sent: 0, sent: 0, copied: None }
+        let heading = Heading { chunk, len: bytes as u32 }.encode();
+        Sending { spots, bytes, heading, heading_sent: 0, sent: 0, copied: None }
     }
 
     fn is_over(&self) -> bool {
@@ -233,40 +286,8 @@ fn push(socket: &TcpStream, bytes: &[u8], flags: SendFlags) -> Result<Option<usi
 }
 
 /// Where the bytes of spots are, but for the first `skip`.
-pub(super) fn stretches_from(spots: &[Spot], mut skip: u64) -> Result<Vec<Stretch>> {
-    let mut stretches = Vec::with_capacity(spots.len());
-    for spot in spots {
-        let len = u64::from(spot.len);
-        if skip < len {
-            stretches.push(Stretch::new(&spot.range, spot.offset.saturating_add(skip), len - skip)?);
-        }
-        skip = skip.saturating_sub(len);
-    }
-    Ok(stretches)
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::mem::MemoryRange;
-    use crate::proto::wire::MemoryKind;
-
-    #[test]
-    fn what_was_sent_is_skipped_within_and_across_spots() {
-        // SAFETY: it is not registered, and nothing is read or written: only addresses are compared.
-        let range = unsafe { MemoryRange::new(4096, 64, MemoryKind::Host) }.unwrap();
-        let spots = [(0, 10), (20, 5), (40, 8)].map(|(offset, len)| Spot { range, offset, len });
-        let shown = |skip| format!("{:?}", stretches_from(&spots, skip).unwrap());
-        let made = |parts: &[(u64, u64)]| {
-            let made: Vec<Stretch> = parts.iter().map(|(at, len)| Stretch::new(&range, *at, *len).unwrap()).collect();
-            format!("{made:?}")
-        };
-        assert_eq!(shown(0), made(&[(0, 10), (20, 5), (40, 8)]));
-        assert_eq!(shown(9), made(&[(9, 1), (20, 5), (40, 8)]));
-        assert_eq!(shown(10), made(&[(20, 5), (40, 8)]));
-        assert_eq!(shown(17), made(&[(42, 6)]));
-        assert_eq!(shown(23), made(&[]));
-        assert_eq!(shown(u64::MAX), made(&[]));
-    }
+pub(super) fn stretches_from(spots: &[Spot], skip: u64) -> Result<Vec<Stretch>> {
+    let all: Result<Vec<Stretch>> =
+        spots.iter().map(|spot| Stretch::new(&spot.range, spot.offset, spot.len.into())).collect();
+    all.map(|all| if skip == 0 { all } else { behind(&all, skip) })
 }

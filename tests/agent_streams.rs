@@ -1,0 +1,344 @@
+//! Reads by streams: every byte, when they are used and when not, and what ends them.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod agent_support;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use agent_support::child::{Remote, serve};
+use agent_support::{LIMIT, Node, Random, assert_same, config, model, pattern_bytes, plan, until};
+use kvferry::ErrorKind;
+use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport};
+use kvferry::proto::plan::CopyPlan;
+
+#[test]
+#[ignore = "the other process of this file's tests"]
+fn child_process() {
+    serve();
+}
+
+const LEN: usize = 16 << 20;
+
+/// Ports that this process listens at are looked for, so one test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn node(name: &str, seed: u64) -> Node {
+    Node::start(config(name, Transport::Tcp), seed, &[LEN])
+}
+
+/// All blocks of `bytes`, from and to places of no order; what does not fill a block stays.
+fn shuffled(random: &mut Random, bytes: usize) -> CopyPlan {
+    let blocks = LEN / bytes;
+    let mut ids = || random.blocks(blocks, blocks as u32);
+    plan(0, 0, bytes as u64, bytes as u64, ids(), ids())
+}
+
+/// Reads until bytes come by a stream: it is made while the first come by messages.
+fn until_streamed(a: &mut Node, peer: PeerId, random: &mut Random) {
+    let before = a.agent.stats().unwrap().streamed_bytes;
+    until("a stream", || {
+        a.move_all(peer, Direction::Read, shuffled(random, 64 << 10));
+        a.agent.stats().unwrap().streamed_bytes > before
+    });
+}
+
+/// A read of which bytes have been asked for by a stream.
+fn begun(a: &Node, peer: PeerId, random: &mut Random) -> TransferId {
+    let before = a.agent.stats().unwrap().streamed_bytes;
+    let id = a.agent.transfer(peer, Direction::Read, shuffled(random, 4096)).unwrap();
+    until("the first bytes", || a.agent.stats().unwrap().streamed_bytes > before + (1 << 20));
+    id
+}
+
+#[test]
+fn every_byte_of_blocks_of_any_length_arrives_in_its_place() {
+    let _alone = alone();
+    let mut random = Random(61);
+    let mut a = node("a", 1);
+    let b = node("b", 2);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    until_streamed(&mut a, peer, &mut random);
+    // Shorter than pages, with ends in the middle of pages, whole ones, longer than a chunk.
+    for (bytes, seed) in [(512, 10), (2047, 11), (4096, 12), (5001, 13), (65_536, 14), (700_001, 15), (LEN, 16)] {
+        a.buffers[0].fill(seed);
+        b.buffers[0].fill(seed + 100);
+        let before = a.agent.stats().unwrap();
+        let (mut local, mut remote) = (a.contents(), b.contents());
+        let plan = shuffled(&mut random, bytes);
+        model(&plan, Direction::Read, &mut local, &mut remote);
+        let moved = agent_support::model_bytes(&plan);
+        a.move_all(peer, Direction::Read, plan);
+        assert_same(&format!("local, blocks of {bytes}"), &a.contents(), &local);
+        assert_same("remote", &b.contents(), &remote);
+        let after = a.agent.stats().unwrap();
+        assert_eq!(after.streamed_bytes - before.streamed_bytes, moved, "blocks of {bytes}");
+        assert_eq!(after.served_bytes, before.served_bytes);
+        assert_eq!((after.operations_in_flight, after.bytes_in_flight), (0, 0));
+    }
+    // Writes and short reads go by messages.
+    let before = a.agent.stats().unwrap();
+    let (mut local, mut remote) = (a.contents(), b.contents());
+    let written = shuffled(&mut random, 4096);
+    model(&written, Direction::Write, &mut local, &mut remote);
+    a.move_all(peer, Direction::Write, written);
+    assert_same("remote", &b.contents(), &remote);
+    a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![1], vec![2]));
+    assert_eq!(a.agent.stats().unwrap().streamed_bytes, before.streamed_bytes);
+}
+
+#[test]
+fn both_sides_read_from_each_other_and_one_from_several_at_once() {
+    let _alone = alone();
+    let mut random = Random(62);
+    let mut a = Node::start(config("a", Transport::Tcp), 1, &[LEN, LEN, LEN]);
+    let mut others: Vec<Node> = (0..3).map(|at| node(&format!("b{at}"), 20 + at)).collect();
+    let peers: Vec<PeerId> = others.iter().map(|other| a.connect(&other.agent.metadata().unwrap())).collect();
+    for peer in &peers {
+        until_streamed(&mut a, *peer, &mut random);
+    }
+    let back = others[0].connect(&a.agent.metadata().unwrap());
+    until_streamed(&mut others[0], back, &mut random);
+    let seed = 40;
+    others.iter().zip(seed..).for_each(|(other, seed)| other.buffers[0].fill(seed));
+    let ids: Vec<u32> = (0..(LEN / 4096) as u32).collect();
+    let started: Vec<TransferId> = (0u32..)
+        .zip(&peers)
+        .map(|(region, peer)| {
+            let plan = plan(region, 0, 4096, 4096, ids.clone(), ids.clone());
+            a.agent.transfer(*peer, Direction::Read, plan).unwrap()
+        })
+        .collect();
+    for id in started {
+        a.wait_done(id).0.unwrap();
+    }
+    let expected: Vec<Vec<u8>> = (seed..seed + 3).map(|seed| pattern_bytes(seed, LEN)).collect();
+    assert_same("of three peers", &a.contents(), &expected);
+    others[0].move_all(back, Direction::Read, plan(0, 1, 4096, 4096, ids.clone(), ids));
+    assert_same("back", &others[0].contents(), &expected[1..2]);
+}
+
+#[test]
+fn a_side_that_wants_none_gets_none_and_neither_does_one_with_a_key() {
+    let _alone = alone();
+    let mut random = Random(63);
+    let key = std::env::temp_dir().join(format!("kvf-agent-streams-{}", std::process::id()));
+    fs::write(&key, "5a".repeat(32)).unwrap();
+    fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+    let none = |name: &str| AgentConfig { streams: false, ..config(name, Transport::Tcp) };
+    let keyed = |name: &str| AgentConfig { key_file: Some(key.clone()), ..config(name, Transport::Tcp) };
+    let both = |name: &str| config(name, Transport::Tcp);
+    for (first, second) in [(none("a"), both("b")), (both("a"), none("b")), (keyed("a"), keyed("b"))] {
+        let mut a = Node::start(first, 1, &[LEN]);
+        let b = Node::start(second, 2, &[LEN]);
+        let peer = a.connect(&b.agent.metadata().unwrap());
+        for _ in 0..3 {
+            a.move_all(peer, Direction::Read, shuffled(&mut random, 4096));
+        }
+        let stats = a.agent.stats().unwrap();
+        assert_eq!((stats.streamed_bytes, stats.served_bytes), (0, 3 * LEN as u64));
+    }
+    fs::remove_file(key).unwrap();
+}
+
+#[test]
+fn nothing_is_written_any_more_when_a_read_was_cancelled_or_its_memory_deregistered() {
+    let _alone = alone();
+    let mut random = Random(64);
+    let mut a = node("a", 1);
+    let b = node("b", 2);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    until_streamed(&mut a, peer, &mut random);
+    let (mut cancelled, mut seed) = (0, 10);
+    // On a machine that is busy enough a transfer can end before it is cancelled; not every time.
+    while cancelled < 3 && seed < 200 {
+        let id = begun(&a, peer, &mut random);
+        let in_time = a.agent.cancel(id).is_ok();
+        let (result, _, _) = a.wait_done(id);
+        seed += 1;
+        a.buffers[0].fill(seed);
+        if let Err(error) = result {
+            assert!(in_time && error.kind() == ErrorKind::Cancelled, "{error}");
+            cancelled += 1;
+        }
+        // The stream goes on, behind what came of the cancelled one.
+        assert_same("after the end", &a.contents(), &[pattern_bytes(seed, LEN)]);
+        until_streamed(&mut a, peer, &mut random);
+    }
+    assert_eq!(cancelled, 3, "of many, three are cancelled in time");
+    let id = begun(&a, peer, &mut random);
+    a.agent.deregister(a.regions[0]).unwrap();
+    a.buffers[0].fill(99);
+    if let Err(error) = a.wait_done(id).0 {
+        assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
+    }
+    assert_same("deregistered", &a.contents(), &[pattern_bytes(99, LEN)]);
+}
+
+#[test]
+fn a_deregistration_waits_for_the_reader_to_have_what_was_lent_and_refuses_the_rest() {
+    let _alone = alone();
+    let mut random = Random(65);
+    let mut failed = 0;
+    for round in 0..100 {
+        if failed == 3 {
+            break;
+        }
+        let mut a = node("a", 1);
+        let b = Node::start(config("b", Transport::Tcp), 2, &[LEN, LEN]);
+        let peer = a.connect(&b.agent.metadata().unwrap());
+        until_streamed(&mut a, peer, &mut random);
+        a.buffers[0].fill(1);
+        let plan = shuffled(&mut random, 16 << 10);
+        let (mut local, mut remote) = (a.contents(), b.contents());
+        model(&plan, Direction::Read, &mut local, &mut remote);
+        let before = a.agent.stats().unwrap().streamed_bytes;
+        let id = a.agent.transfer(peer, Direction::Read, plan).unwrap();
+        until("the first bytes", || a.agent.stats().unwrap().streamed_bytes > before);
+        b.agent.deregister(b.regions[0]).unwrap();
+        // From now on the memory is its owner's.
+        b.buffers[0].fill(999);
+        match a.wait_done(id).0 {
+            Ok(()) => assert_same("read in time", &a.contents(), &local),
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+                failed += 1;
+                // Blocks that came are the old ones.
+                let (got, old) = (a.contents(), pattern_bytes(1, LEN));
+                for ((got, old), new) in
+                    got[0].chunks(16 << 10).zip(old.chunks(16 << 10)).zip(local[0].chunks(16 << 10))
+                {
+                    assert!(got == old || got == new, "a block that is neither what was here nor what was asked for");
+                }
+            }
+        }
+        // The other region is served as before, by the same stream.
+        let ids: Vec<u32> = (0..(LEN / 4096) as u32).collect();
+        let before = a.agent.stats().unwrap().streamed_bytes;
+        a.move_all(peer, Direction::Read, agent_support::plan(0, 1, 4096, 4096, ids.clone(), ids));
+        assert_same(&format!("round {round}"), &a.contents(), &[pattern_bytes(3, LEN)]);
+        assert_eq!(a.agent.stats().unwrap().streamed_bytes - before, LEN as u64);
+    }
+    assert_eq!(failed, 3, "of many, three fail");
+}
+
+#[test]
+fn a_peer_that_dies_while_it_sends_fails_the_read_and_nothing_else() {
+    let _alone = alone();
+    let mut random = Random(66);
+    let mut a = node("a", 1);
+    let mut died = 0;
+    for round in 0..100 {
+        if died == 2 {
+            break;
+        }
+        let b = Remote::spawn(Transport::Tcp, 50 + round, &[LEN]);
+        let peer = a.connect(&b.metadata);
+        until_streamed(&mut a, peer, &mut random);
+        let id = begun(&a, peer, &mut random);
+        b.kill();
+        if let Err(error) = a.wait_done(id).0 {
+            assert_eq!(error.kind(), ErrorKind::PeerDied, "{error}");
+            died += 1;
+        }
+        a.wait_lost(peer);
+        let stats = a.agent.stats().unwrap();
+        assert_eq!((stats.operations_in_flight, stats.bytes_in_flight, stats.transfers), (0, 0, 0));
+    }
+    assert_eq!(died, 2, "of many, two die in time");
+}
+
+#[test]
+fn a_reader_that_dies_or_stands_still_holds_up_nobody() {
+    let _alone = alone();
+    let mut random = Random(67);
+    let mut b = node("b", 2);
+    let metadata = b.agent.metadata().unwrap();
+    let hex: String =
+        kvferry::agent::encode_metadata(&metadata).unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
+    let mut still = Remote::spawn(Transport::Tcp, 3, &[LEN]);
+    assert_eq!(still.ask(&format!("read {hex}")), "reading");
+    let (gone, _) = b.wait_connected();
+    still.signal("STOP");
+    let mut a = node("a", 1);
+    let peer = a.connect(&metadata);
+    for _ in 0..3 {
+        until_streamed(&mut a, peer, &mut random);
+    }
+    still.kill();
+    b.wait_lost(gone);
+    until_streamed(&mut a, peer, &mut random);
+}
+
+/// The ports at which this process listens for TCP.
+fn ports() -> BTreeSet<u16> {
+    let sockets: BTreeSet<String> = fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .flatten()
+        .filter_map(|fd| {
+            fs::read_link(fd.path()).ok()?.to_str()?.strip_prefix("socket:[")?.strip_suffix(']').map(str::to_owned)
+        })
+        .collect();
+    let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
+    table
+        .lines()
+        .skip(1)
+        .filter_map(|line| {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            // Listening is state 0A; the tenth field is the socket's inode.
+            let listens = fields.get(3) == Some(&"0A") && fields.get(9).is_some_and(|inode| sockets.contains(*inode));
+            listens.then(|| u16::from_str_radix(fields[1].split_once(':').unwrap().1, 16).unwrap())
+        })
+        .collect()
+}
+
+#[test]
+fn strangers_get_nothing_and_are_sent_away() {
+    let _alone = alone();
+    let mut random = Random(68);
+    let mut a = node("a", 1);
+    let b = node("b", 2);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    a.wait_connected();
+    let before = ports();
+    until_streamed(&mut a, peer, &mut random);
+    let doors: Vec<u16> = ports().difference(&before).copied().collect();
+    assert!(!doors.is_empty(), "the agent that was asked listens");
+    for door in doors {
+        let address = ["127.0.0.1".to_owned()]
+            .into_iter()
+            .chain(kvferry::net::local_addresses().unwrap().into_iter().map(|address| address.ip.to_string()))
+            .find_map(|ip| TcpStream::connect((ip.as_str(), door)).ok().map(|stream| stream.peer_addr().unwrap()))
+            .unwrap();
+        // A ticket that nobody was given, another protocol, the beginning of a greeting and then nothing.
+        let greeting = [b"KVFS\x01\0\0\0".as_slice(), &[7; 16]].concat();
+        for said in
+            [greeting.as_slice(), b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n", b"KVFS\x02\0\0\0++++++++++++++++", b"KV"]
+        {
+            let mut stranger = TcpStream::connect(address).unwrap();
+            stranger.set_read_timeout(Some(LIMIT)).unwrap();
+            stranger.write_all(said).unwrap();
+            let mut answer = Vec::new();
+            // Closed in order, or by force where it had said more than was read.
+            let _ = stranger.read_to_end(&mut answer);
+            assert!(answer.is_empty(), "{said:?} is answered {answer:?}");
+        }
+        // More than are heard at a time, who say nothing.
+        let silent: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
+        until_streamed(&mut a, peer, &mut random);
+        for mut stranger in silent {
+            stranger.set_read_timeout(Some(LIMIT + Duration::from_secs(10))).unwrap();
+            assert_eq!(stranger.read(&mut [0]).unwrap_or(0), 0);
+        }
+    }
+    until_streamed(&mut a, peer, &mut random);
+}
