@@ -211,6 +211,13 @@ mod tests {
         }
     }
 
+    #[derive(Serialize)]
+    struct Older {
+        name: &'static str,
+        incarnation: u64,
+        connection: u64,
+    }
+
     #[test]
     fn a_hello_survives_the_wire_and_foreign_bytes_are_refused() {
         let hello = Hello {
@@ -224,6 +231,9 @@ mod tests {
         };
         assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
         assert!(Hello::decode(b"something else").is_err());
+        // Of a build that knows no streams.
+        let without = crate::proto::wire::encode("hello", &Older { name: "a", incarnation: 3, connection: 4 }).unwrap();
+        assert!(!Hello::decode(&without).unwrap().streams);
         let nameless = Hello { name: String::new(), ..hello };
         assert!(Hello::decode(&nameless.encode().unwrap()).is_err());
     }

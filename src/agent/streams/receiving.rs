@@ -63,9 +63,13 @@ impl Engine {
 
     /// Takes what has come. Returns whether there was anything.
     pub(super) fn receive_stream(&mut self, id: PeerId, now: Instant) -> bool {
-        let Some(Inbound::Up(mut receiving)) = self.streams.inbound.remove(&id) else {
-            self.streams.reading.remove(&id);
-            return false;
+        let mut receiving = match self.streams.inbound.remove(&id) {
+            Some(Inbound::Up(receiving)) => receiving,
+            other => {
+                self.streams.reading.remove(&id);
+                self.streams.inbound.extend(other.map(|inbound| (id, inbound)));
+                return false;
+            }
         };
         let mut moved = 0;
         let mut over = Vec::new();
