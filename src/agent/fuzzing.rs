@@ -5,7 +5,9 @@
 
 use super::hello::{Frame, Hello};
 use super::messages::{Inbox, Item};
-use super::served::{CHUNK_BYTES, CHUNK_PIECES, decode_pieces, encode_pieces, read_request, stream_request};
+use super::served::{
+    CHUNK_BYTES, CHUNK_PIECES, STREAM_CHUNK_BYTES, decode_pieces, encode_pieces, read_request, stream_request,
+};
 use super::streams::{Heading, Offer, ticket_of};
 
 /// A frame header; what decodes encodes to the same bytes, but for the two that are not looked at.
@@ -47,7 +49,7 @@ pub fn stream(bytes: &[u8]) -> bool {
     let request = stream_request(bytes);
     if let Ok((pieces, _)) = &request {
         let total: u64 = pieces.iter().map(|piece| u64::from(piece.len)).sum();
-        assert!(pieces.len() <= CHUNK_PIECES && total <= CHUNK_BYTES, "a chunk over its limits");
+        assert!(pieces.len() <= CHUNK_PIECES && total <= STREAM_CHUNK_BYTES, "a chunk over its limits");
     }
     let offer = Offer::decode(bytes);
     if let Ok(offer) = &offer {

@@ -211,11 +211,15 @@ mod tests {
         }
     }
 
+    /// The hello of a build that knows no streams.
     #[derive(Serialize)]
     struct Older {
         name: &'static str,
-        incarnation: u64,
+        incarnation: Incarnation,
         connection: u64,
+        seen: Option<u64>,
+        #[serde(with = "serde_bytes")]
+        address: Vec<u8>,
     }
 
     #[test]
@@ -231,9 +235,9 @@ mod tests {
         };
         assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
         assert!(Hello::decode(b"something else").is_err());
-        // Of a build that knows no streams.
-        let without = crate::proto::wire::encode("hello", &Older { name: "a", incarnation: 3, connection: 4 }).unwrap();
-        assert!(!Hello::decode(&without).unwrap().streams);
+        let older = Older { name: "a", incarnation: Incarnation(3), connection: 4, seen: None, address: vec![1, 2, 3] };
+        let older = crate::proto::wire::encode("hello", &older).unwrap();
+        assert!(!Hello::decode(&older).unwrap().streams);
         let nameless = Hello { name: String::new(), ..hello };
         assert!(Hello::decode(&nameless.encode().unwrap()).is_err());
     }

@@ -6,8 +6,10 @@
 //! balancing parts them some milliseconds later, which is longer than most transfers take. So a thread that waits for its
 //! processor steps aside: it forbids itself the processor it is on, which moves it at once, and allows it again.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
@@ -38,13 +40,29 @@ pub(super) fn leave(from: usize) {
     }
 }
 
-/// The processors of `allowed` that a thread on `from` may move to: of the same package, because its memory is near there.
-fn others(allowed: &CpuSet, from: usize) -> Option<CpuSet> {
+/// Which processors are of a processor's package, and which of its core.
+struct Neighbours {
+    package: Vec<usize>,
+    core: Vec<usize>,
+}
+
+/// Of each processor that was asked for, `None` where the kernel does not say. They stay the same, and to read them takes as
+/// long as the wait for a processor that a step is to spare.
+static NEIGHBOURS: Mutex<BTreeMap<usize, Option<Neighbours>>> = Mutex::new(BTreeMap::new());
+
+fn neighbours(of: usize) -> Option<Neighbours> {
     let list = |name: &str| {
-        let path = format!("/sys/devices/system/cpu/cpu{from}/topology/{name}");
+        let path = format!("/sys/devices/system/cpu/cpu{of}/topology/{name}");
         parse(&std::fs::read_to_string(path).ok()?)
     };
-    choose(allowed, from, &list("package_cpus_list")?, &list("core_cpus_list").unwrap_or_default())
+    Some(Neighbours { package: list("package_cpus_list")?, core: list("core_cpus_list").unwrap_or_default() })
+}
+
+/// The processors of `allowed` that a thread on `from` may move to: of the same package, because its memory is near there.
+fn others(allowed: &CpuSet, from: usize) -> Option<CpuSet> {
+    let mut known = NEIGHBOURS.lock().unwrap_or_else(PoisonError::into_inner);
+    let Neighbours { package, core } = known.entry(from).or_insert_with(|| neighbours(from)).as_ref()?;
+    choose(allowed, from, package, core)
 }
 
 /// The processors of `allowed` and `package` without those of `core`, or without `from` alone where that leaves none.

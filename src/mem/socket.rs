@@ -1,6 +1,8 @@
 //! Bytes of registered host memory to and from a socket, without a copy in between: pages are lent to the socket
-//! (`vmsplice`, `splice`), and what arrives is put in place by one call for many places (`readv`).
+//! (`vmsplice`, `splice`) or their bytes copied into it from many places by one call (`sendmsg`), and what arrives is put in
+//! place by one call for many places (`readv`).
 
+use std::io::ErrorKind as IoErrorKind;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::io::Errno;
@@ -39,18 +41,40 @@ impl Stretch {
     }
 }
 
-/// What is left of `stretches` behind their first `len` bytes.
-pub fn behind(stretches: &[Stretch], mut len: u64) -> Vec<Stretch> {
-    let mut left = Vec::with_capacity(stretches.len());
-    for stretch in stretches {
-        // Less than the stretch's length, so it fits.
-        let skip = len.min(stretch.len as u64);
-        if skip < stretch.len as u64 {
-            left.push(Stretch { addr: stretch.addr + skip, len: stretch.len - skip as usize });
-        }
-        len -= skip;
+/// Consecutive bytes, many times: what is left to send, or to receive.
+#[derive(Debug, Default)]
+pub struct Stretches {
+    all: Vec<Stretch>,
+    /// The first one of which anything is left.
+    first: usize,
+}
+
+impl Stretches {
+    /// All of `all` is left.
+    pub fn new(all: Vec<Stretch>) -> Self {
+        let mut stretches = Stretches { all, first: 0 };
+        // So that nothing is left where all are empty.
+        stretches.advance(0);
+        stretches
     }
-    left
+
+    /// What is left.
+    pub fn left(&self) -> &[Stretch] {
+        self.all.get(self.first..).unwrap_or_default()
+    }
+
+    /// The first `len` bytes of what is left are done.
+    pub fn advance(&mut self, mut len: usize) {
+        while let Some(stretch) = self.all.get_mut(self.first) {
+            if len < stretch.len {
+                stretch.addr += len as u64;
+                stretch.len -= len;
+                return;
+            }
+            len -= stretch.len;
+            self.first += 1;
+        }
+    }
 }
 
 /// The first of `stretches`, as many as one system call takes.
@@ -140,6 +164,26 @@ pub enum Refusal {
     Socket(std::io::Error),
 }
 
+/// Copies the first of `stretches` into `socket`, as much as it takes. Never blocks if the socket does not. Returns the number
+/// of bytes, 0 when it is full.
+///
+/// # Errors
+/// What the kernel says: of a broken connection, or of memory that is not there.
+pub fn send(socket: impl AsFd, stretches: &[Stretch]) -> std::io::Result<usize> {
+    let mut io = vectors(stretches);
+    // SAFETY: a message without anything is all zeros.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = io.as_mut_ptr();
+    message.msg_iovlen = io.len() as _;
+    // SAFETY: whoever made the ranges promised that they are mapped while they are registered, and the kernel only reads
+    // them; the message and its list live until the call returns.
+    let sent = unsafe { libc::sendmsg(socket.as_fd().as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+    match usize::try_from(sent).map_err(|_| std::io::Error::last_os_error()) {
+        Err(error) if matches!(error.kind(), IoErrorKind::WouldBlock | IoErrorKind::Interrupted) => Ok(0),
+        sent => sent,
+    }
+}
+
 /// Puts what has arrived at `socket` in place: from the first of `stretches` on. Returns the number of bytes, 0 at the end of
 /// the connection. Never blocks if the socket does not.
 ///
@@ -156,7 +200,7 @@ pub fn receive(socket: impl AsFd, stretches: &[Stretch]) -> std::io::Result<usiz
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
-    use std::io::{ErrorKind as IoErrorKind, Read};
+    use std::io::Read;
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
@@ -180,13 +224,19 @@ mod tests {
 
     #[test]
     fn what_was_moved_is_left_out_within_and_across_stretches() {
-        let stretches = [(0, 10), (20, 5), (40, 8)].map(|(addr, len)| Stretch { addr, len });
-        let left = |len| behind(&stretches, len).iter().map(|left| (left.addr, left.len)).collect::<Vec<_>>();
-        assert_eq!(left(0), [(0, 10), (20, 5), (40, 8)]);
-        assert_eq!(left(9), [(9, 1), (20, 5), (40, 8)]);
-        assert_eq!(left(10), [(20, 5), (40, 8)]);
-        assert_eq!(left(17), [(42, 6)]);
-        assert!(left(23).is_empty() && left(u64::MAX).is_empty());
+        let left_after = |steps: &[usize]| {
+            let all = [(0, 10), (20, 5), (30, 0), (40, 8)].map(|(addr, len)| Stretch { addr, len });
+            let mut stretches = Stretches::new(all.to_vec());
+            steps.iter().for_each(|step| stretches.advance(*step));
+            stretches.left().iter().map(|left| (left.addr, left.len)).collect::<Vec<_>>()
+        };
+        assert_eq!(left_after(&[]), [(0, 10), (20, 5), (30, 0), (40, 8)]);
+        assert_eq!(left_after(&[4, 5]), [(9, 1), (20, 5), (30, 0), (40, 8)]);
+        assert_eq!(left_after(&[10]), [(20, 5), (30, 0), (40, 8)]);
+        assert_eq!(left_after(&[9, 6]), [(40, 8)]);
+        assert_eq!(left_after(&[10, 7]), [(42, 6)]);
+        assert!(left_after(&[23]).is_empty() && left_after(&[22, usize::MAX]).is_empty());
+        assert!(Stretches::new(vec![Stretch { addr: 0, len: 0 }]).left().is_empty());
     }
 
     #[test]
@@ -209,29 +259,36 @@ mod tests {
         let (arrived, target) = memory(PIECE * PIECES, 77);
         let order: Vec<u64> = (0..PIECES as u64).map(|at| at * 1237 % PIECES as u64).collect();
         let at = |range: &MemoryRange, piece: u64| Stretch::new(range, piece * PIECE as u64, PIECE as u64).unwrap();
-        let from: Vec<Stretch> = order.iter().map(|piece| at(&range, *piece)).collect();
-        let to: Vec<Stretch> = order.iter().rev().map(|piece| at(&target, *piece)).collect();
+        let mut from = Stretches::new(order.iter().map(|piece| at(&range, *piece)).collect());
+        let mut to = Stretches::new(order.iter().rev().map(|piece| at(&target, *piece)).collect());
         let (near, far) = connected();
         far.set_nonblocking(true).unwrap();
         let pipe = PagePipe::new().unwrap();
-        let (mut sent, mut received, mut full) = (0, 0, 0);
+        let (mut received, mut full, mut turn) = (0, 0, 0);
         while received < bytes.len() {
-            let left = behind(&from, sent as u64);
-            if !left.is_empty() {
-                match pipe.send(&near, &left).unwrap() {
+            if !from.left().is_empty() {
+                // By turns, as the bytes of one connection may be lent and copied.
+                turn += 1;
+                let sent = match turn % 2 {
+                    0 => pipe.send(&near, from.left()).unwrap(),
+                    _ => send(&near, from.left()).unwrap(),
+                };
+                from.advance(sent);
+                match sent {
                     0 => full += 1,
-                    taken => {
-                        sent += taken;
-                        // As long as there is room, so that it comes to be full.
-                        continue;
-                    }
+                    // As long as there is room, so that it comes to be full.
+                    _ => continue,
                 }
             }
-            match receive(&far, &behind(&to, received as u64)) {
-                Ok(got) => received += got,
+            match receive(&far, to.left()) {
+                Ok(got) => {
+                    received += got;
+                    to.advance(got);
+                }
                 Err(error) => assert_eq!(error.kind(), IoErrorKind::WouldBlock),
             }
         }
+        assert!(to.left().is_empty());
         assert!(full > 0, "the socket was full at times");
         for (from, to) in order.iter().zip(order.iter().rev()) {
             let (from, to) = (*from as usize * PIECE, *to as usize * PIECE);

@@ -8,7 +8,7 @@ use super::super::event::Direction;
 use super::super::ferry::Engine;
 use super::super::ids::{PeerId, TransferId};
 use super::super::peers::Peer;
-use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, Piece};
+use super::super::served::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, Piece, STREAM_CHUNK_BYTES};
 use super::super::spots::Spot;
 use super::super::stats::AgentStats;
 use super::super::transfers::Transfer;
@@ -57,15 +57,16 @@ pub(super) fn post_chunk(
     streamed: bool,
 ) -> Result<u64> {
     let peer = engine.peers.get(peer_id)?;
-    let paced = peer.bytes == 0 || peer.bytes + CHUNK_BYTES <= peer.pace.window(engine.config.peer_window.bytes);
-    if !paced || !engine.has_room(peer_id, CHUNK_BYTES) {
+    let most = if streamed { STREAM_CHUNK_BYTES } else { CHUNK_BYTES };
+    let paced = peer.bytes == 0 || peer.bytes + most <= peer.pace.window(engine.config.peer_window.bytes);
+    if !paced || !engine.has_room(peer_id, most) {
         return Ok(0);
     }
     let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
     let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
     while !is_full(local.len(), bytes) {
-        let Some(operation) = transfer.take(CHUNK_BYTES - bytes) else { break };
-        // At most CHUNK_BYTES, so it fits 32 bits.
+        let Some(operation) = transfer.take(most - bytes) else { break };
+        // At most as long as a chunk, so it fits 32 bits.
         let len = operation.len as u32;
         let range = *engine.registry.live_range(operation.local_region)?;
         local.push(Spot { range, offset: operation.local_offset, len });

@@ -3,7 +3,7 @@
 use super::super::ferry::Engine;
 use super::super::ids::{PeerId, TransferId};
 use super::super::peers::Peer;
-use super::super::served::{CHUNK_BYTES, CHUNK_PIECES};
+use super::super::served::{CHUNK_PIECES, STREAM_CHUNK_BYTES};
 use super::super::stats::AgentStats;
 use super::served::post_chunk;
 use super::{Path, Stretch};
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::proto::wire::MemoryKind;
 
 fn is_full(pieces: usize, bytes: u64) -> bool {
-    bytes >= CHUNK_BYTES || pieces >= CHUNK_PIECES
+    bytes >= STREAM_CHUNK_BYTES || pieces >= CHUNK_PIECES
 }
 
 pub(super) struct Streamed;

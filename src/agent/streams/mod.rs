@@ -84,6 +84,8 @@ pub(super) struct Streams {
     /// `None` until bytes are sent, and where there can be none.
     pipe: Option<PagePipe>,
     parting: Parting,
+    /// What connections avoid congestion with on this host, unless told otherwise.
+    congestion: Option<String>,
     /// Of connections that are refused.
     log: LogLimit,
 }

@@ -10,9 +10,9 @@ use super::super::ids::PeerId;
 use super::super::served::Load;
 use super::TURN_BYTES;
 use super::greeting::{HEADING_BYTES, Heading};
-use super::sending::stretches_from;
+use super::sending::stretches;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::socket;
+use crate::mem::socket::{self, Stretches};
 
 /// A stream from a peer.
 pub(super) enum Inbound {
@@ -28,9 +28,10 @@ pub(super) enum Inbound {
 pub(super) struct Receiving {
     socket: TcpStream,
     heading: [u8; HEADING_BYTES],
-    /// Bytes of the heading, and of the chunk behind it, that have come.
+    /// Bytes of the heading that have come.
     heading_len: usize,
-    received: u64,
+    /// Where what is left of the chunk behind it goes.
+    left: Option<Stretches>,
     /// Chunks that were asked for and have not come.
     expected: u32,
     /// Chunks that have come.
@@ -41,7 +42,7 @@ pub(super) struct Receiving {
 
 impl Receiving {
     pub(super) fn new(socket: TcpStream) -> Self {
-        Receiving { socket, heading: [0; HEADING_BYTES], heading_len: 0, received: 0, expected: 0, chunks: 0, told: 0 }
+        Receiving { socket, heading: [0; HEADING_BYTES], heading_len: 0, left: None, expected: 0, chunks: 0, told: 0 }
     }
 }
 
@@ -128,7 +129,7 @@ impl Engine {
         if !room.is_empty() {
             let Some(len) = taken((&receiving.socket).read(room))? else { return Ok(0) };
             receiving.heading_len = receiving.heading_len.saturating_add(len);
-            receiving.received = 0;
+            receiving.left = None;
             return Ok(len as u64);
         }
         let heading = Heading::decode(&receiving.heading)?;
@@ -141,10 +142,13 @@ impl Engine {
                 heading.len, heading.chunk
             )));
         };
-        let stretches = stretches_from(&chunk.local, receiving.received)?;
-        let Some(len) = taken(socket::receive(&receiving.socket, &stretches))? else { return Ok(0) };
-        receiving.received = receiving.received.saturating_add(len as u64);
-        if receiving.received >= chunk.bytes {
+        let left = match &mut receiving.left {
+            Some(left) => left,
+            None => receiving.left.insert(stretches(&chunk.local)?),
+        };
+        let Some(len) = taken(socket::receive(&receiving.socket, left.left()))? else { return Ok(0) };
+        left.advance(len);
+        if left.left().is_empty() {
             receiving.heading_len = 0;
             receiving.chunks = receiving.chunks.saturating_add(1);
             over.push(heading.chunk);

@@ -12,14 +12,14 @@ use super::super::ferry::Engine;
 use super::super::hello::FrameKind;
 use super::super::ids::PeerId;
 use super::super::served::{MAX_WAITING, Piece, stream_request, total};
-use super::super::spots::{self, Spot};
+use super::super::spots::Spot;
 use super::TURN_BYTES;
 use super::greeting::{HEADING_BYTES, Heading, Secret};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::socket::{PagePipe, Refusal, Stretch, behind};
+use crate::mem::socket::{self, PagePipe, Refusal, Stretch, Stretches};
 
-/// Pieces shorter than this on average are copied into a buffer first: a socket's buffer has room for 17 pieces of pages.
-const PAGES_FROM: u64 = 2 << 10;
+/// Pieces shorter than this on average are copied into the socket: to look up a page costs as much as to copy so much.
+const PAGES_FROM: u64 = 4 << 10;
 
 /// A stream to a peer.
 pub(super) struct Outbound {
@@ -44,15 +44,13 @@ struct Asked {
 
 /// The chunk that is being sent.
 struct Sending {
-    /// Where its bytes are, in regions that stay registered.
-    spots: Vec<Spot>,
-    bytes: u64,
     heading: [u8; HEADING_BYTES],
-    /// Bytes of the heading, and of the chunk, that the socket has taken.
+    /// Bytes of the heading that the socket has taken.
     heading_sent: usize,
-    sent: u64,
-    /// Its bytes, where pages are not lent.
-    copied: Option<Vec<u8>>,
+    /// Where the bytes are that it has not taken, in regions that stay registered.
+    left: Stretches,
+    /// Whether pages are lent.
+    lends: bool,
 }
 
 impl Outbound {
@@ -121,8 +119,10 @@ impl Engine {
                     break;
                 };
                 // A region may have gone meanwhile.
-                let spots = match self.locate(&asked.pieces) {
-                    Ok(spots) => spots,
+                let located = self.locate(&asked.pieces);
+                let begun = located.and_then(|spots| Sending::new(asked.chunk, total(&asked.pieces), &spots));
+                let sending = match begun {
+                    Ok(sending) => sending,
                     Err(error) => {
                         self.reply(id, FrameKind::ReadReply, asked.chunk, Err(error), 0, now);
                         continue;
@@ -133,7 +133,7 @@ impl Engine {
                 regions.dedup();
                 self.registry.enter(&regions);
                 outbound.lent.push_back(regions);
-                outbound.sending = Some(Sending::new(asked.chunk, total(&asked.pieces), spots));
+                outbound.sending = Some(sending);
             }
             let (Some(sending), Some(socket)) = (&mut outbound.sending, &outbound.socket) else { break };
             match self.send_some(socket, sending) {
@@ -171,36 +171,24 @@ impl Engine {
             sending.heading_sent = sending.heading_sent.saturating_add(taken);
             return Ok(taken as u64);
         }
-        if sending.copied.is_none() && sending.bytes >= PAGES_FROM.saturating_mul(sending.spots.len() as u64) {
-            let stretches = stretches_from(&sending.spots, sending.sent)?;
-            if self.streams.pipe.is_none() {
-                self.streams.pipe = PagePipe::new().ok();
-            }
-            let lent = self.streams.pipe.as_ref().map(|pipe| pipe.send(socket, &stretches));
-            match lent {
-                Some(Ok(sent)) => {
-                    sending.sent = sending.sent.saturating_add(sent as u64);
-                    return Ok(sent as u64);
-                }
-                Some(Err(Refusal::Socket(error))) => return Err(Error::new(ErrorKind::PeerDied, error.to_string())),
-                Some(Err(Refusal::Pages(error))) => {
-                    log::debug!("agent {}: pages are copied, not lent: {error}", self.config.name);
-                }
-                None => {}
-            }
+        if sending.lends && self.streams.pipe.is_none() {
+            self.streams.pipe = PagePipe::new().ok();
         }
-        let copied = match &mut sending.copied {
-            Some(copied) => copied,
-            None => {
-                let mut bytes = Vec::with_capacity(usize::try_from(sending.bytes).unwrap_or(0));
-                spots::gather(&sending.spots, &mut bytes)?;
-                sending.copied.insert(bytes)
-            }
+        let sent = match self.streams.pipe.as_ref().filter(|_| sending.lends) {
+            Some(pipe) => match pipe.send(socket, sending.left.left()) {
+                Err(Refusal::Pages(error)) => {
+                    log::debug!("agent {}: pages are copied, not lent: {error}", self.config.name);
+                    sending.lends = false;
+                    socket::send(socket, sending.left.left())
+                }
+                Err(Refusal::Socket(error)) => Err(error),
+                Ok(sent) => Ok(sent),
+            },
+            None => socket::send(socket, sending.left.left()),
         };
-        let left = usize::try_from(sending.sent).ok().and_then(|sent| copied.get(sent..)).unwrap_or_default();
-        let Some(taken) = push(socket, left, SendFlags::empty())? else { return Ok(0) };
-        sending.sent = sending.sent.saturating_add(taken as u64);
-        Ok(taken as u64)
+        let sent = sent.map_err(|e| Error::new(ErrorKind::PeerDied, e.to_string()))?;
+        sending.left.advance(sent);
+        Ok(sent as u64)
     }
 
     /// Looks whether a stream that has changed has ended: nothing comes on it.
@@ -265,14 +253,15 @@ impl super::Streams {
 }
 
 impl Sending {
-    fn new(chunk: u64, bytes: u64, spots: Vec<Spot>) -> Self {
+    fn new(chunk: u64, bytes: u64, spots: &[Spot]) -> Result<Self> {
         // At most a chunk's, so it fits.
         let heading = Heading { chunk, len: bytes as u32 }.encode();
-        Sending { spots, bytes, heading, heading_sent: 0, sent: 0, copied: None }
+        let lends = bytes >= PAGES_FROM.saturating_mul(spots.len() as u64);
+        Ok(Sending { heading, heading_sent: 0, left: stretches(spots)?, lends })
     }
 
     fn is_over(&self) -> bool {
-        self.heading_sent == HEADING_BYTES && self.sent >= self.bytes
+        self.heading_sent == HEADING_BYTES && self.left.left().is_empty()
     }
 }
 
@@ -285,9 +274,9 @@ fn push(socket: &TcpStream, bytes: &[u8], flags: SendFlags) -> Result<Option<usi
     }
 }
 
-/// Where the bytes of spots are, but for the first `skip`.
-pub(super) fn stretches_from(spots: &[Spot], skip: u64) -> Result<Vec<Stretch>> {
+/// Where the bytes of spots are.
+pub(super) fn stretches(spots: &[Spot]) -> Result<Stretches> {
     let all: Result<Vec<Stretch>> =
         spots.iter().map(|spot| Stretch::new(&spot.range, spot.offset, spot.len.into())).collect();
-    all.map(|all| if skip == 0 { all } else { behind(&all, skip) })
+    all.map(Stretches::new)
 }
