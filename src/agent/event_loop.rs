@@ -25,8 +25,8 @@ use super::passenger::Passenger;
 use super::shared::{Command, Shared};
 use super::sidestep::Sidestep;
 use super::spin::Spinner;
+use super::turns::Turns;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::thread::ask_for_short_turns;
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::ucx::Armed;
@@ -34,9 +34,6 @@ use crate::ucx::Armed;
 /// How long UCX may be driven before messages, commands and timers are looked at: requests that arrived are answered, and
 /// further ones sent, only after that. With CMA, one progress call copies up to about 4 MiB.
 const PROGRESS_TIME: Duration = Duration::from_micros(100);
-/// The turns on the processor that the thread asks for, the shortest that there are: so that it need not wait for those of
-/// threads that compute, some milliseconds each, when a message comes.
-const TURN: Duration = Duration::from_micros(100);
 /// Commands served per turn.
 const COMMANDS_PER_TURN: usize = 256;
 /// The longest sleep while UCX has anything to do.
@@ -68,7 +65,8 @@ pub(super) fn run(
     let now = Instant::now();
     let shared = Arc::clone(shared);
     // Only now, so that the threads that UCX has made do not inherit it.
-    if let Err(error) = ask_for_short_turns(TURN) {
+    let (turns, asked) = Turns::new(now);
+    if let Err(error) = asked {
         log::debug!("agent {}: the kernel gives no shorter turns: {error}", engine.config.name);
     }
     let spinner = Spinner::new();
@@ -82,6 +80,7 @@ pub(super) fn run(
         vain: 0,
         spinner,
         sidestep: Sidestep::new(),
+        turns,
         lends_until: None,
     };
     // The starter waits for it.
@@ -103,6 +102,7 @@ struct Loop {
     looked_at: Instant,
     spinner: Spinner,
     sidestep: Sidestep,
+    turns: Turns,
     /// While the agent shuts down: until when pages are left to the sockets that have them.
     lends_until: Option<Instant>,
 }
@@ -201,6 +201,7 @@ impl Loop {
         if moving {
             self.sidestep.look(now, self.engine.transfers.in_flight().0 > 0);
         }
+        self.turns.work(now);
         if any || spins {
             if self.passenger.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
                 return self.shared.waker.is_pending();
@@ -255,11 +256,15 @@ impl Loop {
         }
         // A look that does not sleep needs no raised descriptor: what is pending is seen in the next turn.
         let sleeps = timeout != 0 && self.shared.waker.lie_down();
+        if sleeps {
+            self.turns.sleep();
+        }
         let polled = zmq::poll(&mut items, if sleeps { timeout } else { 0 });
         let is_raised = items.get(1).is_some_and(|waker| waker.get_revents() != zmq::PollEvents::empty());
         self.shared.waker.get_up(is_raised);
         self.looked_at = Instant::now();
         if sleeps {
+            self.turns.wake(self.looked_at);
             self.spinner.wake(self.looked_at, self.engine.config.spin);
         }
         if let Err(error) = polled {

@@ -71,6 +71,7 @@ mod spots;
 mod stats;
 mod streams;
 mod transfers;
+mod turns;
 mod waker;
 
 pub use config::{AgentConfig, Transport, Window};

@@ -163,6 +163,11 @@ pub(super) fn total(pieces: &[Piece]) -> u64 {
     pieces.iter().map(|piece| u64::from(piece.len)).sum()
 }
 
+fn is_request(kind: FrameKind) -> bool {
+    use FrameKind::{DigestRequest, ReadRequest, StreamQuestion, StreamRequest, WriteRequest};
+    matches!(kind, ReadRequest | WriteRequest | DigestRequest | StreamQuestion | StreamRequest)
+}
+
 /// What a request or reply holds.
 pub(super) enum Load {
     /// Bytes of its own.
@@ -216,7 +221,10 @@ impl Engine {
 
     /// Takes a request or reply that arrived from a peer over its current connection.
     pub(super) fn on_service(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
-        self.served_at = Some(now);
+        // After a reply or a receipt nothing more is to be expected, or what is under way tells.
+        if is_request(frame.kind) {
+            self.served_at = Some(now);
+        }
         match frame.kind {
             FrameKind::ReadRequest => self.on_read_request(id, frame.sequence, data, now),
             FrameKind::WriteRequest => {

@@ -18,7 +18,7 @@ struct Attributes {
     period: u64,
 }
 
-/// Asks for short turns on the processor for the calling thread, of `slice` each (the kernel takes 0.1 to 100 ms).
+/// Asks for turns of `slice` on the processor for the calling thread (the kernel takes 0.1 to 100 ms).
 ///
 /// Since Linux 6.12 a thread of the ordinary policy that asks for shorter turns than others gets its turn earlier when it
 /// wakes, and no more of the processor for it. Older kernels take the call and do nothing. A thread of another policy is
@@ -26,7 +26,7 @@ struct Attributes {
 ///
 /// # Errors
 /// What the kernel says, such as that a filter of system calls does not allow it.
-pub fn ask_for_short_turns(slice: Duration) -> io::Result<()> {
+pub fn ask_for_turns(slice: Duration) -> io::Result<()> {
     let mut attributes = Attributes::default();
     let size = size_of::<Attributes>() as u32;
     // SAFETY: the kernel writes at most `size` bytes, which is the length of `attributes`; 0 is the calling thread.
@@ -85,7 +85,7 @@ mod tests {
     #[test]
     fn asking_again_and_for_too_little_is_allowed() {
         for slice in [Duration::from_micros(100), Duration::ZERO, Duration::from_millis(3)] {
-            ask_for_short_turns(slice).unwrap();
+            ask_for_turns(slice).unwrap();
         }
     }
 }
