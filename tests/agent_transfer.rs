@@ -193,6 +193,27 @@ fn a_region_that_its_owner_deregistered_is_refused_by_the_owner() {
     assert_same("the other region", &a.contents(), &b.contents()[1..]);
 }
 
+/// Threads spin for the next request or reply. A reader that has all that it asked for expects neither.
+#[test]
+fn a_reader_that_has_everything_sleeps_however_long_threads_spin() {
+    let spins = AgentConfig { spin: Duration::from_secs(600), ..config("a", Transport::Tcp) };
+    let mut a = Node::start(spins, 1, &[1 << 20]);
+    let b = Node::start(config("b", Transport::Tcp), 2, &[1 << 20]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    // By messages, and so much that a stream is asked for.
+    for blocks in [1, 256] {
+        a_moves(
+            &mut a,
+            &b,
+            peer,
+            Direction::Read,
+            plan(0, 0, 4096, 4096, Random(5).blocks(blocks, 256), Random(6).blocks(blocks, 256)),
+        );
+        let before = a.agent.stats().unwrap().sleeps;
+        until("the reader sleeps", || a.agent.stats().unwrap().sleeps > before);
+    }
+}
+
 /// Replies are sent straight from the owner's memory. When its deregistration has returned, that memory is the owner's
 /// again: what it writes there must not reach a reader whose transfer is good.
 #[test]
