@@ -259,6 +259,20 @@ typedef struct kvf_event {
   uint64_t payload_len;
 } kvf_event;
 
+// The beginning of memory in which a worker leaves reports; the report is behind it. Read and write the flags atomically, the
+// one with acquire, the other with release ordering.
+typedef struct kvf_outbox {
+  // 1 while a report waits here. Set it to 0 when you have read the report, and the next one will be left here.
+  uint8_t full;
+  // Not 0 when there is a report elsewhere: one that was too long for this memory, or came while it was full. Then
+  // kvf_worker_poll gives everything, with what waits here.
+  uint8_t more;
+  // Not used.
+  uint8_t reserved[6];
+  // The report's length in bytes.
+  uint64_t len;
+} kvf_outbox;
+
 // One rank's encoded metadata.
 typedef struct kvf_rank_metadata {
   // Pipeline-parallel rank.
@@ -527,23 +541,20 @@ int32_t kvf_worker_push_metadata(struct kvf_worker *worker,
 // Hands over one step, as kvf_scheduler_step made it, and returns at once.
 int32_t kvf_worker_submit(struct kvf_worker *worker, const uint8_t *step, size_t step_len);
 
-// Where the worker tells that kvf_worker_poll has something: the byte at `*out` is not 0 then. A look at it is no call. It
-// may be read from any thread until the process ends; once the worker is freed it says nothing.
-int32_t kvf_worker_news(struct kvf_worker *worker,
-                        const uint8_t **out);
+// Has reports left at `outbox`, `capacity` bytes with the struct itself, so that a poll is a look at memory of the caller's and
+// no call. Costs least of the ways to poll. While a thread reads there no other may, nor call kvf_worker_poll or
+// kvf_worker_wait, which take what waits there. A capacity of no more than the struct has reports only told of, in `more`.
+//
+// The memory is emptied, and must stay allocated until another call of this function has succeeded or kvf_worker_free has
+// returned. NULL, with a capacity of 0, ends it. What was not read in an earlier outbox waits for the next poll.
+int32_t kvf_worker_set_outbox(struct kvf_worker *worker,
+                              struct kvf_outbox *outbox,
+                              size_t capacity);
 
 // What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits. What was
 // only counted comes with the end of the next request, or a second later.
 int32_t kvf_worker_poll(struct kvf_worker *worker,
                         struct kvf_buffer *out);
-
-// Like kvf_worker_poll, into the caller's `data` of `capacity` bytes. Writes the report's length to `*len`, 0 when nothing has
-// happened. A report longer than `capacity` stays for the next poll, and nothing of it is written. Costs least of the ways to
-// poll: nothing is allocated, and there is nothing to free.
-int32_t kvf_worker_poll_into(struct kvf_worker *worker,
-                             uint8_t *data,
-                             size_t capacity,
-                             size_t *len);
 
 // Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen.
 int32_t kvf_worker_wait(struct kvf_worker *worker, uint32_t timeout_ms, struct kvf_buffer *out);

@@ -1,7 +1,5 @@
 //! The worker's reports and commands.
 
-#[path = "../../src/connector/beacon.rs"]
-mod beacon;
 #[path = "../../src/connector/shared.rs"]
 mod shared;
 
@@ -15,6 +13,7 @@ use loom::sync::Arc;
 use loom::thread;
 use shared::{Command, Shared};
 
+use crate::mem::{Outbox, OutboxMemory};
 use crate::proto::wire::WorkerReport;
 
 fn report(id: u32) -> WorkerReport {
@@ -44,26 +43,67 @@ fn each_report_is_taken_once() {
     });
 }
 
-/// A poller with a buffer of its own, while reports are published: it gets each once, and what it leaves behind is not
-/// taken again.
+fn with_outbox() -> (Arc<Shared>, Arc<OutboxMemory>) {
+    let (shared, memory) = (Arc::new(Shared::default()), Arc::new(OutboxMemory::default()));
+    shared.set_outbox(Some(Outbox(Arc::clone(&memory))));
+    (shared, memory)
+}
+
+/// A reader of an outbox, which asks by a call only where the outbox says so, gets each report once and in order.
 #[test]
-fn a_report_that_was_copied_is_not_taken_again() {
+fn a_report_in_the_outbox_is_read_once() {
     loom::model(|| {
-        let shared = Arc::new(Shared::default());
+        let (shared, memory) = with_outbox();
         let passenger = publish_two(&shared);
-        let mut out = [0; 8];
         let mut got = Vec::new();
-        let take = |got: &mut Vec<u8>, out: &mut [u8]| {
-            let len = shared.take_into(out).unwrap();
-            got.extend_from_slice(&out[..len]);
+        let look = |got: &mut Vec<u32>| {
+            if memory.more() {
+                got.extend(shared.take_report().into_iter().flat_map(|r| r.finished_recving));
+            } else {
+                got.extend(memory.read().into_iter().flatten().map(u32::from));
+            }
         };
-        take(&mut got, &mut out);
-        take(&mut got, &mut out);
+        look(&mut got);
+        look(&mut got);
         passenger.join().unwrap();
-        take(&mut got, &mut out);
-        assert_eq!(got, [1, 2], "in order, none lost");
-        assert!(shared.take_report().is_none());
-        assert_eq!(shared.take_into(&mut out).unwrap(), 0);
+        look(&mut got);
+        look(&mut got);
+        assert_eq!(got, [1, 2], "in order, none lost, none twice");
+        assert!(memory.read().is_none() && shared.take_report().is_none());
+    });
+}
+
+/// A call gives what lies in the outbox too.
+#[test]
+fn a_waiter_gets_what_is_in_the_outbox() {
+    loom::model(|| {
+        let (shared, memory) = with_outbox();
+        let passenger = publish_two(&shared);
+        let mut got = Vec::new();
+        while got.len() < 2 {
+            got.extend(shared.wait_report(Duration::from_secs(3600)).unwrap().finished_recving);
+        }
+        assert_eq!(got, [1, 2]);
+        passenger.join().unwrap();
+        assert!(memory.read().is_none());
+    });
+}
+
+/// An outbox that is taken away is not written to any more, and nothing that was in it is lost.
+#[test]
+fn an_outbox_can_be_taken_away() {
+    loom::model(|| {
+        let (shared, memory) = with_outbox();
+        let passenger = publish_two(&shared);
+        shared.set_outbox(None);
+        // As the caller's `free` would.
+        memory.overwrite();
+        let mut got = Vec::new();
+        while got.len() < 2 {
+            got.extend(shared.wait_report(Duration::from_secs(3600)).unwrap().finished_recving);
+        }
+        assert_eq!(got, [1, 2]);
+        passenger.join().unwrap();
     });
 }
 

@@ -41,7 +41,77 @@ mod sync {
 }
 
 mod mem {
+    use std::sync::atomic::Ordering;
+
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::sync::atomic::AtomicU8;
+
     pub struct MemoryRange;
+
+    /// What `src/mem/outbox.rs` keeps in a caller's memory, in a form whose every access loom sees.
+    #[derive(Default)]
+    pub struct OutboxMemory {
+        full: AtomicU8,
+        more: AtomicU8,
+        report: UnsafeCell<Vec<u8>>,
+    }
+
+    impl OutboxMemory {
+        /// The reader's side, as C does it.
+        pub fn read(&self) -> Option<Vec<u8>> {
+            if self.full.load(Ordering::Acquire) == 0 {
+                return None;
+            }
+            // SAFETY: the writer leaves it alone while `full` is set; loom fails if it does not.
+            let report = self.report.with(|report| unsafe { (*report).clone() });
+            self.full.store(0, Ordering::Release);
+            Some(report)
+        }
+
+        pub fn overwrite(&self) {
+            // SAFETY: loom fails if the writer is not through with it.
+            self.report.with_mut(|at| unsafe { *at = Vec::new() });
+        }
+
+        pub fn more(&self) -> bool {
+            self.more.load(Ordering::Acquire) != 0
+        }
+    }
+
+    /// The library's side.
+    pub struct Outbox(pub Arc<OutboxMemory>);
+
+    // SAFETY: as `src/mem/outbox.rs` says; loom looks for races.
+    unsafe impl Send for Outbox {}
+    // SAFETY: the same.
+    unsafe impl Sync for OutboxMemory {}
+    // SAFETY: the same.
+    unsafe impl Send for OutboxMemory {}
+
+    impl Outbox {
+        pub fn put(&mut self, report: &[u8]) -> bool {
+            if self.is_full() {
+                return false;
+            }
+            // SAFETY: the reader leaves it alone while `full` is clear; loom fails if it does not.
+            self.0.report.with_mut(|at| unsafe { *at = report.to_vec() });
+            self.0.full.store(1, Ordering::Release);
+            true
+        }
+
+        pub fn is_full(&self) -> bool {
+            self.0.full.load(Ordering::Acquire) != 0
+        }
+
+        pub fn clear(&mut self) {
+            self.0.full.store(0, Ordering::Release);
+        }
+
+        pub fn set_more(&self, more: bool) {
+            self.0.more.store(more.into(), Ordering::Release);
+        }
+    }
 }
 
 mod proto {

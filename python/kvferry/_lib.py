@@ -7,11 +7,15 @@ library works. The library is loaded by the first call, not by the import.
 
 from __future__ import annotations
 
+import os
+import platform
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
+from weakref import WeakSet
 
 import cffi
 
@@ -158,7 +162,7 @@ def _text(what: str, text: object) -> bytes:
 def _milliseconds(timeout: float) -> int:
     if not timeout >= 0:
         raise make_error(-1, "invalid_argument", f"a timeout must be a number of seconds from 0, not {timeout!r}")
-    return min(int(timeout * 1000 + 0.999), 0xFFFF_FFFF)
+    return int(min(timeout * 1000 + 0.999, 0xFFFF_FFFF))
 
 
 def _constant(names: Mapping[str, str], what: str, value: str) -> int:
@@ -212,25 +216,49 @@ def address_of(view: memoryview) -> int:
     return int(ffi.cast("uintptr_t", ffi.from_buffer(view)))
 
 
+_with_outbox: WeakSet[Handle] = WeakSet()
+
+
+def _leave_outboxes() -> None:
+    """In a child process, whose copies of outboxes nobody fills: polls ask the library, which says so."""
+    for worker in list(_with_outbox):
+        worker.outbox, worker.news = None, _NEWS
+
+
+os.register_at_fork(after_in_child=_leave_outboxes)
+
 _left_behind: list[object] = []
 """Owners of memory that the library could not give back in time and may still touch."""
 
 
 _NEWS = b"\1"
 
+_OUTBOX_BYTES = 64 << 10
+_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+"""Whether other processors see loads, and stores, in their order. An outbox needs that, for Python has no atomics;
+elsewhere a worker's has no room for a report, and only tells that a poll has one."""
 
-class _Inbox:
-    """Where a worker's poll puts a report, with what it needs at hand: an engine's thread, whose caches hold other
-    things, pays microseconds for every look-up."""
 
-    def __init__(self, worker: Any, capacity: int = 64 << 10) -> None:
-        library = _load()
-        data, length = library.ffi.new("uint8_t[]", capacity), library.ffi.new("size_t *")
-        self.capacity = capacity
-        self.poll = partial(library.functions.kvf_worker_poll_into, worker, data, capacity, length)
-        """Returns the status. It keeps what it points to alive."""
-        self.data = library.ffi.buffer(data)
-        self.length = memoryview(library.ffi.buffer(length)).cast("P")
+class _Outbox:
+    """Where a worker leaves reports (`kvf_outbox`), with what a look needs at hand: an engine's thread, whose caches
+    hold other things, pays microseconds for every look-up, and more for a call."""
+
+    def __init__(self, capacity: int) -> None:
+        ffi = _load().ffi
+        head = ffi.sizeof("kvf_outbox")
+        # Words, for their alignment.
+        self.memory = ffi.new("uint64_t[]", -(-capacity // 8))
+        raw = memoryview(ffi.buffer(self.memory))
+        self.news = raw[:2].cast("H")
+        """`news[0]`: both flags in one look, `full` in the lower byte."""
+        self.full = raw[:1]
+        self.length = raw[8:16].cast("Q")
+        # Not a memoryview: a piece of it is bytes at once.
+        self.reports = ffi.buffer(ffi.cast("uint8_t *", self.memory) + head, capacity - head)
+
+        self.turns: list[None] = [None]
+        """Empty while a thread reads here or takes reports by a call. A list, because to take its item needs no lock,
+        and on a thread whose caches hold other things costs a third of what one does."""
 
 
 class Handle:
@@ -245,8 +273,8 @@ class Handle:
         self.owners: dict[int, object] = {}
         self.news: memoryview | bytes = _NEWS
         """Of a worker: `news[0]` is not 0 when a poll has something to tell, also that the worker is shut down."""
-        self.inboxes: list[_Inbox] = []
-        """Of a worker: the one that no thread is polling with. A list, because to take from one needs no lock."""
+        self.outbox: _Outbox | None = None
+        """Of a worker that is not shut down."""
         self.submit: Callable[[bytes, int], int] | None = None
         """Of a worker: `kvf_worker_submit` of it."""
         self.lock = threading.Lock()
@@ -259,7 +287,8 @@ class Handle:
             self.pointer = None
             self.news = _NEWS
             self.submit = None
-            self.inboxes.clear()
+            # The library writes there until it is through with this worker.
+            outbox, self.outbox = self.outbox, None
         try:
             _call(f"kvf_{self.noun}_free", pointer)
         except BaseException:
@@ -267,6 +296,7 @@ class Handle:
             raise
         finally:
             self.owners.clear()
+            del outbox
 
     def get(self) -> Any:
         """The pointer; raises `ShutDownError` when it is freed."""
@@ -539,11 +569,7 @@ def listener_address(listener: Handle) -> tuple[str, int]:
 
 def worker_start(config: bytes) -> Handle:
     worker = _start("worker", config)
-    out = _new("uint8_t **")
-    _call("kvf_worker_news", worker.get(), out)
-    # Not a cffi pointer: to look costs less, and most polls are a look.
-    worker.news = memoryview(_load().ffi.buffer(out[0], 1))
-    worker.inboxes.append(_Inbox(worker.get()))
+    worker_set_outbox(worker, _OUTBOX_BYTES if _IN_ORDER else _load().ffi.sizeof("kvf_outbox"))
     worker.submit = partial(_load().functions.kvf_worker_submit, worker.get())
     return worker
 
@@ -582,28 +608,56 @@ def worker_submit(worker: Handle, step: bytes) -> None:
         raise _error(_load(), status)
 
 
+def worker_set_outbox(worker: Handle, capacity: int) -> None:
+    """Before anybody polls."""
+    outbox = _Outbox(capacity)
+    _call("kvf_worker_set_outbox", worker.get(), _load().ffi.cast("kvf_outbox *", outbox.memory), capacity)
+    worker.outbox, worker.news = outbox, outbox.news
+    _with_outbox.add(worker)
+
+
 def worker_poll(worker: Handle) -> bytes | None:
+    outbox = worker.outbox
+    if outbox is None:
+        # For the error.
+        return _bytes_from("kvf_worker_poll", worker.get())
     try:
-        inbox = worker.inboxes.pop()
+        turn = outbox.turns.pop()
     except IndexError:
-        # Another thread polls just now, or the worker is shut down.
-        return _bytes_from("kvf_worker_poll", worker.get()) or None
+        # Another thread takes what there is.
+        return None
     try:
-        status = inbox.poll()
-        if status != 0:
-            raise _error(_load(), status)
-        length = inbox.length[0]
-        if length <= inbox.capacity:
-            return inbox.data[:length] or None
+        if outbox.news[0] == 1:
+            report: bytes = outbox.reports[: outbox.length[0]]
+            outbox.full[0] = 0
+            return report
+        return _bytes_from("kvf_worker_poll", worker.get()) or None
     finally:
-        if worker.pointer is not None:
-            worker.inboxes.append(inbox)
-    # It is longer than the inbox.
-    return _bytes_from("kvf_worker_poll", worker.get()) or None
+        outbox.turns.append(turn)
 
 
 def worker_wait(worker: Handle, timeout: float) -> bytes | None:
-    return _bytes_from("kvf_worker_wait", worker.get(), _milliseconds(timeout)) or None
+    limit = _milliseconds(timeout)
+    deadline = time.monotonic() + limit / 1000
+    outbox = worker.outbox
+    if outbox is None:
+        # For the error.
+        return _bytes_from("kvf_worker_wait", worker.get(), 0)
+    while True:
+        left = _milliseconds(max(deadline - time.monotonic(), 0))
+        try:
+            turn = outbox.turns.pop()
+            break
+        except IndexError:
+            # Another thread polls, which is over at once, or waits.
+            worker.get()
+            if left == 0:
+                return None
+            time.sleep(0.001)
+    try:
+        return _bytes_from("kvf_worker_wait", worker.get(), left) or None
+    finally:
+        outbox.turns.append(turn)
 
 
 def worker_stats(worker: Handle) -> bytes:

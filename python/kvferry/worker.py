@@ -111,7 +111,7 @@ class Worker:
         """What has happened since the last poll, as bytes for `Aggregator.add` or `Scheduler.report`;
         None if nothing."""
         handle = self._handle
-        # Most polls find nothing, and a look costs a fraction of a call.
+        # Most polls find nothing, and a look costs a fraction of what more code does.
         return _lib.worker_poll(handle) if handle.news[0] else None
 
     def poll(self) -> Report | None:

@@ -3,7 +3,6 @@
 //! [`Worker`] is one per rank, in the process that owns the KV cache; [`Scheduler`] is one per engine, in the process
 //! that schedules, which needs neither a device nor UCX.
 
-mod beacon;
 mod config;
 mod passenger;
 mod patience;

@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-use super::beacon::Beacon;
 use super::trace::Tracer;
 use crate::error::Result;
+use crate::mem::Outbox;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{Message, RankMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine};
@@ -32,10 +32,8 @@ pub(super) struct Shared {
     commands: Mutex<VecDeque<Command>>,
     report: Mutex<Slot>,
     arrived: Condvar,
-    /// Whether `report` holds one, so that polling without one costs a load.
+    /// Whether `report` may hold one, so that polling without one costs a load.
     has_report: AtomicBool,
-    /// The same for callers in other languages, of which each call costs much more than a load.
-    beacon: Beacon,
     /// Set when the passenger is gone: nothing will be done any more.
     gone: AtomicBool,
     pub(super) malformed_steps: AtomicU64,
@@ -46,8 +44,10 @@ pub(super) struct Shared {
 struct Slot {
     /// Boxed, since a poller moves it: a report's histograms are kilobytes that another processor wrote.
     held: Option<Box<Held>>,
-    /// What a poller that wanted only bytes left behind: the passenger takes it apart, whose time is cheaper.
-    spent: Option<Box<Held>>,
+    /// Where reports go first, for callers in other languages, of which each call costs much more than a look.
+    outbox: Option<Outbox>,
+    /// What was last left there. Whoever takes reports by a call gets it too, unless it was read.
+    left: Option<Box<Held>>,
 }
 
 /// A report that waits to be polled.
@@ -55,6 +55,40 @@ struct Held {
     report: WorkerReport,
     /// It, encoded by the passenger: the engine's thread, which polls, has less time. Not for one that was added to.
     encoded: Option<Vec<u8>>,
+}
+
+impl Slot {
+    fn has_left(&self) -> bool {
+        self.outbox.as_ref().is_some_and(Outbox::is_full)
+    }
+
+    /// Puts a report into the outbox, if it is its turn and there is room.
+    fn leave(&mut self, report: &Held) -> bool {
+        match (&mut self.outbox, &report.encoded) {
+            (Some(outbox), Some(encoded)) => self.held.is_none() && outbox.put(encoded),
+            _ => false,
+        }
+    }
+
+    /// Everything that waits.
+    fn take(&mut self) -> Option<Box<Held>> {
+        let left = self.left.take();
+        let left = match &mut self.outbox {
+            Some(outbox) if outbox.is_full() => {
+                outbox.clear();
+                left
+            }
+            _ => None,
+        };
+        match (left, self.held.take()) {
+            (Some(mut earlier), Some(later)) => {
+                append(&mut earlier.report, later.report);
+                earlier.encoded = None;
+                Some(earlier)
+            }
+            (left, held) => held.or(left),
+        }
+    }
 }
 
 impl Held {
@@ -97,22 +131,55 @@ impl Shared {
         self.arrived.notify_all();
     }
 
+    /// Only the passenger does, so nothing is added while it has an earlier report in hand, which no caller sees then.
     pub(super) fn publish(&self, report: WorkerReport) {
-        // Whether there is an earlier one may have changed when the lock is taken: then this was for nothing.
-        let encoded = if self.has_report.load(Ordering::Acquire) { None } else { report.to_bytes().ok() };
+        let Some(report) = self.with_earlier(report) else { return };
+        let held = Box::new(Held { encoded: report.to_bytes().ok(), report });
         let mut slot = lock(&self.report);
-        let spent = slot.spent.take();
-        match slot.held.as_mut() {
-            Some(earlier) => {
-                append(&mut earlier.report, report);
-                earlier.encoded = None;
-            }
-            None => slot.held = Some(Box::new(Held { report, encoded })),
+        let mut read = None;
+        if slot.leave(&held) {
+            read = slot.left.replace(held);
+        } else if let Some(earlier) = &mut slot.held {
+            // Out of an outbox that was taken away meanwhile.
+            append(&mut earlier.report, held.report);
+            earlier.encoded = None;
+        } else {
+            slot.held = Some(held);
         }
-        self.tell(true);
+        self.tell(&slot);
         drop(slot);
         self.arrived.notify_all();
-        drop(spent);
+        // After the waiters are awake.
+        drop(read);
+    }
+
+    /// `report` with what is still to be taken, if it can go into the outbox then. Otherwise it is added there and None given.
+    fn with_earlier(&self, report: WorkerReport) -> Option<WorkerReport> {
+        let mut slot = lock(&self.report);
+        let has_room = slot.outbox.is_some() && !slot.has_left();
+        match &mut slot.held {
+            None => Some(report),
+            Some(_) if has_room => {
+                let mut earlier = slot.held.take()?.report;
+                append(&mut earlier, report);
+                Some(earlier)
+            }
+            Some(earlier) => {
+                // Not encoded: there may be many more before somebody polls. Whoever waits has been woken by the first.
+                append(&mut earlier.report, report);
+                earlier.encoded = None;
+                None
+            }
+        }
+    }
+
+    /// From now on reports go into `outbox` if it has room. When this returns an earlier outbox is not touched any more; what
+    /// was not read in it waits to be taken.
+    pub(super) fn set_outbox(&self, outbox: Option<Outbox>) {
+        let mut slot = lock(&self.report);
+        slot.held = slot.take();
+        slot.outbox = outbox;
+        self.tell(&slot);
     }
 
     pub(super) fn take_report(&self) -> Option<WorkerReport> {
@@ -124,54 +191,22 @@ impl Shared {
         self.take().map(|held| held.into_bytes())
     }
 
-    /// As `take_encoded`, copied to the front of `out`: neither allocates nor frees anything. Returns the report's length,
-    /// 0 without one. One that is longer than `out` stays.
-    pub(super) fn take_into(&self, out: &mut [u8]) -> Result<usize> {
-        if !self.has_report.load(Ordering::Acquire) {
-            return Ok(0);
-        }
-        let mut slot = lock(&self.report);
-        let Some(held) = slot.held.as_mut() else { return Ok(0) };
-        let bytes = match held.encoded.take() {
-            Some(bytes) => bytes,
-            None => match held.report.to_bytes() {
-                Ok(bytes) => bytes,
-                Err(error) => {
-                    // As with `take_encoded`, it is told once.
-                    self.tell(false);
-                    slot.spent = slot.held.take();
-                    return Err(error);
-                }
-            },
-        };
-        let len = bytes.len();
-        let front = out.get_mut(..len).map(|front| front.copy_from_slice(&bytes));
-        held.encoded = Some(bytes);
-        if front.is_some() {
-            self.tell(false);
-            slot.spent = slot.held.take();
-        }
-        Ok(len)
-    }
-
     fn take(&self) -> Option<Box<Held>> {
         if !self.has_report.load(Ordering::Acquire) {
             return None;
         }
         let mut slot = lock(&self.report);
-        self.tell(false);
-        slot.held.take()
+        let held = slot.take();
+        self.tell(&slot);
+        held
     }
 
-    /// Whether there is a report. To be called with its lock held.
-    fn tell(&self, has_report: bool) {
-        self.has_report.store(has_report, Ordering::Release);
-        self.beacon.set(has_report);
-    }
-
-    /// Where a byte tells whether there is a report.
-    pub(super) fn news(&self) -> *const u8 {
-        self.beacon.address()
+    /// Tells pollers what `slot`, which is locked, holds.
+    fn tell(&self, slot: &Slot) {
+        self.has_report.store(slot.held.is_some() || slot.has_left(), Ordering::Release);
+        if let Some(outbox) = &slot.outbox {
+            outbox.set_more(slot.held.is_some());
+        }
     }
 
     /// As `take_report`, but waits for one for at most `timeout`, unless none can come.
@@ -188,9 +223,10 @@ impl Shared {
         let start = Instant::now();
         let mut slot = lock(&self.report);
         loop {
-            if slot.held.is_some() || self.is_gone() {
-                self.tell(false);
-                return slot.held.take();
+            if slot.held.is_some() || slot.has_left() || self.is_gone() {
+                let held = slot.take();
+                self.tell(&slot);
+                return held;
             }
             let left = timeout.checked_sub(start.elapsed()).filter(|left| !left.is_zero())?;
             slot = self.arrived.wait_timeout(slot, left).map_or_else(|e| e.into_inner().0, |(slot, _)| slot);

@@ -15,7 +15,7 @@ use super::shared::{Command, Shared, lock};
 use super::trace::{Source, TraceFile};
 use crate::agent::{Agent, AgentConfig, AgentStats, Window};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::MemoryRange;
+use crate::mem::{MemoryRange, Outbox};
 use crate::net;
 use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
@@ -216,19 +216,11 @@ impl Worker {
         self.shared.take_encoded()
     }
 
-    /// As [`Worker::poll_encoded`], copied to the front of `out`, which costs the caller least. Returns the report's length,
-    /// 0 without one. One that is longer than `out` was neither copied nor taken.
-    ///
-    /// # Errors
-    /// As [`Worker::poll_encoded`].
-    pub fn poll_into(&self, out: &mut [u8]) -> Result<usize> {
-        self.shared.take_into(out)
-    }
-
-    /// Where to see whether [`Worker::poll`] has something, for callers that look often: the byte there is not 0 then. It
-    /// stays readable until the process ends, and says nothing after the worker's end.
-    pub fn news(&self) -> *const u8 {
-        self.shared.news()
+    /// Reports are left in `outbox` from now on, for callers that look often; one that is too long, or comes before the last
+    /// one was read, waits for [`Worker::poll`], which also takes what lies in the outbox and so may not be called while
+    /// somebody reads there. None ends that. When this returns an earlier outbox is not touched any more.
+    pub fn set_outbox(&self, outbox: Option<Outbox>) {
+        self.shared.set_outbox(outbox);
     }
 
     /// As [`Worker::poll`], but waits for news for at most `timeout`; returns at once when none can come any more.

@@ -7,14 +7,14 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::agent::memory_kind;
-use super::boundary::{Out, slice, slice_mut, text};
+use super::boundary::{Out, slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
 use crate::agent::AgentStats;
 use crate::connector::{Worker, WorkerConfig, WorkerStats};
 use crate::error::Result;
-use crate::mem::MemoryRange;
+use crate::mem::{MemoryRange, Outbox};
 use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
 use crate::settings::{Part, parse_config};
@@ -182,17 +182,47 @@ pub unsafe extern "C" fn kvf_worker_submit(worker: *mut kvf_worker, step: *const
     })
 }
 
-/// Where the worker tells that kvf_worker_poll has something: the byte at `*out` is not 0 then. A look at it is no call. It
-/// may be read from any thread until the process ends; once the worker is freed it says nothing.
+/// The beginning of memory in which a worker leaves reports; the report is behind it. Read and write the flags atomically, the
+/// one with acquire, the other with release ordering.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct kvf_outbox {
+    /// 1 while a report waits here. Set it to 0 when you have read the report, and the next one will be left here.
+    pub full: u8,
+    /// Not 0 when there is a report elsewhere: one that was too long for this memory, or came while it was full. Then
+    /// kvf_worker_poll gives everything, with what waits here.
+    pub more: u8,
+    /// Not used.
+    pub reserved: [u8; 6],
+    /// The report's length in bytes.
+    pub len: u64,
+}
+
+const _: () = assert!(size_of::<kvf_outbox>() == Outbox::HEAD && align_of::<kvf_outbox>() == Outbox::ALIGN);
+
+/// Has reports left at `outbox`, `capacity` bytes with the struct itself, so that a poll is a look at memory of the caller's and
+/// no call. Costs least of the ways to poll. While a thread reads there no other may, nor call kvf_worker_poll or
+/// kvf_worker_wait, which take what waits there. A capacity of no more than the struct has reports only told of, in `more`.
+///
+/// The memory is emptied, and must stay allocated until another call of this function has succeeded or kvf_worker_free has
+/// returned. NULL, with a capacity of 0, ends it. What was not read in an earlier outbox waits for the next poll.
 ///
 /// # Safety
-/// As the header's top says.
+/// As the header's top says; until then nothing else may write there, but for `full`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_worker_news(worker: *mut kvf_worker, out: *mut *const u8) -> i32 {
-    boundary!(kvf_worker_news, {
-        // SAFETY: the caller's promise for out-parameters.
-        let out = unsafe { Out::new(out, "out")? };
-        out.write(handle::get::<Worker>(worker)?.news());
+pub unsafe extern "C" fn kvf_worker_set_outbox(
+    worker: *mut kvf_worker,
+    outbox: *mut kvf_outbox,
+    capacity: usize,
+) -> i32 {
+    boundary!(kvf_worker_set_outbox, {
+        let worker = handle::get::<Worker>(worker)?;
+        if outbox.is_null() && capacity == 0 {
+            worker.set_outbox(None);
+            return Ok(());
+        }
+        // SAFETY: the caller's promise for this memory.
+        worker.set_outbox(Some(unsafe { Outbox::new(outbox.cast(), capacity)? }));
         Ok(())
     })
 }
@@ -207,27 +237,6 @@ pub unsafe extern "C" fn kvf_worker_poll(worker: *mut kvf_worker, out: *mut kvf_
     boundary!(kvf_worker_poll, {
         // SAFETY: the caller's promise for out-parameters.
         unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.poll_encoded())) }
-    })
-}
-
-/// Like kvf_worker_poll, into the caller's `data` of `capacity` bytes. Writes the report's length to `*len`, 0 when nothing has
-/// happened. A report longer than `capacity` stays for the next poll, and nothing of it is written. Costs least of the ways to
-/// poll: nothing is allocated, and there is nothing to free.
-///
-/// # Safety
-/// As the header's top says; `data` is written to until the call returns, and nothing else may touch it meanwhile.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_worker_poll_into(
-    worker: *mut kvf_worker,
-    data: *mut u8,
-    capacity: usize,
-    len: *mut usize,
-) -> i32 {
-    boundary!(kvf_worker_poll_into, {
-        // SAFETY: the caller's promise for out-parameters and arrays.
-        let (len, data) = unsafe { (Out::new(len, "len")?, slice_mut(data, capacity, "data")?) };
-        len.write(handle::get::<Worker>(worker)?.poll_into(data)?);
-        Ok(())
     })
 }
 
@@ -283,5 +292,10 @@ pub unsafe extern "C" fn kvf_worker_shutdown(worker: *mut kvf_worker, timeout_ms
 /// As the header's top says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_worker_free(worker: *mut kvf_worker) -> i32 {
-    boundary!(kvf_worker_free, { handle::take::<Worker>(worker)?.shutdown(super::FREE_TIMEOUT) })
+    boundary!(kvf_worker_free, {
+        let worker = handle::take::<Worker>(worker)?;
+        let ended = worker.shutdown(super::FREE_TIMEOUT);
+        worker.set_outbox(None);
+        ended
+    })
 }

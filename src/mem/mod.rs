@@ -7,6 +7,7 @@ mod convert;
 pub mod copy;
 pub mod cuda;
 pub mod host;
+mod outbox;
 pub mod process;
 mod range;
 mod registered;
@@ -14,5 +15,6 @@ pub mod socket;
 pub mod thread;
 
 pub use convert::ucx_error;
+pub use outbox::Outbox;
 pub use range::{MemoryRange, check};
 pub use registered::map;

@@ -47,14 +47,38 @@ def test_stale_and_foreign_handles_are_errors_in_the_library_itself() -> None:
     aggregator.close()
 
 
-def test_a_handle_of_another_process_is_refused_after_a_fork() -> None:
+def test_memory_that_can_be_no_outbox_is_refused() -> None:
+    ffi = _lib._load().ffi
+    memory = ffi.new("uint64_t[]", 8)
+    address = int(ffi.cast("uintptr_t", memory))
+    with kvferry.Worker({"engine_id": "outbox", "transport": "shm"}) as worker:
+        pointer = worker._handle.get()
+        for at, capacity in [(0, 64), (address + 1, 56), (address, 15), (address, 0)]:
+            with pytest.raises(kvferry.InvalidArgumentError, match="expected at least 16 bytes at a multiple of 8"):
+                _lib._call("kvf_worker_set_outbox", pointer, ffi.cast("kvf_outbox *", at), capacity)
+        assert worker.poll() is None
+        _lib._call("kvf_worker_set_outbox", pointer, ffi.NULL, 0)
+    with pytest.raises(kvferry.NotFoundError):
+        _lib._call("kvf_worker_set_outbox", pointer, ffi.NULL, 0)
+    assert not any(memory), "what was refused was not written to"
+
+
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        ("Aggregator([(0, 0)])", "take()"),
+        ("Worker({'engine_id': 'forked', 'transport': 'shm'})", "poll()"),
+        ("Worker({'engine_id': 'forked', 'transport': 'shm'})", "wait(1.0)"),
+    ],
+)
+def test_a_handle_of_another_process_is_refused_after_a_fork(make: str, use: str) -> None:
     code = (
         "import os, sys, kvferry\n"
-        "aggregator = kvferry.Aggregator([(0, 0)])\n"
+        f"thing = kvferry.{make}\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    try:\n"
-        "        aggregator.take()\n"
+        f"        thing.{use}\n"
         "    except kvferry.ShutDownError as error:\n"
         "        os._exit(7 if 'fork' in error.message else 1)\n"
         "    os._exit(2)\n"

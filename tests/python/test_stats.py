@@ -15,7 +15,7 @@ from typing import Any
 import kvferry
 import numpy as np
 import pytest
-from kvferry import ShutDownError, stats
+from kvferry import ShutDownError, _lib, stats
 from pair import BLOCK, BLOCKS, Pair, pair, until
 from peer import GENEROUS, freeze
 from prometheus_client import Metric
@@ -227,29 +227,54 @@ def test_a_poll_sees_the_news_and_no_more_after_the_end() -> None:
         assert request in found["finished_recving"] or both.over(request) is None
         until("all is polled", lambda: both.worker.poll() is None and news[0] == 0)
         both.worker.shutdown()
-        until("the byte, which whoever still looks at it finds, tells nothing", lambda: news[0] == 0)
         with pytest.raises(ShutDownError):
             both.worker.poll()
+        with pytest.raises(ShutDownError):
+            both.worker.wait(0.0)
 
 
-@pytest.mark.parametrize("why", ["longer than the inbox", "another thread polls"])
-def test_a_report_that_the_inbox_cannot_take_comes_whole(why: str) -> None:
+@pytest.mark.parametrize("capacity", [16, 24, 4096])
+def test_a_report_comes_whole_whatever_the_outbox_takes(capacity: int) -> None:
+    """16: only told of; 24: too long for it."""
     with pair() as both:
-        inboxes = both.worker._handle.inboxes
-        inbox = inboxes.pop()
-        until("nothing is new", lambda: both.worker.poll() is None)
-        if why == "longer than the inbox":
-            inbox = type(inbox)(both.worker._handle.get(), 16)
-            inboxes.append(inbox)
-        untouched = inbox.data[:]
-        request, params = both.grant()
-        both.load(request, params)
-        news = both.worker._handle.news
-        until("there is news", lambda: news[0] != 0)
-        found = both.worker.poll()
-        assert found is not None
-        assert request in found["finished_recving"] or both.over(request) is None
-        assert inbox.data[:] == untouched, "nothing was written"
+        handle = both.worker._handle
+        _lib.worker_set_outbox(handle, capacity)
+        assert handle.outbox is not None
+        news, turns = handle.news, handle.outbox.turns
+        until("nothing is new", lambda: both.worker.poll() is None and news[0] == 0)
+        for _ in range(3):
+            request, params = both.grant()
+            both.load(request, params)
+            until("there is news", lambda: news[0] != 0)
+            # Both flags, or just the first; a report of the second kind waits for a call.
+            assert capacity == 4096 or news[0] == 256
+            turns.pop()
+            assert both.worker.poll() is None, "another thread takes it"
+            assert both.worker.wait(0.01) is None
+            turns.append(None)
+            found = both.worker.poll()
+            assert found is not None
+            assert request in found["finished_recving"] or both.over(request) is None
+
+
+def test_what_waits_in_an_outbox_comes_with_what_came_later_and_outlives_it() -> None:
+    with pair() as both:
+        worker = both.worker
+        news = worker._handle.news
+        until("nothing is new", lambda: worker.poll() is None and news[0] == 0)
+        requests = [both.grant() for _ in range(3)]
+        both.load(*requests[0])
+        until("a report is in the outbox", lambda: news[0] & 1 == 1)
+        both.load(*requests[1])
+        until("another is not", lambda: news[0] == 257)
+        _lib.worker_set_outbox(worker._handle, 1 << 16)
+        both.load(*requests[2])
+        got: list[str] = []
+        deadline = time.monotonic() + GENEROUS
+        while len(got) < 3:
+            assert time.monotonic() < deadline, f"only {got} were reported"
+            got += (worker.wait(1.0) or {"finished_recving": []})["finished_recving"]
+        assert sorted(got) == sorted(request for request, _ in requests), "each once"
 
 
 # --- the documentation
