@@ -12,7 +12,9 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+pub(super) use crate::mem::thread::processor;
 
 /// How long the wait for the processor is measured, some hundred times what looking costs.
 const WINDOW: Duration = Duration::from_micros(500);
@@ -22,14 +24,9 @@ const STALE: Duration = Duration::from_millis(5);
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The processor that the calling thread runs on.
-pub(super) fn processor() -> usize {
-    sched_getcpu()
-}
-
 /// Moves the calling thread away from processor `from`, if it is there and may run on another one of the same package.
 pub(super) fn leave(from: usize) {
-    if sched_getcpu() != from {
+    if processor() != from {
         return;
     }
     let Ok(allowed) = sched_getaffinity(None) else { return };
@@ -125,7 +122,7 @@ impl Sidestep {
             return;
         }
         if self.judge(now, passed, Duration::from_nanos(total.saturating_sub(waited)), first) {
-            leave(sched_getcpu());
+            leave(processor());
         }
     }
 

@@ -1,4 +1,4 @@
-//! How the kernel schedules a thread. Here for its system call, which needs `unsafe`.
+//! How the kernel schedules a thread. Here for its calls, which need `unsafe`.
 
 use std::io;
 use std::mem::size_of;
@@ -44,6 +44,13 @@ pub fn ask_for_turns(slice: Duration) -> io::Result<()> {
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// The processor that the calling thread runs on; [`usize::MAX`] where the kernel does not say. By libc and not by rustix, which
+/// looks for the kernel's own code at an address where there is none under valgrind.
+pub fn processor() -> usize {
+    // SAFETY: a call without arguments.
+    usize::try_from(unsafe { libc::sched_getcpu() }).unwrap_or(usize::MAX)
+}
+
 /// Blocks SIGPIPE in the calling thread: `splice` raises it when a connection is broken, and has no flag against that. A
 /// program that does not ignore the signal would die of it.
 ///
@@ -80,6 +87,12 @@ mod tests {
         })
         .join()
         .unwrap();
+    }
+
+    #[test]
+    fn a_thread_knows_its_processor() {
+        let allowed = rustix::thread::sched_getaffinity(None).unwrap();
+        assert!(allowed.is_set(processor()));
     }
 
     #[test]
