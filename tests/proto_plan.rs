@@ -93,7 +93,7 @@ proptest! {
         } else {
             ((0..12).cycle().skip(cut).take(count).collect(), (0..12).take(count).collect())
         };
-        let copy = copy_of(&plan(&m, &m).unwrap(), &local, &remote).unwrap();
+        let copy = copy_of(&plan(&m, &m).unwrap(), &local, &remote).unwrap().in_remote_order();
         prop_assert_eq!(copy.bytes(), 8 * 64 * count as u64);
         for segment in &*copy.segments {
             prop_assert!(segment.is_dense());
@@ -211,15 +211,27 @@ fn physical_blocks_with_gaps_between_them_are_no_finer_blocks() {
 }
 
 #[test]
-fn pairs_are_reordered_only_where_that_merges_more() {
+fn pairs_are_put_in_the_order_of_their_remote_blocks() {
     let m = dense(16);
     let plan = plan(&m, &m).unwrap();
+    let ordered = |l: &[u32], r: &[u32]| copy_of(&plan, l, r).unwrap().in_remote_order();
     let pair = |l: &[u32], r: &[u32]| {
-        let copy = copy_of(&plan, l, r).unwrap();
+        let copy = ordered(l, r);
         (copy.lists[0].local.ids().to_vec(), copy.lists[0].remote.ids().to_vec())
     };
     assert_eq!(pair(&[5, 4, 3], &[2, 1, 0]), (vec![3, 4, 5], vec![0, 1, 2]));
-    assert_eq!(pair(&[9, 4, 2], &[2, 7, 0]), (vec![9, 4, 2], vec![2, 7, 0]));
+    assert_eq!(pair(&[9, 4, 2], &[2, 7, 0]), (vec![2, 9, 4], vec![0, 2, 7]));
+    assert_eq!(pair(&[], &[]), (vec![], vec![]));
+    // The same bytes, in fewer operations.
+    let (l, r) = ([9, 1, 8, 7, 3, 2], [4, 11, 3, 2, 13, 12]);
+    let copies = |copy: CopyPlan, longest| {
+        let mut all: Vec<_> = copy.expand(longest).collect();
+        all.sort_unstable_by_key(|op| (op.local_region, op.local_offset));
+        all
+    };
+    let one = copy_of(&plan, &l, &r).unwrap().segments[0].len;
+    assert_eq!(copies(ordered(&l, &r), one), copies(copy_of(&plan, &l, &r).unwrap(), one));
+    assert_eq!(ordered(&l, &r).runs() * 3, copy_of(&plan, &l, &r).unwrap().runs());
 }
 
 /// Asserts the kind of an error and that its text has all of `parts`.

@@ -57,6 +57,13 @@ pub(super) struct Piece {
     pub(super) len: u32,
 }
 
+impl Piece {
+    /// Whether this one begins where `before` ends.
+    pub(super) fn follows(&self, before: &Piece) -> bool {
+        self.region == before.region && before.offset.checked_add(before.len.into()) == Some(self.offset)
+    }
+}
+
 /// Length of an encoded [`Piece`].
 const PIECE_BYTES: usize = 16;
 
@@ -350,6 +357,15 @@ impl Engine {
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_piece_follows_only_the_one_that_ends_where_it_begins() {
+        let piece = |region, offset, len| Piece { region, offset, len };
+        assert!(piece(1, 12, 3).follows(&piece(1, 4, 8)));
+        for before in [piece(2, 4, 8), piece(1, 4, 7), piece(1, 12, 3), piece(1, u64::MAX, 13)] {
+            assert!(!piece(1, 12, 3).follows(&before), "{before:?}");
+        }
+    }
 
     #[test]
     fn pieces_survive_the_wire_and_cut_lists_are_refused() {

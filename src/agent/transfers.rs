@@ -186,6 +186,7 @@ impl Engine {
             }
         }
         plan.check(self.registry.lens(), remote.lens())?;
+        let plan = plan.in_remote_order();
         let gathered = plan.mean_run().is_some_and(|run| run < self.config.gather_below);
         let bytes = plan.bytes();
         let mut expander = plan.expand(self.config.max_operation_bytes);

@@ -84,6 +84,7 @@ pub enum Way {
 pub struct Batch {
     local: Vec<libc::iovec>,
     remote: Vec<libc::iovec>,
+    pieces: usize,
     bytes: usize,
 }
 
@@ -97,17 +98,18 @@ impl Batch {
     pub fn clear(&mut self) {
         self.local.clear();
         self.remote.clear();
+        self.pieces = 0;
         self.bytes = 0;
     }
 
-    /// Pieces in it.
+    /// Pieces that were pushed. The kernel gets no more of them on either side.
     pub fn len(&self) -> usize {
-        self.remote.len()
+        self.pieces
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.remote.is_empty()
+        self.pieces == 0
     }
 
     /// Bytes in all pieces.
@@ -115,7 +117,8 @@ impl Batch {
         self.bytes
     }
 
-    /// Adds `len` bytes at `offset` of a registered range of host memory here and at address `remote` there.
+    /// Adds `len` bytes at `offset` of a registered range of host memory here and at address `remote` there. What follows the
+    /// piece before it on one side becomes part of that there: the kernel looks each piece's pages up by itself.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfRange`] when they leave the range or the address space, [`ErrorKind::InvalidArgument`] for
@@ -124,7 +127,7 @@ impl Batch {
         if range.kind() != MemoryKind::Host {
             return Err(Error::invalid(format!("{range} is not host memory")));
         }
-        if self.len() >= MAX_PIECES {
+        if self.pieces >= MAX_PIECES {
             return Err(Error::new(ErrorKind::Exhausted, format!("a batch takes {MAX_PIECES} pieces")));
         }
         let inside = offset.checked_add(len).is_some_and(|end| end <= range.len());
@@ -136,10 +139,22 @@ impl Batch {
             Error::new(ErrorKind::OutOfRange, "the pieces of a batch do not fit the address space together")
         })?;
         let local = ptr::with_exposed_provenance_mut(local as usize);
-        self.local.push(libc::iovec { iov_base: local, iov_len: size });
+        join(&mut self.local, libc::iovec { iov_base: local, iov_len: size });
         // An address of the other process: never followed here.
-        self.remote.push(libc::iovec { iov_base: ptr::without_provenance_mut(there), iov_len: size });
+        join(&mut self.remote, libc::iovec { iov_base: ptr::without_provenance_mut(there), iov_len: size });
+        self.pieces += 1;
         Ok(())
+    }
+}
+
+/// Adds a piece, to the last one if it follows it.
+fn join(pieces: &mut Vec<libc::iovec>, piece: libc::iovec) {
+    match pieces.last_mut() {
+        Some(last) if last.iov_base.addr().checked_add(last.iov_len) == Some(piece.iov_base.addr()) => {
+            // No more than all pieces together, which fit.
+            last.iov_len += piece.iov_len;
+        }
+        _ => pieces.push(piece),
     }
 }
 
@@ -288,6 +303,26 @@ mod tests {
         batch.push(&to, 98, from.addr() + 3, 2).unwrap();
         neighbour.copy(Way::Write, &mut batch).unwrap();
         assert_eq!(&there[2..6], &[2, 1, 2, 5]);
+    }
+
+    #[test]
+    fn pieces_that_follow_each_other_on_one_side_are_one_there() {
+        let witness = Witness::new(7);
+        let neighbour = Neighbour::find(&witness.place().unwrap(), 7).unwrap().unwrap();
+        let mut there: Vec<u8> = (0..200).collect();
+        let mut here = vec![255u8; 100];
+        let (from, to) = (range(&mut there), range(&mut here));
+        let mut batch = Batch::default();
+        for (offset, remote) in [(40, 100), (20, 105), (0, 110), (5, 120), (10, 125)] {
+            batch.push(&to, offset, from.addr() + remote, 5).unwrap();
+        }
+        assert_eq!((batch.local.len(), batch.remote.len(), batch.len(), batch.bytes()), (3, 2, 5, 25));
+        neighbour.copy(Way::Read, &mut batch).unwrap();
+        let expected = [(40, 100), (20, 105), (0, 110), (5, 120), (10, 125)];
+        for (offset, remote) in expected {
+            assert_eq!(here[offset..offset + 5], (remote..remote + 5).collect::<Vec<u8>>());
+        }
+        assert_eq!(here.iter().filter(|byte| **byte == 255).count(), 75, "nothing else was written");
     }
 
     #[test]

@@ -50,8 +50,15 @@ pub struct Stretches {
 }
 
 impl Stretches {
-    /// All of `all` is left.
-    pub fn new(all: Vec<Stretch>) -> Self {
+    /// All of `all` is left. Neighbours become one.
+    pub fn new(mut all: Vec<Stretch>) -> Self {
+        all.dedup_by(|next, before| {
+            let follows = before.addr + before.len as u64 == next.addr;
+            if follows {
+                before.len += next.len;
+            }
+            follows
+        });
         let mut stretches = Stretches { all, first: 0 };
         // So that nothing is left where all are empty.
         stretches.advance(0);
@@ -237,6 +244,10 @@ mod tests {
         assert_eq!(left_after(&[10, 7]), [(42, 6)]);
         assert!(left_after(&[23]).is_empty() && left_after(&[22, usize::MAX]).is_empty());
         assert!(Stretches::new(vec![Stretch { addr: 0, len: 0 }]).left().is_empty());
+        let neighbours = [(40, 5), (45, 5), (50, 1), (52, 1), (40, 5)].map(|(addr, len)| Stretch { addr, len });
+        let joined = Stretches::new(neighbours.to_vec());
+        let joined: Vec<_> = joined.left().iter().map(|left| (left.addr, left.len)).collect();
+        assert_eq!(joined, [(40, 11), (52, 1), (40, 5)]);
     }
 
     #[test]

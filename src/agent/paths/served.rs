@@ -70,7 +70,12 @@ pub(super) fn post_chunk(
         let len = operation.len as u32;
         let range = *engine.registry.live_range(operation.local_region)?;
         local.push(Spot { range, offset: operation.local_offset, len });
-        remote.push(Piece { region: operation.remote_region, offset: operation.remote_offset, len });
+        let piece = Piece { region: operation.remote_region, offset: operation.remote_offset, len };
+        match remote.last_mut() {
+            // As long as the chunk at most, too.
+            Some(before) if piece.follows(before) => before.len += len,
+            _ => remote.push(piece),
+        }
         bytes += operation.len;
     }
     let service = match (transfer.is_asking(), transfer.direction()) {

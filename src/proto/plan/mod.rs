@@ -29,6 +29,9 @@ pub use request::Wanted;
 /// bytes, as much in runs of 1 and 2 KiB (docs/benchmarks.md).
 pub const GATHER_BELOW: u64 = 1536;
 
+/// Longer lists are not put in order: sorting so many pairs takes some 2 ms, for which other transfers of the agent wait.
+const SORTED_PAIRS: usize = 1 << 16;
+
 /// A run of bytes that repeats at every entry of a pair of block lists: entry `i` of the lists copies `len` bytes between
 /// `local_offset + local_ids[i] * local_stride` and `remote_offset + remote_ids[i] * remote_stride` (offsets and
 /// strides in bytes, within the named regions).
@@ -119,6 +122,26 @@ impl CopyPlan {
     /// Whether the plan moves nothing.
     pub fn is_empty(&self) -> bool {
         self.bytes() == 0
+    }
+
+    /// The same copies, with each list in the order of its remote blocks. So pairs that continue each other on both sides become
+    /// one operation, and blocks that lie one after the other on the remote side are looked up and read there as one, whatever
+    /// order the request has them in: engines give freed blocks out again in reverse (vLLM's free block queue), and many blocks
+    /// have neighbours by chance. Measured on a 2-core virtual machine, TCP, 8,192 blocks of 4 KiB at random: 7.6 to 8.5 ms in
+    /// place of 8.7 to 10 when every eighth block is read, more when most are (docs/benchmarks.md).
+    pub fn in_remote_order(mut self) -> CopyPlan {
+        for pair in &mut self.lists {
+            if pair.remote.len() > SORTED_PAIRS || pair.remote.ids().is_sorted() {
+                continue;
+            }
+            // Sorting pairs as words is faster than by a key.
+            let both = pair.remote.ids().iter().zip(pair.local.ids());
+            let mut words: Vec<u64> = both.map(|(&r, &l)| u64::from(r) << 32 | u64::from(l)).collect();
+            words.sort_unstable();
+            pair.remote = words.iter().map(|word| (word >> 32) as u32).collect::<Vec<u32>>().into();
+            pair.local = words.iter().map(|word| *word as u32).collect::<Vec<u32>>().into();
+        }
+        self
     }
 
     /// The plan's operations, none longer than `max_op_bytes` (0 counts as 1), in an order of the plan's choosing.
