@@ -2,9 +2,13 @@
 //! in `proto_shapes`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+use std::sync::Arc;
+
 use kvferry::ErrorKind;
 use kvferry::proto::geometry::GroupKind;
-use kvferry::proto::plan::{BlockPair, CopyPlan, RankPlan, Segment, Wanted, assign};
+use kvferry::proto::plan::{
+    BlockPair, CopyPlan, Expander, ORDERED_PAIRS, Operation, RankPlan, Segment, Wanted, assign,
+};
 use kvferry::proto::shape::{EngineSpec, GroupSpec, Layout, ModelSpec, Parts};
 use kvferry::proto::wire::{AgentMetadata, Blocks, MemoryKind, RankMetadata, RegionMetadata};
 use kvferry::proto::{EngineId, Incarnation};
@@ -93,12 +97,12 @@ proptest! {
         } else {
             ((0..12).cycle().skip(cut).take(count).collect(), (0..12).take(count).collect())
         };
-        let copy = copy_of(&plan(&m, &m).unwrap(), &local, &remote).unwrap().in_remote_order();
+        let copy = copy_of(&plan(&m, &m).unwrap(), &local, &remote).unwrap();
         prop_assert_eq!(copy.bytes(), 8 * 64 * count as u64);
         for segment in &*copy.segments {
             prop_assert!(segment.is_dense());
             let one = CopyPlan { segments: vec![*segment].into(), lists: copy.lists.clone() };
-            let ops: Vec<_> = one.expand(u64::MAX).collect();
+            let ops: Vec<_> = in_order(one, u64::MAX).collect();
             for a in &ops {
                 prop_assert!(
                     !ops.iter().any(|b| a.local_offset + a.len == b.local_offset && a.remote_offset + a.len == b.remote_offset),
@@ -123,7 +127,8 @@ proptest! {
         let lists = lists.into_iter().map(|(l, r)| BlockPair { local: l.into(), remote: r.into() }).collect();
         let plan = CopyPlan { segments: segments.into(), lists };
         let _ = (plan.bytes(), plan.blocks(), plan.check(&[1 << 40], &[1 << 40]));
-        prop_assert!(plan.expand(max).take(100).count() <= 100);
+        prop_assert!(plan.clone().expand(max).take(100).count() <= 100);
+        prop_assert!(in_order(plan, max).take(100).count() <= 100);
     }
 }
 
@@ -214,24 +219,76 @@ fn physical_blocks_with_gaps_between_them_are_no_finer_blocks() {
 fn pairs_are_put_in_the_order_of_their_remote_blocks() {
     let m = dense(16);
     let plan = plan(&m, &m).unwrap();
-    let ordered = |l: &[u32], r: &[u32]| copy_of(&plan, l, r).unwrap().in_remote_order();
+    let copy = |l: &[u32], r: &[u32]| copy_of(&plan, l, r).unwrap();
     let pair = |l: &[u32], r: &[u32]| {
-        let copy = ordered(l, r);
-        (copy.lists[0].local.ids().to_vec(), copy.lists[0].remote.ids().to_vec())
+        let expander = in_order(copy(l, r), u64::MAX);
+        let pair = &expander.plan().lists[0];
+        (pair.local.ids().to_vec(), pair.remote.ids().to_vec())
     };
     assert_eq!(pair(&[5, 4, 3], &[2, 1, 0]), (vec![3, 4, 5], vec![0, 1, 2]));
     assert_eq!(pair(&[9, 4, 2], &[2, 7, 0]), (vec![2, 9, 4], vec![0, 2, 7]));
     assert_eq!(pair(&[], &[]), (vec![], vec![]));
-    // The same bytes, in fewer operations.
-    let (l, r) = ([9, 1, 8, 7, 3, 2], [4, 11, 3, 2, 13, 12]);
-    let copies = |copy: CopyPlan, longest| {
-        let mut all: Vec<_> = copy.expand(longest).collect();
-        all.sort_unstable_by_key(|op| (op.local_region, op.local_offset));
-        all
+    // The same bytes, in fewer operations, of which the plan tells before they are made.
+    let copy = copy(&[9, 1, 8, 7, 3, 2], &[4, 11, 3, 2, 13, 12]);
+    let one = copy.segments[0].len;
+    assert_eq!(sorted(in_order(copy.clone(), one)), sorted(copy.clone().expand(one)));
+    let ordered = in_order(copy.clone(), u64::MAX);
+    assert_eq!((copy.runs(), ordered.plan().runs()), (48, 16));
+    assert_eq!(ordered.count(), 16);
+}
+
+fn in_order(plan: CopyPlan, longest: u64) -> Expander {
+    let mut expander = plan.expand(longest);
+    expander.order();
+    expander
+}
+
+fn sorted(operations: Expander) -> Vec<Operation> {
+    let mut all: Vec<_> = operations.collect();
+    all.sort_unstable_by_key(|op| (op.local_region, op.local_offset, op.remote_offset));
+    all
+}
+
+/// Each piece once, also where a run goes on from pairs in order into those that are not yet, and where lists are shared.
+#[test]
+fn long_lists_are_put_in_order_piece_by_piece() {
+    let count = 3 * ORDERED_PAIRS as u32 + 5;
+    let first = 100..100 + ORDERED_PAIRS as u32;
+    // A piece in reverse that, in order, ends where the next one goes on, and smaller ids after that.
+    let broken: Vec<u32> =
+        first.clone().rev().chain(first.end..first.end + 9).chain(0..100).chain(first.end + 9..count).collect();
+    let falling: Vec<u32> = (0..count).rev().collect();
+    let thirds: Vec<u32> = (0..3).flat_map(|one| (one..count).step_by(3)).collect();
+    let rising: Vec<u32> = (0..count).collect();
+    let segment = |list, region, len| Segment {
+        list,
+        local_region: region,
+        remote_region: region,
+        local_offset: 7,
+        remote_offset: 0,
+        local_stride: 8,
+        remote_stride: 8,
+        len,
     };
-    let one = copy_of(&plan, &l, &r).unwrap().segments[0].len;
-    assert_eq!(copies(ordered(&l, &r), one), copies(copy_of(&plan, &l, &r).unwrap(), one));
-    assert_eq!(ordered(&l, &r).runs() * 3, copy_of(&plan, &l, &r).unwrap().runs());
+    let segments: Arc<[Segment]> =
+        [segment(0, 0, 8), segment(1, 1, 3), segment(0, 2, 8), segment(1, 3, 8), segment(2, 4, 8)].into();
+    let orders = [&broken, &falling, &thirds, &rising];
+    for remote in orders {
+        for local in orders {
+            let pair = |l: &[u32], r: &[u32]| BlockPair { local: l.into(), remote: r.into() };
+            let lists = vec![pair(local, remote), pair(remote, local), pair(&rising, &rising)];
+            let copy = CopyPlan { segments: segments.clone(), lists };
+            assert_eq!(sorted(in_order(copy.clone(), 8)), sorted(copy.clone().expand(8)));
+            let mut expander = in_order(copy.clone(), 8);
+            let offsets: Vec<_> = expander.by_ref().take(count as usize).map(|op| op.remote_offset).collect();
+            for piece in offsets.chunks(ORDERED_PAIRS) {
+                // What a run took of the next piece.
+                assert!(piece.windows(2).filter(|pair| pair[0] > pair[1]).count() <= 1);
+            }
+            assert_eq!(expander.count(), 4 * count as usize);
+            assert_eq!(copy.lists[0], pair(local, remote), "others who have these lists keep them as they were");
+        }
+    }
 }
 
 /// Asserts the kind of an error and that its text has all of `parts`.

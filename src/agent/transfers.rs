@@ -30,7 +30,9 @@ pub(super) struct Transfer {
     peer: PeerId,
     direction: Direction,
     expander: Expander,
-    /// The operation to post next; `None` when all are posted.
+    /// Whether it had no turn yet.
+    fresh: bool,
+    /// The operation to post next; `None` when all are posted, and before the first turn.
     next: Option<Operation>,
     /// Local regions that it uses, each once.
     regions: Vec<u32>,
@@ -78,6 +80,25 @@ impl Transfer {
     /// Whether the bytes are there and their digests are being asked for.
     pub(super) fn is_asking(&self) -> bool {
         self.proof == Proof::Asking
+    }
+
+    /// Whether there is something to post.
+    fn has_more(&self) -> bool {
+        self.fresh || self.next.is_some()
+    }
+
+    /// Does before the first turn what takes time for each block. When it started, the next command may have been waiting.
+    fn prepare(&mut self, gather_below: u64) {
+        if !self.fresh {
+            return;
+        }
+        self.fresh = false;
+        self.expander.order();
+        let plan = self.expander.plan();
+        // Counting runs is saved where none can be short.
+        self.gathered = plan.segments.iter().any(|segment| segment.len < gather_below)
+            && plan.mean_run().is_some_and(|run| run < gather_below);
+        self.next = self.expander.next();
     }
 
     /// The operation to post next.
@@ -186,18 +207,15 @@ impl Engine {
             }
         }
         plan.check(self.registry.lens(), remote.lens())?;
-        let plan = plan.in_remote_order();
-        let gathered = plan.mean_run().is_some_and(|run| run < self.config.gather_below);
         let bytes = plan.bytes();
-        let mut expander = plan.expand(self.config.max_operation_bytes);
-        let next = expander.next();
         let regions: Vec<u32> = locals.into_iter().collect();
         self.registry.enter(&regions);
         let transfer = Transfer {
             peer,
             direction,
-            expander,
-            next,
+            expander: plan.expand(self.config.max_operation_bytes),
+            fresh: bytes > 0,
+            next: None,
             regions,
             in_flight: 0,
             posted: 0,
@@ -207,11 +225,11 @@ impl Engine {
             stopped: None,
             grace: None,
             unflushed: false,
-            gathered,
+            gathered: false,
             streamable: direction == Direction::Read && bytes >= STREAM_BYTES,
             proof: if self.config.verify && direction == Direction::Read { Proof::Due } else { Proof::No },
         };
-        if transfer.next.is_some() {
+        if transfer.has_more() {
             // A new one goes first, once: so a small one does not wait for the turns of large ones (as "new flows" in
             // fq_codel, RFC 8290). After that they take turns.
             self.transfers.queues.entry(peer).or_default().push_front(id);
@@ -280,10 +298,13 @@ impl Engine {
             return false;
         }
         // Those that were stopped or are gone have lost their place.
-        let table = &self.transfers.table;
-        let live = |id: &TransferId| table.get(id).is_some_and(|t| t.stopped.is_none() && t.next.is_some());
+        let table = &mut self.transfers.table;
+        let live = |id: &TransferId| table.get(id).is_some_and(|t| t.stopped.is_none() && t.has_more());
         while queue.front().is_some_and(|id| !live(id)) {
             queue.pop_front();
+        }
+        if let Some(transfer) = queue.front().and_then(|id| table.get_mut(id)) {
+            transfer.prepare(self.config.gather_below);
         }
         let next = queue.pop_front().and_then(|id| Some((id, table.get(&id)?, table.get(&id)?.next?)));
         let Some((id, transfer, operation)) = next else {
@@ -302,7 +323,7 @@ impl Engine {
         if let (Ok(bytes), false) = (&posted, stretch.digest) {
             *path.counter(&mut self.stats) += bytes;
         }
-        let more = self.transfers.get(id).is_some_and(|transfer| transfer.next.is_some());
+        let more = self.transfers.get(id).is_some_and(Transfer::has_more);
         if let Some(queue) = self.transfers.queues.get_mut(&peer_id) {
             match posted {
                 // It keeps its turn if the windows had no room for any of it.
@@ -438,7 +459,7 @@ impl Engine {
     /// Ends a transfer if it is over.
     fn settle(&mut self, id: TransferId, now: Instant) {
         let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
-        if transfer.in_flight > 0 || (transfer.stopped.is_none() && transfer.next.is_some()) {
+        if transfer.in_flight > 0 || (transfer.stopped.is_none() && transfer.has_more()) {
             return;
         }
         // A write is over when the peer's memory holds it, or certainly is not written any more.
@@ -510,7 +531,7 @@ impl Engine {
         let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
         if transfer.stopped.is_none() {
             transfer.stopped = Some(error);
-            transfer.next = None;
+            (transfer.fresh, transfer.next) = (false, None);
             if let Some(at) = now.checked_add(self.config.cancel_grace) {
                 transfer.grace = Some(at);
                 self.transfers.graces.insert((at, id));

@@ -17,6 +17,11 @@ impl Blocks {
         &self.0
     }
 
+    /// The ids, to be changed here and in no clone: copied first if there are any.
+    pub fn make_mut(&mut self) -> &mut [u32] {
+        std::sync::Arc::make_mut(&mut self.0)
+    }
+
     /// How many ids.
     pub fn len(&self) -> usize {
         self.0.len()
