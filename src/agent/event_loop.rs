@@ -201,7 +201,9 @@ impl Loop {
         if moving {
             self.sidestep.look(now, self.engine.transfers.in_flight().0 > 0);
         }
-        self.turns.work(now);
+        if any {
+            self.turns.work(now);
+        }
         if any || spins {
             if self.passenger.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
                 return self.shared.waker.is_pending();
