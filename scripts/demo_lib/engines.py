@@ -59,15 +59,10 @@ def _own_path(scripts: Path) -> str:
 
 def _python_path(scripts: Path, deps: Path, options: Options) -> str:
     """Where the server finds the demo's own modules and plug-ins."""
-    plugins = {}
-    if options.executor == "ray":
-        plugins["vllm.platform_plugins"] = "demo_lib.ray_on_cpu:register"
-    if options.waits == "sleep":
-        plugins["vllm.general_plugins"] = "demo_lib.gentle_waits:register"
-    if not plugins:
+    if options.executor != "ray":
         return _own_path(scripts)
-    folder = deps / "demo-plugins" / f"{options.executor}-{options.waits}"
-    return f"{_own_path(scripts)}:{write_plugins(folder, plugins)}"
+    plugins = {"vllm.platform_plugins": "demo_lib.ray_on_cpu:register"}
+    return f"{_own_path(scripts)}:{write_plugins(deps / 'demo-plugins' / 'ray', plugins)}"
 
 
 def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:

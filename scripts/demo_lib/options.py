@@ -14,8 +14,6 @@ from pathlib import Path
 CONNECTORS = ("kvferry", "stock", "stock-quiet")
 TRANSPORTS = ("tcp", "shm")
 EXECUTORS = ("mp", "ray")
-# How vLLM's processes wait for each other: demo_lib.gentle_waits, or what vLLM does.
-WAITS = ("sleep", "yield")
 MODELS = ("llama", "hybrid", "mla")
 MATRIX_REQUESTS = 6
 
@@ -82,7 +80,6 @@ class Options:
     json: Path | None
     negative_control: bool
     start_limit_s: int
-    waits: str
     matrix: bool
     only: tuple[str, ...]
     pair_limit_s: int
@@ -143,13 +140,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start-limit", type=_positive, default=900, metavar="S", help="seconds that servers may take to start"
     )
-    parser.add_argument(
-        "--waits",
-        choices=WAITS,
-        default=WAITS[0],
-        help="how vLLM's engine core and workers wait for each other: with short sleeps, or as vLLM does, yielding the "
-        "processor in a loop, which starves the workers where cores are few",
-    )
     matrix = parser.add_argument_group("many pairs of shapes")
     matrix.add_argument(
         "--matrix",
@@ -207,7 +197,6 @@ def parse_options(arguments: list[str]) -> Options:
         json=parsed.json,
         negative_control=parsed.negative_control,
         start_limit_s=parsed.start_limit,
-        waits=parsed.waits,
         matrix=parsed.matrix,
         only=parsed.only,
         pair_limit_s=parsed.pair_limit,

@@ -96,7 +96,8 @@ class Follower:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # A process group but no session: why, says demo_lib.servers.
+                preexec_fn=os.setpgrp,
             )
 
     def follow(self, number: int, block: Block) -> None:
