@@ -79,8 +79,8 @@ pub struct AgentConfig {
     /// the time between two completions over TCP on one host. A thread that sleeps between them costs more: Linux wakes it
     /// on the processor of the one that sent, where the two then take turns, at half the speed and no less processor time.
     /// 10 ms is faster still where processors are idle (10.8 ms in place of 14.7 for 2,048 blocks of 16 KiB over TCP on one
-    /// host of two processors), but takes them from engines that compute: the demo's median hand-over (with `--waits yield`)
-    /// took 116 ms in place of 51 to 71.
+    /// host of two processors), but takes them from engines that compute: the demo's median hand-over, with its servers in
+    /// sessions of their own, took 116 ms in place of 51 to 71.
     pub spin: Duration,
     /// How many threads copy memory of other processes of this host, the ferry thread among them. The others are started by
     /// the first transfer that takes longer than 200 us, at most one per further processor. Default: 2. On two processors two
