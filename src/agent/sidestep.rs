@@ -8,7 +8,7 @@
 //!
 //! It allows it again when it runs, and until then nothing brings it back. Where another program computes on the processor it
 //! moved to, that can be long: beside two engines on two processors such waits of 12 to 111 ms were seen, in some of which the
-//! processor that was left stood idle (`perf sched`, nine runs of the demo with 100 requests). So nobody steps aside while more
+//! processor that was left stood idle (`perf sched`, thirteen runs of the demo with 100 requests). So nobody steps aside while more
 //! threads want to run than there are processors.
 
 use std::collections::BTreeMap;

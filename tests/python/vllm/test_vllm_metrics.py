@@ -61,9 +61,7 @@ class Servers:
 
     def _spec(self, role: str) -> ServerSpec:
         values: dict[str, Any] = dict.fromkeys(Options.__dataclass_fields__)
-        options = Options(
-            **{**values, "prefill": Shape(), "decode": Shape(), "model": "llama", "executor": "mp", "waits": "sleep"}
-        )
+        options = Options(**{**values, "prefill": Shape(), "decode": Shape(), "model": "llama", "executor": "mp"})
         model = make_model("llama", DEPS / "models")
         outputs = Outputs(self.folder / "receives.jsonl", self.folder / "dump")
         connector: Any = Kvferry(self.folder)
