@@ -7,7 +7,7 @@ mod agent_support;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -341,4 +341,54 @@ fn strangers_get_nothing_and_are_sent_away() {
         }
     }
     until_streamed(&mut a, peer, &mut random);
+}
+
+/// A range of ports that are free, above those that the kernel gives out by itself as it is usually set.
+fn free_range(len: u16) -> (u16, u16) {
+    let fits = |first: u16| {
+        let held: Vec<_> = (first..first + len).map_while(|port| TcpListener::bind(("0.0.0.0", port)).ok()).collect();
+        held.len() == usize::from(len)
+    };
+    let first = (61_500..65_000).step_by(usize::from(len)).find(|first| fits(*first)).expect("free ports in a row");
+    (first, first + len - 1)
+}
+
+#[test]
+fn streams_keep_to_the_ports_that_ucx_is_given_and_messages_carry_all_where_none_is_left() {
+    let _alone = alone();
+    let mut random = Random(69);
+    let (first, last) = free_range(32);
+    let ranged = |name: &str, seed| {
+        let mut config = config(name, Transport::Tcp);
+        config.ucx.insert("TCP_PORT_RANGE".to_owned(), format!("{first}-{last}"));
+        Node::start(config, seed, &[LEN])
+    };
+    let before = ports();
+    let mut a = ranged("a", 1);
+    let b = ranged("b", 2);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    until_streamed(&mut a, peer, &mut random);
+    let ours: BTreeSet<u16> = ports().difference(&before).copied().collect();
+    assert!(ours.len() >= 3, "two of UCX and one of the streams: {ours:?}");
+    assert!(ours.iter().all(|port| (first..=last).contains(port)), "{ours:?} outside of {first}-{last}");
+
+    // What is left of the range is taken by another process, as it may be on a host of many agents.
+    let c = ranged("c", 3);
+    let local = kvferry::net::local_addresses().unwrap();
+    let addresses = || local.iter().map(|address| address.ip).chain([IpAddr::from([0, 0, 0, 0])]);
+    let _taken: Vec<TcpListener> =
+        (first..=last).flat_map(|port| addresses().filter_map(move |ip| TcpListener::bind((ip, port)).ok())).collect();
+    let other = a.connect(&c.agent.metadata().unwrap());
+    let (sent, listening) = (a.agent.stats().unwrap(), ports());
+    for seed in 20..23 {
+        a.buffers[0].fill(seed);
+        c.buffers[0].fill(seed + 100);
+        let (mut local, mut remote) = (a.contents(), c.contents());
+        let plan = shuffled(&mut random, 4096);
+        model(&plan, Direction::Read, &mut local, &mut remote);
+        a.move_all(other, Direction::Read, plan);
+        assert_same("local", &a.contents(), &local);
+    }
+    assert_eq!(a.agent.stats().unwrap().streamed_bytes, sent.streamed_bytes);
+    assert_eq!(ports(), listening);
 }

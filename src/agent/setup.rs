@@ -1,5 +1,6 @@
 //! From the agent's settings to UCX's.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::config::{AgentConfig, Transport};
@@ -84,8 +85,26 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
 /// use only transports that can revoke a peer's access to memory. CMA cannot, so UCX would emulate reads over TCP
 /// (seen with UCX 1.22). Transfers are one-sided and need no rendezvous; messages are at most 16 MiB.
 fn is_set(config: &AgentConfig, name: &str) -> bool {
-    config.ucx.keys().any(|key| key.strip_prefix("UCX_").unwrap_or(key) == name)
-        || std::env::var_os(format!("UCX_{name}")).is_some()
+    set_here(config, name).is_some() || std::env::var_os(format!("UCX_{name}")).is_some()
+}
+
+/// What the caller sets UCX's setting `name` (without the prefix) to, which wins over the environment.
+fn set_here<'a>(config: &'a AgentConfig, name: &str) -> Option<&'a str> {
+    config.ucx.iter().find(|(key, _)| key.strip_prefix("UCX_").unwrap_or(key) == name).map(|(_, value)| value.as_str())
+}
+
+/// The ports that UCX's setting TCP_PORT_RANGE leaves to TCP; `None` where any free one will do.
+pub(super) fn tcp_ports(config: &AgentConfig) -> Option<RangeInclusive<u16>> {
+    const NAME: &str = "TCP_PORT_RANGE";
+    let set = set_here(config, NAME).map(str::to_owned).or_else(|| std::env::var(format!("UCX_{NAME}")).ok());
+    ports_of(&set?)
+}
+
+/// The ports of a value such as `6000-6100` or `6000`, 0 being any. What is no such value UCX has refused before.
+fn ports_of(value: &str) -> Option<RangeInclusive<u16>> {
+    let (first, last) = value.split_once('-').unwrap_or((value, value));
+    let ports = first.trim().parse().ok()?..=last.trim().parse().ok()?;
+    (*ports.start() != 0 && !ports.is_empty()).then_some(ports)
 }
 
 /// The value for `UCX_TLS`; `None` leaves it to the settings, the environment and UCX.
@@ -110,6 +129,20 @@ fn tls(config: &AgentConfig) -> Result<Option<String>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ports_are_those_of_the_setting_which_wins_over_the_environment() {
+        assert_eq!(ports_of("6000-6100"), Some(6000..=6100));
+        assert_eq!(ports_of("6000"), Some(6000..=6000));
+        for any in ["0", "0-0", "6100-6000", "6000-", "", "-", "70000-70001", "some"] {
+            assert_eq!(ports_of(any), None, "{any:?}");
+        }
+        let mut config = AgentConfig::default();
+        for name in ["TCP_PORT_RANGE", "UCX_TCP_PORT_RANGE"] {
+            config.ucx = [(name.to_owned(), "6000-6100".to_owned())].into();
+            assert_eq!(tcp_ports(&config), Some(6000..=6100), "{name}");
+        }
+    }
 
     #[test]
     fn a_transport_and_a_contradicting_setting_are_refused() {

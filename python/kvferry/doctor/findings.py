@@ -524,8 +524,8 @@ KINDS: dict[str, Kind] = {
             "unconnected": Case(
                 "problem",
                 "The listener answered, but a rank's agent cannot be reached.",
-                "open the ports between the hosts (UCX takes free ones; UCX_TCP_PORT_RANGE narrows them), and let "
-                "both sides use a network that reaches the other (UCX_NET_DEVICES)",
+                "open the ports between the hosts (UCX and streams take free ones; UCX_TCP_PORT_RANGE narrows both), "
+                "and let both sides use a network that reaches the other (UCX_NET_DEVICES)",
             ),
             "unknown": Case("not applicable", "There is nobody, or no UCX, to connect with."),
             "skipped": Case("not applicable", "Left out by --no-connect."),

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::ops::RangeInclusive;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -12,6 +13,7 @@ use super::super::ferry::Engine;
 use super::super::hello::FrameKind;
 use super::super::ids::PeerId;
 use super::super::served::Load;
+use super::super::setup::tcp_ports;
 use super::greeting::{GREETING_BYTES, MAX_ADDRESSES, Offer, Secret, draw, greeting, ticket_of};
 use super::receiving::{Inbound, Receiving};
 use super::sending::Outbound;
@@ -70,6 +72,40 @@ fn open(to: SocketAddr) -> std::result::Result<TcpStream, Errno> {
         Ok(()) | Err(Errno::INPROGRESS) => Ok(TcpStream::from(socket)),
         Err(error) => Err(error),
     }
+}
+
+fn listening(ip: IpAddr, error: &std::io::Error) -> Error {
+    Error::new(ErrorKind::Io, format!("listening at {ip}: {error}"))
+}
+
+/// Listens at a free port, of `ports` if given. `start` says at which of them to begin, so that agents of one host do not all
+/// try the same. Returns also what connections usually avoid congestion with, which the listener's do not.
+fn listen(ip: IpAddr, ports: Option<RangeInclusive<u16>>, start: u64) -> Result<(TcpListener, Option<String>)> {
+    let listener = match ports {
+        None => TcpListener::bind((ip, 0)).map_err(|e| listening(ip, &e))?,
+        Some(ports) => bind_within(ip, &ports, start)?,
+    };
+    listener.set_nonblocking(true).map_err(|e| listening(ip, &e))?;
+    let usual = sockopt::tcp_congestion(&listener).ok();
+    let _ = sockopt::set_tcp_congestion(&listener, NEAR_CONGESTION);
+    Ok((listener, usual))
+}
+
+fn bind_within(ip: IpAddr, ports: &RangeInclusive<u16>, start: u64) -> Result<TcpListener> {
+    let turn = start.checked_rem(ports.len() as u64).unwrap_or(0) as usize;
+    let mut last = None;
+    for port in ports.clone().cycle().skip(turn).take(ports.len()) {
+        match TcpListener::bind((ip, port)) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => last = Some(error),
+        }
+    }
+    let why = last.map(|error| format!(": {error}")).unwrap_or_default();
+    let (first, end) = (ports.start(), ports.end());
+    Err(Error::new(
+        ErrorKind::Io,
+        format!("no port of UCX's TCP_PORT_RANGE, {first}-{end}, is free at {ip}; a wider range has room{why}"),
+    ))
 }
 
 impl Engine {
@@ -133,12 +169,9 @@ impl Engine {
         if let Some(address) = known.find(|address| address.ip() == ip) {
             return Ok(address);
         }
-        let failed = |e| Error::new(ErrorKind::Io, format!("listening at {ip}: {e}"));
-        let listener = TcpListener::bind((ip, 0)).map_err(failed)?;
-        listener.set_nonblocking(true).map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
-        self.streams.congestion = sockopt::tcp_congestion(&listener).ok();
-        let _ = sockopt::set_tcp_congestion(&listener, NEAR_CONGESTION);
+        let (listener, usual) = listen(ip, tcp_ports(&self.config), self.incarnation.0)?;
+        let address = listener.local_addr().map_err(|e| listening(ip, &e))?;
+        self.streams.congestion = usual;
         self.streams.watch(&listener, DOOR)?;
         self.streams.listeners.push(listener);
         Ok(address)
@@ -361,8 +394,22 @@ impl Attempt {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
+
+    #[test]
+    fn what_a_listener_accepts_has_no_timer_of_its_own() {
+        let (listener, usual) = listen(Ipv4Addr::LOCALHOST.into(), None, 0).unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        listener.set_nonblocking(false).unwrap();
+        let accepted = listener.accept().unwrap().0;
+        assert_eq!(sockopt::tcp_congestion(&accepted).unwrap(), NEAR_CONGESTION);
+        // What it takes on when its peer is on another host.
+        assert_eq!(sockopt::tcp_congestion(&near).ok(), usual);
+    }
 
     #[test]
     fn devices_are_those_of_the_tcp_lanes() {
