@@ -52,6 +52,7 @@ fn listener(port: u16, key: Option<Key>, lens: &[usize]) -> (Listener, Passed) {
                 count.pushes.lock().unwrap().push(metadata.into_vec());
                 HandshakeReply::Pushed { id, missing: 3 }
             }
+            HandshakeRequest::Await { .. } => panic!("nothing awaits a prefill"),
         }
         .to_bytes()
         .unwrap()

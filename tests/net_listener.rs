@@ -41,7 +41,9 @@ fn reply(reply: &HandshakeReply) -> Vec<u8> {
 
 fn id_of(request: &HandshakeRequest) -> u64 {
     match request {
-        HandshakeRequest::Query { id, .. } | HandshakeRequest::Push { id, .. } => *id,
+        HandshakeRequest::Query { id, .. } | HandshakeRequest::Push { id, .. } | HandshakeRequest::Await { id, .. } => {
+            *id
+        }
     }
 }
 

@@ -148,7 +148,7 @@ fn the_listener_says_what_it_refuses() {
     newer[at] = 9;
     let (id, code, text) = refusal(&full.answer(&newer));
     assert_eq!((id, code), (0, RefusalCode::Version));
-    says(&text, &["protocol version 9", "speaks version 3", "same kvferry release"]);
+    says(&text, &["protocol version 9", "speaks version 4", "same kvferry release"]);
     // A message of another kind.
     says(&refusal(&full.answer(&metadata("p", ranks()[0]).to_bytes().unwrap())).2, &["rank_metadata"]);
     // It still works.

@@ -12,7 +12,7 @@ use kvferry::proto::stats::Stats;
 use kvferry::proto::wire::limits::MAX_BLOCK_IDS;
 use kvferry::proto::wire::{
     self, AgentMetadata, Blocks, Cause, CompatField, EngineShape, Grant, HandshakeReply, HandshakeRequest, Hold, Load,
-    MemoryKind, Message, PeerMessage, RankBlob, RankMetadata, Reader, RecvFailure, RecvRecord, RefusalCode,
+    MemoryKind, Message, PeerMessage, Prefill, RankBlob, RankMetadata, Reader, RecvFailure, RecvRecord, RefusalCode,
     RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict, WorkerReport,
 };
 use kvferry::proto::{EngineId, Incarnation, RankId, RequestId};
@@ -94,10 +94,11 @@ fn remote(incarnation: Option<Incarnation>) -> Remote {
 
 fn step() -> StepMetadata {
     StepMetadata {
-        grants: vec![Grant { request: request("g"), lease_ms: 30_000, lease_id: 4 }],
+        grants: vec![Grant { request: request("g"), lease_ms: 30_000, lease_id: 4, name: Some(request("x-1")) }],
         dropped: vec![request("x")],
         holds: vec![Hold { request: request("h"), remote: remote(None) }],
         loads: vec![Load {
+            awaits: true,
             request: request("l"),
             remote: remote(Some(Incarnation(7))),
             local_blocks: vec![vec![1, 2, 0x0403_0201].into(), Blocks::default()],
@@ -174,6 +175,10 @@ fn handshake_requests() -> Vec<(&'static str, HandshakeRequest)> {
         ("handshake_query", HandshakeRequest::Query { id: 1, engine: Some(engine()), ranks: vec![RANK] }),
         ("handshake_query_all", HandshakeRequest::Query { id: 2, engine: None, ranks: vec![] }),
         ("handshake_push", HandshakeRequest::Push { id: 3, expected: 8, metadata: ByteBuf::from(vec![1, 2]) }),
+        (
+            "handshake_await",
+            HandshakeRequest::Await { id: 4, engine: engine(), requests: vec![request("x-1"), request("x-2")] },
+        ),
     ]
 }
 
@@ -186,6 +191,22 @@ fn handshake_replies() -> Vec<(&'static str, HandshakeReply)> {
             HandshakeReply::Ranks { id, engine: engine(), incarnation: Incarnation(5), shape: SHAPE, ranks },
         ),
         ("handshake_pushed", HandshakeReply::Pushed { id, missing: 3 }),
+        (
+            "handshake_prefills",
+            HandshakeReply::Prefills {
+                id,
+                engine: engine(),
+                incarnation: Incarnation(5),
+                ready: vec![Prefill {
+                    request: request("x-1"),
+                    blocks: vec![vec![5, 6, 7].into(), Blocks::default()],
+                    tokens: 41,
+                    lease_ms: 30_000,
+                    lease_id: 6,
+                }],
+                gone: vec![request("x-2")],
+            },
+        ),
         ("handshake_refused", HandshakeReply::Refused { id, code: RefusalCode::NotReady, message }),
     ]
 }
@@ -285,7 +306,7 @@ fn fields_of_a_later_release_are_ignored_and_optional_ones_may_be_absent() {
 fn another_version_is_named_before_the_body_is_looked_at() {
     let error = StepMetadata::from_bytes(&envelope("step", 7, "nothing like a step")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::VersionMismatch);
-    for part in ["step message", "version 7", "speaks version 3", "same kvferry release"] {
+    for part in ["step message", "version 7", "speaks version 4", "same kvferry release"] {
         assert!(error.message().contains(part), "{error}");
     }
     let error = StepMetadata::from_bytes(&envelope("step", wire::VERSION, "nothing like a step")).unwrap_err();
@@ -348,6 +369,7 @@ fn hostile_lengths_and_depths_are_refused_at_once() {
 fn block_lists_are_bounded_and_whole() {
     let load = |blocks: Blocks| StepMetadata {
         loads: vec![Load {
+            awaits: false,
             request: request("l"),
             remote: remote(None),
             local_blocks: vec![blocks],
@@ -491,6 +513,7 @@ proptest! {
     fn blocks_survive_the_wire(ids in prop::collection::vec(any::<u32>(), 0..300)) {
         let step = StepMetadata {
             loads: vec![Load {
+awaits: false,
                 request: request("l"),
                 remote: remote(None),
                 local_blocks: vec![ids.clone().into()],

@@ -51,7 +51,7 @@ fn sent(w: &mut Worker) -> Vec<Grant> {
 }
 
 fn grant(name: &str, lease_id: u64) -> Grant {
-    Grant { request: request(name), lease_ms: 1_000, lease_id }
+    Grant { request: request(name), lease_ms: 1_000, lease_id, name: None }
 }
 
 fn grants(w: &mut Worker, now: u64, grant: Grant) {
@@ -214,6 +214,7 @@ mod consuming {
 
     fn load(name: &str, blocks: [&[u32]; 2]) -> Load {
         Load {
+            awaits: false,
             request: request(name),
             remote: remote(&format!("p-{name}")),
             local_blocks: vec![Blocks::from(blocks[0]), Blocks::default()],

@@ -1,10 +1,12 @@
 //! The listener's answering function: any requests in any order get a reply each that decodes, and rank metadata that
 //! was taken once is served unchanged.
 
+use std::collections::{HashMap, HashSet};
+
 use kvferry::proto::handshake::{Directory, Pushes};
 use kvferry::proto::ids::{Incarnation, RankId};
 use kvferry::proto::wire::{
-    EngineShape, HandshakeReply, HandshakeRequest, Message, RankMetadata, RefusalCode, limits::MAX_RANKS,
+    EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RankMetadata, RefusalCode, limits::MAX_RANKS,
 };
 use serde_bytes::ByteBuf;
 
@@ -27,18 +29,32 @@ fn metadata(source: &mut Source, shape: EngineShape) -> RankMetadata {
     metadata
 }
 
+/// Takes the answers that came later.
+fn take_answers(directory: &mut Directory, open: &mut HashMap<u64, Vec<u8>>) {
+    while let Some((asker, reply)) = directory.poll_answer() {
+        let HandshakeReply::Prefills { id, .. } = HandshakeReply::from_bytes(&reply).unwrap() else {
+            panic!("a question about prefills is answered with something else")
+        };
+        assert_eq!(open.remove(&id), Some(asker), "one answer for a question, to its asker");
+    }
+    let askers: HashSet<&Vec<u8>> = open.values().collect();
+    assert_eq!(askers.len(), open.len(), "one open question for an asker");
+}
+
 /// A sequence of requests.
 pub fn run(data: &[u8]) {
     let mut source = Source::new(data);
     let shape = EngineShape { tp: 1 + source.below(3) as u32, pp: 1, dcp: 1 };
     let pushes = if source.flag() { Pushes::Accepted } else { Pushes::Refused };
     let mut directory = Directory::new(rank::engine("p"), Incarnation(3), shape, pushes).unwrap();
+    // Questions without an answer, and who asked.
+    let mut open: HashMap<u64, Vec<u8>> = HashMap::new();
     let mut served: Vec<Option<Vec<u8>>> = vec![None; shape.tp as usize];
     for number in 1..64 {
         if source.is_empty() {
             break;
         }
-        let (id, request) = match source.below(5) {
+        let (id, request) = match source.below(7) {
             0 => {
                 let len = usize::from(source.short());
                 (None, source.bytes(len).to_vec())
@@ -79,6 +95,30 @@ pub fn run(data: &[u8]) {
                 let query = HandshakeRequest::Query { id: number, engine: Some(engine), ranks };
                 (Some(number), query.to_bytes().unwrap())
             }
+            4 => {
+                let request = rank::request(format!("x{}", source.below(4)));
+                if source.flag() {
+                    directory.prefill_gone(request);
+                } else {
+                    let blocks = vec![vec![source.below(9) as u32].into()];
+                    directory.prefilled(Prefill { request, blocks, tokens: 1, lease_ms: 1, lease_id: number });
+                }
+                take_answers(&mut directory, &mut open);
+                continue;
+            }
+            5 => {
+                let asker = vec![source.below(3) as u8];
+                let requests = (0..source.below(4)).map(|_| rank::request(format!("x{}", source.below(4)))).collect();
+                let ask = HandshakeRequest::Await { id: number, engine: rank::engine("p"), requests };
+                if let Some(reply) = directory.answer_to(&asker, &ask.to_bytes().unwrap()) {
+                    let reply = HandshakeReply::from_bytes(&reply).unwrap();
+                    assert!(matches!(reply, HandshakeReply::Prefills { id, .. } if id == number), "{reply:?}");
+                } else {
+                    open.insert(number, asker);
+                }
+                take_answers(&mut directory, &mut open);
+                continue;
+            }
             // A good query with some bytes changed.
             _ => {
                 let query = HandshakeRequest::Query { id: number, engine: None, ranks: vec![] };
@@ -100,6 +140,7 @@ pub fn run(data: &[u8]) {
             }
             HandshakeReply::Refused { id: echoed, .. } => assert!(id.is_none_or(|id| id == echoed)),
             HandshakeReply::Pushed { .. } => assert_eq!(pushes, Pushes::Accepted),
+            HandshakeReply::Prefills { .. } => {}
         }
     }
     assert_eq!(directory.missing() as usize, served.iter().filter(|bytes| bytes.is_none()).count());

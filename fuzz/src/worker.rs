@@ -13,9 +13,12 @@ use kvferry::proto::handshake::{HandshakeFailure, HandshakeOutcome};
 use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
-    Blocks, Cause, Grant, Hold, Load, PeerMessage, Reader, Release, Remote, StepMetadata, Verdict, WorkerReport,
+    Blocks, Cause, Grant, Hold, Load, PeerMessage, Prefill, Reader, Release, Remote, StepMetadata, Verdict,
+    WorkerReport,
 };
-use kvferry::proto::worker::{Action, Gauges, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker};
+use kvferry::proto::worker::{
+    Action, AwaitId, Gauges, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker,
+};
 
 use super::Source;
 use super::machines::{rank, worker_config};
@@ -26,6 +29,9 @@ struct World {
     now: Time,
     /// Handshakes that were asked for, by their engine.
     handshakes: Vec<(SessionId, String)>,
+    /// Prefills that are waited for, and those that were.
+    awaited: HashSet<AwaitId>,
+    waits: HashSet<AwaitId>,
     /// Connections that were asked for, and whether they are made.
     peers: HashMap<PeerKey, bool>,
     /// Transfers under way and whose they are.
@@ -73,6 +79,8 @@ impl World {
             worker,
             now: Time(1_000_000),
             handshakes: vec![],
+            awaited: HashSet::new(),
+            waits: HashSet::new(),
             peers: HashMap::new(),
             transfers: vec![],
             tokens: HashSet::new(),
@@ -100,6 +108,11 @@ impl World {
     fn act(&mut self, action: Action) {
         match action {
             Action::Handshake { session, engine, .. } => self.handshakes.push((session, engine.to_string())),
+            Action::Await { number, .. } => {
+                assert!(self.waits.insert(number), "a wait's number is used once");
+                self.awaited.insert(number);
+            }
+            Action::Forget { number } => drop(self.awaited.remove(&number)),
             Action::Connect { peer, .. } => {
                 assert!(self.peers.insert(peer, false).is_none(), "a connection's number is new");
             }
@@ -169,7 +182,8 @@ impl World {
 
     fn grant(&mut self, id: RequestId, lease_ms: u64, lease_id: u64) {
         self.grants.insert(id.clone(), lease_id);
-        let step = StepMetadata { grants: vec![Grant { request: id, lease_ms, lease_id }], ..Default::default() };
+        let step =
+            StepMetadata { grants: vec![Grant { request: id, lease_ms, lease_id, name: None }], ..Default::default() };
         self.worker.handle_step(self.now, step);
     }
 
@@ -201,6 +215,7 @@ impl World {
             null_block: source.flag().then_some(0),
             window_only: true,
             refused: source.rarely(16).then(|| "no".to_owned()),
+            awaits: source.rarely(3),
         };
         self.loads.entry(id).or_default();
         self.worker.handle_step(self.now, StepMetadata { loads: vec![load], ..Default::default() });
@@ -229,6 +244,29 @@ impl World {
             })
         };
         self.worker.handle_handshake(self.now, session, result);
+    }
+
+    /// A prefill is over, or somebody says so.
+    fn prefilled(&mut self, source: &mut Source, number: usize) {
+        let mut waiting: Vec<AwaitId> = self.awaited.iter().copied().collect();
+        waiting.sort_unstable();
+        let known = source.below(256).checked_rem(waiting.len()).and_then(|at| waiting.get(at)).copied();
+        let known = if source.rarely(8) { Some(AwaitId(source.number())) } else { known };
+        let Some(known) = known else { return };
+        let result = if source.rarely(5) {
+            Err((Cause::LeaseExpired, "gone".into()))
+        } else {
+            let prefill = Prefill {
+                request: name(number),
+                blocks: vec![vec![5, 6, 7, 8].into(), vec![9, 10].into()],
+                tokens: if source.rarely(8) { source.number() } else { 8 },
+                lease_ms: if source.rarely(8) { source.number() } else { 500 },
+                lease_id: source.below(3) as u64,
+            };
+            Ok((Incarnation(1 + source.below(2) as u64), prefill))
+        };
+        self.awaited.remove(&known);
+        self.worker.handle_prefill(self.now, known, result);
     }
 
     fn transfer_done(&mut self, at: usize, result: Result<TransferFigures, (Cause, String)>) {
@@ -299,7 +337,7 @@ impl World {
         let number = source.below(4);
         let id = name(number);
         let one = |step: StepMetadata, world: &mut World| world.worker.handle_step(world.now, step);
-        match source.below(24) {
+        match source.below(26) {
             0..=2 => self.load(source, number),
             3 => {
                 let hold = Hold { request: id, remote: remote(source, number) };
@@ -350,6 +388,7 @@ impl World {
             }
             18 => self.verdict(source),
             19 | 20 => self.reader_says(source, number),
+            23 | 24 => self.prefilled(source, number),
             21 => self.now = self.now + Duration::from_millis(source.below(200) as u64),
             22 => self.now = self.now + Duration::from_millis(u64::from(source.short())),
             _ => match source.below(32) {
@@ -384,6 +423,7 @@ impl World {
         assert!(self.loads.is_empty(), "loads without a report: {:?}", self.loads.keys());
         assert!(self.grants.is_empty(), "grants without a report: {:?}", self.grants.keys());
         assert_eq!(self.worker.gauges(), Gauges::default(), "everything is forgotten");
+        assert!(self.awaited.is_empty(), "nothing is waited for that no load wants");
         assert!(self.worker.is_drained() && self.worker.poll_timeout().is_none(), "an idle machine sleeps");
     }
 }

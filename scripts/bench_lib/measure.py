@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -125,18 +126,17 @@ class Measurements:
                 for result in found if isinstance(found, list) else found["results"]:
                     known = [one["handover_ms"] for one in result["requests"] if one["handover_ms"] is not None]
                     times.setdefault(result["connector"], []).extend(known)
-        ours = times["kvferry"]
-        for connector, some in times.items():
-            if connector != "kvferry":
-                made = row(
-                    f"hand-over of real vLLM requests, beside {connector}",
-                    "tcp",
-                    ours_ms=median(ours),
-                    peer_ms=median(some),
-                    ours_p99_ms=percentile(ours, 0.99),
-                    peer_p99_ms=percentile(some, 0.99),
-                )
-                self.rows.append(made)
+        for mine, peer in itertools.product(("kvferry", "kvferry-at-once"), ("stock", "stock-quiet")):
+            ours, some = times[mine], times[peer]
+            made = row(
+                f"hand-over of real vLLM requests, {mine} beside {peer}",
+                "tcp",
+                ours_ms=median(ours),
+                peer_ms=median(some),
+                ours_p99_ms=percentile(ours, 0.99),
+                peer_p99_ms=percentile(some, 0.99),
+            )
+            self.rows.append(made)
         return times
 
 

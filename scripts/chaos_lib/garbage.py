@@ -32,7 +32,7 @@ PER_CONNECTION = 2000
 
 
 def _envelope(kind: str, body: object) -> bytes:
-    return bytes(msgpack.packb({"magic": "kvferry", "version": 3, "kind": kind, "body": body}))
+    return bytes(msgpack.packb({"magic": "kvferry", "version": 4, "kind": kind, "body": body}))
 
 
 def _query(number: int, engine: str | None = "prefill", ranks: list[dict[str, int]] | None = None) -> bytes:

@@ -70,7 +70,7 @@ class Pair:
 
     def _start(self, role: str, policy: str) -> Server:
         self._starts += 1
-        connector = FixedConnector("kvferry", False, f"chaos-{role}", self._listener, policy)
+        connector = FixedConnector("kvferry", False, engine_id=f"chaos-{role}", port=self._listener, policy=policy)
         folder = self.setting.folder
         outputs = Outputs(folder / "receives.jsonl", folder / "cache")
         spec = engine_spec(role, self.setting.model, self.setting.options, connector, SCRIPTS, DEPS, outputs)

@@ -40,11 +40,18 @@ class Connector:
     # Stock's first one often fails: its handshake gives up after 5 s, which a cold engine on a CPU may exceed. Side by
     # side, all get both.
     warm_up: bool
+    # Whether the proxy asks both engines at the same time.
+    at_once: bool = False
+
+    @property
+    def is_kvferry(self) -> bool:
+        """Whether it is this project's."""
+        return self.name.startswith("kvferry")
 
     def transfer_config(self, role: str, options: Options) -> dict[str, Any]:
         """The value of --kv-transfer-config."""
         config: dict[str, Any] = {"kv_role": role}
-        if self.name == "kvferry":
+        if self.is_kvferry:
             config["kv_connector_extra_config"] = dict(KVFERRY_OPTIONS)
             if options.transport is not None:
                 config["kv_connector_extra_config"]["transport"] = options.transport
@@ -76,7 +83,7 @@ class Connector:
             result[DUMP_FOLDER] = str(dump)
         if role == "kv_consumer":
             result[REQUEST_LOG] = str(request_log)
-        if self.name != "kvferry":
+        if not self.is_kvferry:
             result["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
             result["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
             if options.transport is not None:
@@ -86,6 +93,7 @@ class Connector:
 
 CONNECTORS = {
     "kvferry": Connector("kvferry", warm_up=False),
+    "kvferry-at-once": Connector("kvferry-at-once", warm_up=False, at_once=True),
     "stock": Connector("stock", warm_up=True),
     "stock-quiet": Connector("stock-quiet", warm_up=True),
 }

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-CONNECTORS = ("kvferry", "stock", "stock-quiet")
+CONNECTORS = ("kvferry", "kvferry-at-once", "stock", "stock-quiet")
 TRANSPORTS = ("tcp", "shm")
 EXECUTORS = ("mp", "ray")
 MODELS = ("llama", "hybrid", "mla")
@@ -118,9 +118,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--connector",
         choices=CONNECTORS,
         default="kvferry",
-        help="stock: vLLM's NixlConnector as shipped; stock-quiet: without its progress thread and CPU pinning",
+        help="kvferry-at-once: the proxy asks both engines at the same time; stock: vLLM's NixlConnector as shipped; "
+        "stock-quiet: without its progress thread and CPU pinning",
     )
-    parser.add_argument("--compare", action="store_true", help="run all three connectors in turn and print one table")
+    parser.add_argument("--compare", action="store_true", help="run all of them in turn and print one table")
     parser.add_argument(
         "--model", choices=MODELS, help="hybrid: sliding-window and full attention; mla: latents (default llama)"
     )
@@ -205,4 +206,5 @@ def parse_options(arguments: list[str]) -> Options:
 
 if __name__ == "__main__":
     _options = parse_options(sys.argv[1:])
-    print("ray" if _options.executor == "ray" else "vllm", *(["kvferry"] if "kvferry" in _options.connectors else []))
+    _wheel = ["kvferry"] if any(name.startswith("kvferry") for name in _options.connectors) else []
+    print("ray" if _options.executor == "ray" else "vllm", *_wheel)

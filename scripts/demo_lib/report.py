@@ -33,6 +33,8 @@ class Row:
     transfer_ms: float | None
     handover_ms: float | None
     equal: bool
+    # From the client's request to its first token.
+    first_token_ms: float | None = None
     # What went wrong with the request, on one line.
     error: str = ""
     # The comparison of its cache, where the run makes one.
@@ -87,6 +89,7 @@ class Result:
                     "bytes": row.bytes,
                     "transfer_ms": _rounded(row.transfer_ms),
                     "handover_ms": _rounded(row.handover_ms),
+                    "first_token_ms": _rounded(row.first_token_ms),
                     "equal": row.equal,
                     "error": row.error or None,
                     **({} if row.cache is None else _cache_json(row.cache)),
@@ -175,16 +178,18 @@ def format_comparison(results: Sequence[Result]) -> str:
     """The table of several connectors, as Markdown."""
     lines = [
         "| connector | prompts equal | first hand-over ms | hand-over p50 ms | hand-over max ms | transfer p50 ms "
-        "| transfer max ms |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| transfer max ms | first token p50 ms |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:
         handovers = result.handovers()
+        tokens = [row.first_token_ms for row in result.rows if row.first_token_ms is not None]
         times = [row.transfer_ms for row in result.rows if row.transfer_ms is not None]
         equal = sum(row.equal for row in result.rows)
         lines.append(
             f"| {result.connector} | {equal} of {len(result.rows)} | {_shown(result.first_handover_ms)} "
             f"| {_shown(statistics.median(handovers) if handovers else None)} | {_shown(max(handovers, default=None))} "
-            f"| {_shown(statistics.median(times) if times else None, 2)} | {_shown(max(times, default=None), 2)} |"
+            f"| {_shown(statistics.median(times) if times else None, 2)} | {_shown(max(times, default=None), 2)} "
+            f"| {_shown(statistics.median(tokens) if tokens else None)} |"
         )
     return "\n".join(lines)

@@ -196,6 +196,7 @@ def make_rows(
                 bytes=receive.bytes,
                 transfer_ms=receive.transfer_ms,
                 handover_ms=proxy.record(prompt.name).handover_ms,
+                first_token_ms=proxy.record(prompt.name).first_token_ms,
                 equal=answer.error is None and answer.tokens == baseline[prompt.name],
                 error=" ".join((answer.error or "").split())[:160],
             )
@@ -221,7 +222,7 @@ async def run_connector(
     """Everything that is sent with one connector, and its verdict."""
     options, session = setting.options, setting.session
     result = Result(connector.name, tokens_count=options.model != "mla")
-    proxy = Proxy(prefill.url, decode.url)
+    proxy = Proxy(prefill.url, decode.url, connector.at_once)
     await proxy.start()
     try:
         # Side by side all get the same: the counted hand-overs come after the first one, which is shown by itself.

@@ -14,7 +14,7 @@ use super::trace::Tracer;
 use crate::agent::{Direction, Event, Ferry, Passenger, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::net::{Answer, Ask, Client, ClientLimits, host_port};
+use crate::net::{Answer, Ask, Awaited, Client, ClientLimits, host_port};
 use crate::proto::handshake::{HandshakeFailure, Session};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
@@ -23,7 +23,9 @@ use crate::proto::time::Time;
 use crate::proto::wire::{
     AgentMetadata, Cause, EngineShape, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport,
 };
-use crate::proto::worker::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine};
+use crate::proto::worker::{
+    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine,
+};
 use crate::secret::Key;
 
 pub(super) struct WorkerPassenger {
@@ -233,6 +235,9 @@ impl Driver {
         while let Some(answer) = self.client.poll_answer() {
             self.answer(now, answer);
         }
+        while let Some(Awaited { number, result }) = self.client.poll_prefill() {
+            self.machine.handle_prefill(self.time(now), AwaitId(number), result);
+        }
         while let Some(event) = ferry.poll_event() {
             self.event(now, event);
         }
@@ -432,6 +437,10 @@ impl Driver {
                 let ask = Ask::Query { engine: Some(engine), ranks };
                 self.client.ask(now, id, &host, port, ask, now + self.ask_timeout);
             }
+            Action::Await { number: AwaitId(number), engine, host, port, request } => {
+                self.client.await_prefill(now, number, &host, port, engine, request, self.ask_timeout);
+            }
+            Action::Forget { number: AwaitId(number) } => self.client.forget_prefill(number),
             Action::Connect { peer, metadata } => self.connect(ferry, now, peer, &metadata),
             Action::Transfer { token, peer, plan } => match self.transfer(ferry, &peer, plan) {
                 Ok(id) => {

@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex};
 use super::config::SchedulerConfig;
 use super::shared::lock;
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{self, Gate, Listener, ListenerConfig};
-use crate::proto::handshake::{Directory, Pushes};
+use crate::net::{self, Desk, Gate, Listener, ListenerConfig};
+use crate::proto::handshake::{Asker, Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::scheduler::{
-    Finish, FinishOutcome, Match, Scheduler as Machine, SchedulerConfig as MachineConfig, SchedulerStats,
+    Finish, FinishOutcome, Match, Notice, Scheduler as Machine, SchedulerConfig as MachineConfig, SchedulerStats,
 };
 use crate::proto::wire::{Blocks, Message, TransferParams, WorkerReport};
 use crate::secret::Key;
@@ -35,7 +35,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; those of [`Key::load`] and
-    /// [`Listener::bind`].
+    /// [`Listener::bind_desk`].
     pub fn start(config: SchedulerConfig) -> Result<Scheduler> {
         config.check()?;
         let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
@@ -85,7 +85,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine (nothing is served then);
-    /// those of [`Listener::bind`].
+    /// those of [`Listener::bind_desk`].
     pub fn serve(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<(String, u16)> {
         self.set_engine(ranks)?;
         self.listen()
@@ -145,11 +145,10 @@ impl Scheduler {
         let mut listener = lock(&self.listener);
         if listener.is_none() {
             let address = net::choose(self.config.host.as_deref(), self.config.advertise_local)?;
-            let mut gate = Gate::new(self.key.clone(), &address);
+            let gate = Gate::new(self.key.clone(), &address);
             let config = ListenerConfig { address, port: self.config.bind_port()?, pushes: self.config.push };
-            let directory = Arc::clone(&self.directory);
-            let answer = move |request: &[u8]| gate.answer(request, |clear| lock(&directory).answer(clear));
-            *listener = Some(Listener::bind(&config, answer)?);
+            let desk = Reception { gate, directory: Arc::clone(&self.directory) };
+            *listener = Some(Listener::bind_desk(&config, desk)?);
         }
         let Some(listener) = listener.as_ref() else {
             return Err(Error::new(ErrorKind::Internal, "the listener is gone"));
@@ -209,7 +208,29 @@ impl Scheduler {
         blocks: Vec<Blocks>,
         computed_tokens: u64,
     ) -> Result<Finish> {
-        lock(&self.machine).finished(&RequestId::new(request)?, params, outcome, blocks, computed_tokens)
+        let request = RequestId::new(request)?;
+        let finish = lock(&self.machine).finished(&request, params, outcome, blocks, computed_tokens);
+        self.tell_waiting();
+        finish
+    }
+
+    /// Tells consumers what has become of prefills that they await.
+    fn tell_waiting(&self) {
+        let mut told = false;
+        // Held meanwhile, so that the notices of two threads keep their order. Nobody takes it who has the other.
+        let mut machine = lock(&self.machine);
+        while let Some(notice) = machine.poll_notice() {
+            let mut directory = lock(&self.directory);
+            match notice {
+                Notice::Ready(prefill) => directory.prefilled(prefill),
+                Notice::Gone(request) => directory.prefill_gone(request),
+            }
+            told = true;
+        }
+        drop(machine);
+        if told && let Some(listener) = lock(&self.listener).as_ref() {
+            listener.wake();
+        }
     }
 
     /// The next step's work for every worker, encoded. What it returns is not returned again.
@@ -236,6 +257,7 @@ impl Scheduler {
     /// Takes what all ranks together have reported.
     pub fn on_report(&self, report: &WorkerReport) {
         lock(&self.machine).on_report(report);
+        self.tell_waiting();
     }
 
     /// As [`Scheduler::on_report`], encoded.
@@ -252,6 +274,27 @@ impl Scheduler {
     pub fn shutdown(&self) {
         if let Some(mut listener) = lock(&self.listener).take() {
             listener.shutdown();
+        }
+    }
+}
+
+/// What answers the listener.
+struct Reception {
+    gate: Gate,
+    directory: Arc<Mutex<Directory>>,
+}
+
+impl Desk for Reception {
+    fn answer(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>> {
+        self.gate.answer_to(asker, request, |clear| lock(&self.directory).answer_to(asker, clear))
+    }
+
+    fn poll_reply(&mut self) -> Option<(Asker, Vec<u8>)> {
+        loop {
+            let (asker, clear) = lock(&self.directory).poll_answer()?;
+            if let Some(reply) = self.gate.seal(&asker, clear) {
+                return Some((asker, reply));
+            }
         }
     }
 }

@@ -83,7 +83,9 @@ fn survey(host: &str, port: u16, config: Config) -> Result<Vec<u8>> {
             decode::encode("a survey", &Answer { survey, agents: agents.collect::<Result<_>>()? })
         }
         HandshakeReply::Refused { code, message, .. } => Err(answered(Error::new(kind_of(code), message))),
-        HandshakeReply::Pushed { .. } => Err(answered(Error::corrupt("it answered a query as if it were a push"))),
+        HandshakeReply::Pushed { .. } | HandshakeReply::Prefills { .. } => {
+            Err(answered(Error::corrupt("it answered a query as if it were something else")))
+        }
     }
 }
 

@@ -63,7 +63,9 @@ pub fn push_sealed(
     match ask_blocking(key, host, port, Ask::Push { expected, metadata }, timeout)? {
         HandshakeReply::Pushed { missing, .. } => Ok(missing),
         HandshakeReply::Refused { message, .. } => Err(Error::invalid(message)),
-        HandshakeReply::Ranks { .. } => Err(Error::corrupt("the listener answered a push with ranks")),
+        HandshakeReply::Ranks { .. } | HandshakeReply::Prefills { .. } => {
+            Err(Error::corrupt("the listener answered a push as if it were something else"))
+        }
     }
 }
 

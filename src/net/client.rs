@@ -7,12 +7,16 @@ use std::time::{Duration, Instant};
 use serde_bytes::ByteBuf;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::net::awaits::{Awaited, Awaits, Place};
 use crate::net::sealed::{self, Exchange, Kind, MAX_SEALED_REPLY};
 use crate::net::{endpoint, host_port, is_ipv6, unbracketed};
-use crate::proto::ids::{EngineId, RankId};
+use crate::proto::ids::{EngineId, RankId, RequestId};
 use crate::proto::wire::limits::MAX_REPLY_BYTES;
 use crate::proto::wire::{HandshakeReply, HandshakeRequest, Message, RefusalCode};
 use crate::secret::Key;
+
+/// Set in the ids of questions that the client asks by itself.
+const OWN: u64 = 1 << 63;
 
 /// Requests of one client to one listener that wait for an answer at a time; the others wait for their turn. A listener
 /// holds so many replies for a client that does not read them, and drops more.
@@ -27,6 +31,13 @@ pub enum Ask {
         engine: Option<EngineId>,
         /// The ranks wanted.
         ranks: Vec<RankId>,
+    },
+    /// To tell when one of these prefills of `engine` is over.
+    Await {
+        /// The engine expected there.
+        engine: EngineId,
+        /// The prefills, by their `transfer_id`.
+        requests: Vec<RequestId>,
     },
     /// To take one rank's metadata.
     Push {
@@ -88,6 +99,9 @@ pub struct Client {
     context: Option<zmq::Context>,
     requests: BTreeMap<u64, Request>,
     answers: VecDeque<Answer>,
+    awaits: Awaits,
+    /// Questions that were asked for `awaits`.
+    asked: u64,
 }
 
 struct Connection {
@@ -139,11 +153,13 @@ impl Client {
             context: None,
             requests: BTreeMap::new(),
             answers: VecDeque::new(),
+            awaits: Awaits::default(),
+            asked: 0,
         }
     }
 
-    /// Asks the listener at `host`:`port`. `id` is the request's id on the wire and comes back in the answer: not 0, and
-    /// not that of another question without an answer. Errors are answers too.
+    /// Asks the listener at `host`:`port`. `id` is the request's id on the wire and comes back in the answer: not 0, below
+    /// 2^63, and not that of another question without an answer. Errors are answers too.
     pub fn ask(&mut self, now: Instant, id: u64, host: &str, port: u16, ask: Ask, deadline: Instant) {
         if id == 0 || self.requests.contains_key(&id) {
             let e = Error::invalid(format!("handshake request id {id} is 0 or in use"));
@@ -152,6 +168,7 @@ impl Client {
         }
         let request = match ask {
             Ask::Query { engine, ranks } => HandshakeRequest::Query { id, engine, ranks },
+            Ask::Await { engine, requests } => HandshakeRequest::Await { id, engine, requests },
             Ask::Push { expected, metadata } => {
                 HandshakeRequest::Push { id, expected, metadata: ByteBuf::from(metadata) }
             }
@@ -182,6 +199,54 @@ impl Client {
         }
     }
 
+    /// Awaits a prefill of `engine`, whose listener is at `host`:`port`, by its `transfer_id`: [`Client::poll_prefill`] tells
+    /// when it is over, or that it can't be awaited, as when the listener gives no sign for `patience`. `number` comes back
+    /// with it.
+    #[allow(clippy::too_many_arguments)]
+    pub fn await_prefill(
+        &mut self,
+        now: Instant,
+        number: u64,
+        host: &str,
+        port: u16,
+        engine: EngineId,
+        request: RequestId,
+        patience: Duration,
+    ) {
+        let place = Place { host: unbracketed(host).to_owned(), port, engine };
+        self.awaits.add(now, number, place, request, patience);
+        self.ask_awaits(now);
+    }
+
+    /// No longer awaits a prefill.
+    pub fn forget_prefill(&mut self, number: u64) {
+        self.awaits.forget(number);
+    }
+
+    /// The next prefill that was awaited and is over, or cannot be awaited.
+    pub fn poll_prefill(&mut self) -> Option<Awaited> {
+        self.awaits.poll()
+    }
+
+    /// Asks for prefills what is to be asked.
+    fn ask_awaits(&mut self, now: Instant) {
+        while let Some((Place { host, port, engine }, requests, deadline)) = self.awaits.ask(now, OWN | self.asked) {
+            let id = OWN | self.asked;
+            self.asked = self.asked.wrapping_add(1) & !OWN;
+            self.ask(now, id, &host, port, Ask::Await { engine, requests }, deadline);
+        }
+    }
+
+    /// Takes the answers to what was asked for prefills, and asks on.
+    fn turn_awaits(&mut self, now: Instant) {
+        for Answer { id, result } in std::mem::take(&mut self.answers) {
+            if let Some(result) = self.awaits.answered(now, id, result) {
+                self.answers.push_back(Answer { id, result });
+            }
+        }
+        self.ask_awaits(now);
+    }
+
     /// Drops a question; it gets no answer.
     pub fn forget(&mut self, id: u64) {
         self.requests.remove(&id);
@@ -191,6 +256,7 @@ impl Client {
     /// Sends and receives what can be without waiting, and lets deadlines pass.
     pub fn turn(&mut self, now: Instant) {
         if self.requests.is_empty() && self.connections.is_empty() {
+            self.turn_awaits(now);
             return;
         }
         self.expire(now);
@@ -198,6 +264,7 @@ impl Client {
         for key in keys {
             self.turn_connection(now, &key);
         }
+        self.turn_awaits(now);
     }
 
     /// The next answer.
@@ -233,7 +300,7 @@ impl Client {
             (None, Some(since)) => Some(since + self.limits.idle),
             (None, None) => None,
         });
-        requests.chain(connections).min()
+        requests.chain(connections).chain(self.awaits.due(Instant::now())).min()
     }
 
     /// Connections that are open.
@@ -491,6 +558,7 @@ impl Client {
             Ok(
                 HandshakeReply::Ranks { id, .. }
                 | HandshakeReply::Pushed { id, .. }
+                | HandshakeReply::Prefills { id, .. }
                 | HandshakeReply::Refused { id, .. },
             ) => *id,
             Err(_) => 0,

@@ -1,4 +1,4 @@
-//! The handshake listener: a ZMQ ROUTER on a thread of its own, which passes each request to an answering function.
+//! The handshake listener: a ZMQ ROUTER on a thread of its own, which passes each request to a [`Desk`].
 
 use std::net::IpAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,6 +12,7 @@ use crate::net::client::PIPELINE;
 use crate::net::connections::Connections;
 use crate::net::shared::Shared;
 use crate::net::{Address, host_port};
+use crate::proto::handshake::Asker;
 use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REQUEST_BYTES};
 
 /// Frames of a request that are kept: the sender's identity, an optional empty delimiter, the request, and one more to
@@ -56,6 +57,28 @@ pub struct ListenerConfig {
     pub pushes: bool,
 }
 
+/// What answers a listener's requests, on its thread, some of them later.
+pub trait Desk: Send {
+    /// The reply to a request, whatever its bytes are; `None`: it comes later, by [`Desk::poll_reply`]. `asker` names the
+    /// client as long as it is connected. Must bound its own work; a panic in it costs that reply only.
+    fn answer(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>>;
+
+    /// The next reply that was not given at once, and for whom it is. Asked after each batch of requests and after
+    /// [`Listener::wake`].
+    fn poll_reply(&mut self) -> Option<(Asker, Vec<u8>)> {
+        None
+    }
+}
+
+/// A function from a request to its reply.
+struct AtOnce<F>(F);
+
+impl<F: FnMut(&[u8]) -> Vec<u8> + Send> Desk for AtOnce<F> {
+    fn answer(&mut self, _: &[u8], request: &[u8]) -> Option<Vec<u8>> {
+        Some((self.0)(request))
+    }
+}
+
 /// A running listener. Dropping it stops the thread and frees the port.
 #[derive(Debug)]
 pub struct Listener {
@@ -66,13 +89,21 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds, and only then starts the thread `kvf-listener`, which passes every request's bytes to `answer` and sends
-    /// back what it returns. `answer` must bound its own work; a panic in it costs that reply only.
+    /// As [`Listener::bind_desk`], for a function that answers every request at once.
+    ///
+    /// # Errors
+    /// Those of [`Listener::bind_desk`].
+    pub fn bind(config: &ListenerConfig, answer: impl FnMut(&[u8]) -> Vec<u8> + Send + 'static) -> Result<Listener> {
+        Listener::bind_desk(config, AtOnce(answer))
+    }
+
+    /// Binds, and only then starts the thread `kvf-listener`, which passes every request's bytes to `desk` and sends back
+    /// what it returns.
     ///
     /// # Errors
     /// [`ErrorKind::AddressInUse`] when the port is taken or the address is not this host's; [`ErrorKind::Io`] when ZMQ
     /// or the system refuses anything else.
-    pub fn bind(config: &ListenerConfig, answer: impl FnMut(&[u8]) -> Vec<u8> + Send + 'static) -> Result<Listener> {
+    pub fn bind_desk(config: &ListenerConfig, desk: impl Desk + 'static) -> Result<Listener> {
         let endpoint = super::endpoint(&config.address.bind.to_string(), config.port)?;
         let mut server = Server {
             context: zmq::Context::new(),
@@ -96,7 +127,7 @@ impl Listener {
             .name("kvf-listener".to_owned())
             .spawn({
                 let shared = Arc::clone(&shared);
-                move || thread_main(&shared, server, answer)
+                move || thread_main(&shared, server, desk)
             })
             .map_err(|e| Error::new(ErrorKind::Io, format!("the listener's thread cannot be started: {e}")))?;
         Ok(Listener { host, port, shared, thread: Some(thread) })
@@ -125,6 +156,11 @@ impl Listener {
     /// Messages received so far, malformed ones included.
     pub fn requests(&self) -> u64 {
         self.shared.requests()
+    }
+
+    /// Has the desk asked for replies that it can give now.
+    pub fn wake(&self) {
+        self.shared.wake();
     }
 
     /// Stops the thread, drops unsent replies, frees the port, and waits for all of that. Harmless when repeated.
@@ -198,8 +234,8 @@ fn bound_port(router: &zmq::Socket) -> Result<u16> {
         .ok_or_else(|| Error::new(ErrorKind::Io, format!("ZMQ names its endpoint {endpoint:?}, which has no port")))
 }
 
-fn thread_main(shared: &Shared, mut server: Server, mut answer: impl FnMut(&[u8]) -> Vec<u8>) {
-    let ended = catch_unwind(AssertUnwindSafe(|| server.serve(shared, &mut answer)));
+fn thread_main(shared: &Shared, mut server: Server, mut desk: impl Desk) {
+    let ended = catch_unwind(AssertUnwindSafe(|| server.serve(shared, &mut desk)));
     drop(server);
     let failure = match ended {
         Ok(Ok(())) => None,
@@ -254,7 +290,7 @@ impl Server {
         }
     }
 
-    fn serve(&mut self, shared: &Shared, answer: &mut impl FnMut(&[u8]) -> Vec<u8>) -> Result<()> {
+    fn serve(&mut self, shared: &Shared, desk: &mut impl Desk) -> Result<()> {
         while !shared.is_stopped() {
             let Some((router, connections)) = &mut self.sockets else { return Ok(()) };
             let mut items = [
@@ -263,8 +299,13 @@ impl Server {
                 connections.poll_item(),
             ];
             let outcome = match zmq::poll(&mut items, -1) {
-                Ok(_) => serve_batch(shared, router, connections, answer, &mut self.errors)
-                    .and_then(|()| connections.update()),
+                Ok(_) => {
+                    // Before the desk is asked: what it knows later raises it again.
+                    shared.clear();
+                    serve_batch(shared, router, connections, desk, &mut self.errors)
+                        .map(|()| send_later(router, connections, desk))
+                        .and_then(|()| connections.update())
+                }
                 Err(zmq::Error::EINTR) => Ok(()),
                 Err(e) => Err(e),
             };
@@ -296,7 +337,7 @@ fn serve_batch(
     shared: &Shared,
     router: &zmq::Socket,
     connections: &mut Connections,
-    answer: &mut impl FnMut(&[u8]) -> Vec<u8>,
+    desk: &mut impl Desk,
     errors: &mut u32,
 ) -> zmq::Result<()> {
     for _ in 0..BATCH {
@@ -316,21 +357,41 @@ fn serve_batch(
             [identity, second, ..] => (identity, second.is_empty(), &[]),
             _ => continue,
         };
-        let Ok(reply) = catch_unwind(AssertUnwindSafe(|| answer(request))) else {
+        let asker = [&[delimiter.into()], identity].concat();
+        let Ok(reply) = catch_unwind(AssertUnwindSafe(|| desk.answer(&asker, request))) else {
             log::error!("kvferry listener: answering a request of {} bytes panicked; it gets no reply", request.len());
             continue;
         };
-        connections.replied(reply.len(), REPLIES as usize);
-        let mut out: Vec<&[u8]> = vec![identity];
-        if delimiter {
-            out.push(&[]);
-        }
-        out.push(&reply);
-        if let Err(e) = router.send_multipart(out, zmq::DONTWAIT) {
-            log::debug!("kvferry listener: a reply was dropped, its client is gone or does not read: {e}");
+        if let Some(reply) = reply {
+            send(router, connections, &asker, &reply);
         }
     }
     Ok(())
+}
+
+/// Sends the replies that were not given at once.
+fn send_later(router: &zmq::Socket, connections: &mut Connections, desk: &mut impl Desk) {
+    loop {
+        match catch_unwind(AssertUnwindSafe(|| desk.poll_reply())) {
+            Ok(Some((asker, reply))) => send(router, connections, &asker, &reply),
+            Ok(None) => return,
+            Err(_) => log::error!("kvferry listener: making a later reply panicked; it is not sent"),
+        }
+    }
+}
+
+/// Sends a reply to an asker, whose name begins with whether it puts an empty frame before what it sends.
+fn send(router: &zmq::Socket, connections: &mut Connections, asker: &[u8], reply: &[u8]) {
+    let Some((delimiter, identity)) = asker.split_first() else { return };
+    connections.replied(reply.len(), REPLIES as usize);
+    let mut out: Vec<&[u8]> = vec![identity];
+    if *delimiter != 0 {
+        out.push(&[]);
+    }
+    out.push(reply);
+    if let Err(e) = router.send_multipart(out, zmq::DONTWAIT) {
+        log::debug!("kvferry listener: a reply was dropped, its client is gone or does not read: {e}");
+    }
 }
 
 /// One message without waiting, at most [`MAX_FRAMES`] of its frames.

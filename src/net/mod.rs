@@ -2,6 +2,7 @@
 //! of the address that other hosts are told. This layer moves bytes; what they mean is decided in `proto`.
 
 mod address;
+mod awaits;
 mod blocking;
 mod client;
 mod connections;
@@ -10,9 +11,10 @@ mod sealed;
 mod shared;
 
 pub use address::{Address, LocalAddress, choose, choose_among, local_addresses};
+pub use awaits::Awaited;
 pub use blocking::{push_blocking, push_sealed, query_blocking, query_sealed};
 pub use client::{Answer, Ask, Client, ClientLimits};
-pub use listener::{Listener, ListenerConfig};
+pub use listener::{Desk, Listener, ListenerConfig};
 pub use sealed::Gate;
 
 use std::net::Ipv6Addr;

@@ -4,10 +4,11 @@
 //! over it. So a request is fresh by itself: sent again, in this life of the listener or a later one, it belongs to a
 //! channel that is gone. And nothing in it can be opened by who learns the key later.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use super::Address;
 use crate::error::{Error, Result};
+use crate::proto::handshake::Asker;
 use crate::proto::wire::limits::{MAX_REPLY_BYTES, MAX_REQUEST_BYTES};
 use crate::proto::wire::{HandshakeReply, Message, RefusalCode};
 use crate::secret::{Channel, Initiator, Key, Protocol, Responder, sealed_len};
@@ -118,6 +119,8 @@ pub struct Gate {
     channels: BTreeMap<[u8; CHANNEL_BYTES], (u64, Channel)>,
     /// The channels' names from the oldest on. Used ones are still in it.
     order: VecDeque<[u8; CHANNEL_BYTES]>,
+    /// Of requests whose replies come later, in the order in which they came.
+    later: HashMap<Asker, VecDeque<(u64, Channel)>>,
     seen: BTreeSet<[u8; EPHEMERAL_BYTES]>,
     seen_order: VecDeque<[u8; EPHEMERAL_BYTES]>,
 }
@@ -138,6 +141,7 @@ impl Gate {
             key,
             channels: BTreeMap::new(),
             order: VecDeque::new(),
+            later: HashMap::new(),
             seen: BTreeSet::new(),
             seen_order: VecDeque::new(),
         }
@@ -145,24 +149,55 @@ impl Gate {
 
     /// Answers any bytes: with what `answer` makes of the request in them if it may pass, else with a refusal.
     pub fn answer(&mut self, request: &[u8], answer: impl FnOnce(&[u8]) -> Vec<u8>) -> Vec<u8> {
+        self.answer_to(&[], request, |clear| Some(answer(clear))).unwrap_or_default()
+    }
+
+    /// As [`Gate::answer`]; when `answer` gives nothing, its reply comes later and goes through [`Gate::seal`].
+    pub fn answer_to(
+        &mut self,
+        asker: &[u8],
+        request: &[u8],
+        answer: impl FnOnce(&[u8]) -> Option<Vec<u8>>,
+    ) -> Option<Vec<u8>> {
         let sealed = split(request);
         let Some(key) = self.key.clone() else {
             if sealed.is_some() {
-                return refusal(
+                return Some(refusal(
                     "a sealed request came, and this listener has no key: give both engines the same key file \
                      (key_file, KVFERRY_KEY_FILE), or none",
-                );
+                ));
             }
             return answer(request);
         };
         match sealed {
-            Some((Kind::Open, number, message)) => self.open(&key, number, message).unwrap_or_else(|e| refused(&e)),
-            Some((Kind::Ask, number, message)) => self.ask(number, message, answer).unwrap_or_else(|e| refused(&e)),
-            Some(_) => refusal("a frame that only listeners send"),
-            None => refusal(
+            Some((Kind::Open, number, message)) => {
+                Some(self.open(&key, number, message).unwrap_or_else(|e| refused(&e)))
+            }
+            Some((Kind::Ask, number, message)) => {
+                self.ask(asker, number, message, answer).unwrap_or_else(|e| Some(refused(&e)))
+            }
+            Some(_) => Some(refusal("a frame that only listeners send")),
+            None => Some(refusal(
                 "this listener takes sealed requests only: give both engines the same key file (key_file, \
                  KVFERRY_KEY_FILE)",
-            ),
+            )),
+        }
+    }
+
+    /// Makes a later reply ready for its way: that to the oldest of the asker's requests which have none. `None` if there
+    /// is no such request.
+    pub fn seal(&mut self, asker: &[u8], clear: Vec<u8>) -> Option<Vec<u8>> {
+        if self.key.is_none() {
+            return Some(clear);
+        }
+        let waiting = self.later.get_mut(asker)?;
+        let (number, mut channel) = waiting.pop_front()?;
+        if waiting.is_empty() {
+            self.later.remove(asker);
+        }
+        match channel.sealer.seal(&[], &clear) {
+            Ok((_, sealed)) => Some(frame(Kind::Reply, number, &[&sealed])),
+            Err(e) => Some(refused(&e)),
         }
     }
 
@@ -193,11 +228,17 @@ impl Gate {
         Ok(frame(Kind::Opened, number, &[&second]))
     }
 
-    fn ask(&mut self, number: u64, message: &[u8], answer: impl FnOnce(&[u8]) -> Vec<u8>) -> Result<Vec<u8>> {
+    fn ask(
+        &mut self,
+        asker: &[u8],
+        number: u64,
+        message: &[u8],
+        answer: impl FnOnce(&[u8]) -> Option<Vec<u8>>,
+    ) -> Result<Option<Vec<u8>>> {
         let (name, sealed) = message
             .split_first_chunk::<CHANNEL_BYTES>()
             .ok_or_else(|| Error::corrupt("a sealed request that ends within its head"))?;
-        let again = || Ok(frame(Kind::Again, number, &[]));
+        let again = || Ok(Some(frame(Kind::Again, number, &[])));
         let Some((exchange, channel)) = self.channels.get_mut(name) else { return again() };
         // Damaged bytes cost the sender of the right ones nothing: the channel stays.
         if *exchange != number {
@@ -205,8 +246,12 @@ impl Gate {
         }
         let (_, clear) = channel.opener.open(0, sealed, 0, MAX_REQUEST_BYTES)?;
         let Some((_, mut channel)) = self.channels.remove(name) else { return again() };
-        let (_, sealed) = channel.sealer.seal(&[], &answer(&clear))?;
-        Ok(frame(Kind::Reply, number, &[&sealed]))
+        let Some(reply) = answer(&clear) else {
+            self.later.entry(asker.to_owned()).or_default().push_back((number, channel));
+            return Ok(None);
+        };
+        let (_, sealed) = channel.sealer.seal(&[], &reply)?;
+        Ok(Some(frame(Kind::Reply, number, &[&sealed])))
     }
 }
 

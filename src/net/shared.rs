@@ -33,6 +33,16 @@ impl Shared {
         self.wake.raise();
     }
 
+    /// Handle: wakes the thread, which finds what there is to do.
+    pub(super) fn wake(&self) {
+        self.wake.raise();
+    }
+
+    /// Thread: awake. Before it looks at what it was woken for.
+    pub(super) fn clear(&self) {
+        self.wake.clear();
+    }
+
     /// Thread: whether it is to end.
     pub(super) fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)

@@ -3,8 +3,11 @@
 //! A client asks for the ranks that it needs in one query and judges the reply: protocol version, engine, incarnation,
 //! compatibility field by field, shape, geometry. The first thing that does not fit is named with both values and a
 //! remedy.
+//!
+//! A client that was asked for a request while its prefill is under way awaits that in the same place.
 
 mod directory;
+mod prefills;
 mod session;
 
 use std::fmt;
@@ -13,6 +16,7 @@ use crate::proto::ids::{EngineId, Incarnation};
 use crate::proto::wire::{Cause, EngineShape, RankMetadata};
 
 pub use directory::{Directory, Pushes};
+pub use prefills::Asker;
 pub use session::Session;
 
 /// What a handshake gave.

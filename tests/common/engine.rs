@@ -222,6 +222,31 @@ impl Engine {
         finish.params.unwrap()
     }
 
+    /// What a proxy gives the decoder that asks both engines at once for the request `transfer_id`.
+    pub fn announce(&self, transfer_id: &str) -> TransferParams {
+        let (host, port) = self.scheduler.address().unwrap();
+        TransferParams {
+            do_remote_prefill: true,
+            transfer_id: Some(transfer_id.into()),
+            remote_engine_id: Some(self.name.clone()),
+            remote_host: Some(host),
+            remote_port: Some(port.into()),
+            ..TransferParams::default()
+        }
+    }
+
+    /// As `prefill`, of a request that was announced; the engine has its own name for it.
+    pub fn complete_announced(&mut self, request: &str, transfer_id: &str, lists: &Lists, tokens: u64) {
+        for worker in &mut self.workers {
+            worker.ok(&Ask::Fill { request: request.into(), blocks: lists.clone() });
+        }
+        let transfer_id = Some(transfer_id.to_owned());
+        let asked = TransferParams { do_remote_decode: true, transfer_id, ..TransferParams::default() };
+        let finish = self.scheduler.finished(request, &asked, FinishOutcome::Complete, blocks(lists), tokens).unwrap();
+        assert!(finish.keep);
+        self.step();
+    }
+
     /// A request with a remote prefill arrives and its blocks are allocated.
     pub fn load(&mut self, request: &str, params: &TransferParams, lists: &Lists, tokens: u64) {
         self.scheduler.arrived(request, params).unwrap();

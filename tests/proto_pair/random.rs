@@ -8,6 +8,8 @@ use crate::sim::{Sim, ms};
 #[derive(Debug, Clone)]
 enum Op {
     Prefill { blocks: usize, abort: bool },
+    Announce(usize),
+    Complete(usize, bool),
     Arrive(usize),
     Allocate(usize, usize),
     Finish(usize, bool),
@@ -26,6 +28,8 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         6 => (1usize..9, prop::bool::weighted(0.1)).prop_map(|(blocks, abort)| Op::Prefill { blocks, abort }),
+        3 => (1usize..9).prop_map(Op::Announce),
+        5 => (0usize..12, prop::bool::weighted(0.2)).prop_map(|(i, abort)| Op::Complete(i, abort)),
         5 => (0usize..12).prop_map(Op::Arrive),
         8 => (0usize..12, prop_oneof![3 => Just(0usize), 1 => 0usize..9]).prop_map(|(i, c)| Op::Allocate(i, c)),
         4 => (0usize..12, any::<bool>()).prop_map(|(i, complete)| Op::Finish(i, complete)),
@@ -47,6 +51,8 @@ fn apply(sim: &mut Sim, op: Op) {
     let pick = |i: usize| (known > 0).then(|| known - 1 - i % known);
     match op {
         Op::Prefill { blocks, abort } => drop(sim.prefill(blocks, abort)),
+        Op::Announce(blocks) => _ = sim.announce(blocks),
+        Op::Complete(i, abort) => pick(i).into_iter().for_each(|i| sim.complete(i, abort)),
         Op::Arrive(i) => pick(i).into_iter().for_each(|i| sim.arrive(i)),
         Op::Allocate(i, cached) => pick(i).into_iter().for_each(|i| sim.allocate(i, cached)),
         Op::Finish(i, complete) => {

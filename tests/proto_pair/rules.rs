@@ -32,6 +32,91 @@ fn the_cached_prefix_is_not_read_and_a_full_hit_only_releases() {
 }
 
 #[test]
+fn a_load_may_come_before_its_prefill_is_over() {
+    let mut sim = Sim::new();
+    let i = sim.announce(6);
+    sim.arrive(i);
+    sim.allocate(i, 2);
+    sim.run(ms(8 * LEASE_MS));
+    assert_eq!((sim.outcome(i), sim.d.gauges().peers), (None, 1), "connected, and waiting");
+    sim.transfer_time = ms(4 * LEASE_MS);
+    sim.complete(i, false);
+    sim.run(ms(3 * LEASE_MS));
+    assert_eq!((sim.outcome(i), sim.p_kept()), (None, 1), "the lease is kept alive under the read");
+    sim.run(ms(2 * LEASE_MS));
+    assert_eq!((sim.outcome(i), sim.p_kept()), (Some(Ok(())), 0));
+    sim.settle();
+}
+
+#[test]
+fn a_load_that_comes_after_its_prefill_is_told_at_once() {
+    let mut sim = Sim::new();
+    let i = sim.announce(6);
+    sim.complete(i, false);
+    sim.run(ms(LEASE_MS / 2));
+    sim.allocate(i, 0);
+    sim.run(ms(100));
+    assert_eq!((sim.outcome(i), sim.p_kept()), (Some(Ok(())), 0));
+    // Too late for another one.
+    let late = sim.twin(i);
+    sim.allocate(late, 0);
+    sim.run(ms(100));
+    assert_eq!(sim.outcome(late), Some(Err(Cause::LeaseExpired)));
+    sim.settle();
+}
+
+#[test]
+fn a_prefill_that_ends_without_a_hand_over_fails_the_load() {
+    let mut sim = Sim::new();
+    let i = sim.announce(6);
+    sim.allocate(i, 0);
+    sim.run(ms(100));
+    sim.complete(i, true);
+    sim.run(ms(100));
+    assert_eq!(sim.outcome(i), Some(Err(Cause::LeaseExpired)));
+    sim.settle();
+}
+
+#[test]
+fn a_prefill_that_never_is_over_fails_the_load_in_the_end() {
+    let mut sim = Sim::new();
+    let i = sim.announce(6);
+    sim.allocate(i, 0);
+    sim.run(ms(19_000));
+    assert_eq!(sim.outcome(i), None);
+    sim.run(ms(2_000));
+    assert_eq!(sim.outcome(i), Some(Err(Cause::Timeout)));
+    sim.settle();
+}
+
+#[test]
+fn a_load_that_is_aborted_while_it_waits_gives_the_prefill_back() {
+    let mut sim = Sim::new();
+    let i = sim.announce(6);
+    sim.allocate(i, 0);
+    sim.run(ms(100));
+    sim.finish(i, FinishOutcome::Aborted);
+    sim.run(ms(100));
+    assert_eq!(sim.outcome(i), Some(Err(Cause::Aborted)));
+    sim.complete(i, false);
+    sim.run(ms(100));
+    assert_eq!(sim.p_kept(), 0, "the release that came before the grant counts");
+    sim.settle();
+}
+
+#[test]
+fn a_producer_that_dies_fails_the_load_that_waits() {
+    let mut sim = Sim::new();
+    let i = sim.announce(6);
+    sim.allocate(i, 0);
+    sim.run(ms(100));
+    sim.restart_p();
+    sim.run(ms(100));
+    assert_eq!(sim.outcome(i), Some(Err(Cause::PeerDied)));
+    sim.settle();
+}
+
+#[test]
 fn a_held_request_outlives_many_leases() {
     let mut sim = Sim::new();
     let i = sim.prefill(4, false).unwrap();

@@ -11,13 +11,14 @@ use std::time::Duration;
 use kvferry::proto::handshake::{Directory, HandshakeFailure, Pushes, Session};
 use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::plan::CopyPlan;
-use kvferry::proto::scheduler::{FinishOutcome, Scheduler, SchedulerConfig};
+use kvferry::proto::scheduler::{FinishOutcome, Notice, Scheduler, SchedulerConfig};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
-    Blocks, Cause, PeerMessage, RankMetadata, StepMetadata, TransferParams, Verdict, WorkerReport,
+    Blocks, Cause, HandshakeReply, HandshakeRequest, Message, PeerMessage, Prefill, RankMetadata, StepMetadata,
+    TransferParams, Verdict, WorkerReport,
 };
 use kvferry::proto::worker::{
-    Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
+    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
 };
 
 use super::rank::*;
@@ -58,6 +59,9 @@ enum Event {
     ReportP(u64, WorkerReport),
     ReportD(WorkerReport),
     Handshake(SessionId, Option<Incarnation>),
+    /// A question reaches P's listener.
+    Asked(AwaitId, RequestId),
+    Prefilled(AwaitId, Result<(Incarnation, Prefill), (Cause, String)>),
     Connected(PeerKey),
     Lost(PeerKey),
     Transfer(TransferToken),
@@ -84,6 +88,8 @@ struct Transfer {
 struct PRequest {
     blocks: [Vec<u32>; 2],
     kept: bool,
+    /// What D calls it.
+    called: RequestId,
 }
 
 pub struct DRequest {
@@ -95,6 +101,8 @@ pub struct DRequest {
     pub loading: bool,
     pub load_given: bool,
     pub ended: bool,
+    /// Whether P has yet to compute the prompt.
+    pub unfinished: bool,
     /// `Ok` or the cause.
     pub outcome: Option<Result<(), Cause>>,
 }
@@ -126,6 +134,8 @@ pub struct Sim {
     connections: HashMap<u64, Connection>,
     transfers: HashMap<TransferToken, Transfer>,
     tokens_seen: HashSet<TransferToken>,
+    /// Prefills that D's worker waits for, and no more.
+    awaited: HashSet<AwaitId>,
     /// Reads that P found good: its life, and the read's number.
     judged: HashSet<(u64, u64)>,
     prefills: u32,
@@ -178,6 +188,7 @@ impl Sim {
             connections: HashMap::new(),
             transfers: HashMap::new(),
             tokens_seen: HashSet::new(),
+            awaited: HashSet::new(),
             judged: HashSet::new(),
             prefills: 0,
             delay: ms(1),
@@ -201,12 +212,64 @@ impl Sim {
     /// P computes a prompt of `blocks` blocks and finishes; gives the number of D's request for it, which knows the
     /// params but has not arrived. None when P has no blocks left, or was told to abort.
     pub fn prefill(&mut self, blocks: usize, abort: bool) -> Option<usize> {
+        let prefill = self.prefills + 1;
+        let params = self.compute(prefill, blocks, abort, None)?;
+        self.prefills = prefill;
+        Some(self.request(prefill, blocks, params?, false))
+    }
+
+    /// D is asked for a request of `blocks` blocks at the same time as P, which has not begun; gives its number.
+    pub fn announce(&mut self, blocks: usize) -> usize {
+        self.prefills += 1;
+        let params = TransferParams {
+            do_remote_prefill: true,
+            transfer_id: Some(format!("x-{}", self.prefills)),
+            remote_engine_id: Some("p".into()),
+            remote_host: Some("10.0.0.1".into()),
+            remote_port: Some(5680),
+            ..Default::default()
+        };
+        self.request(self.prefills, blocks, params, true)
+    }
+
+    /// P computes the prompt of a request that was announced, or aborts it, if it has room.
+    pub fn complete(&mut self, i: usize, abort: bool) {
+        let DRequest { prefill, blocks_total, unfinished, ref params, .. } = self.requests[i];
+        let id = params.transfer_id.clone();
+        if unfinished && self.compute(prefill, blocks_total, abort, id).is_some() {
+            self.requests.iter_mut().filter(|r| r.prefill == prefill).for_each(|r| r.unfinished = false);
+        }
+    }
+
+    fn request(&mut self, prefill: u32, blocks_total: usize, params: TransferParams, unfinished: bool) -> usize {
+        let id = request(format!("d-{prefill}"));
+        self.requests.push(DRequest {
+            id,
+            params,
+            prefill,
+            blocks_total,
+            local: None,
+            loading: false,
+            load_given: false,
+            ended: false,
+            unfinished,
+            outcome: None,
+        });
+        self.requests.len() - 1
+    }
+
+    /// None when P has no blocks left, else the params that it hands out, if any.
+    fn compute(
+        &mut self,
+        prefill: u32,
+        blocks: usize,
+        abort: bool,
+        transfer_id: Option<String>,
+    ) -> Option<Option<TransferParams>> {
         let windowed = blocks.min(WINDOW as usize / BLOCK_TOKENS as usize + 1);
         if self.p.free.len() < blocks + windowed {
             return None;
         }
-        self.prefills += 1;
-        let prefill = self.prefills;
         let full: Vec<u32> = (0..blocks).map(|_| self.p.free.remove(0)).collect();
         let tail: Vec<u32> = (0..windowed).map(|_| self.p.free.remove(0)).collect();
         for (position, &block) in full.iter().enumerate() {
@@ -219,31 +282,48 @@ impl Sim {
         let mut names = (0..).map(|n| request(format!("p-{n}")));
         let id = names.find(|name| !self.p.requests.contains_key(name)).unwrap();
         let padded: Vec<u32> = std::iter::repeat_n(0, blocks - windowed).chain(tail.iter().copied()).collect();
-        let asked = TransferParams { do_remote_decode: true, ..Default::default() };
+        let called = transfer_id.as_ref().map_or_else(|| id.clone(), request);
+        let asked = TransferParams { do_remote_decode: true, transfer_id, ..Default::default() };
         let outcome = if abort { FinishOutcome::Aborted } else { FinishOutcome::Complete };
         let tokens = blocks as u64 * u64::from(BLOCK_TOKENS);
         let lists = vec![Blocks::from(full.clone()), Blocks::from(padded)];
         let finish = self.p.scheduler.finished(&id, &asked, outcome, lists, tokens).unwrap();
         assert_eq!(finish.keep, !abort);
-        self.p.requests.insert(id.clone(), PRequest { blocks: [full, tail], kept: finish.keep });
+        self.p.requests.insert(id.clone(), PRequest { blocks: [full, tail], kept: finish.keep, called });
         if abort {
             self.p_free(&id);
         }
         self.p_step();
-        let params = finish.params?;
-        let id = request(format!("d-{prefill}"));
-        self.requests.push(DRequest {
-            id,
-            params,
-            prefill,
-            blocks_total: blocks,
-            local: None,
-            loading: false,
-            load_given: false,
-            ended: false,
-            outcome: None,
-        });
-        Some(self.requests.len() - 1)
+        self.p_tell();
+        Some(finish.params)
+    }
+
+    /// P's listener learns what has become of prefills.
+    fn p_tell(&mut self) {
+        while let Some(notice) = self.p.scheduler.poll_notice() {
+            match notice {
+                Notice::Ready(prefill) => self.p.directory.prefilled(prefill),
+                Notice::Gone(request) => self.p.directory.prefill_gone(request),
+            }
+        }
+        while let Some((asker, reply)) = self.p.directory.poll_answer() {
+            let number = u64::from_le_bytes(asker.try_into().unwrap());
+            self.told(AwaitId(number), &reply);
+        }
+    }
+
+    fn told(&mut self, number: AwaitId, reply: &[u8]) {
+        let Ok(HandshakeReply::Prefills { incarnation, mut ready, gone, .. }) = HandshakeReply::from_bytes(reply)
+        else {
+            panic!("not an answer to who awaits a prefill")
+        };
+        let result = match (ready.pop(), gone.len()) {
+            (Some(prefill), 0) => Ok((incarnation, prefill)),
+            (None, 1) => Err((Cause::LeaseExpired, "nothing is kept".into())),
+            other => panic!("one prefill was asked for: {other:?}"),
+        };
+        let soon = (self.now + self.delay).max(self.partition_until);
+        self.at(soon, Event::Prefilled(number, result));
     }
 
     /// Another request of D for the same prefill, as with several samples of one prompt.
@@ -258,6 +338,7 @@ impl Sim {
             loading: false,
             load_given: false,
             ended: false,
+            unfinished: r.unfinished,
             outcome: None,
         };
         self.requests.push(twin);
@@ -434,6 +515,7 @@ impl Sim {
                     self.p_free(id);
                 }
                 self.p.scheduler.on_report(&report);
+                self.p_tell();
             }
             Event::StepP(..) | Event::ReportP(..) => {}
             Event::ReportD(report) => self.report_d(&report),
@@ -450,6 +532,20 @@ impl Sim {
                     session.judge_bytes(&reply)
                 };
                 self.d.handle_handshake(now, id, result);
+            }
+            Event::Asked(number, request) => {
+                if now < self.down_until {
+                    let refused = Err((Cause::HandshakeFailed, "connection refused".into()));
+                    return self.d.handle_prefill(now, number, refused);
+                }
+                let ask = HandshakeRequest::Await { id: number.0, engine: engine("p"), requests: vec![request] };
+                let answer = self.p.directory.answer_to(&number.0.to_le_bytes(), &ask.to_bytes().unwrap());
+                answer.into_iter().for_each(|reply| self.told(number, &reply));
+            }
+            Event::Prefilled(number, result) => {
+                if self.awaited.remove(&number) {
+                    self.d.handle_prefill(now, number, result);
+                }
             }
             Event::Connected(key) => {
                 if self.connections.get(&key.connection).is_some_and(|c| c.open) {
@@ -577,7 +673,7 @@ impl Sim {
                 panic!("a producer only answers: {action:?}")
             };
             if let PeerMessage::Verdict { request, verdict: Verdict::Valid, serial } = &message {
-                let kept = self.p.requests.get(request).is_some_and(|r| r.kept);
+                let kept = self.p.requests.values().any(|r| r.kept && r.called == *request);
                 let again = !self.judged.insert((self.p.life, *serial));
                 assert!(kept || again, "{request} is found good when its blocks are free");
             }
@@ -598,6 +694,12 @@ impl Sim {
                 assert_eq!((name, host.as_str(), port, ranks.len()), (engine("p"), "10.0.0.1", 5680, 0));
                 self.at(soon, Event::Handshake(session, incarnation));
             }
+            Action::Await { number, engine: name, host, port, request } => {
+                assert_eq!((name, host.as_str(), port), (engine("p"), "10.0.0.1", 5680));
+                assert!(self.awaited.insert(number), "a wait's number is new");
+                self.at(soon, Event::Asked(number, request));
+            }
+            Action::Forget { number } => drop(self.awaited.remove(&number)),
             Action::Connect { peer, metadata } => {
                 assert_eq!(peer.incarnation, metadata.incarnation);
                 let life = metadata.incarnation.0 - 1_000;
@@ -673,6 +775,7 @@ impl Sim {
             assert_eq!(r.load_given, r.outcome.is_some(), "{}: a terminal report for every load", r.id);
         }
         assert!(self.transfers.is_empty());
+        assert!(self.awaited.is_empty(), "the consumer waits for nothing that it does not want");
         assert_eq!(self.d.gauges(), Default::default(), "the consumer has forgotten everything");
         assert_eq!(self.p.worker.gauges(), Default::default(), "the producer has forgotten everything");
         assert_eq!((self.d_scheduler.receiving(), self.p.scheduler.sending()), (0, 0));

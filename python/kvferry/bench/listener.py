@@ -37,7 +37,7 @@ def _query() -> bytes:
     import msgpack
 
     body = {"query": {"id": 7, "engine": "bench", "ranks": []}}
-    message: bytes = msgpack.packb({"magic": "kvferry", "version": 3, "kind": "handshake_request", "body": body})
+    message: bytes = msgpack.packb({"magic": "kvferry", "version": 4, "kind": "handshake_request", "body": body})
     return bytes([0, len(message)]) + message
 
 

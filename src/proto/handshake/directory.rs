@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 use serde_bytes::Bytes;
 
+use super::prefills::{Asker, Prefills, Told};
 use crate::error::{Error, ErrorKind, Result};
-use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REPLY_BYTES};
 use crate::proto::wire::{
-    self, EngineShape, HandshakeReply, HandshakeRequest, Message, RankMetadata, RefusalCode, kind,
+    self, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RankMetadata, RefusalCode, kind,
 };
 
 /// Whether ranks may bring their metadata over the network.
@@ -22,8 +23,8 @@ pub enum Pushes {
     Accepted,
 }
 
-/// What a listener knows: its engine and the encoded metadata of every rank. Holds one copy of each rank's bytes and
-/// nothing per query or per block.
+/// What a listener knows: its engine, the encoded metadata of every rank, and prefills that are awaited. Holds one copy of
+/// each rank's bytes, nothing per query, and block ids of named prefills as long as their blocks are kept.
 #[derive(Debug, Clone)]
 pub struct Directory {
     engine: EngineId,
@@ -31,10 +32,18 @@ pub struct Directory {
     shape: EngineShape,
     pushes: Pushes,
     ranks: BTreeMap<RankId, Vec<u8>>,
+    prefills: Prefills,
 }
 
 /// A refusal before it has its request's id.
 struct Refusal(RefusalCode, String);
+
+impl Refusal {
+    fn encode(self, id: u64) -> Vec<u8> {
+        let Refusal(code, message) = self;
+        HandshakeReply::Refused { id, code, message }.to_bytes().unwrap_or_default()
+    }
+}
 
 /// [`HandshakeReply::Ranks`] with the blobs borrowed, so that an answer copies each once, into the reply.
 #[derive(Serialize)]
@@ -64,7 +73,7 @@ impl Directory {
         if incarnation == Incarnation(0) {
             return Err(Error::invalid("an engine's incarnation is never 0; draw it at random at each start"));
         }
-        Ok(Directory { engine, incarnation, shape, pushes, ranks: BTreeMap::new() })
+        Ok(Directory { engine, incarnation, shape, pushes, ranks: BTreeMap::new(), prefills: Prefills::default() })
     }
 
     /// The engine served.
@@ -150,20 +159,75 @@ impl Directory {
         Ok(decoded.rank)
     }
 
+    /// A prefill is over and its blocks are kept: who awaits it is told.
+    pub fn prefilled(&mut self, prefill: Prefill) {
+        self.prefills.ready(prefill);
+    }
+
+    /// Nothing is kept of a prefill (any more): who awaits it is told.
+    pub fn prefill_gone(&mut self, request: RequestId) {
+        self.prefills.gone(request);
+    }
+
+    /// The next answer that was left open by [`Directory::answer_to`], and for whom it is.
+    pub fn poll_answer(&mut self) -> Option<(Asker, Vec<u8>)> {
+        let (asker, told) = self.prefills.pop_due()?;
+        Some((asker, self.told(told)))
+    }
+
     /// Answers one request, whatever its bytes are. Empty only if the answer cannot be encoded, which does not happen
-    /// for lack of anything in the request.
+    /// for lack of anything in the request. Who awaits prefills of which none is over is told so.
     pub fn answer(&mut self, request: &[u8]) -> Vec<u8> {
+        self.answer_or_wait(None, request).unwrap_or_default()
+    }
+
+    /// As [`Directory::answer`]; but who awaits prefills of which none is over, `None`, gets exactly one answer from
+    /// [`Directory::poll_answer`]: when one is, or when the same `asker` awaits prefills again.
+    pub fn answer_to(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>> {
+        self.answer_or_wait(Some(asker), request)
+    }
+
+    fn answer_or_wait(&mut self, asker: Option<&[u8]>, request: &[u8]) -> Option<Vec<u8>> {
         let (id, outcome) = match self.read(request) {
-            Ok(HandshakeRequest::Query { id, .. }) if request.len() > MAX_QUERY_BYTES => {
+            Ok(HandshakeRequest::Query { id, .. } | HandshakeRequest::Await { id, .. })
+                if request.len() > MAX_QUERY_BYTES =>
+            {
                 (id, Err(too_long(request.len())))
             }
             Ok(HandshakeRequest::Query { id, engine, ranks }) => (id, self.query(id, engine, &ranks)),
             Ok(HandshakeRequest::Push { id, expected, metadata }) => (id, self.push(id, expected, metadata.into_vec())),
+            Ok(HandshakeRequest::Await { id, engine, requests }) => match self.check_engine(&engine) {
+                Ok(()) => {
+                    let told = self.prefills.ask(asker, id, requests)?;
+                    (id, Ok(self.told(told)))
+                }
+                Err(refusal) => (id, Err(refusal)),
+            },
             Err(refusal) => (0, Err(refusal)),
         };
-        outcome.unwrap_or_else(|Refusal(code, message)| {
-            HandshakeReply::Refused { id, code, message }.to_bytes().unwrap_or_default()
-        })
+        Some(outcome.unwrap_or_else(|refusal| refusal.encode(id)))
+    }
+
+    fn told(&self, Told { id, ready, gone }: Told) -> Vec<u8> {
+        let (engine, incarnation) = (self.engine.clone(), self.incarnation);
+        HandshakeReply::Prefills { id, engine, incarnation, ready, gone }
+            .to_bytes()
+            .unwrap_or_else(|e| Refusal(RefusalCode::TooLarge, e.message().into()).encode(id))
+    }
+
+    fn check_engine(&self, wanted: &EngineId) -> Result<(), Refusal> {
+        if *wanted == self.engine {
+            return Ok(());
+        }
+        Err(Refusal(
+            RefusalCode::WrongEngine,
+            format!(
+                "engine {:?} was asked for, engine {:?} listens here; check the host and port in the request's \
+                 kv_transfer_params",
+                wanted.as_str(),
+                self.engine.as_str()
+            ),
+        ))
     }
 
     fn read(&self, request: &[u8]) -> Result<HandshakeRequest, Refusal> {
@@ -177,16 +241,8 @@ impl Directory {
     }
 
     fn query(&self, id: u64, engine: Option<EngineId>, ranks: &[RankId]) -> Result<Vec<u8>, Refusal> {
-        if let Some(wanted) = engine.filter(|wanted| *wanted != self.engine) {
-            return Err(Refusal(
-                RefusalCode::WrongEngine,
-                format!(
-                    "engine {:?} was asked for, engine {:?} listens here; check the host and port in the request's \
-                     kv_transfer_params",
-                    wanted.as_str(),
-                    self.engine.as_str()
-                ),
-            ));
+        if let Some(wanted) = engine {
+            self.check_engine(&wanted)?;
         }
         if let Some(rank) = ranks.iter().find(|rank| !self.shape.contains(**rank)) {
             return Err(Refusal(

@@ -65,9 +65,9 @@ impl Session {
     pub fn judge(&self, reply: HandshakeReply) -> Result<HandshakeOutcome, HandshakeFailure> {
         match reply {
             HandshakeReply::Refused { id, code, message } => Err(self.refused(id, code, &message)),
-            HandshakeReply::Pushed { .. } => Err(fail(
+            HandshakeReply::Pushed { .. } | HandshakeReply::Prefills { .. } => Err(fail(
                 Cause::HandshakeFailed,
-                format!("engine {} answered a query as if it were a push", self.engine),
+                format!("engine {} answered a query as if it were something else", self.engine),
             )),
             HandshakeReply::Ranks { id, engine, incarnation, shape, ranks } => {
                 self.check_id(id)?;

@@ -10,6 +10,7 @@
 //! | the request ended | [`Scheduler::finished`] | both | producer: grant or drop; consumer: release or abort |
 //! | a step is scheduled | [`Scheduler::build_step`] | both | hands out what the calls above queued |
 //! | workers reported | [`Scheduler::on_report`] | both | requests that are over are forgotten |
+//! | after `finished` and `on_report` | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
 //!
 //! A consumer's request is remembered from its first call until `finished` was called and no load is under way; a
 //! producer's from `finished` until its sending is over. So the machine holds no more than the engine does.
@@ -17,7 +18,7 @@
 mod config;
 mod params;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use serde::Serialize;
 
@@ -27,7 +28,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::proto::aggregate::Outcome;
 use crate::proto::ids::RequestId;
 use crate::proto::plan::Holding;
-use crate::proto::wire::{Blocks, Grant, Hold, Load, Release, Remote, StepMetadata, TransferParams, WorkerReport};
+use crate::proto::wire::{
+    Blocks, Grant, Hold, Load, Prefill, Release, Remote, StepMetadata, TransferParams, WorkerReport,
+};
 
 /// What can be loaded for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -55,6 +58,15 @@ pub struct Finish {
     pub keep: bool,
     /// Producer: what to hand to the decoder.
     pub params: Option<TransferParams>,
+}
+
+/// What consumers that await a prefill are to be told of it, by its `transfer_id`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Notice {
+    /// It is over, and its blocks are kept.
+    Ready(Prefill),
+    /// Nothing is kept of it (any more).
+    Gone(RequestId),
 }
 
 /// Where a consumer's request stands.
@@ -105,7 +117,11 @@ pub struct Scheduler {
     config: SchedulerConfig,
     address: Option<(String, u16)>,
     recvs: HashMap<RequestId, Recv>,
-    sends: HashSet<RequestId>,
+    /// Finished prefills that are kept, with their `transfer_id`.
+    sends: HashMap<RequestId, Option<RequestId>>,
+    /// What consumers call them.
+    called: HashSet<RequestId>,
+    notices: VecDeque<Notice>,
     /// The last lease granted.
     lease_id: u64,
     step: StepMetadata,
@@ -120,7 +136,9 @@ impl Scheduler {
             config,
             address: None,
             recvs: HashMap::new(),
-            sends: HashSet::new(),
+            sends: HashMap::new(),
+            called: HashSet::new(),
+            notices: VecDeque::new(),
             lease_id: 0,
             step: StepMetadata::default(),
             stats: SchedulerStats::default(),
@@ -197,7 +215,9 @@ impl Scheduler {
         }
         params::remote(request, params)?;
         params::held_tokens(request, params, &self.config, prompt_tokens)?;
-        params::remote_blocks(request, params)?;
+        if !params::awaits(params) {
+            params::remote_blocks(request, params)?;
+        }
         let tokens = self.config.handed_over(prompt_tokens).saturating_sub(computed_tokens);
         Ok(Match { tokens, asynchronous: tokens > 0 })
     }
@@ -231,7 +251,8 @@ impl Scheduler {
             self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Over });
             return Ok(());
         }
-        let remote_blocks = params::remote_blocks(request, params)?;
+        let awaits = params::awaits(params);
+        let remote_blocks = if awaits { Vec::new() } else { params::remote_blocks(request, params)? };
         let remote_tokens = params::held_tokens(request, params, &self.config, prompt_tokens)?;
         let end = self.config.handed_over(prompt_tokens);
         if local_blocks.len() != self.config.groups.len() {
@@ -253,6 +274,7 @@ impl Scheduler {
             remote_blocks: remote_blocks.into_iter().map(Blocks::from).collect(),
             tokens: (start.unwrap_or(0), end),
             remote_tokens,
+            awaits,
             null_block: self.config.null_block,
             window_only: !self.config.reuses_blocks,
             refused,
@@ -267,7 +289,8 @@ impl Scheduler {
     /// hold.
     ///
     /// - Producer, `do_remote_decode`, complete: the blocks are kept, a lease is granted with the next step, and the
-    ///   params for the decoder come back. In any other outcome, or without blocks, nothing is kept.
+    ///   params for the decoder come back. In any other outcome, or without blocks, nothing is kept. With a `transfer_id`
+    ///   that is what consumers call it, and those that await it are told ([`Scheduler::poll_notice`]).
     /// - Consumer: a request without a load gives the producer's blocks back; one that is being loaded is aborted, and
     ///   its blocks must stay until its terminal report; one that was loaded owes nothing. Params that name no producer
     ///   have nothing to give back and are no error here.
@@ -313,7 +336,15 @@ impl Scheduler {
         if !params.do_remote_decode {
             return Ok(Finish::default());
         }
-        self.finished_prefill(request, outcome, &blocks, computed_tokens)
+        let name = params::name(request, params)?;
+        let finish = self.finished_prefill(request, name.as_ref(), outcome, &blocks, computed_tokens);
+        self.notices.extend(name.filter(|name| !self.called.contains(name)).map(Notice::Gone));
+        finish
+    }
+
+    /// The next thing to tell consumers that await prefills.
+    pub fn poll_notice(&mut self) -> Option<Notice> {
+        self.notices.pop_front()
     }
 
     /// The work for the next step, for every worker alike. Each piece of work is handed out once.
@@ -334,7 +365,9 @@ impl Scheduler {
 
     fn over(&mut self, sending: &[RequestId], recving: &[RequestId]) {
         for request in sending {
-            self.sends.remove(request);
+            let Some(name) = self.sends.remove(request) else { continue };
+            self.called.remove(name.as_ref().unwrap_or(request));
+            self.notices.extend(name.map(Notice::Gone));
         }
         for request in recving {
             let Some(recv) = self.recvs.get_mut(request) else { continue };
@@ -359,19 +392,30 @@ impl Scheduler {
     fn finished_prefill(
         &mut self,
         request: &RequestId,
+        name: Option<&RequestId>,
         outcome: FinishOutcome,
         blocks: &[Blocks],
         computed_tokens: u64,
     ) -> Result<Finish> {
-        if self.sends.contains(request) {
+        if self.sends.contains_key(request) {
             return Err(Error::new(
                 ErrorKind::AlreadyExists,
                 format!("request {request} has finished already, and its blocks are kept for a decoder"),
             ));
         }
+        let called = name.unwrap_or(request);
+        if self.called.contains(called) {
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                format!(
+                    "request {request}: a request of transfer_id {called} has finished already, and its blocks are kept for \
+                     a decoder; give each request a transfer_id of its own"
+                ),
+            ));
+        }
         if outcome == FinishOutcome::Aborted {
             self.stats.drops += 1;
-            self.step.dropped.push(request.clone());
+            self.step.dropped.push(called.clone());
             return Ok(Finish::default());
         }
         if blocks.len() != self.config.groups.len() {
@@ -381,7 +425,7 @@ impl Scheduler {
                 blocks.len()
             )));
         }
-        let offered: Vec<Vec<i64>> = self
+        let offered: Vec<Vec<u32>> = self
             .config
             .groups
             .iter()
@@ -393,13 +437,13 @@ impl Scheduler {
                 params::needed(group, list, computed_tokens)
                     .iter()
                     .skip_while(|&&id| self.config.null_block == Some(id))
-                    .map(|&id| i64::from(id))
+                    .copied()
                     .collect()
             })
             .collect();
         if offered.iter().all(Vec::is_empty) {
             self.stats.drops += 1;
-            self.step.dropped.push(request.clone());
+            self.step.dropped.push(called.clone());
             return Ok(Finish::default());
         }
         let Some((host, port)) = &self.address else {
@@ -414,10 +458,11 @@ impl Scheduler {
             do_remote_decode: false,
             remote_engine_id: Some(self.config.engine_id.to_string()),
             remote_incarnation: Some(self.config.incarnation.to_string()),
-            remote_request_id: Some(request.to_string()),
+            transfer_id: None,
+            remote_request_id: Some(called.to_string()),
             remote_host: Some(host.clone()),
             remote_port: Some(i64::from(*port)),
-            remote_block_ids: Some(offered),
+            remote_block_ids: Some(offered.iter().map(|ids| ids.iter().map(|&id| i64::from(id)).collect()).collect()),
             remote_num_tokens: i64::try_from(computed_tokens).ok(),
             remote_lease_ms: i64::try_from(self.config.lease_ms).ok(),
             remote_lease_id: i64::try_from(self.lease_id).ok(),
@@ -428,10 +473,16 @@ impl Scheduler {
         };
         let (lease_ms, lease_id) = (self.config.lease_ms, self.lease_id);
         // An earlier request of this name, dropped in this very step: workers take grants before drops.
-        self.step.dropped.retain(|dropped| dropped != request);
+        self.step.dropped.retain(|dropped| dropped != called);
         self.stats.grants += 1;
-        self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id });
-        self.sends.insert(request.clone());
+        if let Some(name) = name {
+            let blocks = offered.into_iter().map(Blocks::from).collect();
+            let prefill = Prefill { request: name.clone(), blocks, tokens: computed_tokens, lease_ms, lease_id };
+            self.notices.push_back(Notice::Ready(prefill));
+        }
+        self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id, name: name.cloned() });
+        self.sends.insert(request.clone(), name.cloned());
+        self.called.insert(called.clone());
         Ok(Finish { keep: true, params: Some(params) })
     }
 }

@@ -28,31 +28,45 @@ pub(super) fn check_roles(request: &RequestId, params: &TransferParams) -> Resul
     Ok(())
 }
 
-/// Where the request was prefilled. Names every missing key at once.
+/// Whether the prefill engine was asked at the same time, so that the rest is to be asked of it.
+pub(super) fn awaits(params: &TransferParams) -> bool {
+    params.transfer_id.is_some() && params.remote_request_id.is_none() && params.remote_block_ids.is_none()
+}
+
+/// The name under which consumers know a request that is prefilled here, if they were given one.
+pub(super) fn name(request: &RequestId, params: &TransferParams) -> Result<Option<RequestId>> {
+    let name = params.transfer_id.as_ref().map(RequestId::new).transpose();
+    name.map_err(|e| bad(request, format_args!("transfer_id: {e}")))
+}
+
+/// Where the request was, or is being, prefilled. Names every missing key at once.
 pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Remote> {
     check_roles(request, params)?;
+    let awaits = awaits(params);
+    let named = if awaits { params.transfer_id.as_ref() } else { params.remote_request_id.as_ref() };
     let missing: Vec<&str> = [
         ("remote_engine_id", params.remote_engine_id.is_none()),
-        ("remote_request_id", params.remote_request_id.is_none()),
+        ("remote_request_id", named.is_none()),
         ("remote_host", params.remote_host.is_none()),
         ("remote_port", params.remote_port.is_none()),
-        ("remote_block_ids", params.remote_block_ids.is_none()),
+        ("remote_block_ids", params.remote_block_ids.is_none() && !awaits),
     ]
     .into_iter()
     .filter_map(|(key, missing)| missing.then_some(key))
     .collect();
-    let (Some(engine), Some(remote_request), Some(host), Some(port), Some(_)) = (
-        params.remote_engine_id.as_ref(),
-        params.remote_request_id.as_ref(),
-        params.remote_host.as_ref(),
-        params.remote_port,
-        params.remote_block_ids.as_ref(),
-    ) else {
+    let (Some(engine), Some(remote_request), Some(host), Some(port), true) =
+        (params.remote_engine_id.as_ref(), named, params.remote_host.as_ref(), params.remote_port, missing.is_empty())
+    else {
+        let remedy = if awaits {
+            "a proxy that asks both engines at once takes them from an earlier answer of the prefill engine"
+        } else {
+            "the proxy must pass on the kv_transfer_params of the prefill engine's answer unchanged, or name the request to \
+             both engines at once by transfer_id"
+        };
         return Err(bad(
             request,
             format_args!(
-                "do_remote_prefill needs {}, which {} missing; the proxy must pass on the kv_transfer_params of the \
-                 prefill engine's answer unchanged",
+                "do_remote_prefill needs {}, which {} missing; {remedy}",
                 missing.join(", "),
                 if missing.len() == 1 { "is" } else { "are" }
             ),
@@ -110,7 +124,10 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
     Ok(Remote {
         engine: EngineId::new(engine).map_err(|e| bad(request, format_args!("remote_engine_id: {e}")))?,
         incarnation,
-        request: RequestId::new(remote_request).map_err(|e| bad(request, format_args!("remote_request_id: {e}")))?,
+        request: RequestId::new(remote_request).map_err(|e| {
+            let key = if awaits { "transfer_id" } else { "remote_request_id" };
+            bad(request, format_args!("{key}: {e}"))
+        })?,
         host: host.clone(),
         port,
         lease_ms,

@@ -6,7 +6,7 @@ use super::scan::scan;
 use crate::error::{Error, ErrorKind, Result};
 
 /// The protocol version of this build. Raised when a message changes in a way that an older reader would misread.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// How deeply an incoming message may nest; ours nest at most 8 levels.
 pub const MAX_DEPTH: usize = 32;

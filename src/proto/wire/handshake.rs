@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::metadata::Blob;
-use crate::proto::ids::{EngineId, Incarnation, RankId};
-use crate::proto::wire::EngineShape;
+use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
+use crate::proto::wire::{Blocks, EngineShape};
 
 /// What a client sends to the listener.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,6 +28,30 @@ pub enum HandshakeRequest {
         /// The encoded `RankMetadata`.
         metadata: Blob,
     },
+    /// Asks to be told when prefills are over. Answered when one of them is, or when the same client asks again.
+    Await {
+        /// Echoed in the reply.
+        id: u64,
+        /// The engine that the client expects here.
+        engine: EngineId,
+        /// The prefills, by their `transfer_id`.
+        requests: Vec<RequestId>,
+    },
+}
+
+/// A prefill that is over, for who awaited it: what `kv_transfer_params` tell else.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Prefill {
+    /// Its `transfer_id`, by which the producer's ranks know it.
+    pub request: RequestId,
+    /// Per KV-cache group of the producer, its block ids.
+    pub blocks: Vec<Blocks>,
+    /// Tokens whose cache the blocks hold.
+    pub tokens: u64,
+    /// The lease granted, in milliseconds.
+    pub lease_ms: u64,
+    /// Which of the producer's grants it is, from 1.
+    pub lease_id: u64,
 }
 
 /// One rank's encoded `RankMetadata`.
@@ -87,6 +111,19 @@ pub enum HandshakeReply {
         id: u64,
         /// Ranks still missing.
         missing: u32,
+    },
+    /// Prefills that were awaited and are over; none if the client has asked again.
+    Prefills {
+        /// The id of the request that awaited them.
+        id: u64,
+        /// The engine.
+        engine: EngineId,
+        /// This life of the engine.
+        incarnation: Incarnation,
+        /// Those whose blocks are kept.
+        ready: Vec<Prefill>,
+        /// Those of which nothing is kept (any more).
+        gone: Vec<RequestId>,
     },
     /// No.
     Refused {

@@ -21,7 +21,7 @@ pub(crate) use batch::requests;
 pub use blocks::Blocks;
 pub(crate) use codec::begins_as;
 pub use codec::{MAX_DEPTH, VERSION, decode, encode};
-pub use handshake::{HandshakeReply, HandshakeRequest, RankBlob, RefusalCode};
+pub use handshake::{HandshakeReply, HandshakeRequest, Prefill, RankBlob, RefusalCode};
 pub use message::{Message, kind};
 pub use metadata::{AgentMetadata, CompatField, EngineShape, MemoryKind, RankMetadata, RegionMetadata};
 pub use params::TransferParams;

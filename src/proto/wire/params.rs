@@ -12,6 +12,10 @@ pub struct TransferParams {
     /// True in what a prefill engine is given: keep the blocks for a decoder.
     #[serde(default)]
     pub do_remote_decode: bool,
+    /// What a proxy that asks both engines at once calls the request, instead of waiting for the prefill engine's answer: the
+    /// same in what either is given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub transfer_id: Option<String>,
     /// Producer engine id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote_engine_id: Option<String>,

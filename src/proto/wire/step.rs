@@ -37,6 +37,9 @@ pub struct Grant {
     /// Which grant of this engine it is, from 1.
     #[serde(default)]
     pub lease_id: u64,
+    /// What consumers call it, if not by the request's id.
+    #[serde(default)]
+    pub name: Option<RequestId>,
 }
 
 /// Consumer: a request with a remote prefill has arrived; connect early and keep its lease alive.
@@ -57,12 +60,16 @@ pub struct Load {
     pub remote: Remote,
     /// Per KV-cache group of this engine, the ids of the blocks to fill, see [`Wanted::local`].
     pub local_blocks: Vec<Blocks>,
-    /// Per KV-cache group of the producer, its block ids, see [`Wanted::remote`].
+    /// Per KV-cache group of the producer, its block ids, see [`Wanted::remote`]. Empty if they are to be awaited.
     pub remote_blocks: Vec<Blocks>,
     /// The tokens to load: from the first up to, not including, the second.
     pub tokens: (u64, u64),
     /// Tokens that the producer's blocks hold.
     pub remote_tokens: u64,
+    /// Whether the prefill may still be under way: its blocks, tokens and lease are asked of the producer's listener, which
+    /// tells when it is over.
+    #[serde(default)]
+    pub awaits: bool,
     /// The id that stands for no block.
     pub null_block: Option<u32>,
     /// See [`Wanted::window_only`].
@@ -102,7 +109,7 @@ pub struct StepMetadata {
     /// Producer: leases granted.
     #[serde(default)]
     pub grants: Vec<Grant>,
-    /// Producer: requests that ended without a hand-over; early messages about them are answered `Unknown`.
+    /// Producer: requests that ended without a hand-over, as consumers call them; early messages about them are answered `Unknown`.
     #[serde(default)]
     pub dropped: Vec<RequestId>,
     /// Consumer: leases to keep alive from now on.

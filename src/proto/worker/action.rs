@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::plan::CopyPlan;
 use crate::proto::time::Time;
 use crate::proto::wire::{AgentMetadata, PeerMessage};
@@ -14,6 +14,10 @@ pub struct SessionId(pub u64);
 /// One rank's read for one load. Never used twice by one machine, so that a late completion is nobody's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferToken(pub u64);
+
+/// One wait for a prefill. Never used twice by one machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AwaitId(pub u64);
 
 /// A producer rank that this machine had connected. `connection` differs for every [`Action::Connect`] of one machine,
 /// also to the same rank, so that an event of an earlier connection is nobody's.
@@ -87,6 +91,24 @@ pub enum Action {
         port: u16,
         /// The ranks wanted; empty means all (which ranks are needed depends on the shape that the answer tells).
         ranks: Vec<RankId>,
+    },
+    /// Await a prefill at its engine's listener; answer with `handle_prefill`.
+    Await {
+        /// Echoed in the answer.
+        number: AwaitId,
+        /// The engine that is expected there.
+        engine: EngineId,
+        /// Host of the engine's listener.
+        host: String,
+        /// Port of the engine's listener.
+        port: u16,
+        /// The prefill's `transfer_id`.
+        request: RequestId,
+    },
+    /// The answer to this [`Action::Await`] is of no use any more.
+    Forget {
+        /// As in the `Await`.
+        number: AwaitId,
     },
     /// Connect; answer with `handle_connected` or `handle_peer_lost`.
     Connect {

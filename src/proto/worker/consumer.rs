@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use super::action::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
+use super::action::{Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
 use super::config::{WorkerConfig, ms};
 use super::life::Life;
 use super::load::{LoadState, Phase, Read};
@@ -15,11 +15,12 @@ use super::outbox::Outbox;
 use super::sessions::{Due, Joined, Session, Sessions, State, Ticket};
 use super::timers::Deadlines;
 use crate::error::ErrorKind;
+use crate::proto::geometry::GroupKind;
 use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
-use crate::proto::ids::RequestId;
+use crate::proto::ids::{Incarnation, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::time::Time;
-use crate::proto::wire::{Cause, Hold, Load, PeerMessage, RankMetadata, Reader, Release, Remote, Verdict};
+use crate::proto::wire::{Cause, Hold, Load, PeerMessage, Prefill, RankMetadata, Reader, Release, Remote, Verdict};
 
 #[derive(Debug)]
 enum Kind {
@@ -157,11 +158,80 @@ impl Consumer {
                 self.join_session(now, ticket, true, out);
             }
             self.fail(now, ticket, Cause::InvalidRequest, text, out);
-        } else if joined {
+            return;
+        }
+        self.await_prefill(now, ticket, out);
+        if joined {
             self.progress(now, ticket, None, out);
         } else {
             self.join(now, ticket, true, out);
         }
+    }
+
+    /// Asks for what is not known of a load yet.
+    fn await_prefill(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
+        let Some(Want { kind: Kind::Load(load), remote, .. }) = self.wants.get(&ticket) else { return };
+        if !load.load.awaits {
+            return;
+        }
+        self.deadlines.set(Timer::Load(ticket), now + ms(self.config.hold_timeout_ms));
+        out.push(Action::Await {
+            number: AwaitId(ticket),
+            engine: remote.engine.clone(),
+            host: remote.host.clone(),
+            port: remote.port,
+            request: remote.request.clone(),
+        });
+    }
+
+    /// A prefill that a load awaits is over, by the word of this life of its engine.
+    pub(super) fn prefilled(
+        &mut self,
+        now: Time,
+        AwaitId(ticket): AwaitId,
+        result: Result<(Incarnation, Prefill), (Cause, String)>,
+        out: &mut Outbox,
+    ) {
+        let Some(want) = self.wants.get_mut(&ticket) else { return };
+        let Kind::Load(load) = &mut want.kind else { return };
+        if !load.load.awaits || load.failure.is_some() {
+            return;
+        }
+        let (incarnation, prefill) = match result {
+            Ok(prefill) => prefill,
+            Err((cause, message)) => return self.fail(now, ticket, cause, message, out),
+        };
+        let session = want.session.and_then(|id| self.sessions.get(id));
+        let connected_to = session.and_then(|session| session.incarnation).or(want.remote.incarnation);
+        if let Some(other) = connected_to.filter(|other| *other != incarnation) {
+            let text = format!(
+                "engine {} restarted: this rank is connected to incarnation {other}, the prefill is of {incarnation}",
+                want.remote.engine
+            );
+            return self.fail(now, ticket, Cause::PeerDied, text, out);
+        }
+        let end = load.load.tokens.1;
+        let stateful = |local: &Arc<RankMetadata>| local.geometry.groups.iter().any(|g| g.kind == GroupKind::State);
+        if prefill.tokens < end || prefill.tokens != end && self.local.as_ref().is_some_and(stateful) {
+            let text = format!(
+                "the producer holds {} tokens, {end} are to be loaded; send both engines the same prompt",
+                prefill.tokens
+            );
+            return self.fail(now, ticket, Cause::InvalidRequest, text, out);
+        }
+        (want.remote.incarnation, want.remote.lease_id) = (Some(incarnation), prefill.lease_id);
+        let (known, granted) = (want.remote.lease_ms, prefill.lease_ms);
+        want.remote.lease_ms = granted;
+        load.prefilled(now, prefill);
+        self.deadlines.cancel(&Timer::Load(ticket));
+        // A shorter lease than was thought is kept alive more often.
+        if granted < known
+            && std::mem::take(&mut want.beating)
+            && let Some(id) = want.session
+        {
+            self.sessions.stop_beat(id, &want.remote.request);
+        }
+        self.progress(now, ticket, None, out);
     }
 
     pub(super) fn release(&mut self, now: Time, release: Release, out: &mut Outbox) {
@@ -335,6 +405,9 @@ impl Consumer {
                         Phase::Confirming => {
                             format!("no verdict within {} ms of the read", self.config.verdict_timeout_ms)
                         }
+                        _ if load.load.awaits => {
+                            format!("the prefill was not over within {} ms", self.config.hold_timeout_ms)
+                        }
                         _ => format!("the read took longer than {} ms", self.config.transfer_timeout_ms),
                     };
                     self.fail(now, ticket, Cause::Timeout, text, out);
@@ -415,6 +488,8 @@ impl Consumer {
                 return;
             }
             Kind::Load(load) if load.failure.is_some() => return,
+            // As a hold.
+            Kind::Load(load) if load.load.awaits => None,
             Kind::Load(load) => Some(load.phase != Phase::Waiting),
             Kind::Hold => None,
         };
@@ -512,6 +587,9 @@ impl Consumer {
         if load.failure.is_none() {
             load.failure = Some((cause, message));
             self.deadlines.cancel(&Timer::Load(ticket));
+            if load.load.awaits {
+                out.push(Action::Forget { number: AwaitId(ticket) });
+            }
             for token in load.in_flight() {
                 out.push(Action::Cancel { token });
             }

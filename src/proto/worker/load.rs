@@ -5,12 +5,12 @@ use super::life::Receive;
 use crate::proto::ids::{EngineId, RequestId};
 use crate::proto::stats::Stats;
 use crate::proto::time::Time;
-use crate::proto::wire::{Blocks, Cause, Load, RecvFailure, RecvRecord, Remote};
+use crate::proto::wire::{Blocks, Cause, Load, Prefill, RecvFailure, RecvRecord, Remote};
 
 /// Where a load stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// No rank is connected yet; nothing is posted.
+    /// No rank is connected yet, or the prefill is awaited; nothing is posted.
     Waiting,
     /// Transfers are under way, or ranks to read from still being connected to, or transfers winding down after a failure.
     Reading,
@@ -38,7 +38,7 @@ pub(super) struct LoadState {
     pub(super) serial: Option<u64>,
     /// The first thing that went wrong.
     pub(super) failure: Option<(Cause, String)>,
-    /// When the worker first heard of the request, by a hold or by this load.
+    /// When the worker first heard of the request, by a hold or by this load, or of the end of the prefill that it awaited.
     known: Time,
     arrived: Time,
     /// When the reads from its first ranks were planned.
@@ -73,6 +73,13 @@ impl LoadState {
             bytes: 0,
             operations: 0,
         }
+    }
+
+    /// The prefill that was awaited is over. What was before that is none of the hand-over's time.
+    pub(super) fn prefilled(&mut self, now: Time, prefill: Prefill) {
+        let Prefill { blocks, tokens, .. } = prefill;
+        (self.load.awaits, self.load.remote_blocks, self.load.remote_tokens) = (false, blocks, tokens);
+        (self.known, self.arrived) = (now, now);
     }
 
     /// Transfers that may still touch memory.
@@ -211,6 +218,7 @@ mod tests {
             tokens: (0, 0),
             remote_tokens: 0,
             null_block: None,
+            awaits: false,
             window_only: false,
             refused: None,
         };

@@ -17,7 +17,7 @@
 //! **Consumer.** A hold handshakes, connects and sends heartbeats. A load does what is missing of that, reads, says
 //! `Done`, and is reported in `finished_recving` when every producer rank has answered `Valid`; in any other case it is
 //! reported in `failed_recving` too. A report comes exactly once per load, and only when none of its transfers can touch
-//! memory any more. A release tells the producer and is not reported.
+//! memory any more. A load whose prefill may still be under way holds until that is over. A release tells the producer and is not reported.
 
 mod action;
 mod config;
@@ -31,14 +31,15 @@ mod timers;
 
 use std::sync::Arc;
 
-pub use action::{Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
+pub use action::{Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
 pub use config::WorkerConfig;
 pub use life::{LeaseEnd, Life, Receive};
 
 use crate::error::Result;
 use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
+use crate::proto::ids::Incarnation;
 use crate::proto::time::Time;
-use crate::proto::wire::{Cause, PeerMessage, RankMetadata, StepMetadata, WorkerReport};
+use crate::proto::wire::{Cause, PeerMessage, Prefill, RankMetadata, StepMetadata, WorkerReport};
 use consumer::Consumer;
 use outbox::Outbox;
 use producer::{Producer, Said};
@@ -161,6 +162,18 @@ impl Worker {
     ) {
         let now = self.advance(now);
         self.consumer.handshake(now, session, result, &mut self.out);
+    }
+
+    /// The answer to [`Action::Await`]: the prefill, and the life of the engine that told it; or why there is none. Ignored
+    /// when nobody waits for it any more.
+    pub fn handle_prefill(
+        &mut self,
+        now: Time,
+        number: AwaitId,
+        result: Result<(Incarnation, Prefill), (Cause, String)>,
+    ) {
+        let now = self.advance(now);
+        self.consumer.prefilled(now, number, result, &mut self.out);
     }
 
     /// [`Action::Connect`] succeeded: transfers and messages can be given for the peer.

@@ -27,6 +27,8 @@ type Readers = HashMap<Reader, Vec<u64>>;
 
 #[derive(Debug)]
 struct Lease {
+    /// What this engine calls it; leases are found by what consumers call it.
+    request: RequestId,
     id: u64,
     length: Duration,
     /// How many readers will be heard from, as far as they have said.
@@ -105,10 +107,15 @@ impl Producer {
     /// A request's blocks are kept from now on. A grant for a lease that still holds renews it; one for a request that
     /// is over starts anew.
     pub(super) fn grant(&mut self, now: Time, grant: Grant, out: &mut Outbox) {
-        let Grant { request, lease_ms, lease_id } = grant;
+        let Grant { request: own, lease_ms, lease_id, name } = grant;
         if self.closed {
-            out.report.finished_sending.push(request);
+            out.report.finished_sending.push(own);
             return;
+        }
+        let request = name.unwrap_or_else(|| own.clone());
+        // The scheduler side gives no name twice.
+        if self.leases.get(&request).is_some_and(|lease| lease.request != own) {
+            self.end(now, &request, LeaseEnd::Dropped, out);
         }
         self.tombstones.remove(&request);
         let length = ms(lease_ms.max(1));
@@ -120,7 +127,7 @@ impl Producer {
         self.leases
             .entry(request.clone())
             .and_modify(|lease| (lease.id, lease.length) = (lease_id, length))
-            .or_insert_with(|| Lease { id: lease_id, length, expected: 1, readers: Readers::new() });
+            .or_insert_with(|| Lease { request: own, id: lease_id, length, expected: 1, readers: Readers::new() });
         for early in self.take_early(&request) {
             match early {
                 Early::Done { from, said, serial } => self.done(now, &from, request.clone(), said, serial, out),
@@ -242,7 +249,7 @@ impl Producer {
             request.clone(),
             Tombstone { lease_id: lease.id, readers: lease.readers, otherwise: Verdict::Expired },
         );
-        out.report.finished_sending.push(request.clone());
+        out.report.finished_sending.push(lease.request);
     }
 
     /// What is remembered of the request, unless a later lease is meant, whose grant is still to come.

@@ -1,0 +1,141 @@
+//! Loads that come before their prefill is over: real engines, UCX and ZMQ, every byte checked.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::time::{Duration, Instant};
+
+use common::cache::CacheSpec;
+use common::child::{Ask, LONG, Tell, serve_if_child};
+use common::engine::{Engine, blocks, lists};
+use kvferry::connector::Transport;
+use kvferry::proto::scheduler::FinishOutcome;
+use kvferry::proto::wire::{Cause, TransferParams};
+
+/// The other processes of these tests.
+#[test]
+fn child() {
+    serve_if_child();
+}
+
+fn key_file(name: &str) -> String {
+    let path = std::env::temp_dir().join(format!("kvf-connector-await-{}-{name}", std::process::id()));
+    fs::write(&path, "5a".repeat(32)).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+/// Loads before, while and after their prefills end, and prefills that end without a hand-over.
+fn loads_wait(tp: u32, pp: u32, transport: Transport, key: Option<&str>) {
+    let key = key.map_or_else(String::new, key_file);
+    let p_cache = CacheSpec::small(tp, pp, 1);
+    let d_cache = CacheSpec::small(tp, pp, 2);
+    let start = |name: &str, cache: &CacheSpec| {
+        let key = || Some(key.clone());
+        Engine::start_with(name, cache, transport, |w| w.key_file = key(), |s| s.key_file = key())
+    };
+    let (mut p, mut d) = (start("prefill", &p_cache), start("decode", &d_cache));
+
+    // (the producer's first block, ours, blocks of 4 tokens)
+    let wanted = [(1u32, 30u32, 5u32), (12, 2, 1), (20, 8, 6), (31, 20, 8)];
+    let mut loads = Vec::new();
+    for (index, (_, ours, len)) in wanted.iter().enumerate().take(3) {
+        let here = lists(*ours, *len, index == 2);
+        d.load(&format!("d-{index}"), &p.announce(&format!("x-{index}")), &here, u64::from(*len) * 4);
+        loads.push((format!("p-{index}"), here));
+    }
+    // Connected, and nothing is over.
+    d.until_stats("connections while it waits", |loads, _, _| loads == 3);
+    // The last first. The others' loads go on waiting.
+    let prefill = |p: &mut Engine, index: usize| {
+        let (theirs, _, len) = wanted[index];
+        let there = lists(theirs, len, index == 1);
+        p.complete_announced(&format!("p-{index}"), &format!("x-{index}"), &there, u64::from(len) * 4);
+    };
+    prefill(&mut p, 2);
+    assert!(d.await_received("d-2").failures.is_empty(), "{:#?}", d.said("d-2"));
+    p.await_sent("p-2");
+    assert!(d.said("d-0").received.is_empty() && d.said("d-1").received.is_empty());
+    // Two at once, one of which is aborted; and one that is over before it is wanted.
+    prefill(&mut p, 0);
+    let asked = TransferParams { do_remote_decode: true, transfer_id: Some("x-1".into()), ..TransferParams::default() };
+    p.scheduler.finished("p-1", &asked, FinishOutcome::Aborted, blocks(&lists(1, 1, false)), 4).unwrap();
+    p.step();
+    prefill(&mut p, 3);
+    let (_, ours, len) = wanted[3];
+    loads.push(("p-3".into(), lists(ours, len, false)));
+    d.load("d-3", &p.announce("x-3"), &loads[3].1, u64::from(len) * 4);
+    for good in ["d-0", "d-3"] {
+        assert!(d.await_received(good).failures.is_empty(), "{:#?}", d.said(good));
+    }
+    p.await_sent("p-0");
+    p.await_sent("p-3");
+    let said = d.await_received("d-1");
+    assert_eq!(said.failures.len(), (tp * pp) as usize, "{said:#?}");
+    assert!(said.failures.values().all(|failure| failure.cause == Cause::LeaseExpired), "{said:#?}");
+    loads.remove(1);
+    let loads: Vec<_> = loads.iter().map(|(name, lists)| (name.as_str(), lists)).collect();
+    d.check(&loads);
+    if !key.is_empty() {
+        fs::remove_file(key).unwrap();
+    }
+}
+
+#[test]
+fn four_ranks_over_tcp() {
+    loads_wait(2, 2, Transport::Tcp, None);
+}
+
+#[test]
+fn one_rank_over_shm() {
+    loads_wait(1, 1, Transport::Shm, None);
+}
+
+#[test]
+fn two_ranks_with_a_key() {
+    loads_wait(2, 1, Transport::Tcp, Some("all"));
+}
+
+/// Aborted while it waits: reported at once; the prefill that ends later is given back.
+#[test]
+fn an_abort_ends_the_wait() {
+    let cache = CacheSpec::small(2, 1, 1);
+    let mut p = Engine::start("prefill", &cache, Transport::Tcp);
+    let mut d = Engine::start("decode", &CacheSpec { seed: 2, ..cache.clone() }, Transport::Tcp);
+    d.load("d", &p.announce("x"), &lists(3, 4, false), 16);
+    d.until_stats("the load", |loads, _, _| loads == 1);
+    let gone = d.scheduler.finished("d", &p.announce("x"), FinishOutcome::Aborted, vec![], 0).unwrap();
+    assert!(gone.keep, "its blocks stay until its report");
+    d.step();
+    let said = d.await_received("d");
+    assert!(said.failures.values().all(|failure| failure.cause == Cause::Aborted), "{said:#?}");
+    p.complete_announced("p", "x", &lists(9, 4, false), 16);
+    p.await_sent("p");
+}
+
+/// Another engine at the same place, and an engine that dies.
+#[test]
+fn what_cannot_be_awaited_fails_with_its_cause() {
+    let cache = CacheSpec::small(1, 1, 1);
+    let mut p = Engine::start("prefill", &cache, Transport::Tcp);
+    let mut d = Engine::start("decode", &CacheSpec { seed: 2, ..cache.clone() }, Transport::Tcp);
+    let other = TransferParams { remote_engine_id: Some("another".into()), ..p.announce("x") };
+    d.load("wrong", &other, &lists(3, 4, false), 16);
+    let said = d.await_received("wrong");
+    let failure = said.failures.values().next().expect("a failure");
+    assert_eq!(failure.cause, Cause::HandshakeFailed);
+    assert!(failure.message.contains("\"prefill\" listens here"), "{}", failure.message);
+
+    d.load("orphan", &p.announce("y"), &lists(3, 4, false), 16);
+    let start = Instant::now();
+    while !matches!(d.workers[0].ok(&Ask::Stats), Tell::Stats { loads: 1, peers: 1, .. }) {
+        assert!(start.elapsed() < LONG, "waiting for a connection");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    p.workers[0].kill();
+    let said = d.await_received("orphan");
+    assert_eq!(said.failures.values().next().expect("a failure").cause, Cause::PeerDied, "{said:#?}");
+}
