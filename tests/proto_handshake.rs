@@ -6,12 +6,12 @@ use std::sync::Arc;
 use kvferry::ErrorKind;
 use kvferry::proto::geometry::{Area, Geometry, Group, GroupKind};
 use kvferry::proto::handshake::{Directory, HandshakeFailure, HandshakeOutcome, Pushes, Session};
-use kvferry::proto::wire::limits::{MAX_QUERY_BYTES, MAX_RANK_METADATA_BYTES, MAX_REQUEST_BYTES};
+use kvferry::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES, MAX_RANK_METADATA_BYTES, MAX_REQUEST_BYTES};
 use kvferry::proto::wire::{
     self, AgentMetadata, Cause, CompatField, EngineShape, HandshakeReply, HandshakeRequest, MemoryKind, Message,
     RankBlob, RankMetadata, RefusalCode, RegionMetadata, kind,
 };
-use kvferry::proto::{EngineId, Incarnation, RankId};
+use kvferry::proto::{EngineId, Incarnation, RankId, RequestId};
 use proptest::prelude::*;
 use serde_bytes::ByteBuf;
 
@@ -153,6 +153,38 @@ fn the_listener_says_what_it_refuses() {
     says(&refusal(&full.answer(&metadata("p", ranks()[0]).to_bytes().unwrap())).2, &["rank_metadata"]);
     // It still works.
     assert!(ask(&session(&[]), &mut full).is_ok());
+}
+
+#[test]
+fn who_awaits_prefills_is_refused_or_told_and_needs_no_ranks() {
+    let mut empty = Directory::new(engine("p"), LIFE, SHAPE, Pushes::Refused).unwrap();
+    let name = |name: String| RequestId::new(name).unwrap();
+    let ask = |engine: EngineId, requests: Vec<RequestId>| {
+        HandshakeRequest::Await { id: 5, engine, requests }.to_bytes().unwrap()
+    };
+    let (id, code, text) = refusal(&empty.answer_to(b"x", &ask(engine("q"), vec![name("a".into())])).unwrap());
+    assert_eq!((id, code), (5, RefusalCode::WrongEngine));
+    says(&text, &["\"q\" was asked for", "\"p\" listens"]);
+    let many: Vec<RequestId> = (0..=MAX_AWAITED).map(|n| name(n.to_string())).collect();
+    let (id, code, text) = refusal(&empty.answer_to(b"x", &ask(engine("p"), many)).unwrap());
+    assert_eq!((id, code), (5, RefusalCode::Malformed));
+    says(&text, &["1025 prefills", "at most 1024"]);
+    let long: Vec<RequestId> = (0..200).map(|n| name(format!("{n:0>500}"))).collect();
+    let (id, code, text) = refusal(&empty.answer_to(b"x", &ask(engine("p"), long)).unwrap());
+    assert_eq!((id, code), (5, RefusalCode::Malformed));
+    says(&text, &["over the limit of 65536"]);
+    // Who cannot wait is told that nothing is over; who can, when something is.
+    let question = ask(engine("p"), vec![name("a".into())]);
+    let told = |reply: &[u8]| match HandshakeReply::from_bytes(reply).unwrap() {
+        HandshakeReply::Prefills { id: 5, incarnation: LIFE, ready, gone, .. } => (ready.len(), gone.len()),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(told(&empty.answer(&question)), (0, 0));
+    assert_eq!((empty.answer_to(b"x", &question), empty.poll_answer()), (None, None));
+    empty.prefill_gone(name("a".into()));
+    let (asker, reply) = empty.poll_answer().unwrap();
+    assert_eq!((asker, told(&reply)), (b"x".to_vec(), (0, 1)));
+    assert_eq!(told(&empty.answer(&question)), (0, 1));
 }
 
 #[test]
@@ -326,7 +358,7 @@ fn replies_that_do_not_answer_the_query_are_failures() {
     let damaged = vec![RankBlob { rank, metadata: ByteBuf::from(vec![1, 2, 3]) }];
     failed(judge(42, "p", LIFE, damaged), bad, &["not a kvferry message"]);
     let reply = HandshakeReply::Pushed { id: 42, missing: 0 };
-    failed(session(&[]).judge(reply).unwrap_err(), bad, &["push"]);
+    failed(session(&[]).judge(reply).unwrap_err(), bad, &["something else"]);
     let reply = HandshakeReply::Ranks { id: 42, engine: engine("p"), incarnation: LIFE, shape: SHAPE, ranks: mine() };
     failed(session(&[]).judge(reply).unwrap_err(), bad, &["has 4 ranks, its listener gave 1"]);
     failed(session(&[]).judge_bytes(b"\xc0").unwrap_err(), bad, &["engine p's listener", "not a kvferry message"]);

@@ -5,8 +5,8 @@
 use kvferry::ErrorKind;
 use kvferry::proto::geometry::{Group, GroupKind};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
-use kvferry::proto::scheduler::{FinishOutcome, Match, Scheduler, SchedulerConfig};
-use kvferry::proto::wire::{Blocks, TransferParams, WorkerReport};
+use kvferry::proto::scheduler::{FinishOutcome, Match, Notice, Scheduler, SchedulerConfig};
+use kvferry::proto::wire::{Blocks, Prefill, TransferParams, WorkerReport};
 
 fn id(name: &str) -> RequestId {
     RequestId::new(name).unwrap()
@@ -89,6 +89,107 @@ fn a_complete_prefill_is_kept_granted_and_offered() {
     let mut d = scheduler();
     d.arrived(&id("d-1"), &p).unwrap();
     assert_eq!(d.build_step().holds[0].remote.lease_id, 1, "what P offers, D understands");
+}
+
+/// What a prefill engine is given by a proxy that asks both at once.
+fn named(transfer_id: &str) -> TransferParams {
+    TransferParams { transfer_id: Some(transfer_id.into()), ..asked() }
+}
+
+/// What a decode engine is given then.
+fn announced() -> TransferParams {
+    TransferParams {
+        do_remote_prefill: true,
+        transfer_id: Some("x-1".into()),
+        remote_engine_id: Some("p".into()),
+        remote_host: Some("10.1.2.3".into()),
+        remote_port: Some(5680),
+        ..Default::default()
+    }
+}
+
+#[test]
+fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
+    let mut s = scheduler();
+    let blocks = || lists(&[11, 12, 13, 14, 15], &[0, 0, 23, 24, 25]);
+    let finish = s.finished(&id("p-1"), &named("x-1"), FinishOutcome::Complete, blocks(), 18).unwrap();
+    let params = finish.params.unwrap();
+    assert_eq!((params.remote_request_id.as_deref(), params.transfer_id), (Some("x-1"), None));
+    let prefill = Prefill {
+        request: id("x-1"),
+        blocks: lists(&[11, 12, 13, 14, 15], &[23, 24, 25]),
+        tokens: 18,
+        lease_ms: 30_000,
+        lease_id: 1,
+    };
+    assert_eq!(s.poll_notice(), Some(Notice::Ready(prefill)));
+    // The name is taken, whoever has it.
+    for taken in [named("x-1"), TransferParams { transfer_id: None, ..asked() }] {
+        let request = if taken.transfer_id.is_some() { "p-2" } else { "x-1" };
+        let error = s.finished(&id(request), &taken, FinishOutcome::Complete, blocks(), 18).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::AlreadyExists);
+        assert!(error.message().contains("transfer_id"), "{error}");
+    }
+    let step = s.build_step();
+    assert_eq!((step.grants[0].request.as_str(), step.grants[0].name.clone()), ("p-1", Some(id("x-1"))));
+    assert_eq!((step.grants.len(), step.dropped.len(), s.poll_notice()), (1, 0, None));
+    s.on_report(&over(&[], &["p-1"]));
+    assert_eq!((s.poll_notice(), s.poll_notice(), s.sending()), (Some(Notice::Gone(id("x-1"))), None, 0));
+    // Without a hand-over: aborted, nothing computed, and a number of lists that is wrong.
+    for (outcome, blocks, dropped) in [
+        (FinishOutcome::Aborted, blocks(), true),
+        (FinishOutcome::Complete, lists(&[], &[]), true),
+        (FinishOutcome::Complete, vec![], false),
+    ] {
+        assert_eq!(s.finished(&id("p-3"), &named("x-3"), outcome, blocks, 18).is_ok(), dropped);
+        assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Gone(id("x-3"))), None));
+        assert_eq!(s.build_step().dropped, if dropped { vec![id("x-3")] } else { vec![] });
+    }
+    // A request without a name is nobody's to await.
+    s.finished(&id("p-4"), &asked(), FinishOutcome::Complete, blocks(), 18).unwrap();
+    s.on_report(&over(&[], &["p-4"]));
+    assert_eq!(s.poll_notice(), None);
+    for unusable in [String::new(), "x".repeat(513)] {
+        let error = s.finished(&id("p-5"), &named(&unusable), FinishOutcome::Complete, blocks(), 18).unwrap_err();
+        assert!(error.message().contains("request p-5") && error.message().contains("transfer_id"), "{error}");
+    }
+}
+
+#[test]
+fn a_request_may_come_before_its_prefill_is_over() {
+    let mut s = scheduler();
+    s.arrived(&id("d-1"), &announced()).unwrap();
+    assert_eq!(s.matched(&id("d-1"), &announced(), 18, 4).unwrap(), Match { tokens: 14, asynchronous: true });
+    s.allocated(&id("d-1"), &announced(), lists(&[1, 2, 3, 4], &[5, 6]), 18, 14).unwrap();
+    let step = s.build_step();
+    assert_eq!((step.holds[0].remote.request.as_str(), step.holds[0].remote.lease_id), ("x-1", 0));
+    let load = &step.loads[0];
+    assert!(load.awaits && load.remote_blocks.is_empty() && load.refused.is_none());
+    assert_eq!((load.remote.request.as_str(), load.tokens), ("x-1", (4, 18)));
+    // All of it is there already: the prefill is given back by its name.
+    s.arrived(&id("d-2"), &announced()).unwrap();
+    s.allocated(&id("d-2"), &announced(), lists(&[], &[]), 18, 0).unwrap();
+    assert_eq!(s.build_step().releases[0].remote.request.as_str(), "x-1");
+    // With what an answer has, that counts.
+    let both = TransferParams { transfer_id: Some("x-1".into()), ..offered() };
+    s.allocated(&id("d-3"), &both, lists(&[1, 2, 3, 4, 5], &[6, 7, 8]), 18, 18).unwrap();
+    let load = &s.build_step().loads[0];
+    assert_eq!((load.awaits, load.remote.request.as_str(), load.remote_blocks.len()), (false, "p-1", 2));
+
+    type Change = fn(&mut TransferParams);
+    let wrong: [(Change, &[&str]); 4] = [
+        (|p| p.remote_host = None, &["needs remote_host, which is missing", "earlier answer"]),
+        (|p| (p.remote_engine_id, p.remote_port) = (None, None), &["remote_engine_id, remote_port, which are missing"]),
+        (|p| p.transfer_id = Some(String::new()), &["transfer_id:"]),
+        (|p| p.transfer_id = None, &["remote_request_id, remote_block_ids", "or name the request to both"]),
+    ];
+    for (change, texts) in wrong {
+        let mut params = announced();
+        change(&mut params);
+        let error = s.arrived(&id("d-4"), &params).unwrap_err();
+        assert!(texts.iter().all(|text| error.message().contains(text)), "{error}");
+        assert_eq!(s.matched(&id("d-4"), &params, 18, 0).unwrap_err(), error);
+    }
 }
 
 #[test]

@@ -171,8 +171,11 @@ class Proxy:
                     if record.first_token is None and line.startswith(b"data:"):
                         record.first_token = time.perf_counter()
                     await answer.write(line)
-                await answer.write_eof()
+                if answer.prepared:
+                    await answer.write_eof()
             except aiohttp.ClientError:
+                if not answer.prepared:
+                    raise
                 # The decode server died. Another answer cannot follow a part of this one: the client must see it end
                 # too, and would wait for ever otherwise.
                 if request.transport is not None:

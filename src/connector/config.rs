@@ -76,7 +76,8 @@ pub struct WorkerConfig {
     pub early_message_ms: u64,
     /// How long an ended request is remembered.
     pub tombstone_ms: u64,
-    /// How long a lease is kept alive for a request that is neither loaded nor released.
+    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its
+    /// prefill.
     pub hold_timeout_ms: u64,
     /// A peer that no request has used for this long is disconnected.
     pub peer_ttl_ms: u64,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::net::host_port;
 use crate::proto::ids::{EngineId, Incarnation, RequestId};
-use crate::proto::wire::limits::MAX_QUERY_BYTES;
+use crate::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES};
 use crate::proto::wire::{Cause, HandshakeReply, Prefill};
 
 /// When an open question is asked anew: well before a connection without answers is taken for dead.
@@ -84,6 +84,9 @@ impl Awaits {
         let mut names = BTreeSet::new();
         for name in wait.names.values() {
             let Some(left) = room.checked_sub(name.as_str().len()) else { break };
+            if names.len() == MAX_AWAITED {
+                break;
+            }
             room = left;
             names.insert(name.clone());
         }
@@ -171,5 +174,136 @@ impl Wait {
             }
             awaited != name
         });
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+    use crate::proto::wire::RefusalCode;
+
+    const PATIENCE: Duration = Duration::from_secs(27);
+
+    fn name(name: &str) -> RequestId {
+        RequestId::new(name).unwrap()
+    }
+
+    fn place(engine: &str) -> Place {
+        Place { host: "h".into(), port: 1, engine: EngineId::new(engine).unwrap() }
+    }
+
+    fn prefill(request: &str) -> Prefill {
+        Prefill { request: name(request), blocks: vec![], tokens: 1, lease_ms: 1, lease_id: 1 }
+    }
+
+    fn reply(ready: &[&str], gone: &[&str]) -> Result<HandshakeReply> {
+        Ok(HandshakeReply::Prefills {
+            id: 0,
+            engine: EngineId::new("p").unwrap(),
+            incarnation: Incarnation(5),
+            ready: ready.iter().map(|r| prefill(r)).collect(),
+            gone: gone.iter().map(|r| name(r)).collect(),
+        })
+    }
+
+    /// The names in the question that is asked now, if there is one to ask.
+    fn ask(awaits: &mut Awaits, now: Instant, id: u64) -> Option<Vec<String>> {
+        let (_, names, deadline) = awaits.ask(now, id)?;
+        assert_eq!(deadline, now + PATIENCE);
+        Some(names.iter().map(ToString::to_string).collect())
+    }
+
+    fn good(number: u64, request: &str) -> Option<Awaited> {
+        Some(Awaited { number, result: Ok((Incarnation(5), prefill(request))) })
+    }
+
+    fn is_idle(awaits: &Awaits, now: Instant) -> bool {
+        awaits.waits.is_empty() && awaits.places.is_empty() && awaits.due(now).is_none()
+    }
+
+    #[test]
+    fn all_that_is_awaited_is_in_one_question() {
+        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        awaits.add(now, 1, place("p"), name("a"), PATIENCE);
+        assert_eq!(ask(&mut awaits, now, 10).unwrap(), ["a"]);
+        assert_eq!(ask(&mut awaits, now, 11), None);
+        // Two want the same.
+        awaits.add(now, 2, place("p"), name("b"), PATIENCE);
+        awaits.add(now, 3, place("p"), name("b"), PATIENCE);
+        assert_eq!(ask(&mut awaits, now, 11).unwrap(), ["a", "b"]);
+        // Two questions are without an answer: the next one waits, for the older one's.
+        awaits.add(now, 4, place("p"), name("c"), PATIENCE);
+        assert_eq!((ask(&mut awaits, now, 12), awaits.due(now)), (None, None));
+        assert!(awaits.answered(now, 10, reply(&[], &[])).is_none());
+        assert_eq!(ask(&mut awaits, now, 12).unwrap(), ["a", "b", "c"]);
+        assert!(awaits.answered(now, 11, reply(&[], &[])).is_none());
+        assert!(awaits.poll().is_none());
+        assert!(awaits.answered(now, 12, reply(&["b"], &["c"])).is_none());
+        assert_eq!((awaits.poll(), awaits.poll()), (good(2, "b"), good(3, "b")));
+        let gone = awaits.poll().unwrap();
+        let (cause, text) = gone.result.unwrap_err();
+        assert_eq!((gone.number, cause), (4, Cause::LeaseExpired));
+        assert!(text.contains("keeps nothing for c"), "{text}");
+        // What is left is asked for at once.
+        assert_eq!(ask(&mut awaits, now, 13).unwrap(), ["a"]);
+        awaits.forget(1);
+        assert!(awaits.answered(now, 13, reply(&["a"], &[])).is_none() && awaits.poll().is_none());
+        assert!(is_idle(&awaits, now));
+        // An answer to somebody else's question.
+        assert_eq!(awaits.answered(now, 99, reply(&[], &[])), Some(reply(&[], &[])));
+    }
+
+    #[test]
+    fn a_question_is_asked_anew_from_time_to_time() {
+        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        awaits.add(now, 1, place("p"), name("a"), PATIENCE);
+        ask(&mut awaits, now, 10).unwrap();
+        assert_eq!(awaits.due(now), Some(now + AGAIN));
+        assert_eq!(ask(&mut awaits, now + AGAIN, 11).unwrap(), ["a"]);
+        let later = now + AGAIN;
+        assert!(awaits.answered(later, 10, reply(&[], &[])).is_none());
+        // The newest is answered with nothing, by a listener that does not let wait: not at once again.
+        assert!(awaits.answered(later, 11, reply(&[], &[])).is_none());
+        assert_eq!((ask(&mut awaits, later, 12), awaits.due(later)), (None, Some(later + SOON)));
+        assert_eq!(ask(&mut awaits, later + SOON, 12).unwrap(), ["a"]);
+    }
+
+    #[test]
+    fn who_gets_no_answer_fails_by_engine() {
+        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        awaits.add(now, 1, place("p"), name("a"), PATIENCE);
+        awaits.add(now, 2, place("q"), name("a"), PATIENCE);
+        let mut asked = [10, 11].map(|id| (awaits.ask(now, id).unwrap().0.engine.to_string(), id));
+        asked.sort();
+        let [(_, p), (_, q)] = asked;
+        let refused =
+            HandshakeReply::Refused { id: q, code: RefusalCode::WrongEngine, message: "engine p listens here".into() };
+        assert!(awaits.answered(now, q, Ok(refused)).is_none());
+        let failed = awaits.poll().unwrap();
+        let (cause, text) = failed.result.unwrap_err();
+        assert_eq!((failed.number, cause), (2, Cause::HandshakeFailed));
+        assert!(text.contains("engine q") && text.contains("engine p listens here"), "{text}");
+        assert!(awaits.poll().is_none());
+        assert!(awaits.answered(now, p, Err(Error::new(ErrorKind::Timeout, "no answer"))).is_none());
+        assert!(awaits.poll().unwrap().result.unwrap_err().1.contains("no answer"));
+        assert!(is_idle(&awaits, now));
+    }
+
+    #[test]
+    fn a_question_has_a_bounded_length() {
+        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        for number in 0..1000 {
+            awaits.add(now, number, place("p"), name(&format!("{number:0>512}")), PATIENCE);
+        }
+        let asked = ask(&mut awaits, now, 10_000).unwrap();
+        assert_eq!(asked.len(), MAX_NAME_BYTES / 512);
+        assert!(asked.iter().all(|name| name.parse::<u64>().unwrap() < asked.len() as u64), "the oldest first");
+        let mut awaits = Awaits::default();
+        for number in 0..2000 {
+            awaits.add(now, number, place("p"), name(&number.to_string()), PATIENCE);
+        }
+        assert_eq!(ask(&mut awaits, now, 10_000).unwrap().len(), MAX_AWAITED);
     }
 }

@@ -327,6 +327,22 @@ mod tests {
     }
 
     #[test]
+    fn a_later_reply_is_sealed_for_the_oldest_request_of_its_asker() {
+        let mut gate = gate(Some(1));
+        let asked = [b"x", b"x", b"y"].map(|asker| {
+            let (exchange, _, ask) = opened(&mut gate, 1, b"request");
+            assert_eq!(gate.answer_to(asker, &ask, |_| None), None);
+            exchange
+        });
+        let replies = [b"x", b"y", b"x"].map(|asker| gate.seal(asker, b"over".to_vec()).unwrap());
+        for (mut exchange, reply) in asked.into_iter().zip([&replies[0], &replies[2], &replies[1]]) {
+            assert_eq!(exchange.reply(split(reply).unwrap().2).unwrap(), b"over");
+        }
+        assert!(gate.seal(b"x", b"over".to_vec()).is_none() && gate.later.is_empty());
+        assert_eq!(self::gate(None).seal(b"x", b"clear".to_vec()).unwrap(), b"clear");
+    }
+
+    #[test]
     fn without_the_key_nothing_passes() {
         let mut closed = gate(Some(1));
         let (_, foreign) = Exchange::begin(&Key::from_bytes([2; 32]), 7).unwrap();

@@ -84,7 +84,7 @@ pub const TABLE: &[Setting] = &[
         "Longest wait for the producer's word that the lease held."),
     row(Operator, "heartbeat_divisor", &[Worker], Whole(1, 1000), "", Number(6), "Heartbeats per lease."),
     row(Operator, "hold_timeout_ms", &[Worker], DURATION, "ms", Number(3_600_000),
-        "How long a lease is kept alive for a request that is neither loaded nor released."),
+        "How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its prefill."),
     row(Operator, "peer_ttl_ms", &[Worker], DURATION, "ms", Number(600_000),
         "A peer that no request has used for so long is disconnected."),
     row(Operator, "early_message_ms", &[Worker], DURATION, "ms", Number(30_000),

@@ -9,7 +9,7 @@ use super::prefills::{Asker, Prefills, Told};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::plan::Holding;
-use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REPLY_BYTES};
+use crate::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES, MAX_REPLY_BYTES};
 use crate::proto::wire::{
     self, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RankMetadata, RefusalCode, kind,
 };
@@ -197,6 +197,7 @@ impl Directory {
             Ok(HandshakeRequest::Query { id, engine, ranks }) => (id, self.query(id, engine, &ranks)),
             Ok(HandshakeRequest::Push { id, expected, metadata }) => (id, self.push(id, expected, metadata.into_vec())),
             Ok(HandshakeRequest::Await { id, engine, requests }) => match self.check_engine(&engine) {
+                Ok(()) if requests.len() > MAX_AWAITED => (id, Err(too_many(requests.len()))),
                 Ok(()) => {
                     let told = self.prefills.ask(asker, id, requests)?;
                     (id, Ok(self.told(told)))
@@ -306,6 +307,11 @@ impl Directory {
         self.offer(metadata).map_err(|e| refuse(e.message().into()))?;
         HandshakeReply::Pushed { id, missing: self.missing() }.to_bytes().map_err(|e| refuse(e.message().into()))
     }
+}
+
+fn too_many(requests: usize) -> Refusal {
+    let text = format!("{requests} prefills are awaited in one question, at most {MAX_AWAITED} may be");
+    Refusal(RefusalCode::Malformed, text)
 }
 
 fn too_long(bytes: usize) -> Refusal {

@@ -11,6 +11,10 @@ use crate::proto::wire::limits::MAX_REPLY_BYTES;
 
 /// Open questions; the oldest makes room, and its client asks again.
 const MAX_OPEN: usize = 4096;
+/// The names in open questions, in bytes, each with what it takes to remember it; the oldest question makes room.
+const MAX_OPEN_BYTES: usize = 64 << 20;
+/// What a name in an open question takes beside its text, twice: about.
+const NAME_BYTES: usize = 100;
 /// Prefills that are remembered as gone; the oldest makes room. As many as a worker's tombstones by default.
 const MAX_GONE: usize = 16_384;
 /// Block ids in one answer. What is left goes with the next.
@@ -34,6 +38,12 @@ struct Open {
     requests: Vec<RequestId>,
 }
 
+impl Open {
+    fn bytes(&self) -> usize {
+        self.requests.iter().map(|name| name.as_str().len().saturating_add(NAME_BYTES).saturating_mul(2)).sum()
+    }
+}
+
 #[derive(Debug, Clone, Default)]
 pub(super) struct Prefills {
     ready: HashMap<RequestId, Prefill>,
@@ -41,6 +51,8 @@ pub(super) struct Prefills {
     gone_order: VecDeque<RequestId>,
     /// From the oldest on.
     open: BTreeMap<u64, Open>,
+    /// What their names take.
+    open_bytes: usize,
     askers: HashMap<Asker, u64>,
     /// Which questions are about a prefill.
     about: HashMap<RequestId, BTreeSet<u64>>,
@@ -67,8 +79,10 @@ impl Prefills {
             self.about.entry(request.clone()).or_default().insert(self.next);
         }
         self.askers.insert(asker.to_owned(), self.next);
-        self.open.insert(self.next, Open { asker: asker.to_owned(), id, requests });
-        if self.open.len() > MAX_OPEN
+        let open = Open { asker: asker.to_owned(), id, requests };
+        self.open_bytes = self.open_bytes.saturating_add(open.bytes());
+        self.open.insert(self.next, open);
+        while (self.open.len() > MAX_OPEN || self.open_bytes > MAX_OPEN_BYTES)
             && let Some((&oldest, _)) = self.open.first_key_value()
         {
             self.answer(oldest);
@@ -130,7 +144,9 @@ impl Prefills {
 
     /// Answers an open question with what is known.
     fn answer(&mut self, question: u64) {
-        let Some(Open { asker, id, requests }) = self.open.remove(&question) else { return };
+        let Some(open) = self.open.remove(&question) else { return };
+        self.open_bytes = self.open_bytes.saturating_sub(open.bytes());
+        let Open { asker, id, requests } = open;
         if self.askers.get(&asker) == Some(&question) {
             self.askers.remove(&asker);
         }
@@ -152,6 +168,7 @@ impl Prefills {
 mod tests {
     use super::*;
     use crate::proto::wire::Blocks;
+    use crate::proto::wire::limits::MAX_AWAITED;
 
     fn name(name: &str) -> RequestId {
         RequestId::new(name).unwrap()
@@ -173,7 +190,11 @@ mod tests {
 
     /// Nothing is remembered of questions.
     fn is_idle(prefills: &Prefills) -> bool {
-        prefills.open.is_empty() && prefills.askers.is_empty() && prefills.about.is_empty() && prefills.due.is_empty()
+        prefills.open_bytes == 0
+            && prefills.open.is_empty()
+            && prefills.askers.is_empty()
+            && prefills.about.is_empty()
+            && prefills.due.is_empty()
     }
 
     #[test]
@@ -219,6 +240,7 @@ mod tests {
             assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), asker, vec![name("a")]), None);
         }
         assert_eq!(prefills.open.len(), MAX_OPEN);
+        assert_eq!(prefills.open_bytes, MAX_OPEN * 2 * (NAME_BYTES + 1));
         assert_eq!(prefills.pop_due(), Some((0u64.to_le_bytes().to_vec(), told(0, &[], &[]))));
         prefills.gone(name("a"));
         let mut answered = 0;
@@ -233,5 +255,12 @@ mod tests {
         assert_eq!((prefills.gone.len(), prefills.gone_order.len()), (MAX_GONE, MAX_GONE));
         assert!(!prefills.gone.contains(&name("a")));
         assert!(is_idle(&prefills));
+        // Questions about much take the place of many.
+        let much: Vec<RequestId> = (0..MAX_AWAITED).map(|n| name(&format!("{n:0>512}"))).collect();
+        for asker in 0..100u64 {
+            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), asker, much.clone()), None);
+        }
+        assert!(prefills.open_bytes <= MAX_OPEN_BYTES && prefills.open.len() > 40, "{}", prefills.open.len());
+        assert_eq!(prefills.due.len() + prefills.open.len(), 100);
     }
 }

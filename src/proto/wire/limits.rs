@@ -4,6 +4,8 @@
 pub const MAX_RANKS: u32 = 4096;
 /// Longest handshake request that asks. 4096 ranks take 48 KiB.
 pub const MAX_QUERY_BYTES: usize = 64 << 10;
+/// Most prefills in one question about them.
+pub const MAX_AWAITED: usize = 1024;
 /// Longest encoded rank metadata.
 pub const MAX_RANK_METADATA_BYTES: usize = 4 << 20;
 /// Longest encoded agent metadata: a few ten thousand regions with rkeys of some hundred bytes.

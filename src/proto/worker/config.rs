@@ -49,7 +49,8 @@ pub struct WorkerConfig {
     /// How many such requests are remembered at most; the oldest go first. Default 16384.
     #[serde(default = "defaults::tombstones")]
     pub tombstones: usize,
-    /// How long a lease is kept alive for a request that is neither loaded nor released. Default 3600000 (1 h).
+    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its
+    /// prefill. Default 3600000 (1 h).
     #[serde(default = "defaults::hold_timeout_ms")]
     pub hold_timeout_ms: u64,
     /// A peer that no request has used for this long is disconnected. Default 600000 (10 min).

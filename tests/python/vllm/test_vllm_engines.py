@@ -115,6 +115,38 @@ def test_hand_over(pair: Pair, tokens: int) -> None:
     assert p["figures"]["sends_read"] >= 1
 
 
+def test_asked_at_the_same_time_as_the_prefill_engine(pair: Pair) -> None:
+    place = {
+        key: value
+        for key, value in pair.prefilled("before", [7]).items()
+        if key in ("remote_engine_id", "remote_host", "remote_port")
+    }
+    pair.decode.call("add", "before", [7], 4, {**place, "do_remote_prefill": True, "transfer_id": "nobody's"})
+    words = {f"at-once-{i}": prompt(40 + i, 60 + 90 * i) for i in range(3)}
+    for name, tokens in words.items():
+        pair.decode.call("add", name, tokens, 4, {**place, "do_remote_prefill": True, "transfer_id": f"x-{name}"})
+    for _ in range(20):
+        pair.decode.call("step")
+    # The last one first: none waits for another.
+    for name, tokens in reversed(words.items()):
+        assert all("reason" not in pair.decode.call("answer", waiting) for waiting in (name, "before"))
+        pair.prefill.call("add", f"p-{name}", tokens, 1, {**REMOTE_DECODE, "transfer_id": f"x-{name}"})
+        pair.prefill.call("run_until", f"'reason' in e.answers.get('p-{name}', {{}})")
+        assert pair.prefill.call("answer", f"p-{name}")["params"]["remote_request_id"] == f"x-{name}"
+        pair.prefill.call("step")
+        pair.decode.call("run_until", f"'reason' in e.answers.get('{name}', {{}})")
+        answer = pair.decode.call("answer", name)
+        assert (answer["reason"], len(answer["tokens"])) == ("length", 4)
+    # One whose prefill never comes is aborted by its client. The first prefill, which nobody read, is given back.
+    pair.decode.call("abort", "before")
+    first = pair.prefill.call("answer", "p-before")["params"]
+    pair.decode.call("add", "given-back", [7], 4, first)
+    pair.decode.call("abort", "given-back")
+    _, d = pair.quiesce()
+    assert {name: d["wrong_bytes"][name] for name in words} == dict.fromkeys(words, 0)
+    assert {name: d["starts"][name][0] for name in words} == {name: len(tokens) - 1 for name, tokens in words.items()}
+
+
 def test_a_prompt_of_one_token(pair: Pair) -> None:
     answer = pair.decoded("single", [7], pair.prefilled("single", [7]))
     assert (answer["reason"], len(answer["tokens"])) == ("length", 4)

@@ -73,6 +73,24 @@ def test_request_that_the_producer_does_not_know(trio: Trio, policy: str) -> Non
     ended(trio, policy, name, words, answer, "lease_expired", "timeout")
 
 
+def test_prefill_that_is_aborted_while_the_decode_engine_waits(trio: Trio, policy: str) -> None:
+    name, words = f"waits-{policy}", prompt(108, 90)
+    place = trio.prefilled(trio.steady, f"{name}-before", [7])
+    decode = trio.decode[policy]
+    params = {key: place[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
+    decode.call("add", name, words, 4, {**params, "do_remote_prefill": True, "transfer_id": f"x-{name}"})
+    for _ in range(5):
+        decode.call("step")
+    trio.steady.call("add", f"p-{name}", words, 1, {**REMOTE_DECODE, "transfer_id": f"x-{name}"})
+    trio.steady.call("abort", f"p-{name}")
+    trio.steady.call("step")
+    # The one that was prefilled to learn the place is given back.
+    decode.call("add", f"{name}-real", [7], 4, place)
+    decode.call("abort", f"{name}-real")
+    decode.call("run_until", f"'reason' in e.answers.get('{name}', {{}})")
+    ended(trio, policy, name, words, trio.answer(decode, name), "lease_expired")
+
+
 def test_nobody_listens(trio: Trio, policy: str) -> None:
     name, words = f"nobody-{policy}", prompt(103, 80)
     with socket.socket() as probe:
