@@ -129,7 +129,8 @@ def test_asked_at_the_same_time_as_the_prefill_engine(pair: Pair) -> None:
         pair.decode.call("step")
     # The last one first: none waits for another.
     for name, tokens in reversed(words.items()):
-        assert all("reason" not in pair.decode.call("answer", waiting) for waiting in (name, "before"))
+        waiting = pair.decode.call("state")["requests"]
+        assert all("WAITING_FOR_REMOTE_KVS" in waiting[each] for each in (name, "before"))
         pair.prefill.call("add", f"p-{name}", tokens, 1, {**REMOTE_DECODE, "transfer_id": f"x-{name}"})
         pair.prefill.call("run_until", f"'reason' in e.answers.get('p-{name}', {{}})")
         assert pair.prefill.call("answer", f"p-{name}")["params"]["remote_request_id"] == f"x-{name}"
