@@ -330,7 +330,7 @@ async def _run_all(setting: Setting) -> int:
         connector = CONNECTORS[name]
         outputs = Outputs(setting.folder / f"receives-{name}.jsonl", setting.folder / f"cache-{name}")
         if baseline is None and not together:
-            say("starting the baseline server alone: there is not enough memory for all three at once")
+            say("starting the baseline server alone: there is not enough memory for it and two engines")
             await setting.servers.wait_ready([single], setting.session, options.start_limit_s)
             baseline = await run_baseline(setting, single)
             setting.servers.stop([single])
