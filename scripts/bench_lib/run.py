@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="print the lines' names and what is asked")
     add("--rounds", type=int, default=15, metavar="N", help="counted rounds (default %(default)s)")
     add("--no-peer", action="store_true", help="without NIXL: such lines are not judged")
-    add("--vllm", action="store_true", help="also the lines with real vLLM servers (scripts/demo --compare, 15 minutes)")
+    add("--vllm", action="store_true", help="also the lines with real vLLM servers (scripts/demo --compare, 15 min)")
     add("--plots", type=Path, metavar="FOLDER", help="also draw how each grows with blocks, size, requests and peers")
     add("--json", type=Path, metavar="FILE", help="also write rows and verdicts as JSON")
     return made

@@ -107,6 +107,7 @@ def _requests_over_zmq(address: tuple[str, int], count: int, seed: int) -> dict[
         _query(3, "other"),
         _query(4, "prefill", [{"pp": 0, "tp": n} for n in range(300)]),
         _envelope("handshake_request", push),
+        _envelope("handshake_request", {"await": {"id": 5, "engine": "prefill", "requests": ["x-1", "x-2"]}}),
         _envelope("handshake_reply", {"refused": {"id": 1, "code": "version", "message": "x"}}),
     ]
     sent = cut = 0

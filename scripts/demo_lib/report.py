@@ -33,12 +33,12 @@ class Row:
     transfer_ms: float | None
     handover_ms: float | None
     equal: bool
-    # From the client's request to its first token.
-    first_token_ms: float | None = None
     # What went wrong with the request, on one line.
     error: str = ""
     # The comparison of its cache, where the run makes one.
     cache: CacheCheck | None = None
+    # From the client's request to its first token.
+    first_token_ms: float | None = None
 
 
 @dataclass
