@@ -23,9 +23,9 @@ class Scheduler:
     names it, and affects that request only. `blocks` is one list of block ids per KV-cache group; a numpy uint32 array
     per group is taken without conversion.
 
-    A request may be given to both engines at once: the producer's params then have a `transfer_id`, and the consumer's the
-    same one beside `remote_engine_id`, `remote_host` and `remote_port` (docs/vllm.md). Its load waits for the producer's
-    `finished`.
+    A request may be given to both engines at once: the producer's params then have a `transfer_id`, and the consumer's
+    the same one beside `remote_engine_id`, `remote_host` and `remote_port` (docs/vllm.md). Its load waits for the
+    producer's `finished`.
 
     Args:
         config: The keys of a scheduler, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Only
