@@ -396,12 +396,13 @@ impl World {
                     self.closed = true;
                     self.worker.handle_shutdown(self.now);
                 }
-                // Answers to nothing.
-                1 => self.worker.handle_transfer_done(
-                    self.now,
-                    TransferToken(source.number()),
-                    Err((Cause::Aborted, "x".into())),
-                ),
+                // An answer to nothing: the end of a transfer that was never begun, or that was over before.
+                1 => {
+                    let token = TransferToken(source.number());
+                    if !self.transfers.iter().any(|(begun, _)| *begun == token) {
+                        self.worker.handle_transfer_done(self.now, token, Err((Cause::Aborted, "x".into())));
+                    }
+                }
                 _ => self.verdict(source),
             },
         }
