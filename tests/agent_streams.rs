@@ -9,13 +9,15 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
+use std::sync::mpsc::channel;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 use agent_support::child::{Remote, serve};
 use agent_support::{LIMIT, Node, Random, assert_same, config, model, pattern_bytes, plan, until};
 use kvferry::ErrorKind;
-use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport};
+use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport, encode_metadata};
 use kvferry::proto::plan::CopyPlan;
 
 #[test]
@@ -229,6 +231,41 @@ fn a_deregistration_waits_for_the_reader_to_have_what_was_lent_and_refuses_the_r
         assert_eq!(a.agent.stats().unwrap().streamed_bytes - before, LEN as u64);
     }
     assert_eq!(failed, 3, "of many, three fail");
+}
+
+#[test]
+fn what_was_lent_stays_registered_while_its_reader_stands_still() {
+    const BLOCK: usize = 16 << 10;
+    let _alone = alone();
+    let b = node("b", 2);
+    let mut reader = Remote::spawn(Transport::Tcp, 3, &[LEN]);
+    let metadata = encode_metadata(&b.agent.metadata().unwrap()).unwrap();
+    let hex: String = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
+    assert_eq!(reader.ask(&format!("pages {hex}")), "reading");
+    reader.signal("STOP");
+    let (agent, region) = (b.agent.clone(), b.regions[0]);
+    let (told, over) = channel();
+    let deregistering = thread::spawn(move || told.send(agent.deregister(region)).unwrap());
+    // It may be over by now only if nothing was lent. If it were in spite of that, the reader would find what follows.
+    let early = over.recv_timeout(Duration::from_secs(1)).ok();
+    if early.is_some() {
+        b.buffers[0].fill(999);
+    }
+    reader.signal("CONT");
+    early.unwrap_or_else(|| over.recv_timeout(LIMIT).unwrap()).unwrap();
+    deregistering.join().unwrap();
+    b.buffers[0].fill(999);
+    assert_eq!(reader.ask("settle"), "settled");
+    let (got, own, lent) = (reader.contents().remove(0), pattern_bytes(3, LEN), pattern_bytes(2, LEN));
+    let blocks = got.chunks(BLOCK).zip(own.chunks(BLOCK)).zip(lent.chunks(BLOCK));
+    for (block, ((got, own), lent)) in blocks.enumerate() {
+        let read = 3 * BLOCK / 4;
+        // Chunks may end within a block.
+        let known = got[..read].iter().zip(own).zip(lent).all(|((got, own), lent)| got == own || got == lent);
+        assert!(known, "block {block} has bytes of after the end");
+        assert!(got[read..] == own[read..], "block {block}: what was not asked for");
+    }
+    reader.end();
 }
 
 #[test]

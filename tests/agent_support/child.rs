@@ -150,6 +150,29 @@ pub fn serve() {
         match line.unwrap().as_str() {
             "dump" => say(&node.contents().iter().map(|bytes| hex(bytes)).collect::<Vec<_>>().join(",")),
             "end" => break,
+            command if command.starts_with("pages ") => {
+                // Reads all of the first region four times at once, in pieces of whole pages that do not merge.
+                let metadata = decode_metadata(&unhex(&command[6..])).unwrap();
+                let peer = node.agent.connect(&metadata).unwrap();
+                let read = || {
+                    let ids: Vec<u32> = (0..(metadata.regions[0].len / 16_384) as u32).rev().collect();
+                    let plan = super::plan(0, 0, 16_384, 12_288, ids.clone(), ids);
+                    node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
+                };
+                // By messages, until there is a stream.
+                super::until("a stream", || {
+                    if node.agent.stats().unwrap().transfers == 0 {
+                        read();
+                    }
+                    node.agent.stats().unwrap().streamed_bytes > 0
+                });
+                (0..4).for_each(|_| read());
+                say("reading");
+            }
+            "settle" => {
+                super::until("the end of all transfers", || node.agent.stats().unwrap().transfers == 0);
+                say("settled");
+            }
             command if command.starts_with("read ") => {
                 // Reads all of the first region in pieces that do not merge, again and again, until it is killed.
                 let metadata = decode_metadata(&unhex(&command[5..])).unwrap();
