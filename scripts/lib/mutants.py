@@ -1,0 +1,222 @@
+"""Judges the tests by mutation: cargo-mutants changes one function or operator at a time, and a test has to fail.
+
+Two parts, each a random sample that a seed fixes:
+
+  proto    src/proto, judged by its unit tests and tests/proto_*. It is pure, so it is built as a crate of its own, with
+           nothing but src/error.rs beside it; a mutant takes seconds.
+  drivers  src/net, src/connector and src/agent, judged by their unit tests and the integration tests of the same name.
+
+The sample is drawn from all mutants but the deletions of a field of a struct, which cargo-mutants tries whatever is
+chosen; those in the chosen files are tried besides. A mutant counts as caught if a test fails or hangs, as missed if
+all pass; what does not compile does not count. A missed one needs a test, or a line in tests/mutants.txt that says why
+no test can tell it from the original.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / ".deps/cargo/bin/cargo-mutants"
+WORK = ROOT / "target/mutants"
+ACCEPTED = ROOT / "tests/mutants.txt"
+
+PROTO_CRATES = ("rmp-serde", "serde", "serde_bytes", "serde_json", "proptest")
+"""The external crates that src/proto and its tests use."""
+
+
+@dataclass
+class Group:
+    """Sources that are judged by the same tests."""
+
+    sources: str
+    tests: tuple[str, ...]
+    """Names of integration tests; `*` at the end stands for anything."""
+
+
+@dataclass
+class Part:
+    """One of the two samples."""
+
+    sample: int
+    wanted: float
+    """The share that has to be caught."""
+    groups: list[Group]
+
+
+PARTS = {
+    "proto": Part(120, 0.95, [Group("src/proto/", ("proto_*",))]),
+    "drivers": Part(
+        60,
+        0.85,
+        [
+            Group("src/net/", ("net_*", "connector_await")),
+            Group("src/agent/", ("agent_*",)),
+            Group("src/connector/", ("connector_*", "settings")),
+        ],
+    ),
+}
+
+
+@dataclass
+class Outcome:
+    """Names of mutants by what became of them."""
+
+    caught: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    unviable: list[str] = field(default_factory=list)
+
+
+def copy_into(target: Path, files: Iterable[str]) -> None:
+    """Copies files of the repository that differ from those in `target`, so that what was built there stays valid."""
+    for name in files:
+        source, copy = ROOT / name, target / name
+        if source.is_symlink() or not source.is_file():
+            continue
+        if copy.exists() and copy.read_bytes() == source.read_bytes():
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copy)
+
+
+def tracked(*patterns: str) -> list[str]:
+    """The files that git tracks, or would."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def proto_crate() -> Path:
+    """A crate of src/proto alone."""
+    tree = WORK / "proto"
+    shutil.rmtree(tree / "src", ignore_errors=True)
+    shutil.rmtree(tree / "tests", ignore_errors=True)
+    copy_into(tree, tracked("src/proto", "src/error.rs", "tests/proto_*", "tests/golden", "Cargo.lock"))
+    lines = (ROOT / "Cargo.toml").read_text().splitlines()
+    crates = [line for line in lines if line.split(" = ")[0] in PROTO_CRATES]
+    manifest = ['[package]\nname = "kvferry"\nversion = "0.0.0"\nedition = "2024"\n\n[workspace]\n\n[dependencies]']
+    # Random tests take five times as long unoptimized, and a mutant is little to compile.
+    profile = "\n[profile.dev]\nopt-level = 1\ndebug = 0"
+    (tree / "Cargo.toml").write_text("\n".join([*manifest, *crates, profile, ""]))
+    (tree / "src/lib.rs").write_text("pub mod error;\npub mod proto;\npub use error::{Error, ErrorKind, Result};\n")
+    return tree
+
+
+def whole_tree() -> Path:
+    """A copy of the repository, which mutants may be written into."""
+    tree = WORK / "tree"
+    copy_into(tree, tracked())
+    if not (tree / ".deps").exists():
+        (tree / ".deps").symlink_to(ROOT / ".deps")
+    return tree
+
+
+def mutants_of(tree: Path, sources: str) -> list[str]:
+    """The names of all mutants of a folder."""
+    command = [TOOL, "mutants", "--list", "--json", "--no-config", "--file", f"{sources}**/*.rs"]
+    listed = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout
+    return [mutant["name"] for mutant in json.loads(listed)]
+
+
+def test_names(tree: Path, group: Group) -> list[str]:
+    """The integration tests of a group."""
+    return sorted({path.stem for pattern in group.tests for path in (tree / "tests").glob(pattern) if names_test(path)})
+
+
+def names_test(path: Path) -> bool:
+    return path.suffix == ".rs" or (path / "main.rs").is_file()
+
+
+def run_group(tree: Path, group: Group, chosen: Sequence[str]) -> Outcome:
+    """Tries the chosen mutants of a group."""
+    config = WORK / "config.toml"
+    config.write_text("examine_re = " + json.dumps([f"^{re.escape(name)}$" for name in chosen]))
+    out = WORK / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    command = [str(TOOL), "mutants", "--in-place", "--config", str(config), "--output", str(out), "--colors", "never"]
+    command += ["--minimum-test-timeout", "240", "--cap-lints", "true"]
+    # By file, since cargo-mutants knows no other way to leave out deletions of fields.
+    for source in sorted({name.split(":")[0] for name in chosen}):
+        command += ["--file", source]
+    command += ["--", "--lib", *(word for name in test_names(tree, group) for word in ("--test", name))]
+    done = subprocess.run(command, cwd=tree)
+    # 2: some were missed, 3: some ran into the time limit. Anything else is a mistake of the run.
+    if done.returncode not in (0, 2, 3):
+        sys.exit(f"{' '.join(command[:3])} failed with status {done.returncode}: its output is above")
+
+    def names(kind: str) -> list[str]:
+        return (out / "mutants.out" / f"{kind}.txt").read_text().splitlines()
+
+    return Outcome(names("caught") + names("timeout"), names("missed"), names("unviable"))
+
+
+def bare(name: str) -> str:
+    """A mutant's name without its place in the file, which changes with every edit."""
+    return re.sub(r"^([^:]+):\d+:\d+:", r"\1:", name)
+
+
+def accepted() -> set[str]:
+    """The mutants that no test can notice, by name."""
+    lines = ACCEPTED.read_text().splitlines() if ACCEPTED.exists() else []
+    return {line for line in lines if line and not line.startswith(("#", " "))}
+
+
+def judge(name: str, part: Part, sample: int, seed: int) -> bool:
+    """Runs a part; prints what was missed and whether enough was caught."""
+    tree = proto_crate() if name == "proto" else whole_tree()
+    everything = [
+        (mutant, group)
+        for group in part.groups
+        for mutant in mutants_of(tree, group.sources)
+        if not re.search(": delete field ", mutant)
+    ]
+    # More than asked for: those that do not compile tell nothing.
+    chosen = random.Random(seed).sample(everything, min(len(everything), sample + sample // 4))
+    total = Outcome()
+    for group in part.groups:
+        names = [mutant for mutant, its in chosen if its is group]
+        if not names:
+            continue
+        outcome = run_group(tree, group, names)
+        for kind in ("caught", "missed", "unviable"):
+            getattr(total, kind).extend(getattr(outcome, kind))
+    known = accepted()
+    missed = [mutant for mutant in total.missed if bare(mutant) not in known]
+    viable = len(total.caught) + len(total.missed)
+    share = len(total.caught) / viable if viable else 0.0
+    print(f"\n{name}: {len(everything)} mutants, {len(chosen)} drawn with seed {seed}, {viable} tried and compiled")
+    print(f"{name}: caught {len(total.caught)} of {viable} ({share:.1%}, wanted {part.wanted:.0%})")
+    for mutant in missed:
+        print(f"  missed: {mutant}")
+    if len(total.missed) > len(missed):
+        print(f"  {len(total.missed) - len(missed)} more missed, each with its reason in {ACCEPTED.relative_to(ROOT)}")
+    return share >= part.wanted and not missed and viable >= min(sample, len(everything))
+
+
+def main() -> int:
+    """Runs the parts that were named."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="proto, drivers; both if none is named")
+    parser.add_argument("--sample", type=int, help="mutants that compile and are tried (120 of proto, 60 of drivers)")
+    parser.add_argument("--seed", type=int, default=1, help="which ones (default 1)")
+    options = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    good = True
+    for name in options.part or PARTS:
+        part = PARTS[name]
+        good &= judge(name, part, options.sample or part.sample, options.seed)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
