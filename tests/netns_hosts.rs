@@ -146,3 +146,61 @@ fn two_tensor_ranks_on_two_hosts() {
 fn two_pipeline_ranks_on_two_hosts_over_ipv6() {
     two_hosts_and_a_consumer(true, 1, 2);
 }
+
+/// A producer whose listener answers and whose data ports do not: what is sent there vanishes, as behind a firewall that
+/// drops. Its request ends at the handshake's time-out, and meanwhile the consumer's reads from another producer go on.
+#[test]
+fn an_engine_behind_a_firewall_fails_alone() {
+    let hosts = match Hosts::new(3, false) {
+        Ok(hosts) => hosts,
+        Err(why) => return skip("netns", &why),
+    };
+    let cache = CacheSpec::small(1, 1, 60);
+    let mut d_cache = CacheSpec::small(1, 1, 61);
+    (d_cache.engine.num_blocks, d_cache.engine.gap) = (50, 8);
+    let (mut open, mut shut) = (workers(&hosts, &[0], "open", &cache), workers(&hosts, &[1], "shut", &cache));
+    // Both engines' listeners are on the first host. Only the worker of the second one is where nothing arrives.
+    let mut heads = [0, 0].map(|host| Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(host)), &[]));
+    for (head, (engine, workers)) in heads.iter_mut().zip([("open", &mut open), ("shut", &mut shut)]) {
+        let config = SchedulerConfig { host: None, ..scheduler_config(engine, &cache) };
+        head.ok(&Ask::StartScheduler { config: Box::new(config) });
+        let Tell::Address(..) = head.ok(&Ask::Serve { ranks: metadata(workers) }) else { panic!("no address") };
+    }
+    hosts.swallow(2, &hosts.addresses[1]);
+    let mut d = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(2)), &[]);
+    let mut config = worker_config("decode", d.rank, &d_cache, Transport::Tcp);
+    config.handshake_timeout_ms = 20_000;
+    d.bytes(&Ask::StartWorker { config: Box::new(config), cache: Some(d_cache.clone()) });
+    let scheduler = Scheduler::start(scheduler_config("decode", &d_cache)).unwrap();
+
+    let (there, here): (Lists, Lists) = (lists(1, 12, true), lists(20, 12, false));
+    let mut load = |d: &mut Child, from: usize, request: &str| {
+        let asked = TransferParams { do_remote_decode: true, ..TransferParams::default() };
+        let finished = Ask::Finished { request: request.into(), params: asked, blocks: there.clone(), tokens: 48 };
+        let Tell::Params(Some(params)) = heads[from].ok(&finished) else { panic!("no params") };
+        let worker = if from == 0 { &mut open[0] } else { &mut shut[0] };
+        worker.ok(&Ask::Fill { request: request.into(), blocks: there.clone() });
+        worker.ok(&Ask::Submit { step: heads[from].bytes(&Ask::Step) });
+        scheduler.allocated(request, &params, common::engine::blocks(&here), 48, 48).unwrap();
+        d.ok(&Ask::Submit { step: scheduler.step().unwrap() });
+    };
+    load(&mut d, 1, "lost");
+    let mut loaded = 0;
+    let mut failure = None;
+    while failure.is_none() {
+        let request = format!("good {loaded}");
+        load(&mut d, 0, &request);
+        report(&mut d, |r| {
+            failure =
+                failure.take().or_else(|| r.failed_recving.iter().find(|f| f.request.as_str() == "lost").cloned());
+            let others: Vec<_> = r.failed_recving.iter().filter(|f| f.request.as_str() != "lost").collect();
+            assert!(others.is_empty(), "{others:#?}");
+            r.finished_recving.iter().any(|r| r.as_str() == request)
+        });
+        d.check(&[Loaded::whole(&request, &here)]);
+        loaded += u32::from(failure.is_none());
+    }
+    let failure = failure.unwrap();
+    assert_eq!(failure.cause, Cause::HandshakeFailed, "{}", failure.message);
+    assert!(loaded >= 10, "only {loaded} requests were loaded from the other engine meanwhile: {}", failure.message);
+}

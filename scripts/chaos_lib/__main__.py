@@ -18,6 +18,7 @@ BY_TRANSPORT = {
     "kill-producer": ("faults", "kill_producer", 200),
     "freeze": ("faults", "freeze", 50),
     "cut": ("faults", "cut", 50),
+    "firewall": ("firewall", "firewall", 20),
     "restart-listener": ("faults", "restart_listener", 50),
     "lease-race": ("load", "lease_race", 10_000),
     "soak": ("load", "soak", 100_000),

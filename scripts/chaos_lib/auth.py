@@ -23,7 +23,7 @@ import msgpack
 from kvferry.cli.key import write_key
 
 from .engine import Engine, Setup
-from .faults import two_hosts
+from .network import two_hosts
 from .options import Options
 from .parent import _CONTEXT, LONG, Child, Requests, Tally, hand_over, settle
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from .engine import Setup
+from .network import run, two_hosts
 from .options import Options
 from .parent import LONG, Child, Requests, Tally, hand_over, resources, settle, start_loads, wait_level, wait_unpinned
 
@@ -243,39 +240,6 @@ def restart_listener(options: Options, transport: str) -> dict[str, Any]:
     return _pair_summary(tally, levels, restarts=rounds)
 
 
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Two network namespaces joined by a pair of virtual interfaces; name and address of each."""
-    names = [f"kvfchaos{os.getpid()}{letter}" for letter in "pd"]
-    addresses = ["10.78.0.1", "10.78.0.2"]
-    made = []
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-            made.append(name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-        _run("ip", "-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for name, address in zip(names, addresses, strict=True):
-            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            _run("ip", "-n", name, "link", "set", "eth0", "up")
-        # The kernel takes up to a second to call a new interface running, and UCX leaves out those that are not.
-        deadline = time.monotonic() + 30
-        for name in names:
-            words = ("ip", "-n", name, "-br", "link", "show", "eth0", "up")
-            while " UP " not in subprocess.run(words, check=True, capture_output=True, text=True).stdout:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"eth0 of network namespace {name} does not come up")
-                time.sleep(0.05)
-        yield (names[0], addresses[0]), (names[1], addresses[1])
-    finally:
-        for name in made:
-            subprocess.run(("ip", "netns", "del", name), check=False)
-
-
 def cut(options: Options, transport: str) -> dict[str, Any]:
     """The network between two hosts drops everything for a while, short or long, then works again."""
     rounds = options.rounds
@@ -295,10 +259,10 @@ def cut(options: Options, transport: str) -> dict[str, Any]:
                 time.sleep(_moment(dice))
                 rule = ("-i", "eth0", "-j", "DROP")
                 side = (p_netns, d_netns)[number % 2]
-                _run("ip", "netns", "exec", side, "iptables", "-I", "INPUT", *rule)
-                _run("ip", "netns", "exec", side, "iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
+                run("ip", "netns", "exec", side, "iptables", "-I", "INPUT", *rule)
+                run("ip", "netns", "exec", side, "iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
                 time.sleep(dice.choice((0.1, 0.5, 2.5)) * (0.5 + dice.random()))
-                _run("ip", "netns", "exec", side, "iptables", "-F")
+                run("ip", "netns", "exec", side, "iptables", "-F")
                 settle(consumer, burst, tally)
                 # Connections that died in the cut may fail a request more; none may be lost or wrong.
                 deadline, good = time.monotonic() + LONG, tally.good

@@ -40,7 +40,11 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     // A worker's lock is also taken by UCX's own thread, when a connection comes in. As a spin lock, its default, it keeps a
     // processor busy until whoever holds it gets one: with 64 agents on two processors, 12 of the 55 ms of processor time
     // that first contact took.
-    let mut defaults = vec![("RCACHE_MAX_REGIONS", "1024"), ("TCP_MAX_IOV", &parts), ("USE_MT_MUTEX", "y")];
+    //
+    // UCX's TCP connects with a blocking connect(2) by default, which a firewall that drops what it should refuse lets last
+    // two minutes: as long as that nothing else happens on the thread.
+    let mut defaults =
+        vec![("RCACHE_MAX_REGIONS", "1024"), ("TCP_MAX_IOV", &parts), ("TCP_CONN_NB", "y"), ("USE_MT_MUTEX", "y")];
     if !is_set(config, "ADDRESS_VERSION") && !is_set(config, "PROTO_ENABLE") {
         defaults.extend([("ADDRESS_VERSION", "v2"), ("TCP_TX_SEG_SIZE", &segment), ("TCP_RX_SEG_SIZE", &segment)]);
     }

@@ -62,6 +62,13 @@ impl Hosts {
         &self.names[0]
     }
 
+    /// Lets everything that `host` sends to `address` vanish, as a firewall that drops does: it goes to a hardware
+    /// address that nobody has.
+    pub fn swallow(&self, host: usize, address: &str) {
+        let nobody = "lladdr 02:00:00:00:00:01 nud permanent dev eth0";
+        run(&format!("ip -n {} neigh replace {address} {nobody}", self.netns(host))).unwrap();
+    }
+
     /// The namespace of the host numbered from 0.
     pub fn netns(&self, host: usize) -> &str {
         // The first is the bridge's.

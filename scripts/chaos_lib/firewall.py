@@ -1,0 +1,139 @@
+"""A prefill engine whose listener answers and whose data ports a firewall drops, beside one that is open."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from .engine import Setup
+from .faults import BURST, LEASE_MS, UNPINNED_S
+from .network import deliver, hosts, swallow
+from .options import Options
+from .parent import LONG, Child, Requests, Tally, hand_over, resources, settle, wait_level, wait_unpinned
+
+HANDSHAKE_MS = 3000
+FROZEN_S = HANDSHAKE_MS / 1000 / 2
+"""A read from the open engine that takes longer has waited for the other engine."""
+
+SHUT_LIMIT_S = HANDSHAKE_MS / 1000 + 10.0
+"""When a load from behind the firewall must have failed, on a busy machine; a blocking connect takes 130 s."""
+
+DATA, LISTENER = "10.78.0.3", "10.78.0.4"
+"""Addresses of the engine behind the firewall. UCX takes the first one of its interface."""
+
+HOSTS = {"p": ["10.78.0.1"], "d": ["10.78.0.2"], "s": [DATA, LISTENER]}
+
+
+def _setup(name: str, transport: str, serves: bool, netns: str, host: str, **worker: Any) -> Setup:
+    return Setup(
+        name=name,
+        serves=serves,
+        transport=transport,
+        lease_ms=LEASE_MS,
+        blocks=4096,
+        block_bytes=16384,
+        netns=netns,
+        host=host,
+        worker=worker,
+    )
+
+
+def _behind(
+    shut: Child, producer: Child, consumer: Child, requests: Requests, tally: Tally, good: Tally
+) -> tuple[int, float]:
+    """Loads from behind the firewall, and from the open engine until those have failed.
+
+    Returns the loads from behind it and the longest time that one took to fail.
+    """
+    begin = time.monotonic()
+    waiting = hand_over(shut, consumer, requests.make(BURST))
+    count, longest = len(waiting), 0.0
+    running: set[str] = set()
+    deadline = begin + SHUT_LIMIT_S
+    while (waiting or running) and time.monotonic() < begin + LONG:
+        if waiting and not running:
+            running = hand_over(producer, consumer, requests.make(4))
+        for done in consumer.take_done(0.02):
+            if done.request in running:
+                running.discard(done.request)
+                # On a machine so busy that a lease runs out all the same, saying so is right.
+                good.take(done, may_fail=done.cause == "lease_expired")
+            elif done.request in waiting:
+                waiting.discard(done.request)
+                tally.take(done)
+                longest = time.monotonic() - begin
+                if done.cause is None or time.monotonic() > deadline:
+                    tally.unexpected += 1
+                    tally.note(f"{done.request}: {done.cause} after {longest:.1f} s, expected a failure")
+    for open_requests in (waiting, running):
+        tally.unreported += len(open_requests)
+    return count, longest
+
+
+def firewall(options: Options, transport: str) -> dict[str, Any]:
+    """See the module's text. Afterwards the firewall opens, and the engine behind it serves."""
+    rounds = options.rounds
+    warm = max(2, rounds // 10)
+    requests, tally, good = Requests(options.seed, most=64), Tally(), Tally()
+    dice = random.Random(options.seed)
+    before: dict[str, int] = {}
+    behind, longest = 0, 0.0
+    with hosts(HOSTS) as netns:
+
+        def start_shut() -> Child:
+            return Child(_setup("shut", transport, True, netns["s"], LISTENER))
+
+        producer = Child(_setup("prefill", transport, True, netns["p"], "10.78.0.1"))
+        times = {"handshake_timeout_ms": HANDSHAKE_MS}
+        consumer = Child(_setup("decode", transport, False, netns["d"], "10.78.0.2", **times))
+        spare = start_shut()
+        try:
+            for number in range(warm + rounds):
+                # A new life each time, so that the consumer has no connection to it.
+                shut, spare = spare, start_shut()
+                shut.wait_up()
+                settle(consumer, hand_over(producer, consumer, requests.make(2)), tally)
+                if number == warm:
+                    wait_unpinned(producer, tally, UNPINNED_S)
+                    before = resources(consumer)
+                swallow(netns["d"], DATA)
+                time.sleep(dice.uniform(0, 0.05))
+                count, took = _behind(shut, producer, consumer, requests, tally, good)
+                behind, longest = behind + count, max(longest, took)
+                deliver(netns["d"], DATA)
+                deadline, arrived = time.monotonic() + LONG, tally.good
+                while tally.good == arrived:
+                    if time.monotonic() > deadline:
+                        tally.unexpected += 1
+                        tally.note(f"no request works within {LONG:.0f} s of the firewall's opening")
+                        break
+                    settle(consumer, hand_over(shut, consumer, requests.make(1)), tally)
+                wait_unpinned(shut, tally, UNPINNED_S)
+                shut.kill()
+                options.progress(number + 1, warm + rounds)
+            wait_unpinned(producer, tally, UNPINNED_S)
+            after, over = wait_level(consumer, before)
+        finally:
+            for child in (spare, producer, consumer):
+                child.close()
+    frozen = sum(seconds > FROZEN_S for seconds in good.seconds)
+    return {
+        "zeros": {
+            "wrong_bytes": tally.wrong + good.wrong,
+            "unreported": tally.unreported,
+            "pinned_after_lease": tally.pinned,
+            "unexpected": tally.unexpected + good.unexpected,
+            "frozen_reads": frozen,
+            **{f"grown_{key}": value for key, value in over.items()},
+        },
+        "firewalls": rounds,
+        "loads_behind_it": behind,
+        "longest_until_they_failed_s": round(longest, 2),
+        "good_meanwhile": good.good,
+        "slowest_meanwhile_ms": round(max(good.seconds, default=0.0) * 1000, 1),
+        "failed_by_cause": dict(sorted((tally.causes + good.causes).items())),
+        "notes": tally.notes + good.notes,
+        "resources_start": before,
+        "resources_end": after,
+    }
