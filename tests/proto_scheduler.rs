@@ -442,3 +442,52 @@ fn settings_that_cannot_work_are_named() {
         assert!(e.message().contains(words), "{e}");
     }
 }
+
+/// Every key of `kv_transfer_params`.
+const KEYS: [&str; 15] = [
+    "do_remote_prefill",
+    "do_remote_decode",
+    "transfer_id",
+    "remote_engine_id",
+    "remote_incarnation",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "remote_num_tokens",
+    "remote_lease_ms",
+    "remote_lease_id",
+    "tp_size",
+    "pp_size",
+    "dcp_size",
+];
+
+#[test]
+fn a_key_that_is_null_is_a_key_that_is_missing() {
+    let whole = TransferParams {
+        transfer_id: Some("x-1".into()),
+        tp_size: Some(1),
+        pp_size: Some(1),
+        dcp_size: Some(1),
+        ..offered()
+    };
+    let serde_json::Value::Object(whole) = serde_json::to_value(&whole).unwrap() else { panic!("a map") };
+    let keys: Vec<&str> = KEYS.into_iter().chain(["transfer_mode"]).collect();
+    assert_eq!(whole.len(), keys.len(), "every key is tried");
+    let parse = |map: &serde_json::Map<String, serde_json::Value>| {
+        let packed = rmp_serde::to_vec_named(map).unwrap();
+        let params: Result<TransferParams, _> = rmp_serde::from_slice(&packed);
+        params.unwrap_or_else(|e| panic!("{map:?}: {e}"))
+    };
+    let mut all = whole.clone();
+    for key in &keys {
+        let (mut null, mut missing) = (whole.clone(), whole.clone());
+        null.insert((*key).to_owned(), serde_json::Value::Null);
+        missing.remove(*key);
+        assert_eq!(parse(&null), parse(&missing), "{key}");
+        all.insert((*key).to_owned(), serde_json::Value::Null);
+    }
+    assert_eq!(parse(&all), TransferParams::default());
+    all.insert("do_remote_decode".into(), true.into());
+    assert_eq!(parse(&all), asked());
+}

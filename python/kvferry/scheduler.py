@@ -20,7 +20,7 @@ class Scheduler:
     It touches no device memory and no UCX. May be used from any thread; calls on one object are serialized.
 
     `params` below is a request's `kv_transfer_params`; a missing or ill-typed key raises `InvalidArgumentError` that
-    names it, and affects that request only. `blocks` is one list of block ids per KV-cache group; a numpy uint32 array
+    names it, and affects that request only. A key that is None counts as missing. `blocks` is one list of block ids per KV-cache group; a numpy uint32 array
     per group is taken without conversion.
 
     A request may be given to both engines at once: the producer's params then have a `transfer_id`, and the consumer's

@@ -1,16 +1,17 @@
 //! `kv_transfer_params`: what a producer's scheduler returns with a finished prefill and a proxy hands to the decoder.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// The params in the spelling that vLLM's proxies pass through. Everything is optional here, because it comes from
-/// outside; `proto::scheduler` says which key is missing when it needs it.
+/// outside; `proto::scheduler` says which key is missing when it needs it. A key that is null counts as missing: proxies
+/// send every key that they know.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct TransferParams {
     /// True in what a decoder is given: load the prompt's cache from the producer.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "false_if_null")]
     pub do_remote_prefill: bool,
     /// True in what a prefill engine is given: keep the blocks for a decoder.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "false_if_null")]
     pub do_remote_decode: bool,
     /// What a proxy that asks both engines at once calls the request, instead of waiting for the prefill engine's answer: the
     /// same in what either is given.
@@ -55,4 +56,8 @@ pub struct TransferParams {
     /// `pull`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transfer_mode: Option<String>,
+}
+
+fn false_if_null<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(false))
 }
