@@ -6,6 +6,7 @@ use kvferry::ErrorKind;
 use kvferry::proto::geometry::{Group, GroupKind};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use kvferry::proto::scheduler::{FinishOutcome, Match, Notice, Scheduler, SchedulerConfig};
+use kvferry::proto::wire::limits::MAX_BLOCK_IDS;
 use kvferry::proto::wire::{Blocks, Prefill, TransferParams, WorkerReport};
 
 fn id(name: &str) -> RequestId {
@@ -422,6 +423,42 @@ fn a_prompt_that_the_producer_does_not_hold_is_refused() {
     assert_eq!(scheduler().matched(&id("d"), &unsaid, 18, 0).unwrap().tokens, 18);
     unsaid.remote_num_tokens = Some(20);
     assert_eq!(scheduler().matched(&id("d"), &unsaid, 18, 0).unwrap().tokens, 18, "it may hold more");
+}
+
+#[test]
+fn more_block_ids_than_a_prompt_can_have_are_refused() {
+    let many = MAX_BLOCK_IDS + 1;
+    for (lists_of_ids, tokens, words) in [
+        (vec![vec![0; many - 1], vec![]], 18, "remote_block_ids[0]: 4194304 block ids for 18 tokens"),
+        (vec![vec![0; many], vec![]], 18, "remote_block_ids: 4194305 block ids, at most 4194304 can be"),
+        (vec![vec![11; 18], vec![0; 19]], 18, "remote_block_ids[1]: 19 block ids for 18 tokens"),
+        (vec![vec![0; many], vec![23]], i64::MAX, "remote_block_ids: 4194306 block ids, at most 4194304 can be"),
+        (vec![vec![0; many / 2 + 1]; 2], 1 << 40, "remote_block_ids: 4194306 block ids, at most 4194304 can be"),
+    ] {
+        let params =
+            TransferParams { remote_block_ids: Some(lists_of_ids), remote_num_tokens: Some(tokens), ..offered() };
+        let mut s = scheduler();
+        let e = s.matched(&id("d"), &params, 18, 0).expect_err(words);
+        assert!(e.message().contains(words), "{e}");
+        let local = lists(&[1, 2, 3, 4, 5], &[6, 7, 8]);
+        assert_eq!(s.allocated(&id("d"), &params, local, 18, 18).unwrap_err(), e);
+        assert!(!s.has_pending() && s.receiving() == 0);
+    }
+    let e = scheduler().allocated(&id("d"), &offered(), vec![vec![1; many].into(), Blocks::default()], 18, 18);
+    assert!(e.unwrap_err().message().contains("4194305 blocks are to be filled, at most 4194304 can be"));
+}
+
+#[test]
+fn texts_from_outside_are_cut_in_errors() {
+    type Change = fn(&mut TransferParams);
+    let cases: [Change; 2] =
+        [|p| p.transfer_mode = Some("\u{fffd}".repeat(1 << 20)), |p| p.remote_incarnation = Some("f".repeat(1 << 20))];
+    for change in cases {
+        let mut params = offered();
+        change(&mut params);
+        let e = scheduler().arrived(&id("d"), &params).unwrap_err();
+        assert!(e.message().len() < 1000, "{} bytes", e.message().len());
+    }
 }
 
 #[test]

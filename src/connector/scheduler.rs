@@ -233,14 +233,15 @@ impl Scheduler {
         }
     }
 
-    /// The next step's work for every worker, encoded. What it returns is not returned again.
+    /// The next step's work for every worker, encoded. What it returns is not returned again; see
+    /// [`Machine::encode_step`].
     ///
     /// # Errors
-    /// [`ErrorKind::Internal`] when it cannot be encoded.
+    /// [`ErrorKind::Internal`] or [`ErrorKind::Exhausted`] when it cannot be encoded; nothing is taken then.
     pub fn step(&self) -> Result<Vec<u8>> {
         // Ranks that push their metadata may have come since the last step.
         self.tell_engine();
-        lock(&self.machine).build_step().to_bytes()
+        lock(&self.machine).encode_step()
     }
 
     /// Whether the next step has work, so that an idle engine should make one.

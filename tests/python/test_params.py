@@ -98,3 +98,17 @@ def test_loads_with_every_key_that_is_not_needed_null(producer: Scheduler, consu
     assert outcome(consumer, "d", {**NULLS, **few}) == (None, (PROMPT, True), None, 1, 1)
     named = {key: params[key] for key in ("do_remote_prefill", "remote_engine_id", "remote_host", "remote_port")}
     assert outcome(consumer, "e", {**NULLS, **named, "transfer_id": "x"}) == (None, (PROMPT, True), None, 2, 2)
+
+
+def test_a_load_that_cannot_be_encoded_fails_alone(producer: Scheduler, consumer: Scheduler) -> None:
+    """One id more than a list holds on the wire; what else the step has reaches the workers."""
+    good = prefilled(producer, "p-good", {"do_remote_decode": True})
+    hostile = {**good, "remote_block_ids": [[0] * 4_194_305], "remote_num_tokens": 1 << 40}
+    consumer.allocated("good", good, [[1, 2, 3, 4]], PROMPT, PROMPT)
+    for call in (
+        lambda: consumer.matched("hostile", hostile, PROMPT, 0),
+        lambda: consumer.allocated("hostile", hostile, [[5, 6, 7, 8]], PROMPT, PROMPT),
+    ):
+        with pytest.raises(InvalidArgumentError, match="remote_block_ids"):
+            call()
+    assert b"good" in consumer.step()

@@ -8,7 +8,7 @@
 //! | prefix lookup | [`Scheduler::matched`] | consumer | none; how many tokens can be loaded |
 //! | blocks allocated | [`Scheduler::allocated`] | consumer | load, or release when nothing is to be loaded |
 //! | the request ended | [`Scheduler::finished`] | both | producer: grant or drop; consumer: release or abort |
-//! | a step is scheduled | [`Scheduler::build_step`] | both | hands out what the calls above queued |
+//! | a step is scheduled | [`Scheduler::encode_step`] | both | hands out what the calls above queued |
 //! | workers reported | [`Scheduler::on_report`] | both | requests that are over are forgotten |
 //! | after `finished` and `on_report` | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
 //!
@@ -17,6 +17,7 @@
 
 mod config;
 mod params;
+mod step;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -29,7 +30,7 @@ use crate::proto::aggregate::Outcome;
 use crate::proto::ids::RequestId;
 use crate::proto::plan::Holding;
 use crate::proto::wire::{
-    Blocks, Grant, Hold, Load, Prefill, Release, Remote, StepMetadata, TransferParams, WorkerReport,
+    Blocks, Grant, Hold, Load, Message, Prefill, Release, Remote, StepMetadata, TransferParams, WorkerReport, limits,
 };
 
 /// What can be loaded for a request.
@@ -214,9 +215,9 @@ impl Scheduler {
             return Ok(Match::default());
         }
         params::remote(request, params)?;
-        params::held_tokens(request, params, &self.config, prompt_tokens)?;
+        let held = params::held_tokens(request, params, &self.config, prompt_tokens)?;
         if !params::awaits(params) {
-            params::remote_blocks(request, params)?;
+            params::remote_blocks(request, params, held)?;
         }
         let tokens = self.config.handed_over(prompt_tokens).saturating_sub(computed_tokens);
         Ok(Match { tokens, asynchronous: tokens > 0 })
@@ -230,8 +231,8 @@ impl Scheduler {
     /// host, which may have committed itself to a load, gets its terminal report. Whether the producer's blocks fit is
     /// found by the workers, who know its block sizes.
     ///
-    /// Errors: [`ErrorKind::InvalidArgument`] for params that [`Scheduler::matched`] refuses and for a wrong number of
-    /// lists; nothing is queued then.
+    /// Errors: [`ErrorKind::InvalidArgument`] for params that [`Scheduler::matched`] refuses, for a wrong number of
+    /// lists and for more than [`MAX_BLOCK_IDS`](limits::MAX_BLOCK_IDS) blocks; nothing is queued then.
     pub fn allocated(
         &mut self,
         request: &RequestId,
@@ -252,14 +253,22 @@ impl Scheduler {
             return Ok(());
         }
         let awaits = params::awaits(params);
-        let remote_blocks = if awaits { Vec::new() } else { params::remote_blocks(request, params)? };
         let remote_tokens = params::held_tokens(request, params, &self.config, prompt_tokens)?;
+        let remote_blocks = if awaits { Vec::new() } else { params::remote_blocks(request, params, remote_tokens)? };
         let end = self.config.handed_over(prompt_tokens);
         if local_blocks.len() != self.config.groups.len() {
             return Err(Error::invalid(format!(
                 "request {request}: expected one list of allocated blocks for each of the {} KV-cache groups, got {}",
                 self.config.groups.len(),
                 local_blocks.len()
+            )));
+        }
+        // With the producer's bounded too, every load fits a step, and its blocks a report of its failure.
+        let to_fill = local_blocks.iter().map(Blocks::len).fold(0, usize::saturating_add);
+        if to_fill > limits::MAX_BLOCK_IDS {
+            return Err(Error::invalid(format!(
+                "request {request}: {to_fill} blocks are to be filled, at most {} can be",
+                limits::MAX_BLOCK_IDS
             )));
         }
         let start = end.checked_sub(external_tokens);
@@ -350,6 +359,14 @@ impl Scheduler {
     /// The work for the next step, for every worker alike. Each piece of work is handed out once.
     pub fn build_step(&mut self) -> StepMetadata {
         std::mem::take(&mut self.step)
+    }
+
+    /// As [`Scheduler::build_step`], encoded. What does not fit into one message comes with the next steps
+    /// ([`Scheduler::has_pending`]).
+    ///
+    /// Errors: those of encoding; nothing is taken then.
+    pub fn encode_step(&mut self) -> Result<Vec<u8>> {
+        step::take(&mut self.step, StepMetadata::MAX_BYTES)
     }
 
     /// Takes the report of a one-rank engine, or one made of what is over on all ranks. Requests that are not known are

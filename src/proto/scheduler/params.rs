@@ -4,6 +4,7 @@ use super::SchedulerConfig;
 use crate::error::{Error, Result};
 use crate::proto::geometry::{Group, GroupKind, MAX_GROUPS};
 use crate::proto::ids::{EngineId, Incarnation, RequestId};
+use crate::proto::wire::limits::MAX_BLOCK_IDS;
 use crate::proto::wire::{Blocks, Remote, TransferParams};
 
 /// The lease assumed when the params name none: vLLM's own default for a hand-over.
@@ -11,6 +12,15 @@ const DEFAULT_LEASE_MS: u64 = 30_000;
 
 /// The longest host name of the DNS (RFC 1035), which also holds any numeric address.
 const MAX_HOST_BYTES: usize = 255;
+
+/// How much of a text from outside an error shows.
+const SHOWN_CHARS: usize = 64;
+
+/// The beginning of a text from outside, which may be of any length.
+fn shown(text: &str) -> String {
+    let short: String = text.chars().take(SHOWN_CHARS).collect();
+    if short.len() == text.len() { format!("{text:?}") } else { format!("{short:?}... ({} bytes)", text.len()) }
+}
 
 fn bad(request: &RequestId, text: impl std::fmt::Display) -> Error {
     Error::invalid(format!("kv_transfer_params of request {request}: {text}"))
@@ -106,7 +116,7 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
     {
         return Err(bad(
             request,
-            format_args!("transfer_mode: expected \"pull\", got {mode:?}; run kvferry on both engines"),
+            format_args!("transfer_mode: expected \"pull\", got {}; run kvferry on both engines", shown(mode)),
         ));
     }
     let incarnation = match &params.remote_incarnation {
@@ -116,7 +126,7 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
             _ => {
                 return Err(bad(
                     request,
-                    format_args!("remote_incarnation: expected 16 hexadecimal digits, not all 0, got {text:?}"),
+                    format_args!("remote_incarnation: expected 16 hexadecimal digits, not all 0, got {}", shown(text)),
                 ));
             }
         },
@@ -135,8 +145,9 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
     })
 }
 
-/// The producer's block ids per KV-cache group of its own. Whether they fit its cache is known after the handshake.
-pub(super) fn remote_blocks(request: &RequestId, params: &TransferParams) -> Result<Vec<Vec<u32>>> {
+/// The producer's block ids per KV-cache group of its own, which hold `tokens` tokens. Its block sizes, and whether the ids
+/// fit its cache, are known after the handshake; here a block has at least one token.
+pub(super) fn remote_blocks(request: &RequestId, params: &TransferParams, tokens: u64) -> Result<Vec<Vec<u32>>> {
     let lists = params.remote_block_ids.as_deref().unwrap_or_default();
     if lists.is_empty() || lists.len() > MAX_GROUPS {
         return Err(bad(
@@ -148,8 +159,26 @@ pub(super) fn remote_blocks(request: &RequestId, params: &TransferParams) -> Res
             ),
         ));
     }
+    let ids = lists.iter().map(Vec::len).fold(0, usize::saturating_add);
+    if ids > MAX_BLOCK_IDS {
+        return Err(bad(
+            request,
+            format_args!("remote_block_ids: {ids} block ids, at most {MAX_BLOCK_IDS} can be for all groups together"),
+        ));
+    }
     let mut groups = Vec::with_capacity(lists.len());
     for (g, list) in lists.iter().enumerate() {
+        // A state has a block, whatever the tokens.
+        if list.len() as u64 > tokens.max(1) {
+            return Err(bad(
+                request,
+                format_args!(
+                    "remote_block_ids[{g}]: {} block ids for {tokens} tokens; pass on the kv_transfer_params of the prefill \
+                     engine's answer unchanged",
+                    list.len()
+                ),
+            ));
+        }
         let mut ids = Vec::with_capacity(list.len());
         for (i, &id) in list.iter().enumerate() {
             ids.push(u32::try_from(id).map_err(|_| {
