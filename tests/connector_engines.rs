@@ -7,12 +7,13 @@ mod common;
 use std::time::Duration;
 
 use common::cache::{CacheSpec, Loaded};
-use common::child::{Ask, LONG, Tell, serve_if_child};
-use common::engine::{Engine, lists};
+use common::child::{Ask, LONG, Lists, Tell, serve_if_child};
+use common::engine::{Engine, lists, scheduler_config};
 use kvferry::connector::Transport;
 use kvferry::net::query_blocking;
+use kvferry::proto::scheduler::FinishOutcome;
 use kvferry::proto::shape::Parts;
-use kvferry::proto::wire::HandshakeReply;
+use kvferry::proto::wire::{Cause, HandshakeReply, TransferParams};
 
 /// The other processes of these tests.
 #[test]
@@ -233,4 +234,141 @@ fn an_idle_worker_sleeps() {
         // The test's own watchdog wakes twice a second; an agent that spins would use seconds.
         assert!(used < Duration::from_millis(50), "an idle worker used {used:?} in 10 s");
     }
+}
+
+/// Requests of one decode engine for one prefill, as vLLM makes of a request with `n` > 1: four at once, then four one after
+/// another, between engines of unequal shapes. Every one has every byte, and the blocks are given back once.
+#[test]
+fn requests_for_one_prefill_all_load_it() {
+    let (mut p_cache, mut d_cache) = (CacheSpec::small(2, 2, 50), CacheSpec::small(2, 2, 51));
+    (p_cache.engine.pp, d_cache.engine.tp, d_cache.engine.num_blocks) = (1, 1, 80);
+    let mut p = Engine::start("prefill", &p_cache, Transport::Tcp);
+    let mut d = Engine::start("decode", &d_cache, Transport::Tcp);
+    let there = lists(1, 6, true);
+    for round in ["at-once", "in-turn"] {
+        let params = TransferParams { shared: Some(true), ..p.prefill(&format!("p-{round}"), &there, 24) };
+        let children: Vec<(String, Lists)> =
+            (0..4).map(|k| (format!("{k}_{round}"), lists(1 + 12 * k, 6, k % 2 == 0))).collect();
+        for (name, here) in &children {
+            d.load(name, &params, here, 24);
+            if round == "in-turn" {
+                let said = d.await_received(name);
+                assert!(said.failures.is_empty(), "{said:#?}");
+            }
+        }
+        for (name, _) in &children {
+            let said = d.await_received(name);
+            assert!(said.failures.is_empty(), "{said:#?}");
+        }
+        // `Engine` refuses a second word of one rank.
+        p.await_sent(&format!("p-{round}"));
+        let prefill = format!("p-{round}");
+        d.check(&children.iter().map(|(_, here)| (prefill.as_str(), here)).collect::<Vec<_>>());
+    }
+    assert_eq!((d.stats.recvs, p.stats.sends_read, p.stats.sends_expired), (8 * 2, 2 * 2, 0));
+    d.until_stats("nothing under way", |loads, _, transfers| loads == 0 && transfers == 0);
+    p.until_stats("no lease", |_, leases, _| leases == 0);
+}
+
+/// Who knows a lease's id may keep its blocks, so that nobody must be able to guess it.
+#[test]
+fn ids_of_leases_are_drawn_at_random() {
+    let cache = CacheSpec::small(1, 1, 70);
+    let start = || {
+        let scheduler = kvferry::connector::Scheduler::start(scheduler_config("prefill", &cache)).unwrap();
+        let metadata = Engine::start_cold("prefill", &cache, Transport::Tcp, |_| {}, |_| {}).complete();
+        scheduler.serve(metadata).unwrap();
+        scheduler
+    };
+    let mut ids = Vec::new();
+    for scheduler in [start(), start()] {
+        for n in 0..8 {
+            let asked = TransferParams { do_remote_decode: true, ..TransferParams::default() };
+            let blocks = common::engine::blocks(&lists(1, 2, false));
+            let finish = scheduler.finished(&format!("p{n}"), &asked, FinishOutcome::Complete, blocks, 8).unwrap();
+            ids.push(finish.params.unwrap().remote_lease_id.unwrap());
+        }
+    }
+    assert!(ids.iter().all(|id| (1..1 << 53).contains(id)), "{ids:?}");
+    // Ids that count, or that two lives have in common, would be guessed. By chance one in 2^45 runs has a small one.
+    ids.sort_unstable();
+    ids.dedup();
+    assert!(ids.len() == 16 && ids[0] > 16 && ids.windows(2).all(|pair| pair[1] - pair[0] > 1), "{ids:?}");
+}
+
+/// The producer is named by its address and by a name of the same host, in either order.
+#[test]
+fn one_engine_may_go_by_several_names() {
+    for (seed, names) in [(60, ["localhost", "127.0.0.1"]), (62, ["127.0.0.1", "localhost"])] {
+        for named in [true, false] {
+            let cache = CacheSpec::small(2, 1, seed);
+            let mut p = Engine::start("prefill", &cache, Transport::Tcp);
+            let mut d = Engine::start("decode", &CacheSpec { seed: seed + 1, ..cache.clone() }, Transport::Tcp);
+            let mut brought = Vec::new();
+            for (k, host) in names.iter().chain(&names).enumerate() {
+                let k = k as u32;
+                let (there, here) = (lists(1 + 5 * k, 3, true), lists(31 - 5 * k, 3, false));
+                let prefill = format!("p{k}");
+                let mut params = p.prefill(&prefill, &there, 12);
+                params.remote_host = Some((*host).into());
+                if !named {
+                    // As of a producer that does not say its life: only a handshake tells who answers by that name.
+                    params.remote_incarnation = None;
+                }
+                d.load(&format!("d{k}"), &params, &here, 12);
+                let said = d.await_received(&format!("d{k}"));
+                assert!(said.failures.is_empty(), "by {host}: {said:#?}");
+                p.await_sent(&prefill);
+                brought.push((prefill, here));
+            }
+            d.check(&brought.iter().map(|(name, here)| (name.as_str(), here)).collect::<Vec<_>>());
+            for worker in &mut d.workers {
+                let Tell::Stats { peers, .. } = worker.ok(&Ask::Stats) else { panic!("no stats") };
+                assert_eq!(peers, 1, "one connection to each rank that is read from");
+            }
+        }
+    }
+}
+
+/// The listener starts anew on another port, in another life, while a request of its former one is held.
+#[test]
+fn a_listener_that_moved_takes_nothing_from_the_next_requests() {
+    let cache = CacheSpec::small(2, 1, 66);
+    let mut p = Engine::start_with("prefill", &cache, Transport::Tcp, |_| {}, |s| s.lease_ms = 2_000);
+    let mut d = Engine::start_with(
+        "decode",
+        &CacheSpec { seed: 67, ..cache.clone() },
+        Transport::Tcp,
+        |w| w.handshake_timeout_ms = 3_000,
+        |_| {},
+    );
+    let (there, here) = (lists(1, 3, true), lists(20, 3, false));
+    let old = p.prefill("old", &there, 12);
+    d.scheduler.arrived("held", &old).unwrap();
+    d.step();
+    p.until("heartbeats", |p| p.stats.renewals >= 2);
+    p.scheduler.shutdown();
+    p.scheduler = kvferry::connector::Scheduler::start(scheduler_config("prefill", &cache)).unwrap();
+    let metadata: Vec<_> = p.workers.iter_mut().map(|w| (w.rank, w.bytes(&Ask::Metadata))).collect();
+    let moved = p.scheduler.serve(metadata).unwrap();
+    assert_ne!(Some(moved.1.into()), old.remote_port);
+    for k in 0..2u32 {
+        let (name, there, here) = (format!("new{k}"), lists(8 + 6 * k, 3, true), lists(1 + 6 * k, 3, false));
+        let params = p.prefill(&name, &there, 12);
+        d.load(&name, &params, &here, 12);
+        let said = d.await_received(&name);
+        assert!(said.failures.is_empty(), "{said:#?}");
+        p.await_sent(&name);
+    }
+    d.check(&[("new0", &lists(1, 3, false)), ("new1", &lists(7, 3, false))]);
+    // Its lease was another life's: a clean error that names the listener, and nobody waits.
+    let params = TransferParams { remote_block_ids: old.remote_block_ids.clone(), ..old };
+    d.scheduler.allocated("held", &params, common::engine::blocks(&here), 12, 12).unwrap();
+    d.step();
+    let said = d.await_received("held");
+    for failure in said.failures.values() {
+        assert_eq!(failure.cause, Cause::HandshakeFailed, "{}", failure.message);
+    }
+    assert_eq!(said.failures.len(), 2);
+    d.until_stats("nothing under way", |loads, _, transfers| loads == 0 && transfers == 0);
 }

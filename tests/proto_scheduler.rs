@@ -92,6 +92,35 @@ fn a_complete_prefill_is_kept_granted_and_offered() {
     assert_eq!(d.build_step().holds[0].remote.lease_id, 1, "what P offers, D understands");
 }
 
+#[test]
+fn ids_of_leases_are_as_random_as_what_the_driver_gives_and_fit_json() {
+    let mut s = scheduler();
+    let most = (1 << 53) - 1;
+    for (n, (random, id_of)) in
+        [(0, 1), (most - 1, most), (most, 1), (u64::MAX, (u64::MAX % most) + 1), (77, 78)].into_iter().enumerate()
+    {
+        s.set_lease_entropy(random);
+        let lists = lists(&[11], &[23]);
+        let finish = s.finished(&id(&format!("p-{n}")), &asked(), FinishOutcome::Complete, lists, 4).unwrap();
+        assert_eq!(finish.params.unwrap().remote_lease_id, Some(id_of as i64));
+        assert_eq!(s.build_step().grants[0].lease_id, id_of);
+    }
+}
+
+#[test]
+fn requests_that_others_may_follow_are_marked_for_the_workers() {
+    let mut d = scheduler();
+    for (name, shared) in [("a", None), ("b", Some(false)), ("c", Some(true))] {
+        let params = TransferParams { shared, ..offered() };
+        d.arrived(&id(name), &params).unwrap();
+        d.allocated(&id(name), &params, lists(&[1, 2, 3, 4, 5], &[7, 8, 9]), 18, 18).unwrap();
+        d.finished(&id(&format!("{name}-unknown")), &params, FinishOutcome::Aborted, vec![], 0).unwrap();
+        let step = d.build_step();
+        let marks = [step.holds[0].remote.shared, step.loads[0].remote.shared, step.releases[0].remote.shared];
+        assert_eq!(marks, [shared == Some(true); 3]);
+    }
+}
+
 /// What a prefill engine is given by a proxy that asks both at once.
 fn named(transfer_id: &str) -> TransferParams {
     TransferParams { transfer_id: Some(transfer_id.into()), ..asked() }

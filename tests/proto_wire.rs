@@ -89,6 +89,7 @@ fn remote(incarnation: Option<Incarnation>) -> Remote {
         port: 5680,
         lease_ms: 30_000,
         lease_id: 6,
+        shared: true,
     }
 }
 
@@ -160,10 +161,24 @@ fn report() -> WorkerReport {
 fn peer_messages() -> Vec<(&'static str, PeerMessage)> {
     let reader = || Reader { engine: engine(), incarnation: Incarnation(9), rank: RANK };
     vec![
-        ("peer_heartbeat", PeerMessage::Heartbeat { requests: vec![request("a"), request("b")] }),
+        (
+            "peer_heartbeat",
+            PeerMessage::Heartbeat {
+                requests: vec![request("a"), request("b")],
+                leases: vec![6, 7],
+                reader: Some(reader()),
+            },
+        ),
         (
             "peer_done",
-            PeerMessage::Done { request: request("a"), lease_id: 6, reader: reader(), readers: 2, serial: 11 },
+            PeerMessage::Done {
+                request: request("a"),
+                lease_id: 6,
+                reader: reader(),
+                readers: 2,
+                serial: 11,
+                more: true,
+            },
         ),
         ("peer_release", PeerMessage::Release { request: request("a"), lease_id: 6, reader: reader(), readers: 1 }),
         ("peer_verdict", PeerMessage::Verdict { request: request("a"), verdict: Verdict::Expired, serial: 11 }),
@@ -299,7 +314,7 @@ fn fields_of_a_later_release_are_ignored_and_optional_ones_may_be_absent() {
     }
     let later = LaterPeer::Heartbeat { requests: vec![request("a")], load: 0.25 };
     let decoded = PeerMessage::from_bytes(&envelope("peer_message", wire::VERSION, later)).unwrap();
-    assert_eq!(decoded, PeerMessage::Heartbeat { requests: vec![request("a")] });
+    assert_eq!(decoded, PeerMessage::Heartbeat { requests: vec![request("a")], leases: vec![], reader: None });
 }
 
 #[test]
@@ -408,11 +423,11 @@ fn block_lists_are_bounded_and_whole() {
 #[test]
 fn messages_over_their_kinds_limit_are_not_sent() {
     let requests = vec![request(&"x".repeat(512)); 3000];
-    let error = PeerMessage::Heartbeat { requests }.to_bytes().unwrap_err();
+    let error = PeerMessage::Heartbeat { requests, leases: vec![], reader: None }.to_bytes().unwrap_err();
     assert!(error.kind() == ErrorKind::Exhausted && error.message().contains("peer_message"), "{error}");
     // What one heartbeat may hold does fit.
     let requests = vec![request(&"x".repeat(512)); wire::limits::MAX_HEARTBEAT_REQUESTS];
-    PeerMessage::Heartbeat { requests }.to_bytes().unwrap();
+    PeerMessage::Heartbeat { requests, leases: vec![], reader: None }.to_bytes().unwrap();
     // And so does a query for every rank of the largest engine.
     let ranks = (0..wire::limits::MAX_RANKS).map(|n| RankId { pp: n / 64, tp: 4000 + n % 64 }).collect();
     let query = HandshakeRequest::Query { id: u64::MAX, engine: Some(engine()), ranks };

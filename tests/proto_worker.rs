@@ -9,7 +9,7 @@ mod rank;
 use std::sync::Arc;
 
 use kvferry::proto::handshake::{HandshakeFailure, HandshakeOutcome};
-use kvferry::proto::ids::Incarnation;
+use kvferry::proto::ids::{Incarnation, RankId};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
     Blocks, Cause, EngineShape, Grant, Hold, Load, PeerMessage, Reader, Release, Remote, StepMetadata, Verdict,
@@ -59,11 +59,11 @@ fn grants(w: &mut Worker, now: u64, grant: Grant) {
 }
 
 fn reader(n: u64) -> Reader {
-    Reader { engine: engine("reader"), incarnation: Incarnation(n), rank: RANK }
+    Reader { engine: engine("reader"), incarnation: Incarnation(n), rank: RankId { pp: 0, tp: n as u32 } }
 }
 
 fn done(name: &str, n: u64, readers: u32, serial: u64) -> PeerMessage {
-    PeerMessage::Done { request: request(name), lease_id: 0, reader: reader(n), readers, serial }
+    PeerMessage::Done { request: request(name), lease_id: 0, reader: reader(n), readers, serial, more: false }
 }
 
 fn from() -> PeerRef {
@@ -115,7 +115,7 @@ mod producing {
         assert_eq!(verdicts(&mut w), [(10, Verdict::Expired)]);
         let report = w.poll_report().unwrap();
         assert_eq!((report.finished_sending, report.stats.sends_expired), (vec![request("r")], 1));
-        let beat = PeerMessage::Heartbeat { requests: vec![request("r")] };
+        let beat = PeerMessage::Heartbeat { requests: vec![request("r")], leases: vec![1], reader: Some(reader(1)) };
         w.handle_message(Time(1_001 * MS), &from(), beat);
         assert_eq!(w.gauges().leases, 0, "a heartbeat does not bring a lease back");
         w.handle_timeout(Time(200_000 * MS));
@@ -154,6 +154,7 @@ mod producing {
             reader: reader(1),
             readers: 1,
             serial: lease_id,
+            more: false,
         };
         w.handle_message(Time(1_002 * MS), &from(), read_of(1));
         assert_eq!(verdicts(&mut w), [(1, Verdict::Expired)], "what was read were the former lease's blocks");
@@ -183,6 +184,139 @@ mod producing {
         assert_eq!(ends, 1, "however many readers were announced");
     }
 
+    /// What a rank of engine "reader" says of lease `lease_id` of request r.
+    fn of_lease(lease_id: u64, n: u64, serial: u64, more: bool) -> PeerMessage {
+        PeerMessage::Done { request: request("r"), lease_id, reader: reader(n), readers: 2, serial, more }
+    }
+
+    fn beat(leases: Vec<u64>, reader: Option<Reader>) -> PeerMessage {
+        PeerMessage::Heartbeat { requests: vec![request("r")], leases, reader }
+    }
+
+    #[test]
+    fn a_reader_that_wants_more_keeps_the_lease_until_it_does_not() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("r", 7));
+        w.handle_message(Time(1), &from(), of_lease(7, 1, 10, true));
+        w.handle_message(Time(2), &from(), of_lease(7, 2, 11, false));
+        assert!(sent(&mut w).is_empty(), "rank 1 still wants it");
+        w.handle_message(Time(3), &from(), of_lease(7, 1, 12, false));
+        assert_eq!(sent(&mut w).len(), 1);
+        // Both of rank 1's reads were found good, and are when it asks again.
+        w.handle_message(Time(4), &from(), of_lease(7, 1, 10, true));
+        w.handle_message(Time(5), &from(), of_lease(7, 1, 13, false));
+        let good = [10, 11, 12, 10].map(|serial| (serial, Verdict::Valid));
+        assert_eq!(verdicts(&mut w), [&good[..], &[(13, Verdict::Expired)]].concat());
+        assert!(sent(&mut w).is_empty());
+    }
+
+    #[test]
+    fn a_reader_that_comes_back_while_the_lease_holds_begins_anew() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("r", 7));
+        w.handle_message(Time(1), &from(), of_lease(7, 1, 10, false));
+        w.handle_message(Time(2), &from(), beat(vec![7], Some(reader(1))));
+        // A repeated done is no new word of whether it wants more.
+        w.handle_message(Time(3), &from(), of_lease(7, 1, 10, false));
+        w.handle_message(Time(4), &from(), of_lease(7, 2, 11, false));
+        assert!(sent(&mut w).is_empty(), "rank 1 wants it again");
+        let release = PeerMessage::Release { request: request("r"), lease_id: 7, reader: reader(1), readers: 2 };
+        w.handle_message(Time(5), &from(), release);
+        assert_eq!(sent(&mut w).len(), 1);
+    }
+
+    #[test]
+    fn a_consumer_rank_that_restarts_takes_its_own_place() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("r", 7));
+        w.handle_message(Time(1), &from(), of_lease(7, 1, 10, true));
+        let again = Reader { incarnation: Incarnation(99), ..reader(1) };
+        let done = |serial| PeerMessage::Done {
+            request: request("r"),
+            lease_id: 7,
+            reader: again.clone(),
+            readers: 2,
+            serial,
+            more: false,
+        };
+        w.handle_message(Time(2), &from(), done(10));
+        assert!(sent(&mut w).is_empty(), "one rank of two");
+        w.handle_message(Time(3), &from(), of_lease(7, 2, 10, false));
+        assert_eq!((verdicts(&mut w).len(), sent(&mut w).len()), (3, 1));
+    }
+
+    #[test]
+    fn a_lease_has_one_consumer_engine() {
+        let mut w = worker(config());
+        grants(&mut w, 0, grant("r", 7));
+        w.handle_message(Time(1), &from(), of_lease(7, 1, 10, false));
+        let other = Reader { engine: engine("other"), ..reader(2) };
+        let done = |lease_id, serial| PeerMessage::Done {
+            request: request("r"),
+            lease_id,
+            reader: other.clone(),
+            readers: 2,
+            serial,
+            more: false,
+        };
+        w.handle_message(Time(2), &from(), done(7, 11));
+        w.handle_message(Time(2), &from(), done(0, 12));
+        assert!(sent(&mut w).is_empty(), "another engine's word ends nothing");
+        w.handle_message(Time(3), &from(), of_lease(7, 2, 13, false));
+        let all = [(10, Verdict::Valid), (11, Verdict::Unknown), (12, Verdict::Unknown), (13, Verdict::Valid)];
+        assert_eq!((verdicts(&mut w), sent(&mut w).len()), (all.to_vec(), 1));
+    }
+
+    #[test]
+    fn heartbeats_count_from_readers_that_name_the_lease() {
+        // (what says that it wants the lease, every half second; how long the lease then lasts, in its lengths)
+        let stranger = Some(Reader { engine: engine("stranger"), ..reader(9) });
+        let cases = [
+            ("its reader", vec![7], Some(reader(1)), true, None),
+            ("a guess", vec![8], stranger.clone(), false, Some(1_000)),
+            ("another engine, which has seen the id", vec![7], stranger.clone(), true, Some(1_000)),
+            ("a guess that nobody signs", vec![8], None, false, Some(1_000)),
+            ("no id", vec![], None, false, Some(4_000)),
+            ("no id, but a name", vec![0], stranger, false, Some(4_000)),
+            ("no id, where the consumer is known", vec![], None, true, Some(1_000)),
+        ];
+        for (who, leases, reader_of, known, end) in cases {
+            let mut w = worker(config());
+            grants(&mut w, 0, grant("r", 7));
+            if known {
+                w.handle_message(Time(0), &from(), beat(vec![7], Some(reader(1))));
+            }
+            let mut ended = None;
+            for now in (500..20_000).step_by(500) {
+                w.handle_message(Time(now * MS), &from(), beat(leases.clone(), reader_of.clone()));
+                if ended.is_none() && !sent(&mut w).is_empty() {
+                    ended = Some(now);
+                }
+            }
+            assert_eq!(ended, end, "{who}");
+        }
+    }
+
+    #[test]
+    fn ids_of_leases_have_no_order() {
+        let mut w = worker(config());
+        for (now, lease_id) in [(0, 900), (2_000, 17), (4_000, 400)] {
+            grants(&mut w, now * MS, grant("r", lease_id));
+            w.handle_timeout(Time((now + 1_000) * MS));
+            assert_eq!(sent(&mut w).len(), 1);
+        }
+        let serials = [(900, 1), (17, 2), (400, 3), (0, 4)];
+        for (lease_id, serial) in serials {
+            w.handle_message(Time(5_001 * MS), &from(), of_lease(lease_id, 1, serial, false));
+        }
+        assert_eq!(verdicts(&mut w), serials.map(|(_, serial)| (serial, Verdict::Expired)), "over, all of them");
+        // One that nobody knows is of a grant that is still to come.
+        w.handle_message(Time(5_002 * MS), &from(), of_lease(5, 1, 5, false));
+        assert_eq!((verdicts(&mut w).len(), w.gauges().early), (0, 1));
+        grants(&mut w, 5_003 * MS, grant("r", 5));
+        assert_eq!(verdicts(&mut w), [(5, Verdict::Valid)]);
+    }
+
     #[test]
     fn shutdown_ends_leases_and_refuses_what_comes_later() {
         let mut w = worker(config());
@@ -209,6 +343,7 @@ mod consuming {
             port: 5680,
             lease_ms: 1_200,
             lease_id: 1,
+            shared: false,
         }
     }
 
@@ -472,6 +607,94 @@ mod consuming {
         assert_eq!((posted, w.gauges().sessions, w.gauges().peers), (3, 1, 1));
         loads(&mut w, 30, load("d", [&[5], &[6]]));
         assert!(matches!(transfer(&mut w), TransferToken(_)));
+    }
+
+    fn by(host: &str, incarnation: Option<u64>, load: Load) -> Load {
+        let remote = Remote { host: host.into(), incarnation: incarnation.map(Incarnation), ..load.remote };
+        Load { remote, ..load }
+    }
+
+    #[test]
+    fn one_life_of_an_engine_is_one_session_by_whatever_name() {
+        let mut w = worker(config());
+        let (peer, _) = reading(&mut w, "a");
+        // One that names the life needs no handshake by another name.
+        loads(&mut w, 30, by("localhost", Some(9), load("b", [&[5], &[6]])));
+        let done = does(&mut w);
+        assert_eq!((done.connects.len(), done.transfers.len()), (0, 1));
+        assert_eq!(done.transfers[0].1, peer);
+        // One that does not has to ask who it is, and once.
+        for (name, block) in [("c", 7), ("d", 9)] {
+            loads(&mut w, 40, by("p.example", None, load(name, [&[block], &[block]])));
+        }
+        let session = handshake(&mut w);
+        w.handle_handshake(Time(50), session, Ok(outcome(9)));
+        let done = does(&mut w);
+        assert_eq!((done.connects.len(), done.transfers.len()), (0, 2));
+        loads(&mut w, 60, by("p.example", None, load("e", [&[11], &[12]])));
+        assert_eq!(does(&mut w).transfers.len(), 1);
+        assert_eq!((w.gauges().sessions, w.gauges().peers), (1, 1));
+    }
+
+    #[test]
+    fn a_name_that_leads_to_another_life_is_followed() {
+        let mut w = worker(config());
+        let (old, token) = reading(&mut w, "a");
+        loads(&mut w, 30, by("10.0.0.1", Some(10), load("b", [&[5], &[6]])));
+        let session = handshake(&mut w);
+        // Its agents are those of the former life, as when only the listener's process started anew: the driver has one
+        // connection to each, and says so.
+        let ranks = outcome(9).ranks;
+        w.handle_handshake(Time(40), session, Ok(HandshakeOutcome { ranks, ..outcome(10) }));
+        let new = connect(&mut w);
+        w.handle_peer_lost(Time(41), &PeerRef::Outbound(old), "its agent serves another session");
+        w.handle_connected(Time(42), &new);
+        let done = does(&mut w);
+        assert_eq!((done.cancels, done.transfers.len()), (vec![token], 1));
+        w.handle_transfer_done(Time(43), token, Err((Cause::Aborted, "cancelled".into())));
+        assert_eq!(failed(w.poll_report()), [("a".to_string(), Cause::PeerDied)], "nothing waits for what is gone");
+        loads(&mut w, 50, by("10.0.0.1", None, load("c", [&[7], &[8]])));
+        assert_eq!(does(&mut w).transfers[0].1, new);
+        assert_eq!((w.gauges().sessions, w.gauges().peers), (1, 1));
+    }
+
+    #[test]
+    fn names_of_an_engine_are_not_remembered_without_end() {
+        let mut w = worker(config());
+        let _ = reading(&mut w, "a");
+        for n in 0..40 {
+            loads(&mut w, 30, by(&format!("host-{n}"), None, load(&format!("b{n}"), [&[5], &[6]])));
+            let session = handshake(&mut w);
+            w.handle_handshake(Time(40), session, Ok(outcome(9)));
+            assert_eq!(does(&mut w).transfers.len(), 1);
+        }
+        loads(&mut w, 50, by("host-39", None, load("late", [&[5], &[6]])));
+        assert_eq!(does(&mut w).transfers.len(), 1, "the latest names are known");
+        loads(&mut w, 51, by("host-3", None, load("early", [&[5], &[6]])));
+        let session = handshake(&mut w);
+        w.handle_handshake(Time(52), session, Ok(outcome(9)));
+        assert_eq!((does(&mut w).transfers.len(), w.gauges().sessions), (1, 1));
+    }
+
+    #[test]
+    fn a_request_that_comes_after_the_last_done_says_so_at_once() {
+        let mut w = worker(config());
+        let (peer, token) = reading(&mut w, "a");
+        w.handle_transfer_done(Time(80), token, Ok(figures()));
+        let said = actions(&mut w).into_iter().find_map(|action| match action {
+            Action::Send { message: PeerMessage::Done { more, lease_id, .. }, .. } => Some((more, lease_id)),
+            _ => None,
+        });
+        assert_eq!(said, Some((false, 1)));
+        // Other ranks may still hold the lease: this one wants it again, before anything else.
+        loads(&mut w, 90, Load { request: request("b"), ..load("a", [&[5], &[4]]) });
+        let Some(Action::Send { peer: to, message: PeerMessage::Heartbeat { requests, leases, reader } }) =
+            w.poll_action()
+        else {
+            panic!("a heartbeat")
+        };
+        assert_eq!((to, requests, leases), (PeerRef::Outbound(peer), vec![request("p-a")], vec![1]));
+        assert_eq!(reader.map(|r| (r.engine, r.incarnation, r.rank)), Some((engine("me"), Incarnation(77), RANK)));
     }
 
     #[test]

@@ -44,7 +44,14 @@ fn step(sim: &mut Sim, source: &mut Source) {
             2 => sim.fail_next_transfer = true,
             _ => sim.drop_verdicts = source.flag(),
         },
-        20 => pick(source).into_iter().for_each(|i| _ = sim.twin(i)),
+        20 => {
+            if let Some(i) = pick(source) {
+                if source.flag() {
+                    sim.share(i);
+                }
+                sim.twin(i);
+            }
+        }
         21 => {
             sim.delay = ms(source.below(50) as u64);
             sim.transfer_time = ms(u64::from(source.short()) % 6_000);

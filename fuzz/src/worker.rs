@@ -68,6 +68,7 @@ fn remote(source: &mut Source, number: usize) -> Remote {
         port: 5680 + u16::from(source.rarely(8)),
         lease_ms: if source.rarely(8) { source.number() } else { 1_000 },
         lease_id: source.below(3) as u64,
+        shared: source.rarely(4),
     }
 }
 
@@ -326,9 +327,13 @@ impl World {
         let lease_id = source.below(4) as u64;
         let readers = if source.rarely(4) { source.number() as u32 } else { 1 };
         let message = match source.below(4) {
-            0 => PeerMessage::Heartbeat { requests: vec![request, name(source.below(4))] },
+            0 => PeerMessage::Heartbeat {
+                requests: vec![request, name(source.below(4))],
+                leases: vec![lease_id; source.below(3)],
+                reader: source.flag().then_some(reader),
+            },
             1 => PeerMessage::Release { request, lease_id, reader, readers },
-            _ => PeerMessage::Done { request, lease_id, reader, readers, serial: source.number() },
+            _ => PeerMessage::Done { request, lease_id, reader, readers, serial: source.number(), more: source.flag() },
         };
         self.worker.handle_message(self.now, &PeerRef::Inbound(peer), message);
     }

@@ -27,6 +27,10 @@ class Scheduler:
     the same one beside `remote_engine_id`, `remote_host` and `remote_port` (docs/vllm.md). Its load waits for the
     producer's `finished`.
 
+    Several requests of a consumer may load the same prefill: the producer keeps its blocks until the last of them that
+    is known is over. Where others may come later, give the key `shared` (True) in the params of each to the consumer's
+    calls: the prefill is then kept for them for 5 s.
+
     Args:
         config: The keys of a scheduler, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Only
             `engine_id` and `groups` (as in the geometry of any rank, see `Worker.set_geometry`) have no default. An

@@ -81,8 +81,12 @@ fn peer_message(dice: &mut Dice) -> Vec<u8> {
     };
     let (lease_id, readers, serial) = (dice.below(4) as u64, dice.next() as u32, dice.next());
     match dice.below(4) {
-        0 => PeerMessage::Heartbeat { requests: vec![request; 1 + dice.below(100)] },
-        1 => PeerMessage::Done { request, lease_id, reader, readers, serial },
+        0 => PeerMessage::Heartbeat {
+            requests: vec![request; 1 + dice.below(100)],
+            leases: vec![lease_id; dice.below(100)],
+            reader: (dice.below(2) == 0).then_some(reader),
+        },
+        1 => PeerMessage::Done { request, lease_id, reader, readers, serial, more: dice.below(2) == 0 },
         2 => PeerMessage::Release { request, lease_id, reader, readers },
         _ => PeerMessage::Verdict { request, verdict: Verdict::Valid, serial },
     }

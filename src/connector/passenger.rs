@@ -492,13 +492,18 @@ impl Driver {
             }
         };
         let link = self.links.entry(id).or_insert_with(|| Link { ours: true, ..Link::default() });
-        if let Some(earlier) = link.key.replace(key.clone()) {
-            self.ids.remove(&earlier);
-        }
+        let earlier = link.key.replace(key.clone());
+        let connected = link.connected;
         link.shape = self.shapes.get(&key.incarnation).copied().or(link.shape);
         self.ids.insert(key.clone(), id);
         self.changed = true;
-        if link.connected {
+        // The agent has one connection to an agent. What the machine called it until now ends, so that nothing waits for it.
+        if let Some(earlier) = earlier {
+            self.ids.remove(&earlier);
+            let text = format!("its agent serves {key} now");
+            self.machine.handle_peer_lost(time, &PeerRef::Outbound(earlier), &text);
+        }
+        if connected {
             self.connected(time, id, &key, ", by the connection that it had made");
         }
     }

@@ -39,9 +39,7 @@ impl Scheduler {
     pub fn start(config: SchedulerConfig) -> Result<Scheduler> {
         config.check()?;
         let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
-        let number = getrandom::u64()
-            .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random incarnation from the system: {e}")))?;
-        let incarnation = Incarnation(number.max(1));
+        let incarnation = Incarnation(random("the engine's incarnation")?.max(1));
         let machine = Machine::new(MachineConfig {
             engine_id: config.engine_id.clone(),
             incarnation,
@@ -209,7 +207,11 @@ impl Scheduler {
         computed_tokens: u64,
     ) -> Result<Finish> {
         let request = RequestId::new(request)?;
-        let finish = lock(&self.machine).finished(&request, params, outcome, blocks, computed_tokens);
+        let random = random("the id of a lease")?;
+        let mut machine = lock(&self.machine);
+        machine.set_lease_entropy(random);
+        let finish = machine.finished(&request, params, outcome, blocks, computed_tokens);
+        drop(machine);
         self.tell_waiting();
         finish
     }
@@ -277,6 +279,11 @@ impl Scheduler {
             listener.shutdown();
         }
     }
+}
+
+/// 64 bits that nobody can guess.
+fn random(what: &str) -> Result<u64> {
+    getrandom::u64().map_err(|e| Error::new(ErrorKind::Io, format!("drawing {what} at random from the system: {e}")))
 }
 
 /// What answers the listener.

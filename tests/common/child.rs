@@ -36,6 +36,8 @@ pub enum Ask {
     Complete {
         cache: CacheSpec,
     },
+    /// The rank's metadata, once more.
+    Metadata,
     Submit {
         step: Vec<u8>,
     },
@@ -173,6 +175,7 @@ impl State {
                 }
             }
             Ask::Complete { cache } => return self.complete(cache),
+            Ask::Metadata => return Ok(Tell::Bytes(self.worker().metadata()?)),
             Ask::Submit { step } => self.worker().submit(step)?,
             Ask::Report { ms } => {
                 let report = self.worker().wait(Duration::from_millis(ms)).map(|r| r.to_bytes()).transpose()?;

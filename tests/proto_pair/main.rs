@@ -5,5 +5,6 @@
 
 mod random;
 mod rank;
+mod ranks;
 mod rules;
 mod sim;

@@ -21,7 +21,7 @@ enum Op {
     FailTransfer,
     DropVerdicts(bool),
     Pace { delay: u64, transfer: u64, lag: u64 },
-    Twin(usize),
+    Twin(usize, bool),
     ShutDownD,
 }
 
@@ -40,7 +40,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::BreakConnections),
         1 => Just(Op::FailTransfer),
         1 => any::<bool>().prop_map(Op::DropVerdicts),
-        1 => (0usize..12).prop_map(Op::Twin),
+        2 => (0usize..12, any::<bool>()).prop_map(|(i, shared)| Op::Twin(i, shared)),
         2 => (0u64..50, prop_oneof![3 => 0u64..50, 1 => 0u64..6_000], prop_oneof![3 => 0u64..50, 1 => 0u64..2_000])
             .prop_map(|(delay, transfer, lag)| Op::Pace { delay, transfer, lag }),
     ]
@@ -69,7 +69,14 @@ fn apply(sim: &mut Sim, op: Op) {
         Op::Pace { delay, transfer, lag } => {
             (sim.delay, sim.transfer_time, sim.p_lag) = (ms(delay), ms(transfer), ms(lag));
         }
-        Op::Twin(i) => pick(i).into_iter().for_each(|i| _ = sim.twin(i)),
+        Op::Twin(i, shared) => {
+            if let Some(i) = pick(i) {
+                if shared {
+                    sim.share(i);
+                }
+                sim.twin(i);
+            }
+        }
         Op::ShutDownD => sim.shut_down_d(),
     }
 }

@@ -38,6 +38,7 @@ pub fn worker_config(name: &str, agent: u64) -> WorkerConfig {
         early_message_ms: 1_000,
         tombstone_ms: 4_000,
         hold_timeout_ms: 20_000,
+        shared_grace_ms: 2_000,
         peer_ttl_ms: 8_000,
         ..WorkerConfig::new(engine(name), RANK, SHAPE, Incarnation(agent))
     }
@@ -324,6 +325,11 @@ impl Sim {
         };
         let soon = (self.now + self.delay).max(self.partition_until);
         self.at(soon, Event::Prefilled(number, result));
+    }
+
+    /// D's host says that other requests for the same prefill may follow.
+    pub fn share(&mut self, i: usize) {
+        self.requests[i].params.shared = Some(true);
     }
 
     /// Another request of D for the same prefill, as with several samples of one prompt.

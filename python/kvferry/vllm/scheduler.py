@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,19 @@ COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED
 """How a prefill ends whose blocks are worth handing over."""
 
 
+SAMPLE = re.compile(r"\d+_")
+"""How vLLM names the samples of a request with `n` > 1: their index, and the request's own name."""
+
+
 def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
     """The request's `kv_transfer_params` if they ask for `key`. What is neither true nor false is left for
-    `kvferry.Scheduler` to refuse by name."""
+    `kvferry.Scheduler` to refuse by name.
+
+    The samples of one prompt all carry the same params and come one after another; how many is not known here."""
     params: Mapping[str, Any] | None = request.kv_transfer_params
-    return params if params and params.get(key) not in (None, False) else None
+    if not params or params.get(key) in (None, False):
+        return None
+    return {**params, "shared": True} if SAMPLE.match(request.request_id) else params
 
 
 def _drop_last_token(request: Request) -> None:

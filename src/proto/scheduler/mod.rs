@@ -33,6 +33,9 @@ use crate::proto::wire::{
     Blocks, Grant, Hold, Load, Message, Prefill, Release, Remote, StepMetadata, TransferParams, WorkerReport, limits,
 };
 
+/// The largest id of a lease: it travels through the JSON of proxies, whose numbers may have 53 bits.
+const MAX_LEASE_ID: u64 = (1 << 53) - 1;
+
 /// What can be loaded for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Match {
@@ -180,6 +183,12 @@ impl Scheduler {
     /// Where this engine's handshake listener is reached. Needed before a hand-over can be offered.
     pub fn set_address(&mut self, host: impl Into<String>, port: u16) {
         self.address = Some((host.into(), port));
+    }
+
+    /// The id of the next lease granted is made of `random`. The driver gives 64 bits that nobody can guess before each
+    /// prefill that ends, because who knows a lease's id may keep its blocks. Without that, ids count.
+    pub fn set_lease_entropy(&mut self, random: u64) {
+        self.lease_id = random % MAX_LEASE_ID;
     }
 
     /// Consumer: a request came in; if it was prefilled remotely, its lease is kept alive from the next step on. Calling
@@ -469,7 +478,7 @@ impl Scheduler {
                  metadata to the scheduler side (serve) before the first request"
             )));
         };
-        self.lease_id += 1;
+        self.lease_id = self.lease_id % MAX_LEASE_ID + 1;
         let params = TransferParams {
             do_remote_prefill: true,
             do_remote_decode: false,
@@ -486,6 +495,7 @@ impl Scheduler {
             tp_size: Some(i64::from(self.config.tp_size)),
             pp_size: Some(i64::from(self.config.pp_size)),
             dcp_size: Some(i64::from(self.config.dcp_size)),
+            shared: None,
             transfer_mode: Some("pull".into()),
         };
         let (lease_ms, lease_id) = (self.config.lease_ms, self.lease_id);

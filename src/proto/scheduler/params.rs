@@ -142,6 +142,7 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
         port,
         lease_ms,
         lease_id,
+        shared: params.shared == Some(true),
     })
 }
 

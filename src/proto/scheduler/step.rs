@@ -100,6 +100,7 @@ mod tests {
             port: 1,
             lease_ms: 1,
             lease_id: 0,
+            shared: false,
         }
     }
 

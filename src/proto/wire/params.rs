@@ -53,6 +53,10 @@ pub struct TransferParams {
     /// Producer's decode-context-parallel size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dcp_size: Option<i64>,
+    /// True where other requests of the same decode engine may come with the same params, as the samples of one prompt do.
+    /// The decode engine's own host says so; it does not travel between engines.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared: Option<bool>,
     /// `pull`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub transfer_mode: Option<String>,

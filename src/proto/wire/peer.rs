@@ -35,6 +35,12 @@ pub enum PeerMessage {
     Heartbeat {
         /// Request ids as the producer named them.
         requests: Vec<RequestId>,
+        /// The lease of each request, in their order; 0, or missing at the end, where it is not known.
+        #[serde(default)]
+        leases: Vec<u64>,
+        /// Who wants them. `None` from a consumer that does not say it.
+        #[serde(default)]
+        reader: Option<Reader>,
     },
     /// Consumer to producer: the reads of this rank have completed. The producer answers with [`PeerMessage::Verdict`].
     Done {
@@ -50,6 +56,9 @@ pub enum PeerMessage {
         /// The reader's number for this read, echoed in the verdict. A `Done` with a number that the producer has
         /// judged before gets the same answer; another number is another read, judged anew.
         serial: u64,
+        /// Whether this reader still wants the lease, for another request: then it says `Done` or `Release` again.
+        #[serde(default)]
+        more: bool,
     },
     /// Consumer to producer: this reader will not read (any more). Nothing is answered.
     Release {

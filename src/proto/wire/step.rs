@@ -25,6 +25,9 @@ pub struct Remote {
     /// the params do not say it.
     #[serde(default)]
     pub lease_id: u64,
+    /// Whether other requests of this engine may come for the same lease, so that it is kept for a moment after this one.
+    #[serde(default)]
+    pub shared: bool,
 }
 
 /// Producer: the blocks of a finished prefill are kept until read, released or expired.

@@ -53,6 +53,10 @@ pub struct WorkerConfig {
     /// prefill. Default 3600000 (1 h).
     #[serde(default = "defaults::hold_timeout_ms")]
     pub hold_timeout_ms: u64,
+    /// How long a lease is kept after a request that other requests may share it with, for those that have not come yet.
+    /// Default 5000: longer than an engine's step, during which it takes in no request.
+    #[serde(default = "defaults::shared_grace_ms")]
+    pub shared_grace_ms: u64,
     /// A peer that no request has used for this long is disconnected. Default 600000 (10 min).
     #[serde(default = "defaults::peer_ttl_ms")]
     pub peer_ttl_ms: u64,
@@ -98,6 +102,9 @@ mod defaults {
     pub fn hold_timeout_ms() -> u64 {
         3_600_000
     }
+    pub fn shared_grace_ms() -> u64 {
+        5_000
+    }
     pub fn peer_ttl_ms() -> u64 {
         600_000
     }
@@ -124,6 +131,7 @@ impl WorkerConfig {
             tombstone_ms: defaults::tombstone_ms(),
             tombstones: defaults::tombstones(),
             hold_timeout_ms: defaults::hold_timeout_ms(),
+            shared_grace_ms: defaults::shared_grace_ms(),
             peer_ttl_ms: defaults::peer_ttl_ms(),
             telemetry: true,
             trace: false,
@@ -158,6 +166,7 @@ impl WorkerConfig {
             ("early_message_ms", self.early_message_ms),
             ("tombstone_ms", self.tombstone_ms),
             ("hold_timeout_ms", self.hold_timeout_ms),
+            ("shared_grace_ms", self.shared_grace_ms),
             ("peer_ttl_ms", self.peer_ttl_ms),
         ] {
             if !(1..=MAX_MS).contains(&value) {

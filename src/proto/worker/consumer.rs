@@ -3,8 +3,12 @@
 //! Each is a *want* with a number of its own (a ticket), so that a request id that comes again is not mistaken for its
 //! predecessor. A load goes from waiting (for a session) to reading to confirming; its report is made when no operation
 //! of it can touch memory any more.
+//!
+//! Wants that name the same lease of a producer use it together. To the producer this rank is one reader of it: only the
+//! last of them tells that the lease is needed no more. Where others may follow that are not known yet (`Remote::shared`),
+//! the last one lingers for a while before it does.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::action::{Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
@@ -12,7 +16,7 @@ use super::config::{WorkerConfig, ms};
 use super::life::Life;
 use super::load::{LoadState, Phase, Read};
 use super::outbox::Outbox;
-use super::sessions::{Due, Joined, Session, Sessions, State, Ticket};
+use super::sessions::{Due, Joined, Leased, Session, Sessions, State, Ticket};
 use super::timers::Deadlines;
 use crate::error::ErrorKind;
 use crate::proto::geometry::GroupKind;
@@ -20,12 +24,14 @@ use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
 use crate::proto::ids::{Incarnation, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::time::Time;
-use crate::proto::wire::{Cause, Hold, Load, PeerMessage, Prefill, RankMetadata, Reader, Release, Remote, Verdict};
+use crate::proto::wire::{Cause, Hold, Load, PeerMessage, Prefill, RankMetadata, Release, Remote, Verdict};
 
 #[derive(Debug)]
 enum Kind {
     Hold,
     Load(Box<LoadState>),
+    /// Keeps the lease for requests that may follow. No report, no name: the request is over here.
+    Linger,
     /// Waits for a session, to say so. No report, no name: the request is over here.
     Release,
 }
@@ -44,8 +50,34 @@ struct Want {
     kind: Kind,
 }
 
+impl Want {
+    fn leased(&self) -> Leased {
+        (self.remote.request.clone(), self.remote.lease_id)
+    }
+
+    /// Whether the producer has to keep the lease for it.
+    fn needs_lease(&self) -> bool {
+        match &self.kind {
+            Kind::Hold | Kind::Linger => true,
+            Kind::Load(load) => load.phase != Phase::Confirming,
+            Kind::Release => false,
+        }
+    }
+}
+
+/// Whether both name the same lease. What is not known of one may be as in the other.
+fn same_lease(one: &Remote, other: &Remote) -> bool {
+    let differ = |a: u64, b: u64| a != 0 && b != 0 && a != b;
+    let life = |remote: &Remote| remote.incarnation.map_or(0, |incarnation| incarnation.0);
+    one.engine == other.engine
+        && one.request == other.request
+        && !differ(one.lease_id, other.lease_id)
+        && !differ(life(one), life(other))
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Timer {
+    /// Of a hold, or of a want that lingers.
     Hold(Ticket),
     Load(Ticket),
 }
@@ -58,6 +90,8 @@ pub(super) struct Consumer {
     engine: Vec<Holding>,
     wants: BTreeMap<Ticket, Want>,
     names: HashMap<RequestId, Ticket>,
+    /// By what the producer calls it.
+    users: HashMap<RequestId, BTreeSet<Ticket>>,
     tokens: HashMap<TransferToken, Ticket>,
     serials: HashMap<u64, Ticket>,
     sessions: Sessions,
@@ -75,6 +109,7 @@ impl Consumer {
             engine: Vec::new(),
             wants: BTreeMap::new(),
             names: HashMap::new(),
+            users: HashMap::new(),
             tokens: HashMap::new(),
             serials: HashMap::new(),
             sessions: Sessions::new(config),
@@ -100,7 +135,7 @@ impl Consumer {
         self.wants.values().fold((0, 0, 0), |(holds, loads, releases), want| match want.kind {
             Kind::Hold => (holds + 1, loads, releases),
             Kind::Load(_) => (holds, loads + 1, releases),
-            Kind::Release => (holds, loads, releases + 1),
+            Kind::Linger | Kind::Release => (holds, loads, releases + 1),
         })
     }
 
@@ -219,18 +254,14 @@ impl Consumer {
             );
             return self.fail(now, ticket, Cause::InvalidRequest, text, out);
         }
+        // Until now heartbeats could not name the lease, and its length was a guess.
+        if let (true, Some(id)) = (std::mem::take(&mut want.beating), want.session) {
+            self.sessions.stop_beat(id, &(want.remote.request.clone(), want.remote.lease_id));
+        }
         (want.remote.incarnation, want.remote.lease_id) = (Some(incarnation), prefill.lease_id);
-        let (known, granted) = (want.remote.lease_ms, prefill.lease_ms);
-        want.remote.lease_ms = granted;
+        want.remote.lease_ms = prefill.lease_ms;
         load.prefilled(now, prefill);
         self.deadlines.cancel(&Timer::Load(ticket));
-        // A shorter lease than was thought is kept alive more often.
-        if granted < known
-            && std::mem::take(&mut want.beating)
-            && let Some(id) = want.session
-        {
-            self.sessions.stop_beat(id, &want.remote.request);
-        }
         self.progress(now, ticket, None, out);
     }
 
@@ -245,8 +276,13 @@ impl Consumer {
         if self.closed || self.local.is_none() {
             return;
         }
-        let ticket = self.add(now, release.request.clone(), release.remote, Kind::Release, out);
+        let shared = release.remote.shared;
+        let kind = if shared { Kind::Linger } else { Kind::Release };
+        let ticket = self.add(now, release.request.clone(), release.remote, kind, out);
         self.names.remove(&release.request);
+        if shared {
+            self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.shared_grace_ms));
+        }
         self.join(now, ticket, false, out);
     }
 
@@ -398,7 +434,7 @@ impl Consumer {
         }
         while let Some(timer) = self.deadlines.expired(now) {
             match timer {
-                Timer::Hold(ticket) => self.give_back(now, ticket, out),
+                Timer::Hold(ticket) => self.let_go(now, ticket, out),
                 Timer::Load(ticket) => {
                     let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { continue };
                     let text = match load.phase {
@@ -436,10 +472,11 @@ impl Consumer {
 
     fn add(&mut self, now: Time, request: RequestId, remote: Remote, kind: Kind, out: &mut Outbox) -> Ticket {
         let ticket = self.number();
-        if !matches!(kind, Kind::Release) {
+        if matches!(kind, Kind::Hold | Kind::Load(_)) {
             out.trace(|| Life::RecvBegan { number: ticket, request: request.clone(), at: now });
         }
         self.names.insert(request.clone(), ticket);
+        self.users.entry(remote.request.clone()).or_default().insert(ticket);
         let want = Want { request, remote, known: now, handshake: None, session: None, beating: false, kind };
         self.wants.insert(ticket, want);
         ticket
@@ -487,11 +524,12 @@ impl Consumer {
                 }
                 return;
             }
-            Kind::Load(load) if load.failure.is_some() => return,
+            Kind::Load(load) if load.phase == Phase::Confirming => return,
+            Kind::Load(load) if load.failure.is_some() && !want.remote.shared => return,
             // As a hold.
-            Kind::Load(load) if load.load.awaits => None,
+            Kind::Load(load) if load.load.awaits || load.failure.is_some() => None,
             Kind::Load(load) => Some(load.phase != Phase::Waiting),
-            Kind::Hold => None,
+            Kind::Hold | Kind::Linger => None,
         };
         // Not looked for again with every rank that is connected.
         let needs_all = newly.is_none() || !want.beating || begun == Some(false);
@@ -507,7 +545,7 @@ impl Consumer {
         let beating = std::mem::replace(&mut want.beating, true);
         if !beating || newly.is_some() {
             let period = self.config.heartbeat_period(want.remote.lease_ms);
-            self.sessions.beat(now, of_these(beating), &want.remote.request, period, out);
+            self.sessions.beat(now, of_these(beating), &want.leased(), period, out);
         }
         if let Some(begun) = begun
             && (!begun || newly.is_some())
@@ -558,12 +596,18 @@ impl Consumer {
     /// Everything is read: asks the producer whether it still holds good.
     fn confirm(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
         let serial = self.number();
-        let reader = self.reader();
+        let more = self.wants.get(&ticket).is_some_and(|want| want.remote.shared) || self.is_wanted_beside(ticket);
         let Some(want) = self.wants.get_mut(&ticket) else { return };
+        let leased = want.leased();
         let (Kind::Load(load), Some(id)) = (&mut want.kind, want.session) else { return };
         load.phase = Phase::Confirming;
         load.serial = Some(serial);
         self.serials.insert(serial, ticket);
+        // Without it, a request that comes for the lease from now on tells the producer at once that it wants it again.
+        if !more && std::mem::take(&mut want.beating) {
+            self.sessions.stop_beat(id, &leased);
+        }
+        let reader = self.sessions.reader();
         for peer in self.sessions.peers_of(id) {
             let message = PeerMessage::Done {
                 request: want.remote.request.clone(),
@@ -571,14 +615,25 @@ impl Consumer {
                 reader: reader.clone(),
                 readers: peer.readers,
                 serial,
+                more,
             };
             out.send(PeerRef::Outbound(peer.key.clone()), message);
         }
         self.deadlines.set(Timer::Load(ticket), now + ms(self.config.verdict_timeout_ms));
     }
 
-    fn reader(&self) -> Reader {
-        Reader { engine: self.config.engine.clone(), incarnation: self.config.incarnation, rank: self.config.rank }
+    /// Whether another want needs the lease of this one.
+    fn is_wanted_beside(&self, ticket: Ticket) -> bool {
+        self.wants.get(&ticket).is_some_and(|want| self.is_wanted(ticket, &want.remote))
+    }
+
+    /// Whether another want than `except` needs the lease.
+    fn is_wanted(&self, except: Ticket, lease: &Remote) -> bool {
+        let users = self.users.get(&lease.request);
+        let others = users.into_iter().flatten().filter(|ticket| **ticket != except);
+        others
+            .filter_map(|ticket| self.wants.get(ticket))
+            .any(|other| other.needs_lease() && same_lease(lease, &other.remote))
     }
 
     /// A load has failed: nothing more is posted, what is posted is cancelled, and once that is over the load concludes.
@@ -609,7 +664,8 @@ impl Consumer {
             number: ticket,
             receive: Box::new(load.life(now, &remote.engine, *handshake, &record)),
         });
-        let told = load.phase == Phase::Confirming;
+        // One that others may share said that the lease is still needed.
+        let told = load.phase == Phase::Confirming && !remote.shared;
         let gone = matches!(
             load.failure,
             Some((Cause::PeerDied | Cause::HandshakeFailed | Cause::Incompatible | Cause::ShutDown, _))
@@ -617,17 +673,49 @@ impl Consumer {
         out.report.failed_recving.extend(load.recv_failure(request));
         out.report.records.push(record);
         out.report.finished_recving.push(request.clone());
+        let over = matches!(load.failure, Some((Cause::LeaseExpired, _)));
         if told {
             self.remove(now, ticket, false, out);
         } else if gone {
             self.remove(now, ticket, true, out);
+        } else if over {
+            self.let_go(now, ticket, out);
         } else {
             self.give_back(now, ticket, out);
         }
     }
 
-    /// The want ends here, but the producer is told, as soon as there is a session.
+    /// The want ends here. The producer is told, unless others need its lease, or may soon.
     fn give_back(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
+        let Some(want) = self.wants.get(&ticket) else { return };
+        let usable = |session: &Session| session.state != State::Broken;
+        let session = want.session.and_then(|id| self.sessions.get(id)).is_some_and(usable);
+        if !want.remote.shared || self.closed || !session || self.is_wanted_beside(ticket) {
+            return self.let_go(now, ticket, out);
+        }
+        self.turn_into(now, ticket, Kind::Linger, out);
+        self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.shared_grace_ms));
+        self.progress(now, ticket, None, out);
+    }
+
+    /// The request is over here; its want goes on as `kind`.
+    fn turn_into(&mut self, now: Time, ticket: Ticket, kind: Kind, out: &mut Outbox) {
+        self.forget_name(ticket);
+        self.deadlines.cancel(&Timer::Hold(ticket));
+        self.deadlines.cancel(&Timer::Load(ticket));
+        let Some(want) = self.wants.get_mut(&ticket) else { return };
+        if matches!(want.kind, Kind::Hold) {
+            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
+        }
+        if let Kind::Load(load) = std::mem::replace(&mut want.kind, kind)
+            && let Some(serial) = load.serial
+        {
+            self.serials.remove(&serial);
+        }
+    }
+
+    /// The want ends here, but the producer is told, as soon as there is a session.
+    fn let_go(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
         let Some(want) = self.wants.get_mut(&ticket) else { return };
         let waits = want
             .session
@@ -637,17 +725,11 @@ impl Consumer {
             self.remove(now, ticket, true, out);
             return;
         }
-        if matches!(want.kind, Kind::Hold) {
-            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
-        }
-        want.kind = Kind::Release;
         // It would not keep the lease alive on the ranks that are still to come.
         if let (true, Some(id)) = (std::mem::take(&mut want.beating), want.session) {
-            self.sessions.stop_beat(id, &want.remote.request);
+            self.sessions.stop_beat(id, &want.leased());
         }
-        self.forget_name(ticket);
-        self.deadlines.cancel(&Timer::Hold(ticket));
-        self.deadlines.cancel(&Timer::Load(ticket));
+        self.turn_into(now, ticket, Kind::Release, out);
     }
 
     fn forget_name(&mut self, ticket: Ticket) {
@@ -672,14 +754,18 @@ impl Consumer {
         {
             self.serials.remove(&serial);
         }
+        if let Some(users) = self.users.get_mut(&want.remote.request) {
+            users.remove(&ticket);
+            if users.is_empty() {
+                self.users.remove(&want.remote.request);
+            }
+        }
         let Some(id) = want.session else { return };
-        let last = if want.beating {
-            self.sessions.stop_beat(id, &want.remote.request)
-        } else {
-            self.sessions.peers_of(id).all(|peer| !peer.beats(&want.remote.request))
-        };
-        if tell && last {
-            let reader = self.reader();
+        if want.beating {
+            self.sessions.stop_beat(id, &want.leased());
+        }
+        if tell && !self.is_wanted(ticket, &want.remote) {
+            let reader = self.sessions.reader();
             for peer in self.sessions.peers_of(id).filter(|peer| peer.is_connected()) {
                 let message = PeerMessage::Release {
                     request: want.remote.request.clone(),

@@ -209,6 +209,7 @@ mod tests {
             port: 1,
             lease_ms: 1,
             lease_id: 1,
+            shared: false,
         };
         let load = Load {
             request: name("a"),

@@ -10,14 +10,16 @@
 //! A report may be polled later than the actions, never before them: the blocks of a reported request may be reused at
 //! once.
 //!
-//! **Producer.** A grant makes a lease. Heartbeats renew it. Each reader's `Done` is answered by a verdict, `Valid` only
-//! while the lease holds. When as many readers as were announced have said `Done` or `Release`, or when the lease runs
-//! out, the request is reported in `finished_sending`, once per grant. Messages that come before the grant wait for it.
+//! **Producer.** A grant makes a lease. Heartbeats of its readers renew it. Each reader's `Done` is answered by a verdict,
+//! `Valid` only while the lease holds. When as many readers as were announced want it no more, or when it runs out, the
+//! request is reported in `finished_sending`, once per grant. A `Done` or `Release` that comes before the grant waits for it.
 //!
 //! **Consumer.** A hold handshakes, connects and sends heartbeats. A load does what is missing of that, reads, says
 //! `Done`, and is reported in `finished_recving` when every producer rank has answered `Valid`; in any other case it is
 //! reported in `failed_recving` too. A report comes exactly once per load, and only when none of its transfers can touch
-//! memory any more. A load whose prefill may still be under way holds until that is over. A release tells the producer and is not reported.
+//! memory any more. A load whose prefill may still be under way holds until that is over. A release tells the producer and
+//! is not reported. Requests that name the same lease use it together: the producer is told when the last of them needs it
+//! no more.
 
 mod action;
 mod config;
@@ -42,7 +44,7 @@ use crate::proto::time::Time;
 use crate::proto::wire::{Cause, PeerMessage, Prefill, RankMetadata, StepMetadata, WorkerReport};
 use consumer::Consumer;
 use outbox::Outbox;
-use producer::{Producer, Said};
+use producer::{Beat, Producer, Said};
 
 /// One rank's state machine. Not thread-safe by itself: its driver's thread owns it.
 #[derive(Debug)]
@@ -208,12 +210,14 @@ impl Worker {
         let now = self.advance(now);
         let out = &mut self.out;
         match message {
-            PeerMessage::Heartbeat { requests } => self.producer.heartbeat(now, requests, out),
-            PeerMessage::Done { request, lease_id, reader, readers, serial } => {
-                self.producer.done(now, from, request, Said { reader, readers, lease_id }, serial, out);
+            PeerMessage::Heartbeat { requests, leases, reader } => {
+                self.producer.heartbeat(now, Beat { requests, leases, reader }, out);
+            }
+            PeerMessage::Done { request, lease_id, reader, readers, serial, more } => {
+                self.producer.done(now, from, request, Said { reader, readers, lease_id, more }, serial, out);
             }
             PeerMessage::Release { request, lease_id, reader, readers } => {
-                self.producer.release(now, request, Said { reader, readers, lease_id }, out);
+                self.producer.release(now, request, Said { reader, readers, lease_id, more: false }, out);
             }
             PeerMessage::Verdict { request, verdict, serial } => {
                 if let PeerRef::Outbound(key) = from {

@@ -2,6 +2,10 @@
 //!
 //! A request's blocks are safe to read from its grant until this half reports `finished_sending`: the scheduler side
 //! frees them only then. So a read is right exactly when its `Done` arrives while the lease holds.
+//!
+//! A lease is read by the ranks of one consumer engine, the first that names the lease by its number. Each rank is one
+//! reader, however many of its engine's requests read the blocks: its part is over with the `Done` that wants no more, or
+//! with its `Release`, and begins anew when it wants the lease again while that holds.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -11,7 +15,7 @@ use super::config::{WorkerConfig, ms};
 use super::life::{LeaseEnd, Life};
 use super::outbox::Outbox;
 use super::timers::{Deadlines, Memory};
-use crate::proto::ids::RequestId;
+use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::time::Time;
 use crate::proto::wire::{Grant, PeerMessage, Reader, Verdict};
 
@@ -20,10 +24,28 @@ use crate::proto::wire::{Grant, PeerMessage, Reader, Verdict};
 const MAX_READERS: usize = 1024;
 
 /// The most reads of one reader that are remembered for repeated `Done`s.
-const MAX_SERIALS: usize = 8;
+const MAX_SERIALS: usize = 64;
 
-/// Who has said `Done` or `Release`, with the numbers of the reads that were judged valid.
-type Readers = HashMap<Reader, Vec<u64>>;
+/// The most former leases of one request's name that are remembered.
+const MAX_FORMER: usize = 8;
+
+/// Heartbeats that do not name the lease may come from anybody. They renew it until it is this many times its length old,
+/// for consumers of releases that cannot name it.
+const UNNAMED_LENGTHS: u32 = 4;
+
+/// The ranks that have said `Done` or `Release`.
+type Readers = HashMap<(EngineId, RankId), Part>;
+
+/// What one rank of the consumer has said of a lease.
+#[derive(Debug)]
+struct Part {
+    /// The life of its agent. A later life takes the place of an earlier one.
+    incarnation: Incarnation,
+    /// The numbers of its reads that were judged valid.
+    judged: Vec<u64>,
+    /// Whether it still wants the lease.
+    open: bool,
+}
 
 #[derive(Debug)]
 struct Lease {
@@ -31,6 +53,11 @@ struct Lease {
     request: RequestId,
     id: u64,
     length: Duration,
+    granted: Time,
+    /// The ids of earlier leases of this name.
+    former: Vec<u64>,
+    /// The engine that it was handed to, once that has named it.
+    consumer: Option<EngineId>,
     /// How many readers will be heard from, as far as they have said.
     expected: usize,
     readers: Readers,
@@ -40,6 +67,7 @@ struct Lease {
 #[derive(Debug)]
 struct Tombstone {
     lease_id: u64,
+    former: Vec<u64>,
     readers: Readers,
     /// The answer to a read that was not judged while the lease held.
     otherwise: Verdict,
@@ -58,6 +86,16 @@ pub(super) struct Said {
     pub(super) reader: Reader,
     pub(super) readers: u32,
     pub(super) lease_id: u64,
+    /// Whether it still wants the lease.
+    pub(super) more: bool,
+}
+
+/// Which leases a heartbeat renews, see [`PeerMessage::Heartbeat`].
+#[derive(Debug)]
+pub(super) struct Beat {
+    pub(super) requests: Vec<RequestId>,
+    pub(super) leases: Vec<u64>,
+    pub(super) reader: Option<Reader>,
 }
 
 #[derive(Debug)]
@@ -117,6 +155,7 @@ impl Producer {
         if self.leases.get(&request).is_some_and(|lease| lease.request != own) {
             self.end(now, &request, LeaseEnd::Dropped, out);
         }
+        let former = self.tombstones.get(&request).map(Tombstone::ids).unwrap_or_default();
         self.tombstones.remove(&request);
         let length = ms(lease_ms.max(1));
         self.deadlines.set(Timer::Lease(request.clone()), now + length);
@@ -126,8 +165,17 @@ impl Producer {
         }
         self.leases
             .entry(request.clone())
-            .and_modify(|lease| (lease.id, lease.length) = (lease_id, length))
-            .or_insert_with(|| Lease { request: own, id: lease_id, length, expected: 1, readers: Readers::new() });
+            .and_modify(|lease| (lease.id, lease.length, lease.granted) = (lease_id, length, now))
+            .or_insert_with(|| Lease {
+                request: own,
+                id: lease_id,
+                length,
+                granted: now,
+                former,
+                consumer: None,
+                expected: 1,
+                readers: Readers::new(),
+            });
         for early in self.take_early(&request) {
             match early {
                 Early::Done { from, said, serial } => self.done(now, &from, request.clone(), said, serial, out),
@@ -143,15 +191,30 @@ impl Producer {
             return;
         }
         self.refuse_early(&request, out);
-        let tombstone = Tombstone { lease_id: 0, readers: Readers::new(), otherwise: Verdict::Unknown };
+        let tombstone =
+            Tombstone { lease_id: 0, former: Vec::new(), readers: Readers::new(), otherwise: Verdict::Unknown };
         self.tombstones.insert(now, request, tombstone);
     }
 
-    /// Renews the leases that still hold.
-    pub(super) fn heartbeat(&mut self, now: Time, requests: Vec<RequestId>, out: &mut Outbox) {
-        for request in requests {
-            if let Some(lease) = self.leases.get(&request) {
-                self.deadlines.set(Timer::Lease(request), now + lease.length);
+    /// Renews the leases that still hold, if they are named by who may read them.
+    pub(super) fn heartbeat(&mut self, now: Time, beat: Beat, out: &mut Outbox) {
+        let Beat { requests, leases, reader } = beat;
+        for (index, request) in requests.into_iter().enumerate() {
+            let Some(lease) = self.leases.get_mut(&request) else { continue };
+            let lease_id = leases.get(index).copied().unwrap_or(0);
+            let due = match &reader {
+                Some(reader) if lease_id != 0 && lease_id == lease.id && lease.admits(&reader.engine, lease_id) => {
+                    lease.reopen(reader);
+                    now + lease.length
+                }
+                _ if lease_id == 0 && lease.consumer.is_none() => {
+                    (now + lease.length).min(lease.granted + lease.length * UNNAMED_LENGTHS)
+                }
+                _ => continue,
+            };
+            let timer = Timer::Lease(request);
+            if self.deadlines.get(&timer).is_some_and(|set| set < due) {
+                self.deadlines.set(timer, due);
                 out.count(|stats| stats.renewals += 1);
             }
         }
@@ -170,8 +233,7 @@ impl Producer {
         let verdict = if let Some(lease) = self.leases.get_mut(&request) {
             lease.hear(said, Some(serial))
         } else if let Some(tombstone) = self.tombstone(&request, &said) {
-            let judged = tombstone.readers.get(&said.reader).is_some_and(|serials| serials.contains(&serial));
-            if judged { Verdict::Valid } else { tombstone.otherwise }
+            if tombstone.judged(&said.reader, serial) { Verdict::Valid } else { tombstone.otherwise }
         } else {
             let early = Early::Done { from: from.clone(), said, serial };
             if self.keep_early(now, &request, early) {
@@ -226,10 +288,10 @@ impl Producer {
 
     fn end_if_heard(&mut self, now: Time, request: &RequestId, out: &mut Outbox) {
         let Some(lease) = self.leases.get(request) else { return };
-        if lease.readers.len() < lease.expected {
+        if lease.readers.values().filter(|part| !part.open).count() < lease.expected {
             return;
         }
-        let how = if lease.readers.values().any(|serials| !serials.is_empty()) {
+        let how = if lease.readers.values().any(|part| !part.judged.is_empty()) {
             out.count(|stats| stats.sends_read += 1);
             LeaseEnd::Read
         } else {
@@ -247,14 +309,17 @@ impl Producer {
         self.tombstones.insert(
             now,
             request.clone(),
-            Tombstone { lease_id: lease.id, readers: lease.readers, otherwise: Verdict::Expired },
+            Tombstone { lease_id: lease.id, former: lease.former, readers: lease.readers, otherwise: Verdict::Expired },
         );
         out.report.finished_sending.push(lease.request);
     }
 
-    /// What is remembered of the request, unless a later lease is meant, whose grant is still to come.
+    /// What is remembered of the request, unless a lease is meant that is not known, whose grant is still to come.
     fn tombstone(&self, request: &RequestId, said: &Said) -> Option<&Tombstone> {
-        self.tombstones.get(request).filter(|t| t.lease_id == 0 || said.lease_id <= t.lease_id)
+        let known = |t: &&Tombstone| {
+            [0, said.lease_id].contains(&t.lease_id) || said.lease_id == 0 || t.former.contains(&said.lease_id)
+        };
+        self.tombstones.get(request).filter(known)
     }
 
     /// Whether there was room.
@@ -288,26 +353,75 @@ impl Producer {
 }
 
 impl Lease {
+    /// Whether a rank of `engine` that names the lease by `lease_id`, 0 if it cannot, may be one of its readers. The first
+    /// engine that names it is its consumer from then on.
+    fn admits(&mut self, engine: &EngineId, lease_id: u64) -> bool {
+        if let Some(consumer) = &self.consumer {
+            return consumer == engine;
+        }
+        if lease_id != 0 && lease_id == self.id {
+            self.consumer = Some(engine.clone());
+            self.readers.retain(|(other, _), _| other == engine);
+            if self.readers.is_empty() {
+                self.expected = 1;
+            }
+        }
+        true
+    }
+
+    /// A reader wants the lease again after it has said that it does not.
+    fn reopen(&mut self, reader: &Reader) {
+        if let Some(part) = self.readers.get_mut(&(reader.engine.clone(), reader.rank))
+            && part.incarnation == reader.incarnation
+        {
+            part.open = true;
+        }
+    }
+
     /// Records what a reader said while the lease holds: that it has completed read `serial`, or declines.
     fn hear(&mut self, said: Said, serial: Option<u64>) -> Verdict {
-        let Said { reader, readers, lease_id } = said;
+        let Said { reader, readers, lease_id, more } = said;
         if lease_id != 0 && self.id != 0 && lease_id != self.id {
             return Verdict::Expired;
         }
-        let announced = usize::try_from(readers).unwrap_or(MAX_READERS).clamp(1, MAX_READERS);
-        self.expected = self.expected.max(announced);
-        if self.readers.len() >= MAX_READERS && !self.readers.contains_key(&reader) {
+        if !self.admits(&reader.engine, lease_id) {
             return Verdict::Unknown;
         }
-        let serials = self.readers.entry(reader).or_default();
-        if let Some(serial) = serial
-            && !serials.contains(&serial)
-        {
-            if serials.len() >= MAX_SERIALS {
-                serials.remove(0);
-            }
-            serials.push(serial);
+        let announced = usize::try_from(readers).unwrap_or(MAX_READERS).clamp(1, MAX_READERS);
+        self.expected = self.expected.max(announced);
+        let key = (reader.engine, reader.rank);
+        if self.readers.len() >= MAX_READERS && !self.readers.contains_key(&key) {
+            return Verdict::Unknown;
         }
+        let new = || Part { incarnation: reader.incarnation, judged: Vec::new(), open: false };
+        let part = self.readers.entry(key).or_insert_with(new);
+        if part.incarnation != reader.incarnation {
+            *part = new();
+        }
+        if let Some(serial) = serial {
+            if part.judged.contains(&serial) {
+                return Verdict::Valid;
+            }
+            if part.judged.len() >= MAX_SERIALS {
+                part.judged.remove(0);
+            }
+            part.judged.push(serial);
+        }
+        part.open = more;
         Verdict::Valid
+    }
+}
+
+impl Tombstone {
+    fn judged(&self, reader: &Reader, serial: u64) -> bool {
+        self.readers
+            .get(&(reader.engine.clone(), reader.rank))
+            .is_some_and(|part| part.incarnation == reader.incarnation && part.judged.contains(&serial))
+    }
+
+    /// The ids of its lease and of those before it, the latest last.
+    fn ids(&self) -> Vec<u64> {
+        let all = self.former.iter().copied().chain([self.lease_id]);
+        all.skip((self.former.len() + 1).saturating_sub(MAX_FORMER)).collect()
     }
 }

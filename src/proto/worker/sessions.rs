@@ -3,6 +3,9 @@
 //! A session is one handshake with one engine and the connections made from it. It is `Handshaking` until the metadata
 //! is there, `Connecting` until every rank needed is connected, then `Ready`. Each rank is of use as soon as it is connected.
 //! A session whose connection broke is `Broken`: its users wind down, and the next request makes another one.
+//!
+//! There is one session that connects or is ready per life of an engine. A route, the host and port of a listener, only says
+//! how to get an engine's metadata: several may lead to one session, and a request that names the life needs none.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
@@ -17,7 +20,7 @@ use crate::proto::ids::{EngineId, Incarnation, RequestId};
 use crate::proto::plan::{self, Holding, LocalRank, RankPlan};
 use crate::proto::time::Time;
 use crate::proto::wire::limits::MAX_HEARTBEAT_REQUESTS;
-use crate::proto::wire::{AgentMetadata, PeerMessage, RankMetadata, Remote};
+use crate::proto::wire::{AgentMetadata, PeerMessage, RankMetadata, Reader, Remote};
 
 /// Numbers a hold, load or release inside this machine.
 pub(super) type Ticket = u64;
@@ -28,6 +31,12 @@ const MAX_CONNECTING: usize = 8;
 
 /// How many failed routes are remembered at most.
 const MAX_FAILED: usize = 1024;
+
+/// How many routes to one session are remembered at most, the latest ones.
+const MAX_ROUTES: usize = 16;
+
+/// A life of an engine.
+type Life = (EngineId, Incarnation);
 
 /// Whom to handshake with, and where.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -61,6 +70,8 @@ pub(super) struct Session {
     pub(super) state: State,
     /// The life that answered.
     pub(super) incarnation: Option<Incarnation>,
+    /// The routes that are known to lead here.
+    routes: VecDeque<Route>,
     /// Its connections, by number, in the order of the ranks needed.
     pub(super) peers: Vec<u64>,
     /// How many of them are not made yet.
@@ -71,6 +82,10 @@ pub(super) struct Session {
 }
 
 impl Session {
+    fn life(&self) -> Option<Life> {
+        Some((self.route.engine.clone(), self.incarnation?))
+    }
+
     /// The host and port of the listener, for messages.
     pub(super) fn listener(&self) -> String {
         format!("{} port {}", self.route.host, self.route.port)
@@ -93,21 +108,19 @@ pub(super) struct Peer {
     pub(super) readers: u32,
     session: SessionId,
     connected: bool,
-    beats: BTreeMap<RequestId, Beat>,
+    beats: BTreeMap<Leased, Beat>,
 }
+
+/// A lease: the producer's request, and which of its grants; 0 where that is not known.
+pub(super) type Leased = (RequestId, u64);
 
 impl Peer {
     pub(super) fn is_connected(&self) -> bool {
         self.connected
     }
-
-    /// Whether the lease of `request` is kept alive here.
-    pub(super) fn beats(&self, request: &RequestId) -> bool {
-        self.beats.contains_key(request)
-    }
 }
 
-/// A producer's request whose lease is kept alive, for `users` of ours.
+/// A lease that is kept alive, for `users` of ours.
 #[derive(Debug)]
 struct Beat {
     period: Duration,
@@ -166,6 +179,11 @@ fn consumers(local: &RankMetadata, engine: &[Holding], outcome: &HandshakeOutcom
     ))
 }
 
+fn heartbeat<'a>(leases: impl IntoIterator<Item = &'a Leased>, reader: &Reader) -> PeerMessage {
+    let (requests, leases) = leases.into_iter().cloned().unzip();
+    PeerMessage::Heartbeat { requests, leases, reader: Some(reader.clone()) }
+}
+
 /// A number that differs from engine to engine, so that engines choose different ones of several copies (FNV-1a).
 fn spread(engine: &EngineId) -> u64 {
     let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
@@ -176,8 +194,12 @@ fn spread(engine: &EngineId) -> u64 {
 pub(super) struct Sessions {
     sessions: BTreeMap<SessionId, Session>,
     peers: HashMap<u64, Peer>,
-    /// The newest session per route that is connecting or ready.
-    current: HashMap<Route, SessionId>,
+    /// The session of each life that is connecting or ready.
+    current: HashMap<Life, SessionId>,
+    /// The newest of these that each route is known to lead to.
+    routes: HashMap<Route, SessionId>,
+    /// Who this rank is to producers.
+    reader: Reader,
     /// Handshakes under way.
     pending: HashMap<(Route, Option<Incarnation>), SessionId>,
     failed: Memory<Route, ()>,
@@ -194,6 +216,8 @@ impl Sessions {
             sessions: BTreeMap::new(),
             peers: HashMap::new(),
             current: HashMap::new(),
+            routes: HashMap::new(),
+            reader: Reader { engine: config.engine.clone(), incarnation: config.incarnation, rank: config.rank },
             pending: HashMap::new(),
             failed: Memory::new(ms(config.handshake_backoff_ms), MAX_FAILED),
             deadlines: Deadlines::new(),
@@ -210,6 +234,10 @@ impl Sessions {
 
     pub(super) fn peer_count(&self) -> usize {
         self.peers.len()
+    }
+
+    pub(super) fn reader(&self) -> &Reader {
+        &self.reader
     }
 
     pub(super) fn get(&self, id: SessionId) -> Option<&Session> {
@@ -247,9 +275,12 @@ impl Sessions {
         out: &mut Outbox,
     ) -> Joined {
         let route = Route::of(remote);
-        if let Some(id) = self.current.get(&route)
+        let known = match remote.incarnation {
+            Some(incarnation) => self.current.get(&(remote.engine.clone(), incarnation)),
+            None => self.routes.get(&route),
+        };
+        if let Some(id) = known
             && let Some(session) = self.sessions.get_mut(id)
-            && (remote.incarnation.is_none() || remote.incarnation == session.incarnation)
         {
             session.users.insert(ticket);
             self.deadlines.cancel(&Timer::Idle(*id));
@@ -278,6 +309,7 @@ impl Sessions {
                 wanted: remote.incarnation,
                 state: State::Handshaking,
                 incarnation: None,
+                routes: VecDeque::new(),
                 peers: Vec::new(),
                 unconnected: 0,
                 queued: VecDeque::new(),
@@ -302,20 +334,52 @@ impl Sessions {
         self.sessions.get(&id).is_some_and(|session| session.state == State::Handshaking)
     }
 
-    /// Whether a handshake found only what another session of the same route is connected (or connecting) to.
-    pub(super) fn has_twin(&self, id: SessionId, outcome: &HandshakeOutcome) -> bool {
-        let Some(other) = self
-            .sessions
-            .get(&id)
-            .and_then(|session| self.current.get(&session.route))
-            .and_then(|twin| self.sessions.get(twin))
+    /// Whether a handshake found only what another session is connected (or connecting) to. Its route leads there then.
+    pub(super) fn has_twin(&mut self, id: SessionId, outcome: &HandshakeOutcome) -> bool {
+        let life = (outcome.engine.clone(), outcome.incarnation);
+        let Some((twin, other)) = self.current.get(&life).and_then(|twin| Some((*twin, self.sessions.get(twin)?)))
         else {
             return false;
         };
         let same_agents = other.peers.iter().filter_map(|c| self.peers.get(c)).all(|peer| {
             outcome.ranks.iter().any(|r| r.rank == peer.key.rank && r.agent.incarnation == peer.key.incarnation)
         });
-        other.incarnation == Some(outcome.incarnation) && same_agents
+        if same_agents && let Some(route) = self.sessions.get(&id).map(|session| session.route.clone()) {
+            self.lead(route, twin);
+        }
+        same_agents
+    }
+
+    /// From now on `route` leads to session `id`.
+    fn lead(&mut self, route: Route, id: SessionId) {
+        let former = self.routes.insert(route.clone(), id);
+        if let Some(session) = former.and_then(|former| self.sessions.get_mut(&former)) {
+            session.routes.retain(|known| *known != route);
+        }
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.routes.push_back(route);
+        if session.routes.len() > MAX_ROUTES
+            && let Some(oldest) = session.routes.pop_front()
+        {
+            self.routes.remove(&oldest);
+        }
+    }
+
+    /// The session is not to be joined any more.
+    fn retire(&mut self, id: SessionId) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        for route in session.routes.drain(..) {
+            self.routes.remove(&route);
+        }
+        let pending = (session.route.clone(), session.wanted);
+        if let Some(life) = session.life()
+            && self.current.get(&life) == Some(&id)
+        {
+            self.current.remove(&life);
+        }
+        if self.pending.get(&pending) == Some(&id) {
+            self.pending.remove(&pending);
+        }
     }
 
     /// The metadata is there: plan with every rank needed, and connect to them. `engine` is what every rank of our own
@@ -359,11 +423,15 @@ impl Sessions {
             self.peers.insert(connection, peer);
         }
         session.connect_more(out);
-        let (route, key) = (session.route.clone(), (session.route.clone(), session.wanted));
-        self.pending.remove(&key);
-        if let Some(old) = self.current.insert(route, id) {
+        let (route, life) = (session.route.clone(), (outcome.engine.clone(), outcome.incarnation));
+        self.pending.remove(&(route.clone(), session.wanted));
+        // The life had other agents, or the listener told of another life.
+        for old in [self.current.get(&life), self.routes.get(&route)].map(|old| old.copied()).into_iter().flatten() {
+            self.retire(old);
             self.drop_if_unused(old, out);
         }
+        self.current.insert(life, id);
+        self.lead(route, id);
         Ok(())
     }
 
@@ -388,13 +456,8 @@ impl Sessions {
     pub(super) fn break_off(&mut self, now: Time, id: SessionId, remember: bool, out: &mut Outbox) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         session.state = State::Broken;
-        let (route, key) = (session.route.clone(), (session.route.clone(), session.wanted));
-        if self.pending.get(&key) == Some(&id) {
-            self.pending.remove(&key);
-        }
-        if self.current.get(&route) == Some(&id) {
-            self.current.remove(&route);
-        }
+        let route = session.route.clone();
+        self.retire(id);
         self.deadlines.cancel(&Timer::Session(id));
         if remember {
             self.failed.insert(now, route, ());
@@ -415,7 +478,7 @@ impl Sessions {
         if !session.users.is_empty() {
             return;
         }
-        let current = self.current.get(&session.route) == Some(&id);
+        let current = session.life().is_some_and(|life| self.current.get(&life) == Some(&id));
         if current && !self.closed {
             self.deadlines.set(Timer::Idle(id), now + self.ttl);
         } else {
@@ -423,25 +486,18 @@ impl Sessions {
         }
     }
 
-    /// Keeps the lease of `request` alive on the connected ones of these peers, from this moment on.
-    pub(super) fn beat(
-        &mut self,
-        now: Time,
-        connections: &[u64],
-        request: &RequestId,
-        period: Duration,
-        out: &mut Outbox,
-    ) {
+    /// Keeps the lease alive on the connected ones of these peers, from this moment on.
+    pub(super) fn beat(&mut self, now: Time, connections: &[u64], lease: &Leased, period: Duration, out: &mut Outbox) {
         for connection in connections {
             let Some(peer) = self.peers.get_mut(connection).filter(|peer| peer.connected) else { continue };
-            match peer.beats.get_mut(request) {
+            match peer.beats.get_mut(lease) {
                 Some(beat) => {
                     beat.users += 1;
                     beat.period = beat.period.min(period);
                 }
                 None => {
-                    peer.beats.insert(request.clone(), Beat { period, users: 1 });
-                    let message = PeerMessage::Heartbeat { requests: vec![request.clone()] };
+                    peer.beats.insert(lease.clone(), Beat { period, users: 1 });
+                    let message = heartbeat([lease], &self.reader);
                     out.send(PeerRef::Outbound(peer.key.clone()), message);
                 }
             }
@@ -453,24 +509,21 @@ impl Sessions {
         }
     }
 
-    /// One user of ours no longer needs the lease of `request`. Gives whether it was the last one.
-    pub(super) fn stop_beat(&mut self, id: SessionId, request: &RequestId) -> bool {
-        let Some(session) = self.sessions.get(&id) else { return true };
-        let mut last = true;
+    /// One user of ours no longer needs the lease.
+    pub(super) fn stop_beat(&mut self, id: SessionId, lease: &Leased) {
+        let Some(session) = self.sessions.get(&id) else { return };
         for connection in &session.peers {
             let Some(peer) = self.peers.get_mut(connection) else { continue };
-            let Some(beat) = peer.beats.get_mut(request) else { continue };
+            let Some(beat) = peer.beats.get_mut(lease) else { continue };
             beat.users = beat.users.saturating_sub(1);
             if beat.users > 0 {
-                last = false;
                 continue;
             }
-            peer.beats.remove(request);
+            peer.beats.remove(lease);
             if peer.beats.is_empty() {
                 self.deadlines.cancel(&Timer::Beat(*connection));
             }
         }
-        last
     }
 
     /// Sends what is due and forgets what is unused; gives what the caller has to act on.
@@ -506,9 +559,9 @@ impl Sessions {
     fn send_beats(&mut self, now: Time, connection: u64, out: &mut Outbox) {
         let Some(peer) = self.peers.get(&connection) else { return };
         let Some(period) = peer.beats.values().map(|beat| beat.period).min() else { return };
-        let requests: Vec<RequestId> = peer.beats.keys().cloned().collect();
-        for batch in requests.chunks(MAX_HEARTBEAT_REQUESTS) {
-            let message = PeerMessage::Heartbeat { requests: batch.to_vec() };
+        let leases: Vec<&Leased> = peer.beats.keys().collect();
+        for batch in leases.chunks(MAX_HEARTBEAT_REQUESTS) {
+            let message = heartbeat(batch.iter().copied(), &self.reader);
             out.send(PeerRef::Outbound(peer.key.clone()), message);
         }
         self.deadlines.set(Timer::Beat(connection), now + period);
@@ -518,14 +571,8 @@ impl Sessions {
         if self.sessions.get(&id).is_none_or(|session| !session.users.is_empty()) {
             return;
         }
+        self.retire(id);
         let Some(session) = self.sessions.remove(&id) else { return };
-        let key = (session.route.clone(), session.wanted);
-        if self.pending.get(&key) == Some(&id) {
-            self.pending.remove(&key);
-        }
-        if self.current.get(&session.route) == Some(&id) {
-            self.current.remove(&session.route);
-        }
         self.deadlines.cancel(&Timer::Session(id));
         self.deadlines.cancel(&Timer::Idle(id));
         for connection in session.peers {
