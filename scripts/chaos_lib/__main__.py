@@ -25,10 +25,13 @@ BY_TRANSPORT = {
 }
 """Series that run over TCP and over shared memory: module, function, rounds over each."""
 
-WHOLE = {"garbage": ("garbage", 1_000_000), "auth": ("auth", 1), "vllm": ("vllm", 3)}
+WHOLE = {"garbage": ("garbage", 1_000_000), "auth": ("auth", 1), "vllm": ("vllm", 3), "matrix": ("matrix", 1)}
 """Series with a module of their own, whose `run` does all: module, rounds."""
 
 TRANSPORTS = ("tcp", "shm")
+
+LONG = ("table", "cells")
+"""Figures that are not shown as JSON, but written to the file of --json."""
 
 
 def _function(module: str, name: str) -> Callable[..., dict[str, Any]]:
@@ -36,17 +39,34 @@ def _function(module: str, name: str) -> Callable[..., dict[str, Any]]:
     return found
 
 
-def _run(series: str, rounds: int | None, seed: int, transports: tuple[str, ...]) -> dict[str, Any]:
+def _run(series: str, parsed: argparse.Namespace) -> dict[str, Any]:
+    rounds, seed = parsed.rounds, parsed.seed
     if series in WHOLE:
         module, usual = WHOLE[series]
-        return _function(module, "run")(Options(series, rounds or usual, seed))
+        options = Options(series, rounds or usual, seed, tuple(parsed.only or ()), tuple(parsed.connector or ()))
+        return _function(module, "run")(options)
     module, name, usual = BY_TRANSPORT[series]
     parts = {}
-    for transport in transports:
+    for transport in (parsed.transport,) if parsed.transport else TRANSPORTS:
         options = Options(f"{series} {transport}", rounds or usual, seed)
         parts[transport] = _function(module, name)(options, transport)
     zeros = {f"{key}_{transport}": n for transport, part in parts.items() for key, n in part["zeros"].items()}
     return {"zeros": zeros, **parts}
+
+
+def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """Ends the program where names of rows or connectors are wrong."""
+    if parsed.only is None and parsed.connector is None:
+        return
+    if "matrix" not in parsed.series:
+        parser.error("--only and --connector belong to the series matrix")
+    from .matrix_peers import PEERS
+    from .matrix_rows import all_rows
+
+    for given, known in ((parsed.only, all_rows()), (parsed.connector, PEERS)):
+        for name in given or ():
+            if name not in known:
+                parser.error(f"unknown name {name!r}, expected one of {', '.join(known)}")
 
 
 def main() -> int:
@@ -62,20 +82,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the random moments and sizes")
     parser.add_argument("--transport", choices=TRANSPORTS, help="only this one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    matrix = parser.add_argument_group("of the series matrix")
+    matrix.add_argument("--only", action="append", metavar="ROW", help="only this row; may be repeated")
+    matrix.add_argument("--connector", action="append", metavar="NAME", help="only this connector; may be repeated")
     options = parser.parse_args()
+    _check(parser, options)
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected at least 1")
     chosen = names if "all" in options.series else options.series
-    transports = (options.transport,) if options.transport else TRANSPORTS
     results = {}
     failed = False
     for series in chosen:
         begin = time.monotonic()
-        result = _run(series, options.rounds, options.seed, transports)
+        result = _run(series, options)
         result["seconds"] = round(time.monotonic() - begin, 1)
         results[series] = result
         print(f"== {series}")
-        print(json.dumps(result, indent=1), flush=True)
+        print(json.dumps({key: value for key, value in result.items() if key not in LONG}, indent=1))
+        if "table" in result:
+            print(result["table"], flush=True)
         bad = {key: n for key, n in result["zeros"].items() if n != 0}
         print(f"{series}: " + (f"FAILED: {bad}" if bad else "passed: every zero is zero"), flush=True)
         failed |= bool(bad)

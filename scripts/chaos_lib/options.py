@@ -13,6 +13,9 @@ class Options:
     series: str
     rounds: int
     seed: int
+    # Of the series `matrix`: which rows and connectors, all if there are none.
+    only: tuple[str, ...] = ()
+    connectors: tuple[str, ...] = ()
 
     def progress(self, done: int, of: int) -> None:
         """Shows how far the series is, where somebody looks."""

