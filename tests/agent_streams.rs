@@ -14,11 +14,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use agent_support::child::{Remote, serve};
+use agent_support::child::{NO_STREAMS, Remote, serve};
 use agent_support::{LIMIT, Node, Random, assert_same, config, model, pattern_bytes, plan, until};
 use kvferry::ErrorKind;
 use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport, encode_metadata};
-use kvferry::proto::plan::CopyPlan;
+use kvferry::proto::plan::{BlockPair, CopyPlan, Segment};
 
 #[test]
 #[ignore = "the other process of this file's tests"]
@@ -96,6 +96,37 @@ fn every_byte_of_blocks_of_any_length_arrives_in_its_place() {
     assert_same("remote", &b.contents(), &remote);
     a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![1], vec![2]));
     assert_eq!(a.agent.stats().unwrap().streamed_bytes, before.streamed_bytes);
+}
+
+#[test]
+fn one_read_of_several_regions_puts_every_byte_in_its_region() {
+    let _alone = alone();
+    let mut random = Random(70);
+    let lens = [LEN, 5 << 20, 3 << 20];
+    let mut a = Node::start(config("a", Transport::Tcp), 1, &lens);
+    let b = Node::start(config("b", Transport::Tcp), 11, &lens);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    until_streamed(&mut a, peer, &mut random);
+    let mut all = plan(0, 1, 0, 0, vec![], vec![]);
+    let parts = [(0, 1, 4096), (1, 2, 5001), (2, 0, 65_536), (1, 0, 700), (0, 0, 12_288), (2, 2, 9999)];
+    all.lists.clear();
+    let mut segments = Vec::new();
+    for (list, (local, remote, bytes)) in parts.into_iter().enumerate() {
+        let blocks = lens[local as usize].min(lens[remote as usize]) / bytes;
+        let part = plan(local, remote, bytes as u64, bytes as u64, vec![], vec![]);
+        let mut ids = || random.blocks(blocks, blocks as u32);
+        all.lists.push(BlockPair { local: ids().into(), remote: ids().into() });
+        segments.extend(part.segments.iter().map(|segment| Segment { list: list as u32, ..*segment }));
+    }
+    all.segments = segments.into();
+    let before = a.agent.stats().unwrap().streamed_bytes;
+    let (mut local, mut remote) = (a.contents(), b.contents());
+    model(&all, Direction::Read, &mut local, &mut remote);
+    let moved = a.agent.transfer(peer, Direction::Read, all).unwrap();
+    let (result, bytes, _) = a.wait_done(moved);
+    result.unwrap();
+    assert_same("local", &a.contents(), &local);
+    assert_eq!(a.agent.stats().unwrap().streamed_bytes - before, bytes);
 }
 
 #[test]
@@ -237,11 +268,11 @@ fn a_deregistration_waits_for_the_reader_to_have_what_was_lent_and_refuses_the_r
 fn what_was_lent_stays_registered_while_its_reader_stands_still() {
     const BLOCK: usize = 16 << 10;
     let _alone = alone();
-    let b = node("b", 2);
+    // It stands still for as long as the machine lets this test wait, and is not lost for that.
+    let patient = AgentConfig { cancel_grace: LIMIT, deregister_timeout: LIMIT, ..config("b", Transport::Tcp) };
+    let b = Node::start(patient, 2, &[LEN]);
     let mut reader = Remote::spawn(Transport::Tcp, 3, &[LEN]);
-    let metadata = encode_metadata(&b.agent.metadata().unwrap()).unwrap();
-    let hex: String = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
-    assert_eq!(reader.ask(&format!("pages {hex}")), "reading");
+    assert_eq!(reader.ask(&format!("pages 4 {}", metadata_hex(&b))), "reading");
     reader.signal("STOP");
     let (agent, region) = (b.agent.clone(), b.regions[0]);
     let (told, over) = channel();
@@ -266,6 +297,92 @@ fn what_was_lent_stays_registered_while_its_reader_stands_still() {
         assert!(got[read..] == own[read..], "block {block}: what was not asked for");
     }
     reader.end();
+}
+
+fn metadata_hex(node: &Node) -> String {
+    let metadata = encode_metadata(&node.agent.metadata().unwrap()).unwrap();
+    metadata.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Bytes that the kernel has yet to send, or to hear of, from these ports, whether or not a process still has the socket.
+fn unsent(from: &BTreeSet<u16>) -> u64 {
+    let table = fs::read_to_string("/proc/self/net/tcp").unwrap();
+    let rows = table.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    rows.filter(|row| from.contains(&u16::from_str_radix(row[1].split_once(':').unwrap().1, 16).unwrap()))
+        // The queue of a listener counts connections.
+        .filter(|row| row[3] != "0A")
+        .map(|row| u64::from_str_radix(row[4].split_once(':').unwrap().0, 16).unwrap())
+        .sum()
+}
+
+/// A reader in another process that has asked `owner` for much by a stream and stands still, and the ports of the stream.
+fn still_reader(owner: &Node) -> (Remote, BTreeSet<u16>) {
+    let before = ports();
+    let mut reader = Remote::spawn(Transport::Tcp, 3, &[LEN]);
+    for _ in 0..100 {
+        assert_eq!(reader.ask(&format!("pages 32 {}", metadata_hex(owner))), "reading");
+        reader.signal("STOP");
+        let doors = ports().difference(&before).copied().collect();
+        // All may have been read before it stood still, on a machine that is busy with something else.
+        for _ in 0..100 {
+            if unsent(&doors) > 0 {
+                return (reader, doors);
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        reader.signal("CONT");
+    }
+    panic!("of many, none stands still in time");
+}
+
+#[test]
+fn a_closed_stream_leaves_the_kernel_nothing_to_send_of_what_was_lent() {
+    let _alone = alone();
+    let mut b = node("b", 2);
+    let (mut reader, doors) = still_reader(&b);
+    let (peer, _) = b.wait_connected();
+    b.agent.disconnect(peer).unwrap();
+    b.agent.deregister(b.regions[0]).unwrap();
+    assert_eq!(unsent(&doors), 0, "bytes of memory that is its owner's again are still to be sent");
+    reader.signal("CONT");
+    assert_eq!(reader.ask("settle"), "settled");
+    reader.end();
+}
+
+#[test]
+fn a_reader_that_stands_still_is_lost_and_the_memory_given_up() {
+    let _alone = alone();
+    let impatient =
+        || AgentConfig { cancel_grace: Duration::from_millis(300), streams: true, ..config("b", Transport::Tcp) };
+    let mut b = Node::start(impatient(), 2, &[LEN, 4096]);
+    let (mut reader, doors) = still_reader(&b);
+    let (peer, _) = b.wait_connected();
+    b.agent.deregister(b.regions[0]).unwrap();
+    assert_eq!(unsent(&doors), 0);
+    let error = b.wait_lost(peer);
+    assert_eq!(error.kind(), ErrorKind::PeerDied, "{error}");
+    assert!(error.message().contains("region 0"), "{error}");
+    reader.signal("CONT");
+    assert_eq!(reader.ask("settle"), "settled");
+    reader.end();
+
+    // Messages, of which UCX holds the memory until they are sent: with sockets that hold less than what is asked for.
+    let mut config = AgentConfig { streams: false, ..impatient() };
+    config.ucx.insert("TCP_SNDBUF".to_owned(), "32k".to_owned());
+    let mut b = Node::start(config, 2, &[LEN, 4096]);
+    let mut reader = Remote::spawn_with(Transport::Tcp, 3, &[LEN], &[(NO_STREAMS, "1"), ("UCX_TCP_RCVBUF", "32k")]);
+    assert_eq!(reader.ask(&format!("pages 32 {}", metadata_hex(&b))), "reading");
+    reader.signal("STOP");
+    let (peer, _) = b.wait_connected();
+    b.agent.deregister(b.regions[0]).unwrap();
+    b.buffers[0].fill(999);
+    let error = b.wait_lost(peer);
+    assert!(error.message().contains("region 0"), "{error}");
+    reader.kill();
+    // Whoever reads something else goes on.
+    let mut a = node("a", 1);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    a.move_all(peer, Direction::Read, plan(0, 1, 4096, 4096, vec![0], vec![0]));
 }
 
 #[test]

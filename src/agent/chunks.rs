@@ -54,6 +54,14 @@ pub(super) struct Chunks {
 }
 
 impl Chunks {
+    /// Those that were asked for, the first one first.
+    #[cfg(test)]
+    pub(super) fn all(&self) -> Vec<&Chunk> {
+        let mut all: Vec<_> = self.table.iter().collect();
+        all.sort_by_key(|(number, _)| **number);
+        all.into_iter().map(|(_, asked)| &asked.chunk).collect()
+    }
+
     /// A chunk that was asked of a peer by a stream.
     pub(super) fn streamed(&self, number: u64, peer: PeerId) -> Option<&Chunk> {
         self.table.get(&number).map(|asked| &asked.chunk).filter(|chunk| chunk.streamed && chunk.peer == peer)

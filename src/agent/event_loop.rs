@@ -120,6 +120,7 @@ impl Loop {
             any |= self.engine.drive_streams(now);
             self.engine.check_hello_deadlines(now);
             self.engine.check_graces(now);
+            self.engine.check_borrowers(now);
             self.engine.check_leaving(now);
             any |= self.engine.post_transfers();
             if self.passenger.is_some() {
@@ -228,6 +229,7 @@ impl Loop {
             wish,
             engine.peers.deadline(),
             engine.transfers.deadline(),
+            engine.registry.deadline(),
             engine.leaving.deadline(),
             engine.streams.deadline(),
         ];

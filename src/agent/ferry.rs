@@ -22,7 +22,7 @@ use super::rehearsal::rehearse;
 use super::route::Route;
 use super::sealed::Secrets;
 use super::setup;
-use super::shared::{Command, Shared};
+use super::shared::{Command, Reply, Shared};
 use super::stats::AgentStats;
 use super::streams::Streams;
 use super::transfers::Transfers;
@@ -158,15 +158,42 @@ impl Engine {
         }
     }
 
+    /// Registers for a caller. Who has given up must not find the memory exported: it may be freed by now.
+    fn serve_register(&mut self, range: MemoryRange, reply: Reply<RegionId>) {
+        if !reply.is_wanted() {
+            return;
+        }
+        let registered = self.register(range);
+        self.answer_registration(range, registered, reply);
+    }
+
+    fn answer_registration(&mut self, range: MemoryRange, registered: Result<RegionId>, reply: Reply<RegionId>) {
+        if let Err(Ok(region)) = reply.send(registered) {
+            log::warn!("agent {}: {range} is unmapped again: its owner has given up waiting", self.config.name);
+            self.registry.forget(region);
+        }
+    }
+
+    /// Connects for a caller. Who has given up knows no id to disconnect by.
+    fn serve_connect(&mut self, metadata: &AgentMetadata, reply: Reply<PeerId>, now: Instant) {
+        if !reply.is_wanted() {
+            return;
+        }
+        let known = self.peers.find(metadata.incarnation).is_some();
+        let connected = self.connect(metadata, now);
+        if let (Err(Ok(peer)), false) = (reply.send(connected), known) {
+            let _ = self.disconnect(peer, now);
+        }
+    }
+
     /// Serves one command of the handle's.
     pub(super) fn serve(&mut self, command: Command, now: Instant) {
-        // A caller that gave up waiting is no matter of ours: answers may find nobody.
+        // Answers that only tell may find nobody: a caller may have given up waiting.
         match command {
-            Command::Register { range, reply } => {
-                let _ = reply.send(self.register(range));
-            }
+            Command::Register { range, reply } => self.serve_register(range, reply),
             Command::Deregister { region, reply } => {
-                if let Some(index) = self.registry.close(region, reply) {
+                let grace = now.checked_add(self.config.cancel_grace);
+                if let Some(index) = self.registry.close(region, reply, grace) {
                     self.cancel_users(index, now);
                     self.registry.unmap_if_unused(index);
                 }
@@ -174,9 +201,7 @@ impl Engine {
             Command::Metadata { reply } => {
                 let _ = reply.send(Ok(self.metadata()));
             }
-            Command::Connect { metadata, reply } => {
-                let _ = reply.send(self.connect(&metadata, now));
-            }
+            Command::Connect { metadata, reply } => self.serve_connect(&metadata, reply, now),
             Command::Disconnect { peer } => {
                 // It may have been lost since the handle looked.
                 let _ = self.disconnect(peer, now);
@@ -202,7 +227,7 @@ impl Engine {
                 }
             }
             Command::Stats { reply } => {
-                let _ = reply.send(self.stats());
+                let _ = reply.send(Ok(self.stats()));
             }
             // The loop's own.
             Command::ShutDown { .. } => {}
@@ -310,5 +335,37 @@ impl<'a> Ferry<'a> {
     /// messages can still be sent.
     pub fn is_shutting_down(&self) -> bool {
         self.engine.closing.is_some()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::shared::answer;
+    use super::*;
+    use crate::proto::wire::MemoryKind;
+
+    #[test]
+    fn what_nobody_takes_an_answer_for_is_undone() {
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
+        let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
+        let mut memory = vec![0u8; 4096];
+        let addr = memory.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: the memory outlives the engine's use of it.
+        let range = unsafe { MemoryRange::new(addr, 4096, MemoryKind::Host) }.unwrap();
+        // The caller gives up in the midst of the registration.
+        let region = engine.register(range).unwrap();
+        let (reply, caller) = answer();
+        assert!(caller.wait(std::time::Duration::ZERO).is_none());
+        engine.answer_registration(range, Ok(region), reply);
+        assert!(engine.metadata().regions.is_empty());
+        assert_eq!(engine.stats().regions, 0);
+        let region = engine.register(range).unwrap();
+        // Who gets it at the last moment has it.
+        let (reply, caller) = answer();
+        engine.answer_registration(range, Ok(region), reply);
+        assert_eq!(caller.wait(std::time::Duration::ZERO).unwrap().unwrap(), region);
+        assert_eq!(engine.stats().regions, 1);
     }
 }

@@ -14,7 +14,7 @@ use super::ids::{PeerId, RegionId, TransferId};
 use super::messages::reserve;
 use super::passenger::Passenger;
 use super::route::Route;
-use super::shared::{Command, Reply, Shared};
+use super::shared::{Command, Reply, Shared, answer};
 use super::stats::AgentStats;
 use super::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
@@ -161,9 +161,10 @@ impl Agent {
     /// # Errors
     /// [`ErrorKind::AlreadyExists`] when it overlaps a registered range; those of [`crate::mem::check`];
     /// [`ErrorKind::Unsupported`] when UCX cannot move this kind of memory; [`ErrorKind::Exhausted`] after 65,536
-    /// registrations.
+    /// registrations; [`ErrorKind::Timeout`] after 10 minutes: then the range does not stay registered, but its memory must
+    /// stay alive until the agent is shut down or has answered another call.
     pub fn register(&self, range: MemoryRange) -> Result<RegionId> {
-        self.ask(Some(REGISTER_TIMEOUT), |reply| Command::Register { range, reply })?
+        self.ask(Some(REGISTER_TIMEOUT), |reply| Command::Register { range, reply })
     }
 
     /// Ends a registration: refuses new transfers with the region at once, cancels those that use it, waits for their
@@ -183,13 +184,13 @@ impl Agent {
                 ErrorKind::Timeout,
                 format!("{region} is still used by transfers after {timeout:?}; keep its memory alive and try again"),
             )),
-            other => other?,
+            other => other,
         }
     }
 
     /// What a peer needs to connect and to reach the regions registered so far.
     pub fn metadata(&self) -> Result<AgentMetadata> {
-        self.ask(None, |reply| Command::Metadata { reply })?
+        self.ask(None, |reply| Command::Metadata { reply })
     }
 
     /// Connects to the agent that `metadata` describes, or finds the connection that exists. Returns before the peer
@@ -201,7 +202,7 @@ impl Agent {
     /// [`ErrorKind::Unreachable`] when no transport is shared.
     pub fn connect(&self, metadata: &AgentMetadata) -> Result<PeerId> {
         let metadata = Box::new(metadata.clone());
-        self.ask(None, |reply| Command::Connect { metadata, reply })?
+        self.ask(None, |reply| Command::Connect { metadata, reply })
     }
 
     /// Ends the connection: its transfers are cancelled, unsent messages are lost, the id becomes stale at once. No
@@ -225,7 +226,7 @@ impl Agent {
     /// # Errors
     /// [`ErrorKind::NotFound`] for a stale peer id.
     pub fn route(&self, peer: PeerId) -> Result<Option<Route>> {
-        self.ask(None, |reply| Command::Route { peer, reply })?
+        self.ask(None, |reply| Command::Route { peer, reply })
     }
 
     /// Starts a transfer. Never waits: what is wrong with the plan is the result in its [`Event::TransferDone`].
@@ -310,23 +311,20 @@ impl Agent {
         self.0.shutdown(timeout)
     }
 
-    /// Sends a command and waits for its answer.
+    /// Sends a command and waits for its answer. What the command of a caller who has given up has made is undone.
     fn ask<T>(&self, timeout: Option<Duration>, make: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
         if self.0.shared.live().ended {
             return Err(shut_down());
         }
-        let (reply, answer) = sync_channel(1);
+        let (reply, answer) = answer();
         self.0.shared.command(make(reply));
         let timeout = timeout.unwrap_or(ANSWER_TIMEOUT);
         // A thread that ended between the check and the command drops no queue of its own accord: look again.
         if self.0.shared.live().ended {
             self.0.shared.drop_commands();
         }
-        answer.recv_timeout(timeout).map_err(|e| match e {
-            RecvTimeoutError::Disconnected => shut_down(),
-            RecvTimeoutError::Timeout => {
-                Error::new(ErrorKind::Timeout, format!("the ferry thread did not answer within {timeout:?}"))
-            }
+        answer.wait(timeout).unwrap_or_else(|| {
+            Err(Error::new(ErrorKind::Timeout, format!("the ferry thread did not answer within {timeout:?}")))
         })
     }
 }
@@ -390,4 +388,47 @@ fn draw_incarnation() -> Result<Incarnation> {
     let number = getrandom::u64()
         .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random incarnation from the system: {e}")))?;
     Ok(Incarnation(number.max(1)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests {
+    use std::sync::mpsc::Receiver;
+
+    use super::super::ferry::Ferry;
+    use super::*;
+    use crate::proto::wire::MemoryKind;
+
+    /// Keeps the ferry thread busy until it is told to go on.
+    struct Dawdler(Receiver<()>);
+
+    impl Passenger for Dawdler {
+        fn turn(&mut self, _: &mut Ferry<'_>) -> Option<Instant> {
+            let _ = self.0.recv();
+            None
+        }
+    }
+
+    #[test]
+    fn what_a_caller_who_gave_up_has_asked_for_is_not_done() {
+        let quiet = |name: &str| AgentConfig { name: name.to_owned(), rehearse: false, ..AgentConfig::default() };
+        let (go, told) = sync_channel(0);
+        let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Dawdler(told)))).unwrap();
+        let other = Agent::start(quiet("b")).unwrap();
+        let mut memory = vec![0u8; 4096];
+        let addr = memory.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: the memory outlives both agents.
+        let range = unsafe { MemoryRange::new(addr, 4096, MemoryKind::Host) }.unwrap();
+        let metadata = Box::new(other.metadata().unwrap());
+        let soon = Some(Duration::from_millis(1));
+        let error = agent.ask(soon, |reply| Command::Register { range, reply }).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        let error = agent.ask(soon, |reply| Command::Connect { metadata, reply }).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout);
+        drop(go);
+        let stats = agent.stats().unwrap();
+        assert_eq!((stats.regions, stats.peers, agent.metadata().unwrap().regions.len()), (0, 0, 0));
+        let region = agent.register(range).unwrap();
+        agent.deregister(region).unwrap();
+    }
 }

@@ -38,6 +38,14 @@ impl Operations {
         index as u64
     }
 
+    /// The peers to which UCX has yet to send bytes straight from a region.
+    pub(super) fn borrowers(&self, region: u32) -> impl Iterator<Item = PeerId> {
+        self.slots.iter().filter_map(move |slot| match slot {
+            Some(InFlight::Service { peer, regions, .. }) if regions.contains(&region) => Some(*peer),
+            _ => None,
+        })
+    }
+
     /// Takes out an operation that has ended, or was not posted after all.
     pub(super) fn remove(&mut self, token: u64) -> Option<InFlight> {
         let index = usize::try_from(token).ok()?;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::ids::RegionId;
 use super::shared::Reply;
@@ -23,7 +24,9 @@ struct Region {
     /// Transfers that name it and are not over.
     users: u32,
     /// Whom to tell when it is unmapped; `Some` as soon as it is being deregistered.
-    closing: Option<Vec<Reply<Result<()>>>>,
+    closing: Option<Vec<Reply<()>>>,
+    /// Until when peers that read it may still do so; set while it is being deregistered.
+    grace: Option<Instant>,
 }
 
 /// Regions by index. `None`: deregistered.
@@ -85,7 +88,7 @@ impl Registry {
         let memory = mem::map(context, &range)?;
         let rkey = memory.pack_rkey().map_err(|e| mem::ucx_error(e).context(format!("exporting {range}")))?;
         let metadata = RegionMetadata { base: range.addr(), len: range.len(), kind: range.kind(), rkey };
-        Ok(Region { range, memory, metadata, users: 0, closing: None })
+        Ok(Region { range, memory, metadata, users: 0, closing: None, grace: None })
     }
 
     fn iter(&self) -> impl Iterator<Item = (usize, &Region)> {
@@ -138,14 +141,18 @@ impl Registry {
         }
     }
 
-    /// Starts a deregistration: no new transfer may use the region; `reply` is told when it is unmapped. Returns its
-    /// index, for the caller to cancel what uses it and then to call [`Registry::unmap_if_unused`].
-    pub(super) fn close(&mut self, id: RegionId, reply: Reply<Result<()>>) -> Option<u32> {
+    /// Starts a deregistration: no new transfer may use the region; `reply` is told when it is unmapped. Peers that read it
+    /// now have until `grace`. Returns its index, for the caller to cancel what uses it and then to call
+    /// [`Registry::unmap_if_unused`].
+    pub(super) fn close(&mut self, id: RegionId, reply: Reply<()>, grace: Option<Instant>) -> Option<u32> {
         let index = id.index();
         let known = RegionId::of_index(self.salt, index) == id;
         match self.regions.get_mut(index as usize) {
             Some(Some(region)) if known => {
-                region.closing.get_or_insert_default().push(reply);
+                let waiting = region.closing.get_or_insert_default();
+                waiting.retain(Reply::is_wanted);
+                waiting.push(reply);
+                region.grace = region.grace.or(grace);
                 if let Some(len) = self.lens.get_mut(index as usize) {
                     *len = 0;
                 }
@@ -157,6 +164,28 @@ impl Registry {
                 None
             }
         }
+    }
+
+    /// Unmaps a region that was registered for a caller who does not know of it.
+    pub(super) fn forget(&mut self, id: RegionId) {
+        if let Some(slot) = self.regions.get_mut(id.index() as usize) {
+            *slot = None;
+        }
+        if let Some(len) = self.lens.get_mut(id.index() as usize) {
+            *len = 0;
+        }
+    }
+
+    /// The next end of a grace.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.iter().filter_map(|(_, region)| region.grace).min()
+    }
+
+    /// Takes the regions whose readers have had their time.
+    pub(super) fn take_overdue(&mut self, now: Instant) -> Vec<u32> {
+        let regions = self.regions.iter_mut().zip(0..);
+        let overdue = regions.filter_map(|(slot, index)| slot.as_mut()?.grace.take_if(|at| *at <= now).map(|_| index));
+        overdue.collect()
     }
 
     /// Unmaps a region that is being deregistered if no transfer uses it any more.
@@ -177,6 +206,14 @@ impl Registry {
         let gone = || RegionMetadata { base: 0, len: 0, kind: MemoryKind::Host, rkey: Vec::new() };
         let count = (0..self.regions.len()).rev().find(|index| self.live(*index as u32).is_some()).map_or(0, |i| i + 1);
         (0..count).map(|index| self.live(index as u32).map_or_else(gone, |region| region.metadata.clone())).collect()
+    }
+
+    /// Takes a region for memory of another kind, for tests of what follows from that.
+    #[cfg(test)]
+    pub(super) fn describe_as(&mut self, id: RegionId, kind: MemoryKind) {
+        if let Some(Some(region)) = self.regions.get_mut(id.index() as usize) {
+            region.range = region.range.described_as(kind);
+        }
     }
 
     /// How many are registered, and their bytes.

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::SyncSender;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use super::event::{Direction, Event};
@@ -11,23 +11,71 @@ use super::ids::{IdSource, PeerId, RegionId, TransferId};
 use super::route::Route;
 use super::stats::AgentStats;
 use super::waker::Waker;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
-use crate::sync::{Arc, AtomicU64, Condvar, Mutex, MutexGuard};
+use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard};
 
-/// Where the answer to a cold call goes.
-pub(super) type Reply<T> = SyncSender<T>;
+/// Where the answer to a cold call goes. Either the caller gets it or the ferry thread learns that nobody does.
+pub(super) struct Reply<T> {
+    to: SyncSender<Result<T>>,
+    /// Set by whichever comes first: the answer, or the end of the caller's patience.
+    settled: Arc<AtomicBool>,
+}
+
+impl<T> Reply<T> {
+    /// Answers. Gives the answer back if the caller does not wait any more.
+    pub(super) fn send(self, answer: Result<T>) -> std::result::Result<(), Result<T>> {
+        if self.settled.swap(true, Ordering::AcqRel) {
+            return Err(answer);
+        }
+        self.to.send(answer).map_err(|unsent| unsent.0)
+    }
+
+    /// Whether the caller still waits.
+    pub(super) fn is_wanted(&self) -> bool {
+        !self.settled.load(Ordering::Acquire)
+    }
+}
+
+/// The caller's end of a [`Reply`].
+pub(super) struct Answer<T> {
+    from: Receiver<Result<T>>,
+    settled: Arc<AtomicBool>,
+}
+
+impl<T> Answer<T> {
+    /// Waits for the answer. `None`: it did not come in time, and whoever answers later is told so.
+    pub(super) fn wait(self, timeout: Duration) -> Option<Result<T>> {
+        let gone = || Err(Error::new(ErrorKind::ShutDown, "the agent is shut down"));
+        match self.from.recv_timeout(timeout) {
+            Ok(answer) => Some(answer),
+            Err(RecvTimeoutError::Disconnected) => Some(gone()),
+            // It may be on its way just now.
+            Err(RecvTimeoutError::Timeout) if self.settled.swap(true, Ordering::AcqRel) => {
+                Some(self.from.recv().unwrap_or_else(|_| gone()))
+            }
+            Err(RecvTimeoutError::Timeout) => None,
+        }
+    }
+}
+
+/// The two ends of an answer.
+pub(super) fn answer<T>() -> (Reply<T>, Answer<T>) {
+    let (to, from) = sync_channel(1);
+    let settled = Arc::new(AtomicBool::new(false));
+    (Reply { to, settled: Arc::clone(&settled) }, Answer { from, settled })
+}
 
 /// What the handle asks of the ferry thread.
 pub(super) enum Command {
-    Register { range: MemoryRange, reply: Reply<Result<RegionId>> },
-    Deregister { region: RegionId, reply: Reply<Result<()>> },
-    Metadata { reply: Reply<Result<AgentMetadata>> },
-    Connect { metadata: Box<AgentMetadata>, reply: Reply<Result<PeerId>> },
+    Register { range: MemoryRange, reply: Reply<RegionId> },
+    Deregister { region: RegionId, reply: Reply<()> },
+    Metadata { reply: Reply<AgentMetadata> },
+    Connect { metadata: Box<AgentMetadata>, reply: Reply<PeerId> },
     Disconnect { peer: PeerId },
-    Route { peer: PeerId, reply: Reply<Result<Option<Route>>> },
+    Route { peer: PeerId, reply: Reply<Option<Route>> },
     Transfer { id: TransferId, peer: PeerId, direction: Direction, plan: CopyPlan },
     Cancel { id: TransferId },
     Send { peer: PeerId, data: Vec<u8> },

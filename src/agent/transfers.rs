@@ -18,9 +18,8 @@ use super::paths::{self, Stretch};
 use super::served::CHUNK_BYTES;
 use super::streams::STREAM_BYTES;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::{MemoryRange, ucx_error};
+use crate::mem::ucx_error;
 use crate::proto::plan::{CopyPlan, Expander, Operation};
-use crate::proto::wire::MemoryKind;
 use crate::ucx::{Completion, Posted};
 
 /// How long a round of posting may last: copying happens during it, and messages, new commands and timers wait for it.
@@ -75,6 +74,11 @@ impl Transfer {
     /// Whether a stream is worth having for it.
     pub(super) fn is_streamable(&self) -> bool {
         self.streamable
+    }
+
+    /// Whether its runs are so short that messages carry them better than an operation each.
+    pub(super) fn is_gathered(&self) -> bool {
+        self.gathered
     }
 
     /// Whether the bytes are there and their digests are being asked for.
@@ -306,20 +310,13 @@ impl Engine {
         if let Some(transfer) = queue.front().and_then(|id| table.get_mut(id)) {
             transfer.prepare(self.config.gather_below);
         }
-        let next = queue.pop_front().and_then(|id| Some((id, table.get(&id)?, table.get(&id)?.next?)));
-        let Some((id, transfer, operation)) = next else {
+        let next = queue.pop_front().and_then(|id| Some((id, Stretch::of(&self.registry, peer, table.get(&id)?)?)));
+        let Some((id, stretch)) = next else {
             self.transfers.queues.remove(&peer_id);
             return false;
         };
-        let stretch = Stretch {
-            local: self.registry.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
-            remote: peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
-            gathered: transfer.gathered,
-            streamable: transfer.streamable,
-            digest: transfer.is_asking(),
-        };
         let path = paths::choose(peer, stretch);
-        let posted = path.post(self, peer_id, id);
+        let posted = path.post(self, peer_id, id, stretch);
         if let (Ok(bytes), false) = (&posted, stretch.digest) {
             *path.counter(&mut self.stats) += bytes;
         }
@@ -564,6 +561,25 @@ impl Engine {
         let ids: Vec<TransferId> = self.transfers.table.iter().filter(|(_, t)| which(t)).map(|(id, _)| *id).collect();
         for id in ids {
             self.stop(id, error.clone(), now);
+        }
+    }
+
+    /// Loses the peers that have not taken what they read of regions that are being deregistered.
+    pub(super) fn check_borrowers(&mut self, now: Instant) {
+        for region in self.registry.take_overdue(now) {
+            let borrowers: BTreeSet<PeerId> =
+                self.streams.borrowers(region).chain(self.operations.borrowers(region)).collect();
+            for peer in borrowers {
+                let grace = self.config.cancel_grace;
+                let error = Error::new(
+                    ErrorKind::PeerDied,
+                    format!(
+                        "the peer had not taken what it reads of region {region} {grace:?} after its deregistration began, \
+                         so the connection was closed; connect again"
+                    ),
+                );
+                self.lose(peer, error, now);
+            }
         }
     }
 

@@ -63,6 +63,12 @@ impl MemoryRange {
         self.kind
     }
 
+    /// The same bytes, called memory of another kind: for tests of what is decided by that. They must not be moved.
+    #[cfg(test)]
+    pub(crate) fn described_as(self, kind: MemoryKind) -> Self {
+        MemoryRange { kind, ..self }
+    }
+
     /// Whether the two ranges share a byte.
     pub fn overlaps(&self, other: &MemoryRange) -> bool {
         self.addr < other.end() && other.addr < self.end()

@@ -5,9 +5,12 @@
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::io::ErrorKind as IoErrorKind;
+use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::Duration;
 
 use rustix::io::Errno;
+use rustix::net::sockopt;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 
 use super::MemoryRange;
@@ -155,7 +158,7 @@ impl PagePipe {
     ///
     /// # Errors
     /// [`Refusal::Pages`] where the kernel lends no such pages and nothing was sent, [`Refusal::Socket`] for a broken
-    /// connection.
+    /// connection, [`Refusal::Pipe`] where pages are left in the pipe, which must not be used again then.
     pub fn send(&self, socket: impl AsFd, stretches: &[Stretch], warm_up: bool) -> std::result::Result<usize, Refusal> {
         if warm_up {
             warm(stretches);
@@ -169,30 +172,26 @@ impl PagePipe {
         let mut sent = 0;
         while sent < held {
             match splice(&self.reader, None, &socket, None, held - sent, SpliceFlags::MOVE | SpliceFlags::NONBLOCK) {
-                Ok(0) => return self.clear(Err(Refusal::Socket(Errno::PIPE.into()))),
+                Ok(0) => return self.clear().and(Err(Refusal::Socket(Errno::PIPE.into()))),
                 Ok(bytes) => sent += bytes,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return self.clear(Ok(sent)),
+                Err(Errno::AGAIN) => return self.clear().map(|()| sent),
                 Err(error) if sent == 0 && error == Errno::INVAL => {
-                    return self.clear(Err(Refusal::Pages(error.into())));
+                    return self.clear().and(Err(Refusal::Pages(error.into())));
                 }
-                Err(error) => return self.clear(Err(Refusal::Socket(error.into()))),
+                Err(error) => return self.clear().and(Err(Refusal::Socket(error.into()))),
             }
         }
         Ok(sent)
     }
 
-    /// Gives back the pages that the pipe still holds.
-    fn clear<T>(&self, result: T) -> T {
+    /// Gives back the pages that the pipe still holds. On an error some are left, and the next ones would follow them.
+    fn clear(&self) -> std::result::Result<(), Refusal> {
         loop {
             match splice(&self.reader, None, &self.nowhere, None, PIPE_BYTES, SpliceFlags::NONBLOCK) {
-                Ok(0) | Err(Errno::AGAIN) => return result,
+                Ok(0) | Err(Errno::AGAIN) => return Ok(()),
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(error) => {
-                    // The next pages would follow these.
-                    log::error!("pages cannot be taken out of a pipe: {error}");
-                    return result;
-                }
+                Err(error) => return Err(Refusal::Pipe(error.into())),
             }
         }
     }
@@ -205,6 +204,25 @@ pub enum Refusal {
     Pages(std::io::Error),
     /// The connection is broken.
     Socket(std::io::Error),
+    /// The pipe cannot be emptied.
+    Pipe(std::io::Error),
+}
+
+/// Closes a socket that may have pages of this process, so that the kernel forgets what it has not sent: an ordinary close
+/// leaves it sending what the pages hold later. The other side reads what has arrived there and then the end of a broken
+/// connection.
+pub fn discard(socket: TcpStream) {
+    // The kernel refuses this of no TCP socket.
+    let _ = sockopt::set_socket_linger(&socket, Some(Duration::ZERO));
+}
+
+/// Whether the other side has not discarded the connection so far. On one host, what has arrived may still be the other
+/// process's pages: what was read of them before this says yes, they held while they were lent.
+///
+/// # Errors
+/// That it has, or how else the connection broke.
+pub fn check_kept(socket: &TcpStream) -> std::io::Result<()> {
+    socket.take_error()?.map_or(Ok(()), Err)
 }
 
 /// Copies the first of `stretches` into `socket`, as much as it takes. Never blocks if the socket does not. Returns the number
@@ -244,7 +262,7 @@ pub fn receive(socket: impl AsFd, stretches: &[Stretch]) -> std::io::Result<usiz
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use std::io::Read;
-    use std::net::{TcpListener, TcpStream};
+    use std::net::TcpListener;
 
     use super::*;
 
@@ -348,6 +366,53 @@ mod tests {
         far.set_nonblocking(false).unwrap();
         (&far).read_to_end(&mut rest).unwrap();
         assert_eq!(rest, bytes[5 * PIECE..6 * PIECE]);
+    }
+
+    #[test]
+    fn a_pipe_that_cannot_be_emptied_is_not_one_to_go_on_with() {
+        let (bytes, range) = memory(16 << 20, 0);
+        let mut all = Stretches::new(vec![Stretch::new(&range, 0, bytes.len() as u64).unwrap()]);
+        let (near, _far) = connected();
+        let readable = std::fs::OpenOptions::new().read(true).open("/dev/null").unwrap();
+        let pipe = PagePipe { nowhere: readable.into(), ..PagePipe::new().unwrap() };
+        // Until the socket has room for only a part of what the pipe holds.
+        let refused = (0..10_000).find_map(|_| match pipe.send(&near, all.left(), false) {
+            Ok(sent) => {
+                all.advance(sent);
+                None
+            }
+            Err(refusal) => Some(refusal),
+        });
+        assert!(matches!(refused, Some(Refusal::Pipe(_))), "{refused:?}");
+    }
+
+    #[test]
+    fn nothing_is_sent_any_more_of_a_discarded_socket_and_the_other_side_knows() {
+        let (bytes, range) = memory(16 << 20, 0);
+        let mut all = Stretches::new(vec![Stretch::new(&range, 0, bytes.len() as u64).unwrap()]);
+        let (near, far) = connected();
+        let pipe = PagePipe::new().unwrap();
+        let mut sent = 0;
+        loop {
+            match pipe.send(&near, all.left(), false).unwrap() {
+                0 => break,
+                some => {
+                    sent += some;
+                    all.advance(some);
+                }
+            }
+        }
+        let mut first = [0; 4096];
+        (&far).read_exact(&mut first).unwrap();
+        check_kept(&far).unwrap();
+        discard(near);
+        // What has arrived can be read, and is not taken for what was lent.
+        let mut rest = Vec::new();
+        far.set_nonblocking(true).unwrap();
+        (&far).read_exact(&mut first).unwrap();
+        assert_eq!(check_kept(&far).unwrap_err().kind(), IoErrorKind::ConnectionReset);
+        let _ = (&far).read_to_end(&mut rest);
+        assert!(rest.len() + 2 * first.len() < sent, "{} of {sent} bytes arrived", rest.len());
     }
 
     #[test]

@@ -3,12 +3,14 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use kvferry::agent::{Event, Transport, decode_metadata, encode_metadata};
+use kvferry::agent::{AgentConfig, Event, Transport, decode_metadata, encode_metadata};
 use kvferry::proto::wire::AgentMetadata;
 
 use super::{Node, config};
 
 const ROLE: &str = "KVFERRY_TEST_CHILD";
+/// Set for a child that wants no streams.
+pub const NO_STREAMS: &str = "KVFERRY_TEST_NO_STREAMS";
 
 /// The parent's end.
 pub struct Remote {
@@ -134,7 +136,8 @@ pub fn serve() {
     let seed = words.next().unwrap().parse().unwrap();
     let lens: Vec<usize> =
         words.next().unwrap().split(',').filter(|len| !len.is_empty()).map(|len| len.parse().unwrap()).collect();
-    let node = Node::start(config("child", transport), seed, &lens);
+    let streams = std::env::var_os(NO_STREAMS).is_none();
+    let node = Node::start(AgentConfig { streams, ..config("child", transport) }, seed, &lens);
     say(&hex(&encode_metadata(&node.agent.metadata().unwrap()).unwrap()));
     let agent = node.agent.clone();
     let echo = std::thread::spawn(move || {
@@ -151,22 +154,24 @@ pub fn serve() {
             "dump" => say(&node.contents().iter().map(|bytes| hex(bytes)).collect::<Vec<_>>().join(",")),
             "end" => break,
             command if command.starts_with("pages ") => {
-                // Reads all of the first region four times at once, in pieces of whole pages that do not merge.
-                let metadata = decode_metadata(&unhex(&command[6..])).unwrap();
+                // Reads all of the first region so many times at once, in pieces of whole pages that do not merge.
+                let (count, metadata) = command[6..].split_once(' ').unwrap();
+                let metadata = decode_metadata(&unhex(metadata)).unwrap();
                 let peer = node.agent.connect(&metadata).unwrap();
                 let read = || {
                     let ids: Vec<u32> = (0..(metadata.regions[0].len / 16_384) as u32).rev().collect();
                     let plan = super::plan(0, 0, 16_384, 12_288, ids.clone(), ids);
                     node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
                 };
-                // By messages, until there is a stream.
+                // By messages, until there is a stream where there is to be one.
                 super::until("a stream", || {
                     if node.agent.stats().unwrap().transfers == 0 {
                         read();
                     }
-                    node.agent.stats().unwrap().streamed_bytes > 0
+                    let stats = node.agent.stats().unwrap();
+                    stats.streamed_bytes > 0 || stats.served_bytes > 0 && !streams
                 });
-                (0..4).for_each(|_| read());
+                (0..count.parse().unwrap()).for_each(|_| read());
                 say("reading");
             }
             "settle" => {

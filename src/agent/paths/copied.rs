@@ -43,7 +43,7 @@ impl Path for Copied {
     }
 
     /// Hands a batch to a copier if the transfer takes long and there is more of it, else copies it.
-    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
+    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId, stretch: Stretch) -> Result<u64> {
         let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
         let peer = engine.peers.get(peer_id)?;
         let Some(neighbour) = peer.neighbour.as_ref().map(Arc::clone) else {
@@ -55,11 +55,9 @@ impl Path for Copied {
             let (Some(range), Some((base, _))) = (range, peer.region(operation.remote_region)) else {
                 return Err(Error::not_found("a region of the plan is gone"));
             };
-            // Device memory among memory of the host is another path's turn.
-            let hosts =
-                range.kind() == MemoryKind::Host && peer.kind(operation.remote_region) == Some(MemoryKind::Host);
+            let goes_on = Stretch::of(&engine.registry, peer, transfer) == Some(stretch);
             let room = QUANTUM_BYTES.saturating_sub(batch.bytes() as u64);
-            if !hosts || room == 0 || batch.len() >= QUANTUM_PIECES {
+            if !goes_on || room == 0 || batch.len() >= QUANTUM_PIECES {
                 break;
             }
             let Some(part) = transfer.take(room) else { break };

@@ -10,12 +10,15 @@ mod streamed;
 use super::ferry::Engine;
 use super::ids::{PeerId, TransferId};
 use super::peers::Peer;
+use super::registry::Registry;
 use super::stats::AgentStats;
+use super::transfers::Transfer;
 use crate::error::Result;
+use crate::mem::MemoryRange;
 use crate::proto::wire::MemoryKind;
 
 /// What a path must know to say whether it carries an operation.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Stretch {
     /// The memory of this side.
     pub(super) local: MemoryKind,
@@ -29,6 +32,20 @@ pub(super) struct Stretch {
     pub(super) digest: bool,
 }
 
+impl Stretch {
+    /// What there is to know of the next operation of a transfer with `peer`; `None` when all are posted.
+    pub(super) fn of(registry: &Registry, peer: &Peer, transfer: &Transfer) -> Option<Stretch> {
+        let operation = transfer.next()?;
+        Some(Stretch {
+            local: registry.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
+            remote: peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
+            gathered: transfer.is_gathered(),
+            streamable: transfer.is_streamable(),
+            digest: transfer.is_asking(),
+        })
+    }
+}
+
 /// A way in which bytes go.
 pub(super) trait Path: Sync {
     /// Its name in logs and statistics.
@@ -40,12 +57,13 @@ pub(super) trait Path: Sync {
     /// Whether it carries this over the connection to `peer`.
     fn carries(&self, peer: &Peer, stretch: Stretch) -> bool;
 
-    /// Posts operations of a transfer that has some left, at most about a quantum of them, so that others get their turn. Returns the bytes
-    /// posted; 0 when the windows have no room.
+    /// Posts operations of a transfer that has some left, as long as they are of `stretch`: what comes behind them may be
+    /// another path's. At most about a quantum of them, so that others get their turn. Returns the bytes posted; 0 when the
+    /// windows have no room.
     ///
     /// # Errors
     /// The transfer cannot go on.
-    fn post(&self, engine: &mut Engine, peer: PeerId, id: TransferId) -> Result<u64>;
+    fn post(&self, engine: &mut Engine, peer: PeerId, id: TransferId, stretch: Stretch) -> Result<u64>;
 }
 
 /// All paths, the best first.
@@ -59,4 +77,123 @@ pub(super) fn choose(peer: &Peer, stretch: Stretch) -> &'static dyn Path {
 /// The name of the path for long runs between memory of these kinds.
 pub(super) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
     choose(peer, Stretch { local, remote, gathered: false, streamable: true, digest: false }).name()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::agent::shared::Shared;
+    use crate::agent::{Agent, AgentConfig, Direction, Transport};
+    use crate::proto::ids::Incarnation;
+    use crate::proto::plan::{BlockPair, CopyPlan, Segment};
+
+    const LEN: usize = 256 << 10;
+    const DEVICE: MemoryKind = MemoryKind::Cuda { device: 0 };
+
+    fn config(name: &str, transport: Transport) -> AgentConfig {
+        AgentConfig { name: name.to_owned(), transport, rehearse: false, ..AgentConfig::default() }
+    }
+
+    fn range(memory: &mut [u8]) -> MemoryRange {
+        let addr = memory.as_mut_ptr().expose_provenance() as u64;
+        // SAFETY: the tests keep their memory longer than the agents that it is registered with, and do not look at it.
+        unsafe { MemoryRange::new(addr, memory.len() as u64, MemoryKind::Host) }.unwrap()
+    }
+
+    /// Reads region 0 of the peer into three regions one after the other, each in four runs.
+    fn plan() -> CopyPlan {
+        let run = LEN as u64 / 4;
+        let segment = |local_region: u32| Segment {
+            list: 0,
+            local_region,
+            remote_region: 0,
+            local_offset: 0,
+            remote_offset: u64::from(local_region) * LEN as u64,
+            local_stride: run,
+            remote_stride: run,
+            len: run,
+        };
+        let lists = vec![BlockPair { local: vec![3, 2, 1, 0].into(), remote: vec![2, 3, 0, 1].into() }];
+        CopyPlan { segments: (0..3).map(segment).collect(), lists }
+    }
+
+    /// Drives an engine, as its thread would, until something holds.
+    fn drive(engine: &mut Engine, mut holds: impl FnMut(&mut Engine) -> bool) {
+        let end = Instant::now() + Duration::from_secs(120);
+        while !holds(engine) {
+            let now = Instant::now();
+            assert!(now < end, "not within two minutes");
+            engine.worker.progress();
+            engine.reap_failed_endpoints(now);
+            engine.reap_completions(now);
+            engine.receive_messages(now);
+            engine.streams.note_changes();
+            engine.drive_streams(now);
+            engine.post_transfers();
+        }
+    }
+
+    fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
+        let id = engine.shared.ids.transfer().unwrap();
+        engine.start_transfer(id, peer, Direction::Read, plan(), Instant::now()).unwrap();
+        id
+    }
+
+    /// What was asked for by messages and streams: whether by a stream, the kind of memory here, bytes.
+    fn asked(engine: &Engine) -> Vec<(bool, Vec<MemoryKind>, u64)> {
+        let chunks = engine.chunks.borrow();
+        let kinds = |chunk: &crate::agent::chunks::Chunk| {
+            let mut kinds: Vec<MemoryKind> = chunk.local.iter().map(|spot| spot.range.kind()).collect();
+            kinds.dedup();
+            kinds
+        };
+        chunks.all().into_iter().map(|chunk| (chunk.streamed, kinds(chunk), chunk.bytes)).collect()
+    }
+
+    #[test]
+    fn a_transfer_is_split_where_the_kind_of_memory_changes() {
+        for transport in [Transport::Tcp, Transport::Shm] {
+            let (mut theirs, mut ours) = (vec![7u8; 3 * LEN], [vec![0u8; LEN], vec![0u8; LEN], vec![0u8; LEN]]);
+            let other = Agent::start(config("b", transport)).unwrap();
+            other.register(range(&mut theirs)).unwrap();
+            let shared = Arc::new(Shared::new(1).unwrap());
+            let mut engine = Engine::new(config("a", transport), Incarnation(77), &shared).unwrap();
+            let regions = ours.each_mut().map(|memory| engine.register(range(memory)).unwrap());
+            let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+            drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+            if transport == Transport::Tcp {
+                drive(&mut engine, |engine| {
+                    if engine.transfers.len() == 0 {
+                        read(engine, peer);
+                    }
+                    engine.peers.get(peer).unwrap().streamed
+                });
+                drive(&mut engine, |engine| engine.transfers.len() == 0);
+            } else {
+                // UCX's own CMA then.
+                engine.peers.get_mut(peer).unwrap().neighbour = None;
+            }
+            let before = engine.stats;
+            // The memory of a device could not be told from the host's by whatever moves it here, so nothing is driven.
+            engine.registry.describe_as(regions[1], DEVICE);
+            let id = read(&mut engine, peer);
+            for _ in 0..100 {
+                engine.post_transfers();
+            }
+            assert_eq!(engine.transfers.get(id).unwrap().next(), None, "all is posted");
+            let (host, device) = (vec![MemoryKind::Host], vec![DEVICE]);
+            let len = LEN as u64;
+            if transport == Transport::Tcp {
+                assert_eq!(asked(&engine), [(true, host.clone(), len), (false, device, len), (true, host, len)]);
+            } else {
+                assert_eq!(asked(&engine), [(false, device, len)]);
+                assert_eq!(engine.stats.one_sided_bytes - before.one_sided_bytes, 2 * len);
+            }
+            other.shutdown(Duration::from_secs(60)).unwrap();
+        }
+    }
 }

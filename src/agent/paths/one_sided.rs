@@ -36,15 +36,16 @@ impl Path for OneSided {
         !(stretch.digest || stretch.gathered && hosts) && peer.is_direct(stretch.remote, stretch.local)
     }
 
-    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
+    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId, stretch: Stretch) -> Result<u64> {
         let (mut bytes, mut operations) = (0, 0);
         while operations < QUANTUM_OPERATIONS && bytes < QUANTUM_BYTES {
             let Some(transfer) = engine.transfers.get(id) else { break };
             let Some(operation) = transfer.next() else { break };
-            if !engine.has_room(peer_id, operation.len) {
+            let peer = engine.peers.get(peer_id)?;
+            let goes_on = Stretch::of(&engine.registry, peer, transfer) == Some(stretch);
+            if !goes_on || !engine.has_room(peer_id, operation.len) {
                 break;
             }
-            let peer = engine.peers.get(peer_id)?;
             let (Some(memory), Some((base, rkey)), Ok(offset), Ok(len)) = (
                 engine.registry.memory(operation.local_region),
                 peer.region(operation.remote_region),

@@ -39,20 +39,21 @@ impl Path for Served {
     }
 
     /// Posts one chunk.
-    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId) -> Result<u64> {
+    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId, stretch: Stretch) -> Result<u64> {
         if engine.transfers.get(id).is_some_and(Transfer::is_streamable) {
             engine.ask_for_stream(peer_id)?;
         }
-        post_chunk(engine, peer_id, id, is_full, false)
+        post_chunk(engine, peer_id, id, stretch, is_full, false)
     }
 }
 
-/// Posts one chunk, if the windows have room: as many pieces as are before `is_full` says that their number and their bytes
-/// are enough. Returns its bytes.
+/// Posts one chunk, if the windows have room: as many pieces as are of `stretch` and before `is_full` says that their number
+/// and their bytes are enough. Returns its bytes.
 pub(super) fn post_chunk(
     engine: &mut Engine,
     peer_id: PeerId,
     id: TransferId,
+    stretch: Stretch,
     is_full: fn(usize, u64) -> bool,
     streamed: bool,
 ) -> Result<u64> {
@@ -64,7 +65,7 @@ pub(super) fn post_chunk(
     }
     let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
     let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
-    while !is_full(local.len(), bytes) {
+    while !is_full(local.len(), bytes) && Stretch::of(&engine.registry, peer, transfer) == Some(stretch) {
         let Some(operation) = transfer.take(most - bytes) else { break };
         // At most as long as a chunk, so it fits 32 bits.
         let len = operation.len as u32;

@@ -31,7 +31,7 @@ impl Path for Streamed {
     }
 
     /// Posts one chunk.
-    fn post(&self, engine: &mut Engine, peer: PeerId, id: TransferId) -> Result<u64> {
-        post_chunk(engine, peer, id, is_full, true)
+    fn post(&self, engine: &mut Engine, peer: PeerId, id: TransferId, stretch: Stretch) -> Result<u64> {
+        post_chunk(engine, peer, id, stretch, is_full, true)
     }
 }

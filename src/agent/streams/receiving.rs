@@ -149,6 +149,7 @@ impl Engine {
         let Some(len) = taken(socket::receive(&receiving.socket, left.left()))? else { return Ok(0) };
         left.advance(len);
         if left.left().is_empty() {
+            socket::check_kept(&receiving.socket).map_err(|e| Error::new(ErrorKind::PeerDied, e.to_string()))?;
             receiving.heading_len = 0;
             receiving.chunks = receiving.chunks.saturating_add(1);
             over.push(heading.chunk);

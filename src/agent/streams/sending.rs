@@ -91,9 +91,11 @@ impl Engine {
         let refused = match (self.locate(&pieces), self.streams.outbound.get_mut(&id)) {
             (Err(error), _) => error,
             (_, Some(outbound)) if outbound.socket.is_some() => {
-                if outbound.waiting.len() >= MAX_WAITING {
-                    let error =
-                        Error::new(ErrorKind::Exhausted, format!("the peer has asked for {MAX_WAITING} reads at once"));
+                if outbound.waiting.len() + outbound.lent.len() >= MAX_WAITING {
+                    let error = Error::new(
+                        ErrorKind::Exhausted,
+                        format!("the peer has asked for {MAX_WAITING} reads of which it has said to have none"),
+                    );
                     self.lose(id, error.clone(), now);
                     return Err(error);
                 }
@@ -181,6 +183,11 @@ impl Engine {
         }
         let sent = match self.streams.pipe.as_ref().filter(|_| sending.lends) {
             Some(pipe) => match pipe.send(socket, sending.left.left(), sending.warm) {
+                Err(Refusal::Pipe(error)) => {
+                    // What is left in it would come before the next bytes, on whichever stream.
+                    self.streams.pipe = None;
+                    Err(error)
+                }
                 Err(Refusal::Pages(error)) => {
                     log::debug!("agent {}: pages are copied, not lent: {error}", self.config.name);
                     sending.lends = false;
@@ -245,7 +252,7 @@ impl Engine {
     /// Closes a stream and gives up its hold on regions.
     fn give_back(&mut self, outbound: Outbound) {
         let Outbound { socket, lent, .. } = outbound;
-        drop(socket);
+        socket.into_iter().for_each(socket::discard);
         lent.iter().for_each(|regions| self.registry.leave(regions));
     }
 }
@@ -254,6 +261,12 @@ impl super::Streams {
     /// Whether sockets have pages of this side's regions.
     pub(in crate::agent) fn lends(&self) -> bool {
         self.outbound.values().any(|outbound| !outbound.lent.is_empty())
+    }
+
+    /// The peers whose sockets have pages of a region.
+    pub(in crate::agent) fn borrowers(&self, region: u32) -> impl Iterator<Item = PeerId> {
+        let borrows = move |outbound: &Outbound| outbound.lent.iter().any(|regions| regions.contains(&region));
+        self.outbound.iter().filter(move |(_, outbound)| borrows(outbound)).map(|(id, _)| *id)
     }
 }
 
