@@ -475,7 +475,8 @@ int32_t kvf_listener_address(struct kvf_listener *listener, struct kvf_buffer *h
 int32_t kvf_listener_free(struct kvf_listener *listener);
 
 // Asks the handshake listener at `host`:`port` for the metadata of all ranks of its engine, and compares them with an
-// engine that need not run. Waits up to the configured time, also for a listener that is not up or not complete yet.
+// engine that need not run. Waits up to the configured time, also for a listener that is not complete yet, but not for one
+// that is not up.
 //
 // `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: engine (str: the engine expected there; any),
 // key_file (as in kvf_listener_start), timeout_ms (10000), own (the side that asks: map with model and engine, as model

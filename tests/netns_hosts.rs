@@ -204,3 +204,79 @@ fn an_engine_behind_a_firewall_fails_alone() {
     assert_eq!(failure.cause, Cause::HandshakeFailed, "{}", failure.message);
     assert!(loaded >= 10, "only {loaded} requests were loaded from the other engine meanwhile: {}", failure.message);
 }
+
+/// Two hosts with two addresses each and an IPv6 one: the producer is read from by all of them, whichever it advertises,
+/// and by loopback from its own host. An address that nobody listens on, or that nobody has, fails soon and says what to do.
+#[test]
+fn two_hosts_with_two_addresses_each() {
+    let hosts = match Hosts::new(2, false) {
+        Ok(hosts) => hosts,
+        Err(why) => return skip("netns", &why),
+    };
+    for (host, last) in [(0, 1), (1, 2)] {
+        hosts.add_address(host, &format!("10.78.0.{last}/24")).unwrap();
+        hosts.add_address(host, &format!("fd78::{last}/64")).unwrap();
+    }
+    let cache = CacheSpec::small(1, 1, 60);
+    let mut p = workers(&hosts, &[0], "prefill", &cache);
+    let mut head = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(0)), &[]);
+    let config = SchedulerConfig { host: None, ..scheduler_config("prefill", &cache) };
+    head.ok(&Ask::StartScheduler { config: Box::new(config) });
+    let ranks = metadata(&mut p);
+    let Tell::Address(advertised, port) = head.ok(&Ask::Serve { ranks }) else { panic!("no address") };
+    assert_eq!(advertised, hosts.addresses[0]);
+
+    let listening = port;
+    let asked = [
+        ("10.77.0.1", port, 1),
+        ("10.78.0.1", port, 1),
+        ("fd78::1", port, 1),
+        ("127.0.0.1", port, 0),
+        ("::1", port, 0),
+        ("localhost", port, 0),
+        // Nobody listens there, and nobody has that address.
+        ("10.78.0.1", port - 1, 1),
+        ("10.78.0.99", port, 1),
+    ];
+    for (index, (host, port, from)) in asked.into_iter().enumerate() {
+        let name = format!("p{index}");
+        let (there, here): (Lists, Lists) = (lists(1 + 3 * index as u32, 3, false), lists(20, 3, false));
+        p[0].ok(&Ask::Fill { request: name.clone(), blocks: there.clone() });
+        let params = TransferParams { do_remote_decode: true, ..TransferParams::default() };
+        let finished = Ask::Finished { request: name.clone(), params, blocks: there, tokens: 12 };
+        let Tell::Params(Some(params)) = head.ok(&finished) else { panic!("no params") };
+        let step = head.bytes(&Ask::Step);
+        p[0].ok(&Ask::Submit { step });
+
+        // What a proxy makes of it.
+        let params =
+            TransferParams { remote_host: Some(host.into()), remote_port: Some(i64::from(port)), ..(*params).clone() };
+        let engine = format!("decode-{index}");
+        let mut d = workers(&hosts, &[from], &engine, &CacheSpec { seed: 61, ..cache.clone() });
+        metadata(&mut d);
+        let scheduler = Scheduler::start(scheduler_config(&engine, &cache)).unwrap();
+        scheduler.allocated("d", &params, common::engine::blocks(&here), 12, 12).unwrap();
+        let begin = std::time::Instant::now();
+        d[0].ok(&Ask::Submit { step: scheduler.step().unwrap() });
+        report(&mut d[0], |r| {
+            if index >= asked.len() - 2 {
+                let failure = r.failed_recving.iter().find(|f| f.request.as_str() == "d");
+                return failure.is_some_and(|f| {
+                    assert_eq!(f.cause, Cause::HandshakeFailed);
+                    let seen = if port == listening { "cannot be reached" } else { "refused" };
+                    for part in [&format!("{host}:{port}"), seen, "check"] {
+                        assert!(f.message.contains(part), "{}", f.message);
+                    }
+                    // Far from the handshake's own time, 30 s, on a busy machine too.
+                    assert!(begin.elapsed().as_secs() < 15, "{:?}", begin.elapsed());
+                    true
+                });
+            }
+            assert!(r.failed_recving.is_empty(), "by {host}: {:#?}", r.failed_recving);
+            r.finished_recving.iter().any(|r| r.as_str() == "d")
+        });
+        if index < asked.len() - 2 {
+            d[0].check(&[Loaded::whole(&name, &here)]);
+        }
+    }
+}

@@ -200,15 +200,18 @@ pub struct SchedulerConfig {
     pub reuses_blocks: bool,
     /// How long a producer keeps a finished prefill's blocks without hearing from a reader, in milliseconds.
     pub lease_ms: u64,
-    /// Where to listen: an address or a name of this host, `0.0.0.0`, `::`, or None to have an address found.
+    /// What other engines are told: an address or a name of this host, or None (or `0.0.0.0`, `::`) to have an address
+    /// found. A loopback address that is spelled out is also all that is bound.
     pub host: Option<String>,
+    /// The one address or name of this host to listen on, `0.0.0.0` for those of IPv4, or None for all of the host's.
+    pub bind: Option<String>,
     /// The listener's TCP port; 0 takes a free one.
     pub port: u16,
     /// Added to a port that is not 0, so that data-parallel engines of one host differ.
     pub data_parallel_index: u16,
     /// Whether workers may push their metadata to the listener.
     pub push: bool,
-    /// Whether a name such as `localhost` may be listened on and advertised as loopback. A loopback address that is
+    /// Whether a name such as `localhost` may be advertised as loopback. A loopback address that is
     /// spelled out is taken as it is.
     pub advertise_local: bool,
     /// As [`WorkerConfig::key_file`].
@@ -228,6 +231,7 @@ impl SchedulerConfig {
             reuses_blocks: true,
             lease_ms: 30_000,
             host: None,
+            bind: None,
             port: 5680,
             data_parallel_index: 0,
             push: false,

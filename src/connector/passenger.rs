@@ -14,7 +14,7 @@ use super::trace::Tracer;
 use crate::agent::{Direction, Event, Ferry, Passenger, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::net::{Answer, Ask, Awaited, Client, ClientLimits, host_port};
+use crate::net::{Answer, Ask, Awaited, Client, ClientLimits, host_port, unanswered};
 use crate::proto::handshake::{HandshakeFailure, Session};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
@@ -337,9 +337,7 @@ impl Driver {
         let Some(Asked { name, session, at }) = self.sessions.remove(&answer.id) else { return };
         let result = match answer.result {
             Ok(reply) => session.judge(reply),
-            Err(e) => {
-                Err(HandshakeFailure { cause: Cause::HandshakeFailed, retry: true, message: e.message().to_owned() })
-            }
+            Err(e) => Err(HandshakeFailure { cause: unanswered(&e), retry: true, message: e.message().to_owned() }),
         };
         match &result {
             Ok(outcome) => {

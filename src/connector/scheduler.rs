@@ -142,7 +142,8 @@ impl Scheduler {
     fn listen(&self) -> Result<(String, u16)> {
         let mut listener = lock(&self.listener);
         if listener.is_none() {
-            let address = net::choose(self.config.host.as_deref(), self.config.advertise_local)?;
+            let SchedulerConfig { host, bind, advertise_local, .. } = &self.config;
+            let address = net::choose(host.as_deref(), bind.as_deref(), *advertise_local)?;
             let gate = Gate::new(self.key.clone(), &address);
             let config = ListenerConfig { address, port: self.config.bind_port()?, pushes: self.config.push };
             let desk = Reception { gate, directory: Arc::clone(&self.directory) };

@@ -34,7 +34,8 @@ struct Answer {
 }
 
 /// Asks the handshake listener at `host`:`port` for the metadata of all ranks of its engine, and compares them with an
-/// engine that need not run. Waits up to the configured time, also for a listener that is not up or not complete yet.
+/// engine that need not run. Waits up to the configured time, also for a listener that is not complete yet, but not for one
+/// that is not up.
 ///
 /// `config` is a msgpack map, or NULL with length 0 for the defaults. Keys: engine (str: the engine expected there; any),
 /// key_file (as in kvf_listener_start), timeout_ms (10000), own (the side that asks: map with model and engine, as model
@@ -73,7 +74,7 @@ pub unsafe extern "C" fn kvf_handshake_survey(
 fn survey(host: &str, port: u16, config: Config) -> Result<Vec<u8>> {
     let key = Key::configured(config.key_file.as_deref())?;
     let timeout = Duration::from_millis(config.timeout_ms.unwrap_or(10_000).into());
-    let reply = net::query_sealed(key.as_ref(), host, port, config.engine, Vec::new(), timeout)?;
+    let reply = net::query_now(key.as_ref(), host, port, config.engine, Vec::new(), timeout)?;
     let answered = |e: Error| e.context(format_args!("the listener at {}", net::host_port(host, port)));
     match reply {
         HandshakeReply::Ranks { engine, incarnation, shape, ranks, .. } => {

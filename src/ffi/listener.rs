@@ -40,6 +40,7 @@ pub(super) struct Config {
     pp_size: u32,
     dcp_size: u32,
     host: Option<String>,
+    bind: Option<String>,
     port: u16,
     data_parallel_index: u16,
     push: bool,
@@ -69,7 +70,7 @@ fn start(config: &Config) -> Result<Host> {
     let directory = Directory::new(config.engine_id.clone(), Incarnation(drawn.max(1)), shape, pushes)?;
     let directory = Arc::new(Mutex::new(directory));
     let key = Key::configured(config.key_file.as_deref())?;
-    let address = net::choose(config.host.as_deref(), config.advertise_local)?;
+    let address = net::choose(config.host.as_deref(), config.bind.as_deref(), config.advertise_local)?;
     let shared = Arc::clone(&directory);
     let mut gate = Gate::new(key, &address);
     let settings = ListenerConfig { address, port: config.bind_port()?, pushes: config.push };

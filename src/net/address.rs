@@ -7,7 +7,7 @@ use crate::error::{Error, ErrorKind, Result};
 /// Where a listener binds and what it tells others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// The address to bind.
+    /// The address to bind. `::` stands for all of the host's, also where it has IPv4 only.
     pub bind: IpAddr,
     /// The address that is put into `kv_transfer_params`.
     pub advertise: IpAddr,
@@ -57,25 +57,64 @@ fn default_source(any: IpAddr) -> Option<IpAddr> {
     socket.local_addr().ok().map(|a| a.ip())
 }
 
-/// Chooses from `host` as the operator gave it and this host's addresses. `host` may be an address, a name that
-/// resolves to one (this may ask the name service), or `None`.
+/// A host that the operator named, and the addresses that it stands for.
+type Named<'a> = (&'a str, &'a [IpAddr]);
+
+/// Chooses from `host` and `bind` as the operator gave them and this host's addresses. Either may be an address, a name
+/// that resolves to one (this may ask the name service), or `None`.
+///
+/// - `bind`: bound as given, any host is advertised.
+/// - Else all addresses are bound, the IPv6 ones too if there are any, so that others reach the listener by whichever
+///   name or address they were told. A `host` that is a loopback address confines it to that one.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`] for a host that does not resolve.
-pub fn choose(host: Option<&str>, advertise_local: bool) -> Result<Address> {
-    let resolved = match host.map(super::unbracketed) {
-        None | Some("") => None,
-        Some(name) => Some((name.to_owned(), resolve(name)?)),
+/// [`ErrorKind::InvalidArgument`] for a host that does not resolve or, without `bind`, is not this one.
+pub fn choose(host: Option<&str>, bind: Option<&str>, advertise_local: bool) -> Result<Address> {
+    let named = |key: &str, name: Option<&str>| match name.map(super::unbracketed) {
+        None | Some("") => Ok(None),
+        Some(name) => Ok(Some((name.to_owned(), resolve(key, name)?))),
     };
-    choose_among(resolved.as_ref().map(|(name, ips)| (name.as_str(), ips.as_slice())), advertise_local, local_addresses)
+    let (host, bind) = (named("host", host)?, named("bind", bind)?);
+    let host: Option<Named<'_>> = host.as_ref().map(|(name, ips)| (name.as_str(), ips.as_slice()));
+    let bind = bind.and_then(|(_, ips)| preferred(ips.iter()));
+    if bind.is_none()
+        && let Some((name, ips)) = host
+        && !ips.iter().any(|ip| is_own(*ip))
+    {
+        return Err(Error::invalid(format!(
+            "host {} is not an address of this host ({}); give one that is, or leave it out to have one found. If what \
+             reaches it is forwarded here, give bind too, such as \"0.0.0.0\"",
+            quoted(name, ips),
+            own_text()
+        )));
+    }
+    choose_among(host, bind, advertise_local, local_addresses)
 }
 
-fn resolve(name: &str) -> Result<Vec<IpAddr>> {
+/// Whether a socket of this host may have that address.
+fn is_own(ip: IpAddr) -> bool {
+    UdpSocket::bind((ip, 0)).is_ok()
+}
+
+fn quoted(name: &str, ips: &[IpAddr]) -> String {
+    let list = ips.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    if list == name { name.to_owned() } else { format!("{name:?} ({list})") }
+}
+
+/// This host's addresses, for people.
+pub(super) fn own_text() -> String {
+    match local_addresses() {
+        Ok(found) => found.iter().map(|a| a.ip.to_string()).collect::<Vec<_>>().join(", "),
+        Err(e) => e.message().to_owned(),
+    }
+}
+
+fn resolve(key: &str, name: &str) -> Result<Vec<IpAddr>> {
     if let Ok(ip) = name.parse::<IpAddr>() {
         return Ok(vec![ip]);
     }
     super::endpoint(name, 1)?;
-    let remedy = "give an address of this host, or leave the host out to have one found";
+    let remedy = format!("give an address of this host as {key}, or leave it out");
     let found: Vec<IpAddr> = (name, 0)
         .to_socket_addrs()
         .map_err(|e| Error::invalid(format!("the host name {name:?} does not resolve ({e}); {remedy}")))?
@@ -87,71 +126,83 @@ fn resolve(name: &str) -> Result<Vec<IpAddr>> {
     Ok(found)
 }
 
-/// The rule behind [`choose`], on given facts: `host` with the addresses that it stands for, and a way to list this
-/// host's addresses, called only when one has to be found.
+/// The rule behind [`choose`], on given facts, with a way to list this host's addresses, called only when one has to be
+/// found to advertise.
 ///
-/// - No host: the found address is bound and advertised.
-/// - `0.0.0.0` or `::`: bound as given, the found address is advertised.
+/// - No host, or `0.0.0.0` or `::`: the found address is advertised.
 /// - A name that stands for loopback only (`localhost`; Debian maps a host's own name to 127.0.1.1): as no host,
 ///   unless `advertise_local`.
 /// - A loopback address spelled out: honoured, and marked as local.
 /// - Nothing found: loopback, marked as local, with a note that says so.
-pub fn choose_among(
-    host: Option<(&str, &[IpAddr])>,
+fn choose_among(
+    host: Option<Named<'_>>,
+    bind: Option<IpAddr>,
     advertise_local: bool,
     local: impl FnOnce() -> Result<Vec<LocalAddress>>,
 ) -> Result<Address> {
-    let Some((name, ips)) = host else { return found_or_loopback(local()?, None, None) };
+    let all = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+    let Some((name, ips)) = host else {
+        return match bind {
+            Some(ip) if !ip.is_unspecified() => Ok(given(ip, ip)),
+            _ => found_or_loopback(local()?, bind.unwrap_or(all), None),
+        };
+    };
     if let Some(ip) = ips.iter().find(|ip| ip.is_unspecified()) {
-        return found_or_loopback(local()?, Some(*ip), None);
+        return found_or_loopback(local()?, bind.unwrap_or(*ip), None);
     }
     if let Some(ip) = preferred(ips.iter().filter(|ip| !ip.is_loopback())) {
-        return Ok(Address { bind: ip, advertise: ip, local_only: false, note: None });
+        return Ok(given(bind.unwrap_or(all), ip));
     }
     let Some(ip) = preferred(ips.iter()) else {
         return Err(Error::invalid(format!("the host {name:?} stands for no address")));
     };
     if advertise_local || name.parse::<IpAddr>().is_ok() {
-        let note = format!("listening on {ip} as configured: only engines on this host can reach it");
-        return Ok(Address { bind: ip, advertise: ip, local_only: true, note: Some(note) });
+        return Ok(given(bind.unwrap_or(ip), ip));
     }
-    found_or_loopback(
-        local()?,
-        None,
-        Some(format!("the host {name:?} stands for {ip} here, which other hosts cannot reach")),
-    )
+    let why = format!("the host {name:?} stands for {ip} here, which other hosts cannot reach");
+    found_or_loopback(local()?, bind.unwrap_or(all), Some(why))
+}
+
+fn given(bind: IpAddr, advertise: IpAddr) -> Address {
+    let local_only = advertise.is_loopback();
+    let note = local_only
+        .then(|| format!("other engines are told {advertise} as configured: only those on this host can reach it"));
+    Address { bind, advertise, local_only, note }
 }
 
 fn preferred<'a>(ips: impl Iterator<Item = &'a IpAddr>) -> Option<IpAddr> {
     ips.min_by_key(|ip| ip.is_ipv6()).copied()
 }
 
-fn found_or_loopback(local: Vec<LocalAddress>, bind: Option<IpAddr>, why: Option<String>) -> Result<Address> {
-    let only_v6 = matches!(bind, Some(IpAddr::V6(_)));
-    let best = local.iter().filter_map(|a| rank(a, only_v6).map(|r| (r, a))).min_by_key(|(r, _)| *r);
-    Ok(match best {
+fn found_or_loopback(local: Vec<LocalAddress>, bind: IpAddr, why: Option<String>) -> Result<Address> {
+    // What is bound alone is what others can be told.
+    let bound = |a: &&LocalAddress| bind.is_unspecified() || a.ip == bind;
+    let ranked = local.iter().filter(bound).filter_map(|a| rank(a).map(|r| (r, a)));
+    Ok(match ranked.min_by_key(|(r, _)| *r) {
         Some((_, a)) => {
             // An IPv4 wildcard would not be reachable at an IPv6 address; the IPv6 wildcard takes both.
-            let bind = match bind {
-                Some(IpAddr::V4(_)) if a.ip.is_ipv6() => Some(IpAddr::V6(Ipv6Addr::UNSPECIFIED)),
-                other => other,
+            let bind = if a.ip.is_ipv6() && bind == IpAddr::V4(Ipv4Addr::UNSPECIFIED) {
+                IpAddr::V6(Ipv6Addr::UNSPECIFIED)
+            } else {
+                bind
             };
             let note = why.map(|w| format!("{w}; advertising {} ({}) instead", a.ip, a.interface));
-            Address { bind: bind.unwrap_or(a.ip), advertise: a.ip, local_only: false, note }
+            Address { bind, advertise: a.ip, local_only: false, note }
         }
         None => {
-            let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-            let note = "this host has no address that others could reach: advertising 127.0.0.1, which serves engines \
-                        on this host only; give the host explicitly if that is wrong"
-                .to_owned();
-            Address { bind: bind.unwrap_or(ip), advertise: ip, local_only: true, note: Some(note) }
+            let ip = if bind.is_unspecified() { IpAddr::V4(Ipv4Addr::LOCALHOST) } else { bind };
+            let note = format!(
+                "this host has no address that others could reach: advertising {ip}, which serves engines on this host \
+                 only; give the host explicitly if that is wrong"
+            );
+            Address { bind, advertise: ip, local_only: true, note: Some(note) }
         }
     })
 }
 
 /// Lower is better; None is never advertised. IPv4 before IPv6, the default route's address first among its family,
 /// bridges that containers make for themselves last: their addresses exist on every host alike.
-fn rank(a: &LocalAddress, v6_first: bool) -> Option<u32> {
+fn rank(a: &LocalAddress) -> Option<u32> {
     let usable = match a.ip {
         IpAddr::V4(ip) => !(ip.is_loopback() || ip.is_link_local() || ip.is_unspecified() || ip.is_multicast()),
         IpAddr::V6(ip) => !(ip.is_loopback() || ip.is_unicast_link_local() || ip.is_unspecified() || ip.is_multicast()),
@@ -161,7 +212,7 @@ fn rank(a: &LocalAddress, v6_first: bool) -> Option<u32> {
     }
     const OWN_BRIDGES: [&str; 7] = ["docker", "br-", "virbr", "cni", "flannel", "lxc", "podman"];
     let bridge = OWN_BRIDGES.iter().any(|p| a.interface.starts_with(p));
-    Some(u32::from(bridge) * 4 + u32::from(a.ip.is_ipv6() != v6_first) * 2 + u32::from(!a.default_route))
+    Some(u32::from(bridge) * 4 + u32::from(a.ip.is_ipv6()) * 2 + u32::from(!a.default_route))
 }
 
 #[cfg(test)]
@@ -173,9 +224,18 @@ mod tests {
         LocalAddress { interface: interface.to_owned(), ip: ip.parse().unwrap(), default_route }
     }
 
-    fn pick(host: Option<&str>, ips: &[&str], local: &[LocalAddress]) -> Address {
+    fn choose_from(host: Option<&str>, bind: Option<&str>, ips: &[&str], local: &[LocalAddress]) -> Address {
         let ips: Vec<IpAddr> = ips.iter().map(|i| i.parse().unwrap()).collect();
-        choose_among(host.map(|h| (h, ips.as_slice())), false, || Ok(local.to_vec())).unwrap()
+        let bind = bind.map(|ip| ip.parse().unwrap());
+        choose_among(host.map(|h| (h, ips.as_slice())), bind, false, || Ok(local.to_vec())).unwrap()
+    }
+
+    fn pick(host: Option<&str>, ips: &[&str], local: &[LocalAddress]) -> Address {
+        choose_from(host, None, ips, local)
+    }
+
+    fn texts(address: &Address) -> (String, String) {
+        (address.bind.to_string(), address.advertise.to_string())
     }
 
     #[test]
@@ -205,28 +265,52 @@ mod tests {
     fn wildcards_and_localhost_are_never_advertised() {
         let local = [at("lo", "127.0.0.1", false), at("eth0", "10.1.0.1", true), at("eth0", "fd00::1", true)];
         let any = pick(Some("0.0.0.0"), &["0.0.0.0"], &local);
-        assert_eq!((any.bind.to_string(), any.advertise.to_string()), ("0.0.0.0".into(), "10.1.0.1".into()));
+        assert_eq!(texts(&any), ("0.0.0.0".into(), "10.1.0.1".into()));
         let any6 = pick(Some("::"), &["::"], &local);
-        assert_eq!((any6.bind.to_string(), any6.advertise.to_string()), ("::".into(), "fd00::1".into()));
+        assert_eq!(texts(&any6), ("::".into(), "10.1.0.1".into()));
         let named = pick(Some("localhost"), &["::1", "127.0.0.1"], &local);
-        assert_eq!((named.bind.to_string(), named.local_only), ("10.1.0.1".into(), false));
+        assert_eq!((texts(&named), named.local_only), (("::".into(), "10.1.0.1".into()), false));
         assert!(named.note.unwrap().contains("localhost"));
         let own_name = pick(Some("box"), &["127.0.1.1"], &local);
         assert_eq!(own_name.advertise.to_string(), "10.1.0.1");
-        let spelled = pick(Some("127.0.0.1"), &["127.0.0.1"], &local);
-        assert_eq!((spelled.advertise.to_string(), spelled.local_only), ("127.0.0.1".into(), true));
         let only_v6 = [at("eth0", "fd00::1", true)];
-        assert_eq!(pick(Some("0.0.0.0"), &["0.0.0.0"], &only_v6).bind.to_string(), "::");
+        assert_eq!(texts(&pick(Some("0.0.0.0"), &["0.0.0.0"], &only_v6)), ("::".into(), "fd00::1".into()));
     }
 
     #[test]
-    fn a_given_address_is_taken() {
-        let given = pick(Some("head"), &["::1", "fd00::9", "10.9.0.1"], &[]);
-        assert_eq!((given.bind.to_string(), given.advertise.to_string()), ("10.9.0.1".into(), "10.9.0.1".into()));
-        let error = choose(Some("no.such.host.invalid"), false).unwrap_err();
+    fn all_addresses_are_bound_unless_one_is_asked_for() {
+        let local = [at("lo", "127.0.0.1", false), at("eth0", "10.1.0.1", true), at("eth1", "10.2.0.1", false)];
+        assert_eq!(texts(&pick(None, &[], &local)), ("::".into(), "10.1.0.1".into()));
+        let given = pick(Some("head"), &["::1", "fd00::9", "10.2.0.1"], &local);
+        assert_eq!(texts(&given), ("::".into(), "10.2.0.1".into()));
+        // A loopback address that is spelled out keeps others away.
+        let spelled = pick(Some("127.0.0.1"), &["127.0.0.1"], &local);
+        assert_eq!((texts(&spelled), spelled.local_only), (("127.0.0.1".into(), "127.0.0.1".into()), true));
+        let bind = |host: Option<&str>, ip: &str| {
+            let ips: Vec<&str> = host.into_iter().collect();
+            texts(&choose_from(host, Some(ip), &ips, &local))
+        };
+        assert_eq!(bind(None, "10.2.0.1"), ("10.2.0.1".into(), "10.2.0.1".into()));
+        assert_eq!(bind(None, "0.0.0.0"), ("0.0.0.0".into(), "10.1.0.1".into()));
+        assert_eq!(bind(None, "::"), ("::".into(), "10.1.0.1".into()));
+        assert_eq!(bind(Some("203.0.113.5"), "10.2.0.1"), ("10.2.0.1".into(), "203.0.113.5".into()));
+        assert_eq!(bind(Some("0.0.0.0"), "10.2.0.1"), ("10.2.0.1".into(), "10.2.0.1".into()));
+        assert_eq!(bind(Some("127.0.0.1"), "0.0.0.0"), ("0.0.0.0".into(), "127.0.0.1".into()));
+    }
+
+    #[test]
+    fn what_is_no_address_of_this_host_is_named() {
+        let error = choose(Some("no.such.host.invalid"), None, false).unwrap_err();
         assert!(error.message().contains("no.such.host.invalid"), "{error}");
-        assert!(choose(Some("a;b"), false).unwrap_err().message().contains("is not a host"));
-        let me = choose(None, false).unwrap();
+        assert!(choose(Some("a;b"), None, false).unwrap_err().message().contains("is not a host"));
+        let foreign = choose(Some("198.51.100.7"), None, false).unwrap_err();
+        assert_eq!(foreign.kind(), ErrorKind::InvalidArgument);
+        for part in ["host 198.51.100.7 is not an address of this host (127.0.0.1", "bind"] {
+            assert!(foreign.message().contains(part), "{foreign}");
+        }
+        let forwarded = choose(Some("198.51.100.7"), Some("0.0.0.0"), false).unwrap();
+        assert_eq!(texts(&forwarded), ("0.0.0.0".into(), "198.51.100.7".into()));
+        let me = choose(None, None, false).unwrap();
         assert!(me.local_only || !me.advertise.is_loopback());
     }
 }

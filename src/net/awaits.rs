@@ -7,11 +7,11 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::net::host_port;
 use crate::proto::ids::{EngineId, Incarnation, RequestId};
 use crate::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES};
-use crate::proto::wire::{Cause, HandshakeReply, Prefill};
+use crate::proto::wire::{Cause, HandshakeReply, Prefill, RefusalCode};
 
 /// When an open question is asked anew: well before a connection without answers is taken for dead.
 const AGAIN: Duration = Duration::from_secs(2);
@@ -128,14 +128,17 @@ impl Awaits {
                 }
                 None
             }
-            Ok(HandshakeReply::Refused { message, .. }) => Some(format!("the listener at {at} refused: {message}")),
-            Ok(_) => Some(Error::corrupt(format!("the listener at {at} answered something else")).message().to_owned()),
-            Err(e) => Some(e.message().to_owned()),
+            Ok(HandshakeReply::Refused { code, message, .. }) => {
+                let cause = if code == RefusalCode::Version { Cause::Incompatible } else { Cause::HandshakeFailed };
+                Some((cause, format!("the listener at {at} refused: {message}")))
+            }
+            Ok(_) => Some((Cause::HandshakeFailed, format!("the listener at {at} answered something else"))),
+            Err(e) => Some((unanswered(&e), e.message().to_owned())),
         };
-        if let Some(text) = failure {
+        if let Some((cause, text)) = failure {
             let text = format!("awaiting a prefill of engine {}: {text}", place.engine);
             for number in std::mem::take(&mut wait.names).into_keys() {
-                self.over.push_back(Awaited { number, result: Err((Cause::HandshakeFailed, text.clone())) });
+                self.over.push_back(Awaited { number, result: Err((cause, text.clone())) });
             }
         }
         self.waits.retain(|_, wait| !wait.names.is_empty() || !wait.open.is_empty());
@@ -153,6 +156,14 @@ impl Awaits {
             return Some(now);
         }
         self.waits.values().filter_map(Wait::due).min()
+    }
+}
+
+/// The cause that a question without a usable answer counts under.
+pub fn unanswered(error: &Error) -> Cause {
+    match error.kind() {
+        ErrorKind::VersionMismatch => Cause::Incompatible,
+        _ => Cause::HandshakeFailed,
     }
 }
 
@@ -181,8 +192,6 @@ impl Wait {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::error::ErrorKind;
-    use crate::proto::wire::RefusalCode;
 
     const PATIENCE: Duration = Duration::from_secs(27);
 
@@ -288,6 +297,16 @@ mod tests {
         assert!(awaits.poll().is_none());
         assert!(awaits.answered(now, p, Err(Error::new(ErrorKind::Timeout, "no answer"))).is_none());
         assert!(awaits.poll().unwrap().result.unwrap_err().1.contains("no answer"));
+        // Another protocol version, told by the listener or seen in its answer.
+        for (number, older) in [
+            (20, Err(Error::new(ErrorKind::VersionMismatch, "version 1"))),
+            (21, Ok(HandshakeReply::Refused { id: 0, code: RefusalCode::Version, message: "version 1".into() })),
+        ] {
+            awaits.add(now, number, place("p"), name("a"), PATIENCE);
+            ask(&mut awaits, now, number).unwrap();
+            assert!(awaits.answered(now, number, older).is_none());
+            assert_eq!(awaits.poll().unwrap().result.unwrap_err().0, Cause::Incompatible);
+        }
         assert!(is_idle(&awaits, now));
     }
 

@@ -36,7 +36,24 @@ pub fn query_sealed(
     ranks: Vec<RankId>,
     timeout: Duration,
 ) -> Result<HandshakeReply> {
-    ask_blocking(key, host, port, Ask::Query { engine, ranks }, timeout)
+    ask_blocking(key, host, port, Ask::Query { engine, ranks }, timeout, timeout)
+}
+
+/// As [`query_sealed`], but only for a listener that is up: an address that refuses connections, or a name that does not
+/// resolve, is not waited for.
+///
+/// # Errors
+/// As [`query_sealed`].
+pub fn query_now(
+    key: Option<&Key>,
+    host: &str,
+    port: u16,
+    engine: Option<EngineId>,
+    ranks: Vec<RankId>,
+    timeout: Duration,
+) -> Result<HandshakeReply> {
+    let grace = ClientLimits::default().grace.min(timeout);
+    ask_blocking(key, host, port, Ask::Query { engine, ranks }, timeout, grace)
 }
 
 /// Hands one rank's encoded `RankMetadata` to the listener of its own engine, which is complete with `expected` ranks,
@@ -60,7 +77,7 @@ pub fn push_sealed(
     metadata: Vec<u8>,
     timeout: Duration,
 ) -> Result<u32> {
-    match ask_blocking(key, host, port, Ask::Push { expected, metadata }, timeout)? {
+    match ask_blocking(key, host, port, Ask::Push { expected, metadata }, timeout, timeout)? {
         HandshakeReply::Pushed { missing, .. } => Ok(missing),
         HandshakeReply::Refused { message, .. } => Err(Error::invalid(message)),
         HandshakeReply::Ranks { .. } | HandshakeReply::Prefills { .. } => {
@@ -69,8 +86,16 @@ pub fn push_sealed(
     }
 }
 
-fn ask_blocking(key: Option<&Key>, host: &str, port: u16, ask: Ask, timeout: Duration) -> Result<HandshakeReply> {
-    let mut client = Client::with_key(ClientLimits::default(), key.cloned());
+fn ask_blocking(
+    key: Option<&Key>,
+    host: &str,
+    port: u16,
+    ask: Ask,
+    timeout: Duration,
+    grace: Duration,
+) -> Result<HandshakeReply> {
+    let limits = ClientLimits { grace, ..ClientLimits::default() };
+    let mut client = Client::with_key(limits, key.cloned());
     let start = Instant::now();
     client.ask(start, 1, host, port, ask, start + timeout);
     loop {

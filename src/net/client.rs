@@ -1,15 +1,18 @@
 //! The handshake client: DEALER sockets that never block, to be driven by the ferry thread's loop.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::net::Ipv4Addr;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use serde_bytes::ByteBuf;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::awaits::{Awaited, Awaits, Place};
-use crate::net::sealed::{self, Exchange, Kind, MAX_SEALED_REPLY};
-use crate::net::{endpoint, host_port, is_ipv6, unbracketed};
+use crate::net::request::{Phase, Request, no_answer};
+use crate::net::resolver::Resolver;
+use crate::net::sealed::{self, Kind, MAX_SEALED_REPLY};
+use crate::net::way::{PROBE_AFTER, PROBE_SILENT_AFTER, Step, Way};
+use crate::net::{endpoint, host_port, unbracketed};
 use crate::proto::ids::{EngineId, RankId, RequestId};
 use crate::proto::wire::limits::MAX_REPLY_BYTES;
 use crate::proto::wire::{HandshakeReply, HandshakeRequest, Message, RefusalCode};
@@ -64,6 +67,9 @@ pub struct ClientLimits {
     pub retry_min: Duration,
     /// Longest such pause.
     pub retry_max: Duration,
+    /// How long addresses that refuse connections, and names that do not resolve, are tried again before that is the
+    /// answer. A listener that begins anew is back sooner.
+    pub grace: Duration,
     /// A connection on which a sent request stays unanswered for so long is replaced by a new one (doubling).
     pub resend: Duration,
     /// A connection without requests is closed after so long.
@@ -77,6 +83,7 @@ impl Default for ClientLimits {
         ClientLimits {
             retry_min: Duration::from_millis(20),
             retry_max: Duration::from_secs(1),
+            grace: Duration::from_millis(500),
             resend: Duration::from_secs(5),
             // Long enough for the ranks of one engine to be asked one after the other, short enough that the
             // connections to listeners that have died do not pile up.
@@ -96,6 +103,7 @@ pub struct Client {
     key: Option<Key>,
     // Sockets go before the context, whose drop waits for them.
     connections: HashMap<(String, u16), Connection>,
+    resolver: Resolver,
     context: Option<zmq::Context>,
     requests: BTreeMap<u64, Request>,
     answers: VecDeque<Answer>,
@@ -105,37 +113,28 @@ pub struct Client {
 }
 
 struct Connection {
-    socket: zmq::Socket,
+    /// Once there is an address to connect to.
+    socket: Option<zmq::Socket>,
+    way: Way,
+    /// Whether anything has come by this socket.
+    heard: bool,
     idle_since: Option<Instant>,
     /// When to replace the socket, and the pause that led there.
     renew_at: Option<Instant>,
     pause: Duration,
-    /// For a host name: whether this socket tries its IPv6 addresses.
-    ipv6: bool,
 }
 
-enum Phase {
-    Unsent,
-    Sent(Instant),
-    /// Refused as not ready; to be sent again then.
-    Resting(Instant),
-}
-
-struct Request {
-    key: (String, u16),
-    /// The encoded request.
-    clear: Vec<u8>,
-    /// What is sent next; the request itself without a key.
-    bytes: Vec<u8>,
-    /// With a key: the exchange's number and how far it is.
-    exchange: Option<(u64, Exchange)>,
-    asked: Instant,
-    deadline: Instant,
-    phase: Phase,
-    sends: u32,
-    rest: Duration,
-    /// The last "not ready", given as the answer if the deadline comes first.
-    refusal: Option<HandshakeReply>,
+impl Connection {
+    fn new(now: Instant, key: &(String, u16), pause: Duration) -> Connection {
+        Connection {
+            socket: None,
+            way: Way::new(now, key.clone()),
+            heard: false,
+            idle_since: None,
+            renew_at: None,
+            pause,
+        }
+    }
 }
 
 impl Client {
@@ -150,6 +149,7 @@ impl Client {
             limits,
             key,
             connections: HashMap::new(),
+            resolver: Resolver::default(),
             context: None,
             requests: BTreeMap::new(),
             answers: VecDeque::new(),
@@ -260,10 +260,13 @@ impl Client {
             return;
         }
         self.expire(now);
+        self.turn_ways(now);
         let keys: Vec<_> = self.connections.keys().cloned().collect();
         for key in keys {
             self.turn_connection(now, &key);
         }
+        // Whether a request could be sent is known now.
+        self.turn_ways(now);
         self.turn_awaits(now);
     }
 
@@ -275,10 +278,22 @@ impl Client {
     /// Adds the sockets to wait on, in the form that [`zmq::poll`] takes.
     pub fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
         for (key, c) in &self.connections {
+            c.way.poll_items(items);
+            let Some(socket) = &c.socket else { continue };
             let unsent = self.requests.values().any(|r| matches!(r.phase, Phase::Unsent) && r.key == *key)
                 && self.outstanding(key) < PIPELINE;
-            items.push(c.socket.as_poll_item(if unsent { zmq::POLLIN | zmq::POLLOUT } else { zmq::POLLIN }));
+            items.push(socket.as_poll_item(if unsent { zmq::POLLIN | zmq::POLLOUT } else { zmq::POLLIN }));
         }
+        items.extend(self.resolver.fd().map(|fd| zmq::PollItem::from_fd(fd, zmq::POLLIN)));
+    }
+
+    /// How long a request that waits may do so before it is looked for what is in the way, if one does.
+    fn patience(&self, key: &(String, u16), heard: bool) -> Option<Duration> {
+        let of = |wanted: fn(&Phase) -> bool| self.requests.values().any(|r| r.key == *key && wanted(&r.phase));
+        if of(|phase| matches!(phase, Phase::Sent(_))) {
+            return (!heard).then_some(PROBE_SILENT_AFTER);
+        }
+        of(|phase| matches!(phase, Phase::Unsent)).then_some(PROBE_AFTER)
     }
 
     /// Requests that were sent to a listener and are not answered.
@@ -295,10 +310,9 @@ impl Client {
             Phase::Resting(until) => until.min(r.deadline),
             _ => r.deadline,
         });
-        let connections = self.connections.values().filter_map(|c| match (c.renew_at, c.idle_since) {
-            (Some(at), _) => Some(at),
-            (None, Some(since)) => Some(since + self.limits.idle),
-            (None, None) => None,
+        let connections = self.connections.values().filter_map(|c| {
+            let idle = c.idle_since.map(|since| since + self.limits.idle);
+            [c.renew_at, idle, c.way.due()].into_iter().flatten().min()
         });
         requests.chain(connections).chain(self.awaits.due(Instant::now())).min()
     }
@@ -311,8 +325,12 @@ impl Client {
     fn connection(&mut self, now: Instant, key: &(String, u16)) -> Result<()> {
         if let Some(c) = self.connections.get_mut(key) {
             c.idle_since = None;
-            c.renew_at.get_or_insert(now + c.pause);
+            c.way.wake(now);
             return Ok(());
+        }
+        endpoint(&key.0, key.1)?;
+        if key.1 == 0 {
+            return Err(Error::invalid(format!("port 0 of {} cannot be asked: expected 1 to 65535", key.0)));
         }
         if self.connections.len() >= self.limits.connections {
             return Err(Error::new(
@@ -324,25 +342,46 @@ impl Client {
                 ),
             ));
         }
-        let ipv6 = is_ipv6(&key.0);
-        let socket = self.open(key, ipv6)?;
-        let pause = self.limits.resend;
-        let connection = Connection { socket, idle_since: None, renew_at: Some(now + pause), pause, ipv6 };
-        self.connections.insert(key.clone(), connection);
+        self.connections.insert(key.clone(), Connection::new(now, key, self.limits.resend));
         Ok(())
     }
 
-    fn open(&mut self, key: &(String, u16), ipv6: bool) -> Result<zmq::Socket> {
-        let to = endpoint(&key.0, key.1)?;
-        if key.1 == 0 {
-            return Err(Error::invalid(format!("port 0 of {} cannot be asked: expected 1 to 65535", key.0)));
+    /// Finds ways to listeners that there is no connection to.
+    fn turn_ways(&mut self, now: Instant) {
+        for resolved in self.resolver.take() {
+            if let Some(c) = self.connections.get_mut(&resolved.name) {
+                c.way.resolved(resolved.result);
+            }
         }
+        let keys: Vec<_> = self.connections.keys().cloned().collect();
+        for key in keys {
+            let Some(heard) = self.connections.get(&key).map(|c| c.heard) else { continue };
+            let (patience, grace) = (self.patience(&key, heard), self.limits.grace);
+            let step = self.connections.get_mut(&key).and_then(|c| c.way.turn(now, patience, grace));
+            let outcome = match step {
+                None => Ok(()),
+                Some(Step::Resolve) => self.resolver.ask(&key),
+                Some(Step::Open(address)) => self.open(address).map(|socket| {
+                    if let Some(c) = self.connections.get_mut(&key) {
+                        (c.socket, c.heard) = (Some(socket), false);
+                    }
+                }),
+                Some(Step::Fail(e)) => Err(e),
+            };
+            if let Err(e) = outcome {
+                self.connections.remove(&key);
+                self.fail_all(&key, &e);
+            }
+        }
+    }
+
+    fn open(&mut self, address: SocketAddr) -> Result<zmq::Socket> {
         let context = self.context.get_or_insert_with(zmq::Context::new);
-        let refused = |e: zmq::Error| Error::new(ErrorKind::Io, format!("ZMQ refused a connection to {to}: {e}"));
+        let refused = |e: zmq::Error| Error::new(ErrorKind::Io, format!("ZMQ refused a connection to {address}: {e}"));
         let socket = context.socket(zmq::DEALER).map_err(refused)?;
         let configure = || {
             socket.set_linger(0)?;
-            socket.set_ipv6(ipv6)?;
+            socket.set_ipv6(address.is_ipv6())?;
             // Without a connection nothing is queued, so that it is known whether a request has left.
             socket.set_immediate(true)?;
             let limit = if self.key.is_some() { MAX_SEALED_REPLY } else { MAX_REPLY_BYTES };
@@ -350,7 +389,8 @@ impl Client {
             socket.set_connect_timeout(3_000)?;
             socket.set_reconnect_ivl(50)?;
             socket.set_reconnect_ivl_max(1_000)?;
-            socket.connect(&to)
+            // An address, so that ZMQ asks no name service on its thread, which all connections share.
+            socket.connect(&format!("tcp://{address}"))
         };
         configure().map_err(refused)?;
         Ok(socket)
@@ -370,17 +410,19 @@ impl Client {
         let late: Vec<u64> = self.requests.iter().filter(|(_, r)| r.deadline <= now).map(|(id, _)| *id).collect();
         for id in late {
             let Some(r) = self.requests.remove(&id) else { continue };
-            let result = r.refusal.clone().map_or_else(|| Err(no_answer(&r, now)), Ok);
+            let way = self.connections.get(&r.key).map(|c| &c.way);
+            let result = r.refusal.clone().map_or_else(|| Err(no_answer(&r, way, now)), Ok);
             self.answers.push_back(Answer { id, result });
         }
         for (key, c) in &mut self.connections {
             if !self.requests.values().any(|r| r.key == *key) {
-                c.renew_at = None;
                 c.idle_since.get_or_insert(now);
-            } else if !self.requests.values().any(|r| r.key == *key && !matches!(r.phase, Phase::Resting(_))) {
-                c.renew_at = None;
-            } else {
+            }
+            // ZMQ connects again by itself where it knows that it has to.
+            if self.requests.values().any(|r| r.key == *key && matches!(r.phase, Phase::Sent(_))) {
                 c.renew_at.get_or_insert(now + c.pause);
+            } else {
+                c.renew_at = None;
             }
         }
         let idle = self.limits.idle;
@@ -396,30 +438,22 @@ impl Client {
         }
     }
 
-    /// Replaces a socket whose requests get no answer: the head may have died without closing its side, or a host name
-    /// may have to be tried in the other address family.
+    /// Replaces a socket whose requests get no answer: the head may have died without closing its side, or its name may
+    /// have got another address.
     fn renew(&mut self, now: Instant, key: &(String, u16)) {
         let Some(old) = self.connections.remove(key) else { return };
-        let named = !is_ipv6(&key.0) && key.0.parse::<Ipv4Addr>().is_err();
-        let ipv6 = old.ipv6 != named;
         let pause = (old.pause * 2).min(Duration::from_secs(60));
         drop(old);
-        match self.open(key, ipv6) {
-            Ok(socket) => {
-                let connection = Connection { socket, idle_since: None, renew_at: Some(now + pause), pause, ipv6 };
-                self.connections.insert(key.clone(), connection);
-                let mut failed = Vec::new();
-                for (id, r) in self.requests.iter_mut().filter(|(_, r)| r.key == *key) {
-                    if !matches!(r.phase, Phase::Resting(_))
-                        && let Err(e) = r.begin(self.key.as_ref())
-                    {
-                        failed.push((*id, e));
-                    }
-                }
-                failed.into_iter().for_each(|(id, e)| self.end(id, Err(e)));
+        self.connections.insert(key.clone(), Connection::new(now, key, pause));
+        let mut failed = Vec::new();
+        for (id, r) in self.requests.iter_mut().filter(|(_, r)| r.key == *key) {
+            if !matches!(r.phase, Phase::Resting(_))
+                && let Err(e) = r.begin(self.key.as_ref())
+            {
+                failed.push((*id, e));
             }
-            Err(e) => self.fail_all(key, &e),
         }
+        failed.into_iter().for_each(|(id, e)| self.end(id, Err(e)));
     }
 
     fn fail_all(&mut self, key: &(String, u16), error: &Error) {
@@ -436,8 +470,7 @@ impl Client {
 
     fn turn_connection(&mut self, now: Instant, key: &(String, u16)) {
         let outcome = loop {
-            let Some(connection) = self.connections.get(key) else { return };
-            let socket = &connection.socket;
+            let Some(socket) = self.connections.get(key).and_then(|c| c.socket.as_ref()) else { return };
             let mut blocked = false;
             let room = PIPELINE.saturating_sub(self.outstanding(key));
             let mut sent = 0;
@@ -476,6 +509,9 @@ impl Client {
             // Sending and receiving consume the socket's wake-up; asking for its events here leaves none unseen.
             let events = socket.get_events().unwrap_or(zmq::PollEvents::empty());
             let answered = !replies.is_empty();
+            if answered && let Some(c) = self.connections.get_mut(key) {
+                c.heard = true;
+            }
             for bytes in replies {
                 self.judge(now, key, &bytes);
             }
@@ -585,44 +621,6 @@ impl Client {
         self.requests.remove(&id);
         self.answers.push_back(Answer { id, result });
     }
-}
-
-impl Request {
-    /// Makes ready to be sent, for the first time or again. With a key that is a new exchange each time.
-    fn begin(&mut self, key: Option<&Key>) -> Result<()> {
-        self.phase = Phase::Unsent;
-        let Some(key) = key else {
-            self.bytes.clone_from(&self.clear);
-            return Ok(());
-        };
-        let number =
-            getrandom::u64().map_err(|e| Error::new(ErrorKind::Io, format!("drawing an exchange's number: {e}")))?;
-        let (exchange, bytes) = Exchange::begin(key, number)?;
-        (self.exchange, self.bytes) = (Some((number, exchange)), bytes);
-        Ok(())
-    }
-}
-
-fn no_answer(r: &Request, now: Instant) -> Error {
-    let at = host_port(&r.key.0, r.key.1);
-    let waited = now.saturating_duration_since(r.asked).as_millis();
-    if r.sends == 0 {
-        return Error::new(
-            ErrorKind::Unreachable,
-            format!(
-                "no connection to the handshake listener at {at} within {waited} ms; check that the producer engine \
-                 runs, that this is the host and port of its head node, and that nothing between blocks TCP"
-            ),
-        );
-    }
-    Error::new(
-        ErrorKind::Timeout,
-        format!(
-            "the handshake listener at {at} took {} requests and answered none within {waited} ms; check that it is a \
-             kvferry listener and that its process is not stopped",
-            r.sends
-        ),
-    )
 }
 
 /// The last frame of one message, without waiting. Replies have one; an empty delimiter before it is let pass.

@@ -1,6 +1,6 @@
 //! The handshake listener: a ZMQ ROUTER on a thread of its own, which passes each request to a [`Desk`].
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -101,14 +101,12 @@ impl Listener {
     /// what it returns.
     ///
     /// # Errors
-    /// [`ErrorKind::AddressInUse`] when the port is taken or the address is not this host's; [`ErrorKind::Io`] when ZMQ
-    /// or the system refuses anything else.
+    /// [`ErrorKind::AddressInUse`] when the port is taken; [`ErrorKind::InvalidArgument`] when the address is not this
+    /// host's or the port needs a privilege; [`ErrorKind::Io`] when ZMQ or the system refuses anything else.
     pub fn bind_desk(config: &ListenerConfig, desk: impl Desk + 'static) -> Result<Listener> {
-        let endpoint = super::endpoint(&config.address.bind.to_string(), config.port)?;
         let mut server = Server {
             context: zmq::Context::new(),
             config: config.clone(),
-            endpoint: endpoint.clone(),
             sockets: None,
             number: 0,
             errors: 0,
@@ -116,13 +114,13 @@ impl Listener {
         };
         let port = server.open()?;
         // The same one if the socket is made anew.
-        server.endpoint = super::endpoint(&config.address.bind.to_string(), port)?;
+        server.config.port = port;
         let shared = Arc::new(Shared::new()?);
         let host = config.address.advertise.to_string();
         if let Some(note) = &config.address.note {
             log::warn!("kvferry listener: {note}");
         }
-        log::info!("kvferry listener: bound to {endpoint}, advertising {}", host_port(&host, port));
+        log::info!("kvferry listener: bound to {}, advertising {}", server.place(), host_port(&host, port));
         let thread = std::thread::Builder::new()
             .name("kvf-listener".to_owned())
             .spawn({
@@ -199,31 +197,48 @@ fn configure(router: &zmq::Socket, config: &ListenerConfig) -> zmq::Result<()> {
     router.set_tcp_keepalive_cnt(count)
 }
 
+/// Whether the kernel makes IPv6 sockets and takes their wildcard.
+fn has_ipv6() -> bool {
+    std::net::UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).is_ok()
+}
+
+/// What a listener binds, for people.
+fn place(config: &ListenerConfig) -> String {
+    match config.address.bind {
+        ip if !ip.is_unspecified() => host_port(&ip.to_string(), config.port),
+        IpAddr::V4(_) => format!("port {} of all IPv4 addresses", config.port),
+        IpAddr::V6(_) => format!("port {} of all addresses", config.port),
+    }
+}
+
 fn bind_error(config: &ListenerConfig, e: zmq::Error) -> Error {
-    let ip: IpAddr = config.address.bind;
-    let at = host_port(&ip.to_string(), config.port);
-    let text = match e {
-        zmq::Error::EADDRINUSE => format!(
-            "the handshake listener cannot bind {at}: port {} is in use; stop the process that has it, configure \
-             another port, or port 0 to take a free one",
-            config.port
+    let (ip, at) = (config.address.bind, place(config));
+    let (kind, text) = match e {
+        zmq::Error::EADDRINUSE => (
+            ErrorKind::AddressInUse,
+            format!(
+                "the handshake listener cannot bind {at}: port {} is in use; stop the process that has it, configure \
+                 another port, or port 0 to take a free one",
+                config.port
+            ),
         ),
-        zmq::Error::EADDRNOTAVAIL | zmq::Error::ENODEV => format!(
-            "the handshake listener cannot bind {at}: {ip} is not an address of this host ({}); configure one that \
-             is, or leave the host out to have one found",
-            super::local_addresses().map_or_else(
-                |e| e.message().to_owned(),
-                |l| l.iter().map(|a| a.ip.to_string()).collect::<Vec<_>>().join(", ")
-            )
+        zmq::Error::EADDRNOTAVAIL | zmq::Error::ENODEV => (
+            ErrorKind::InvalidArgument,
+            format!(
+                "the handshake listener cannot bind {at}: {ip} is not an address of this host ({}); configure one that \
+                 is, or leave it out to bind all",
+                super::address::own_text()
+            ),
         ),
-        zmq::Error::EACCES => format!(
-            "the handshake listener may not bind {at}: ports under 1024 need a privilege; configure a higher port"
+        zmq::Error::EACCES => (
+            ErrorKind::InvalidArgument,
+            format!(
+                "the handshake listener may not bind {at}: ports under 1024 need a privilege; configure a higher port"
+            ),
         ),
-        other => {
-            return Error::new(ErrorKind::Io, format!("the handshake listener cannot bind {at}: {other}"));
-        }
+        other => (ErrorKind::Io, format!("the handshake listener cannot bind {at}: {other}")),
     };
-    Error::new(ErrorKind::AddressInUse, text)
+    Error::new(kind, text)
 }
 
 fn bound_port(router: &zmq::Socket) -> Result<u16> {
@@ -252,8 +267,8 @@ fn thread_main(shared: &Shared, mut server: Server, mut desk: impl Desk) {
 /// What the thread owns.
 struct Server {
     context: zmq::Context,
+    /// With the port that is bound.
     config: ListenerConfig,
-    endpoint: String,
     sockets: Option<(zmq::Socket, Connections)>,
     /// Counts the sockets that were made.
     number: u64,
@@ -262,14 +277,33 @@ struct Server {
 }
 
 impl Server {
+    /// What is bound, for people.
+    fn place(&self) -> String {
+        place(&self.config)
+    }
+
     /// Makes and binds the socket; gives its port.
     fn open(&mut self) -> Result<u16> {
+        let any = Address { bind: IpAddr::V4(Ipv4Addr::UNSPECIFIED), ..self.config.address.clone() };
+        match self.open_at(self.config.address.bind) {
+            // Without IPv6, all addresses are those of IPv4.
+            Err(e) if self.config.address.bind == IpAddr::V6(Ipv6Addr::UNSPECIFIED) && !has_ipv6() => {
+                log::debug!("kvferry listener: this host has no IPv6 ({e}): IPv4 only");
+                self.config.address = any;
+                self.open_at(self.config.address.bind)
+            }
+            other => other,
+        }
+    }
+
+    fn open_at(&mut self, ip: IpAddr) -> Result<u16> {
         let router = self.context.socket(zmq::ROUTER).map_err(|e| refused("a ROUTER socket", e))?;
         configure(&router, &self.config).map_err(|e| refused("the listener's socket options", e))?;
         self.number += 1;
         let connections = Connections::watch(&self.context, &router, self.number)
             .map_err(|e| refused("to watch the listener's connections", e))?;
-        router.bind(&self.endpoint).map_err(|e| bind_error(&self.config, e))?;
+        let endpoint = super::endpoint(&ip.to_string(), self.config.port)?;
+        router.bind(&endpoint).map_err(|e| bind_error(&self.config, e))?;
         let port = bound_port(&router)?;
         self.sockets = Some((router, connections));
         Ok(port)

@@ -129,11 +129,15 @@ impl Gate {
     /// A gate for the listener at `address`. Warns if other hosts can reach that and there is no key.
     pub fn new(key: Option<Key>, address: &Address) -> Gate {
         if key.is_none() && !address.bind.is_loopback() {
+            let (what, other) = if address.bind.is_unspecified() {
+                ("this host by any of its addresses".to_owned(), "bind one address that only they reach (bind), ")
+            } else {
+                (address.bind.to_string(), "")
+            };
             log::warn!(
-                "kvferry listener: other hosts can reach {}, and no key is set: whoever connects learns where this \
-                 engine's memory is and how to read it; give all engines one key (key_file or {}), or keep others out \
-                 of this network",
-                address.bind,
+                "kvferry listener: other hosts can reach {what}, and no key is set: whoever connects learns where this \
+                 engine's memory is and how to read it; give all engines one key (key_file or {}), {other}or keep \
+                 others out of this network",
                 crate::secret::ENV
             );
         }

@@ -8,6 +8,16 @@ use super::parse::{default_value, given, is_given};
 use super::{DEVELOPMENT, Default, Giver, Kind, Setting, TABLE};
 use crate::error::{Error, Result};
 
+/// Fields of vLLM's `KVTransferConfig` that are taken for keys of its `kv_connector_extra_config`.
+const BESIDE: [&str; 6] = [
+    "kv_connector",
+    "kv_role",
+    "kv_load_failure_policy",
+    "kv_connector_module_path",
+    "kv_connector_extra_config",
+    "kv_buffer_device",
+];
+
 /// A key with its value.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Described {
@@ -134,6 +144,9 @@ pub fn describe(place: &str, msgpack: &[u8]) -> Result<Description> {
             )),
             Some(_) => Error::invalid(format!(
                 "{place} has the key {key:?}, which is for agents without a connector; leave it out"
+            )),
+            None if BESIDE.contains(&key.as_str()) => Error::invalid(format!(
+                "{place} has the key {key:?}, which belongs beside it, into vLLM's kv-transfer-config itself"
             )),
             None => unknown(place, key, &TABLE.iter().filter(connectors).map(|s| s.key).collect::<Vec<_>>()),
         });

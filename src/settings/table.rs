@@ -32,12 +32,15 @@ const fn late(setting: Setting) -> Setting {
 #[rustfmt::skip]
 pub const TABLE: &[Setting] = &[
     row(Operator, "host", &[Scheduler, Listener], Text, "", Absent("an address of this host that others reach is found"),
-        "Address or name of this host that the handshake listener binds and other engines are told; `0.0.0.0` and `::` \
-         bind all and tell the found one."),
+        "Address or name of this host that other engines are told; `0.0.0.0` and `::` stand for the found one. A loopback \
+         address also confines the handshake listener to itself."),
     row(Operator, "port", &[Scheduler], Whole(0, 65_535), "", Number(5680),
         "TCP port of the handshake listener; the data-parallel index is added, 0 takes a free one. The default is next \
          to none of the ports of vLLM's own connectors (5600 and up by data-parallel index, 14579)."),
     row(Operator, "port", &[Listener], Whole(0, 65_535), "", Number(0), "As a scheduler's, for a listener alone."),
+    row(Operator, "bind", &[Scheduler, Listener], Text, "", Absent("all addresses of this host"),
+        "The one address or name of this host that the handshake listener binds, so that other engines can reach it by no \
+         other. `0.0.0.0` binds all IPv4 addresses; where `bind` is given, `host` may be an address that is forwarded here."),
     row(Operator, "advertise_local", &[Scheduler, Listener], Flag, "", Is(false),
         "Allow a name such as `localhost` as `host`, so that other engines are told a loopback address. A loopback \
          address that is spelled out needs no permission."),

@@ -51,6 +51,12 @@ impl Hosts {
         Ok(hosts)
     }
 
+    /// Gives the host numbered from 0 one more address, `address/bits`.
+    pub fn add_address(&self, host: usize, address: &str) -> Result<(), String> {
+        let flags = if address.contains(':') { " nodad" } else { "" };
+        run(&format!("ip -n {} addr add {address} dev eth0{flags}", self.netns(host)))
+    }
+
     fn add(&mut self, name: &str) -> Result<(), String> {
         run(&format!("ip netns add {name}"))?;
         self.names.push(name.to_owned());

@@ -1,0 +1,68 @@
+//! One question of a client's: how far it is, and what to say if nobody answers it.
+
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::host_port;
+use crate::net::sealed::Exchange;
+use crate::net::way::Way;
+use crate::proto::wire::HandshakeReply;
+use crate::secret::Key;
+
+pub(super) enum Phase {
+    Unsent,
+    Sent(Instant),
+    /// Refused as not ready; to be sent again then.
+    Resting(Instant),
+}
+
+pub(super) struct Request {
+    pub(super) key: (String, u16),
+    /// The encoded request.
+    pub(super) clear: Vec<u8>,
+    /// What is sent next; the request itself without a key.
+    pub(super) bytes: Vec<u8>,
+    /// With a key: the exchange's number and how far it is.
+    pub(super) exchange: Option<(u64, Exchange)>,
+    pub(super) asked: Instant,
+    pub(super) deadline: Instant,
+    pub(super) phase: Phase,
+    pub(super) sends: u32,
+    pub(super) rest: Duration,
+    /// The last "not ready", given as the answer if the deadline comes first.
+    pub(super) refusal: Option<HandshakeReply>,
+}
+
+impl Request {
+    /// Makes ready to be sent, for the first time or again. With a key that is a new exchange each time.
+    pub(super) fn begin(&mut self, key: Option<&Key>) -> Result<()> {
+        self.phase = Phase::Unsent;
+        let Some(key) = key else {
+            self.bytes.clone_from(&self.clear);
+            return Ok(());
+        };
+        let number =
+            getrandom::u64().map_err(|e| Error::new(ErrorKind::Io, format!("drawing an exchange's number: {e}")))?;
+        let (exchange, bytes) = Exchange::begin(key, number)?;
+        (self.exchange, self.bytes) = (Some((number, exchange)), bytes);
+        Ok(())
+    }
+}
+
+pub(super) fn no_answer(r: &Request, way: Option<&Way>, now: Instant) -> Error {
+    if r.sends == 0
+        && let Some(way) = way
+    {
+        return Error::new(ErrorKind::Unreachable, way.describe(now));
+    }
+    let at = host_port(&r.key.0, r.key.1);
+    let waited = now.saturating_duration_since(r.asked).as_millis();
+    Error::new(
+        ErrorKind::Timeout,
+        format!(
+            "the handshake listener at {at} took {} requests and answered none within {waited} ms; check that it is a \
+             kvferry listener and that its process is not stopped",
+            r.sends
+        ),
+    )
+}

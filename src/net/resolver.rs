@@ -1,0 +1,98 @@
+//! Names to addresses without blocking: the name service may take seconds, so threads of their own ask it.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::os::fd::RawFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::Signal;
+
+/// Threads at a time; further names wait for one.
+const MAX_THREADS: usize = 8;
+
+/// A name and port, and what the name service says.
+pub(super) struct Resolved {
+    pub(super) name: (String, u16),
+    /// At least one address.
+    pub(super) result: Result<Vec<SocketAddr>, String>,
+}
+
+#[derive(Default)]
+pub(super) struct Resolver {
+    /// Made with the first name.
+    mailbox: Option<Arc<Mailbox>>,
+    /// Being asked. A name that is not answered stays here, with its thread, for as long as the name service takes.
+    asking: BTreeSet<(String, u16)>,
+    waiting: VecDeque<(String, u16)>,
+}
+
+struct Mailbox {
+    done: Mutex<Vec<Resolved>>,
+    signal: Signal,
+}
+
+impl Resolver {
+    /// Begins to resolve a name, unless that is under way.
+    pub(super) fn ask(&mut self, name: &(String, u16)) -> Result<()> {
+        if self.asking.contains(name) || self.waiting.contains(name) {
+            return Ok(());
+        }
+        self.waiting.push_back(name.clone());
+        self.start()
+    }
+
+    fn start(&mut self) -> Result<()> {
+        while self.asking.len() < MAX_THREADS
+            && let Some(name) = self.waiting.pop_front()
+        {
+            let mailbox = match &self.mailbox {
+                Some(mailbox) => Arc::clone(mailbox),
+                None => {
+                    let made = Arc::new(Mailbox { done: Mutex::default(), signal: Signal::new()? });
+                    Arc::clone(self.mailbox.insert(made))
+                }
+            };
+            let asked = name.clone();
+            std::thread::Builder::new()
+                .name("kvf-resolve".to_owned())
+                .spawn(move || {
+                    let result = resolve(&asked);
+                    mailbox.done.lock().unwrap_or_else(PoisonError::into_inner).push(Resolved { name: asked, result });
+                    mailbox.signal.raise();
+                })
+                .map_err(|e| Error::new(ErrorKind::Io, format!("no thread to resolve {:?} with: {e}", name.0)))?;
+            self.asking.insert(name);
+        }
+        Ok(())
+    }
+
+    /// What has been resolved since the last call.
+    pub(super) fn take(&mut self) -> Vec<Resolved> {
+        let Some(mailbox) = self.mailbox.as_ref().filter(|_| !self.asking.is_empty()) else { return Vec::new() };
+        mailbox.signal.clear();
+        let done = std::mem::take(&mut *mailbox.done.lock().unwrap_or_else(PoisonError::into_inner));
+        for resolved in &done {
+            self.asking.remove(&resolved.name);
+        }
+        if let Err(e) = self.start() {
+            log::warn!("kvferry client: {e}");
+        }
+        done
+    }
+
+    /// Readable when something has been resolved.
+    pub(super) fn fd(&self) -> Option<RawFd> {
+        self.mailbox.as_ref().filter(|_| !self.asking.is_empty()).map(|mailbox| mailbox.signal.fd())
+    }
+}
+
+fn resolve(name: &(String, u16)) -> Result<Vec<SocketAddr>, String> {
+    let mut found: Vec<SocketAddr> = Vec::new();
+    for address in (name.0.as_str(), name.1).to_socket_addrs().map_err(|e| e.to_string())? {
+        if !found.contains(&address) {
+            found.push(address);
+        }
+    }
+    if found.is_empty() { Err("it has no address".to_owned()) } else { Ok(found) }
+}

@@ -1,0 +1,220 @@
+//! The way to a listener: which of the addresses of its host to connect to, and what is in the way if there is none.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use super::host_port;
+use super::probe::{Finding, Probe};
+use crate::error::{Error, ErrorKind};
+
+/// Once a request has waited so long for a connection, the addresses are probed.
+pub(super) const PROBE_AFTER: Duration = Duration::from_millis(100);
+/// Until addresses that refused are probed again.
+const AGAIN: Duration = Duration::from_millis(200);
+
+/// The same where a request was sent, and nothing was ever heard. A listener that is only busy is left alone for longer.
+pub(super) const PROBE_SILENT_AFTER: Duration = Duration::from_secs(1);
+
+const REMEDY: &str = "check that the producer engine runs, that this is the host and port of its head node (remote_host and \
+                      remote_port in kv_transfer_params), and that no firewall is between";
+
+/// What is known about how to reach the listener at a host and port.
+#[derive(Debug)]
+pub(super) struct Way {
+    name: (String, u16),
+    is_address: bool,
+    since: Instant,
+    addresses: Addresses,
+    /// Whether one of them was handed out.
+    chosen: bool,
+    probes: Vec<Probe>,
+    /// Since when a request waits, and how long one may before the addresses are probed.
+    waiting: Option<(Instant, Duration)>,
+    /// No new attempt sooner.
+    not_before: Instant,
+    /// Since when every attempt has failed, and how the last one did.
+    failing: Option<(Instant, String)>,
+}
+
+#[derive(Debug)]
+enum Addresses {
+    /// The name service has not been asked.
+    Unknown,
+    Asked,
+    /// It knows none.
+    Failed(String),
+    Known(Vec<SocketAddr>),
+}
+
+/// What to do about a way.
+#[derive(Debug)]
+pub(super) enum Step {
+    /// Resolve the name, then tell [`Way::resolved`].
+    Resolve,
+    /// Connect to this address.
+    Open(SocketAddr),
+    /// Nobody gets there.
+    Fail(Error),
+}
+
+impl Way {
+    /// The way to the listener at a host and port; looked at first by [`Way::turn`].
+    pub(super) fn new(now: Instant, name: (String, u16)) -> Way {
+        let address = name.0.parse::<IpAddr>().ok().map(|ip| vec![SocketAddr::new(ip, name.1)]);
+        let is_address = address.is_some();
+        let addresses = address.map_or(Addresses::Unknown, Addresses::Known);
+        Way {
+            name,
+            is_address,
+            since: now,
+            addresses,
+            chosen: false,
+            probes: Vec::new(),
+            waiting: Some((now, PROBE_AFTER)),
+            not_before: now,
+            failing: None,
+        }
+    }
+
+    /// A request has come: the next step is due, if only to see whether one is needed.
+    pub(super) fn wake(&mut self, now: Instant) {
+        self.waiting.get_or_insert((now, PROBE_AFTER));
+    }
+
+    /// What the name service said.
+    pub(super) fn resolved(&mut self, result: Result<Vec<SocketAddr>, String>) {
+        self.addresses = match result {
+            Ok(addresses) => Addresses::Known(addresses),
+            Err(e) => Addresses::Failed(e),
+        };
+        self.not_before = self.since;
+    }
+
+    /// Takes the next step. `patience`: how long a request that waits may do so before the addresses are probed, if one
+    /// does. `grace`: how long addresses that refuse and names that do not resolve are tried again.
+    pub(super) fn turn(&mut self, now: Instant, patience: Option<Duration>, grace: Duration) -> Option<Step> {
+        let Some(patience) = patience else {
+            (self.probes, self.waiting, self.failing) = (Vec::new(), None, None);
+            return None;
+        };
+        self.waiting = Some((self.waiting.map_or(now, |(since, _)| since), patience));
+        let is_due = self.attempt_at().is_some_and(|at| at <= now);
+        let addresses = match &self.addresses {
+            Addresses::Asked => return None,
+            Addresses::Unknown if !is_due => return None,
+            Addresses::Unknown => {
+                self.addresses = Addresses::Asked;
+                return Some(Step::Resolve);
+            }
+            Addresses::Failed(e) => {
+                let text = format!(
+                    "the host name {:?} does not resolve here ({e}); remote_host in kv_transfer_params has to be an \
+                     address of the producer's head node, or a name that this host knows",
+                    self.name.0
+                );
+                return self.failed(now, text, grace);
+            }
+            // One alone needs no choice.
+            Addresses::Known(all) if all.len() == 1 && !self.chosen => return self.choose(all.first().copied()),
+            Addresses::Known(all) => all,
+        };
+        if self.probes.is_empty() {
+            if !is_due {
+                return None;
+            }
+            self.probes = addresses.iter().map(|to| Probe::start(*to)).collect();
+        }
+        self.probes.iter_mut().for_each(|probe| probe.turn(now));
+        if let Some(found) = self.probes.iter().find(|probe| *probe.finding() == Finding::Fits) {
+            return if self.chosen { None } else { self.choose(Some(found.to())) };
+        }
+        if self.probes.iter().any(|probe| probe.finding().is_open()) {
+            return None;
+        }
+        let wrong = self.probes.iter().all(|probe| matches!(probe.finding(), Finding::Foreign(_)));
+        let text = self.seen();
+        if wrong { Some(Step::Fail(Error::corrupt(text))) } else { self.failed(now, text, grace) }
+    }
+
+    /// Nothing of it can be reached: the end after the grace, else all of it again later.
+    fn failed(&mut self, now: Instant, text: String, grace: Duration) -> Option<Step> {
+        let since = self.failing.as_ref().map_or(now, |(since, _)| *since);
+        self.probes.clear();
+        self.not_before = now + AGAIN;
+        if !self.is_address {
+            // It may have got another address.
+            (self.addresses, self.chosen) = (Addresses::Unknown, false);
+        }
+        if now.saturating_duration_since(since) >= grace {
+            return Some(Step::Fail(Error::new(ErrorKind::Unreachable, text)));
+        }
+        self.failing = Some((since, text));
+        None
+    }
+
+    fn choose(&mut self, address: Option<SocketAddr>) -> Option<Step> {
+        (self.chosen, self.probes) = (true, Vec::new());
+        address.map(Step::Open)
+    }
+
+    /// When to look for a way, while a request waits.
+    fn attempt_at(&self) -> Option<Instant> {
+        let (since, patience) = self.waiting?;
+        Some(if self.chosen { self.not_before.max(since + patience) } else { self.not_before })
+    }
+
+    /// When to take the next step although nothing has come, while a request waits.
+    pub(super) fn due(&self) -> Option<Instant> {
+        match &self.addresses {
+            Addresses::Asked => None,
+            _ if self.probes.is_empty() => self.attempt_at(),
+            _ => self.probes.iter().filter_map(Probe::due).min(),
+        }
+    }
+
+    /// To wait on, in the form that [`zmq::poll`] takes.
+    pub(super) fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
+        items.extend(self.probes.iter().filter_map(Probe::poll_item));
+    }
+
+    /// What was seen of a listener to which there has been no connection until now.
+    pub(super) fn describe(&self, now: Instant) -> String {
+        let waited = now.saturating_duration_since(self.since).as_millis();
+        if let Some((_, text)) = &self.failing {
+            return text.clone();
+        }
+        if matches!(self.addresses, Addresses::Asked) {
+            return format!(
+                "the name service has not told the address of {:?} within {waited} ms; check this host's DNS, or give an \
+                 address as remote_host",
+                self.name.0
+            );
+        }
+        if self.probes.is_empty() {
+            let at = host_port(&self.name.0, self.name.1);
+            return format!("no connection to the handshake listener at {at} within {waited} ms; {REMEDY}");
+        }
+        format!("no connection within {waited} ms: {}", self.seen())
+    }
+
+    fn seen(&self) -> String {
+        let each: Vec<String> = self.probes.iter().map(|probe| self.told(probe)).collect();
+        format!("{}; {REMEDY}", each.join(", and "))
+    }
+
+    fn told(&self, probe: &Probe) -> String {
+        let at = probe.to();
+        let at = if self.is_address { at.to_string() } else { format!("{at} ({})", self.name.0) };
+        match probe.finding() {
+            Finding::Nothing => format!("{at} does not answer: its host is down or drops the packets"),
+            Finding::Refused(why) => format!("{at} {why}"),
+            Finding::Silent => format!(
+                "what listens on {at} accepts connections and says nothing: it is no kvferry listener, or its process is \
+                 stopped"
+            ),
+            Finding::Closed => format!("what listens on {at} closes each connection without a word"),
+            Finding::Foreign(what) => format!("what listens on {at} is no kvferry listener but {what}"),
+            Finding::Fits => format!("a ZMQ socket listens on {at}, to which there is no connection yet"),
+        }
+    }
+}
