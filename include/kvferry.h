@@ -182,6 +182,25 @@ typedef uint32_t kvf_outcome;
 #endif // __STDC_VERSION__ >= 202311L
 #endif // __cplusplus
 
+// Which of a request's two sides reports are about.
+enum kvf_side
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : uint32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // The producer's blocks being read.
+  KVF_SENDING = 0,
+  // The consumer's blocks being filled.
+  KVF_RECVING = 1,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum kvf_side kvf_side;
+#else
+typedef uint32_t kvf_side;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
 // A transfer engine. Opaque.
 typedef struct kvf_agent kvf_agent;
 
