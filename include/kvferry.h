@@ -323,6 +323,12 @@ int32_t kvf_last_error(char *out,
 // The library's version, such as "0.1.0". The string lives as long as the process.
 const char *kvf_version(void);
 
+// The protocol version of this library, the newest that it speaks to other engines ("Versions" in docs/protocol.md).
+uint32_t kvf_protocol_version(void);
+
+// The oldest protocol version that this library speaks to other engines.
+uint32_t kvf_protocol_oldest(void);
+
 // The number of the C ABI. A program checks that it is the KVF_ABI_VERSION that it was compiled with.
 uint32_t kvf_abi_version(void);
 
@@ -501,7 +507,7 @@ int32_t kvf_listener_free(struct kvf_listener *listener);
 // key_file (as in kvf_listener_start), timeout_ms (10000), own (the side that asks: map with model and engine, as model
 // and producer in kvf_plan_describe, and compat, a map of those compatibility fields that are known).
 //
-// `*out` is a msgpack map. survey: map with protocol (its version), engine, incarnation (hexadecimal digits), shape (tp,
+// `*out` is a msgpack map. survey: map with protocol (the newest version that both speak), engine, incarnation (hexadecimal digits), shape (tp,
 // pp, dcp), ranks (list of maps with rank, name, ucx_version, regions, bytes, memory, layers, heads and blocks) and fields
 // (list of maps with name, here (str or nil), there, must_match, fits (bool, or nil where nothing is compared) and
 // remedy). agents: the ranks' agent metadata in the same order, for kvf_agent_connect.

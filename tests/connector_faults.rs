@@ -341,6 +341,7 @@ fn malformed_steps_and_block_ids_cost_only_themselves() {
     // Well-formed msgpack of the right kind whose body is something else, long enough to be decoded off-thread.
     let odd = kvferry::proto::wire::encode(
         StepMetadata::KIND,
+        StepMetadata::OLDEST,
         &std::collections::BTreeMap::from([("loads", "x".repeat(500))]),
     );
     d.workers[0].ok(&Ask::Submit { step: odd.unwrap() });

@@ -117,7 +117,7 @@ fn the_reply_is_the_encoding_of_its_type_and_holds_a_rank_once() {
         shape: SHAPE,
         ranks: vec![RankBlob { rank, metadata: blob }],
     };
-    assert_eq!(reply, expected.to_bytes().unwrap());
+    assert_eq!(reply, expected.to_bytes_in(wire::VERSION).unwrap());
     assert_eq!(session(&[rank, rank, rank]).judge_bytes(&reply).unwrap().ranks.len(), 1);
 }
 
@@ -142,17 +142,108 @@ fn the_listener_says_what_it_refuses() {
     assert_eq!(refusal(&full.answer(&[])).1, RefusalCode::Malformed);
     assert_eq!(refusal(&full.answer(&vec![0x91; MAX_REQUEST_BYTES])).1, RefusalCode::Malformed);
     says(&refusal(&full.answer(&vec![0; MAX_REQUEST_BYTES + 1])).2, &["over the limit"]);
-    // A request of a newer protocol.
-    let mut newer = query(None, vec![]);
-    let at = newer.windows(7).position(|w| w == b"version").unwrap() + 7;
-    newer[at] = 9;
-    let (id, code, text) = refusal(&full.answer(&newer));
-    assert_eq!((id, code), (0, RefusalCode::Version));
-    says(&text, &["protocol version 9", "speaks version 4", "same kvferry release"]);
     // A message of another kind.
     says(&refusal(&full.answer(&metadata("p", ranks()[0]).to_bytes().unwrap())).2, &["rank_metadata"]);
     // It still works.
     assert!(ask(&session(&[]), &mut full).is_ok());
+}
+
+/// `message`, written in `version` by a side that speaks `speaks`; None for a build that does not tell.
+fn sent_in(message: &HandshakeRequest, version: u16, speaks: Option<[u16; 2]>) -> Vec<u8> {
+    #[derive(serde::Serialize)]
+    struct Envelope<'a> {
+        magic: &'a str,
+        version: u16,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        speaks: Option<[u16; 2]>,
+        kind: &'a str,
+        body: &'a HandshakeRequest,
+    }
+    let kind = kind::HANDSHAKE_REQUEST;
+    rmp_serde::to_vec_named(&Envelope { magic: "kvferry", version, speaks, kind, body: message }).unwrap()
+}
+
+/// The version that a message is written in.
+fn version_of(bytes: &[u8]) -> u16 {
+    #[derive(serde::Deserialize)]
+    struct Envelope {
+        version: u16,
+    }
+    rmp_serde::from_slice::<Envelope>(bytes).unwrap().version
+}
+
+#[test]
+fn two_neighbouring_versions_talk_in_the_newer_one_that_both_speak() {
+    let query = || HandshakeRequest::Query { id: 42, engine: Some(engine("p")), ranks: vec![] };
+    let name = || RequestId::new("x").unwrap();
+    let await_ = || HandshakeRequest::Await { id: 42, engine: engine("p"), requests: vec![name()] };
+    // What the client sends first is read by the oldest listener.
+    assert_eq!(version_of(&session(&[]).request().unwrap()), wire::OLDEST);
+    for (version, speaks, answered_in) in
+        [(4, None, 4), (4, Some([3, 4]), 4), (4, Some([4, 5]), 5), (5, Some([4, 5]), 5), (5, Some([5, 6]), 5)]
+    {
+        let mut directory = directory();
+        let reply = directory.answer(&sent_in(&query(), version, speaks));
+        assert_eq!(version_of(&reply), answered_in, "{version}, {speaks:?}");
+        assert_eq!(session(&[]).judge_bytes(&reply).unwrap().ranks.len(), 4);
+        // Whoever reads it, ranks' metadata is encoded once.
+        let HandshakeReply::Ranks { ranks, .. } = HandshakeReply::from_bytes(&reply).unwrap() else { panic!() };
+        assert!(ranks.iter().all(|rank| version_of(&rank.metadata) == wire::OLDEST));
+        // An answer that comes later, and a refusal.
+        assert_eq!(directory.answer_to(b"x", &sent_in(&await_(), version, speaks)), None);
+        directory.prefill_gone(name());
+        assert_eq!(version_of(&directory.poll_answer().unwrap().1), answered_in);
+        let wrong = HandshakeRequest::Query { id: 42, engine: Some(engine("q")), ranks: vec![] };
+        assert_eq!(version_of(&directory.answer(&sent_in(&wrong, version, speaks))), answered_in);
+    }
+}
+
+#[test]
+fn versions_that_are_not_neighbours_are_refused_with_both_ranges() {
+    let query = HandshakeRequest::Query { id: 42, engine: None, ranks: vec![] };
+    for (version, speaks, theirs, answered_in) in [
+        (3, None, "its sender speaks version 3,", 4),
+        (3, Some([2, 3]), "its sender speaks versions 2 to 3,", 4),
+        (6, Some([6, 7]), "its sender speaks versions 6 to 7,", 5),
+        (0, None, "its sender speaks version 0,", 4),
+    ] {
+        let reply = directory().answer(&sent_in(&query, version, speaks));
+        let (id, code, text) = refusal(&reply);
+        assert_eq!((id, code, version_of(&reply)), (0, RefusalCode::Version, answered_in));
+        says(&text, &[&format!("protocol version {version} arrived"), theirs, "this build versions 4 to 5"]);
+        says(&text, &["upgrade the older side, one protocol version at a time", "docs/guide.md"]);
+        // The reply of such a listener, and its refusal.
+        let mut reply = directory().answer(&session(&[]).request().unwrap());
+        let at = reply.windows(7).position(|w| w == b"version").unwrap() + 7;
+        reply[at] = version as u8;
+        let failure = session(&[]).judge_bytes(&reply).unwrap_err();
+        assert_eq!((failure.cause, failure.retry), (Cause::Incompatible, false));
+        says(&failure.message, &["listener", "this build versions 4 to 5", "upgrade the older side"]);
+        let refused = HandshakeReply::Refused { id: 0, code: RefusalCode::Version, message: text };
+        let failure = session(&[]).judge(refused).unwrap_err();
+        assert_eq!((failure.cause, failure.retry), (Cause::Incompatible, false));
+    }
+}
+
+#[test]
+fn one_engine_is_of_one_release() {
+    let rank = ranks()[0];
+    let bytes = metadata("p", rank).to_bytes().unwrap();
+    let at = bytes.windows(7).position(|w| w == b"\xa6speaks").unwrap();
+    assert_eq!(bytes[at + 7..at + 10], [0x92, wire::OLDEST as u8, wire::VERSION as u8]);
+    // As a build of version 4 writes it.
+    let older = [&[0x84], &bytes[1..at], &bytes[at + 10..]].concat();
+    assert_eq!(RankMetadata::from_bytes(&older).unwrap(), metadata("p", rank));
+    let mut newer = bytes.clone();
+    (newer[at + 8], newer[at + 9]) = (5, 6);
+    for (other, speaks) in [(older, "version 4"), (newer, "versions 4 to 6")] {
+        let mut directory = Directory::new(engine("p"), LIFE, SHAPE, Pushes::Refused).unwrap();
+        let error = directory.offer(other).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Incompatible);
+        says(error.message(), &[&format!("speaks protocol {speaks}, its scheduler side versions 4 to 5")]);
+        says(error.message(), &["need the same kvferry release"]);
+        assert_eq!(directory.missing(), 4);
+    }
 }
 
 #[test]
@@ -379,7 +470,7 @@ fn a_refusal_for_a_reason_of_a_newer_release_is_still_a_refusal() {
         Refused { id: u64, code: &'static str, message: &'static str, since: u32 },
     }
     let reply = Newer::Refused { id: 42, code: "overloaded", message: "come back later", since: 3 };
-    let bytes = wire::encode(kind::HANDSHAKE_REPLY, &reply).unwrap();
+    let bytes = wire::encode(kind::HANDSHAKE_REPLY, wire::VERSION, &reply).unwrap();
     let failure = session(&[]).judge_bytes(&bytes).unwrap_err();
     says(&failure.message, &["come back later"]);
 }

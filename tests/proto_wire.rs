@@ -1,9 +1,10 @@
 //! The wire format: fixed bytes per message kind, round trips, and everything that is not a message.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use kvferry::ErrorKind;
 use kvferry::proto::geometry::{Area, Geometry, Group, GroupKind};
@@ -13,7 +14,7 @@ use kvferry::proto::wire::limits::MAX_BLOCK_IDS;
 use kvferry::proto::wire::{
     self, AgentMetadata, Blocks, Cause, CompatField, EngineShape, Grant, HandshakeReply, HandshakeRequest, Hold, Load,
     MemoryKind, Message, PeerMessage, Prefill, RankBlob, RankMetadata, Reader, RecvFailure, RecvRecord, RefusalCode,
-    RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict, WorkerReport,
+    RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict, Versions, WorkerReport,
 };
 use kvferry::proto::{EngineId, Incarnation, RankId, RequestId};
 use proptest::prelude::*;
@@ -252,18 +253,134 @@ fn the_bytes_of_every_message_are_fixed() {
     /// readers take the new bytes and new readers the old ones. With KVFERRY_BLESS set the files are written anew.
     fn check<T: Message + PartialEq + Debug>(name: &str, message: &T) {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/golden/{name}.hex"));
-        let found: String = message.to_bytes().unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
+        let found: String =
+            message.to_bytes_in(wire::VERSION).unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
         if std::env::var_os("KVFERRY_BLESS").is_some() {
             std::fs::write(&path, format!("{found}\n")).unwrap();
         }
-        let text = std::fs::read_to_string(&path).unwrap_or_default();
-        let golden: String = text.split_whitespace().collect();
-        assert_eq!(found, golden, "the bytes of {name} differ from {}", path.display());
-        let bytes: Vec<u8> =
-            (0..golden.len()).step_by(2).map(|i| u8::from_str_radix(&golden[i..i + 2], 16).unwrap()).collect();
+        let bytes = golden(&path);
+        let text: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(found, text, "the bytes of {name} differ from {}", path.display());
         assert_eq!(&T::from_bytes(&bytes).unwrap(), message);
+        // In the other versions that are spoken, only the number differs.
+        let older = message.to_bytes_in(wire::OLDEST).unwrap();
+        let differing: Vec<_> = older.iter().zip(&bytes).filter(|(a, b)| a != b).collect();
+        assert_eq!((older.len(), differing), (bytes.len(), vec![(&(wire::OLDEST as u8), &(wire::VERSION as u8))]));
+        assert_eq!(message.to_bytes().unwrap(), message.to_bytes_in(T::OLDEST).unwrap());
+        assert_eq!(T::from_sender(&bytes).unwrap().1, Versions::OURS);
     }
     for_each_sample!(check);
+}
+
+fn golden(path: &Path) -> Vec<u8> {
+    let text: String = std::fs::read_to_string(path).unwrap_or_default().split_whitespace().collect();
+    (0..text.len()).step_by(2).map(|i| u8::from_str_radix(&text[i..i + 2], 16).unwrap()).collect()
+}
+
+/// Any msgpack value.
+#[derive(Debug, PartialEq)]
+enum Tree {
+    Map(BTreeMap<String, Tree>),
+    List(Vec<Tree>),
+    Leaf(String),
+}
+
+impl<'de> serde::Deserialize<'de> for Tree {
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> Result<Tree, D::Error> {
+        struct Any;
+        impl<'de> serde::de::Visitor<'de> for Any {
+            type Value = Tree;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("anything")
+            }
+            fn visit_bool<E>(self, v: bool) -> Result<Tree, E> {
+                Ok(Tree::Leaf(v.to_string()))
+            }
+            fn visit_i64<E>(self, v: i64) -> Result<Tree, E> {
+                Ok(Tree::Leaf(v.to_string()))
+            }
+            fn visit_u64<E>(self, v: u64) -> Result<Tree, E> {
+                Ok(Tree::Leaf(v.to_string()))
+            }
+            fn visit_str<E>(self, v: &str) -> Result<Tree, E> {
+                Ok(Tree::Leaf(format!("{v:?}")))
+            }
+            fn visit_bytes<E>(self, v: &[u8]) -> Result<Tree, E> {
+                Ok(Tree::Leaf(format!("{v:x?}")))
+            }
+            fn visit_unit<E>(self) -> Result<Tree, E> {
+                Ok(Tree::Leaf("nil".into()))
+            }
+            fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut seq: A) -> Result<Tree, A::Error> {
+                let mut list = Vec::new();
+                while let Some(item) = seq.next_element()? {
+                    list.push(item);
+                }
+                Ok(Tree::List(list))
+            }
+            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Tree, A::Error> {
+                let mut entries = BTreeMap::new();
+                while let Some((key, value)) = map.next_entry::<Tree, Tree>()? {
+                    entries.insert(format!("{key:?}"), value);
+                }
+                Ok(Tree::Map(entries))
+            }
+        }
+        from.deserialize_any(Any)
+    }
+}
+
+impl Tree {
+    /// Refuses it unless all that `older` has is in it with the same value.
+    fn check_holds(&self, older: &Tree, at: &str) {
+        match (self, older) {
+            (Tree::Map(new), Tree::Map(old)) => old.iter().for_each(|(key, value)| {
+                let at = format!("{at}.{key}");
+                new.get(key).unwrap_or_else(|| panic!("{at} is gone")).check_holds(value, &at);
+            }),
+            (Tree::List(new), Tree::List(old)) => {
+                assert_eq!(new.len(), old.len(), "{at}");
+                new.iter().zip(old).for_each(|(new, old)| new.check_holds(old, at));
+            }
+            _ => assert_eq!(self, older, "{at}"),
+        }
+    }
+}
+
+#[test]
+fn messages_of_version_4_are_read_and_nothing_of_them_is_lost() {
+    static READ: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    fn folder() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/version-4")
+    }
+    #[derive(serde::Deserialize)]
+    struct Whole {
+        body: Tree,
+    }
+    fn check<T: Message + Debug>(name: &str, _: &T) {
+        let path = folder().join(format!("{name}.hex"));
+        if !path.exists() {
+            return;
+        }
+        let bytes = golden(&path);
+        READ.lock().unwrap().insert(format!("{name}.hex"));
+        if T::OLDEST == wire::VERSION {
+            // It does not leave its engine.
+            let error = T::from_bytes(&bytes).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::VersionMismatch);
+            for part in ["protocol version 4 arrived", "this build version 5", "need the same kvferry release"] {
+                assert!(error.message().contains(part), "{name}: {error}");
+            }
+            return;
+        }
+        let (message, versions) = T::from_sender(&bytes).unwrap();
+        assert_eq!(versions, Versions { oldest: 4, newest: 4 }, "{name}");
+        let body = |bytes: &[u8]| rmp_serde::from_slice::<Whole>(bytes).unwrap().body;
+        body(&message.to_bytes_in(wire::VERSION).unwrap()).check_holds(&body(&bytes), name);
+    }
+    for_each_sample!(check);
+    let names = std::fs::read_dir(folder()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert_eq!(*READ.lock().unwrap(), names.collect());
 }
 
 #[test]
@@ -319,10 +436,20 @@ fn fields_of_a_later_release_are_ignored_and_optional_ones_may_be_absent() {
 
 #[test]
 fn another_version_is_named_before_the_body_is_looked_at() {
-    let error = StepMetadata::from_bytes(&envelope("step", 7, "nothing like a step")).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::VersionMismatch);
-    for part in ["step message", "version 7", "speaks version 4", "same kvferry release"] {
-        assert!(error.message().contains(part), "{error}");
+    // Between engines, and within one.
+    for version in [3, 6] {
+        let error = PeerMessage::from_bytes(&envelope("peer_message", version, "nothing like one")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::VersionMismatch);
+        let expected = format!(
+            "a peer_message message of protocol version {version} arrived; its sender speaks version {version}, this \
+             build versions 4 to 5; "
+        );
+        assert!(error.message().starts_with(&expected) && error.message().contains("upgrade the older"), "{error}");
+    }
+    for version in [4, 6] {
+        let error = StepMetadata::from_bytes(&envelope("step", version, "nothing like a step")).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::VersionMismatch);
+        assert!(error.message().contains("this build version 5; all processes of one engine need"), "{error}");
     }
     let error = StepMetadata::from_bytes(&envelope("step", wire::VERSION, "nothing like a step")).unwrap_err();
     assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("damaged step message"), "{error}");
@@ -343,7 +470,7 @@ fn foreign_bytes_are_told_from_damaged_ones() {
         let error = StepMetadata::from_bytes(&bytes).unwrap_err();
         assert!(error.kind() == ErrorKind::Corrupt && error.message().contains("not a kvferry message"), "{error}");
     }
-    let error = wire::decode::<StepMetadata>("step", &[0; 11], 10).unwrap_err();
+    let error = wire::decode::<StepMetadata>("step", wire::VERSION, &[0; 11], 10).unwrap_err();
     assert!(error.kind() == ErrorKind::Exhausted && error.message().contains("11 bytes"), "{error}");
 }
 

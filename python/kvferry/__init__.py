@@ -34,7 +34,7 @@ from ._errors import (
     VersionMismatchError,
 )
 from ._find import header_path, library_path
-from ._lib import abi_version, ucx_info, version
+from ._lib import abi_version, protocol_versions, ucx_info, version
 from .agent import Agent, Event, Message, PeerConnected, PeerLost, Region, Route, Segment, Transfer, TransferDone
 from .aggregator import Aggregator, Outcome, RankRecord
 from .listener import Listener
@@ -93,6 +93,7 @@ __all__ = [
     "log",
     "merge_reports",
     "plan",
+    "protocol_versions",
     "settings",
     "stats",
     "ucx_info",

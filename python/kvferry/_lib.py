@@ -332,6 +332,12 @@ def version() -> str:
     return text.decode()
 
 
+def protocol_versions() -> tuple[int, int]:
+    """The oldest and the newest protocol version that the library speaks to other engines."""
+    functions = _load().functions
+    return functions.kvf_protocol_oldest(), functions.kvf_protocol_version()
+
+
 def abi_version() -> int:
     """The library's C ABI number."""
     number: int = _load().functions.kvf_abi_version()

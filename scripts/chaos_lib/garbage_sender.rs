@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use kvferry::agent::decode_metadata;
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
-use kvferry::proto::wire::{Message, PeerMessage, Reader, Verdict, encode};
+use kvferry::proto::wire::{Message, OLDEST, PeerMessage, Reader, Verdict, encode};
 use kvferry::ucx::{Context, ContextConfig, Endpoint, EndpointOptions, Posted, Worker, WorkerOptions};
 use serde::Serialize;
 
@@ -143,7 +143,7 @@ impl Sender {
             seen,
             address: self.address.clone(),
         };
-        encode("hello", &hello).unwrap()
+        encode("hello", OLDEST, &hello).unwrap()
     }
 
     fn begin(&mut self) -> Life {
@@ -159,7 +159,7 @@ impl Sender {
             address: self.address.clone(),
         };
         let frame = header(1, incarnation, connection, 0);
-        self.post(&mut life, frame, encode("hello", &hello).unwrap());
+        self.post(&mut life, frame, encode("hello", OLDEST, &hello).unwrap());
         life
     }
 

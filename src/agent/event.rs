@@ -56,6 +56,8 @@ pub enum Event {
         way: String,
         /// Its incarnation.
         incarnation: Incarnation,
+        /// The newest protocol version that both speak.
+        version: u16,
     },
     /// The peer is gone, its id is no longer valid, and its transfers end with errors (their own
     /// [`Event::TransferDone`]s may still follow). Connecting again gives a new id. Comes once per [`PeerId`],

@@ -9,6 +9,7 @@ use super::served::{
     CHUNK_BYTES, CHUNK_PIECES, STREAM_CHUNK_BYTES, decode_pieces, encode_pieces, read_request, stream_request,
 };
 use super::streams::{Heading, Offer, ticket_of};
+use crate::proto::wire::{OLDEST, VERSION, Versions};
 
 /// A frame header; what decodes encodes to the same bytes, but for the two that are not looked at.
 pub fn frame(bytes: &[u8]) -> bool {
@@ -22,6 +23,9 @@ pub fn frame(bytes: &[u8]) -> bool {
 /// A hello; what decodes can be encoded, and decodes to the same.
 pub fn hello(bytes: &[u8]) -> bool {
     let Ok(hello) = Hello::decode(bytes) else { return false };
+    assert!((OLDEST..=VERSION).contains(&hello.versions.common()), "{hello:?}");
+    // What is encoded says what this build speaks.
+    let hello = Hello { versions: Versions::OURS, ..hello };
     let again = hello.encode().expect("what was decoded can be encoded");
     assert_eq!(Hello::decode(&again).ok().as_ref(), Some(&hello));
     true
@@ -53,7 +57,7 @@ pub fn stream(bytes: &[u8]) -> bool {
     }
     let offer = Offer::decode(bytes);
     if let Ok(offer) = &offer {
-        let again = offer.encode().expect("what was decoded can be encoded");
+        let again = offer.encode(VERSION).expect("what was decoded can be encoded");
         assert_eq!(Offer::decode(&again).ok().as_ref(), Some(offer));
     }
     let heading = bytes.try_into().is_ok_and(|bytes| match Heading::decode(bytes) {

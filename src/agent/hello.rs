@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::process::ProcessPlace;
 use crate::proto::ids::Incarnation;
+use crate::proto::wire::{self, OLDEST, Versions};
 
 /// The active-message id that all agents use.
 pub(super) const AM_ID: u16 = 0x4b;
@@ -165,25 +166,33 @@ pub(super) struct Hello {
     /// Whether the sender may be asked for a stream.
     #[serde(default)]
     pub(super) streams: bool,
+    /// The protocol versions that the sender speaks; on the wire they are in the envelope.
+    #[serde(skip, default = "ours")]
+    pub(super) versions: Versions,
+}
+
+fn ours() -> Versions {
+    Versions::OURS
 }
 
 /// A hello is a name, an address of a few hundred bytes and some numbers.
 const MAX_HELLO_BYTES: usize = 64 << 10;
 
 impl Hello {
+    /// Encodes it in the oldest version that is spoken: it is the first message of its connection.
     pub(super) fn encode(&self) -> Result<Vec<u8>> {
-        crate::proto::wire::encode("hello", self)
+        wire::encode("hello", OLDEST, self)
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Result<Hello> {
-        let hello: Hello = crate::proto::wire::decode("hello", bytes, MAX_HELLO_BYTES)?;
+        let (hello, versions) = wire::decode::<Hello>("hello", OLDEST, bytes, MAX_HELLO_BYTES)?;
         if hello.name.is_empty() || hello.name.len() > 256 {
             return Err(Error::corrupt(format!(
                 "a hello with a name of {} bytes, expected 1 to 256",
                 hello.name.len()
             )));
         }
-        Ok(hello)
+        Ok(Hello { versions, ..hello })
     }
 }
 
@@ -192,6 +201,7 @@ impl Hello {
 mod tests {
     use super::*;
     use crate::mem::process::Witness;
+    use crate::proto::wire::VERSION;
 
     #[test]
     fn a_frame_survives_the_wire_and_damage_is_refused() {
@@ -208,6 +218,12 @@ mod tests {
             let mut bad = bytes;
             bad[index] = value;
             assert_eq!(Frame::decode(&bad).unwrap_err().kind(), kind);
+        }
+        for version in [1, 3] {
+            let mut other = bytes;
+            other[4] = version;
+            let error = Frame::decode(&other).unwrap_err();
+            assert!(error.message().contains(&format!("version {version}, this build speaks 2")), "{error}");
         }
     }
 
@@ -232,12 +248,20 @@ mod tests {
             address: vec![1, 2, 3],
             process: Witness::new(3).place(),
             streams: true,
+            versions: Versions::OURS,
         };
         assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
         assert!(Hello::decode(b"something else").is_err());
         let older = Older { name: "a", incarnation: Incarnation(3), connection: 4, seen: None, address: vec![1, 2, 3] };
-        let older = crate::proto::wire::encode("hello", &older).unwrap();
+        let older = wire::encode("hello", OLDEST, &older).unwrap();
         assert!(!Hello::decode(&older).unwrap().streams);
+        // What a build of version 4 says speaks only that.
+        let text = older.windows(7).position(|bytes| bytes == b"\xa6speaks").unwrap();
+        let before = [&[0x84], &older[1..text], &older[text + 10..]].concat();
+        let before = Hello::decode(&before).unwrap();
+        assert_eq!((before.versions, before.versions.common()), (Versions { oldest: 4, newest: 4 }, 4));
+        let newer = wire::encode("hello", VERSION, &hello).unwrap();
+        assert_eq!(Hello::decode(&newer).unwrap().versions.common(), VERSION);
         let nameless = Hello { name: String::new(), ..hello };
         assert!(Hello::decode(&nameless.encode().unwrap()).is_err());
     }

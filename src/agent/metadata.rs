@@ -1,14 +1,13 @@
 //! Agent metadata as bytes, for hosts that carry it themselves.
 
 use crate::error::Result;
-use crate::proto::wire::{self, AgentMetadata};
+use crate::proto::wire::{AgentMetadata, Message};
 
-/// The largest encoded metadata accepted: a few thousand regions with rkeys of some hundred bytes.
-pub const MAX_METADATA_BYTES: usize = 16 << 20;
+pub use crate::proto::wire::limits::MAX_AGENT_METADATA_BYTES as MAX_METADATA_BYTES;
 
 /// Encodes metadata for another process.
 pub fn encode_metadata(metadata: &AgentMetadata) -> Result<Vec<u8>> {
-    wire::encode("agent_metadata", metadata)
+    metadata.to_bytes()
 }
 
 /// Decodes what [`encode_metadata`] made. The address and the rkeys inside are checked when they are used.
@@ -18,5 +17,5 @@ pub fn encode_metadata(metadata: &AgentMetadata) -> Result<Vec<u8>> {
 /// [`ErrorKind::VersionMismatch`](crate::ErrorKind::VersionMismatch) for another version's,
 /// [`ErrorKind::Exhausted`](crate::ErrorKind::Exhausted) for more than [`MAX_METADATA_BYTES`].
 pub fn decode_metadata(bytes: &[u8]) -> Result<AgentMetadata> {
-    wire::decode("agent_metadata", bytes, MAX_METADATA_BYTES)
+    AgentMetadata::from_bytes(bytes)
 }

@@ -24,7 +24,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mem::process::Neighbour;
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
-use crate::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
+use crate::proto::wire::{AgentMetadata, MemoryKind, OLDEST, RegionMetadata, Versions};
 use crate::ucx::{self, Endpoint, EndpointOptions, Rkey};
 
 /// Peers that may be connected at a time. Engines of a thousand ranks on both sides stay under it; a peer that makes
@@ -43,6 +43,8 @@ pub(super) struct Peer {
     pub(super) connection: u64,
     /// The peer's, once it said hello. From then on it is known to be alive and itself, and transfers are posted.
     remote_connection: Option<u64>,
+    /// The protocol version in which this agent writes to it; the oldest that is spoken until it said hello.
+    pub(super) version: u16,
     /// When the peer must have said hello.
     deadline: Option<Instant>,
     regions: Vec<RemoteRegion>,
@@ -318,6 +320,7 @@ impl Engine {
             incarnation,
             connection,
             remote_connection: None,
+            version: OLDEST,
             deadline: None,
             regions: Vec::new(),
             lens: Vec::new(),
@@ -357,6 +360,7 @@ impl Engine {
             address: self.address.clone(),
             process: self.place.clone(),
             streams: self.config.streams,
+            versions: Versions::OURS,
         };
         let frame =
             Frame { kind: FrameKind::Hello, incarnation: self.incarnation, connection: peer.connection, sequence: 0 };
@@ -430,18 +434,23 @@ impl Engine {
         let first = peer.remote_connection.replace(hello.connection).is_none();
         peer.deadline = None;
         if first {
+            peer.version = hello.versions.common();
             let lanes = peer.endpoint.describe();
             peer.reach = Reach::of(&lanes);
             peer.may_stream = hello.streams && self.config.streams && !self.secrets.is_keyed() && has_only_tcp(&lanes);
             let places = hello.process.as_ref().zip(self.place.as_ref());
             peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
             peer.neighbour = find_neighbour(&lanes, hello, &self.config.name).map(Arc::new);
-            let (name, incarnation) = (peer.name.clone(), peer.incarnation);
+            let (name, incarnation, version) = (peer.name.clone(), peer.incarnation, peer.version);
             let way = format!("{lanes}; host memory is {}", paths::between(peer, MemoryKind::Host, MemoryKind::Host));
             // A passenger knows more of the peer, and says it in one line.
             let level = if self.config.tells_connections { log::Level::Info } else { log::Level::Debug };
-            log::log!(level, "agent {}: connected to agent {name} ({incarnation}) over {way}", self.config.name);
-            self.events.push_back(Event::PeerConnected { peer: id, name, way, incarnation });
+            log::log!(
+                level,
+                "agent {}: connected to agent {name} ({incarnation}) over {way}, protocol {version}",
+                self.config.name
+            );
+            self.events.push_back(Event::PeerConnected { peer: id, name, way, incarnation, version });
         }
         Ok(())
     }

@@ -17,6 +17,7 @@ use super::ids::PeerId;
 use super::peers::{Peer, Peers};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
+use crate::proto::wire::Versions;
 use crate::secret::{Channel, Initiator, Key, Protocol, Responder};
 
 /// Agents whose last hello's number is remembered after they are gone. Far above the peers at a time, whose numbers are
@@ -228,6 +229,7 @@ impl Engine {
             process: self.place.clone(),
             // What they carry is not sealed.
             streams: false,
+            versions: Versions::OURS,
         })
     }
 
@@ -393,6 +395,7 @@ mod tests {
             address: vec![1, 2, 3],
             process: None,
             streams: false,
+            versions: Versions::OURS,
         };
         let payload = join(Incarnation(9), &hello).unwrap();
         assert_eq!(divide(&payload, Incarnation(9)).unwrap(), hello);

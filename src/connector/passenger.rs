@@ -21,7 +21,7 @@ use crate::proto::plan::CopyPlan;
 use crate::proto::stats::Stats;
 use crate::proto::time::Time;
 use crate::proto::wire::{
-    AgentMetadata, Cause, EngineShape, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport,
+    self, AgentMetadata, Cause, EngineShape, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport,
 };
 use crate::proto::worker::{
     Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine,
@@ -109,6 +109,8 @@ struct Link {
     /// The shape of its engine, if we asked for it.
     shape: Option<EngineShape>,
     connected: bool,
+    /// The protocol version in common with it, once it is connected.
+    version: Option<u16>,
     /// Whether we made it. One that the other side made is not closed when only we are done with it.
     ours: bool,
 }
@@ -357,16 +359,18 @@ impl Driver {
     fn event(&mut self, now: Instant, event: Event) {
         let time = self.time(now);
         match event {
-            Event::PeerConnected { peer, name, way, incarnation } => {
+            Event::PeerConnected { peer, name, way, incarnation, version } => {
                 self.changed = true;
                 let link = self.links.entry(peer).or_default();
                 link.connected = true;
-                (link.name, link.way) = (name, way);
+                (link.name, link.way, link.version) = (name, way, Some(version));
                 match link.key.clone() {
                     Some(key) => self.connected(time, peer, &key, ""),
                     None => {
                         let Link { name, way, .. } = link;
-                        log::info!("kvferry worker: {name} connected to us, incarnation {incarnation}, over {way}");
+                        log::info!(
+                            "kvferry worker: {name} connected to us, incarnation {incarnation}, over {way}, protocol {version}"
+                        );
                     }
                 }
             }
@@ -529,7 +533,8 @@ impl Driver {
             PeerRef::Outbound(key) => *self.ids.get(key).ok_or_else(|| Error::not_found("the connection is gone"))?,
             PeerRef::Inbound(raw) => PeerId::from_raw(*raw),
         };
-        ferry.send(id, message.to_bytes()?)
+        let version = self.links.get(&id).and_then(|link| link.version).unwrap_or(wire::OLDEST);
+        ferry.send(id, message.to_bytes_in(version)?)
     }
 }
 

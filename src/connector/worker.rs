@@ -195,7 +195,7 @@ impl Worker {
             }
         } else if !wire::begins_as::<StepMetadata>(&step) {
             // For the error.
-            wire::decode::<IgnoredAny>(StepMetadata::KIND, &step, StepMetadata::MAX_BYTES)?;
+            wire::decode::<IgnoredAny>(StepMetadata::KIND, StepMetadata::OLDEST, &step, StepMetadata::MAX_BYTES)?;
         }
         self.shared.push(Command::Step(step));
         self.agent.waker().wake();

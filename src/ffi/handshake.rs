@@ -41,7 +41,7 @@ struct Answer {
 /// key_file (as in kvf_listener_start), timeout_ms (10000), own (the side that asks: map with model and engine, as model
 /// and producer in kvf_plan_describe, and compat, a map of those compatibility fields that are known).
 ///
-/// `*out` is a msgpack map. survey: map with protocol (its version), engine, incarnation (hexadecimal digits), shape (tp,
+/// `*out` is a msgpack map. survey: map with protocol (the newest version that both speak), engine, incarnation (hexadecimal digits), shape (tp,
 /// pp, dcp), ranks (list of maps with rank, name, ucx_version, regions, bytes, memory, layers, heads and blocks) and fields
 /// (list of maps with name, here (str or nil), there, must_match, fits (bool, or nil where nothing is compared) and
 /// remedy). agents: the ranks' agent metadata in the same order, for kvf_agent_connect.
@@ -78,8 +78,8 @@ fn survey(host: &str, port: u16, config: Config) -> Result<Vec<u8>> {
     let answered = |e: Error| e.context(format_args!("the listener at {}", net::host_port(host, port)));
     match reply {
         HandshakeReply::Ranks { engine, incarnation, shape, ranks, .. } => {
-            let ranks = decode_ranks(&engine, shape, &ranks).map_err(answered)?;
-            let survey = Survey::of(incarnation, &ranks, config.own.as_ref())?;
+            let (ranks, protocol) = decode_ranks(&engine, shape, &ranks).map_err(answered)?;
+            let survey = Survey::of(incarnation, &ranks, protocol, config.own.as_ref())?;
             let agents = ranks.iter().map(|rank| encode_metadata(&rank.agent).map(ByteBuf::from));
             decode::encode("a survey", &Answer { survey, agents: agents.collect::<Result<_>>()? })
         }

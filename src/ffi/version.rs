@@ -2,6 +2,8 @@
 
 use std::ffi::{CStr, c_char};
 
+use crate::proto::wire;
+
 /// The number of this C ABI: raised when a program compiled against an older header would misbehave.
 const ABI: u32 = 1;
 
@@ -14,6 +16,18 @@ const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_V
 #[unsafe(no_mangle)]
 pub extern "C" fn kvf_version() -> *const c_char {
     VERSION.as_ptr()
+}
+
+/// The protocol version of this library, the newest that it speaks to other engines ("Versions" in docs/protocol.md).
+#[unsafe(no_mangle)]
+pub extern "C" fn kvf_protocol_version() -> u32 {
+    wire::VERSION.into()
+}
+
+/// The oldest protocol version that this library speaks to other engines.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvf_protocol_oldest() -> u32 {
+    wire::OLDEST.into()
 }
 
 /// The number of the C ABI. A program checks that it is the KVF_ABI_VERSION that it was compiled with.

@@ -538,7 +538,14 @@ impl Client {
         let at = host_port(&key.0, key.1);
         let Some((kind, exchange, message)) = sealed::split(bytes) else {
             let Some(id) = self.oldest(key) else { return };
+            if let Some(e) = sealed::check_version(bytes) {
+                return self.end(id, Err(e.context(format!("what listens on {at} answered"))));
+            }
             let said = match HandshakeReply::from_bytes(bytes) {
+                Ok(HandshakeReply::Refused { code: RefusalCode::Version, message, .. }) => {
+                    let text = format!("the listener at {at} refused: {message}");
+                    return self.end(id, Err(Error::new(ErrorKind::VersionMismatch, text)));
+                }
                 Ok(HandshakeReply::Refused { message, .. }) => message,
                 _ => "something else than a refusal, which is not looked at".to_owned(),
             };

@@ -7,10 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use super::Address;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::proto::handshake::Asker;
 use crate::proto::wire::limits::{MAX_REPLY_BYTES, MAX_REQUEST_BYTES};
-use crate::proto::wire::{HandshakeReply, Message, RefusalCode};
+use crate::proto::wire::{HandshakeReply, Message, RefusalCode, Versions};
 use crate::secret::{Channel, Initiator, Key, Protocol, Responder, sealed_len};
 
 /// No message in clear begins so: those are msgpack maps.
@@ -59,6 +59,21 @@ pub(super) fn split(frame: &[u8]) -> Option<(Kind, u64, &[u8])> {
         _ => return None,
     };
     ([m0, m1, m2, m3] == MAGIC).then_some((kind, u64::from_le_bytes(number), rest))
+}
+
+/// The error for a frame of this protocol in a version that is not spoken; None for any other frame. The first frame of
+/// an exchange is not negotiated, so a version stays as long as a protocol version that is spoken has it.
+pub(super) fn check_version(frame: &[u8]) -> Option<Error> {
+    let (magic, rest) = frame.split_first_chunk::<4>()?;
+    let version = rest.first().filter(|version| *magic == MAGIC && **version != VERSION)?;
+    let ours = Versions::OURS;
+    Some(Error::new(
+        ErrorKind::VersionMismatch,
+        format!(
+            "a sealed frame of version {version} came, this build speaks version {VERSION} (protocol {ours}): upgrade the \
+             older side, one protocol version at a time (\"Upgrading\" in docs/guide.md)"
+        ),
+    ))
 }
 
 fn frame(kind: Kind, exchange: u64, parts: &[&[u8]]) -> Vec<u8> {
@@ -163,10 +178,14 @@ impl Gate {
         request: &[u8],
         answer: impl FnOnce(&[u8]) -> Option<Vec<u8>>,
     ) -> Option<Vec<u8>> {
+        if let Some(error) = check_version(request) {
+            return Some(refusal(RefusalCode::Version, error.message()));
+        }
         let sealed = split(request);
         let Some(key) = self.key.clone() else {
             if sealed.is_some() {
                 return Some(refusal(
+                    RefusalCode::Key,
                     "a sealed request came, and this listener has no key: give both engines the same key file \
                      (key_file, KVFERRY_KEY_FILE), or none",
                 ));
@@ -180,8 +199,9 @@ impl Gate {
             Some((Kind::Ask, number, message)) => {
                 self.ask(asker, number, message, answer).unwrap_or_else(|e| Some(refused(&e)))
             }
-            Some(_) => Some(refusal("a frame that only listeners send")),
+            Some(_) => Some(refusal(RefusalCode::Key, "a frame that only listeners send")),
             None => Some(refusal(
+                RefusalCode::Key,
                 "this listener takes sealed requests only: give both engines the same key file (key_file, \
                  KVFERRY_KEY_FILE)",
             )),
@@ -220,7 +240,7 @@ impl Gate {
             self.seen.remove(&oldest);
         }
         let mut name = [0; CHANNEL_BYTES];
-        getrandom::fill(&mut name).map_err(|e| Error::new(crate::ErrorKind::Io, format!("drawing a name: {e}")))?;
+        getrandom::fill(&mut name).map_err(|e| Error::new(ErrorKind::Io, format!("drawing a name: {e}")))?;
         let (second, channel) = responder.answer(&name)?;
         self.channels.insert(name, (number, channel));
         self.order.push_back(name);
@@ -260,14 +280,12 @@ impl Gate {
 }
 
 fn refused(error: &Error) -> Vec<u8> {
-    refusal(error.message())
+    refusal(RefusalCode::Key, error.message())
 }
 
-fn refusal(message: &str) -> Vec<u8> {
+fn refusal(code: RefusalCode, message: &str) -> Vec<u8> {
     log::debug!("kvferry listener: refused a request: {message}");
-    HandshakeReply::Refused { id: 0, code: RefusalCode::Key, message: message.to_owned() }
-        .to_bytes()
-        .unwrap_or_default()
+    HandshakeReply::Refused { id: 0, code, message: message.to_owned() }.to_bytes().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -293,7 +311,7 @@ mod tests {
 
     fn refused_text(reply: &[u8]) -> String {
         match HandshakeReply::from_bytes(reply).unwrap() {
-            HandshakeReply::Refused { id: 0, code: RefusalCode::Key, message } => message,
+            HandshakeReply::Refused { id: 0, code: RefusalCode::Key | RefusalCode::Version, message } => message,
             other => panic!("{other:?}"),
         }
     }
@@ -360,6 +378,23 @@ mod tests {
         let mut open = gate(None);
         assert!(refused_text(&open.answer(&foreign, never)).contains("has no key"));
         assert_eq!(open.answer(b"in clear", echo), b"echo:in clear");
+    }
+
+    #[test]
+    fn another_version_of_the_frames_is_refused_with_both_numbers() {
+        let (_, first) = Exchange::begin(&Key::from_bytes([1; 32]), 7).unwrap();
+        for (key, version) in [(Some(1), 0), (Some(1), 2), (None, 2)] {
+            let mut frame = first.clone();
+            frame[4] = version;
+            match HandshakeReply::from_bytes(&gate(key).answer(&frame, never)).unwrap() {
+                HandshakeReply::Refused { id: 0, code: RefusalCode::Version, message } => {
+                    let expected = format!("of version {version} came, this build speaks version 1");
+                    assert!(message.contains(&expected), "{message}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(check_version(&first), None);
     }
 
     #[test]

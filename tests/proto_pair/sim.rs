@@ -156,7 +156,7 @@ fn producer(life: u64) -> Producer {
     let meta = metadata(engine("p"), 1_000 + life, 16);
     worker.set_local(Arc::new(meta.clone()));
     let mut directory = Directory::new(engine("p"), Incarnation(life), SHAPE, Pushes::Refused).unwrap();
-    directory.offer(kvferry::proto::wire::encode("rank_metadata", &meta).unwrap()).unwrap();
+    directory.offer(meta.to_bytes().unwrap()).unwrap();
     Producer {
         life,
         worker,

@@ -145,7 +145,17 @@ def test_what_vllm_would_refuse_is_refused(config: Any, expected: str, capsys: p
     assert expected in capsys.readouterr().err
 
 
-def test_the_version_is_the_librarys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_versions_of_library_protocol_and_ucx_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
-    assert (ended.value.code, capsys.readouterr().out) == (0, f"kvferry {kvferry.version()}\n")
+    oldest, newest = kvferry.protocol_versions()
+    assert newest == oldest + 1
+    ucx = kvferry.ucx_info()
+    assert (ended.value.code, capsys.readouterr().out.splitlines()) == (
+        0,
+        [
+            f"kvferry {kvferry.version()}",
+            f"protocol {newest}; speaks {oldest} to {newest}",
+            f"UCX {ucx['version']}, {ucx['source']}: {ucx['path']}",
+        ],
+    )

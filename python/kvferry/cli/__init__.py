@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from .._errors import KvferryError
-from .._lib import version
+from .._errors import KvferryError, UcxMissingError
+from .._lib import protocol_versions, ucx_info, version
 from ..bench import cli as bench
 from . import config, doctor, key, plan, trace
 
@@ -21,13 +21,20 @@ _SIMPLE: dict[str, ModuleType] = {"config": config, "doctor": doctor, "key": key
 
 
 class _Version(argparse.Action):
-    """Prints the version; the library is loaded only then."""
+    """Prints the versions of the library, of the protocol and of UCX; the library is loaded only then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="print the version and exit")
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="print the versions and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        oldest, newest = protocol_versions()
         print(f"kvferry {version()}")
+        print(f"protocol {newest}; speaks {oldest} to {newest}")
+        try:
+            ucx = ucx_info()
+            print(f"UCX {ucx['version']}, {ucx['source']}: {ucx['path']}")
+        except UcxMissingError:
+            print("UCX none; kvferry doctor says where it was looked for")
         parser.exit()
 
 

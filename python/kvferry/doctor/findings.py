@@ -483,8 +483,8 @@ KINDS: dict[str, Kind] = {
             ),
             "version": Case(
                 "problem",
-                "The engine speaks another version of the protocol.",
-                "install the same release of kvferry on both sides",
+                "The engine speaks no version of the protocol that this side speaks.",
+                "upgrade the older side, one protocol version at a time ('Upgrading' in docs/guide.md)",
             ),
             "refused": Case("problem", "The answer was refused or is no good.", "follow the error's text"),
             "unknown": Case("not applicable", "libkvferry is missing, so nothing was asked."),

@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::proto::wire::{self, OLDEST};
 
 /// Bytes of a secret.
 const SECRET_BYTES: usize = 16;
@@ -31,12 +32,13 @@ pub(super) const MAX_ADDRESSES: usize = 16;
 const MAX_OFFER_BYTES: usize = 4096;
 
 impl Offer {
-    pub(in crate::agent) fn encode(&self) -> Result<Vec<u8>> {
-        crate::proto::wire::encode("stream offer", self)
+    /// `version`: the protocol version in common with the reader.
+    pub(in crate::agent) fn encode(&self, version: u16) -> Result<Vec<u8>> {
+        wire::encode("stream offer", version, self)
     }
 
     pub(in crate::agent) fn decode(bytes: &[u8]) -> Result<Offer> {
-        let offer: Offer = crate::proto::wire::decode("stream offer", bytes, MAX_OFFER_BYTES)?;
+        let (offer, _) = wire::decode::<Offer>("stream offer", OLDEST, bytes, MAX_OFFER_BYTES)?;
         if offer.addresses.len() > MAX_ADDRESSES {
             return Err(Error::corrupt(format!(
                 "a stream offer of {} addresses, at most {MAX_ADDRESSES} are allowed",
@@ -133,20 +135,22 @@ mod tests {
             answer: draw().unwrap(),
         };
         assert_ne!(offer.ticket, offer.answer);
-        let bytes = offer.encode().unwrap();
+        let bytes = offer.encode(OLDEST).unwrap();
         assert_eq!(Offer::decode(&bytes).unwrap(), offer);
         for cut in 0..bytes.len() {
             assert!(Offer::decode(&bytes[..cut]).is_err());
         }
         let many = Offer { addresses: vec![offer.addresses[0].clone(); MAX_ADDRESSES + 1], ..offer.clone() };
-        assert!(Offer::decode(&many.encode().unwrap()).unwrap_err().message().contains("at most 16"));
+        assert!(Offer::decode(&many.encode(OLDEST).unwrap()).unwrap_err().message().contains("at most 16"));
         let named = Offer { addresses: vec!["localhost:5".to_owned()], ..offer.clone() };
-        assert!(Offer::decode(&named.encode().unwrap()).unwrap_err().message().contains("\"localhost:5\""));
+        assert!(Offer::decode(&named.encode(OLDEST).unwrap()).unwrap_err().message().contains("\"localhost:5\""));
 
         let mut bytes = greeting(&offer.ticket);
         assert_eq!(ticket_of(&bytes).unwrap(), offer.ticket);
         bytes[4] = 9;
-        assert_eq!(ticket_of(&bytes).unwrap_err().kind(), ErrorKind::VersionMismatch);
+        let error = ticket_of(&bytes).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::VersionMismatch);
+        assert!(error.message().contains("version 9, this build speaks 1"), "{error}");
         bytes[0] = b'X';
         assert_eq!(ticket_of(&bytes).unwrap_err().kind(), ErrorKind::Corrupt);
 

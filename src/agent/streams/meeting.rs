@@ -124,7 +124,7 @@ impl Engine {
         self.close_outbound(id);
         let addresses = self.stream_addresses(id).iter().map(ToString::to_string).collect();
         let offer = Offer { addresses, ticket: draw()?, answer: draw()? };
-        let load = Load::Bytes(offer.encode()?);
+        let load = Load::Bytes(offer.encode(self.peers.get(id)?.version)?);
         if !offer.addresses.is_empty() {
             self.streams.tickets.insert(offer.ticket, id);
             self.streams.outbound.insert(id, Outbound::offered(offer.ticket, offer.answer));

@@ -11,7 +11,7 @@ use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES, MAX_REPLY_BYTES};
 use crate::proto::wire::{
-    self, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RankMetadata, RefusalCode, kind,
+    self, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RankMetadata, RefusalCode, Versions, kind,
 };
 
 /// Whether ranks may bring their metadata over the network.
@@ -39,9 +39,9 @@ pub struct Directory {
 struct Refusal(RefusalCode, String);
 
 impl Refusal {
-    fn encode(self, id: u64) -> Vec<u8> {
+    fn encode(self, version: u16, id: u64) -> Vec<u8> {
         let Refusal(code, message) = self;
-        HandshakeReply::Refused { id, code, message }.to_bytes().unwrap_or_default()
+        HandshakeReply::Refused { id, code, message }.to_bytes_in(version).unwrap_or_default()
     }
 }
 
@@ -112,11 +112,23 @@ impl Directory {
     /// again change nothing.
     ///
     /// Errors: [`ErrorKind::Exhausted`] over [`MAX_RANK_METADATA_BYTES`](crate::proto::wire::limits::MAX_RANK_METADATA_BYTES), [`ErrorKind::Corrupt`] and
-    /// [`ErrorKind::VersionMismatch`] for bytes that do not decode, [`ErrorKind::Incompatible`] for another engine or
-    /// shape, [`ErrorKind::InvalidArgument`] for a rank outside the shape, [`ErrorKind::AlreadyExists`] for other
+    /// [`ErrorKind::VersionMismatch`] for bytes that do not decode, [`ErrorKind::Incompatible`] for another engine,
+    /// shape or release, [`ErrorKind::InvalidArgument`] for a rank outside the shape, [`ErrorKind::AlreadyExists`] for other
     /// contents than the rank gave before.
     pub fn offer(&mut self, metadata: Vec<u8>) -> Result<RankId> {
-        let decoded = RankMetadata::from_bytes(&metadata)?;
+        let (decoded, versions) = RankMetadata::from_sender(&metadata)?;
+        if versions != Versions::OURS {
+            return Err(Error::new(
+                ErrorKind::Incompatible,
+                format!(
+                    "rank {} of engine {} speaks protocol {versions}, its scheduler side {}; all processes of one engine \
+                     need the same kvferry release: install it on every host of the engine and restart the engine",
+                    decoded.rank,
+                    decoded.engine,
+                    Versions::OURS
+                ),
+            ));
+        }
         if decoded.engine != self.engine {
             return Err(Error::new(
                 ErrorKind::Incompatible,
@@ -187,33 +199,38 @@ impl Directory {
         self.answer_or_wait(Some(asker), request)
     }
 
-    fn answer_or_wait(&mut self, asker: Option<&[u8]>, request: &[u8]) -> Option<Vec<u8>> {
-        let (id, outcome) = match self.read(request) {
-            Ok(HandshakeRequest::Query { id, .. } | HandshakeRequest::Await { id, .. })
-                if request.len() > MAX_QUERY_BYTES =>
+    fn answer_or_wait(&mut self, asker: Option<&[u8]>, bytes: &[u8]) -> Option<Vec<u8>> {
+        let (request, version) = match HandshakeRequest::from_sender(bytes) {
+            Ok((request, versions)) => (request, versions.common()),
+            Err(e) => return Some(unreadable(&e).encode(wire::version_for_answer(bytes), 0)),
+        };
+        let (id, outcome) = match request {
+            HandshakeRequest::Query { id, .. } | HandshakeRequest::Await { id, .. }
+                if bytes.len() > MAX_QUERY_BYTES =>
             {
-                (id, Err(too_long(request.len())))
+                (id, Err(too_long(bytes.len())))
             }
-            Ok(HandshakeRequest::Query { id, engine, ranks }) => (id, self.query(id, engine, &ranks)),
-            Ok(HandshakeRequest::Push { id, expected, metadata }) => (id, self.push(id, expected, metadata.into_vec())),
-            Ok(HandshakeRequest::Await { id, engine, requests }) => match self.check_engine(&engine) {
+            HandshakeRequest::Query { id, engine, ranks } => (id, self.query(version, id, engine, &ranks)),
+            HandshakeRequest::Push { id, expected, metadata } => {
+                (id, self.push(version, id, expected, metadata.into_vec()))
+            }
+            HandshakeRequest::Await { id, engine, requests } => match self.check_engine(&engine) {
                 Ok(()) if requests.len() > MAX_AWAITED => (id, Err(too_many(requests.len()))),
                 Ok(()) => {
-                    let told = self.prefills.ask(asker, id, requests)?;
+                    let told = self.prefills.ask(asker, version, id, requests)?;
                     (id, Ok(self.told(told)))
                 }
                 Err(refusal) => (id, Err(refusal)),
             },
-            Err(refusal) => (0, Err(refusal)),
         };
-        Some(outcome.unwrap_or_else(|refusal| refusal.encode(id)))
+        Some(outcome.unwrap_or_else(|refusal| refusal.encode(version, id)))
     }
 
-    fn told(&self, Told { id, ready, gone }: Told) -> Vec<u8> {
+    fn told(&self, Told { version, id, ready, gone }: Told) -> Vec<u8> {
         let (engine, incarnation) = (self.engine.clone(), self.incarnation);
         HandshakeReply::Prefills { id, engine, incarnation, ready, gone }
-            .to_bytes()
-            .unwrap_or_else(|e| Refusal(RefusalCode::TooLarge, e.message().into()).encode(id))
+            .to_bytes_in(version)
+            .unwrap_or_else(|e| Refusal(RefusalCode::TooLarge, e.message().into()).encode(version, id))
     }
 
     fn check_engine(&self, wanted: &EngineId) -> Result<(), Refusal> {
@@ -231,17 +248,7 @@ impl Directory {
         ))
     }
 
-    fn read(&self, request: &[u8]) -> Result<HandshakeRequest, Refusal> {
-        HandshakeRequest::from_bytes(request).map_err(|e| {
-            let code = match e.kind() {
-                ErrorKind::VersionMismatch => RefusalCode::Version,
-                _ => RefusalCode::Malformed,
-            };
-            Refusal(code, e.message().into())
-        })
-    }
-
-    fn query(&self, id: u64, engine: Option<EngineId>, ranks: &[RankId]) -> Result<Vec<u8>, Refusal> {
+    fn query(&self, version: u16, id: u64, engine: Option<EngineId>, ranks: &[RankId]) -> Result<Vec<u8>, Refusal> {
         if let Some(wanted) = engine {
             self.check_engine(&wanted)?;
         }
@@ -283,11 +290,15 @@ impl Directory {
             ));
         }
         let (engine, incarnation, shape) = (&self.engine, self.incarnation, self.shape);
-        wire::encode(kind::HANDSHAKE_REPLY, &BorrowedReply::Ranks { id, engine, incarnation, shape, ranks: found })
-            .map_err(|e| Refusal(RefusalCode::Malformed, e.message().into()))
+        wire::encode(
+            kind::HANDSHAKE_REPLY,
+            version,
+            &BorrowedReply::Ranks { id, engine, incarnation, shape, ranks: found },
+        )
+        .map_err(|e| Refusal(RefusalCode::Malformed, e.message().into()))
     }
 
-    fn push(&mut self, id: u64, expected: u32, metadata: Vec<u8>) -> Result<Vec<u8>, Refusal> {
+    fn push(&mut self, version: u16, id: u64, expected: u32, metadata: Vec<u8>) -> Result<Vec<u8>, Refusal> {
         let refuse = |message: String| Refusal(RefusalCode::Push, message);
         if self.pushes == Pushes::Refused {
             return Err(refuse(format!(
@@ -305,8 +316,18 @@ impl Directory {
             )));
         }
         self.offer(metadata).map_err(|e| refuse(e.message().into()))?;
-        HandshakeReply::Pushed { id, missing: self.missing() }.to_bytes().map_err(|e| refuse(e.message().into()))
+        HandshakeReply::Pushed { id, missing: self.missing() }
+            .to_bytes_in(version)
+            .map_err(|e| refuse(e.message().into()))
     }
+}
+
+fn unreadable(error: &Error) -> Refusal {
+    let code = match error.kind() {
+        ErrorKind::VersionMismatch => RefusalCode::Version,
+        _ => RefusalCode::Malformed,
+    };
+    Refusal(code, error.message().into())
 }
 
 fn too_many(requests: usize) -> Refusal {

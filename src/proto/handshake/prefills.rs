@@ -26,6 +26,8 @@ pub type Asker = Vec<u8>;
 /// What a question is answered with.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Told {
+    /// The protocol version to answer in.
+    pub(super) version: u16,
     pub(super) id: u64,
     pub(super) ready: Vec<Prefill>,
     pub(super) gone: Vec<RequestId>,
@@ -34,6 +36,7 @@ pub(super) struct Told {
 #[derive(Debug, Clone)]
 struct Open {
     asker: Asker,
+    version: u16,
     id: u64,
     requests: Vec<RequestId>,
 }
@@ -63,13 +66,19 @@ pub(super) struct Prefills {
 impl Prefills {
     /// What is known of these prefills. With nothing known yet and an `asker`, the question stays open and is answered by
     /// [`Prefills::pop_due`].
-    pub(super) fn ask(&mut self, asker: Option<&[u8]>, id: u64, requests: Vec<RequestId>) -> Option<Told> {
+    pub(super) fn ask(
+        &mut self,
+        asker: Option<&[u8]>,
+        version: u16,
+        id: u64,
+        requests: Vec<RequestId>,
+    ) -> Option<Told> {
         if let Some(asker) = asker
             && let Some(older) = self.askers.remove(asker)
         {
             self.answer(older);
         }
-        let told = self.known(id, &requests);
+        let told = self.known(version, id, &requests);
         let Some(asker) = asker else { return Some(told) };
         if !told.ready.is_empty() || !told.gone.is_empty() || requests.is_empty() {
             return Some(told);
@@ -79,7 +88,7 @@ impl Prefills {
             self.about.entry(request.clone()).or_default().insert(self.next);
         }
         self.askers.insert(asker.to_owned(), self.next);
-        let open = Open { asker: asker.to_owned(), id, requests };
+        let open = Open { asker: asker.to_owned(), version, id, requests };
         self.open_bytes = self.open_bytes.saturating_add(open.bytes());
         self.open.insert(self.next, open);
         while (self.open.len() > MAX_OPEN || self.open_bytes > MAX_OPEN_BYTES)
@@ -120,8 +129,8 @@ impl Prefills {
         self.due.pop_front()
     }
 
-    fn known(&self, id: u64, requests: &[RequestId]) -> Told {
-        let mut told = Told { id, ready: Vec::new(), gone: Vec::new() };
+    fn known(&self, version: u16, id: u64, requests: &[RequestId]) -> Told {
+        let mut told = Told { version, id, ready: Vec::new(), gone: Vec::new() };
         let mut ids = 0usize;
         for request in requests {
             if let Some(prefill) = self.ready.get(request) {
@@ -146,7 +155,7 @@ impl Prefills {
     fn answer(&mut self, question: u64) {
         let Some(open) = self.open.remove(&question) else { return };
         self.open_bytes = self.open_bytes.saturating_sub(open.bytes());
-        let Open { asker, id, requests } = open;
+        let Open { asker, version, id, requests } = open;
         if self.askers.get(&asker) == Some(&question) {
             self.askers.remove(&asker);
         }
@@ -158,7 +167,7 @@ impl Prefills {
                 }
             }
         }
-        let told = self.known(id, &requests);
+        let told = self.known(version, id, &requests);
         self.due.push_back((asker, told));
     }
 }
@@ -185,7 +194,12 @@ mod tests {
     }
 
     fn told(id: u64, ready: &[&str], gone: &[&str]) -> Told {
-        Told { id, ready: ready.iter().map(|r| prefill(r)).collect(), gone: gone.iter().map(|r| name(r)).collect() }
+        Told {
+            version: 4,
+            id,
+            ready: ready.iter().map(|r| prefill(r)).collect(),
+            gone: gone.iter().map(|r| name(r)).collect(),
+        }
     }
 
     /// Nothing is remembered of questions.
@@ -200,32 +214,32 @@ mod tests {
     #[test]
     fn a_question_stays_open_until_one_of_its_prefills_is_over() {
         let mut prefills = Prefills::default();
-        assert_eq!(prefills.ask(Some(b"x"), 7, vec![name("a"), name("b")]), None);
-        assert_eq!(prefills.ask(Some(b"y"), 8, vec![name("b")]), None);
+        assert_eq!(prefills.ask(Some(b"x"), 4, 7, vec![name("a"), name("b")]), None);
+        assert_eq!(prefills.ask(Some(b"y"), 4, 8, vec![name("b")]), None);
         prefills.ready(prefill("other"));
         assert_eq!(prefills.pop_due(), None);
         prefills.ready(prefill("b"));
         assert_eq!(prefills.pop_due(), Some((b"x".to_vec(), told(7, &["b"], &[]))));
         assert_eq!(prefills.pop_due(), Some((b"y".to_vec(), told(8, &["b"], &[]))));
         // What is known is told at once, as often as it is asked.
-        assert_eq!(prefills.ask(Some(b"x"), 9, vec![name("a"), name("b")]), Some(told(9, &["b"], &[])));
-        assert_eq!(prefills.ask(Some(b"x"), 10, vec![name("a")]), None);
+        assert_eq!(prefills.ask(Some(b"x"), 4, 9, vec![name("a"), name("b")]), Some(told(9, &["b"], &[])));
+        assert_eq!(prefills.ask(Some(b"x"), 4, 10, vec![name("a")]), None);
         prefills.gone(name("a"));
         prefills.gone(name("b"));
         assert_eq!(prefills.pop_due(), Some((b"x".to_vec(), told(10, &[], &["a"]))));
-        assert_eq!(prefills.ask(None, 11, vec![name("b"), name("c")]), Some(told(11, &[], &["b"])));
-        assert_eq!(prefills.ask(None, 12, vec![name("c")]), Some(told(12, &[], &[])));
+        assert_eq!(prefills.ask(None, 4, 11, vec![name("b"), name("c")]), Some(told(11, &[], &["b"])));
+        assert_eq!(prefills.ask(None, 4, 12, vec![name("c")]), Some(told(12, &[], &[])));
         // A name that is used again.
         prefills.ready(prefill("a"));
-        assert_eq!(prefills.ask(Some(b"x"), 13, vec![name("a")]), Some(told(13, &["a"], &[])));
+        assert_eq!(prefills.ask(Some(b"x"), 4, 13, vec![name("a")]), Some(told(13, &["a"], &[])));
         assert!(is_idle(&prefills));
     }
 
     #[test]
     fn who_asks_again_is_answered_twice() {
         let mut prefills = Prefills::default();
-        assert_eq!(prefills.ask(Some(b"x"), 1, vec![name("a")]), None);
-        assert_eq!(prefills.ask(Some(b"x"), 2, vec![name("a"), name("b")]), None);
+        assert_eq!(prefills.ask(Some(b"x"), 4, 1, vec![name("a")]), None);
+        assert_eq!(prefills.ask(Some(b"x"), 4, 2, vec![name("a"), name("b")]), None);
         assert_eq!(prefills.pop_due(), Some((b"x".to_vec(), told(1, &[], &[]))));
         assert_eq!(prefills.pop_due(), None);
         prefills.ready(prefill("b"));
@@ -237,7 +251,7 @@ mod tests {
     fn what_is_remembered_is_bounded_and_nobody_is_left_without_an_answer() {
         let mut prefills = Prefills::default();
         for asker in 0..=MAX_OPEN as u64 {
-            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), asker, vec![name("a")]), None);
+            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), 4, asker, vec![name("a")]), None);
         }
         assert_eq!(prefills.open.len(), MAX_OPEN);
         assert_eq!(prefills.open_bytes, MAX_OPEN * 2 * (NAME_BYTES + 1));
@@ -258,7 +272,7 @@ mod tests {
         // Questions about much take the place of many.
         let much: Vec<RequestId> = (0..MAX_AWAITED).map(|n| name(&format!("{n:0>512}"))).collect();
         for asker in 0..100u64 {
-            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), asker, much.clone()), None);
+            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), 4, asker, much.clone()), None);
         }
         assert!(prefills.open_bytes <= MAX_OPEN_BYTES && prefills.open.len() > 40, "{}", prefills.open.len());
         assert_eq!(prefills.due.len() + prefills.open.len(), 100);

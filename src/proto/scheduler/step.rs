@@ -30,7 +30,7 @@ pub(super) fn take(queue: &mut StepMetadata, most: usize) -> Result<Vec<u8>> {
 }
 
 fn encode(step: &StepMetadata, most: usize) -> Result<Vec<u8>> {
-    let bytes = wire::encode(StepMetadata::KIND, step)?;
+    let bytes = wire::encode(StepMetadata::KIND, StepMetadata::OLDEST, step)?;
     if bytes.len() > most {
         return Err(Error::new(
             ErrorKind::Exhausted,

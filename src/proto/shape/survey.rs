@@ -71,7 +71,7 @@ pub struct SurveyedField {
 /// What an engine's listener answered.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Survey {
-    /// The protocol version that both speak.
+    /// The newest protocol version that both speak.
     pub protocol: u16,
     /// The engine.
     pub engine: EngineId,
@@ -87,13 +87,17 @@ pub struct Survey {
 
 /// The ranks of a reply, decoded and checked each for itself and against the reply.
 ///
+/// With them the newest protocol version that this build has in common with all of them.
+///
 /// Errors: [`ErrorKind::Corrupt`] and what [`RankMetadata::validate`] finds; [`ErrorKind::Incompatible`] for ranks that
 /// are not those of `engine` with this shape.
-pub fn decode_ranks(engine: &EngineId, shape: EngineShape, ranks: &[RankBlob]) -> Result<Vec<RankMetadata>> {
+pub fn decode_ranks(engine: &EngineId, shape: EngineShape, ranks: &[RankBlob]) -> Result<(Vec<RankMetadata>, u16)> {
     shape.validate()?;
+    let mut protocol = VERSION;
     let mut decoded: BTreeMap<RankId, RankMetadata> = BTreeMap::new();
     for blob in ranks {
-        let one = RankMetadata::from_bytes(&blob.metadata)?;
+        let (one, versions) = RankMetadata::from_sender(&blob.metadata)?;
+        protocol = protocol.min(versions.common());
         if one.rank != blob.rank || one.engine != *engine || one.shape != shape {
             return Err(Error::new(
                 ErrorKind::Incompatible,
@@ -113,14 +117,20 @@ pub fn decode_ranks(engine: &EngineId, shape: EngineShape, ranks: &[RankBlob]) -
             format!("engine {engine} has {} ranks ({shape}), its listener gave {}", shape.ranks(), decoded.len()),
         ));
     }
-    Ok(decoded.into_values().collect())
+    Ok((decoded.into_values().collect(), protocol))
 }
 
 impl Survey {
-    /// Of an engine's ranks as [`decode_ranks`] gives them, compared with this side where it is described.
+    /// Of an engine's ranks and the `protocol` version, as [`decode_ranks`] gives them, compared with this side where it
+    /// is described.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] and [`ErrorKind::Exhausted`] for a side that cannot be.
-    pub fn of(incarnation: Incarnation, ranks: &[RankMetadata], own: Option<&OwnSide>) -> Result<Survey> {
+    pub fn of(
+        incarnation: Incarnation,
+        ranks: &[RankMetadata],
+        protocol: u16,
+        own: Option<&OwnSide>,
+    ) -> Result<Survey> {
         let Some(first) = ranks.first() else { return Err(Error::invalid("an engine without ranks")) };
         let numbers = layer_numbers(ranks);
         let there = Engine { ranks, numbers: &numbers };
@@ -129,7 +139,7 @@ impl Survey {
             Some(own) => compare(own, &there, first)?,
         };
         Ok(Survey {
-            protocol: VERSION,
+            protocol,
             engine: first.engine.clone(),
             incarnation: incarnation.to_string(),
             shape: first.shape,

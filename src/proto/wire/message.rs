@@ -2,6 +2,7 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
+use super::codec::{OLDEST, VERSION, Versions};
 use super::limits::*;
 use super::{
     AgentMetadata, HandshakeReply, HandshakeRequest, PeerMessage, RankMetadata, ReportBatch, StepMetadata,
@@ -36,9 +37,20 @@ pub trait Message: Serialize + DeserializeOwned {
     /// The longest encoding that is sent or accepted, in bytes.
     const MAX_BYTES: usize;
 
-    /// The message, encoded. Errors: [`ErrorKind::Exhausted`] when it is over [`Message::MAX_BYTES`].
+    /// The oldest protocol version that is read. Between engines that is [`OLDEST`](codec::OLDEST); a message that stays
+    /// within one engine is read in [`VERSION`](codec::VERSION) only, since all processes of an engine are of one release.
+    const OLDEST: u16;
+
+    /// The message, encoded in the version [`Message::OLDEST`], which every reader understands. Errors:
+    /// [`ErrorKind::Exhausted`] when it is over [`Message::MAX_BYTES`].
     fn to_bytes(&self) -> Result<Vec<u8>> {
-        let bytes = codec::encode(Self::KIND, self)?;
+        self.to_bytes_in(Self::OLDEST)
+    }
+
+    /// The message, encoded for a reader with which this build has `version` in common
+    /// ([`Versions::common`](codec::Versions::common)). Errors: as [`Message::to_bytes`].
+    fn to_bytes_in(&self, version: u16) -> Result<Vec<u8>> {
+        let bytes = codec::encode(Self::KIND, version, self)?;
         if bytes.len() > Self::MAX_BYTES {
             return Err(Error::new(
                 ErrorKind::Exhausted,
@@ -50,26 +62,32 @@ pub trait Message: Serialize + DeserializeOwned {
 
     /// Decodes a message. Errors: those of [`codec::decode`].
     fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        codec::decode(Self::KIND, bytes, Self::MAX_BYTES)
+        Ok(Self::from_sender(bytes)?.0)
+    }
+
+    /// As [`Message::from_bytes`], with the versions that the sender speaks.
+    fn from_sender(bytes: &[u8]) -> Result<(Self, Versions)> {
+        codec::decode(Self::KIND, Self::OLDEST, bytes, Self::MAX_BYTES)
     }
 }
 
 macro_rules! messages {
-    ($($type:ty: $kind:expr, $max:expr;)*) => {
+    ($($type:ty: $kind:expr, $max:expr, $oldest:expr;)*) => {
         $(impl Message for $type {
             const KIND: &'static str = $kind;
             const MAX_BYTES: usize = $max;
+            const OLDEST: u16 = $oldest;
         })*
     };
 }
 
 messages! {
-    AgentMetadata: kind::AGENT_METADATA, MAX_AGENT_METADATA_BYTES;
-    RankMetadata: kind::RANK_METADATA, MAX_RANK_METADATA_BYTES;
-    HandshakeRequest: kind::HANDSHAKE_REQUEST, MAX_REQUEST_BYTES;
-    HandshakeReply: kind::HANDSHAKE_REPLY, MAX_REPLY_BYTES;
-    PeerMessage: kind::PEER_MESSAGE, MAX_PEER_MESSAGE_BYTES;
-    StepMetadata: kind::STEP, MAX_STEP_BYTES;
-    WorkerReport: kind::WORKER_REPORT, MAX_REPORT_BYTES;
-    ReportBatch: kind::REPORT_BATCH, MAX_REPORT_BYTES;
+    AgentMetadata: kind::AGENT_METADATA, MAX_AGENT_METADATA_BYTES, OLDEST;
+    RankMetadata: kind::RANK_METADATA, MAX_RANK_METADATA_BYTES, OLDEST;
+    HandshakeRequest: kind::HANDSHAKE_REQUEST, MAX_REQUEST_BYTES, OLDEST;
+    HandshakeReply: kind::HANDSHAKE_REPLY, MAX_REPLY_BYTES, OLDEST;
+    PeerMessage: kind::PEER_MESSAGE, MAX_PEER_MESSAGE_BYTES, OLDEST;
+    StepMetadata: kind::STEP, MAX_STEP_BYTES, VERSION;
+    WorkerReport: kind::WORKER_REPORT, MAX_REPORT_BYTES, VERSION;
+    ReportBatch: kind::REPORT_BATCH, MAX_REPORT_BYTES, VERSION;
 }

@@ -1,7 +1,8 @@
 //! What crosses a process boundary: versioned msgpack.
 //!
 //! Every message is a msgpack map with field names, so that a newer minor reader ignores what it does not know. Each
-//! outermost message carries [`VERSION`]; a reader refuses another major version by name before it looks at the rest.
+//! outermost message names its protocol version; a reader refuses one outside [`OLDEST`] to [`VERSION`] by name before it
+//! looks at the rest.
 
 mod batch;
 mod blocks;
@@ -19,8 +20,8 @@ mod step;
 pub use batch::ReportBatch;
 pub(crate) use batch::requests;
 pub use blocks::Blocks;
-pub(crate) use codec::begins_as;
-pub use codec::{MAX_DEPTH, VERSION, decode, encode};
+pub use codec::{MAX_DEPTH, OLDEST, VERSION, Versions, decode, encode};
+pub(crate) use codec::{begins_as, version_for_answer};
 pub use handshake::{HandshakeReply, HandshakeRequest, Prefill, RankBlob, RefusalCode};
 pub use message::{Message, kind};
 pub use metadata::{AgentMetadata, CompatField, EngineShape, MemoryKind, RankMetadata, RegionMetadata};

@@ -31,7 +31,7 @@ fn wrong(survey: &Survey) -> Vec<&str> {
 }
 
 fn survey(ranks: &[RankMetadata], own: Option<&OwnSide>) -> Survey {
-    Survey::of(Incarnation(0xab), ranks, own).unwrap()
+    Survey::of(Incarnation(0xab), ranks, VERSION, own).unwrap()
 }
 
 #[test]
@@ -110,7 +110,8 @@ fn ranks_of_another_engine_or_too_few_are_refused() {
     let blobs: Vec<RankBlob> =
         ranks.iter().map(|rank| RankBlob { rank: rank.rank, metadata: rank.to_bytes().unwrap().into() }).collect();
     let id = EngineId::new("prefill").unwrap();
-    assert_eq!(decode_ranks(&id, spec.shape(), &blobs).unwrap().len(), 2);
+    let (decoded, protocol) = decode_ranks(&id, spec.shape(), &blobs).unwrap();
+    assert_eq!((decoded, protocol), (ranks, VERSION));
     let fewer = decode_ranks(&id, spec.shape(), &blobs[..1]).unwrap_err();
     assert!(fewer.message().contains("gave 1"), "{fewer}");
     let other = decode_ranks(&EngineId::new("decode").unwrap(), spec.shape(), &blobs).unwrap_err();
