@@ -38,10 +38,12 @@ class KvferryConnectorMetadata(KVConnectorMetadata):
     Attributes:
         step: What `kvferry.Scheduler.step` returned; empty when there was nothing to do.
         refused: Loads to report as failed, by request id.
+        grants: Whether the step grants leases, see `StepQueue`.
     """
 
     step: bytes = b""
     refused: dict[str, RefusedLoad] = field(default_factory=dict)
+    grants: bool = False
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,10 @@ class SchedulerSide:
         self._fails_load_errors: bool = transfer.kv_load_failure_policy == "fail"
         self._refusals: dict[str, str] = {}
         self._refused_loads: dict[str, RefusedLoad] = {}
+        # Requests of refused loads that the workers have not reported yet.
+        self._unreported: set[str] = set()
+        # Whether the next step grants leases.
+        self._granted = False
         # vLLM counts by itself which requests all ranks have finished; `kvferry.Scheduler` wants to know it too.
         ranks = [
             (pp, tp) for pp in range(parallel.pipeline_parallel_size) for tp in range(parallel.tensor_parallel_size)
@@ -165,6 +169,7 @@ class SchedulerSide:
         if external_tokens:
             flat = tuple(block for group in fill for block in group)
             self._refused_loads[request_id] = RefusedLoad(self._refusals[request_id], flat)
+            self._unreported.add(request_id)
 
     def finished(self, request: Request, blocks: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether to keep its blocks, and the params for the decode engine."""
@@ -179,7 +184,7 @@ class SchedulerSide:
             logger.warning("Request %s has do_remote_decode, but kv_role is kv_consumer: nothing is kept", request_id)
             complete = False
         try:
-            return self._scheduler.finished(
+            keep, answer = self._scheduler.finished(
                 request_id,
                 params,
                 "complete" if complete else "aborted",
@@ -188,7 +193,10 @@ class SchedulerSide:
             )
         except kvferry.KvferryError as error:
             logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
-            return False, None
+            return request_id in self._unreported, None
+        self._granted |= answer is not None
+        # vLLM must know the request still when its refused load is reported.
+        return keep or request_id in self._unreported, answer
 
     def _handed_over(self, request: Request) -> int:
         """How many of the prompt's tokens the prefill engine computes for us."""
@@ -216,22 +224,33 @@ class SchedulerSide:
         """The work of this engine step; cheap when there is none."""
         refused, self._refused_loads = self._refused_loads, {}
         step = self._scheduler.step() if self._scheduler.has_pending() else b""
-        return KvferryConnectorMetadata(step, refused)
+        metadata = KvferryConnectorMetadata(step, refused, self._granted)
+        # Work that one step did not hold comes with the next.
+        self._granted = self._granted and self._scheduler.has_pending()
+        return metadata
 
     def has_pending(self) -> bool:
         """Whether an engine step is needed to hand out work, even if no request is left."""
         return bool(self._refused_loads) or self._scheduler.has_pending()
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Takes in the reports of all ranks of one step."""
+        """Takes in the reports of all ranks of one step, and which requests vLLM counts as finished by all ranks.
+
+        Either tells that a request is over, and may come first: vLLM frees a request's blocks by its own ids, so that
+        what it has freed must not be waited for here. The one that comes later finds nothing left to do."""
         metadata = output.kv_connector_worker_meta
-        if metadata is None:
+        if metadata is None and not output.finished_sending and not output.finished_recving:
             return
-        if not isinstance(metadata, KvferryWorkerMetadata):
-            raise TypeError(f"expected worker metadata of KvferryConnector, got {type(metadata).__name__}")
-        for report in metadata.reports:
-            self._aggregator.add(report)
-        self._scheduler.report(self._aggregator.take())
+        if metadata is not None:
+            if not isinstance(metadata, KvferryWorkerMetadata):
+                raise TypeError(f"expected worker metadata of KvferryConnector, got {type(metadata).__name__}")
+            for report in metadata.reports:
+                self._aggregator.add(report)
+        self._unreported.difference_update(output.finished_recving or ())
+        outcome = self._aggregator.take()
+        outcome["finished_sending"].extend(output.finished_sending or ())
+        outcome["finished_recving"].extend(output.finished_recving or ())
+        self._scheduler.report(outcome)
 
     def shutdown(self) -> None:
         """Stops the handshake listener. May be called again."""
