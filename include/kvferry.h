@@ -564,7 +564,9 @@ int32_t kvf_worker_push_metadata(struct kvf_worker *worker,
                                  uint32_t timeout_ms,
                                  uint32_t *missing);
 
-// Hands over one step, as kvf_scheduler_step made it, and returns at once.
+// Hands over one step, as kvf_scheduler_step made it, and returns at once. A step that grants leases, the first one after
+// kvf_scheduler_finished returned params, must come when all that the finished requests write is in memory, on a GPU when
+// its kernels are over: consumers that await these requests read them then.
 int32_t kvf_worker_submit(struct kvf_worker *worker, const uint8_t *step, size_t step_len);
 
 // Has reports left at `outbox`, `capacity` bytes with the struct itself, so that a poll is a look at memory of the caller's and
@@ -679,7 +681,8 @@ int32_t kvf_scheduler_step(struct kvf_scheduler *scheduler, struct kvf_buffer *o
 // Whether the next step has work (`*pending` 1), so that an idle engine should make one.
 int32_t kvf_scheduler_has_pending(struct kvf_scheduler *scheduler, uint8_t *pending);
 
-// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's.
+// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's. The
+// report's granted prefills are told to the consumers that await them; without it these wait.
 int32_t kvf_scheduler_report(struct kvf_scheduler *scheduler,
                              const uint8_t *report,
                              size_t report_len);
@@ -712,16 +715,17 @@ int32_t kvf_aggregator_expect(struct kvf_aggregator *aggregator,
 // Forgets a request, so that its id can be used again.
 int32_t kvf_aggregator_forget(struct kvf_aggregator *aggregator, const char *request, size_t request_len);
 
-// What has ended since the last call, as a msgpack map: finished_sending, finished_recving, failed_recving (request,
-// cause, message, invalid_blocks as little-endian words of 32 bits), records (rank, record) and stats.
+// What has ended since the last call, as a msgpack map: granted (prefills that consumers may await, on all ranks),
+// finished_sending, finished_recving, failed_recving (request, cause, message, invalid_blocks as little-endian words of 32
+// bits), records (rank, record) and stats.
 int32_t kvf_aggregator_take(struct kvf_aggregator *aggregator,
                             struct kvf_buffer *out);
 
 // Frees the aggregator.
 int32_t kvf_aggregator_free(struct kvf_aggregator *aggregator);
 
-// The content of an encoded report as a msgpack map: rank, finished_sending, finished_recving, failed_recving, records
-// and stats. Block ids are binary, little-endian words of 32 bits.
+// The content of an encoded report as a msgpack map: rank, granted, finished_sending, finished_recving, failed_recving,
+// records and stats. Block ids are binary, little-endian words of 32 bits.
 int32_t kvf_report_decode(const uint8_t *report,
                           size_t report_len,
                           struct kvf_buffer *out);

@@ -23,14 +23,7 @@ fn engine(pp: u32, tp: u32) -> Vec<RankId> {
 }
 
 fn report(rank: RankId) -> WorkerReport {
-    WorkerReport {
-        rank,
-        finished_sending: vec![],
-        finished_recving: vec![],
-        failed_recving: vec![],
-        records: vec![],
-        stats: Stats::default(),
-    }
+    WorkerReport::new(rank)
 }
 
 fn sent(rank: RankId, names: &[&str]) -> WorkerReport {
@@ -401,4 +394,37 @@ fn contradicting_failures_of_one_rank_merge_the_same_either_way() {
     let failure = &merged.reports().next().unwrap().failed_recving[0];
     assert_eq!((failure.cause, failure.invalid_blocks.ids()), (Cause::PeerDied, &[1, 2, 5][..]));
     assert!(!merged.is_empty() && ReportBatch::new().is_empty());
+}
+
+#[test]
+fn a_prefill_can_be_read_when_every_rank_has_its_grant() {
+    let ranks = engine(2, 2);
+    let mut a = Aggregator::new(ranks.clone()).unwrap();
+    let granted = |rank: RankId, names: &[&str]| WorkerReport { granted: ids(names), ..report(rank) };
+    for &rank in &ranks[..3] {
+        a.add(&granted(rank, &["x", "y"])).unwrap();
+        a.add(&granted(rank, &["x"])).unwrap();
+        assert_eq!(a.poll(), None, "one rank is missing, however often the others say it");
+    }
+    // In the same report as its end, on one rank by itself, and with another rank's of another request.
+    let last = WorkerReport { finished_sending: ids(&["x"]), ..granted(ranks[3], &["x"]) };
+    a.add_batch(&{
+        let mut batch = ReportBatch::from(last.clone());
+        batch.merge(granted(ranks[0], &["z"]).into());
+        batch
+    })
+    .unwrap();
+    let outcome = a.poll().unwrap();
+    assert_eq!((outcome.granted, outcome.finished_sending.len()), (ids(&["x"]), 0));
+    a.add(&last).unwrap();
+    assert_eq!(a.poll(), None);
+    a.add(&granted(ranks[3], &["y"])).unwrap();
+    assert_eq!(a.poll().unwrap().granted, ids(&["y"]));
+    // As many as are remembered, and a name that is used again.
+    let mut small = Aggregator::with_limit(engine(1, 2), 1).unwrap();
+    small.add(&granted(RankId { pp: 0, tp: 0 }, &["x"])).unwrap();
+    let full = small.add(&granted(RankId { pp: 0, tp: 0 }, &["y"])).unwrap_err();
+    assert_eq!(full.kind(), ErrorKind::Exhausted);
+    small.forget(&id("x"));
+    small.add(&granted(RankId { pp: 0, tp: 0 }, &["y"])).unwrap();
 }

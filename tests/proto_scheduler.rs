@@ -56,13 +56,14 @@ fn offered() -> TransferParams {
 
 fn over(recving: &[&str], sending: &[&str]) -> WorkerReport {
     WorkerReport {
-        rank: RankId { pp: 0, tp: 0 },
         finished_sending: sending.iter().map(|n| id(n)).collect(),
         finished_recving: recving.iter().map(|n| id(n)).collect(),
-        failed_recving: vec![],
-        records: vec![],
-        stats: Default::default(),
+        ..WorkerReport::new(RankId { pp: 0, tp: 0 })
     }
+}
+
+fn granted(names: &[&str]) -> WorkerReport {
+    WorkerReport { granted: names.iter().map(|n| id(n)).collect(), ..WorkerReport::new(RankId { pp: 0, tp: 0 }) }
 }
 
 #[test]
@@ -152,7 +153,12 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
         lease_ms: 30_000,
         lease_id: 1,
     };
-    assert_eq!(s.poll_notice(), Some(Notice::Ready(prefill)));
+    assert_eq!(s.poll_notice(), None, "no worker has the grant yet");
+    s.on_report(&granted(&["x-1", "stranger"]));
+    assert_eq!(s.poll_notice(), None, "workers use the engine's own names");
+    s.on_report(&granted(&["p-1"]));
+    s.on_report(&granted(&["p-1"]));
+    assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Ready(prefill)), None));
     // The name is taken, whoever has it.
     for taken in [named("x-1"), TransferParams { transfer_id: None, ..asked() }] {
         let request = if taken.transfer_id.is_some() { "p-2" } else { "x-1" };
@@ -175,8 +181,14 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
         assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Gone(id("x-3"))), None));
         assert_eq!(s.build_step().dropped, if dropped { vec![id("x-3")] } else { vec![] });
     }
+    // One that is over before all ranks have confirmed it.
+    s.finished(&id("p-6"), &named("x-6"), FinishOutcome::Complete, blocks(), 18).unwrap();
+    s.on_report(&over(&[], &["p-6"]));
+    s.on_report(&granted(&["p-6"]));
+    assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Gone(id("x-6"))), None));
     // A request without a name is nobody's to await.
     s.finished(&id("p-4"), &asked(), FinishOutcome::Complete, blocks(), 18).unwrap();
+    s.on_report(&granted(&["p-4"]));
     s.on_report(&over(&[], &["p-4"]));
     assert_eq!(s.poll_notice(), None);
     for unusable in [String::new(), "x".repeat(513)] {

@@ -129,6 +129,7 @@ fn step() -> StepMetadata {
 fn report() -> WorkerReport {
     WorkerReport {
         rank: RANK,
+        granted: vec![request("g")],
         finished_sending: vec![request("s")],
         finished_recving: vec![request("f"), request("r")],
         failed_recving: vec![RecvFailure {

@@ -31,6 +31,7 @@ fn report(source: &mut Source) -> WorkerReport {
         .collect();
     let ranks = RANKS + usize::from(source.rarely(16));
     WorkerReport {
+        granted: vec![],
         rank: RankId { pp: 0, tp: source.below(ranks) as u32 },
         finished_sending,
         finished_recving,

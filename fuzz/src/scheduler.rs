@@ -92,6 +92,7 @@ impl Model {
 
 fn report(sending: Vec<RequestId>, recving: Vec<RequestId>) -> WorkerReport {
     WorkerReport {
+        granted: vec![],
         rank: RankId { pp: 0, tp: 0 },
         finished_sending: sending,
         finished_recving: recving,

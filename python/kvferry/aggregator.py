@@ -21,9 +21,11 @@ class Outcome(TypedDict):
     """What is newly known about requests, all expected ranks counted.
 
     A request is in `finished_sending` or `finished_recving` once, when every expected rank has reported it; in
-    `failed_recving` when any rank reported a failure, with the union of the invalid blocks.
+    `failed_recving` when any rank reported a failure, with the union of the invalid blocks. A prefill that consumers
+    may await is in `granted` once, when every rank has said that it can be read.
     """
 
+    granted: list[str]
     finished_sending: list[str]
     finished_recving: list[str]
     failed_recving: list[RecvFailure]

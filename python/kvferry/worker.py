@@ -45,11 +45,13 @@ class RecvRecord(TypedDict):
 class Report(TypedDict):
     """What happened on one rank since its last report.
 
-    `finished_recving` names failed receives too; `failed_recving` says which of them failed and why. `stats` holds
-    figures since the last report (see `kvferry.stats`).
+    `finished_recving` names failed receives too; `failed_recving` says which of them failed and why. `granted` names
+    prefills that consumers may await (`transfer_id`) and that can be read on this rank. `stats` holds figures since the
+    last report (see `kvferry.stats`).
     """
 
     rank: Rank
+    granted: list[str]
     finished_sending: list[str]
     finished_recving: list[str]
     failed_recving: list[RecvFailure]
@@ -104,7 +106,12 @@ class Worker:
         return _lib.worker_push_metadata(self._handle, host, port, expected, timeout)
 
     def submit(self, step: bytes) -> None:
-        """Hands over one step made by `Scheduler.step`. Returns at once."""
+        """Hands over one step made by `Scheduler.step`. Returns at once.
+
+        A step that grants leases (the first one made after `Scheduler.finished` returned params) must come when all
+        that the finished requests write is in memory, on a GPU when its kernels are over: consumers that await these
+        requests read them then.
+        """
         _lib.worker_submit(self._handle, step)
 
     def poll_encoded(self) -> bytes | None:

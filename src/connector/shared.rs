@@ -236,7 +236,8 @@ impl Shared {
 
 /// Adds a later report of the same rank to an earlier one.
 fn append(earlier: &mut WorkerReport, later: WorkerReport) {
-    let WorkerReport { rank: _, finished_sending, finished_recving, failed_recving, records, stats } = later;
+    let WorkerReport { rank: _, granted, finished_sending, finished_recving, failed_recving, records, stats } = later;
+    earlier.granted.extend(granted);
     earlier.finished_sending.extend(finished_sending);
     earlier.finished_recving.extend(finished_recving);
     earlier.failed_recving.extend(failed_recving);

@@ -48,6 +48,7 @@ pub(super) struct Config {
 /// [`Outcome`] with every field named, for hosts that read maps.
 #[derive(Serialize)]
 struct Named {
+    granted: Vec<RequestId>,
     finished_sending: Vec<RequestId>,
     finished_recving: Vec<RequestId>,
     failed_recving: Vec<NamedFailure>,
@@ -72,6 +73,7 @@ struct NamedRecord {
 impl From<Outcome> for Named {
     fn from(outcome: Outcome) -> Self {
         Named {
+            granted: outcome.granted,
             finished_sending: outcome.finished_sending,
             finished_recving: outcome.finished_recving,
             failed_recving: outcome
@@ -191,8 +193,9 @@ pub unsafe extern "C" fn kvf_aggregator_forget(
     })
 }
 
-/// What has ended since the last call, as a msgpack map: finished_sending, finished_recving, failed_recving (request,
-/// cause, message, invalid_blocks as little-endian words of 32 bits), records (rank, record) and stats.
+/// What has ended since the last call, as a msgpack map: granted (prefills that consumers may await, on all ranks),
+/// finished_sending, finished_recving, failed_recving (request, cause, message, invalid_blocks as little-endian words of 32
+/// bits), records (rank, record) and stats.
 ///
 /// # Safety
 /// As the header's top says.

@@ -15,8 +15,8 @@ pub(super) fn batch(bytes: &[u8]) -> Result<ReportBatch> {
     }
 }
 
-/// The content of an encoded report as a msgpack map: rank, finished_sending, finished_recving, failed_recving, records
-/// and stats. Block ids are binary, little-endian words of 32 bits.
+/// The content of an encoded report as a msgpack map: rank, granted, finished_sending, finished_recving, failed_recving,
+/// records and stats. Block ids are binary, little-endian words of 32 bits.
 ///
 /// # Safety
 /// As the header's top says.

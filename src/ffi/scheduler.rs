@@ -309,7 +309,8 @@ pub unsafe extern "C" fn kvf_scheduler_has_pending(scheduler: *mut kvf_scheduler
     })
 }
 
-/// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's.
+/// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's. The
+/// report's granted prefills are told to the consumers that await them; without it these wait.
 ///
 /// # Safety
 /// As the header's top says.

@@ -169,7 +169,9 @@ pub unsafe extern "C" fn kvf_worker_push_metadata(
     })
 }
 
-/// Hands over one step, as kvf_scheduler_step made it, and returns at once.
+/// Hands over one step, as kvf_scheduler_step made it, and returns at once. A step that grants leases, the first one after
+/// kvf_scheduler_finished returned params, must come when all that the finished requests write is in memory, on a GPU when
+/// its kernels are over: consumers that await these requests read them then.
 ///
 /// # Safety
 /// As the header's top says.

@@ -44,6 +44,8 @@ pub struct FailedRecv {
 /// What came to its end since the last poll. Each request is in at most one outcome per direction.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Outcome {
+    /// Prefills that consumers may await and that can be read on every rank, in the order in which the last rank said so.
+    pub granted: Vec<RequestId>,
     /// Sends over, in the order in which they ended.
     pub finished_sending: Vec<RequestId>,
     /// Receives over, in the order in which they ended, failed ones included.
@@ -59,7 +61,8 @@ pub struct Outcome {
 impl Outcome {
     /// Whether there is nothing to tell.
     pub fn is_empty(&self) -> bool {
-        self.finished_sending.is_empty()
+        self.granted.is_empty()
+            && self.finished_sending.is_empty()
             && self.finished_recving.is_empty()
             && self.failed_recving.is_empty()
             && self.records.is_empty()
@@ -96,6 +99,8 @@ struct Side {
 pub struct Aggregator {
     ranks: Vec<RankId>,
     limit: usize,
+    /// Grants of which some ranks have said that they have them.
+    grant: Side,
     send: Side,
     recv: Side,
     ready: Outcome,
@@ -121,8 +126,8 @@ impl Aggregator {
                 format!("{} ranks were given to an aggregator, at most {MAX_RANKS} can be", ranks.len()),
             ));
         }
-        let (send, recv) = (Side::default(), Side::default());
-        Ok(Aggregator { ranks, limit: limit.max(1), send, recv, ready: Outcome::default() })
+        let [grant, send, recv] = Default::default();
+        Ok(Aggregator { ranks, limit: limit.max(1), grant, send, recv, ready: Outcome::default() })
     }
 
     /// The engine's ranks, ascending.
@@ -183,12 +188,14 @@ impl Aggregator {
     pub fn add(&mut self, report: &WorkerReport) -> Result<()> {
         let index = self.index(report.rank)?;
         let (sends, recvs) = wire::requests(report);
-        for (side, requests) in [(&self.send, &sends), (&self.recv, &recvs)] {
+        let grants: BTreeSet<&RequestId> = report.granted.iter().collect();
+        for (side, requests) in [(&self.grant, &grants), (&self.send, &sends), (&self.recv, &recvs)] {
             let new = requests.iter().filter(|r| !side.pending.contains_key(**r) && !side.done.contains_key(**r));
             if side.pending.len().saturating_add(new.count()) > self.limit {
                 return Err(self.full(report.rank));
             }
         }
+        let new_grants: BTreeSet<_> = grants.iter().filter(|request| self.grant.report(request, index)).collect();
         let new_sends: BTreeSet<_> = sends.iter().filter(|request| self.send.report(request, index)).collect();
         let new_recvs: BTreeSet<_> = recvs.iter().filter(|request| self.recv.report(request, index)).collect();
         for failure in report.failed_recving.iter().filter(|failure| new_recvs.contains(&&failure.request)) {
@@ -197,7 +204,10 @@ impl Aggregator {
                 pending.invalid.extend(failure.invalid_blocks.ids());
             }
         }
-        let repeated = sends.len() + recvs.len() > 0 && new_sends.is_empty() && new_recvs.is_empty();
+        let repeated = grants.len() + sends.len() + recvs.len() > 0
+            && new_grants.is_empty()
+            && new_sends.is_empty()
+            && new_recvs.is_empty();
         if !repeated {
             self.ready.stats.merge(&report.stats);
             // A record of a request that this report does not end stands for itself.
@@ -206,6 +216,13 @@ impl Aggregator {
             self.ready.records.extend(records);
         }
         // In the order in which the rank told them.
+        for request in report.granted.iter().filter(|r| new_grants.contains(r)) {
+            if self.grant.pending.get(request).is_some_and(|pending| pending.reported.len() >= self.ranks.len()) {
+                let Some(pending) = self.grant.pending.remove(request) else { continue };
+                self.grant.bury(request, pending.reported, self.limit);
+                self.ready.granted.push(request.clone());
+            }
+        }
         for request in report.finished_sending.iter().filter(|r| new_sends.contains(r)) {
             self.settle(request, Direction::Send);
         }
@@ -231,7 +248,7 @@ impl Aggregator {
     /// Forgets `request` in both directions, under way or completed, so that its id can be used again. A late report
     /// about it counts as the first of a new request.
     pub fn forget(&mut self, request: &RequestId) {
-        for side in [&mut self.send, &mut self.recv] {
+        for side in [&mut self.grant, &mut self.send, &mut self.recv] {
             side.pending.remove(request);
             side.done.remove(request);
         }

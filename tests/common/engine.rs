@@ -56,6 +56,7 @@ pub fn ranks(cache: &CacheSpec) -> Vec<RankId> {
 /// What a rank said about one request.
 #[derive(Debug, Clone, Default)]
 pub struct Said {
+    pub granted: BTreeSet<RankId>,
     pub sent: BTreeSet<RankId>,
     pub received: BTreeSet<RankId>,
     pub failures: BTreeMap<RankId, RecvFailure>,
@@ -159,14 +160,14 @@ impl Engine {
         report.failed_recving.iter().for_each(|failure| *failures.entry(failure.cause).or_default() += 1);
         assert_eq!(report.stats.recv_failures, failures, "{report:#?}");
         assert_eq!(report.stats.recvs as usize, report.finished_recving.len() - report.failed_recving.len());
-        let mut whole = WorkerReport {
-            rank: report.rank,
-            finished_sending: vec![],
-            finished_recving: vec![],
-            failed_recving: vec![],
-            records: vec![],
-            stats: Stats::default(),
-        };
+        let mut whole = WorkerReport::new(report.rank);
+        for request in &report.granted {
+            let said = self.said.entry(request.to_string()).or_default();
+            assert!(said.granted.insert(report.rank), "{request} was granted twice by rank {}", report.rank);
+            if said.granted.len() == all {
+                whole.granted.push(request.clone());
+            }
+        }
         for request in &report.finished_sending {
             let said = self.said.entry(request.to_string()).or_default();
             assert!(said.sent.insert(report.rank), "{request} was sent twice by rank {}", report.rank);
@@ -245,6 +246,8 @@ impl Engine {
         let finish = self.scheduler.finished(request, &asked, FinishOutcome::Complete, blocks(lists), tokens).unwrap();
         assert!(finish.keep);
         self.step();
+        let all = self.workers.len();
+        self.until(&format!("the grant of {request}"), |e| e.said(request).granted.len() == all);
     }
 
     /// A request with a remote prefill arrives and its blocks are allocated.

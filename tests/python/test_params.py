@@ -52,7 +52,8 @@ def consumer() -> Iterator[Scheduler]:
 
 def prefilled(producer: Scheduler, request: str, asked: dict[str, object]) -> dict[str, object]:
     keep, params = producer.finished(request, asked, "complete", [[1, 2, 3, 4]], PROMPT)
-    assert keep and params is not None
+    assert keep
+    assert params is not None
     return params
 
 

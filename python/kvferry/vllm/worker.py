@@ -15,6 +15,7 @@ from .geometry import Split, TokenShare, describe, transfer_layers
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
 from .stats import KvferryStats
+from .step_queue import StepQueue, device_recorder
 from .support import attention_kernels, check_served, compat_fields
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class WorkerSide:
         # (and takes failed requests whole there).
         self._reports_blocks = len(kv_cache_config.kv_cache_groups) == 1
         self._worker: kvferry.Worker | None = None
+        self._steps: StepQueue | None = None
         self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._metadata: KvferryHandshakeMetadata | None = None
         self._submitted: KvferryConnectorMetadata | None = None
@@ -83,6 +85,7 @@ class WorkerSide:
         # The memory must outlive the registration.
         self._kv_caches = kv_caches
         self._worker = worker
+        self._steps = StepQueue(worker.submit, device_recorder(kv_caches))
         logger.info(
             "Registered the KV cache of %d layers: %d bytes in %d regions, %d blocks of %d groups",
             len(self._layers),
@@ -104,7 +107,7 @@ class WorkerSide:
         self._submitted = metadata
         self._refused.update(metadata.refused)
         if metadata.step:
-            self._running().submit(metadata.step)
+            self._running().add(metadata.step, metadata.grants)
 
     def collect(self) -> KVConnectorTransferResults:
         """What has ended since the last call. The rest of the report waits for the `take_*` calls of the same step."""
@@ -115,6 +118,8 @@ class WorkerSide:
             if self._options.worker.get("telemetry", True):
                 self._stats = self._stats.aggregate(KvferryStats({"recv_failures": {"invalid_request": 1}}))
         self._refused = {}
+        if self._steps is not None:
+            self._steps.advance()
         encoded = self._worker.poll_encoded() if self._worker is not None else None
         if encoded is not None:
             report = kvferry.decode_report(encoded)
@@ -153,12 +158,12 @@ class WorkerSide:
 
     def shutdown(self) -> None:
         """Ends all transfers and gives the memory back. May be called again."""
-        worker, self._worker = self._worker, None
+        worker, self._worker, self._steps = self._worker, None, None
         if worker is not None:
             worker.shutdown(SHUTDOWN_SECONDS)
         self._kv_caches = {}
 
-    def _running(self) -> kvferry.Worker:
-        if self._worker is None:
+    def _running(self) -> StepQueue:
+        if self._steps is None:
             raise RuntimeError("a step with transfers came before the KV caches were registered or after the shutdown")
-        return self._worker
+        return self._steps

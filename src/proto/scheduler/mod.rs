@@ -67,10 +67,19 @@ pub struct Finish {
 /// What consumers that await a prefill are to be told of it, by its `transfer_id`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Notice {
-    /// It is over, and its blocks are kept.
+    /// It is over, its blocks are kept, and all ranks have said that these are written.
     Ready(Prefill),
     /// Nothing is kept of it (any more).
     Gone(RequestId),
+}
+
+/// A finished prefill that is kept.
+#[derive(Debug)]
+struct Sent {
+    /// Its `transfer_id`.
+    name: Option<RequestId>,
+    /// What consumers that await it are to be told, until all ranks have said that it can be read.
+    unannounced: Option<Prefill>,
 }
 
 /// Where a consumer's request stands.
@@ -121,8 +130,8 @@ pub struct Scheduler {
     config: SchedulerConfig,
     address: Option<(String, u16)>,
     recvs: HashMap<RequestId, Recv>,
-    /// Finished prefills that are kept, with their `transfer_id`.
-    sends: HashMap<RequestId, Option<RequestId>>,
+    /// Finished prefills that are kept.
+    sends: HashMap<RequestId, Sent>,
     /// What consumers call them.
     called: HashSet<RequestId>,
     notices: VecDeque<Notice>,
@@ -378,20 +387,29 @@ impl Scheduler {
         step::take(&mut self.step, StepMetadata::MAX_BYTES)
     }
 
-    /// Takes the report of a one-rank engine, or one made of what is over on all ranks. Requests that are not known are
+    /// Takes the report of a one-rank engine, or one made of what all ranks have said. Requests that are not known are
     /// ignored.
     pub fn on_report(&mut self, report: &WorkerReport) {
+        self.granted(&report.granted);
         self.over(&report.finished_sending, &report.finished_recving);
     }
 
     /// As [`Scheduler::on_report`], from the aggregator of several ranks.
     pub fn on_outcome(&mut self, outcome: &Outcome) {
+        self.granted(&outcome.granted);
         self.over(&outcome.finished_sending, &outcome.finished_recving);
+    }
+
+    fn granted(&mut self, requests: &[RequestId]) {
+        for request in requests {
+            let prefill = self.sends.get_mut(request).and_then(|sent| sent.unannounced.take());
+            self.notices.extend(prefill.map(Notice::Ready));
+        }
     }
 
     fn over(&mut self, sending: &[RequestId], recving: &[RequestId]) {
         for request in sending {
-            let Some(name) = self.sends.remove(request) else { continue };
+            let Some(Sent { name, .. }) = self.sends.remove(request) else { continue };
             self.called.remove(name.as_ref().unwrap_or(request));
             self.notices.extend(name.map(Notice::Gone));
         }
@@ -502,13 +520,12 @@ impl Scheduler {
         // An earlier request of this name, dropped in this very step: workers take grants before drops.
         self.step.dropped.retain(|dropped| dropped != called);
         self.stats.grants += 1;
-        if let Some(name) = name {
+        let unannounced = name.map(|name| {
             let blocks = offered.into_iter().map(Blocks::from).collect();
-            let prefill = Prefill { request: name.clone(), blocks, tokens: computed_tokens, lease_ms, lease_id };
-            self.notices.push_back(Notice::Ready(prefill));
-        }
+            Prefill { request: name.clone(), blocks, tokens: computed_tokens, lease_ms, lease_id }
+        });
         self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id, name: name.cloned() });
-        self.sends.insert(request.clone(), name.cloned());
+        self.sends.insert(request.clone(), Sent { name: name.cloned(), unannounced });
         self.called.insert(called.clone());
         Ok(Finish { keep: true, params: Some(params) })
     }

@@ -112,6 +112,7 @@ fn failures(all: impl IntoIterator<Item = RecvFailure>) -> Vec<RecvFailure> {
 
 /// The form in which equal reports are equal values: sorted, nothing twice.
 fn canonical(mut report: WorkerReport) -> WorkerReport {
+    union(&mut report.granted, Vec::new());
     union(&mut report.finished_sending, Vec::new());
     union(&mut report.finished_recving, Vec::new());
     union(&mut report.records, Vec::new());
@@ -120,6 +121,7 @@ fn canonical(mut report: WorkerReport) -> WorkerReport {
 }
 
 fn combine(known: &mut WorkerReport, more: WorkerReport) {
+    union(&mut known.granted, more.granted);
     union(&mut known.finished_sending, more.finished_sending);
     union(&mut known.finished_recving, more.finished_recving);
     union(&mut known.records, more.records);

@@ -117,6 +117,10 @@ pub struct RecvRecord {
 pub struct WorkerReport {
     /// The reporting rank.
     pub rank: RankId,
+    /// Producer: granted requests that consumers may await ([`Grant::name`](super::Grant::name)) and of which this rank has
+    /// the lease, as this engine calls them. The step with the grant came when everything was written, so they may be read.
+    #[serde(default)]
+    pub granted: Vec<RequestId>,
     /// Sends over: each granted request once, whether read, released or expired.
     #[serde(default)]
     pub finished_sending: Vec<RequestId>,
@@ -139,6 +143,7 @@ impl WorkerReport {
     pub fn new(rank: RankId) -> WorkerReport {
         WorkerReport {
             rank,
+            granted: Vec::new(),
             finished_sending: Vec::new(),
             finished_recving: Vec::new(),
             failed_recving: Vec::new(),

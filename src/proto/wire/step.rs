@@ -30,7 +30,8 @@ pub struct Remote {
     pub shared: bool,
 }
 
-/// Producer: the blocks of a finished prefill are kept until read, released or expired.
+/// Producer: the blocks of a finished prefill are kept until read, released or expired. Everything that they are to hold is
+/// written when a worker is given this.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
     /// The request.

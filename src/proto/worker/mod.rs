@@ -13,6 +13,7 @@
 //! **Producer.** A grant makes a lease. Heartbeats of its readers renew it. Each reader's `Done` is answered by a verdict,
 //! `Valid` only while the lease holds. When as many readers as were announced want it no more, or when it runs out, the
 //! request is reported in `finished_sending`, once per grant. A `Done` or `Release` that comes before the grant waits for it.
+//! A grant that consumers may await is reported in `granted`.
 //!
 //! **Consumer.** A hold handshakes, connects and sends heartbeats. A load does what is missing of that, reads, says
 //! `Done`, and is reported in `finished_recving` when every producer rank has answered `Valid`; in any other case it is
@@ -250,7 +251,7 @@ impl Worker {
         self.out.take_report()
     }
 
-    /// Whether [`Worker::poll_report`] would say of any request that it is over, which its engine waits for.
+    /// Whether [`Worker::poll_report`] would say of any request that it is over or granted, which others wait for.
     pub fn has_news(&self) -> bool {
         self.out.has_news()
     }

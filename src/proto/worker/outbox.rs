@@ -64,10 +64,11 @@ impl Outbox {
         self.actions.pop_front()
     }
 
-    /// Whether the report says of any request that it is over.
+    /// Whether the report says of any request that it is over, or that it may be read.
     pub(super) fn has_news(&self) -> bool {
         // Failures and records come with the end of a receive.
-        !self.report.finished_sending.is_empty() || !self.report.finished_recving.is_empty()
+        let report = &self.report;
+        !report.finished_sending.is_empty() || !report.finished_recving.is_empty() || !report.granted.is_empty()
     }
 
     pub(super) fn has_counts(&self) -> bool {

@@ -150,6 +150,9 @@ impl Producer {
             out.report.finished_sending.push(own);
             return;
         }
+        if name.is_some() {
+            out.report.granted.push(own.clone());
+        }
         let request = name.unwrap_or_else(|| own.clone());
         // The scheduler side gives no name twice.
         if self.leases.get(&request).is_some_and(|lease| lease.request != own) {

@@ -134,8 +134,10 @@ def test_asked_at_the_same_time_as_the_prefill_engine(pair: Pair) -> None:
         pair.prefill.call("add", f"p-{name}", tokens, 1, {**REMOTE_DECODE, "transfer_id": f"x-{name}"})
         pair.prefill.call("run_until", f"'reason' in e.answers.get('p-{name}', {{}})")
         assert pair.prefill.call("answer", f"p-{name}")["params"]["remote_request_id"] == f"x-{name}"
-        pair.prefill.call("step")
+        # As vLLM does while it keeps the blocks.
+        pair.prefill.start("run_until", f"'p-{name}' not in e.scheduler.requests")
         pair.decode.call("run_until", f"'reason' in e.answers.get('{name}', {{}})")
+        pair.prefill.result("run_until")
         answer = pair.decode.call("answer", name)
         assert (answer["reason"], len(answer["tokens"])) == ("length", 4)
     # One whose prefill never comes is aborted by its client. The first prefill, which nobody read, is given back.
