@@ -12,8 +12,9 @@ import platform
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import index
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -159,14 +160,29 @@ def _text(what: str, text: object) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+def _whole(what: str, value: object, bits: int = 64) -> int:
+    """`value` as an int that C takes; anything else is named by `what`."""
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << bits:
+        shown = repr(value) if isinstance(value, (int, float, str)) else type(value).__name__
+        hint = f"; pass its {'index' if 'region' in what else 'id'}" if hasattr(value, "id") else ""
+        raise make_error(
+            -1, "invalid_argument", f"{what} must be a whole number from 0 to {(1 << bits) - 1}, not {shown}{hint}"
+        )
+    return number
+
+
 def _milliseconds(timeout: float) -> int:
-    if not timeout >= 0:
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
         raise make_error(-1, "invalid_argument", f"a timeout must be a number of seconds from 0, not {timeout!r}")
     return int(min(timeout * 1000 + 0.999, 0xFFFF_FFFF))
 
 
 def _constant(names: Mapping[str, str], what: str, value: str) -> int:
-    name = names.get(value)
+    name = names.get(value) if isinstance(value, str) else None
     if name is None:
         raise make_error(-1, "invalid_argument", f"unknown {what} {value!r}, expected one of {', '.join(names)}")
     number: int = getattr(_load().functions, name)
@@ -182,12 +198,14 @@ def _ids(ids: Ids, what: str) -> tuple[Any, int]:
         view = None
     if view is not None and view.format == "I" and view.ndim == 1 and view.c_contiguous:
         return ffi.from_buffer("uint32_t[]", view), len(view)
-    plain = ids if isinstance(ids, (list, tuple)) else list(ids)
     try:
+        plain = ids if isinstance(ids, (list, tuple)) else list(ids)
         return ffi.new("uint32_t[]", plain), len(plain)
     except (TypeError, OverflowError) as error:
         raise make_error(
-            -1, "invalid_argument", f"{what}: block ids must be integers from 0 to 4294967295: {error}"
+            -1,
+            "invalid_argument",
+            f"{what}: block ids must be integers from 0 to 4294967295, as a list or a flat numpy uint32 array: {error}",
         ) from error
 
 
@@ -196,6 +214,8 @@ class _Lists:
 
     def __init__(self, lists: Sequence[Ids], what: str) -> None:
         ffi = _load().ffi
+        if not isinstance(lists, Iterable):
+            raise make_error(-1, "invalid_argument", f"{what} must be lists of block ids, not {type(lists).__name__}")
         parts = [_ids(ids, f"{what}, list {number}") for number, ids in enumerate(lists)]
         ends = [0]
         for _, count in parts:
@@ -402,12 +422,13 @@ def agent_start(config: bytes) -> Handle:
 
 
 def agent_register(agent: Handle, address: int, nbytes: int, kind: str, device: int, owner: object) -> tuple[int, int]:
-    region, index = _new("uint64_t *"), _new("uint32_t *")
+    region, place = _new("uint64_t *"), _new("uint32_t *")
     pointer = _pointer(address)
     number = _constant(_KINDS, "memory kind", kind)
-    _call("kvf_agent_register", agent.get(), pointer, nbytes, number, device, region, index)
+    size, ordinal = _whole("nbytes", nbytes), _whole("device", device, 32)
+    _call("kvf_agent_register", agent.get(), pointer, size, number, ordinal, region, place)
     agent.owners[region[0]] = owner
-    return region[0], index[0]
+    return region[0], place[0]
 
 
 def _pointer(address: int) -> Any:
@@ -434,15 +455,70 @@ def agent_connect(agent: Handle, metadata: bytes) -> int:
 
 
 def agent_disconnect(agent: Handle, peer: int) -> None:
-    _call("kvf_agent_disconnect", agent.get(), peer)
+    _call("kvf_agent_disconnect", agent.get(), _whole("peer", peer))
 
 
 def agent_route(agent: Handle, peer: int) -> bytes:
-    return _bytes_from("kvf_agent_route", agent.get(), peer)
+    return _bytes_from("kvf_agent_route", agent.get(), _whole("peer", peer))
 
 
 _SEGMENT = struct.Struct("=3I4x5Q")
 """`kvf_segment`. Packed here it takes a third of the time that cffi needs for tuples."""
+
+
+_SEGMENT_FIELDS = (
+    "list",
+    "local_region",
+    "remote_region",
+    "local_offset",
+    "remote_offset",
+    "local_stride",
+    "remote_stride",
+    "length",
+)
+
+
+def _wrong_segment(segments: object, error: Exception) -> KvferryError:
+    """What is wrong with segments that cannot be packed."""
+    if not isinstance(segments, Iterable):
+        return make_error(-1, "invalid_argument", f"segments must be a list of Segment, not {type(segments).__name__}")
+    if isinstance(segments, tuple) and hasattr(segments, "_fields"):
+        return make_error(
+            -1, "invalid_argument", "segments must be a list of Segment, not a single one: pass [segment]"
+        )
+    for number, segment in enumerate(segments):
+        if not isinstance(segment, tuple) or len(segment) != len(_SEGMENT_FIELDS):
+            return make_error(
+                -1, "invalid_argument", f"segments[{number}] must be a Segment, not {type(segment).__name__}"
+            )
+        for field, value in zip(_SEGMENT_FIELDS, segment, strict=True):
+            try:
+                _whole(f"segments[{number}].{field}", value, 64 if field.endswith(_LONG_FIELDS) else 32)
+            except KvferryError as wrong:
+                return wrong
+    return make_error(-1, "invalid_argument", f"segments: {error}")
+
+
+_LONG_FIELDS = ("offset", "stride", "length")
+
+
+def _check_pairs(blocks: object) -> None:
+    """Raises for `blocks` that are no pairs of lists of equal length."""
+    expected = "blocks must be a list of pairs (local block ids, remote block ids), one per list that segments name"
+    if not isinstance(blocks, Sequence):
+        raise make_error(-1, "invalid_argument", f"{expected}; not {type(blocks).__name__}")
+    for number, pair in enumerate(blocks):
+        try:
+            ours, theirs = pair
+            counts = len(ours), len(theirs)
+        except (TypeError, ValueError):
+            raise make_error(-1, "invalid_argument", f"{expected}; blocks[{number}] is {pair!r:.80}") from None
+        if counts[0] != counts[1]:
+            raise make_error(
+                -1,
+                "invalid_argument",
+                f"block list {number} names {counts[0]} local and {counts[1]} remote blocks; they go in pairs",
+            )
 
 
 def agent_transfer(
@@ -453,17 +529,11 @@ def agent_transfer(
     blocks: Sequence[tuple[Ids, Ids]],
 ) -> int:
     number = _constant(_DIRECTIONS, "direction", direction)
-    for pair, (ours, theirs) in enumerate(blocks):
-        if len(ours) != len(theirs):
-            raise make_error(
-                -1,
-                "invalid_argument",
-                f"block list {pair} names {len(ours)} local and {len(theirs)} remote blocks; they go in pairs",
-            )
+    _check_pairs(blocks)
     try:
         packed = b"".join([_SEGMENT.pack(*segment) for segment in segments])
     except (TypeError, struct.error) as error:
-        raise make_error(-1, "invalid_argument", f"segments: {error}") from error
+        raise _wrong_segment(segments, error) from error
     array = _load().ffi.from_buffer("kvf_segment[]", packed)
     local = _Lists([pair[0] for pair in blocks], "local blocks")
     remote = _Lists([pair[1] for pair in blocks], "remote blocks")
@@ -471,10 +541,10 @@ def agent_transfer(
     _call(
         "kvf_agent_transfer",
         agent.get(),
-        peer,
+        _whole("peer", peer),
         number,
         array,
-        len(segments),
+        len(packed) // _SEGMENT.size,
         local.ids,
         remote.ids,
         local.offsets,
@@ -486,12 +556,12 @@ def agent_transfer(
 
 
 def agent_cancel(agent: Handle, transfer: int) -> None:
-    _call("kvf_agent_cancel", agent.get(), transfer)
+    _call("kvf_agent_cancel", agent.get(), _whole("transfer", transfer))
 
 
 def agent_send(agent: Handle, peer: int, data: bytes) -> None:
     data = _checked_bytes("a message", data)
-    _call("kvf_agent_send", agent.get(), peer, data, len(data))
+    _call("kvf_agent_send", agent.get(), _whole("peer", peer), data, len(data))
 
 
 def agent_events(agent: Handle, timeout: float) -> list[RawEvent]:
@@ -581,10 +651,11 @@ def worker_start(config: bytes) -> Handle:
 
 
 def worker_register(worker: Handle, address: int, nbytes: int, kind: str, device: int) -> int:
-    index = _new("uint32_t *")
+    place = _new("uint32_t *")
     number = _constant(_KINDS, "memory kind", kind)
-    _call("kvf_worker_register", worker.get(), _pointer(address), nbytes, number, device, index)
-    region: int = index[0]
+    size, ordinal = _whole("nbytes", nbytes), _whole("device", device, 32)
+    _call("kvf_worker_register", worker.get(), _pointer(address), size, number, ordinal, place)
+    region: int = place[0]
     return region
 
 
@@ -598,7 +669,7 @@ def worker_metadata(worker: Handle) -> bytes:
 
 def worker_push_metadata(worker: Handle, host: str, port: int, expected: int, timeout: float) -> int:
     name, missing = _text("host", host), _new("uint32_t *")
-    limit = _milliseconds(timeout)
+    limit, port, expected = _milliseconds(timeout), _whole("port", port, 16), _whole("expected", expected, 32)
     _call("kvf_worker_push_metadata", worker.get(), name, len(name), port, expected, limit, missing)
     number: int = missing[0]
     return number
@@ -680,6 +751,13 @@ def scheduler_start(config: bytes) -> Handle:
 def _rank_list(ranks: Mapping[tuple[int, int], bytes]) -> tuple[Any, list[Any]]:
     """The ranks' metadata as a C array, and what must live as long as it."""
     ffi = _load().ffi
+    if not isinstance(ranks, Mapping):
+        raise make_error(
+            -1, "invalid_argument", f"ranks must map (pp_rank, tp_rank) to metadata, not {type(ranks).__name__}"
+        )
+    for rank in ranks:
+        if not isinstance(rank, tuple) or len(rank) != 2:
+            raise make_error(-1, "invalid_argument", f"ranks: the key {rank!r} must be a pair (pp_rank, tp_rank)")
     blobs = ffi.new("kvf_rank_metadata[]", len(ranks))
     keep = []
     for blob, ((pp, tp), metadata) in zip(blobs, ranks.items(), strict=True):
@@ -722,8 +800,8 @@ def scheduler_matched(
         len(name),
         params,
         len(params),
-        prompt_tokens,
-        computed_tokens,
+        _whole("prompt_tokens", prompt_tokens),
+        _whole("computed_tokens", computed_tokens),
         tokens,
         asynchronous,
     )
@@ -745,8 +823,8 @@ def scheduler_allocated(
         lists.ids,
         lists.offsets,
         lists.count,
-        prompt_tokens,
-        external_tokens,
+        _whole("prompt_tokens", prompt_tokens),
+        _whole("external_tokens", external_tokens),
     )
 
 
@@ -773,7 +851,7 @@ def scheduler_finished(
         lists.ids,
         lists.offsets,
         lists.count,
-        computed_tokens,
+        _whole("computed_tokens", computed_tokens),
         keep,
         answer,
     )
@@ -814,7 +892,7 @@ def aggregator_add(aggregator: Handle, report: bytes) -> None:
 def aggregator_expect(aggregator: Handle, request: str, side: str, count: int) -> None:
     name = _text("a request id", request)
     number = _constant({"sending": "KVF_SENDING", "recving": "KVF_RECVING"}, "side", side)
-    _call("kvf_aggregator_expect", aggregator.get(), name, len(name), number, count)
+    _call("kvf_aggregator_expect", aggregator.get(), name, len(name), number, _whole("count", count, 32))
 
 
 def aggregator_forget(aggregator: Handle, request: str) -> None:

@@ -8,6 +8,7 @@ from . import _lib
 from ._errors import KvferryError, make_error
 
 Kind = Literal["host", "cuda"]
+_VIEW = "register the array that it is a view of, and give the place inside it by offset and stride"
 
 
 class Span(NamedTuple):
@@ -22,6 +23,11 @@ class Span(NamedTuple):
 
 def _invalid(text: str) -> KvferryError:
     return make_error(-1, "invalid_argument", text)
+
+
+def _not_empty(nbytes: int, what: str) -> None:
+    if not nbytes:
+        raise _invalid(f"{what} is empty, so there is nothing to register; register memory after it is allocated")
 
 
 def span_of(memory: Any, kind: Kind | None, device: int | None) -> Span:
@@ -47,6 +53,7 @@ def _of_tensor(tensor: Any, kind: Kind | None, device: int | None) -> Span:
     own_kind: Kind = "cuda" if tensor.is_cuda else "host"
     own_device = tensor.device.index or 0 if tensor.is_cuda else 0
     nbytes = tensor.element_size() * tensor.nelement()
+    _not_empty(nbytes, f"the tensor of shape {tuple(tensor.shape)}")
     return Span(tensor.data_ptr(), nbytes, kind or own_kind, own_device if device is None else device, tensor)
 
 
@@ -63,8 +70,9 @@ def _of_cuda_array(memory: Any, interface: dict[str, Any], device: int | None) -
     if strides is not None:
         for extent, stride in zip(reversed(interface["shape"]), reversed(strides), strict=True):
             if extent > 1 and stride != expected:
-                raise _invalid(f"the CUDA array with strides {strides} is not contiguous in C order")
+                raise _invalid(f"the CUDA array with strides {strides} is not contiguous in C order; {_VIEW}")
             expected *= extent
+    _not_empty(nbytes, "the CUDA array")
     return Span(address, nbytes, "cuda", device or 0, memory)
 
 
@@ -79,7 +87,11 @@ def _of_buffer(memory: Any, kind: Kind | None) -> Span:
     if view.readonly:
         raise _invalid(f"the buffer of the {type(memory).__name__} is read-only; register memory that may be written")
     if not view.c_contiguous:
-        raise _invalid(f"the buffer of the {type(memory).__name__} is not contiguous in C order")
-    address = _lib.address_of(view) if view.nbytes else 0
+        raise _invalid(
+            f"the buffer of the {type(memory).__name__} of shape {view.shape} and strides {view.strides} is not "
+            f"contiguous in C order; {_VIEW}"
+        )
+    _not_empty(view.nbytes, f"the buffer of the {type(memory).__name__}")
+    address = _lib.address_of(view)
     # The view, not only the object, is kept: it stops a bytearray from being resized under the transfer.
     return Span(address, view.nbytes, kind or "host", 0, view)

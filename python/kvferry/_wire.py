@@ -81,6 +81,9 @@ def decode_report(data: bytes) -> dict[str, Any]:
 
 def encode_report(report: dict[str, Any]) -> bytes:
     """A worker report in its versioned envelope."""
+    if not isinstance(report, Mapping):
+        text = f"a report must be bytes, or a dict as decode_report makes it, not {type(report).__name__}"
+        raise make_error(-1, "invalid_argument", text)
     body = dict(report)
     body["failed_recving"] = [
         {**failure, "invalid_blocks": ids_to_bytes(failure["invalid_blocks"])}

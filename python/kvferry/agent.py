@@ -165,6 +165,12 @@ class Agent:
 
     def deregister(self, region: Region) -> None:
         """Takes a region back: when this returns, no transfer touches it. Transfers that use it are ended first."""
+        if not isinstance(region, Region):
+            raise make_error(
+                -1,
+                "invalid_argument",
+                f"region must be the Region that register returned, not {type(region).__name__}",
+            )
         _lib.agent_deregister(self._handle, region.id)
 
     def metadata(self) -> bytes:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Literal, TypedDict, cast
 
 from . import _lib, _wire
+from ._errors import make_error
 from .worker import Rank, RecvFailure, RecvRecord, Report, encode_report
 
 
@@ -41,7 +42,11 @@ class Aggregator:
     """
 
     def __init__(self, ranks: Iterable[tuple[int, int]]) -> None:
-        config = {"ranks": [{"pp": pp, "tp": tp} for pp, tp in ranks]}
+        try:
+            config = {"ranks": [{"pp": pp, "tp": tp} for pp, tp in ranks]}
+        except (TypeError, ValueError):
+            text = f"ranks must be pairs (pp_rank, tp_rank), as in [(0, 0), (0, 1)], not {ranks!r:.80}"
+            raise make_error(-1, "invalid_argument", text) from None
         self._handle = _lib.aggregator_start(_wire.pack("config", config))
 
     def add(self, report: bytes | Report) -> None:

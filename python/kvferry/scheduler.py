@@ -137,7 +137,8 @@ class Scheduler:
 def _as_report(report: Report | OutcomeDict) -> Report:
     """An outcome in the form of a report. The scheduler side looks at neither the rank, nor figures, nor why a receive
     failed: without these a report of any number of ranks is short enough."""
-    if "rank" in report:
+    # What is no dict at all is refused where it is encoded.
+    if not isinstance(report, dict) or "rank" in report:
         return cast(Report, report)
     return {
         "rank": {"pp": 0, "tp": 0},

@@ -11,8 +11,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +338,7 @@ def test_a_port_in_use_and_one_that_is_free() -> None:
     ],
 )
 def test_wrong_options(environment: dict[str, str], finding: tuple[str, str], words: str) -> None:
-    told = doctor(**{"KVFERRY_PORT": "0", **environment})
+    told = doctor("--config", '{"port": 0}', **environment)
     assert told.troubles == dict([finding])
     assert any(words in line for line in told[finding[0]]["evidence"])
 
@@ -344,7 +347,9 @@ def test_wrong_options(environment: dict[str, str], finding: tuple[str, str], wo
     ("words", "error"),
     [
         ("--config '{\"prot\": 1}'", 'did you mean "port"'),
-        ("--config [1]", "expected a JSON map"),
+        ("--config [1]", "is neither a JSON map nor a readable file"),
+        ('--config \'{"kv_role": "kv_producer"}\'', "kv_connector is None"),
+        ("--timeout 0.5", "from 1 to 600"),
         ("--peer 10.0.0.1", "HOST:PORT"),
         ("--peer 10.0.0.1:0", "HOST:PORT"),
         ("--shape tp=2 --layers 2 --kv-heads 2 --head-size 8", "give its listener as --peer"),
@@ -465,7 +470,7 @@ def test_a_peer_by_messages_on_this_host_is_slow() -> None:
 
 
 def test_nobody_listens() -> None:
-    told = ask(f"127.0.0.1:{free_port()}", "--timeout 2")
+    told = ask(f"127.0.0.1:{free_port()}")
     assert told.cases("peer", "peer-shape", "peer-path") == ["unreachable", "unknown", "unknown"]
     assert "5680" in told["peer"]["remedy"]
     assert told.map["peer"] is None
@@ -473,12 +478,72 @@ def test_nobody_listens() -> None:
 
 def test_a_peer_that_is_starting_and_something_else_that_listens() -> None:
     with running(ready=False) as where:
-        told = ask(where, "--timeout 2")
+        told = ask(where)
     assert told["peer"]["case"] == "silent", told["peer"]
     assert any("1 of its 2 ranks have not reported yet" in line for line in told["peer"]["evidence"])
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        told = ask(f"127.0.0.1:{mute.getsockname()[1]}", "--timeout 2")
-    assert told["peer"]["case"] in ("silent", "unreachable"), told["peer"]
+        where = f"127.0.0.1:{mute.getsockname()[1]}"
+        told = ask(where)
+    assert told["peer"]["case"] == "unreachable", told["peer"]
+    assert any(where in line and "says nothing" in line for line in told["peer"]["evidence"])
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """An HTTP server, as vLLM's own port has one."""
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+def test_a_port_of_another_program_is_told_as_that() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        told = ask(f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert told["peer"]["case"] == "foreign", told["peer"]
+    assert any("is no kvferry listener but" in line for line in told["peer"]["evidence"])
+
+
+def test_the_time_is_kept_where_packets_are_dropped() -> None:
+    # The kernel drops what asks to connect to a port whose queue is full.
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as held:
+        for _ in range(4):
+            filling = held.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(full.getsockname())
+        start = time.monotonic()
+        told = ask(f"127.0.0.1:{full.getsockname()[1]}", "--timeout 15")
+        took = time.monotonic() - start
+    assert told["peer"]["case"] == "unreachable", told["peer"]
+    assert any("does not answer" in line for line in told["peer"]["evidence"])
+    # The kernel would try for two minutes; the start of Python on a busy machine is not counted by the command.
+    assert took < 60
+
+
+def test_the_default_port_is_that_of_an_engine() -> None:
+    with ExitStack() as held:
+        # Whoever else has it will do.
+        with suppress(OSError):
+            held.enter_context(socket.create_server(("0.0.0.0", 5680)))
+        told = doctor()
+    assert told["port"]["case"] == "in-use", told["port"]
+    assert any("port 5680" in line for line in told["port"]["evidence"])
+
+
+def test_an_empty_key_means_none_whatever_the_environment_says() -> None:
+    config = json.dumps({"port": 0, "key_file": ""})
+    assert doctor("--config", config, KVFERRY_KEY_FILE="/no/such/key")["key"]["case"] == "none"
+
+
+def test_the_configuration_is_what_the_config_command_takes(tmp_path: Path) -> None:
+    port = free_port()
+    extra = {"host": "127.0.0.1", "port": port}
+    whole = {"kv_connector": "KvferryConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(whole))
+    for config in (json.dumps(extra), json.dumps(whole), str(path)):
+        told = doctor("--config", config)
+        assert any(f"port {port} of 127.0.0.1" in line for line in told["port"]["evidence"]), told["port"]
 
 
 def key_at(path: Path) -> str:

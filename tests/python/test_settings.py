@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,7 @@ def test_the_environment_reaches_what_is_started(monkeypatch: pytest.MonkeyPatch
         ("ucx", {"UCX_TLS": "tcp"}, 'without its prefix, as "TLS"'),
         ("engine_id", "e", "which the engine sets itself"),
         ("library", "/x", "only the environment variable KVFERRY_LIBRARY sets"),
+        ("kv_role", "kv_producer", 'the key "kv_role", which belongs beside it'),
     ],
 )
 def test_what_is_wrong_is_named(key: str, value: Any, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +137,7 @@ def test_a_transfer_config_may_be_text_file_or_input(
         ({"kv_connector": "KvferryConnector"}, "kv_role is missing"),
         ({**PRODUCER, "kv_role": "producer"}, "kv_role must be one of kv_producer"),
         ({**PRODUCER, "kv_rolle": "x"}, "unknown key 'kv_rolle'; did you mean 'kv_role'?"),
+        ({**PRODUCER, "lease_ms": 1000}, "unknown key 'lease_ms'; it belongs into kv_connector_extra_config"),
         ({**PRODUCER, "kv_load_failure_policy": "retry"}, "must be one of fail, recompute, not 'retry'"),
         ({**PRODUCER, "kv_connector_extra_config": [1]}, "kv_connector_extra_config must be a map, not [1]"),
         ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "has no KvferryConnector among its connectors"),
@@ -159,3 +164,45 @@ def test_the_versions_of_library_protocol_and_ucx_are_told(capsys: pytest.Captur
             f"UCX {ucx['version']}, {ucx['source']}: {ucx['path']}",
         ],
     )
+
+
+def test_files_that_are_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    here.write_text("x")
+    wrong = {
+        "key_file": (str(tmp_path / "key"), "key does not exist; `kvferry key` makes one"),
+        "ucx_lib": (str(tmp_path / "libucp.so.0"), "libucp.so.0 is no file"),
+        "trace": (str(tmp_path / "no" / "run-%p.json"), "no is no folder"),
+        "request_log": (str(tmp_path / "no" / "log"), "no is no folder"),
+    }
+    for key, (value, expected) in wrong.items():
+        with pytest.raises(SystemExit) as ended:
+            main(["config", json.dumps({**PRODUCER, "kv_connector_extra_config": {key: value}})])
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert f"{key}: {tmp_path}" in error
+        assert expected in error
+    good = {"key_file": str(here), "ucx_lib": str(here), "trace": str(tmp_path / "run-%p.json"), "request_log": ""}
+    assert main(["config", json.dumps({**PRODUCER, "kv_connector_extra_config": good})]) == 0
+    monkeypatch.setenv("KVFERRY_KEY_FILE", "/no/such/key")
+    with pytest.raises(SystemExit):
+        main(["config"])
+    assert "key_file (of KVFERRY_KEY_FILE): /no/such/key" in capsys.readouterr().err
+
+
+SHAPES = "--prefill tp=1,block=16 --decode tp=1,block=16 --layers 64 --kv-heads 8 --head-size 128 --tokens 100000"
+
+
+@pytest.mark.parametrize("words", ["config", "config --json", "doctor --no-transfers", f"plan {SHAPES} --json"])
+def test_a_pipe_that_nobody_reads_is_no_traceback(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvferry", *words.split()], stdout=writer, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(writer)
+    assert (done.stderr, done.returncode) == ("", 141)

@@ -49,11 +49,15 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
 class Remote:
     """Makes `make(*arguments)` in a new process. The object must have a method `close`.
 
-    The constructor does not wait for it, so that several processes start at once; the first call does.
+    The constructor does not wait for it, so that several processes start at once; the first call does. An answer may
+    take `answer_s()` seconds.
     """
 
-    def __init__(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(
+        self, name: str, make: Callable[..., Any], *arguments: Any, answer_s: Callable[[], float] = lambda: ANSWER_S
+    ) -> None:
         self.name = name
+        self._answer_s = answer_s
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
@@ -74,8 +78,9 @@ class Remote:
 
     def answer(self, method: str) -> Any:
         """What the method that was told last has returned."""
-        if not self._pipe.poll(ANSWER_S):
-            raise BenchError(f"{self.name}, {method}: no answer within {ANSWER_S:.0f} s")
+        limit = self._answer_s()
+        if not self._pipe.poll(limit):
+            raise BenchError(f"{self.name}, {method}: no answer within {limit:.1f} s")
         try:
             value, error = self._pipe.recv()
         except (EOFError, OSError):
@@ -109,10 +114,11 @@ class Remote:
         """Ends the process, by its own `close` if it can."""
         self.resume()
         try:
-            if not self._ready and self._pipe.poll(15):
+            limit = min(15.0, self._answer_s())
+            if not self._ready and self._pipe.poll(limit):
                 self._pipe.recv()
             self._pipe.send(("close", ()))
-            if self._pipe.poll(15):
+            if self._pipe.poll(limit):
                 self._pipe.recv()
         except (OSError, EOFError):
             pass
@@ -120,7 +126,7 @@ class Remote:
 
     def _end(self) -> None:
         self._pipe.close()
-        self._process.join(5)
+        self._process.join(min(5.0, self._answer_s()))
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

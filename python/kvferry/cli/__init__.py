@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
@@ -12,8 +14,9 @@ from .._lib import protocol_versions, ucx_info, version
 from ..bench import cli as bench
 from . import config, doctor, key, plan, trace
 
-BAD_INPUT, FAILED = 2, 1
-"""Exit codes: what was asked for cannot be, and it was tried in vain."""
+BAD_INPUT, FAILED, CLOSED_PIPE = 2, 1, 141
+"""Exit codes: what was asked for cannot be; it was tried in vain; and nobody reads the output, which is a shell's code
+for a program that SIGPIPE ended."""
 
 
 _SIMPLE: dict[str, ModuleType] = {"config": config, "doctor": doctor, "key": key, "trace": trace}
@@ -39,7 +42,21 @@ class _Version(argparse.Action):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. Bad input ends in `SystemExit` with 2, as is usual with argparse."""
+    """Runs a command and returns its exit code. Bad input ends in `SystemExit` with 2, as is usual with argparse.
+
+    If nobody reads its output any more, as after `| head`, it ends without a word, as other programs do.
+    """
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still buffered would be written at the interpreter's end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="kvferry", description="Moves KV-cache blocks between LLM inference engines.")
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -51,6 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="also the keys that the program sets")
 
 
+def read_config(argument: str) -> dict[str, Any]:
+    """A configuration from a command's argument: JSON text, the path of a file with it, or - for standard input.
+
+    Raises `UsageError` for what is none.
+    """
+    return _transfer_config(_read(argument))
+
+
+def any_config(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """As `extra_config`, for a `config` that may also be a `kv_connector_extra_config` alone."""
+    whole = {"kv_connector", "kv_role", "kv_connector_extra_config"}
+    return extra_config(config) if whole & set(config) else (config, [])
+
+
 def _read(argument: str) -> str:
     try:
         if argument == "-":
@@ -88,6 +103,8 @@ def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any
         if key not in FIELDS:
             near = difflib.get_close_matches(key, FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(FIELDS)}"
+            if key in _own_keys():
+                hint = "it belongs into kv_connector_extra_config"
             raise UsageError(f"{place}the kv-transfer-config has an unknown key {key!r}; {hint}")
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
@@ -110,6 +127,36 @@ def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any
     if config["kv_role"] == "kv_both":
         notes.append("vLLM deprecates kv_role kv_both: use kv_producer or kv_consumer")
     return extra, notes
+
+
+def _own_keys() -> set[str]:
+    """The keys that an operator may put into `kv_connector_extra_config`."""
+    try:
+        rows = settings.describe()["settings"]
+    except InvalidArgumentError:
+        # A wrong environment variable is told where the values are looked at.
+        return set()
+    return {row["key"] for row in rows if row["giver"] == "operator"}
+
+
+def missing_files(rows: list[settings.Setting]) -> list[str]:
+    """What is wrong with the files that the values of `rows` name, a text each."""
+    wrong = []
+    for row in rows:
+        value = row["value"]
+        if not isinstance(value, str) or not value or {"worker", "scheduler"}.isdisjoint(row["parts"]):
+            continue
+        name = f"{row['key']} (of {row['variable']})" if row["source"] == "environment" else row["key"]
+        path = Path(value)
+        if row["key"] == "key_file" and not os.access(path, os.R_OK):
+            why = "cannot be read" if path.exists() else "does not exist; `kvferry key` makes one"
+            wrong.append(f"{name}: {value} {why}")
+        if row["key"] == "ucx_lib" and "/" in value and not path.is_file():
+            wrong.append(f"{name}: {value} is no file; name a libucp.so.0, or leave it out to have one found")
+        if row["key"] in ("trace", "request_log") and not os.access(path.parent, os.W_OK | os.X_OK):
+            why = "may not be written to" if path.parent.is_dir() else "is no folder"
+            wrong.append(f"{name}: {path.parent} {why}, so {path.name} cannot be made there")
+    return wrong
 
 
 def _shown(value: object, otherwise: str = "") -> str:
@@ -158,11 +205,13 @@ def _print(description: settings.Description, notes: list[str], everything: bool
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
-    extra, notes = ({}, []) if options.config is None else extra_config(_transfer_config(_read(options.config)))
+    extra, notes = ({}, []) if options.config is None else extra_config(read_config(options.config))
     try:
         description = describe(extra)
     except InvalidArgumentError as error:
         raise UsageError(error.message.removeprefix("kvf_settings_describe: ")) from None
+    if wrong := missing_files(description["settings"]):
+        raise UsageError("; ".join(wrong))
     for unknown in description["unknown_variables"]:
         hint = f"; did you mean {unknown['nearest']}?" if unknown["nearest"] else ""
         notes.append(f"nothing reads the environment variable {unknown['name']}{hint}")

@@ -5,7 +5,6 @@ With --peer, also asks a running engine who it is, whether it fits, and which wa
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import textwrap
 from collections import Counter
@@ -16,6 +15,8 @@ from ..doctor import STATES, Finding, exit_code
 from ..doctor.examine import Asked, as_json, examine
 from ..doctor.peer import Asked as Peer
 from ..vllm.config import describe
+from .config import UsageError as ConfigError
+from .config import any_config, read_config
 from .shapes import DTYPES, UsageError, engine, model, parse_engine
 from .table import columns
 
@@ -48,12 +49,12 @@ _count.__name__ = "whole number from 1"
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not 0.1 <= value <= 600:
+    if not 1 <= value <= 600:
         raise ValueError(text)
     return value
 
 
-_seconds.__name__ = "number of seconds from 0.1 to 600"
+_seconds.__name__ = "number of seconds from 1 to 600"
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
@@ -82,10 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print everything as JSON instead of a table")
     add("--no-transfers", action="store_true", help="move no bytes on this machine")
-    add("--config", metavar="JSON", help="the kv_connector_extra_config of the engine, such as '{\"port\": 5700}'")
+    add(
+        "--config",
+        metavar="CONFIG",
+        help="the engine's --kv-transfer-config, or its kv_connector_extra_config alone such as '{\"port\": 5700}': "
+        "JSON text, the path of a file with it, or - for standard input",
+    )
     add("--peer", type=_host_and_port, metavar="HOST:PORT", help="an engine's handshake listener to ask")
     add("--no-connect", action="store_true", help="with --peer: do not connect to the agents of its ranks")
-    add("--timeout", type=_seconds, default=10.0, metavar="S", help="with --peer: how long it may take (default 10)")
+    add("--timeout", type=_seconds, default=60.0, metavar="S", help="how long the command may take (default 60)")
     add("--shape", metavar="KEY=VALUE,...", help="with --peer: the shape of this side's engine, to be compared")
     add("--layers", type=_count, metavar="N", help="layers of this side's model")
     add("--kv-heads", type=_count, metavar="N", help="KV heads of the model")
@@ -116,18 +122,16 @@ def asked_for(options: argparse.Namespace) -> Asked:
     extra: dict[str, Any] = {}
     if options.config is not None:
         try:
-            extra = json.loads(options.config)
-        except ValueError as error:
-            raise UsageError(f"--config: {error}; expected a JSON map") from None
-        if not isinstance(extra, dict):
-            raise UsageError(f"--config: expected a JSON map, not {type(extra).__name__}")
+            extra, _ = any_config(read_config(options.config))
+        except ConfigError as error:
+            raise UsageError(f"--config: {error}") from None
     worker, scheduler, wrong = _chosen(extra)
     own = _own_side(options)
     peer = None
     if options.peer is not None:
         host, port = options.peer
-        peer = Peer(host, port, own, not options.no_connect, options.timeout)
-    return Asked(worker, scheduler, wrong, not options.no_transfers, peer)
+        peer = Peer(host, port, own, not options.no_connect)
+    return Asked(worker, scheduler, wrong, not options.no_transfers, options.timeout, peer)
 
 
 def _chosen(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:

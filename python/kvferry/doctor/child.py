@@ -7,12 +7,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from typing import Any
 
 LIMIT_S = 120.0
 """How long a call may take. UCX opens in a second; a connection is given up after ten."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from kvferry.doctor.child import main; main()"
+
+
+_until = float("inf")
+
+
+def end_after(seconds: float) -> None:
+    """From now on everything that the doctor does in other processes has so long, all together."""
+    global _until
+    _until = time.monotonic() + seconds
+
+
+def left() -> float:
+    """Seconds that are left."""
+    return max(_until - time.monotonic(), 0.0)
 
 
 class ChildError(Exception):
@@ -24,6 +39,7 @@ def call(function: str, *arguments: Any, environment: Mapping[str, str] | None =
 
     `environment` replaces this process's. What the function or UCX prints is dropped unless the process dies.
     """
+    limit = min(LIMIT_S, left())
     # A file and not a pipe: UCX prints where it likes, and nobody has to read two ends at once.
     with tempfile.TemporaryFile() as answer:
         arguments_of = [json.dumps(sys.path), str(answer.fileno()), function, json.dumps(arguments)]
@@ -35,10 +51,10 @@ def call(function: str, *arguments: Any, environment: Mapping[str, str] | None =
                 stderr=subprocess.STDOUT,
                 pass_fds=[answer.fileno()],
                 env=None if environment is None else dict(environment),
-                timeout=LIMIT_S,
+                timeout=limit,
             )
         except subprocess.TimeoutExpired:
-            raise ChildError(f"no answer within {LIMIT_S:.0f} s") from None
+            raise ChildError(f"no answer within {limit:.1f} s") from None
         answer.seek(0)
         data = answer.read()
     if not data:

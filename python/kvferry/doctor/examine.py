@@ -14,7 +14,7 @@ from typing import Any
 from ..bench import driver
 from ..bench.sizes import size_text
 from . import devices, peer, system, transfer, ucx
-from .child import ChildError, call
+from .child import ChildError, call, end_after
 from .findings import Finding, found
 
 SMALL_SHM = 64 << 20
@@ -22,6 +22,8 @@ SMALL_SHM = 64 << 20
 FEW_FILES = 1024
 """Below the usual soft limit. A rank has one or two TCP connections to each rank that it meets: to four engines of 32
 ranks, 256."""
+DEFAULT_PORT = 5680
+"""Of an engine's listener."""
 SERVED_VLLM = ("0.32.", "0.33.")
 AGENT_OPTIONS = ("transport", "ucx", "ucx_lib", "key_file", "window", "verify")
 """The options of the connector's workers that concern their agents."""
@@ -36,6 +38,7 @@ class Asked:
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     bad_option: str = ""
     transfers: bool = True
+    timeout_s: float = 60.0
     peer: peer.Asked | None = None
 
     @property
@@ -63,7 +66,8 @@ class Report:
 
 
 def examine(asked: Asked) -> Report:
-    """Examines this machine and process. Takes some seconds, most of them for the transfers."""
+    """Examines this machine and process. Takes some seconds, most of them for transfers, and at most `timeout_s`."""
+    end_after(asked.timeout_s)
     findings: list[Finding] = []
     library = _library()
     findings += [library, _options(asked), _vllm()]
@@ -74,13 +78,12 @@ def examine(asked: Asked) -> Report:
     findings += [devices.locked_memory(), _open_files(), _shm(), _container()]
     key = _key(asked, is_loaded)
     findings += [*_address_and_port(asked, is_loaded), key]
-    findings += _transfers(asked, seen, key.state != "problem")
-    report = Report(findings, seen.as_map())
+    answers = peer.Answer([], None)
     if asked.peer is not None:
+        # Before the transfers, which take what time is left.
         answers = peer.findings(asked.peer, asked.agent, is_loaded, bool(seen.resources))
-        findings += answers.findings
-        report.peer = answers.survey
-    return report
+    findings += _transfers(asked, seen, key.state != "problem")
+    return Report([*findings, *answers.findings], seen.as_map(), answers.survey)
 
 
 def _library() -> Finding:
@@ -140,10 +143,10 @@ def _address_and_port(asked: Asked, is_loaded: bool) -> Iterator[Finding]:
     if not is_loaded:
         yield from (found("address", "unknown"), found("port", "unknown"))
         return
-    where = {key: asked.scheduler[key] for key in ("host", "advertise_local") if key in asked.scheduler}
+    where = {key: asked.scheduler[key] for key in ("host", "bind", "advertise_local") if key in asked.scheduler}
     # A port of the system's choice and no key: what is wrong with those is told by their own findings.
     told = _call("listen", {**where, "port": 0, "key_file": ""})
-    port = int(asked.scheduler.get("port", 0))
+    port = int(asked.scheduler.get("port", DEFAULT_PORT))
     if "error" in told:
         yield from (found("address", "bad", [told["message"]]), found("port", "unknown"))
         return
@@ -170,7 +173,9 @@ def _call(function: str, *arguments: Any) -> dict[str, Any]:
 
 
 def _key(asked: Asked, is_loaded: bool) -> Finding:
-    path = str(asked.worker.get("key_file") or os.environ.get("KVFERRY_KEY_FILE") or "")
+    # An empty text means no key, whatever the environment says.
+    given = asked.worker.get("key_file")
+    path = str(os.environ.get("KVFERRY_KEY_FILE") or "" if given is None else given)
     if not path:
         return found("key", "none")
     if not is_loaded:

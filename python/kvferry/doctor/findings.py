@@ -476,6 +476,11 @@ KINDS: dict[str, Kind] = {
                 "Something listens there and did not answer in time, or the engine's ranks are not all up yet.",
                 "wait until the engine has started; if it has, check that this is kvferry's port and not vLLM's",
             ),
+            "foreign": Case(
+                "problem",
+                "Something else than kvferry's listener has that port, or its answer cannot be read.",
+                "give the port that the engine logs (5680 plus the data-parallel index by default), not vLLM's own",
+            ),
             "key": Case(
                 "problem",
                 "The keys differ, or only one side has one.",

@@ -16,8 +16,6 @@ from .._errors import KvferryError
 from ..agent import PeerConnected, PeerLost
 
 Result = dict[str, Any]
-CONNECT_S = 15.0
-"""How long the ranks of a peer may take to answer; an agent gives a connection up after ten seconds."""
 
 
 def _told(work: Callable[[], Result]) -> Result:
@@ -91,30 +89,36 @@ def listen(config: Mapping[str, object]) -> Result:
     return _told(look)
 
 
-def survey(host: str, port: int, config: Mapping[str, object], agent: Mapping[str, object] | None) -> Result:
-    """Asks a listener who it is; with `agent`, the configuration of one, also which way bytes would go to each rank."""
+def survey(
+    host: str, port: int, config: Mapping[str, object], agent: Mapping[str, object] | None, connect_s: float
+) -> Result:
+    """Asks a listener who it is; with `agent`, the configuration of one, also which way bytes would go to each rank.
+    Those have `connect_s` seconds from the call on."""
+    deadline = time.monotonic() + connect_s
 
     def look() -> Result:
         answer = _wire.unpack_map("a survey", _lib.handshake_survey(host, port, _wire.pack("config", config)))
         result: Result = {"survey": answer["survey"]}
         if agent is not None:
-            result["routes"] = _told(lambda: {"ranks": _routes(agent, answer["agents"])})
+            result["routes"] = _told(lambda: {"ranks": _routes(agent, answer["agents"], deadline)})
         return result
 
     return _told(look)
 
 
-def _routes(config: Mapping[str, object], agents: list[bytes]) -> list[Result]:
+def _routes(config: Mapping[str, object], agents: list[bytes], deadline: float) -> list[Result]:
     """Connects to every agent, and says how each is reached or why not."""
     routes: list[Result] = [{} for _ in agents]
-    with Agent(config) as agent:
+    start = time.monotonic()
+    # Closed without a shutdown that waits: the process ends after this.
+    agent = Agent(config)
+    try:
         waiting: dict[int, int] = {}
         for index, metadata in enumerate(agents):
             try:
                 waiting[agent.connect(metadata)] = index
             except KvferryError as error:
                 routes[index] = {"error": error.name, "message": error.message}
-        deadline = time.monotonic() + CONNECT_S
         while waiting and (left := deadline - time.monotonic()) > 0:
             for event in agent.wait(left):
                 if not isinstance(event, PeerConnected | PeerLost) or event.peer not in waiting:
@@ -126,5 +130,8 @@ def _routes(config: Mapping[str, object], agents: list[bytes]) -> list[Result]:
                     routes[index] = {"lanes": route.lanes, "host": route.host, "device": route.device}
                     agent.disconnect(event.peer)
         for index in waiting.values():
-            routes[index] = {"error": "timeout", "message": f"no answer within {CONNECT_S:.0f} s"}
+            waited = time.monotonic() - start
+            routes[index] = {"error": "timeout", "message": f"no answer within {waited:.1f} s"}
+    finally:
+        agent.shutdown(0.5)
     return routes

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bench.sizes import size_text
-from .child import ChildError, call
+from .child import ChildError, call, left
 from .findings import Finding, found
 
+ANSWER_S = 10.0
+"""How long the listener may take, if that much time is left."""
+CONNECT_S = 15.0
+"""The same for listener and ranks together; an agent gives a connection up after ten seconds."""
+ENDING_S = 1.0
+"""Kept back for the process that asks to start and end in."""
 MOST_RANKS = 64
 """Ranks that are named one by one."""
 _CASES = {
@@ -18,20 +24,21 @@ _CASES = {
     "timeout": "silent",
     "incompatible": "key",
     "version_mismatch": "version",
+    "corrupt": "foreign",
+    "died": "silent",
 }
 _FAST = ("copied", "one-sided")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Which listener to ask, for at most `timeout_s` seconds. `own` describes the side that asks, as
+    """Which listener to ask. `own` describes the side that asks, as
     `kvf_handshake_survey` takes it; `connects` is whether to connect to the ranks' agents."""
 
     host: str
     port: int
     own: Mapping[str, Any] | None = None
     connects: bool = True
-    timeout_s: float = 10.0
 
 
 @dataclass
@@ -46,14 +53,16 @@ def findings(asked: Asked, agent: Mapping[str, Any], is_loaded: bool, can_connec
     """Asks the listener. `agent` is the configuration of an agent to connect with."""
     if not is_loaded:
         return Answer([found(id, "unknown") for id in ("peer", "peer-shape", "peer-path")], None)
-    config: dict[str, object] = {"timeout_ms": round(asked.timeout_s * 1e3)}
+    room = max(left() - ENDING_S, 0.1)
+    config: dict[str, object] = {"timeout_ms": round(min(ANSWER_S, room) * 1e3)}
     if asked.own is not None:
         config["own"] = dict(asked.own)
     if "key_file" in agent:
         config["key_file"] = agent["key_file"]
     where = f"{asked.host} port {asked.port}"
     try:
-        told = call("survey", asked.host, asked.port, config, dict(agent) if asked.connects and can_connect else None)
+        own_agent = dict(agent) if asked.connects and can_connect else None
+        told = call("survey", asked.host, asked.port, config, own_agent, min(CONNECT_S, room))
     except ChildError as error:
         told = {"error": "died", "message": str(error)}
     if "error" in told:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..bench.cli import BenchError
-from ..bench.remote import Remote
+from ..bench.remote import ANSWER_S, Remote
 from ..bench.sizes import size_text
 from . import system
+from .child import left
 from .findings import Finding, found
 from .side import BLOCK_BYTES, Neighbour, Side
 
@@ -30,12 +31,20 @@ class Failure(Exception):
     """A transfer that did not succeed: the error, and what UCX said, a line each."""
 
 
+def _limit() -> float:
+    """How long an answer may take."""
+    return min(ANSWER_S, left())
+
+
 def _move(config: Mapping[str, object], kind: str) -> list[dict[str, Any]]:
     # UCX prints its own reasons, which stand in no error; on a terminal they would stand between the findings.
     with tempfile.NamedTemporaryFile() as said:
         sides = (config, kind, said.name)
         try:
-            with Remote("served side", Side, *sides) as served, Remote("reading side", Side, *sides) as reading:
+            with (
+                Remote("served side", Side, *sides, answer_s=_limit) as served,
+                Remote("reading side", Side, *sides, answer_s=_limit) as reading,
+            ):
                 reading.ask("meet", served.ask("serve"))
                 return [reading.ask("read", number) for number in range(ROUNDS)]
         except BenchError as error:
@@ -76,7 +85,10 @@ def same_host() -> Finding:
     """Whether a process may read one that is not its child."""
     copied, number, right, why = None, 0, False, ""
     try:
-        with Remote("read process", Neighbour) as other, Remote("reading process", Neighbour) as reader:
+        with (
+            Remote("read process", Neighbour, answer_s=_limit) as other,
+            Remote("reading process", Neighbour, answer_s=_limit) as reader,
+        ):
             pid, address = other.ask("place")
             copied, number = reader.ask("read", pid, address)
             right = copied == other.ask("content")
