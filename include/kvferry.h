@@ -546,7 +546,8 @@ int32_t kvf_worker_register(struct kvf_worker *worker,
 // {"window": tokens}} or {"chunked": {"chunk": tokens}}) and block_size (tokens), and where tokens are dealt over ranks (decode context parallelism)
 // token_ranks (1), token_rank (0) and token_interleave (1). areas: list of maps with layer, part (str), group (index),
 // region (index), offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride, pages (1), page_stride
-// (0), tokens, token_stride, units (1), unit_stride (0) and content (offset, strides and content in bytes).
+// (0), tokens, token_stride, units (1), unit_stride (0), content, heads_by_rank (false) and format ("") (offset, strides
+// and content in bytes).
 int32_t kvf_worker_set_geometry(struct kvf_worker *worker,
                                 const uint8_t *geometry,
                                 size_t geometry_len);

@@ -27,7 +27,7 @@ fn ranks() -> Vec<RankId> {
 }
 
 fn metadata(name: &str, rank: RankId) -> RankMetadata {
-    let field = |name: &str, value: &str| CompatField { name: name.into(), value: value.into() };
+    let field = |name: &str, value: &str| CompatField { name: name.into(), value: value.into(), informative: false };
     RankMetadata {
         engine: engine(name),
         rank,
@@ -396,7 +396,7 @@ fn incompatible_engines_learn_which_field_differs_and_both_values() {
     );
     incompatible(&|m| m.compat.truncate(1), &["\"cache_dtype\" differs", "\"float32\" here", "missing there"]);
     incompatible(
-        &|m| m.compat.push(CompatField { name: "extra".into(), value: "x".into() }),
+        &|m| m.compat.push(CompatField { name: "extra".into(), value: "x".into(), informative: true }),
         &["\"extra\" differs", "missing here", "\"x\" there"],
     );
     incompatible(&|m| m.geometry.areas[0].total_heads = 4, &["number of KV heads of the model", "2 here", "4 on"]);
@@ -411,6 +411,67 @@ fn incompatible_engines_learn_which_field_differs_and_both_values() {
     assert!(judged(&|m| m.shape.tp = 4).is_ok());
     assert!(judged(&|m| (m.geometry.groups[0].block_size, m.geometry.areas[0].tokens) = (8, 8)).is_ok());
     incompatible(&|m| m.geometry.areas[0].part = "k".into(), &["layout", "kv here", "k on"]);
+}
+
+/// As [`judged`], with `local` in place of what this side states.
+fn judged_by(
+    local: &dyn Fn(&mut RankMetadata),
+    remote: &dyn Fn(&mut RankMetadata),
+) -> Result<HandshakeOutcome, HandshakeFailure> {
+    let rank = RankId { pp: 1, tp: 0 };
+    let (mut here, mut there) = (metadata("d", rank), metadata("p", rank));
+    local(&mut here);
+    remote(&mut there);
+    let blob = RankBlob { rank, metadata: ByteBuf::from(there.to_bytes().unwrap()) };
+    let session = Session::new(Arc::new(here), 42, engine("p"), Some(LIFE), vec![rank]);
+    let shape = there.shape;
+    session.judge(HandshakeReply::Ranks { id: 42, engine: engine("p"), incarnation: LIFE, shape, ranks: vec![blob] })
+}
+
+#[test]
+fn formats_are_compared_by_layer_where_both_state_them() {
+    let format = |text: &'static str| move |m: &mut RankMetadata| m.geometry.areas[0].format = text.into();
+    assert!(judged_by(&format("bfloat16"), &format("bfloat16")).is_ok());
+    let failure = judged_by(&format("bfloat16"), &format("float16 TRITON")).unwrap_err();
+    assert_eq!(failure.cause, Cause::Incompatible);
+    let parts = ["format of layer \"layers.1\"", "\"bfloat16\" here", "\"float16 TRITON\" on", "attention backend"];
+    says(&failure.message, &parts);
+    // An earlier release states none.
+    assert!(judged_by(&format("bfloat16"), &|_| ()).is_ok());
+    assert!(judged_by(&|_| (), &format("bfloat16")).is_ok());
+}
+
+#[test]
+fn a_field_that_both_call_informative_is_told_and_not_compared() {
+    let field = |value: &'static str, informative| {
+        move |m: &mut RankMetadata| m.compat.push(CompatField { name: "vllm".into(), value: value.into(), informative })
+    };
+    assert_eq!(judged_by(&field("0.32", true), &field("0.32", true)).unwrap().notes, [""; 0]);
+    let outcome = judged_by(&field("0.32", true), &field("0.33", true)).unwrap();
+    assert_eq!(outcome.notes, ["vllm differs: \"0.32\" here, \"0.33\" there"]);
+    // An earlier release leaves it at that one value.
+    for (ours, theirs) in [(true, false), (false, true), (false, false)] {
+        let failure = judged_by(&field("0.32", ours), &field("0.33", theirs)).unwrap_err();
+        says(&failure.message, &["\"vllm\" differs", "\"0.32\" here", "\"0.33\" there", "same vllm"]);
+    }
+}
+
+#[test]
+fn heads_whose_copies_nobody_knows_need_equal_numbers_of_ranks() {
+    let by_rank = |total: u32| {
+        move |m: &mut RankMetadata| {
+            let area = &mut m.geometry.areas[0];
+            (area.total_heads, area.heads_by_rank) = (total, true);
+        }
+    };
+    assert!(judged_by(&by_rank(2), &by_rank(2)).is_ok());
+    assert!(judged_by(&|_| (), &by_rank(2)).is_ok());
+    for (ours, theirs) in [(2, 4), (4, 2)] {
+        let failure = judged_by(&by_rank(ours), &by_rank(theirs)).unwrap_err();
+        assert_eq!(failure.cause, Cause::Incompatible);
+        let shards = [format!("{ours} shards here"), format!("{theirs} on the other side")];
+        says(&failure.message, &["layer \"layers.1\"", &shards[0], &shards[1], "same --tensor-parallel-size"]);
+    }
 }
 
 #[test]

@@ -51,7 +51,10 @@ fn rank() -> RankMetadata {
         engine: engine(),
         rank: RANK,
         shape: SHAPE,
-        compat: vec![CompatField { name: "model".into(), value: "tiny".into() }],
+        compat: vec![
+            CompatField { name: "model".into(), value: "tiny".into(), informative: false },
+            CompatField { name: "vllm".into(), value: "0.32".into(), informative: true },
+        ],
         geometry: Geometry {
             groups: vec![
                 group(GroupKind::Full, 16),

@@ -352,8 +352,8 @@ mod consuming {
             awaits: false,
             request: request(name),
             remote: remote(&format!("p-{name}")),
-            local_blocks: vec![Blocks::from(blocks[0]), Blocks::default()],
-            remote_blocks: vec![Blocks::from(blocks[1]), Blocks::default()],
+            local_blocks: vec![Blocks::from(blocks[0]); 2],
+            remote_blocks: vec![Blocks::from(blocks[1]); 2],
             tokens: (0, u64::from(BLOCK_TOKENS) * blocks[0].len() as u64),
             remote_tokens: u64::from(BLOCK_TOKENS) * blocks[1].len() as u64,
             null_block: Some(0),
@@ -372,6 +372,7 @@ mod consuming {
             incarnation: Incarnation(incarnation),
             shape: SHAPE,
             ranks: vec![metadata(engine("p"), 1_000 + incarnation, 8)],
+            notes: Vec::new(),
         }
     }
 

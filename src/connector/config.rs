@@ -49,8 +49,9 @@ pub struct WorkerConfig {
     pub pp_size: u32,
     /// Decode-context-parallel size.
     pub dcp_size: u32,
-    /// Facts that both engines must share, as (name, value): model, dtype, ...
-    pub compat: Vec<(String, String)>,
+    /// Facts that both engines must share: model, dtype, ...; each a list of name, value and, where it is there,
+    /// [`CompatField::informative`].
+    pub compat: Vec<CompatField>,
     /// Transports allowed.
     pub transport: Transport,
     /// UCX settings by name without the `UCX_` prefix; they win over `transport`.
@@ -151,15 +152,16 @@ impl WorkerConfig {
     /// # Errors
     /// A name given twice with other values.
     pub fn compat(&self) -> Result<Vec<CompatField>> {
-        let mut fields: BTreeMap<&str, &str> = BTreeMap::new();
-        for (name, value) in &self.compat {
-            if let Some(other) = fields.insert(name, value)
+        let mut fields: BTreeMap<&str, &CompatField> = BTreeMap::new();
+        for field in &self.compat {
+            let CompatField { name, value, .. } = field;
+            if let Some(CompatField { value: other, .. }) = fields.insert(name, field)
                 && other != value
             {
                 return Err(Error::invalid(format!("compat has {name:?} twice, as {other:?} and as {value:?}")));
             }
         }
-        Ok(fields.into_iter().map(|(n, v)| CompatField { name: n.to_owned(), value: v.to_owned() }).collect())
+        Ok(fields.into_values().cloned().collect())
     }
 
     /// Checks what the types do not.

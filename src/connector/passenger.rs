@@ -343,6 +343,9 @@ impl Driver {
         };
         match &result {
             Ok(outcome) => {
+                for note in &outcome.notes {
+                    log::info!("kvferry worker: engine {} at {at}: {note}; that is no obstacle", outcome.engine);
+                }
                 let shapes = outcome.ranks.iter().map(|rank| (rank.agent.incarnation, outcome.shape));
                 self.shapes.extend(shapes);
             }

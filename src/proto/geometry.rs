@@ -19,7 +19,7 @@ pub const MAX_GROUPS: usize = 256;
 pub const MAX_AREAS: usize = 16_384;
 /// Longest layer name in bytes.
 pub const MAX_LAYER_BYTES: usize = 256;
-/// Longest part name in bytes.
+/// Longest part name and longest format in bytes.
 pub const MAX_PART_BYTES: usize = 64;
 /// Most tokens per block, and most heads of a model.
 pub const MAX_AXIS: u32 = 1 << 20;
@@ -154,6 +154,10 @@ pub struct Area {
     pub first_head: u32,
     /// KV heads of the whole model.
     pub total_heads: u32,
+    /// Whether `total_heads` counts each rank's heads as different ones, because the engine does not know which ranks hold
+    /// copies. Such a layer is copied between equal tensor-parallel sizes only.
+    #[serde(default)]
+    pub heads_by_rank: bool,
     /// Bytes from a head to the next.
     pub head_stride: u64,
     /// Physical blocks ("kernel blocks") that make one block of the block table, one after the other in token order.
@@ -177,6 +181,10 @@ pub struct Area {
     pub unit_stride: u64,
     /// Contiguous bytes per (block, head, token, unit).
     pub content: u64,
+    /// What the bytes are, as far as this map does not tell: the type of an element, and the writer where a block's tokens
+    /// or heads can't be told apart. The same on both engines; empty where it is not stated, which is then not compared.
+    #[serde(default)]
+    pub format: String,
 }
 
 impl Default for Area {
@@ -193,6 +201,7 @@ impl Default for Area {
             heads: 1,
             first_head: 0,
             total_heads: 1,
+            heads_by_rank: false,
             head_stride: 1,
             pages: 1,
             page_stride: 0,
@@ -201,6 +210,7 @@ impl Default for Area {
             units: 1,
             unit_stride: 0,
             content: 1,
+            format: String::new(),
         }
     }
 }
@@ -216,9 +226,9 @@ pub struct Geometry {
 }
 
 impl Area {
-    /// The same place without the names of layer and part.
+    /// The same place without the names of layer, part and format.
     pub(crate) fn nameless(&self) -> Area {
-        Area { layer: String::new(), part: String::new(), ..*self }
+        Area { layer: String::new(), part: String::new(), format: String::new(), ..*self }
     }
 
     /// Bytes from the region's base to the end of the last block, or none when that does not fit 64 bits.

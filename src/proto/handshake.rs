@@ -30,6 +30,8 @@ pub struct HandshakeOutcome {
     pub shape: EngineShape,
     /// The ranks asked for, in the order asked.
     pub ranks: Vec<RankMetadata>,
+    /// What differs between the engines and need not be the same, for the log.
+    pub notes: Vec<String>,
 }
 
 /// Why a handshake failed.

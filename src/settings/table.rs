@@ -114,8 +114,9 @@ pub const TABLE: &[Setting] = &[
     row(Program, "tp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Tensor-parallel size."),
     row(Program, "pp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Pipeline-parallel size."),
     row(Program, "dcp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Decode-context-parallel size."),
-    row(Program, "compat", &[Worker], Other("list of [name, value]"), "", Empty,
-        "Facts that both engines must share: model, dtype and so on, as texts."),
+    row(Program, "compat", &[Worker], Other("list of [name, value] or [name, value, true]"), "", Empty,
+        "Facts that both engines must share: model, dtype and so on, as texts. With a third entry, true, a fact that other \
+         fields stand for: a difference is logged where both sides say so."),
     row(Program, "name", &[Agent, Worker], Text, "", Absent("`agent`, or made of engine and rank"),
         "Name in logs and in what peers see; at most 256 bytes."),
     row(Program, "groups", &[Scheduler], Other("list of maps"), "", Required,

@@ -10,14 +10,14 @@ with all of its heads: the areas' pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
-from .interior import LayoutError, View, parts
+from .interior import LayoutError, View, format_of, parts
 
 __all__ = ["Layer", "Layout", "LayoutError", "Region", "Split", "TokenShare", "describe", "transfer_groups"]
 
@@ -40,29 +40,38 @@ class Split:
     Attributes:
         tp_rank: This rank.
         tp_size: Ranks in all.
-        kv_heads: KV heads of the model.
+        kv_heads: KV heads of a layer over all ranks by its name and spec, None if nobody knows: see `heads.KvHeads`.
     """
 
     tp_rank: int
     tp_size: int
-    kv_heads: int
+    kv_heads: Callable[[str, Any], int | None]
 
-    def shards(self, heads: int, max_shards: int | None) -> int:
-        """Into how many distinct pieces a layer with `heads` heads on each rank is split over the ranks.
+    def shards(self, name: str, spec: Any) -> tuple[int, bool]:
+        """Into how many distinct pieces layer `name` is split over the ranks, and whether that is known.
 
-        Only a rank with a single head can share it with others, so the model's number of heads is asked only then.
+        Only a rank with a single head can share it with others, so the number over all ranks is asked only then. Where
+        it is not known, or is not one of which a rank would have a single head, each rank counts as a piece.
         """
-        if max_shards is None:
-            max_shards = self.kv_heads if heads == 1 else self.tp_size
-        return min(self.tp_size, max_shards)
+        if spec.max_tp_shards is not None:
+            return min(self.tp_size, spec.max_tp_shards), True
+        if spec.num_kv_heads > 1 or self.tp_size == 1:
+            return self.tp_size, True
+        total = self.kv_heads(name, spec)
+        return (total, True) if total and self.tp_size % total == 0 else (self.tp_size, False)
 
-    def place(self, heads: int, max_shards: int | None) -> tuple[int, int]:
-        """The first head of this rank and the heads in all, for a layer with `heads` heads on each rank.
+    def place(self, name: str, spec: Any, heads: int) -> dict[str, Any]:
+        """Where `heads` heads of this rank are among all of layer `name`, as the axes of an area.
 
         With fewer shards than ranks, neighbouring ranks hold copies: of 8 ranks and 2 heads, ranks 0 to 3 hold head 0.
         """
-        shards = self.shards(heads, max_shards)
-        return self.tp_rank * shards // self.tp_size * heads, heads * shards
+        shards, known = self.shards(name, spec)
+        return {
+            "heads": heads,
+            "first_head": self.tp_rank * shards // self.tp_size * heads,
+            "total_heads": heads * shards,
+            "heads_by_rank": not known,
+        }
 
 
 @dataclass(frozen=True)
@@ -208,19 +217,14 @@ def _areas(
         )
     page, head, token = (cache.stride(axis) * itemsize for axis in range(3))
     view = View(pages, page, cache.shape[1], head, tokens, token, cache.shape[3] * itemsize, itemsize)
-    for part in parts(name, spec, kernels.get(name, ""), view):
-        if part.heads is None:
-            shards = split.shards(spec.num_kv_heads, spec.max_tp_shards)
-            heads, first, total = 1, split.tp_rank * shards // split.tp_size, shards
-        else:
-            heads = part.heads
-            first, total = split.place(heads, spec.max_tp_shards)
+    kernel = kernels.get(name, "")
+    for part in parts(name, spec, kernel, view):
         yield {
             "part": part.name,
             "offset": start + part.offset,
             "block_stride": pages * page,
-            "heads": heads,
-            "first_head": first,
-            "total_heads": total,
+            # Heads that can't be told apart travel as one.
+            **split.place(name, spec, 1 if part.heads is None else part.heads),
             **part.axes,
+            "format": format_of(spec, kernel, part),
         }

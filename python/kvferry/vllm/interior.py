@@ -16,15 +16,26 @@ everything is, except what a backend keeps inside the content. There are four ca
   or heads (the sparse-MLA indexer, NVFP4), which is nothing to cut.
 
 What moves whole does so between equal block sizes, and `packed` between equal numbers of shards. The library refuses
-other pairs by name.
+other pairs by name. What a layer's map does not tell is its `format`, which both engines must share.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+import vllm
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWindowMLASpec
+
+RELEASE = ".".join(vllm.__version__.split(".")[:2])
+"""The installed vLLM's release."""
+
+READ_RELEASES = frozenset({"0.32"})
+"""Releases in whose source the orders below were read. Others are taken to keep them between equal releases only."""
+
+FORMAT_BYTES = 64
+"""The longest format that a geometry takes."""
 
 TOKENWISE = frozenset(
     {
@@ -86,17 +97,42 @@ class Part(NamedTuple):
         heads: KV heads that can be told apart, None if they cannot.
         axes: The area's `head_stride`, `pages`, `page_stride`, `tokens`, `token_stride`, `units`, `unit_stride` and
             `content`.
+        tokenwise: Whether tokens can be told apart.
     """
 
     name: str
     offset: int
     heads: int | None
     axes: dict[str, int]
+    tokenwise: bool
 
 
 def family(kernel: str) -> str:
     """The backend as two engines must share it: instruction sets with the same order inside a block count as one."""
     return "CPU_ATTN" if kernel in CPU_TOKENWISE else kernel
+
+
+def format_of(spec: Any, kernel: str, part: Part) -> str:
+    """What the bytes of a part are, as far as its axes do not tell: equal on two engines whose bytes mean the same.
+
+    The type of an element says it all where a token's bytes are K and V, or a latent, as plain numbers. In what moves
+    whole, and where scales are kept beside the numbers, the order is the backend's own and may change with a release.
+    """
+    mode = KVQuantMode(spec.kv_quant_mode)
+    stated = [str(spec.dtype).removeprefix("torch.")]
+    name = getattr(spec, "cache_dtype_str", None) or "auto"
+    if name != "auto":
+        stated.append(name)
+    elif mode != KVQuantMode.NONE:
+        stated.append(mode.name.lower())
+    plain = mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR) and not name.endswith("_mla")
+    if not (plain and part.tokenwise and RELEASE in READ_RELEASES):
+        stated.append(f"{family(kernel) or 'unknown'} of vLLM {RELEASE}")
+    text = " ".join(stated)
+    # Of a name that is too long for the wire, the end is told by its digest.
+    if len(text.encode()) <= FORMAT_BYTES:
+        return text
+    return f"{text.encode()[:40].decode(errors='ignore')}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def parts(name: str, spec: Any, kernel: str, view: View) -> Iterator[Part]:
@@ -116,9 +152,9 @@ def parts(name: str, spec: Any, kernel: str, view: View) -> Iterator[Part]:
         )
     elif kernel in TOKENWISE and spec.num_head_slots is None:
         latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-        yield Part("latent" if latent else "kv", 0, spec.num_heads, _tokens(view, view.token, 1, 0, view.content))
+        yield Part("latent" if latent else "kv", 0, spec.num_heads, _tokens(view, view.token, 1, 0, view.content), True)
     elif view.dense:
-        yield Part("packed", 0, None, _whole(view, 0, view.bytes))
+        yield Part("packed", 0, None, _whole(view, 0, view.bytes), False)
     else:
         raise LayoutError(
             f"the KV cache of {name} is not one run of bytes per block (strides {view.head} and {view.token} bytes, "
@@ -137,11 +173,11 @@ def _cpu(name: str, spec: Any, kernel: str, view: View) -> Iterator[Part]:
     row, half = view.content // 2, view.tokens * view.content // 2
     if kernel in CPU_TOKENWISE:
         item = view.itemsize
-        yield Part("k", 0, spec.num_heads, _tokens(view, item, row // item, view.tokens * item, item))
-        yield Part("v", half, spec.num_heads, _tokens(view, row, 1, 0, row))
+        yield Part("k", 0, spec.num_heads, _tokens(view, item, row // item, view.tokens * item, item), True)
+        yield Part("v", half, spec.num_heads, _tokens(view, row, 1, 0, row), True)
     else:
-        yield Part("k", 0, spec.num_heads, _whole(view, view.head, half))
-        yield Part("v", half, spec.num_heads, _whole(view, view.head, half))
+        yield Part("k", 0, spec.num_heads, _whole(view, view.head, half), False)
+        yield Part("v", half, spec.num_heads, _whole(view, view.head, half), False)
 
 
 def _tokens(view: View, token: int, units: int, unit: int, content: int) -> dict[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import vllm
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
@@ -18,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from . import interior
+from .log import logger
 
 SERVED_SPECS: tuple[type[KVCacheSpec], ...] = (
     FullAttentionSpec,
@@ -71,6 +71,28 @@ def _check_spec(spec: Any, layers: Iterable[str]) -> None:
         raise NotServedError(f"KvferryConnector does not serve caches with bounded replay (layer {where})")
 
 
+def align_interleave(vllm_config: Any, kv_cache_config: Any) -> None:
+    """With decode context parallelism, deals tokens to the ranks by whole blocks, as vLLM does for its own connector at
+    the same moment (`VllmConfig.adjust_dcp_kv_cache_interleave_size`), unless the user has chosen otherwise: a block's
+    tokens are then neighbours in the prompt and travel as one run. Any other interleave works too, token by token."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size <= 1:
+        return
+    block = min(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
+    found = parallel.cp_kv_cache_interleave_size
+    if found == block:
+        return
+    if parallel._allow_auto_resolve_cp_interleave_size:
+        parallel.cp_kv_cache_interleave_size = block
+        logger.info_once("--cp-kv-cache-interleave-size is raised from %d to the block size, %d", found, block)
+    else:
+        logger.warning_once(
+            "--cp-kv-cache-interleave-size is %d: tokens travel in such runs; leave it out to have blocks of %d",
+            found,
+            block,
+        )
+
+
 def attention_kernels(vllm_config: Any) -> dict[str, str]:
     """For every attention layer of this rank, who wrote its cache and how: the backend's name, and for the CPU backend
     also the instruction set, because that decides how a block is laid out inside (see `interior`)."""
@@ -83,14 +105,19 @@ def attention_kernels(vllm_config: Any) -> dict[str, str]:
     return kernels
 
 
-def compat_fields(vllm_config: Any, kernels: Mapping[str, str]) -> list[list[str]]:
-    """The facts that two engines must share, as `[name, value]`; the handshake names the first that differs.
+INFORMATIVE = frozenset({"attention", "vllm"})
+"""For readers of earlier releases, which compare them. What they stand for is in each layer's axes and format."""
+
+
+def compat_fields(vllm_config: Any, kernels: Mapping[str, str]) -> list[list[Any]]:
+    """The facts that two engines must share, as `[name, value]`; the handshake names the first that differs. A third
+    entry, true, is there for those of `INFORMATIVE`.
 
     Block sizes, strides and the split over ranks are not among them: the geometry states those, and they may differ.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     fields: dict[str, object] = {
-        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "vllm": interior.RELEASE,
         "model": model.model,
         "model_revision": model.revision,
         "dtype": model.dtype,
@@ -102,7 +129,7 @@ def compat_fields(vllm_config: Any, kernels: Mapping[str, str]) -> list[list[str
         "hybrid_kv_cache_manager": not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
         **_speculative_fields(vllm_config),
     }
-    return [[name, str(value)] for name, value in fields.items()]
+    return [[name, str(value), *([True] if name in INFORMATIVE else [])] for name, value in fields.items()]
 
 
 def _speculative_fields(vllm_config: Any) -> dict[str, object]:

@@ -12,11 +12,12 @@ import kvferry
 
 from .config import Options
 from .geometry import Split, TokenShare, describe, transfer_layers
+from .heads import KvHeads
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
 from .stats import KvferryStats
 from .step_queue import StepQueue, device_recorder
-from .support import attention_kernels, check_served, compat_fields
+from .support import align_interleave, attention_kernels, check_served, compat_fields
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,7 @@ class WorkerSide:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
         check_served(vllm_config, kv_cache_config)
+        align_interleave(vllm_config, kv_cache_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._options = options
@@ -55,9 +57,8 @@ class WorkerSide:
         parallel = self._vllm_config.parallel_config
         kernels = attention_kernels(self._vllm_config)
         tp_rank, tp_size = get_tp_group().rank_in_group, parallel.tensor_parallel_size
-        kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
         dcp_size, dcp_rank = get_dcp_world_size_and_rank(parallel.decode_context_parallel_size > 1)
-        split = Split(tp_rank, tp_size, kv_heads)
+        split = Split(tp_rank, tp_size, KvHeads(self._vllm_config))
         share = TokenShare(dcp_size, dcp_rank, parallel.cp_kv_cache_interleave_size)
         layout = describe(self._kv_cache_config, self._layers, kv_caches, kernels, split, share)
         engine_id, pp_rank = self._vllm_config.kv_transfer_config.engine_id, get_pp_group().rank_in_group

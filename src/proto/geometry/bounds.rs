@@ -174,6 +174,12 @@ fn check_area(area: &Area, geometry: &Geometry, regions: &[RegionMetadata]) -> R
             area.part.len()
         )));
     }
+    if area.format.len() > MAX_PART_BYTES {
+        return Err(Error::invalid(format!(
+            "{area} has a format of {} bytes, at most {MAX_PART_BYTES} can be",
+            area.format.len()
+        )));
+    }
     if area.group as usize >= geometry.groups.len() {
         return Err(Error::invalid(format!(
             "{area} names KV-cache group {}, the geometry has {}",

@@ -52,6 +52,10 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Column<T> {
                 T::deserialize(value.into_deserializer()).map(Column::Same)
             }
 
+            fn visit_bool<E: serde::de::Error>(self, value: bool) -> Result<Self::Value, E> {
+                T::deserialize(value.into_deserializer()).map(Column::Same)
+            }
+
             fn visit_i64<E: serde::de::Error>(self, value: i64) -> Result<Self::Value, E> {
                 T::deserialize(value.into_deserializer()).map(Column::Same)
             }
@@ -123,7 +127,7 @@ macro_rules! columns {
 columns! {
     needed: layer, part, group, region, offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride,
         tokens, token_stride, content;
-    optional: pages = 1, page_stride = 0, units = 1, unit_stride = 0
+    optional: pages = 1, page_stride = 0, units = 1, unit_stride = 0, heads_by_rank = false, format = String::new()
 }
 
 fn entry<M: SerializeMap, T: Serialize + PartialEq>(
@@ -208,7 +212,15 @@ mod tests {
 
     #[test]
     fn any_areas_come_back_and_what_is_equal_travels_once() {
-        let different = Area { units: 3, unit_stride: u64::MAX, pages: 7, content: 5, ..area("c", 1) };
+        let different = Area {
+            units: 3,
+            unit_stride: u64::MAX,
+            pages: 7,
+            content: 5,
+            heads_by_rank: true,
+            format: "bfloat16".into(),
+            ..area("c", 1)
+        };
         for areas in [
             vec![],
             vec![area("a", 3)],
@@ -261,6 +273,8 @@ mod tests {
             ("layer", json!("a"), "one layer for all areas"),
             ("part", json!({}), "a value for all areas"),
             ("part", json!("p".repeat(MAX_PART_BYTES + 1)), "a name of 65 bytes for all areas, at most 64"),
+            ("format", json!("f".repeat(MAX_PART_BYTES + 1)), "a name of 65 bytes for all areas, at most 64"),
+            ("heads_by_rank", json!(1), "expected a boolean"),
             ("units", json!(vec![1; MAX_AREAS + 1]), "more than 16384 areas"),
         ] {
             let error = with(key, value).unwrap_err();

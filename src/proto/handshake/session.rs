@@ -95,6 +95,7 @@ impl Session {
                 shape.validate().map_err(wrong)?;
                 let local = RankIndex::new(&self.local);
                 let mut decoded = BTreeMap::new();
+                let mut notes = BTreeSet::new();
                 for RankBlob { rank, metadata } in ranks {
                     let m = RankMetadata::from_bytes(&metadata).map_err(wrong)?;
                     if m.rank != rank || m.engine != engine || m.shape != shape {
@@ -108,13 +109,13 @@ impl Session {
                         ));
                     }
                     m.validate().map_err(|e| wrong(e.context(format_args!("rank {rank}"))))?;
-                    self.check_rank(&local, &m)?;
+                    self.check_rank(&local, &m, &mut notes)?;
                     if decoded.insert(rank, m).is_some() {
                         return Err(fail(Cause::HandshakeFailed, format!("engine {engine} gave rank {rank} twice")));
                     }
                 }
                 let ranks = self.pick(decoded, shape.ranks())?;
-                Ok(HandshakeOutcome { engine, incarnation, shape, ranks })
+                Ok(HandshakeOutcome { engine, incarnation, shape, ranks, notes: notes.into_iter().collect() })
             }
         }
     }
@@ -142,15 +143,26 @@ impl Session {
         }
     }
 
-    fn check_rank(&self, local: &RankIndex<'_>, remote: &RankMetadata) -> Result<(), HandshakeFailure> {
+    /// What differs and need not be the same goes into `notes`.
+    fn check_rank(
+        &self,
+        local: &RankIndex<'_>,
+        remote: &RankMetadata,
+        notes: &mut BTreeSet<String>,
+    ) -> Result<(), HandshakeFailure> {
         let who = format!("engine {} rank {}", remote.engine, remote.rank);
         let mismatch = |text: String| fail(Cause::Incompatible, format!("{who}: {text}"));
         let (here, there) = (by_name(&self.local.compat), by_name(&remote.compat));
         for name in here.keys().chain(there.keys()).collect::<BTreeSet<_>>() {
             match (here.get(name), there.get(name)) {
-                (Some(a), Some(b)) if a == b => {}
+                (Some(a), Some(b)) if a.value == b.value => {}
+                (Some(a), Some(b)) if a.informative && b.informative => {
+                    notes.insert(format!("{name} differs: {:?} here, {:?} there", a.value, b.value));
+                }
                 (a, b) => {
-                    let text = |value: Option<&&str>| value.map_or("missing".into(), |v| format!("{v:?}"));
+                    let text = |field: Option<&&CompatField>| {
+                        field.map_or("missing".into(), |field| format!("{:?}", field.value))
+                    };
                     return Err(mismatch(format!(
                         "compatibility field {name:?} differs: {} here, {} there; start both engines with the same \
                          {name}",
@@ -194,6 +206,6 @@ fn cause_of(error: &Error) -> Cause {
     }
 }
 
-fn by_name(fields: &[CompatField]) -> BTreeMap<&str, &str> {
-    fields.iter().map(|field| (field.name.as_str(), field.value.as_str())).collect()
+fn by_name(fields: &[CompatField]) -> BTreeMap<&str, &CompatField> {
+    fields.iter().map(|field| (field.name.as_str(), field)).collect()
 }

@@ -146,6 +146,20 @@ fn check_part<'a>(
             return Err(differs(&format!("positions per block of {l}"), a, b, SAME_CACHE));
         }
     }
+    if !l.format.is_empty() && !r.format.is_empty() && l.format != r.format {
+        let quoted = |area: &Area| format!("{:?}", area.format);
+        return Err(differs(&format!("format of {l}"), quoted(l), quoted(r), SAME_CACHE));
+    }
+    if (l.heads_by_rank || r.heads_by_rank) && l.total_heads != r.total_heads {
+        return Err(Error::new(
+            ErrorKind::Incompatible,
+            format!(
+                "how the KV heads of {l} are shared out over tensor-parallel ranks is not known: {} shards here, {} on the \
+                 other side; start both engines with the same --tensor-parallel-size",
+                l.total_heads, r.total_heads
+            ),
+        ));
+    }
     for (field, a, b) in [
         ("number of KV heads of the model", u64::from(l.total_heads), u64::from(r.total_heads)),
         ("bytes per token and head", l.token_bytes(), r.token_bytes()),

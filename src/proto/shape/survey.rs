@@ -198,7 +198,9 @@ impl Fact {
 fn compat_alone(rank: &RankMetadata) -> impl Iterator<Item = SurveyedField> {
     rank.compat
         .iter()
-        .map(|field| Fact { name: field.name.clone(), value: field.value.clone(), must_match: true }.alone())
+        .map(|field| {
+            Fact { name: field.name.clone(), value: field.value.clone(), must_match: !field.informative }.alone()
+        })
 }
 
 struct Engine<'a> {
@@ -360,7 +362,7 @@ fn compare(own: &OwnSide, there: &Engine<'_>, first: &RankMetadata) -> Result<Ve
         fields.push(match own.compat.get(&field.name) {
             None => field,
             Some(ours) => {
-                let fits = *ours == field.there;
+                let fits = *ours == field.there || !field.must_match;
                 let remedy =
                     if fits { String::new() } else { format!("start both engines with the same {}", field.name) };
                 SurveyedField { here: Some(ours.clone()), fits: Some(fits), remedy, ..field }

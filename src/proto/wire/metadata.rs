@@ -109,6 +109,10 @@ pub struct CompatField {
     pub name: String,
     /// Its value as text.
     pub value: String,
+    /// Whether the sender states by other fields all that this one stands for. Where both sides say so, a difference is
+    /// told and not an error.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub informative: bool,
 }
 
 /// What one rank of an engine tells the ranks of another in the handshake.

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 BLOCKS = 5
-ALONE = Split(tp_rank=0, tp_size=1, kv_heads=4)
+ALONE = Split(tp_rank=0, tp_size=1, kv_heads=lambda layer, spec: 4)
 WHOLE = TokenShare()
 
 
@@ -162,7 +162,7 @@ def test_padded_pages_leave_the_padding_out() -> None:
 def test_latents_are_the_same_on_every_rank() -> None:
     spec = MLAAttentionSpec(block_size=8, num_kv_heads=1, head_size=40, dtype=torch.bfloat16, max_tp_shards=1)
     cache = Cache(spec, KVCacheLayout.LBHNC)
-    described = cache.describe("FLASHMLA", Split(tp_rank=3, tp_size=4, kv_heads=128))
+    described = cache.describe("FLASHMLA", Split(tp_rank=3, tp_size=4, kv_heads=lambda layer, spec: 128))
     written = fill(cache)
     assert described.geometry["groups"] == [{"kind": "latent", "block_size": 8}]
     for area in described.geometry["areas"]:
@@ -175,7 +175,7 @@ def test_heads_that_a_backend_mixes_move_with_their_block() -> None:
     # NVFP4: data of all heads, then their scales.
     spec = attention(num_head_slots=8, state_content_bytes=16, dtype=torch.uint8, kv_quant_mode=KVQuantMode.NVFP4)
     cache = Cache(spec, KVCacheLayout.LBHNC)
-    described = cache.describe("FLASHINFER", Split(tp_rank=1, tp_size=2, kv_heads=8))
+    described = cache.describe("FLASHINFER", Split(tp_rank=1, tp_size=2, kv_heads=lambda layer, spec: 8))
     written = fill(cache)
     for area in described.geometry["areas"]:
         assert (area["part"], area["heads"], area["first_head"], area["total_heads"]) == ("packed", 1, 1, 2)
@@ -188,7 +188,7 @@ def test_heads_that_a_backend_mixes_move_with_their_block() -> None:
 def test_a_backend_that_is_not_known_moves_whole_blocks(kernel: str) -> None:
     latent = MLAAttentionSpec(block_size=24, num_kv_heads=1, head_size=33, dtype=torch.uint8, max_tp_shards=1)
     cache = Cache(latent, KVCacheLayout.LBHNC, kernel_block=8)
-    described = cache.describe(kernel, Split(tp_rank=3, tp_size=4, kv_heads=128))
+    described = cache.describe(kernel, Split(tp_rank=3, tp_size=4, kv_heads=lambda layer, spec: 128))
     written = fill(cache)
     for area in described.geometry["areas"]:
         assert (area["part"], area["first_head"], area["total_heads"]) == ("packed", 0, 1)
@@ -212,11 +212,19 @@ def test_a_backend_that_is_not_known_needs_blocks_of_one_run() -> None:
         # A layer with more heads than the model's figure, and one with fewer.
         (2, 4, 4, [0, 4, 8, 12], 16),
         (8, 4, 1, [0, 1, 2, 3], 4),
+        (3, 4, 1, [0, 1, 2, 3], 4),
+        (None, 4, 1, [0, 1, 2, 3], 4),
+        (None, 4, 2, [0, 2, 4, 6], 8),
+        (None, 1, 1, [0], 1),
     ],
 )
-def test_heads_over_ranks(kv_heads: int, tp_size: int, heads: int, firsts: list[int], total: int) -> None:
+def test_heads_over_ranks(kv_heads: int | None, tp_size: int, heads: int, firsts: list[int], total: int) -> None:
     for rank, first in enumerate(firsts):
-        assert Split(rank, tp_size, kv_heads).place(heads, None) == (first, total)
+        placed = Split(rank, tp_size, lambda layer, spec: kv_heads).place("a", attention(num_kv_heads=heads), heads)
+        # A number of which a rank would not have a single head is not the layer's.
+        unknown = heads == 1 and tp_size > 1 and (kv_heads is None or tp_size % kv_heads != 0)
+        expected = {"heads": heads, "first_head": first, "total_heads": total, "heads_by_rank": unknown}
+        assert placed == expected
 
 
 def test_groups_in_vllms_order_and_layers_that_share_a_cache_once() -> None:

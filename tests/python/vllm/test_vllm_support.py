@@ -11,7 +11,7 @@ import torch
 from kvferry.vllm.config import parse_options
 from kvferry.vllm.metadata import KvferryHandshakeMetadata
 from kvferry.vllm.scheduler import SchedulerSide
-from kvferry.vllm.support import NotServedError, check_served, compat_fields
+from kvferry.vllm.support import NotServedError, align_interleave, check_served, compat_fields
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -135,6 +135,20 @@ def test_what_the_scheduler_is_told(prefix_caching: bool | None, monkeypatch: py
     assert (told["tp_size"], told["pp_size"], told["dcp_size"]) == (4, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "found", "chosen", "expected"), [(2, 1, False, 16), (2, 4, True, 4), (2, 16, True, 16), (1, 1, False, 1)]
+)
+def test_dealt_tokens_are_dealt_by_blocks(ranks: int, found: int, chosen: bool, expected: int) -> None:
+    parallel = {
+        "decode_context_parallel_size": ranks,
+        "cp_kv_cache_interleave_size": found,
+        "_allow_auto_resolve_cp_interleave_size": not chosen,
+    }
+    config = engine(parallel=parallel)
+    align_interleave(config, groups(FullAttentionSpec(**SHAPE), FullAttentionSpec(**{**SHAPE, "block_size": 32})))
+    assert config.parallel_config.cp_kv_cache_interleave_size == expected
+
+
 def test_what_engines_must_share_has_no_shape() -> None:
     model = SimpleNamespace(
         model="m",
@@ -160,7 +174,8 @@ def test_what_engines_must_share_has_no_shape() -> None:
     fields = compat_fields(one, {"a": "CPU_ATTN/vec16"})
     assert fields == compat_fields(other, {"a": "CPU_ATTN/vec", "b": "CPU_ATTN/vec"})
     assert fields != compat_fields(other, {"a": "CPU_ATTN/amx"})
-    names = {name for name, _ in fields}
+    names = {field[0] for field in fields}
+    assert {field[0] for field in fields if field[2:] == [True]} == {"attention", "vllm"}
     assert {"model", "kv_heads", "attention"} < names
     assert not names & {"block_size", "tp_size", "pp_size", "dcp_size"}
 

@@ -14,7 +14,7 @@ fn engine(spec: &EngineSpec, model: &ModelSpec) -> Vec<RankMetadata> {
     let caches = spec.ranks(model).unwrap();
     let mut ranks: Vec<RankMetadata> = caches.iter().map(|cache| metadata(&id, spec.shape(), cache)).collect();
     for rank in &mut ranks {
-        rank.compat = vec![CompatField { name: "model".into(), value: "tiny".into() }];
+        rank.compat = vec![CompatField { name: "model".into(), value: "tiny".into(), informative: false }];
         for area in &mut rank.geometry.areas {
             area.layer = format!("model.{}.self_attn", area.layer);
         }

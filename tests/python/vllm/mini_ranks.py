@@ -1,0 +1,231 @@
+"""Engines of several ranks in one process, of a model whose layers have different numbers of KV heads.
+
+The ranks are real workers, made by the connector's worker side, with vLLM's own cache views. No model is split over
+them; they hold what vLLM's loaders would give them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import kvferry
+import numpy as np
+import pytest
+import torch
+from kvferry.vllm import worker as worker_module
+from kvferry.vllm.config import parse_options
+from kvferry.vllm.geometry import TokenShare, transfer_groups
+from kvferry.vllm.metadata import KvferryConnectorMetadata
+from kvferry.vllm.worker import WorkerSide
+from mini_engine import FULL_LAYERS, HEAD_SIZE, WINDOW_LAYERS, write_model
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
+
+BLOCK, BLOCKS, WINDOW = 16, 16, 4096
+LAYERS = (*FULL_LAYERS, *WINDOW_LAYERS)
+HEADS = {**dict.fromkeys(FULL_LAYERS, 4), **dict.fromkeys(WINDOW_LAYERS, 8)}
+"""What the model really has."""
+THERE = ([3, 1, 4, 10, 9], [2, 12, 6, 13, 11])
+HERE = ([2, 7, 1, 8, 5], [14, 3, 10, 15, 6])
+"""Blocks of a prompt in the prefill and the decode engine, by group. The groups share memory, so no id is in both."""
+SECONDS = 120.0
+
+
+def model(folder: Path, **more: Any) -> str:
+    """A model's configuration whose main number of KV heads is that of the full layers."""
+    path = write_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 4, "hidden_size": 16 * HEAD_SIZE, **more}
+    (folder / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def vllm_config(path: str, tp_size: int, engine: str, backends: Mapping[str, str]) -> Any:
+    """vLLM's configuration, with layers of which no more is there than the name of their attention backend: TRITON_ATTN
+    where `backends` has none."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    class Layer(AttentionLayerBase):
+        def __init__(self, backend: str) -> None:
+            self.backend = backend
+
+        def get_attn_backend(self) -> Any:
+            return SimpleNamespace(get_name=lambda: self.backend)
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            return None
+
+    transfer = KVTransferConfig(
+        kv_connector="KvferryConnector",
+        kv_connector_module_path="kvferry.vllm",
+        kv_role="kv_producer" if engine == "p" else "kv_consumer",
+        engine_id=engine,
+    )
+    config = EngineArgs(
+        model=path,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 24,
+        kv_transfer_config=transfer,
+    ).create_engine_config()
+    config.parallel_config.tensor_parallel_size = tp_size
+    for name in LAYERS:
+        config.compilation_config.static_forward_context[name] = Layer(backends.get(name, "TRITON_ATTN"))
+    return config
+
+
+def held(layer: str, rank: int, tp_size: int) -> list[int]:
+    """The heads of a layer that vLLM's loaders give a rank (`QKVParallelLinear`)."""
+    heads = HEADS[layer]
+    if heads < tp_size:
+        return [rank // (tp_size // heads)]
+    count = heads // tp_size
+    return list(range(rank * count, (rank + 1) * count))
+
+
+def bytes_of(layer: str, heads: list[int], blocks: int) -> np.ndarray:
+    """What the first blocks of the prompt hold: (block, head, token, byte), different in each."""
+    index = np.indices((blocks, len(heads), BLOCK, 4 * HEAD_SIZE), dtype=np.uint64)
+    word = np.uint64(7_919 * LAYERS.index(layer)) + index[0] * np.uint64(104_729)
+    word += np.array(heads, dtype=np.uint64)[index[1]] * np.uint64(611_953)
+    word += index[2] * np.uint64(15_485_863) + index[3] * np.uint64(2_750_159)
+    return ((word * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(56)).astype(np.uint8)
+
+
+class Engine:
+    """All ranks of an engine."""
+
+    def __init__(
+        self,
+        name: str,
+        path: str,
+        tp_size: int,
+        monkeypatch: pytest.MonkeyPatch,
+        backends: Mapping[str, str] | None = None,
+    ) -> None:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+        from vllm.v1.worker.utils import allocate_kv_cache
+
+        self.tp_size = tp_size
+        config = vllm_config(path, tp_size, name, backends or {})
+        self.views: list[dict[str, torch.Tensor]] = []
+        self.sides: list[WorkerSide] = []
+        caches = []
+        for rank in range(tp_size):
+            caches.append(cache := cache_config(rank, tp_size))
+            monkeypatch.setattr(worker_module, "get_tp_group", lambda rank=rank: SimpleNamespace(rank_in_group=rank))
+            monkeypatch.setattr(worker_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+            side = WorkerSide(config, cache, parse_options({"verify": True, "rehearse": False}))
+            self.views.append(allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC))
+            side.register_kv_caches(self.views[-1])
+            self.sides.append(side)
+        ranks = {(0, rank): side.handshake_metadata.rank_metadata for rank, side in enumerate(self.sides)}  # type: ignore[union-attr]
+        self.aggregator = kvferry.Aggregator(list(ranks))
+        groups = transfer_groups(caches[0], TokenShare())
+        config_of_scheduler = {"engine_id": name, "tp_size": tp_size, "groups": groups, "host": "127.0.0.1", "port": 0}
+        self.scheduler = kvferry.Scheduler(config_of_scheduler)
+        if name == "p":
+            self.scheduler.serve(ranks)
+        else:
+            self.scheduler.set_engine(ranks)
+
+    def step(self) -> Any:
+        if self.scheduler.has_pending():
+            step = KvferryConnectorMetadata(self.scheduler.step())
+            for side in self.sides:
+                side.submit(step)
+        for side in self.sides:
+            side.collect()
+            metadata = side.take_worker_metadata()
+            for report in metadata.reports if metadata else ():
+                self.aggregator.add(report)
+        outcome = self.aggregator.take()
+        self.scheduler.report(outcome)
+        return outcome
+
+    def write(self, groups: tuple[list[int], ...]) -> None:
+        """What the model computes for a prompt."""
+        for rank, views in enumerate(self.views):
+            for layer, view in views.items():
+                blocks = groups[layer in WINDOW_LAYERS]
+                view.view(torch.uint8).numpy()[blocks] = bytes_of(layer, held(layer, rank, self.tp_size), len(blocks))
+
+    def wrong(self, groups: tuple[list[int], ...]) -> dict[int, int]:
+        """Wrong bytes by rank."""
+        wrong = {}
+        for rank, views in enumerate(self.views):
+            for layer, view in views.items():
+                blocks = groups[layer in WINDOW_LAYERS]
+                content = bytes_of(layer, held(layer, rank, self.tp_size), len(blocks))
+                differ = int((view.view(torch.uint8).numpy()[blocks] != content).sum())
+                if differ:
+                    wrong[rank] = wrong.get(rank, 0) + differ
+        return wrong
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.shutdown()
+        self.scheduler.shutdown()
+        self.aggregator.close()
+
+
+def cache_config(rank: int, tp_size: int) -> KVCacheConfig:
+    specs: dict[str, Any] = {
+        layer: (SlidingWindowSpec if layer in WINDOW_LAYERS else FullAttentionSpec)(
+            block_size=BLOCK,
+            num_kv_heads=len(held(layer, rank, tp_size)),
+            head_size=HEAD_SIZE,
+            dtype=torch.bfloat16,
+            **({"sliding_window": WINDOW} if layer in WINDOW_LAYERS else {}),
+        )
+        for layer in LAYERS
+    }
+    groups, tensors = [], []
+    for names in (FULL_LAYERS, WINDOW_LAYERS):
+        spec = specs[names[0]]
+        page = spec.page_size_bytes
+        groups.append(KVCacheGroupSpec(list(names), spec))
+        tensors.append(
+            KVCacheTensor(
+                layers=list(names), size=page * BLOCKS * len(names), layer_stride=page * BLOCKS, block_stride=page
+            )
+        )
+    return KVCacheConfig(BLOCKS, tensors, groups)
+
+
+def hand_over(p: Engine, d: Engine) -> str | None:
+    """One prompt from `p` to `d`. Why it failed, None if it did not; every byte is checked if it did not."""
+    tokens = len(THERE[0]) * BLOCK
+    p.write(THERE)
+    _, params = p.scheduler.finished("prompt", {"do_remote_decode": True}, "complete", THERE, tokens)
+    assert params is not None
+    p.step()
+    asked = {**params, "do_remote_prefill": True}
+    d.scheduler.arrived("r", asked)
+    matched, _ = d.scheduler.matched("r", asked, tokens, 0)
+    d.scheduler.allocated("r", asked, HERE, tokens, matched)
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        p.step()
+        outcome = d.step()
+        for failure in outcome["failed_recving"]:
+            return f"{failure['cause']}: {failure['message']}"
+        if "r" in outcome["finished_recving"]:
+            assert d.wrong(HERE) == {}
+            return None
+        time.sleep(0.001)
+    raise TimeoutError("the load did not end")
