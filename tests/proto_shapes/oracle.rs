@@ -103,12 +103,13 @@ pub enum Travel {
     State,
     /// These.
     Tokens(BTreeSet<u64>),
-    /// The producer lacks some of them.
+    /// The producer lacks some of them, or the consumer has no block for one that the next token looks at.
     Refused,
 }
 
 /// The definition: the tokens asked for, up to a whole grain, that are in a block of the consumer's which the window
-/// touches. What the producer has dropped may be missing in front of the window if nobody reads it there.
+/// touches. What the producer has dropped may be missing in front of the window if nobody reads it there, and so may what the
+/// token after the last one does not look at on the consumer's side.
 pub fn travel(case: &Case, group: usize) -> Travel {
     let kind = case.model.groups[group].kind;
     if kind == GroupKind::State {
@@ -118,6 +119,7 @@ pub fn travel(case: &Case, group: usize) -> Travel {
     let grain = gcd(local_span, remote_span);
     let (start, end) = case.tokens;
     let from = front(kind, end).unwrap_or(0);
+    let next = front(kind, end + 1).unwrap_or(0);
     let has = |list: &List, entry: u64| list.blocks.iter().any(|(e, _)| *e == entry);
     let mut tokens = BTreeSet::new();
     if start == end {
@@ -125,7 +127,13 @@ pub fn travel(case: &Case, group: usize) -> Travel {
     }
     for token in start..end.div_ceil(grain) * grain {
         let entry = token / local_span;
-        if entry < from / local_span || !has(&case.local[group], entry) {
+        if entry < from / local_span {
+            continue;
+        }
+        if !has(&case.local[group], entry) {
+            if next < end && (token / grain + 1) * grain > next {
+                return Travel::Refused;
+            }
             continue;
         }
         if has(&case.remote[group], token / remote_span) {

@@ -194,4 +194,47 @@ fn a_state_is_that_of_the_last_block() {
     let ops: Vec<_> = plan.request(&request).unwrap().expand(u64::MAX).collect();
     let found: Vec<_> = ops.iter().map(|op| (op.local_offset, op.remote_offset, op.len)).collect();
     assert_eq!(found, [(4, 12, 4)]);
+    // Where one is missing, nothing would be copied and the load be called good.
+    let (full, none, null) = (blocks(&[1]), blocks(&[]), blocks(&[0, 0]));
+    for (local, remote, side) in
+        [(&none, &full, "local"), (&null, &full, "local"), (&full, &none, "remote"), (&full, &null, "remote")]
+    {
+        let request = Wanted { null_block: Some(0), ..wanted(local, remote, (0, 9), 9) };
+        let error = plan.request(&request).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        let text = format!("KV-cache group 0: there is no {side} block for the state after 9 tokens");
+        assert!(error.message().contains(&text), "{error}");
+        assert!(plan.request(&Wanted { tokens: (9, 9), ..request }).unwrap().is_empty());
+    }
+}
+
+#[test]
+fn a_window_that_the_consumer_has_no_blocks_for_is_refused() {
+    let window = Engine::new(
+        &EngineSpec { block_size: vec![4], num_blocks: 16, ..EngineSpec::default() },
+        &ModelSpec { groups: vec![GroupSpec::attention(GroupKind::SlidingWindow { window: 9 }, 0..1, 1, 1, 1)] },
+    );
+    let plan = plan_of(&window, &window);
+    let remote = blocks(&[5, 6, 7, 8]);
+    let request = |local: &[u32], tokens| {
+        let local = blocks(local);
+        let request = Wanted { null_block: Some(0), ..wanted(&local, &remote, tokens, 16) };
+        plan.request(&request).map(|copy| copy.bytes()).map_err(|error| error.message().to_owned())
+    };
+    // After 16 tokens the next one looks at tokens 8 to 15, which are blocks 2 and 3; the last one, again, at token 7 too.
+    assert_eq!(request(&[1, 2, 3, 4], (0, 16)), Ok(3 * 8));
+    for enough in [&[0, 0, 3, 4][..], &[3, 4]] {
+        assert_eq!(request(enough, (0, 16)), Ok(2 * 8), "{enough:?}");
+    }
+    for (short, text) in [
+        (&[0, 0, 0, 4][..], "no local block at position 2"),
+        (&[1, 2, 3, 0], "no local block at position 3"),
+        (&[4], "begin behind token 8"),
+        (&[], "begin behind token 8"),
+    ] {
+        let error = request(short, (0, 16)).unwrap_err();
+        assert!(error.contains("KV-cache group 0") && error.contains(text), "{short:?}: {error}");
+    }
+    // What is there already need not be filled.
+    assert_eq!(request(&[4], (12, 16)), Ok(8));
 }

@@ -77,7 +77,7 @@ pub(super) fn plan(rank: &RankPlan, wanted: &Wanted<'_>) -> Result<CopyPlan> {
     for group in &*rank.pairs {
         check_ids(group, wanted)?;
         if group.local_group.kind == GroupKind::State {
-            state(group, wanted, &mut lists);
+            state(group, wanted, &mut lists)?;
         } else {
             tokens(rank, group, wanted, &mut lists, &mut edges)?;
         }
@@ -93,14 +93,25 @@ pub(super) fn plan(rank: &RankPlan, wanted: &Wanted<'_>) -> Result<CopyPlan> {
 }
 
 /// The last block of either side is the sequence's state.
-fn state(group: &GroupPair, wanted: &Wanted<'_>, lists: &mut [BlockPair]) {
+fn state(group: &GroupPair, wanted: &Wanted<'_>, lists: &mut [BlockPair]) -> Result<()> {
+    let (l, r) = (group.local, group.remote);
     let last = |list: &[u32]| list.iter().rev().copied().find(|id| !wanted.is_null(*id));
-    let local = last(ids(wanted.local, group.local));
-    let remote = last(ids(wanted.remote, group.remote));
-    if let (Some(local), Some(remote), Some(fine)) = (local, remote, group.fine)
-        && let Some(list) = lists.get_mut(fine.list as usize)
-    {
-        *list = BlockPair { local: vec![local].into(), remote: vec![remote].into() };
+    let missing = |side: &str, number: u32, remedy: &str| {
+        Err(Error::invalid(format!(
+            "KV-cache group {number}: there is no {side} block for the state after {} tokens; {remedy}",
+            wanted.tokens.1
+        )))
+    };
+    match (last(ids(wanted.local, l)), last(ids(wanted.remote, r))) {
+        (Some(local), Some(remote)) => {
+            if let Some(list) = group.fine.and_then(|fine| lists.get_mut(fine.list as usize)) {
+                *list = BlockPair { local: vec![local].into(), remote: vec![remote].into() };
+            }
+            Ok(())
+        }
+        _ if wanted.tokens().is_empty() => Ok(()),
+        (None, _) => missing("local", l, "allocate one before the load"),
+        (_, None) => missing("remote", r, "pass on the other engine's kv_transfer_params unchanged"),
     }
 }
 
@@ -128,8 +139,9 @@ fn tokens(
     if start == end {
         return Ok(());
     }
-    // Where the window begins, in a group that has one.
+    // Where the window begins, in a group that has one: for the last token, should it be computed again, and for the next.
     let window = group.local_group.kind.front(end);
+    let next = group.local_group.kind.front(end.saturating_add(1)).unwrap_or(0);
     let (l, r) = (group.local, group.remote);
     let (local_span, remote_span) = (group.local_group.span(), group.remote_group.span());
     let local = place(l, "local", ids(wanted.local, l), local_span, end)?;
@@ -150,8 +162,15 @@ fn tokens(
             remote.ids.len()
         )));
     }
-    // Blocks in front of the window are not read by anybody, whether a host has them or not; nor is what would lie
-    // before the local list's first entry.
+    if next < end && local.first > start.max(next) / local_span {
+        return Err(Error::invalid(format!(
+            "KV-cache group {l}: {} local blocks of {local_span} tokens were given, which begin behind token {}, the first \
+             of the window that is to be loaded",
+            local.ids.len(),
+            start.max(next)
+        )));
+    }
+    // Blocks in front of the window are not read by anybody, whether a host has them or not.
     let needed = window.map_or(0, |front| front / local_span);
     let first = (start / meeting.grain).max(local.first.max(needed).saturating_mul(meeting.local_subs));
     let grains = first..end.div_ceil(meeting.grain);
@@ -163,10 +182,13 @@ fn tokens(
     for grain in one_by_one {
         let (at, theirs) = (grain / meeting.local_subs, grain / meeting.remote_subs);
         let Some(here) = local.get(at).filter(|id| !wanted.is_null(*id)) else {
-            if window.is_none() {
-                return Err(Error::invalid(format!("KV-cache group {l}: there is no local block at position {at}")));
+            let last = grain.saturating_add(1).saturating_mul(meeting.grain);
+            if window.is_some() && (next >= end || last <= next) {
+                continue;
             }
-            continue;
+            return Err(Error::invalid(format!(
+                "KV-cache group {l}: there is no local block at position {at}, which holds tokens that are to be loaded"
+            )));
         };
         let Some(there) = remote.get(theirs).filter(|id| !wanted.is_null(*id)) else {
             let last = grain.saturating_add(1).saturating_mul(meeting.grain);
