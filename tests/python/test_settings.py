@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,19 @@ def test_the_command_shows_every_key_with_its_source(
     described = json.loads(capsys.readouterr().out)
     assert {s["key"] for s in described["settings"]} >= {"host", "engine_id", "spin_us", "log"}
     assert described["unknown_variables"] == [{"name": "KVFERRY_LEASE", "nearest": "KVFERRY_LEASE_MS"}]
+
+
+def test_keys_of_the_nixl_connector_are_shown_as_what_they_are_taken_for(capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"kv_lease_duration": 45, "backends": ["UCX"]}
+    assert main(["config", json.dumps({**PRODUCER, "kv_connector_extra_config": extra})]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^lease_ms +45000 +given +30000 ", out, re.MULTILINE)
+    assert "note: NixlConnector's kv_lease_duration 45 (s) is taken for lease_ms 45000" in out
+    assert "note: NixlConnector's backends has no effect here: the one backend is UCX; choose" in out
+    extra = {"kv_lease_duration": "45"}
+    with pytest.raises(SystemExit):
+        main(["config", json.dumps({**PRODUCER, "kv_connector_extra_config": extra})])
+    assert "kv_lease_duration must be a number of seconds above 0, not '45'" in capsys.readouterr().err
 
 
 def test_a_transfer_config_may_be_text_file_or_input(

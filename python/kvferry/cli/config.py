@@ -17,6 +17,7 @@ from .. import settings
 from .._errors import InvalidArgumentError
 from ..vllm import CONNECTOR_NAME
 from ..vllm.config import describe
+from ..vllm.stock import translate
 from .table import columns
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
@@ -208,10 +209,12 @@ def run(options: argparse.Namespace) -> int:
     extra, notes = ({}, []) if options.config is None else extra_config(read_config(options.config))
     try:
         description = describe(extra)
+        _, taken, left_out = translate(extra)
     except InvalidArgumentError as error:
         raise UsageError(error.message.removeprefix("kvf_settings_describe: ")) from None
     if wrong := missing_files(description["settings"]):
         raise UsageError("; ".join(wrong))
+    notes += taken + left_out
     for unknown in description["unknown_variables"]:
         hint = f"; did you mean {unknown['nearest']}?" if unknown["nearest"] else ""
         notes.append(f"nothing reads the environment variable {unknown['name']}{hint}")

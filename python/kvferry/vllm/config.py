@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import settings
+from .stock import translate
 
 HOST_IP = "VLLM_HOST_IP"
 """vLLM's own word for "this node's address as the others know it"."""
@@ -23,12 +24,13 @@ class Options:
 
 
 def describe(extra: Mapping[str, Any]) -> settings.Description:
-    """Checks `kv_connector_extra_config` and describes every key with the value that it has under vLLM.
+    """Checks `kv_connector_extra_config` and describes every key with the value that it has under vLLM. Keys of
+    `NixlConnector` count as `stock.translate` says.
 
     Raises `InvalidArgumentError` that names the key, its value and what was expected; for an unknown key, the nearest
     known one.
     """
-    description = settings.describe(extra)
+    description = settings.describe(translate(extra)[0])
     host_ip = os.environ.get(HOST_IP)
     for setting in description["settings"]:
         if host_ip and setting["key"] == "host" and setting["source"] == "default":

@@ -20,6 +20,7 @@ from .log import logger, route_library_log
 from .metadata import KvferryConnectorMetadata
 from .scheduler import SchedulerSide
 from .stats import KvferryPromMetrics, KvferryStats
+from .stock import translate
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -51,6 +52,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_role == "kv_both":
             logger.warning_once("kv_role kv_both is deprecated by vLLM: use kv_producer or kv_consumer")
         options = parse_options(transfer.kv_connector_extra_config)
+        _, taken, left_out = translate(transfer.kv_connector_extra_config)
+        for note in taken:
+            logger.info_once(note)
+        for note in left_out:
+            logger.warning_once(note)
         route_library_log()
         self._worker_side: WorkerSide | None = None
         self._scheduler_side: SchedulerSide | None = None

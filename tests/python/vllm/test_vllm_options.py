@@ -9,6 +9,7 @@ import pytest
 from kvferry import InvalidArgumentError
 from kvferry.cli import config as command
 from kvferry.vllm.config import describe, parse_options
+from kvferry.vllm.stock import SECONDS, WITHOUT_MEANING, translate
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,38 @@ def test_a_wrong_option_is_named() -> None:
         with pytest.raises(InvalidArgumentError) as caught:
             parse_options(extra)
         assert expected in str(caught.value)
+
+
+def test_keys_of_the_nixl_connector_are_taken_or_explained() -> None:
+    import re
+    from pathlib import Path
+
+    import vllm
+
+    folder = Path(vllm.__file__).parent / "distributed/kv_transfer/kv_connector/v1/nixl"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    keys = set(re.findall(r'get_from_extra_config\(\s*"(\w+)"', source))
+    assert keys == {*SECONDS, *WITHOUT_MEANING}
+    for key in keys:
+        options = parse_options({key: 45, "port": 1})
+        ours = {"kv_lease_duration": {"lease_ms": 45_000}}.get(key, {})
+        assert options.scheduler == {"port": 1, **ours}
+        assert options.worker == ({"peer_ttl_ms": 45_000} if key == "engine_ttl" else {})
+        _, taken, left_out = translate({key: 45})
+        assert [key in note for note in taken + left_out] == [True]
+        assert bool(taken) == (key in SECONDS)
+    # Of two the one of this connector counts.
+    own, taken, left_out = translate({"kv_lease_duration": 45, "lease_ms": 7000, "port": 1})
+    assert (own, taken) == ({"lease_ms": 7000, "port": 1}, [])
+    assert left_out == ["NixlConnector's kv_lease_duration has no effect: lease_ms is given too"]
+    for value in (True, "30", 0, -1, float("nan"), [30]):
+        with pytest.raises(InvalidArgumentError, match=r"kv_lease_duration must be a number of seconds .* lease_ms"):
+            parse_options({"kv_lease_duration": value})
+    # The bounds are those of the key that it stands for.
+    with pytest.raises(InvalidArgumentError, match="lease_ms must be a whole number from 1000"):
+        parse_options({"kv_lease_duration": 0.5})
+    with pytest.raises(InvalidArgumentError, match='unknown key "kv_lease"'):
+        parse_options({"kv_lease": 30})
 
 
 def test_the_fields_of_kv_transfer_config_are_vllms() -> None:

@@ -1,0 +1,63 @@
+"""Keys of vLLM's own `NixlConnector` in `kv_connector_extra_config`, as users bring them along.
+
+Those that have a meaning here are taken for the key that has it; the others are left out, with a note that says why and
+what to use instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .._errors import make_error
+
+SECONDS = {"kv_lease_duration": "lease_ms", "engine_ttl": "peer_ttl_ms"}
+"""Durations in seconds, and the key in milliseconds that each stands for."""
+
+WITHOUT_MEANING = {
+    "backends": "the one backend is UCX; choose what it uses with transport or ucx",
+    "bidirectional_kv_xfer": "a prefill engine computes what its own prefix cache lacks; leave it out",
+    "decoder_kv_blocks_ttl": "it is about bidirectional_kv_xfer; blocks are kept under the lease, lease_ms",
+    "enforce_handshake_compat": "engines are always compared, field by field; shapes may differ",
+    "kv_recompute_threshold": "it is about bidirectional_kv_xfer; leave it out",
+    "num_threads": "one thread per worker drives UCX; copy_threads says how many copy memory within a host",
+    "push_registration_timeout": "it is about vLLM's push connector; hold_timeout_ms bounds what is awaited here",
+}
+"""The others, and what to say of each."""
+
+
+def translate(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """`extra` in this connector's own keys; notes about keys taken for others; notes about keys without effect.
+
+    A key of this connector wins over the one of `NixlConnector` that it stands for. Keys that neither has are left in.
+
+    Raises `InvalidArgumentError` for a duration that is no number of seconds.
+    """
+    own = {key: value for key, value in extra.items() if key not in SECONDS and key not in WITHOUT_MEANING}
+    taken, left_out = [], []
+    for key, ours in SECONDS.items():
+        value = extra.get(key)
+        if value is None:
+            continue
+        if own.get(ours) is not None:
+            left_out.append(f"NixlConnector's {key} has no effect: {ours} is given too")
+            continue
+        own[ours] = _milliseconds(key, value)
+        taken.append(f"NixlConnector's {key} {value} (s) is taken for {ours} {own[ours]}")
+    for key, why in WITHOUT_MEANING.items():
+        if key in extra:
+            left_out.append(f"NixlConnector's {key} has no effect here: {why}")
+    return own, taken, left_out
+
+
+def _milliseconds(key: str, value: Any) -> int:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise make_error(
+            -1,
+            "invalid_argument",
+            f"kv_connector_extra_config: {key} must be a number of seconds above 0, not {value!r}; "
+            f"or give {SECONDS[key]}, in milliseconds",
+        )
+    return int(round(float(value) * 1000))
