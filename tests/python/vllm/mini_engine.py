@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import mini_runner
+from mini_runner import RunnerName
 from peer import freeze
 
 BLOCK = 16
@@ -47,6 +49,7 @@ class Settings:
     layout: str = "LBHNC"
     prefix_caching: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
+    runner: RunnerName = "mixin"
 
 
 def write_model(folder: Path, layers: int = 4) -> str:
@@ -75,9 +78,8 @@ class Engine:
     def __init__(self, settings: Settings) -> None:
         import torch
         from vllm.config import set_current_vllm_config
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -94,11 +96,11 @@ class Engine:
             init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
             self._add_layers(config)
-            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, self.kv_cache_config)
             from vllm.v1.kv_cache_layout import KVCacheLayout
 
             self.views = allocate_kv_cache(self.kv_cache_config, torch.device("cpu"), KVCacheLayout[settings.layout])
-            worker.register_kv_caches(self.views)
+            self.runner = mini_runner.make(settings.runner, config, self.kv_cache_config, self.views)
+            worker = get_kv_transfer_group()
             self.scheduler = Scheduler(
                 config, self.kv_cache_config, StructuredOutputManager(config), self.block, log_stats=True
             )
@@ -287,44 +289,32 @@ class Engine:
 
     def step(self) -> None:
         """One engine step, with the calls of vLLM's model runner in their order."""
-        from vllm.forward_context import get_forward_context, set_forward_context
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        from vllm.v1.outputs import ModelRunnerOutput
 
         scheduled = self.scheduler.schedule()
-        metadata = scheduled.kv_connector_metadata
-        assert metadata is not None
-        self.worker.handle_preemptions(metadata)
-        self.worker.bind_connector_metadata(metadata)
+        assert scheduled.kv_connector_metadata is not None
         requests, tokens = list(scheduled.num_scheduled_tokens), []
-        for request in requests:
-            state = self.scheduler.requests[request]
-            end = state.num_computed_tokens
-            start = end - scheduled.num_scheduled_tokens[request]
-            self.sources.setdefault(request, []).append(start)
-            if start and len(self.sources[request]) == 1 and self.expected_salt is not None:
-                wrong, total = self._count_wrong(request, range(start), self.expected_salt)
-                assert total
-                self.wrong_bytes[request] = wrong
-            self._compute(request, range(start, end))
-            tokens.append([end % 500] if end >= state.num_tokens else [])
-        with set_forward_context(None, self.config):
-            self.worker.start_load_kv(get_forward_context())
-        self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(scheduled.finished_req_ids)
-        output = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=self.worker.get_kv_connector_stats(),
-            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
-        )
-        self.worker.clear_connector_metadata()
-        self._note_failures(output)
-        stats: Any = output.kv_connector_stats
-        if stats is not None:
-            stats = stats.data.get("KvferryConnector", stats)
-            self.figures = stats.aggregate(type(stats)(self.figures)).to_dict()
+
+        def forward() -> None:
+            for request in requests:
+                state = self.scheduler.requests[request]
+                end = state.num_computed_tokens
+                start = end - scheduled.num_scheduled_tokens[request]
+                self.sources.setdefault(request, []).append(start)
+                if start and len(self.sources[request]) == 1 and self.expected_salt is not None:
+                    wrong, total = self._count_wrong(request, range(start), self.expected_salt)
+                    assert total
+                    self.wrong_bytes[request] = wrong
+                self._compute(request, range(start, end))
+                tokens.append([end % 500] if end >= state.num_tokens else [])
+
+        output = self.runner.run(scheduled, forward)
+        assert not self.worker.has_connector_metadata()
+        if output is not None:
+            self._note_failures(output)
+            if (stats := output.kv_connector_stats) is not None:
+                stats = stats.data.get("KvferryConnector", stats)
+                self.figures = stats.aggregate(type(stats)(self.figures)).to_dict()
         indices = {request: index for index, request in enumerate(requests)}
         ran = ModelRunnerOutput(requests, indices, tokens, kv_connector_output=output)
         merged = self.aggregator.aggregate([ran])
@@ -343,7 +333,7 @@ class Engine:
 
         reports = getattr(output.kv_connector_worker_meta, "reports", ())
         causes = {each["request"]: each for raw in reports for each in kvferry.decode_report(raw)["failed_recving"]}
-        for request in output.failed_recving:
+        for request in output.failed_recving or ():
             said: Any = causes.get(request, {})
             held = self.scheduler.kv_cache_manager.get_block_ids(request)
             self.failed[request] = {

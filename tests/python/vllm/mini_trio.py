@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine import Remote, Settings, write_model
+from mini_runner import RunnerName
 
 POLICIES = ("fail", "recompute")
 P_SALT, FRAIL_SALT = 1, 4
@@ -31,7 +32,8 @@ def _done(name: str) -> str:
 
 
 class Trio:
-    """The engines, with what a proxy does.
+    """The engines, with what a proxy does: those of one group under the calls of vLLM's older model runner, the others
+    under those of the newer one, so that each case is driven through both.
 
     `frail` is there for leases to run out and to be killed, and is started again when it is next asked for; `steady`
     must go on.
@@ -42,13 +44,16 @@ class Trio:
         self._good = 0
         # Over TCP, a peer that does not move stops the reads; by shared memory only its word is missing.
         self._transport = {"transport": "tcp"} if hybrid else {}
+        self._runner: RunnerName = "active" if hybrid else "mixin"
         self.steady = self._producer(P_SALT, STEADY_LEASE_MS)
         self._frail: Remote | None = self._producer(FRAIL_SALT, FRAIL_LEASE_MS)
         limits = {f"{what}_timeout_ms": TIMEOUT_MS for what in ("handshake", "transfer", "verdict")}
         # Digests change nothing where the bytes are right.
         extra = {**limits, **self._transport, "verify": True}
         self.decode = {
-            policy: Remote(Settings("kv_consumer", self.model, 10 + at, policy, hybrid, extra=extra))
+            policy: Remote(
+                Settings("kv_consumer", self.model, 10 + at, policy, hybrid, extra=extra, runner=self._runner)
+            )
             for at, policy in enumerate(POLICIES)
         }
         for engine in (self.steady, self._frail, *self.decode.values()):
@@ -58,7 +63,8 @@ class Trio:
 
     def _producer(self, salt: int, lease_ms: int) -> Remote:
         extra = {"lease_ms": lease_ms, **self._transport}
-        return Remote(Settings("kv_producer", self.model, salt, "fail", self.hybrid, extra=extra))
+        settings = Settings("kv_producer", self.model, salt, "fail", self.hybrid, extra=extra, runner=self._runner)
+        return Remote(settings)
 
     def add_producer(self, salt: int, lease_ms: int) -> Remote:
         """One more prefill engine, which is the caller's."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from mini_engine import BLOCK, Remote, Settings, write_model
+from mini_runner import RunnerName
 
 P_SALT, D_SALT, OTHER_SALT = 1, 2, 3
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -28,14 +29,15 @@ class Pair:
         child: bool,
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
+        runner: RunnerName = "mixin",
     ) -> None:
         model = write_model(folder)
         self.model, self.hybrid = model, hybrid
         limits = {"handshake_timeout_ms": 5000, "transfer_timeout_ms": 20000}
-        self.prefill = Remote(Settings("kv_producer", model, P_SALT, policy, hybrid, child, **(prefill or {})))
-        self.decode = Remote(
-            Settings("kv_consumer", model, D_SALT, policy, hybrid, child, extra=limits, **(decode or {}))
-        )
+        prefill = {"runner": runner, **(prefill or {})}
+        decode = {"runner": runner, **(decode or {})}
+        self.prefill = Remote(Settings("kv_producer", model, P_SALT, policy, hybrid, child, **prefill))
+        self.decode = Remote(Settings("kv_consumer", model, D_SALT, policy, hybrid, child, extra=limits, **decode))
         self.prefill.wait_started()
         self.decode.wait_started()
         self.decode.call("loaded_from", P_SALT)
@@ -74,12 +76,17 @@ class Pair:
 
 @pytest.fixture(
     scope="module",
-    # Policy, several KV-cache groups, child of MultiConnector.
-    params=[("fail", True, False), ("recompute", False, False), ("fail", False, True)],
-    ids=["fail-hybrid", "recompute", "fail-child"],
+    # Policy, several KV-cache groups, child of MultiConnector, and how the model runner calls.
+    params=[
+        ("fail", True, False, "mixin"),
+        ("recompute", False, False, "active"),
+        ("fail", False, True, "active"),
+    ],
+    ids=["fail-hybrid-mixin", "recompute-active", "fail-child-active"],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    pair = Pair(tmp_path_factory.mktemp("model"), *request.param)
+    policy, hybrid, child, runner = request.param
+    pair = Pair(tmp_path_factory.mktemp("model"), policy, hybrid, child, runner=runner)
     yield pair
     pair.close()
 
