@@ -116,7 +116,7 @@ fn what_does_not_fit_is_refused_with_both_values() {
     let mut p = Engine::start("prefill", &cache, Transport::Tcp);
     let here = lists(1, 3, false);
     let good = p.prefill("good", &lists(5, 3, false), 12);
-    let change = |w: &mut WorkerConfig| w.compat[1].1 = "float16".into();
+    let change = |w: &mut WorkerConfig| w.compat[1].value = "float16".into();
     let mut d = Engine::start_with("decode", &cache, Transport::Tcp, change, |_| {});
     d.load("dtype", &good, &here, 12);
     let said = d.await_received("dtype");

@@ -446,7 +446,7 @@ mod consuming {
         let report = w.poll_report().unwrap();
         assert_eq!((report.finished_recving, report.failed_recving), (vec![request("a")], vec![]));
         let r = &report.records[0];
-        assert_eq!((r.blocks, r.bytes, r.operations), (1, 8, 1));
+        assert_eq!((r.blocks, r.bytes, r.operations), (2, 8, 1));
         assert_eq!((r.queued_us, r.first_us, r.transfer_us, r.confirm_us, r.cause), (20, 40, 40, 30, None));
         assert_eq!((report.stats.recvs, report.stats.bytes), (1, 8));
         assert_eq!((report.stats.transfer_time.sum(), report.stats.posting_time.sum()), (40, 20));

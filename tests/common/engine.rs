@@ -7,7 +7,9 @@ use kvferry::connector::{Scheduler, SchedulerConfig, Transport, WorkerConfig};
 use kvferry::proto::ids::{EngineId, RankId, RequestId};
 use kvferry::proto::scheduler::FinishOutcome;
 use kvferry::proto::stats::Stats;
-use kvferry::proto::wire::{Blocks, Load, Message, RecvFailure, StepMetadata, TransferParams, WorkerReport};
+use kvferry::proto::wire::{
+    Blocks, CompatField, Load, Message, RecvFailure, StepMetadata, TransferParams, WorkerReport,
+};
 
 use super::cache::{CacheSpec, Loaded};
 use super::child::{Ask, Child, LONG, Lists, Tell};
@@ -33,7 +35,9 @@ pub fn worker_config(engine: &str, rank: RankId, cache: &CacheSpec, transport: T
         pp_size: cache.engine.pp,
         dcp_size: cache.engine.dcp,
         transport,
-        compat: vec![("model".into(), "tiny".into()), ("dtype".into(), "bfloat16".into())],
+        compat: [("model", "tiny"), ("dtype", "bfloat16")]
+            .map(|(name, value)| CompatField { name: name.into(), value: value.into(), informative: false })
+            .into(),
         ..WorkerConfig::new(id(engine))
     }
 }

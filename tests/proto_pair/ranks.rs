@@ -86,7 +86,7 @@ fn hold(name: &str, shared: bool) -> StepMetadata {
 }
 
 fn load(name: &str, shared: bool, block: u32) -> StepMetadata {
-    let lists = |first: u32| vec![Blocks::from(vec![first, first + 1]), Blocks::default()];
+    let lists = |first: u32| vec![Blocks::from(vec![first, first + 1]); 2];
     let load = Load {
         request: request(name),
         remote: remote(shared),
@@ -115,6 +115,7 @@ impl Ranks {
                 incarnation: Incarnation(9),
                 shape: EngineShape { tp: p_tp, ..SHAPE },
                 ranks: theirs,
+                notes: Vec::new(),
             },
             queues: BTreeMap::new(),
             links: HashMap::new(),

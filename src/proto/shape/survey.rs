@@ -196,11 +196,9 @@ impl Fact {
 }
 
 fn compat_alone(rank: &RankMetadata) -> impl Iterator<Item = SurveyedField> {
-    rank.compat
-        .iter()
-        .map(|field| {
-            Fact { name: field.name.clone(), value: field.value.clone(), must_match: !field.informative }.alone()
-        })
+    rank.compat.iter().map(|field| {
+        Fact { name: field.name.clone(), value: field.value.clone(), must_match: !field.informative }.alone()
+    })
 }
 
 struct Engine<'a> {
