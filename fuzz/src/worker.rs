@@ -242,6 +242,7 @@ impl World {
                 incarnation: Incarnation(life),
                 shape: metadata.shape,
                 ranks: vec![metadata],
+                notes: Vec::new(),
             })
         };
         self.worker.handle_handshake(self.now, session, result);
