@@ -60,4 +60,4 @@ def _milliseconds(key: str, value: Any) -> int:
             f"kv_connector_extra_config: {key} must be a number of seconds above 0, not {value!r}; "
             f"or give {SECONDS[key]}, in milliseconds",
         )
-    return int(round(float(value) * 1000))
+    return round(float(value) * 1000)
