@@ -144,13 +144,31 @@ async def decode_restarted(case: Case) -> None:
     await case.hand_over("new hand-over")
 
 
+@row("other-name-first", "another address of the host at the first contact", hosts=True)
+async def other_name_first(case: Case) -> None:
+    """A D that has not seen P is given P's host by its second address, then by name, then as P said."""
+    await case.pair.kill("decode")
+    await case.pair.start("decode")
+    name, second = case.network.prefill.aliases
+    for host in (second, name, None):
+        reference = await case.prefill(case.prompt())
+        changed = reference if host is None else reference.but(remote_host=host)
+        await case.decode(changed, f"by {host or 'what P said'}")
+
+
 @row("side-channel-garbage", "side channel fed with garbage")
 async def side_channel_garbage(case: Case) -> None:
     """Garbage to P's side channel, then a D that has not asked it yet."""
     dice = random.Random(case.name)
     address = (case.network.prefill.address, case.pair.side_ports["prefill"])
-    for _ in range(GARBAGE):
-        await asyncio.to_thread(_send_garbage, address, dice)
+    for number in range(GARBAGE):
+        try:
+            await asyncio.to_thread(_send_garbage, address, dice)
+        except ConnectionRefusedError as problem:
+            if number == 0:
+                raise CannotRun(f"there is no side channel at {address[0]}:{address[1]}") from problem
+            # Nobody listens any more: the hand-overs show what that means.
+            break
     await case.pair.kill("decode")
     await case.pair.start("decode")
     # The first contact of a cold pair of engines may take longer than a connector waits.
@@ -164,10 +182,8 @@ def _send_garbage(address: tuple[str, int], dice: random.Random) -> None:
     kind = dice.randrange(7)
     try:
         client = Client(address, 10.0)
-    except (ConnectionResetError, BrokenPipeError):
+    except (ConnectionResetError, BrokenPipeError, TimeoutError):
         return
-    except OSError as problem:
-        raise CannotRun(f"the side channel at {address[0]}:{address[1]} takes no connection: {problem}") from problem
     query = msgpack.packb([b"get_meta_msg", 0, 0])
     content = {
         1: msgpack.packb([b"get_meta_msg", dice.randrange(1, 99), dice.randrange(-9, 99)]),
