@@ -60,6 +60,14 @@ class ForkedServer(Server):
         self.log.write_text(" ".join(arguments) + "\n")
         self._process = _Adopted(launcher.fork(arguments, spec.environment, self.log, host))
 
+    def reap_group(self) -> None:
+        """After its end: the server's own processes, which have become this process's too, are no zombies of it."""
+        try:
+            while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+
 
 class Launcher(Server):
     """One process that servers are forked from. It ends with its group."""
@@ -115,7 +123,7 @@ class Launcher(Server):
         self._process.stdin.flush()
         return int(self._line())
 
-    def start(self, spec: ServerSpec, host: Host) -> Server:
+    def start(self, spec: ServerSpec, host: Host) -> ForkedServer:
         """A server on a host, without waiting for it."""
         server = ForkedServer(spec, self._group.folder, self, host)
         self._group.add(server)

@@ -13,11 +13,11 @@ from demo_lib.engines import Outputs, engine_spec
 from demo_lib.metrics import fetch_metrics, total
 from demo_lib.options import parse_options
 from demo_lib.run import DEPS, SCRIPTS, Setting
-from demo_lib.servers import Server, ServerFailed, free_port
+from demo_lib.servers import ServerFailed, free_port
 
 from .matrix_client import LIMIT_S, Prompt, Reply, body, post
 from .matrix_judge import EngineAfter, judge_engine
-from .matrix_launcher import Launcher
+from .matrix_launcher import ForkedServer, Launcher
 from .matrix_network import Network
 from .matrix_peers import LEASE_S, Peer, Placed
 
@@ -53,7 +53,7 @@ class Pair:
         ports = _distinct_ports(4)
         self.ports = dict(zip(ROLES, ports[:2], strict=True))
         self.side_ports = dict(zip(ROLES, ports[2:], strict=True))
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, ForkedServer] = {}
         self._asked = 0
 
     @property
@@ -70,7 +70,7 @@ class Pair:
         """Whether the engine was started and not killed by a row."""
         return role in self._servers
 
-    def _start(self, role: str) -> Server:
+    def _start(self, role: str) -> ForkedServer:
         host = self.network.prefill if role == "prefill" else self.network.decode
         connector = Placed(
             self.peer.name,
@@ -134,6 +134,7 @@ class Pair:
                 raise ServerFailed(f"{server.name} is not gone {GONE_WITHIN_S:.0f} s after SIGKILL")
             await asyncio.sleep(0.01)
         self.setting.servers.stop([server])
+        server.reap_group()
 
     def freeze(self, role: str) -> None:
         """SIGSTOP to all processes of an engine."""
