@@ -8,15 +8,18 @@
 //! last of them tells that the lease is needed no more. Where others may follow that are not known yet (`Remote::shared`),
 //! the last one lingers for a while before it does.
 
+mod ending;
+mod reading;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::action::{Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
+use super::action::{Action, AwaitId, PeerKey, SessionId, TransferFigures, TransferToken};
 use super::config::{WorkerConfig, ms};
 use super::life::Life;
-use super::load::{LoadState, Phase, Read};
+use super::load::{LoadState, Phase};
 use super::outbox::Outbox;
-use super::sessions::{Due, Joined, Leased, Session, Sessions, State, Ticket};
+use super::sessions::{Due, Joined, Leased, Sessions, State, Ticket};
 use super::timers::Deadlines;
 use crate::error::ErrorKind;
 use crate::proto::geometry::GroupKind;
@@ -24,7 +27,7 @@ use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
 use crate::proto::ids::{Incarnation, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::time::Time;
-use crate::proto::wire::{Cause, Hold, Load, PeerMessage, Prefill, RankMetadata, Release, Remote, Verdict};
+use crate::proto::wire::{Cause, Hold, Load, Prefill, RankMetadata, Release, Remote, Verdict};
 
 #[derive(Debug)]
 enum Kind {
@@ -509,282 +512,6 @@ impl Consumer {
         } else {
             let text = "the last handshake with the engine failed a moment ago".into();
             self.strand(now, ticket, Cause::HandshakeFailed, text, out);
-        }
-    }
-
-    /// Does what the want can do with the ranks that are connected: all of them, or `newly` beside those before it.
-    fn progress(&mut self, now: Time, ticket: Ticket, newly: Option<u64>, out: &mut Outbox) {
-        let Some(want) = self.wants.get_mut(&ticket) else { return };
-        let Some(id) = want.session else { return };
-        let begun = match &mut want.kind {
-            Kind::Release => {
-                // The producer's ranks are told together.
-                if self.sessions.get(id).is_some_and(|session| session.state == State::Ready) {
-                    self.remove(now, ticket, true, out);
-                }
-                return;
-            }
-            Kind::Load(load) if load.phase == Phase::Confirming => return,
-            Kind::Load(load) if load.failure.is_some() && !want.remote.shared => return,
-            // As a hold.
-            Kind::Load(load) if load.load.awaits || load.failure.is_some() => None,
-            Kind::Load(load) => Some(load.phase != Phase::Waiting),
-            Kind::Hold | Kind::Linger => None,
-        };
-        // Not looked for again with every rank that is connected.
-        let needs_all = newly.is_none() || !want.beating || begun == Some(false);
-        let connected = if needs_all { self.sessions.connected_of(id) } else { Vec::new() };
-        if needs_all && connected.is_empty() {
-            return;
-        }
-        if let Some((_, connected)) = &mut want.handshake {
-            connected.get_or_insert(now);
-        }
-        let newly = newly.map(|connection| vec![connection]);
-        let of_these = |before: bool| newly.as_ref().filter(|_| before).unwrap_or(&connected);
-        let beating = std::mem::replace(&mut want.beating, true);
-        if !beating || newly.is_some() {
-            let period = self.config.heartbeat_period(want.remote.lease_ms);
-            self.sessions.beat(now, of_these(beating), &want.leased(), period, out);
-        }
-        if let Some(begun) = begun
-            && (!begun || newly.is_some())
-        {
-            self.read(now, ticket, of_these(begun), out);
-        }
-    }
-
-    /// Posts a load's reads from these ranks, one each; none if one of them cannot be planned.
-    fn read(&mut self, now: Time, ticket: Ticket, connections: &[u64], out: &mut Outbox) {
-        let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
-        let peers = connections.iter().filter_map(|connection| self.sessions.peer(*connection));
-        let plans: crate::Result<Vec<_>> =
-            peers.map(|peer| Ok((peer.key.clone(), peer.plan.request(&load.load.wanted())?))).collect();
-        let posts = match plans {
-            Ok(posts) => posts,
-            Err(e) => return self.fail(now, ticket, Cause::InvalidRequest, e.message().into(), out),
-        };
-        if load.phase == Phase::Waiting {
-            load.phase = Phase::Reading;
-            load.planned(now);
-            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.transfer_timeout_ms));
-        }
-        for (peer, plan) in posts {
-            let mut token = None;
-            let connection = peer.connection;
-            if !plan.is_empty() {
-                self.next += 1;
-                let number = TransferToken(self.next);
-                self.tokens.insert(number, ticket);
-                out.push(Action::Transfer { token: number, peer, plan });
-                token = Some(number);
-            }
-            load.reads.push(Read { connection, token, valid: false });
-        }
-        self.confirm_if_read(now, ticket, out);
-    }
-
-    /// Goes on to confirm a load of which nothing is left to read, from any rank.
-    fn confirm_if_read(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let Some(Want { kind: Kind::Load(load), session: Some(id), .. }) = self.wants.get(&ticket) else { return };
-        let ready = |session: &Session| session.state == State::Ready && load.reads.len() == session.peers.len();
-        if load.in_flight().next().is_none() && self.sessions.get(*id).is_some_and(ready) {
-            self.confirm(now, ticket, out);
-        }
-    }
-
-    /// Everything is read: asks the producer whether it still holds good.
-    fn confirm(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let serial = self.number();
-        let more = self.wants.get(&ticket).is_some_and(|want| want.remote.shared) || self.is_wanted_beside(ticket);
-        let Some(want) = self.wants.get_mut(&ticket) else { return };
-        let leased = want.leased();
-        let (Kind::Load(load), Some(id)) = (&mut want.kind, want.session) else { return };
-        load.phase = Phase::Confirming;
-        load.serial = Some(serial);
-        self.serials.insert(serial, ticket);
-        // Without it, a request that comes for the lease from now on tells the producer at once that it wants it again.
-        if !more && std::mem::take(&mut want.beating) {
-            self.sessions.stop_beat(id, &leased);
-        }
-        let reader = self.sessions.reader();
-        for peer in self.sessions.peers_of(id) {
-            let message = PeerMessage::Done {
-                request: want.remote.request.clone(),
-                lease_id: want.remote.lease_id,
-                reader: reader.clone(),
-                readers: peer.readers,
-                serial,
-                more,
-            };
-            out.send(PeerRef::Outbound(peer.key.clone()), message);
-        }
-        self.deadlines.set(Timer::Load(ticket), now + ms(self.config.verdict_timeout_ms));
-    }
-
-    /// Whether another want needs the lease of this one.
-    fn is_wanted_beside(&self, ticket: Ticket) -> bool {
-        self.wants.get(&ticket).is_some_and(|want| self.is_wanted(ticket, &want.remote))
-    }
-
-    /// Whether another want than `except` needs the lease.
-    fn is_wanted(&self, except: Ticket, lease: &Remote) -> bool {
-        let users = self.users.get(&lease.request);
-        let others = users.into_iter().flatten().filter(|ticket| **ticket != except);
-        others
-            .filter_map(|ticket| self.wants.get(ticket))
-            .any(|other| other.needs_lease() && same_lease(lease, &other.remote))
-    }
-
-    /// A load has failed: nothing more is posted, what is posted is cancelled, and once that is over the load concludes.
-    fn fail(&mut self, now: Time, ticket: Ticket, cause: Cause, message: String, out: &mut Outbox) {
-        let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
-        if load.failure.is_none() {
-            load.failure = Some((cause, message));
-            self.deadlines.cancel(&Timer::Load(ticket));
-            if load.load.awaits {
-                out.push(Action::Forget { number: AwaitId(ticket) });
-            }
-            for token in load.in_flight() {
-                out.push(Action::Cancel { token });
-            }
-        }
-        if load.in_flight().next().is_none() {
-            self.conclude(now, ticket, out);
-        }
-    }
-
-    /// The load's one terminal report.
-    fn conclude(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let Some(want) = self.wants.get(&ticket) else { return };
-        let Want { request, remote, handshake, kind: Kind::Load(load), .. } = want else { return };
-        let record = load.record(now, request, remote);
-        out.count(|stats| load.count(now, &record, stats));
-        out.trace(|| Life::RecvEnded {
-            number: ticket,
-            receive: Box::new(load.life(now, &remote.engine, *handshake, &record)),
-        });
-        // One that others may share said that the lease is still needed.
-        let told = load.phase == Phase::Confirming && !remote.shared;
-        let gone = matches!(
-            load.failure,
-            Some((Cause::PeerDied | Cause::HandshakeFailed | Cause::Incompatible | Cause::ShutDown, _))
-        );
-        out.report.failed_recving.extend(load.recv_failure(request));
-        out.report.records.push(record);
-        out.report.finished_recving.push(request.clone());
-        let over = matches!(load.failure, Some((Cause::LeaseExpired, _)));
-        if told {
-            self.remove(now, ticket, false, out);
-        } else if gone {
-            self.remove(now, ticket, true, out);
-        } else if over {
-            self.let_go(now, ticket, out);
-        } else {
-            self.give_back(now, ticket, out);
-        }
-    }
-
-    /// The want ends here. The producer is told, unless others need its lease, or may soon.
-    fn give_back(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let Some(want) = self.wants.get(&ticket) else { return };
-        let usable = |session: &Session| session.state != State::Broken;
-        let session = want.session.and_then(|id| self.sessions.get(id)).is_some_and(usable);
-        if !want.remote.shared || self.closed || !session || self.is_wanted_beside(ticket) {
-            return self.let_go(now, ticket, out);
-        }
-        self.turn_into(now, ticket, Kind::Linger, out);
-        self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.shared_grace_ms));
-        self.progress(now, ticket, None, out);
-    }
-
-    /// The request is over here; its want goes on as `kind`.
-    fn turn_into(&mut self, now: Time, ticket: Ticket, kind: Kind, out: &mut Outbox) {
-        self.forget_name(ticket);
-        self.deadlines.cancel(&Timer::Hold(ticket));
-        self.deadlines.cancel(&Timer::Load(ticket));
-        let Some(want) = self.wants.get_mut(&ticket) else { return };
-        if matches!(want.kind, Kind::Hold) {
-            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
-        }
-        if let Kind::Load(load) = std::mem::replace(&mut want.kind, kind)
-            && let Some(serial) = load.serial
-        {
-            self.serials.remove(&serial);
-        }
-    }
-
-    /// The want ends here, but the producer is told, as soon as there is a session.
-    fn let_go(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let Some(want) = self.wants.get_mut(&ticket) else { return };
-        let waits = want
-            .session
-            .and_then(|id| self.sessions.get(id))
-            .is_some_and(|session| matches!(session.state, State::Handshaking | State::Connecting));
-        if !waits {
-            self.remove(now, ticket, true, out);
-            return;
-        }
-        // It would not keep the lease alive on the ranks that are still to come.
-        if let (true, Some(id)) = (std::mem::take(&mut want.beating), want.session) {
-            self.sessions.stop_beat(id, &want.leased());
-        }
-        self.turn_into(now, ticket, Kind::Release, out);
-    }
-
-    fn forget_name(&mut self, ticket: Ticket) {
-        if let Some(want) = self.wants.get(&ticket)
-            && self.names.get(&want.request) == Some(&ticket)
-        {
-            self.names.remove(&want.request);
-        }
-    }
-
-    /// Forgets a want. `tell`: release the producer's blocks, unless another request of ours still wants them.
-    fn remove(&mut self, now: Time, ticket: Ticket, tell: bool, out: &mut Outbox) {
-        self.forget_name(ticket);
-        let Some(want) = self.wants.remove(&ticket) else { return };
-        if matches!(want.kind, Kind::Hold) {
-            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
-        }
-        self.deadlines.cancel(&Timer::Hold(ticket));
-        self.deadlines.cancel(&Timer::Load(ticket));
-        if let Kind::Load(load) = &want.kind
-            && let Some(serial) = load.serial
-        {
-            self.serials.remove(&serial);
-        }
-        if let Some(users) = self.users.get_mut(&want.remote.request) {
-            users.remove(&ticket);
-            if users.is_empty() {
-                self.users.remove(&want.remote.request);
-            }
-        }
-        let Some(id) = want.session else { return };
-        if want.beating {
-            self.sessions.stop_beat(id, &want.leased());
-        }
-        if tell && !self.is_wanted(ticket, &want.remote) {
-            let reader = self.sessions.reader();
-            for peer in self.sessions.peers_of(id).filter(|peer| peer.is_connected()) {
-                let message = PeerMessage::Release {
-                    request: want.remote.request.clone(),
-                    lease_id: want.remote.lease_id,
-                    reader: reader.clone(),
-                    readers: peer.readers,
-                };
-                out.send(PeerRef::Outbound(peer.key.clone()), message);
-            }
-        }
-        self.sessions.leave(now, id, ticket, out);
-    }
-
-    /// A want that has lost its session, or the machine's end: a load fails, anything else is forgotten.
-    fn strand(&mut self, now: Time, ticket: Ticket, cause: Cause, message: String, out: &mut Outbox) {
-        if matches!(self.wants.get(&ticket), Some(Want { kind: Kind::Load(_), .. })) {
-            self.fail(now, ticket, cause, message, out);
-        } else {
-            self.remove(now, ticket, true, out);
         }
     }
 
