@@ -568,7 +568,9 @@ int32_t kvf_worker_push_metadata(struct kvf_worker *worker,
 // Hands over one step, as kvf_scheduler_step made it, and returns at once. A step that grants leases, the first one after
 // kvf_scheduler_finished returned params, must come when all that the finished requests write is in memory, on a GPU when
 // its kernels are over: consumers that await these requests read them then.
-int32_t kvf_worker_submit(struct kvf_worker *worker, const uint8_t *step, size_t step_len);
+int32_t kvf_worker_submit(struct kvf_worker *worker,
+                          const uint8_t *step,
+                          size_t step_len);
 
 // Has reports left at `outbox`, `capacity` bytes with the struct itself, so that a poll is a look at memory of the caller's and
 // no call. Costs least of the ways to poll. While a thread reads there no other may, nor call kvf_worker_poll or
