@@ -151,7 +151,7 @@ fn ucx_does_nothing_for_a_stranger_to_an_agent_with_a_key_over_tcp() {
             let b = Node::start(keyed("b", Transport::Tcp, key), 2, &[LEN]);
             let of_b = b.agent.metadata().unwrap();
             // Its address says how long its segments are, as those of agents do.
-            let stranger = Side::new("tcp;ADDRESS_VERSION=v2", LEN);
+            let stranger = Side::new("tcp;ADDRESS_VERSION=v2;RNDV_THRESH=auto", LEN);
             stranger.buffer.fill(9);
             let endpoint = stranger.connect(&of_b.address);
             let rkey = endpoint.unpack_rkey(&of_b.regions[0].rkey).unwrap();
@@ -254,7 +254,7 @@ const AM_ID: u16 = 0x4b;
 
 impl Middle {
     fn new(to: &AgentMetadata) -> Middle {
-        let side = Side::new("tcp", 64);
+        let side = Side::new("tcp;ADDRESS_VERSION=v2", 64);
         side.worker.accept_messages(AM_ID, None).unwrap();
         let to = side.connect(&to.address);
         Middle { side, to, frames: Vec::new() }

@@ -240,8 +240,8 @@ fn messages_over_the_limit_are_dropped_and_counted() {
     assert_eq!(large, Posted::Pending);
     let refused =
         drive("the refusal", &near, &far, || near.worker.poll_completion().filter(|completion| completion.token == 2));
-    assert_eq!(far.worker.dropped_messages(), 2);
-    assert_eq!(refused.result.unwrap_err().status, Status::EXCEEDS_LIMIT);
+    assert_eq!((far.worker.dropped_messages(), far.worker.refused_announcements()), (2, 1));
+    assert_eq!(refused.result.unwrap_err().status, Status::UNSUPPORTED);
     endpoint.send_am(1, b"fits", vec![3; 1000], 3).unwrap();
     let message = drive("the message", &near, &far, || far.worker.poll_message());
     assert_eq!((&message.header[..], &message.data[..]), (&b"fits"[..], &[3; 1000][..]));

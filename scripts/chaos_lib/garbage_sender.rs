@@ -248,7 +248,8 @@ fn main() {
     };
     let metadata = decode_metadata(&std::fs::read(metadata).unwrap()).unwrap();
     let count: u64 = count.parse().unwrap();
-    let settings = vec![("RNDV_THRESH".to_owned(), "inf".to_owned())];
+    let settings = [("RNDV_THRESH", "inf"), ("ADDRESS_VERSION", "v2")];
+    let settings = settings.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec();
     let config =
         ContextConfig { tls: Some("tcp".into()), settings, name: "garbage".into(), ..ContextConfig::default() };
     let context = Context::new(&config).unwrap();

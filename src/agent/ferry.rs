@@ -29,7 +29,7 @@ use super::transfers::Transfers;
 use super::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::mem::process::{ProcessPlace, Witness};
+use crate::mem::process::ProcessPlace;
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
@@ -61,19 +61,19 @@ pub(super) struct Engine {
     pub(super) peers: Peers,
     pub(super) streams: Streams,
     pub(super) guests: Guests,
+    /// How many announced messages were refused when that was looked at last.
+    pub(super) refused: u64,
     /// When a peer's request came last.
     pub(super) served_at: Option<Instant>,
     /// Of messages that are dropped.
     pub(super) drop_log: LogLimit,
     pub(super) leaving: Leaving,
     pub(super) copiers: Copiers,
-    /// Where this process is, as peers are told.
+    /// Where this process is.
     pub(super) place: Option<ProcessPlace>,
     pub(super) worker: Worker,
     pub(super) registry: Registry,
     pub(super) context: Arc<Context>,
-    /// What `place` points to.
-    _witness: Witness,
 }
 
 impl Engine {
@@ -92,10 +92,8 @@ impl Engine {
             rehearse(&config.name, &worker);
         }
         let address = worker.address().map_err(ucx_error)?;
-        let witness = Witness::new(incarnation.0);
         Ok(Engine {
-            place: witness.place(),
-            _witness: witness,
+            place: ProcessPlace::here(),
             copiers: Copiers::new(config.copy_threads, shared.waker.clone()),
             registry: Registry::new(shared.ids.salt()),
             config,
@@ -112,6 +110,7 @@ impl Engine {
             peers: Peers::default(),
             streams: Streams::default(),
             guests: Guests::default(),
+            refused: 0,
             served_at: None,
             drop_log: LogLimit::default(),
             leaving: Leaving::default(),

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::process::ProcessPlace;
+use crate::mem::process::{Challenge, ProcessPlace};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{self, OLDEST, Versions};
 
@@ -166,6 +166,10 @@ pub(super) struct Hello {
     /// Whether the sender may be asked for a stream.
     #[serde(default)]
     pub(super) streams: bool,
+    /// What the receiver is to write into its witness for this connection, before the sender copies its memory. `None` of a
+    /// sender that knows nothing of it: its own witness has no answers either.
+    #[serde(default)]
+    pub(super) challenge: Option<Challenge>,
     /// The protocol versions that the sender speaks; on the wire they are in the envelope.
     #[serde(skip, default = "ours")]
     pub(super) versions: Versions,
@@ -227,7 +231,7 @@ mod tests {
         }
     }
 
-    /// The hello of a build that knows no streams.
+    /// The hello of a build that knows no streams and no challenges.
     #[derive(Serialize)]
     struct Older {
         name: &'static str,
@@ -246,15 +250,17 @@ mod tests {
             connection: 4,
             seen: Some(5),
             address: vec![1, 2, 3],
-            process: Witness::new(3).place(),
+            process: Witness::new(3, &[1]).place(),
             streams: true,
+            challenge: Some((6, 7)),
             versions: Versions::OURS,
         };
         assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
         assert!(Hello::decode(b"something else").is_err());
         let older = Older { name: "a", incarnation: Incarnation(3), connection: 4, seen: None, address: vec![1, 2, 3] };
         let older = wire::encode("hello", OLDEST, &older).unwrap();
-        assert!(!Hello::decode(&older).unwrap().streams);
+        let decoded = Hello::decode(&older).unwrap();
+        assert_eq!((decoded.streams, decoded.challenge), (false, None));
         // What a build of version 4 says speaks only that.
         let text = older.windows(7).position(|bytes| bytes == b"\xa6speaks").unwrap();
         let before = [&[0x84], &older[1..text], &older[text + 10..]].concat();

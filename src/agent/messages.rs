@@ -135,6 +135,16 @@ impl Engine {
 
     /// Takes the messages that have arrived.
     pub(super) fn receive_messages(&mut self, now: Instant) {
+        let refused = self.worker.refused_announcements();
+        if std::mem::replace(&mut self.refused, refused) != refused
+            && let Some(left_out) = self.drop_log.pass(now)
+        {
+            log::warn!(
+                "agent {}: a message was refused: it was announced by rendezvous, which no agent does unless UCX_RNDV_THRESH \
+                 is set for an older kvferry ({left_out} such lines left out)",
+                self.config.name
+            );
+        }
         while let Some(message) = self.worker.poll_message() {
             if let Err(error) = self.receive(&message.header, message.data, now) {
                 self.stats.messages_dropped += 1;

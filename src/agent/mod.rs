@@ -58,6 +58,7 @@ mod pace;
 mod passenger;
 mod paths;
 mod peers;
+mod reach;
 mod registry;
 mod rehearsal;
 mod route;

@@ -18,14 +18,15 @@ use super::ids::PeerId;
 use super::messages::Inbox;
 use super::pace::Pace;
 use super::paths;
+use super::reach::{Reach, has_only_tcp};
 use super::sealed::Session;
 use super::served::Served;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::process::Neighbour;
+use crate::mem::process::{Challenge, Neighbour, ProcessPlace, Witness};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, MemoryKind, OLDEST, RegionMetadata, Versions};
-use crate::ucx::{self, Endpoint, EndpointOptions, Rkey};
+use crate::ucx::{self, Endpoint, EndpointOptions, Rkey, tells_segments};
 
 /// Peers that may be connected at a time. Engines of a thousand ranks on both sides stay under it; a peer that makes
 /// connections without end does not take the process down.
@@ -73,38 +74,16 @@ pub(super) struct Peer {
     pub(super) on_this_host: bool,
     /// The peer's process, if this one may copy its memory.
     pub(super) neighbour: Option<Arc<Neighbour>>,
-}
-
-/// What a connection's transports move one-sided, that is without the peer's processor.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Reach {
-    /// Between host memory and host memory.
-    host: bool,
-    /// Between device memory and device memory.
-    device: bool,
-    /// Between host and device memory.
-    mixed: bool,
-}
-
-impl Reach {
-    /// From UCX's description of an endpoint's lanes, such as `tcp/lo, cma/memory`.
-    fn of(lanes: &str) -> Reach {
-        let any = |starts: &[&str]| {
-            lanes.split(", ").any(|lane| starts.iter().any(|start| lane.trim_start().starts_with(start)))
-        };
-        let rdma = any(&["rc_", "dc_", "srd"]);
-        Reach {
-            host: rdma || any(&["cma/", "knem/", "xpmem/", "self/"]),
-            device: rdma || any(&["cuda_ipc/"]),
-            mixed: rdma,
-        }
-    }
-}
-
-/// Whether host memory goes by TCP only, over a connection of these lanes.
-fn has_only_tcp(lanes: &str) -> bool {
-    let mut lanes = lanes.split(", ").map(str::trim).filter(|lane| !lane.starts_with("cuda_")).peekable();
-    lanes.peek().is_some() && lanes.all(|lane| lane.starts_with("tcp/"))
+    /// Where it says that it is, until its witness there has proved that.
+    claimed: Option<ProcessPlace>,
+    /// What its witness must hold.
+    challenge: Challenge,
+    /// By what it knows this process.
+    pub(super) witness: Witness,
+    /// Where it was connected to. Its hello must say the same.
+    address: Vec<u8>,
+    /// Whether its owner's metadata gave this address, and not only its own hello.
+    vouched: bool,
 }
 
 impl Peer {
@@ -159,6 +138,31 @@ impl Peer {
                 self.name,
                 self.regions.len()
             ))),
+        }
+    }
+
+    /// Writes the peer's challenge where the peer looks for it.
+    pub(super) fn take_challenge(&self, hello: &Hello) {
+        if let Some(challenge) = hello.challenge {
+            self.witness.answer(challenge);
+        }
+    }
+
+    /// Looks whether the process at the place that the peer named has answered the peer's challenge. One that was connected
+    /// to by this side has, when it says hello; one that has connected answers when it has this side's hello.
+    pub(super) fn find_neighbour(&mut self, own_address: &[u8]) {
+        let Some(place) = &self.claimed else { return };
+        match Neighbour::find(place, self.incarnation.0, self.challenge, own_address) {
+            Ok(found) => {
+                self.claimed = None;
+                self.neighbour = found.map(Arc::new);
+            }
+            // The kernel says so, and will again.
+            Err(error) if error.kind() == ErrorKind::Io => {
+                self.claimed = None;
+                log::warn!("memory of agent {} on this host goes by messages: {error}", self.name);
+            }
+            Err(error) => log::debug!("memory of agent {} goes by messages: {error}", self.name),
         }
     }
 
@@ -259,16 +263,6 @@ impl Peers {
     }
 }
 
-/// The peer's process, if UCX would copy its memory by CMA: then so may this process itself, with many pieces a call.
-fn find_neighbour(lanes: &str, hello: &Hello, own: &str) -> Option<Neighbour> {
-    let place =
-        hello.process.as_ref().filter(|_| lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/")))?;
-    Neighbour::find(place, hello.incarnation.0).unwrap_or_else(|error| {
-        log::warn!("agent {own}: memory of agent {} is left to UCX: {error}", hello.name);
-        None
-    })
-}
-
 impl Engine {
     /// The peer that `metadata` describes, connected to now if it was not.
     pub(super) fn connect(&mut self, metadata: &AgentMetadata, now: Instant) -> Result<PeerId> {
@@ -280,16 +274,26 @@ impl Engine {
                 metadata.incarnation
             )));
         }
+        if let Some(id) = self.peers.find(metadata.incarnation)
+            && self.peers.get(id)?.address != metadata.address
+        {
+            let error = self.two_addresses(&metadata.name, metadata.incarnation);
+            if self.peers.get(id)?.vouched {
+                return Err(error);
+            }
+            // It came by itself and took this agent's name.
+            self.lose(id, error, now);
+        }
         if let Some(id) = self.peers.find(metadata.incarnation) {
             let peer = self.peers.get_mut(id)?;
-            peer.silent = false;
+            (peer.silent, peer.vouched) = (false, true);
             peer.update_regions(metadata)?;
             return Ok(id);
         }
         let deadline = now.checked_add(self.config.connect_timeout);
         let mut peer = self.new_peer(metadata.name.clone(), metadata.incarnation, &metadata.address)?;
         peer.update_regions(metadata)?;
-        peer.deadline = deadline;
+        (peer.deadline, peer.vouched) = (deadline, true);
         let id = peer.id;
         self.admit(peer);
         if let Err(error) = self.send_hello(id) {
@@ -306,14 +310,32 @@ impl Engine {
                 format!("{MAX_PEERS} peers are connected; disconnect those that are not needed"),
             ));
         }
+        if !tells_segments(address).map_err(ucx_error)? {
+            return Err(Error::new(
+                ErrorKind::Incompatible,
+                format!(
+                    "agent {name} has a UCX address of version 1, which does not tell how long its TCP segments are, so that \
+                     what is sent to it could pass their end: expected version 2; unset UCX_ADDRESS_VERSION and \
+                     UCX_PROTO_ENABLE there, or update kvferry there"
+                ),
+            ));
+        }
         let options = EndpointOptions { error_mode_peer: true, name: name.clone() };
         let endpoint = self.worker.connect(address, &options).map_err(|e| {
             ucx_error(e).context(format!("connecting to agent {name} (is it running, and the network open?)"))
         })?;
         // UCX takes a millisecond for it. Who connects to many ranks would leave the first without an answer as long.
         self.worker.progress();
-        let connection = getrandom::u64()
-            .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random connection number: {e}")))?;
+        if let Some(status) = endpoint.failure() {
+            return Err(Error::new(
+                ErrorKind::Unreachable,
+                format!("connecting to agent {name} (is it running, and the network open?): {status}"),
+            ));
+        }
+        let draw = || {
+            getrandom::u64().map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random connection number: {e}")))
+        };
+        let (connection, challenge) = (draw()?, (draw()?, draw()?));
         Ok(Peer {
             id: self.shared.ids.peer()?,
             name,
@@ -339,6 +361,11 @@ impl Engine {
             streamed: false,
             on_this_host: false,
             neighbour: None,
+            claimed: None,
+            challenge,
+            witness: Witness::new(self.incarnation.0, address),
+            address: address.to_vec(),
+            vouched: false,
         })
     }
 
@@ -351,20 +378,40 @@ impl Engine {
         if self.secrets.is_keyed() {
             return self.send_sealed_hello(id);
         }
+        let hello = self.own_hello(id, self.peers.get(id)?.remote_connection)?;
+        let frame =
+            Frame { kind: FrameKind::Hello, incarnation: self.incarnation, connection: hello.connection, sequence: 0 };
+        self.post_message(id, frame, hello.encode()?, None)
+    }
+
+    pub(super) fn own_hello(&self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
         let peer = self.peers.get(id)?;
-        let hello = Hello {
+        Ok(Hello {
             name: self.config.name.clone(),
             incarnation: self.incarnation,
             connection: peer.connection,
-            seen: peer.remote_connection,
+            seen,
             address: self.address.clone(),
-            process: self.place.clone(),
-            streams: self.config.streams,
+            process: peer.witness.place(),
+            // With a key there are none: what they carry is not sealed.
+            streams: self.config.streams && !self.secrets.is_keyed(),
+            challenge: Some(peer.challenge),
             versions: Versions::OURS,
-        };
-        let frame =
-            Frame { kind: FrameKind::Hello, incarnation: self.incarnation, connection: peer.connection, sequence: 0 };
-        self.post_message(id, frame, hello.encode()?, None)
+        })
+    }
+
+    /// Refuses a hello of an agent at another address than the one that was connected to.
+    pub(super) fn check_address(&self, id: PeerId, hello: &Hello) -> Result<()> {
+        if self.peers.get(id)?.address == hello.address {
+            return Ok(());
+        }
+        Err(self.two_addresses(&hello.name, hello.incarnation))
+    }
+
+    fn two_addresses(&self, name: &str, incarnation: Incarnation) -> Error {
+        Error::corrupt(format!(
+            "agent {name} ({incarnation}) is connected by another address than this one: one of the two is not that agent"
+        ))
     }
 
     /// Takes a hello that arrived.
@@ -380,6 +427,7 @@ impl Engine {
                 None => self.accept(hello, now),
             };
         };
+        self.check_address(id, &hello)?;
         let peer = self.peers.get_mut(id)?;
         match (hello.seen, peer.remote_connection) {
             (Some(seen), _) if seen != peer.connection => {
@@ -431,16 +479,28 @@ impl Engine {
     /// Notes that the peer is there and itself.
     pub(super) fn greet(&mut self, id: PeerId, hello: &Hello) -> Result<()> {
         let peer = self.peers.get_mut(id)?;
+        peer.take_challenge(hello);
         let first = peer.remote_connection.replace(hello.connection).is_none();
         peer.deadline = None;
         if first {
             peer.version = hello.versions.common();
             let lanes = peer.endpoint.describe();
-            peer.reach = Reach::of(&lanes);
+            peer.reach = Reach::of(&lanes, peer.incarnation == self.incarnation);
             peer.may_stream = hello.streams && self.config.streams && !self.secrets.is_keyed() && has_only_tcp(&lanes);
             let places = hello.process.as_ref().zip(self.place.as_ref());
             peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
-            peer.neighbour = find_neighbour(&lanes, hello, &self.config.name).map(Arc::new);
+            // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
+            let is_near = lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/"));
+            peer.claimed = hello.process.clone().filter(|_| is_near);
+            if hello.challenge.is_none() && peer.claimed.take().is_some() {
+                log::info!(
+                    "agent {}: agent {} is of an older kvferry and cannot prove which process it is: its memory goes by \
+                     messages",
+                    self.config.name,
+                    peer.name
+                );
+            }
+            peer.find_neighbour(&self.address);
             let (name, incarnation, version) = (peer.name.clone(), peer.incarnation, peer.version);
             let way = format!("{lanes}; host memory is {}", paths::between(peer, MemoryKind::Host, MemoryKind::Host));
             // A passenger knows more of the peer, and says it in one line.
@@ -532,27 +592,6 @@ impl Engine {
                 );
                 self.lose(id, error, now);
             }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_a_connection_reaches_is_read_from_its_lanes() {
-        let reach = |host, device, mixed| Reach { host, device, mixed };
-        for (lanes, expected) in [
-            ("tcp/lo, tcp/eth0", reach(false, false, false)),
-            ("tcp/lo, cma/memory", reach(true, false, false)),
-            ("self/memory", reach(true, false, false)),
-            ("posix/memory, cuda_copy/cuda", reach(false, false, false)),
-            ("tcp/eth0, cuda_ipc/cuda, cma/memory", reach(true, true, false)),
-            ("rc_mlx5/mlx5_0:1, cuda_copy/cuda", reach(true, true, true)),
-            ("unknown (this UCX cannot tell)", reach(false, false, false)),
-        ] {
-            assert_eq!(Reach::of(lanes), expected, "{lanes}");
         }
     }
 }

@@ -17,7 +17,6 @@ use super::ids::PeerId;
 use super::peers::{Peer, Peers};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
-use crate::proto::wire::Versions;
 use crate::secret::{Channel, Initiator, Key, Protocol, Responder};
 
 /// Agents whose last hello's number is remembered after they are gone. Far above the peers at a time, whose numbers are
@@ -218,21 +217,6 @@ impl Engine {
         Ok((frame, data))
     }
 
-    fn own_hello(&self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
-        let peer = self.peers.get(id)?;
-        Ok(Hello {
-            name: self.config.name.clone(),
-            incarnation: self.incarnation,
-            connection: peer.connection,
-            seen,
-            address: self.address.clone(),
-            process: self.place.clone(),
-            // What they carry is not sealed.
-            streams: false,
-            versions: Versions::OURS,
-        })
-    }
-
     /// Begins the exchange with a peer that was just made.
     pub(super) fn send_sealed_hello(&mut self, id: PeerId) -> Result<()> {
         let key = self.secrets.key()?;
@@ -290,6 +274,8 @@ impl Engine {
     }
 
     fn answer_hello(&mut self, id: PeerId, hello: &Hello, number: u64, responder: Responder) -> Result<()> {
+        // Before the peer reads the answer and looks.
+        self.peers.get(id)?.take_challenge(hello);
         let answer = self.own_hello(id, Some(hello.connection))?;
         let (message, channel) = responder.answer(&answer.encode()?)?;
         let own = hello.incarnation == self.incarnation;
@@ -321,6 +307,7 @@ impl Engine {
         if hello.seen != Some(peer.connection) {
             return Err(late());
         }
+        let peer = self.peers.get_mut(id)?;
         match peer.remote_connection() {
             Some(known) if known == hello.connection => Err(late()),
             // It took up our hello after we had taken up its own: it knows another connection than we do.
@@ -358,6 +345,7 @@ impl Engine {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::proto::wire::Versions;
 
     #[test]
     fn a_hello_counts_once_and_only_above_the_last() {
@@ -395,6 +383,7 @@ mod tests {
             address: vec![1, 2, 3],
             process: None,
             streams: false,
+            challenge: None,
             versions: Versions::OURS,
         };
         let payload = join(Incarnation(9), &hello).unwrap();

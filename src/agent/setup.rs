@@ -12,6 +12,9 @@ use crate::ucx::{Context, ContextConfig, Library, MAX_PARTS};
 /// Room in a segment for what a message has beside a chunk's bytes: headers, the list of pieces of a write, a seal.
 const SEGMENT_EXTRA: u64 = 64 << 10;
 
+/// The length of UCX's TCP segments by default, in bytes.
+const SHORT_SEGMENT: &str = "8192";
+
 /// Opens UCX and makes the context that the settings ask for.
 ///
 /// With a key and TCP only, where transfers are served by the agents' own messages, UCX gets no part in reading or writing
@@ -19,21 +22,19 @@ const SEGMENT_EXTRA: u64 = 64 << 10;
 pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Context>> {
     let library = Library::open(config.ucx_lib.as_deref()).map_err(ucx_error)?;
     let tls = tls(config)?;
-    let mut settings: Vec<(String, String)> =
+    let settings: Vec<(String, String)> =
         config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
-    if !is_set(config, "RNDV_THRESH") {
-        settings.push(("RNDV_THRESH".to_owned(), "inf".to_owned()));
-    }
     let messages_only = is_keyed && config.transport == Transport::Tcp;
     let name = config.name.clone();
     // UCX keeps the registration of every buffer that it has sent from, also after the buffer is gone, and by default as
     // many as there come. What an agent has registered itself is in use and does not count.
     //
     // With UCX's segments of 8 KiB, a message of a chunk goes over TCP in pieces that are put together again, at a third of
-    // the speed. So a segment holds a whole one. UCX writes a segment that is longer than the receiver's over the
-    // receiver's memory; addresses of version 2 say how long the owner's are, and senders keep to that. Those with
-    // UCX's older protocols do not, so whoever sets PROTO_ENABLE keeps UCX's short segments, which fit everywhere.
+    // the speed. So a segment holds a whole one.
     let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
+    // UCX's older protocols do not look at how long the receiver's segments are, so theirs must fit everywhere.
+    let has_older_protocols = set(config, "PROTO_ENABLE").is_some_and(|value| is_no(&value));
+    let sent = if has_older_protocols { SHORT_SEGMENT } else { &segment };
     // With UCX's default of 6, a message of more parts is not sent from where they are. Two are UCX's headers.
     let parts = (MAX_PARTS + 2).to_string();
     //
@@ -45,11 +46,8 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     // two minutes: as long as that nothing else happens on the thread.
     let mut defaults =
         vec![("RCACHE_MAX_REGIONS", "1024"), ("TCP_MAX_IOV", &parts), ("TCP_CONN_NB", "y"), ("USE_MT_MUTEX", "y")];
-    if !is_set(config, "ADDRESS_VERSION") && !is_set(config, "PROTO_ENABLE") {
-        defaults.extend([("ADDRESS_VERSION", "v2"), ("TCP_TX_SEG_SIZE", &segment), ("TCP_RX_SEG_SIZE", &segment)]);
-    }
     // Without rendezvous nothing uses the second TCP connection that UCX would open to every peer for its puts.
-    if config.transport != Transport::Auto && !is_set(config, "RNDV_THRESH") {
+    if config.transport != Transport::Auto {
         defaults.push(("RNDV_SCHEME", "get_zcopy"));
     }
     // TCP, which carries all messages of these transports, asks for a silent peer by itself (after 10 s, as UCX sets its
@@ -58,9 +56,27 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     if config.transport != Transport::Auto {
         defaults.push(("KEEPALIVE_INTERVAL", "inf"));
     }
+    // What peers rely on. A segment that is longer than the receiver's is written over the receiver's memory; addresses of
+    // version 2 say how long those are, which version 1, UCX's default, does not. A message by rendezvous is refused.
+    //
+    // An endpoint that watches its peer, as ours do, may with rendezvous use only transports that can revoke a peer's access
+    // to memory. CMA cannot, so UCX would have no lane for it.
+    let mut relied_on = vec![("RNDV_THRESH", "inf"), ("ADDRESS_VERSION", "v2"), ("TCP_RX_SEG_SIZE", &segment)];
+    if has_older_protocols {
+        relied_on.push(("TCP_TX_SEG_SIZE", sent));
+    }
+    for (name, value) in &relied_on {
+        if let Some(other) = set(config, name).filter(|other| other != value) {
+            log::warn!(
+                "agent {}: UCX_{name}={other} is set, and not used: kvferry's peers rely on {value}",
+                config.name
+            );
+        }
+    }
     let if_known = defaults
         .into_iter()
-        .filter(|(setting, _)| !is_set(config, setting))
+        .filter(|(setting, _)| set(config, setting).is_none())
+        .chain(relied_on)
         .map(|(setting, value)| (setting.to_owned(), value.to_owned()))
         .collect();
     let context =
@@ -83,13 +99,14 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     Ok(context)
 }
 
-/// Whether the caller or the environment sets UCX's setting `name` (without the prefix).
-///
-/// Why rendezvous is switched off unless it is set: an endpoint that watches its peer, as ours do, may with rendezvous
-/// use only transports that can revoke a peer's access to memory. CMA cannot, so UCX would emulate reads over TCP
-/// (seen with UCX 1.22). Transfers are one-sided and need no rendezvous; messages are at most 16 MiB.
-fn is_set(config: &AgentConfig, name: &str) -> bool {
-    set_here(config, name).is_some() || std::env::var_os(format!("UCX_{name}")).is_some()
+/// What the caller or the environment sets UCX's setting `name` (without the prefix) to.
+fn set(config: &AgentConfig, name: &str) -> Option<String> {
+    set_here(config, name).map(str::to_owned).or_else(|| std::env::var(format!("UCX_{name}")).ok())
+}
+
+/// Whether UCX takes a setting's value for no.
+fn is_no(value: &str) -> bool {
+    ["n", "no", "off", "0"].iter().any(|no| value.eq_ignore_ascii_case(no))
 }
 
 /// What the caller sets UCX's setting `name` (without the prefix) to, which wins over the environment.
@@ -100,8 +117,7 @@ fn set_here<'a>(config: &'a AgentConfig, name: &str) -> Option<&'a str> {
 /// The ports that UCX's setting TCP_PORT_RANGE leaves to TCP; `None` where any free one will do.
 pub(super) fn tcp_ports(config: &AgentConfig) -> Option<RangeInclusive<u16>> {
     const NAME: &str = "TCP_PORT_RANGE";
-    let set = set_here(config, NAME).map(str::to_owned).or_else(|| std::env::var(format!("UCX_{NAME}")).ok());
-    ports_of(&set?)
+    ports_of(&set(config, NAME)?)
 }
 
 /// The ports of a value such as `6000-6100` or `6000`, 0 being any. What is no such value UCX has refused before.

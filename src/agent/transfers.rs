@@ -200,6 +200,7 @@ impl Engine {
         now: Instant,
     ) -> Result<()> {
         self.check_open()?;
+        self.peers.get_mut(peer)?.find_neighbour(&self.address);
         let remote = self.peers.get(peer)?;
         let (mut locals, mut remotes) = (BTreeSet::new(), BTreeSet::new());
         for segment in plan.segments.iter() {

@@ -5,6 +5,7 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -28,39 +29,68 @@ pub struct ProcessPlace {
     witness: u64,
 }
 
-/// Words in this process's memory by which a peer that reads them knows that it reads this process and not one that
-/// got its number later. Must live as long as peers may read.
+/// Words in this process's memory by which a peer that reads them knows that it reads this process, and that this process
+/// is the one that it talks to. One per connection; must live as long as the peer may read.
+///
+/// They are a magic number, this process's incarnation, that inverted, two words that the peer drew at random for the
+/// connection and has sent over it, and the peer's address as this process knows it, with its length. The peer knows its
+/// own address. So a third process that passes on what two others say finds its own address here, or its answers go to
+/// whom the address belongs.
 #[derive(Debug)]
-pub struct Witness(Box<Words>);
+pub struct Witness(Box<[AtomicU64]>);
 
-type Words = [u64; 3];
+/// What is read with every copy: all up to the address.
+type Words = [u64; 5];
+
+/// What a peer draws for a connection.
+pub type Challenge = (u64, u64);
 
 /// Begins a witness, so that no other bytes of any process are taken for one.
 const MAGIC: u64 = 0x9d1c_6b02_4b56_4657;
 
 impl Witness {
-    /// For a process that is known by `incarnation`.
-    pub fn new(incarnation: u64) -> Witness {
-        Witness(Box::new(words(incarnation)))
+    /// For a process that is known by `incarnation`, and a peer with this address. No challenge is answered yet.
+    pub fn new(incarnation: u64, peer: &[u8]) -> Witness {
+        let words = words(incarnation, (0, 0)).into_iter().chain(bound(peer));
+        Witness(words.map(AtomicU64::new).collect())
     }
 
-    /// What to tell peers. `None` where `/proc` does not say it.
+    /// Answers the peer's challenge, for all to see who read this process's memory.
+    pub fn answer(&self, challenge: Challenge) {
+        if let [_, _, _, first, second, ..] = &*self.0 {
+            first.store(challenge.0, Ordering::Release);
+            second.store(challenge.1, Ordering::Release);
+        }
+    }
+
+    /// What to tell the peer. `None` where `/proc` does not say it.
     pub fn place(&self) -> Option<ProcessPlace> {
-        let (host, pid_namespace) = here()?;
-        let witness = (&raw const *self.0).expose_provenance() as u64;
-        Some(ProcessPlace { host, pid_namespace, pid: std::process::id(), witness })
+        let witness = self.0.as_ptr().expose_provenance() as u64;
+        ProcessPlace::here().map(|place| ProcessPlace { witness, ..place })
     }
 }
 
 impl ProcessPlace {
+    /// This process, without a witness. `None` where `/proc` does not say it.
+    pub fn here() -> Option<ProcessPlace> {
+        let (host, pid_namespace) = here()?;
+        Some(ProcessPlace { host, pid_namespace, pid: std::process::id(), witness: 0 })
+    }
+
     /// Whether the two are on one host.
     pub fn shares_host_with(&self, other: &ProcessPlace) -> bool {
         self.host == other.host
     }
 }
 
-fn words(incarnation: u64) -> Words {
-    [MAGIC, incarnation, !incarnation]
+fn words(incarnation: u64, challenge: Challenge) -> Words {
+    [MAGIC, incarnation, !incarnation, challenge.0, challenge.1]
+}
+
+/// An address's length and bytes as words.
+fn bound(address: &[u8]) -> impl Iterator<Item = u64> {
+    let word = |bytes: &[u8]| bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+    std::iter::once(address.len() as u64).chain(address.chunks(8).map(word))
 }
 
 /// This host and this PID namespace.
@@ -167,25 +197,34 @@ pub struct Neighbour {
 }
 
 impl Neighbour {
-    /// The process at `place`, if it is on this host, in the same PID namespace, and the kernel lets this process read it.
+    /// The process at `place`, if it is on this host, in the same PID namespace, the kernel lets this process read it, and
+    /// its witness for the connection is the answer to `challenge` and names this process's address `own`.
     ///
     /// # Errors
-    /// Where it is here but must not be read: what the kernel says, or that its witness is another's.
-    pub fn find(place: &ProcessPlace, incarnation: u64) -> Result<Option<Neighbour>> {
+    /// Where it is here but must not be read: what the kernel says, or that its witness is another's or has no answer (yet).
+    pub fn find(place: &ProcessPlace, incarnation: u64, challenge: Challenge, own: &[u8]) -> Result<Option<Neighbour>> {
         if here() != Some((place.host.clone(), place.pid_namespace)) {
             return Ok(None);
         }
         let (Ok(pid), Ok(witness)) = (libc::pid_t::try_from(place.pid), usize::try_from(place.witness)) else {
             return Err(Error::corrupt(format!("process {} with a witness at {:#x}", place.pid, place.witness)));
         };
-        let neighbour = Neighbour { pid, witness, words: words(incarnation) };
-        neighbour.check()?;
+        let neighbour = Neighbour { pid, witness, words: words(incarnation, challenge) };
+        let expected: Vec<u64> = neighbour.words.into_iter().chain(bound(own)).collect();
+        let mut seen = vec![0; expected.len()];
+        neighbour.read(&mut Batch::default(), &mut seen)?;
+        if seen != expected {
+            return Err(Error::new(
+                ErrorKind::PeerDied,
+                format!("process {pid} has not answered over this connection that it is the peer"),
+            ));
+        }
         Ok(Some(neighbour))
     }
 
     /// Whether the process is still the one that it was.
     fn check(&self) -> Result<()> {
-        self.read(&mut Batch::default())
+        self.read_checked(&mut Batch::default())
     }
 
     /// Copies the pieces, all or with an error. The pieces may be used again; reading adds the witness meanwhile.
@@ -200,7 +239,7 @@ impl Neighbour {
     /// the kernel refuses otherwise. Some of the pieces may have been copied then.
     pub fn copy(&self, way: Way, batch: &mut Batch) -> Result<()> {
         if way == Way::Read {
-            return self.read(batch);
+            return self.read_checked(batch);
         }
         // A moment may pass between the two calls, but a process number comes again only after thousands of others.
         self.check()?;
@@ -218,10 +257,19 @@ impl Neighbour {
         self.judge(copied, batch.bytes)
     }
 
-    fn read(&self, batch: &mut Batch) -> Result<()> {
-        let mut seen: Words = [0; 3];
-        let size = size_of_val(&seen);
-        batch.local.push(libc::iovec { iov_base: (&raw mut seen).cast(), iov_len: size });
+    fn read_checked(&self, batch: &mut Batch) -> Result<()> {
+        let mut seen: Words = [0; 5];
+        self.read(batch, &mut seen)?;
+        if seen != self.words {
+            return Err(self.gone());
+        }
+        Ok(())
+    }
+
+    /// Reads the pieces, and as many words of the witness as `seen` has.
+    fn read(&self, batch: &mut Batch, seen: &mut [u64]) -> Result<()> {
+        let size = size_of_val(seen);
+        batch.local.push(libc::iovec { iov_base: seen.as_mut_ptr().cast(), iov_len: size });
         batch.remote.push(libc::iovec { iov_base: ptr::without_provenance_mut(self.witness), iov_len: size });
         // SAFETY: the local pieces lie in registered ranges (see above), which may be written, and in `seen`.
         let copied = unsafe {
@@ -236,11 +284,7 @@ impl Neighbour {
         };
         batch.local.pop();
         batch.remote.pop();
-        self.judge(copied, batch.bytes.saturating_add(size))?;
-        if seen != self.words {
-            return Err(self.gone());
-        }
-        Ok(())
+        self.judge(copied, batch.bytes.saturating_add(size))
     }
 
     fn judge(&self, copied: isize, expected: usize) -> Result<()> {
@@ -284,11 +328,42 @@ mod tests {
         unsafe { MemoryRange::new(addr, memory.len() as u64, MemoryKind::Host) }.unwrap()
     }
 
+    const CHALLENGE: Challenge = (3, 4);
+    const ADDRESS: &[u8] = b"an address";
+
+    /// This process.
+    fn neighbour() -> (Witness, Neighbour) {
+        let witness = Witness::new(7, ADDRESS);
+        witness.answer(CHALLENGE);
+        let neighbour = Neighbour::find(&witness.place().unwrap(), 7, CHALLENGE, ADDRESS).unwrap().unwrap();
+        (witness, neighbour)
+    }
+
+    #[test]
+    fn a_witness_is_of_one_process_one_connection_and_one_address() {
+        let witness = Witness::new(7, ADDRESS);
+        let place = witness.place().unwrap();
+        let find = |incarnation, challenge, own| Neighbour::find(&place, incarnation, challenge, own);
+        let refused = |incarnation, challenge, own| {
+            let error = find(incarnation, challenge, own).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::PeerDied, "{error}");
+        };
+        refused(7, CHALLENGE, ADDRESS);
+        witness.answer(CHALLENGE);
+        assert!(find(7, CHALLENGE, ADDRESS).unwrap().is_some());
+        refused(8, CHALLENGE, ADDRESS);
+        refused(7, (3, 5), ADDRESS);
+        refused(7, (4, 4), ADDRESS);
+        refused(7, CHALLENGE, b"an addresS");
+        refused(7, CHALLENGE, b"an addres");
+        let neighbour = find(7, CHALLENGE, ADDRESS).unwrap().unwrap();
+        witness.answer((9, 9));
+        assert_eq!(neighbour.check().unwrap_err().kind(), ErrorKind::PeerDied);
+    }
+
     #[test]
     fn pieces_are_copied_both_ways_within_this_process() {
-        let witness = Witness::new(7);
-        let place = witness.place().unwrap();
-        let neighbour = Neighbour::find(&place, 7).unwrap().unwrap();
+        let (_witness, neighbour) = neighbour();
         let mut there: Vec<u8> = (0..200).collect();
         let mut here = vec![255u8; 100];
         let (from, to) = (range(&mut there), range(&mut here));
@@ -307,8 +382,7 @@ mod tests {
 
     #[test]
     fn pieces_that_follow_each_other_on_one_side_are_one_there() {
-        let witness = Witness::new(7);
-        let neighbour = Neighbour::find(&witness.place().unwrap(), 7).unwrap().unwrap();
+        let (_witness, neighbour) = neighbour();
         let mut there: Vec<u8> = (0..200).collect();
         let mut here = vec![255u8; 100];
         let (from, to) = (range(&mut there), range(&mut here));
@@ -338,20 +412,18 @@ mod tests {
     }
 
     #[test]
-    fn another_witness_a_dead_process_another_host_and_unmapped_memory_are_noticed() {
-        let witness = Witness::new(7);
+    fn a_dead_process_another_host_and_unmapped_memory_are_noticed() {
+        let (witness, neighbour) = neighbour();
         let place = witness.place().unwrap();
-        let error = Neighbour::find(&place, 8).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::PeerDied, "{error}");
+        let find = |place| Neighbour::find(place, 7, CHALLENGE, ADDRESS);
         let elsewhere = ProcessPlace { host: "another".to_owned(), ..place.clone() };
-        assert!(Neighbour::find(&elsewhere, 7).unwrap().is_none());
+        assert!(find(&elsewhere).unwrap().is_none());
         let contained = ProcessPlace { pid_namespace: (0, 0), ..place.clone() };
-        assert!(Neighbour::find(&contained, 7).unwrap().is_none());
+        assert!(find(&contained).unwrap().is_none());
         // Linux gives no process a number above 2^22 (PID_MAX_LIMIT).
         let nobody = ProcessPlace { pid: (1 << 22) + 1, ..place.clone() };
-        assert_eq!(Neighbour::find(&nobody, 7).unwrap_err().kind(), ErrorKind::PeerDied);
+        assert_eq!(find(&nobody).unwrap_err().kind(), ErrorKind::PeerDied);
 
-        let neighbour = Neighbour::find(&place, 7).unwrap().unwrap();
         let mut memory = vec![0u8; 100];
         let mut batch = Batch::default();
         // The first page of the address space is never mapped for ordinary processes (vm.mmap_min_addr).

@@ -1,5 +1,5 @@
-//! Active messages as they arrive: copied out of UCX's callback, or fetched after it when UCX announces a
-//! large one (rendezvous).
+//! Active messages as they arrive: copied out of UCX's callback. One that is only announced (rendezvous) is refused: whoever
+//! reaches UCX's port could announce any number of large ones in a few bytes each, and no agent sends that way.
 
 use std::cell::Cell;
 use std::os::raw::c_void;
@@ -10,8 +10,6 @@ use std::rc::Rc;
 use ucx_sys::{ucp_am_recv_param_t, ucs_status_t};
 
 use super::queue::Queue;
-use super::request::{Operation, Purpose, on_received};
-use super::worker::WorkerCore;
 
 /// An active message that has arrived whole.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -31,21 +29,12 @@ pub trait MessageSink {
     fn take(&self, header: &[u8], data: &[u8]) -> bool;
 }
 
-/// A message that UCX announced and that is to be fetched.
-struct Announced {
-    id: u16,
-    header: Vec<u8>,
-    /// UCX's descriptor: to be given to ucp_am_recv_data_nbx or ucp_am_data_release, once.
-    descriptor: *mut c_void,
-    length: usize,
-}
-
 /// A worker's messages.
 pub(super) struct Messages {
     ready: Queue<AmMessage>,
-    announced: Queue<Announced>,
     limit: usize,
     dropped: Cell<u64>,
+    refused: Cell<u64>,
 }
 
 /// What UCX hands to the callback: one per accepted id, alive as long as the UCX worker.
@@ -63,7 +52,7 @@ impl Slot {
 
 impl Messages {
     pub(super) fn new(limit: usize) -> Self {
-        Self { ready: Queue::new(), announced: Queue::new(), limit, dropped: Cell::new(0) }
+        Self { ready: Queue::new(), limit, dropped: Cell::new(0), refused: Cell::new(0) }
     }
 
     pub(super) fn pop(&self) -> Option<AmMessage> {
@@ -71,85 +60,23 @@ impl Messages {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.ready.is_empty() && self.announced.is_empty()
-    }
-
-    /// Takes a fetched message out of its operation.
-    pub(super) fn arrived(&self, id: u16, operation: &mut Operation) {
-        let (header, data) = (std::mem::take(&mut operation.header), std::mem::take(&mut operation.data));
-        self.ready.push(AmMessage { id, header, data });
+        self.ready.is_empty()
     }
 
     pub(super) fn dropped(&self) -> u64 {
         self.dropped.get()
     }
 
-    pub(super) fn count_dropped(&self) {
+    pub(super) fn refused(&self) -> u64 {
+        self.refused.get()
+    }
+
+    fn count_dropped(&self) {
         self.dropped.set(self.dropped.get().saturating_add(1));
-    }
-
-    /// Starts fetching what was announced. True when there was anything.
-    pub(super) fn fetch(&self, worker: &WorkerCore) -> bool {
-        let mut any = false;
-        while let Some(announced) = self.announced.pop() {
-            any = true;
-            self.fetch_one(worker, announced);
-        }
-        any
-    }
-
-    fn fetch_one(&self, worker: &WorkerCore, announced: Announced) {
-        let Announced { id, header, descriptor, length } = announced;
-        let mut data = Vec::new();
-        if data.try_reserve_exact(length).is_err() {
-            log::error!("a message of {length} bytes was dropped: memory for it could not be allocated");
-            self.count_dropped();
-            worker.release_message(descriptor);
-            return;
-        }
-        data.resize(length, 0);
-        // Where UCX writes the length when it is done at once; it is `length` then.
-        let mut received = 0usize;
-        let posted = worker.operations().post_recovering(
-            Purpose::Receive { id },
-            |operation| {
-                operation.header = header;
-                operation.data = data;
-            },
-            |buffers, param| {
-                param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0 | ucx_sys::UCP_OP_ATTR_FIELD_RECV_INFO.0;
-                param.memory_type = ucx_sys::UCS_MEMORY_TYPE_HOST;
-                param.cb.recv_am = Some(on_received);
-                param.recv_info.length = &mut received;
-                // SAFETY: worker and descriptor are alive and the descriptor is used once; the operation owns
-                // the buffer of `data.1` bytes until UCX is done.
-                unsafe {
-                    worker.api().ucp_am_recv_data_nbx(
-                        worker.handle(),
-                        descriptor,
-                        buffers.data.0.cast(),
-                        buffers.data.1,
-                        param,
-                    )
-                }
-            },
-            |operation| self.arrived(id, operation),
-        );
-        if let Err(status) = posted {
-            log::warn!("a message of {length} bytes was lost: ucp_am_recv_data_nbx: {status}");
-            self.count_dropped();
-        }
-    }
-
-    /// Gives back what was announced and never fetched.
-    pub(super) fn release_announced(&self, worker: &WorkerCore) {
-        while let Some(announced) = self.announced.pop() {
-            worker.release_message(announced.descriptor);
-        }
     }
 }
 
-/// UCX's callback for a message. Copies or notes it; calls nothing of UCX, drops nothing of UCX's, and cannot
+/// UCX's callback for a message. Copies it; calls nothing of UCX, drops nothing of UCX's, and cannot
 /// unwind: allocations are tried, and a message without room is counted and dropped.
 pub(super) unsafe extern "C" fn on_message(
     slot: *mut c_void,
@@ -164,20 +91,21 @@ pub(super) unsafe extern "C" fn on_message(
     let messages = &*slot.messages;
     // SAFETY: UCX passes valid parameters for the time of the callback.
     let announced = unsafe { (*param).recv_attr } & u64::from(ucx_sys::UCP_AM_RECV_ATTR_FLAG_RNDV.0) != 0;
-    // What refuses an announced message at its sender; an eager one is here already, and only UCS_OK is allowed.
-    let refusal = if announced { ucx_sys::UCS_ERR_EXCEEDS_LIMIT } else { ucx_sys::UCS_OK };
+    if announced {
+        messages.count_dropped();
+        messages.refused.set(messages.refused.get().saturating_add(1));
+        // Ends the sender's operation with this error.
+        return ucx_sys::UCS_ERR_UNSUPPORTED;
+    }
     // SAFETY: UCX says that the header has this many bytes, valid during the callback.
     let header = unsafe { copy(header, header_length) };
     let (Some(header), true) = (header, length <= messages.limit) else {
         messages.count_dropped();
-        return refusal;
+        // Only this is allowed for a message that is here already.
+        return ucx_sys::UCS_OK;
     };
-    if announced {
-        messages.announced.push(Announced { id: slot.id, header, descriptor: data, length });
-        return ucx_sys::UCS_INPROGRESS;
-    }
     if let Some(sink) = slot.sink.as_ref().filter(|_| length > 0) {
-        // SAFETY: without the rendezvous flag `data` points to `length` bytes, valid and unchanged during the callback.
+        // SAFETY: without the rendezvous flag, which was looked at, `data` points to `length` bytes, valid and unchanged during the callback.
         let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), length) };
         let taken = catch_unwind(AssertUnwindSafe(|| sink.take(&header, bytes))).unwrap_or_else(|payload| {
             // It may panic again when it is dropped.

@@ -86,6 +86,17 @@ pub(super) fn open(expected: Kind, bytes: &[u8]) -> Result<&[u8], UcxError> {
     }
 }
 
+/// Whether an exported worker address tells how long a segment its owner takes: those of UCX's version 1 do not, and a UCX
+/// that connects to one believes that any length fits.
+///
+/// # Errors
+/// [`Status::MALFORMED`] for bytes that are no exported address.
+pub fn tells_segments(address: &[u8]) -> Result<bool, UcxError> {
+    let address = open(Kind::Address, address)?;
+    // The lower half of the first byte is the version, from 0 for version 1 (ucp_address_pack in ucp/wireup/address.c).
+    Ok(address.first().is_some_and(|first| first & 0x0f != 0))
+}
+
 /// FNV-1a with the 64-bit offset basis and prime of its specification (draft-eastlake-fnv).
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))

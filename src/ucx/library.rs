@@ -274,8 +274,6 @@ fn missing(raw: &Ucp) -> Vec<&'static str> {
         ucp_get_nbx,
         ucp_put_nbx,
         ucp_am_send_nbx,
-        ucp_am_recv_data_nbx,
-        ucp_am_data_release,
         ucp_request_free,
     )
 }

@@ -32,6 +32,7 @@ mod worker;
 pub use am::{AmMessage, MessageSink};
 pub use context::{Context, ContextConfig, MemoryTypes};
 pub use endpoint::{CloseRequest, Endpoint, EndpointOptions, MAX_PARTS, Part};
+pub use envelope::tells_segments;
 pub use library::{Library, LibraryInfo, OLDEST, PATH_VARIABLE, Source};
 pub use memory::{Memory, MemoryKind};
 pub use request::{Completion, Posted};

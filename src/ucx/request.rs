@@ -42,8 +42,6 @@ pub(super) enum Purpose {
     User { op: &'static str, token: u64 },
     /// The closing of its endpoint.
     Close,
-    /// Fetching the data of the active message with this id.
-    Receive { id: u16 },
 }
 
 /// One operation, from posting until it was reaped. Its address is UCX's `user_data`.
@@ -153,17 +151,6 @@ impl Operations {
         fill: impl FnOnce(&mut Operation),
         start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
     ) -> Result<Posted, Status> {
-        self.post_recovering(purpose, fill, start, |_| {})
-    }
-
-    /// As [`Self::post`]; `done` sees the operation when it was complete at once.
-    pub(super) fn post_recovering(
-        &self,
-        purpose: Purpose,
-        fill: impl FnOnce(&mut Operation),
-        start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
-        done: impl FnOnce(&mut Operation),
-    ) -> Result<Posted, Status> {
         let mut spare = self.spare.take();
         let reused = spare.pop();
         self.spare.set(spare);
@@ -203,9 +190,7 @@ impl Operations {
                 Ok(Posted::Pending)
             }
             Reply::Done => {
-                let mut operation = self.leave(raw);
-                done(&mut operation);
-                self.recycle(operation);
+                self.recycle(self.leave(raw));
                 Ok(Posted::Done)
             }
             Reply::Failed(status) => {
@@ -283,17 +268,6 @@ impl Operations {
 
 /// UCX's callback at the end of an operation that sends, reads, writes, flushes or closes.
 unsafe extern "C" fn on_sent(_request: *mut c_void, status: ucs_status_t, user_data: *mut c_void) {
-    // SAFETY: `user_data` is the operation's address from `post`.
-    unsafe { finish(user_data, status) };
-}
-
-/// UCX's callback at the end of fetching an active message's data.
-pub(super) unsafe extern "C" fn on_received(
-    _request: *mut c_void,
-    status: ucs_status_t,
-    _length: usize,
-    user_data: *mut c_void,
-) {
     // SAFETY: `user_data` is the operation's address from `post`.
     unsafe { finish(user_data, status) };
 }

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::os::raw::c_void;
 use std::ptr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -35,7 +34,8 @@ const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
 pub struct WorkerOptions {
     /// Names the worker in UCX's own logs. May be empty; at most 31 bytes are kept.
     pub name: String,
-    /// The longest active message (its data, in bytes) that is accepted; longer ones are dropped and counted.
+    /// The longest active message (its data, in bytes) that is accepted; longer ones, and those that are sent by rendezvous,
+    /// are dropped and counted.
     pub max_message: usize,
 }
 
@@ -118,23 +118,17 @@ impl WorkerCore {
         list
     }
 
-    pub(super) fn release_message(&self, descriptor: *mut c_void) {
-        // SAFETY: the worker is alive; the descriptor came with an announced message and is given back once.
-        unsafe { self.api().ucp_am_data_release(self.handle, descriptor) };
-    }
-
     fn progress(&self) -> bool {
         // SAFETY: the worker is alive, this is its thread, and no callback of UCX's calls this.
         let events = unsafe { self.api().ucp_worker_progress(self.handle) };
-        let fetched = self.messages.fetch(self);
         let reaped = self.reap();
-        events != 0 || fetched || reaped
+        events != 0 || reaped
     }
 
     /// Turns what UCX's callbacks noted into completions, messages and closed endpoints.
     fn reap(&self) -> bool {
         let mut any = false;
-        while let Some((mut operation, request)) = self.operations.reap() {
+        while let Some((operation, request)) = self.operations.reap() {
             any = true;
             if !request.is_null() {
                 // SAFETY: UCX returned the request and has called its callback; it is freed once.
@@ -148,11 +142,6 @@ impl WorkerCore {
                     self.completions.push(Completion { token, endpoint: endpoint.id(), result });
                 }
                 (Purpose::Close, Some(endpoint)) => endpoint.closed(status),
-                (Purpose::Receive { id }, _) if status.is_ok() => self.messages.arrived(id, &mut operation),
-                (Purpose::Receive { .. }, _) => {
-                    log::warn!("a message of {} bytes was lost while it came: {status}", operation.data.len());
-                    self.messages.count_dropped();
-                }
                 // Both are always posted with their endpoint.
                 (Purpose::User { .. } | Purpose::Close, None) => {}
             }
@@ -194,7 +183,6 @@ impl WorkerCore {
                 thread::sleep(Duration::from_micros(50));
             }
         }
-        self.messages.release_announced(self);
         true
     }
 }
@@ -312,7 +300,7 @@ impl Worker {
     }
 
     /// Accepts active messages of this id from now on. UCX drops those of other ids. Once per id is enough. The `sink`, if
-    /// any, is offered the data of each that arrives in one piece.
+    /// any, is offered the data of each.
     ///
     /// # Errors
     /// UCX's status.
@@ -369,12 +357,18 @@ impl Worker {
         self.core.failures.pop()
     }
 
-    /// The number of arrived messages that were dropped: too long, no memory, or lost on the way.
+    /// The number of arrived messages that were dropped: too long, no memory, or [refused](Self::refused_announcements).
     pub fn dropped_messages(&self) -> u64 {
         self.core.messages.dropped()
     }
 
-    /// The number of operations that UCX has not ended yet, closing endpoints and arriving messages included.
+    /// The number of messages that were announced by rendezvous, and refused for that: the sender's operation ends with
+    /// [`Status::UNSUPPORTED`], its connection goes on.
+    pub fn refused_announcements(&self) -> u64 {
+        self.core.messages.refused()
+    }
+
+    /// The number of operations that UCX has not ended yet, closing endpoints included.
     pub fn in_flight(&self) -> usize {
         self.core.operations.live()
     }

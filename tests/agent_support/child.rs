@@ -55,6 +55,17 @@ impl Remote {
         hex(&encode_metadata(&self.metadata).unwrap())
     }
 
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Transfers under way, bytes read, and messages dropped.
+    pub fn stats(&mut self) -> [u64; 3] {
+        let answer = self.ask("stats");
+        let numbers: Vec<u64> = answer.split(' ').map(|number| number.parse().unwrap()).collect();
+        numbers.try_into().unwrap()
+    }
+
     pub fn ask(&mut self, command: &str) -> String {
         writeln!(self.to, "{command}").unwrap();
         answer(&mut self.from)
@@ -118,7 +129,7 @@ fn say(text: &str) {
     out.flush().unwrap();
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub fn hex(bytes: &[u8]) -> String {
     let digit = |value: u8| char::from(b"0123456789abcdef"[usize::from(value)]);
     bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
@@ -173,6 +184,19 @@ pub fn serve() {
                 });
                 (0..count.parse().unwrap()).for_each(|_| read());
                 say("reading");
+            }
+            "stats" => {
+                let stats = node.agent.stats().unwrap();
+                say(&format!("{} {} {}", stats.transfers, stats.bytes_read, stats.messages_dropped));
+            }
+            command if command.starts_with("try ") => {
+                // Starts to read all of the first region.
+                let metadata = decode_metadata(&unhex(&command[4..])).unwrap();
+                let len = metadata.regions[0].len;
+                let peer = node.agent.connect(&metadata).unwrap();
+                let plan = super::plan(0, 0, len, len, vec![0], vec![0]);
+                node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
+                say("trying");
             }
             "settle" => {
                 super::until("the end of all transfers", || node.agent.stats().unwrap().transfers == 0);

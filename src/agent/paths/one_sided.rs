@@ -1,5 +1,5 @@
 //! UCX's GET and PUT, where the connection has a lane that moves such memory without the peer's processor (RDMA, CUDA
-//! IPC, CMA where the kernel lets UCX but not this process's own calls): merged operations, posted in a window.
+//! IPC): merged operations, posted in a window.
 
 use std::time::Instant;
 
