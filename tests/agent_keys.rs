@@ -147,11 +147,12 @@ fn agents_of_different_transports_work_together() {
 fn ucx_does_nothing_for_a_stranger_to_an_agent_with_a_key_over_tcp() {
     const LEN: usize = 1 << 20;
     for (key, serves) in [(0, true), (1, false)] {
-        for write in [false, true] {
+        // UCX chooses between its emulation and what TCP offers by its threshold for rendezvous.
+        for (write, threshold) in [(false, "auto"), (true, "auto"), (false, "inf"), (true, "inf")] {
             let b = Node::start(keyed("b", Transport::Tcp, key), 2, &[LEN]);
             let of_b = b.agent.metadata().unwrap();
             // Its address says how long its segments are, as those of agents do.
-            let stranger = Side::new("tcp;ADDRESS_VERSION=v2;RNDV_THRESH=auto", LEN);
+            let stranger = Side::new(&format!("tcp;ADDRESS_VERSION=v2;RNDV_THRESH={threshold};TCP_PUT_ENABLE=y"), LEN);
             stranger.buffer.fill(9);
             let endpoint = stranger.connect(&of_b.address);
             let rkey = endpoint.unpack_rkey(&of_b.regions[0].rkey).unwrap();

@@ -342,17 +342,13 @@ impl<'a> Ferry<'a> {
 mod tests {
     use super::super::shared::answer;
     use super::*;
-    use crate::proto::wire::MemoryKind;
 
     #[test]
     fn what_nobody_takes_an_answer_for_is_undone() {
         let shared = Arc::new(Shared::new(1).unwrap());
         let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
         let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
-        let mut memory = vec![0u8; 4096];
-        let addr = memory.as_mut_ptr().expose_provenance() as u64;
-        // SAFETY: the memory outlives the engine's use of it.
-        let range = unsafe { MemoryRange::new(addr, 4096, MemoryKind::Host) }.unwrap();
+        let range = MemoryRange::leaked(4096);
         // The caller gives up in the midst of the registration.
         let region = engine.register(range).unwrap();
         let (reply, caller) = answer();

@@ -397,7 +397,6 @@ mod tests {
 
     use super::super::ferry::Ferry;
     use super::*;
-    use crate::proto::wire::MemoryKind;
 
     /// Keeps the ferry thread busy until it is told to go on.
     struct Dawdler(Receiver<()>);
@@ -415,10 +414,7 @@ mod tests {
         let (go, told) = sync_channel(0);
         let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Dawdler(told)))).unwrap();
         let other = Agent::start(quiet("b")).unwrap();
-        let mut memory = vec![0u8; 4096];
-        let addr = memory.as_mut_ptr().expose_provenance() as u64;
-        // SAFETY: the memory outlives both agents.
-        let range = unsafe { MemoryRange::new(addr, 4096, MemoryKind::Host) }.unwrap();
+        let range = MemoryRange::leaked(4096);
         let metadata = Box::new(other.metadata().unwrap());
         let soon = Some(Duration::from_millis(1));
         let error = agent.ask(soon, |reply| Command::Register { range, reply }).unwrap_err();

@@ -61,7 +61,15 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     //
     // An endpoint that watches its peer, as ours do, may with rendezvous use only transports that can revoke a peer's access
     // to memory. CMA cannot, so UCX would have no lane for it.
-    let mut relied_on = vec![("RNDV_THRESH", "inf"), ("ADDRESS_VERSION", "v2"), ("TCP_RX_SEG_SIZE", &segment)];
+    //
+    // UCX's TCP writes into memory for any peer whose UCX finds that ability in the address, whatever features the context has
+    // and whichever rkey the peer was given.
+    let mut relied_on = vec![
+        ("RNDV_THRESH", "inf"),
+        ("ADDRESS_VERSION", "v2"),
+        ("TCP_RX_SEG_SIZE", &*segment),
+        ("TCP_PUT_ENABLE", "n"),
+    ];
     if has_older_protocols {
         relied_on.push(("TCP_TX_SEG_SIZE", sent));
     }

@@ -63,6 +63,13 @@ impl MemoryRange {
         self.kind
     }
 
+    /// Host memory of `len` bytes, all zero, that nobody else uses and that stays mapped until the process ends: for tests.
+    #[cfg(test)]
+    pub(crate) fn leaked(len: usize) -> Self {
+        let addr = Vec::leak(vec![0u8; len]).as_mut_ptr().expose_provenance() as u64;
+        MemoryRange { addr, len: len as u64, kind: MemoryKind::Host }
+    }
+
     /// The same bytes, called memory of another kind: for tests of what is decided by that. They must not be moved.
     #[cfg(test)]
     pub(crate) fn described_as(self, kind: MemoryKind) -> Self {

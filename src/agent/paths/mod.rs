@@ -98,12 +98,6 @@ mod tests {
         AgentConfig { name: name.to_owned(), transport, rehearse: false, copy_threads: 1, ..AgentConfig::default() }
     }
 
-    fn range(memory: &mut [u8]) -> MemoryRange {
-        let addr = memory.as_mut_ptr().expose_provenance() as u64;
-        // SAFETY: the tests keep their memory longer than the agents that it is registered with, and do not look at it.
-        unsafe { MemoryRange::new(addr, memory.len() as u64, MemoryKind::Host) }.unwrap()
-    }
-
     /// Reads region 0 of the peer into three regions one after the other, each in four runs.
     fn plan() -> CopyPlan {
         let run = LEN as u64 / 4;
@@ -157,12 +151,11 @@ mod tests {
     #[test]
     fn a_transfer_is_split_where_the_kind_of_memory_changes() {
         for transport in [Transport::Tcp, Transport::Shm] {
-            let (mut theirs, mut ours) = (vec![7u8; 3 * LEN], [vec![0u8; LEN], vec![0u8; LEN], vec![0u8; LEN]]);
             let other = Agent::start(config("b", transport)).unwrap();
-            other.register(range(&mut theirs)).unwrap();
+            other.register(MemoryRange::leaked(3 * LEN)).unwrap();
             let shared = Arc::new(Shared::new(1).unwrap());
             let mut engine = Engine::new(config("a", transport), Incarnation(77), &shared).unwrap();
-            let regions = ours.each_mut().map(|memory| engine.register(range(memory)).unwrap());
+            let regions = [(); 3].map(|()| engine.register(MemoryRange::leaked(LEN)).unwrap());
             let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
             drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
             if transport == Transport::Tcp {
