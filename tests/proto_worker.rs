@@ -619,22 +619,59 @@ mod consuming {
     fn one_life_of_an_engine_is_one_session_by_whatever_name() {
         let mut w = worker(config());
         let (peer, _) = reading(&mut w, "a");
-        // One that names the life needs no handshake by another name.
-        loads(&mut w, 30, by("localhost", Some(9), load("b", [&[5], &[6]])));
-        let done = does(&mut w);
-        assert_eq!((done.connects.len(), done.transfers.len()), (0, 1));
-        assert_eq!(done.transfers[0].1, peer);
-        // One that does not has to ask who it is, and once.
-        for (name, block) in [("c", 7), ("d", 9)] {
-            loads(&mut w, 40, by("p.example", None, load(name, [&[block], &[block]])));
+        // Another name has to be asked who it is, and once, whether or not the request names the life.
+        for (host, life) in [("localhost", Some(9)), ("p.example", None)] {
+            for (name, block) in [("b", 7), ("c", 9)] {
+                loads(&mut w, 40, by(host, life, load(&format!("{name}-{host}"), [&[block], &[block]])));
+            }
+            let session = handshake(&mut w);
+            w.handle_handshake(Time(50), session, Ok(outcome(9)));
+            let done = does(&mut w);
+            assert_eq!((done.connects.len(), done.transfers.len()), (0, 2));
+            assert_eq!(done.transfers[0].1, peer);
+            loads(&mut w, 60, by(host, life, load(&format!("d-{host}"), [&[11], &[12]])));
+            assert_eq!(does(&mut w).transfers.len(), 1);
         }
-        let session = handshake(&mut w);
-        w.handle_handshake(Time(50), session, Ok(outcome(9)));
-        let done = does(&mut w);
-        assert_eq!((done.connects.len(), done.transfers.len()), (0, 2));
-        loads(&mut w, 60, by("p.example", None, load("e", [&[11], &[12]])));
-        assert_eq!(does(&mut w).transfers.len(), 1);
         assert_eq!((w.gauges().sessions, w.gauges().peers), (1, 1));
+    }
+
+    #[test]
+    fn what_another_listener_says_of_an_engine_moves_nobody_s_requests() {
+        let impostor = |change: &dyn Fn(&mut HandshakeOutcome)| {
+            let mut outcome = outcome(9);
+            change(&mut outcome);
+            outcome
+        };
+        let stories = [
+            impostor(&|o| o.ranks[0].agent.incarnation = Incarnation(4711)),
+            impostor(&|o| o.ranks[0].agent.address = b"elsewhere".to_vec().into()),
+            impostor(&|o| o.ranks[0].geometry.areas.iter_mut().for_each(|area| area.offset += 64)),
+        ];
+        for story in stories {
+            for honest_first in [true, false] {
+                let mut w = worker(config());
+                let mut peers = Vec::new();
+                let mut hosts = [("h", outcome(9)), ("impostor", story.clone())];
+                if !honest_first {
+                    hosts.reverse();
+                }
+                for (n, (host, outcome)) in hosts.iter().enumerate() {
+                    let name = format!("first-{n}");
+                    loads(&mut w, 10, by(host, (n == 1).then_some(9), load(&name, [&[3], &[4]])));
+                    let session = handshake(&mut w);
+                    w.handle_handshake(Time(20), session, Ok(outcome.clone()));
+                    peers.push(connect(&mut w));
+                    w.handle_connected(Time(25), &peers[n]);
+                    assert_eq!(does(&mut w).transfers[0].1, peers[n]);
+                }
+                for (n, (host, _)) in hosts.iter().enumerate() {
+                    for life in [None, Some(9)] {
+                        loads(&mut w, 30, by(host, life, load(&format!("{n}-{life:?}"), [&[5], &[6]])));
+                        assert_eq!(does(&mut w).transfers[0].1, peers[n], "by {host}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

@@ -28,7 +28,7 @@ pub const MAX_AXIS: u32 = 1 << 20;
 pub const MAX_RUNS: u64 = 1 << 20;
 
 /// What kind of cache a KV-cache group holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupKind {
     /// Every token of the sequence.
@@ -81,7 +81,7 @@ impl fmt::Display for GroupKind {
 /// With decode context parallelism the tokens are dealt out: of every `token_interleave * token_ranks` tokens this rank
 /// holds the `token_rank`-th `token_interleave`. One entry of a block list then stands for [`Group::span`] tokens, of
 /// which the rank's block holds `block_size`, in their order.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Group {
     /// Kind of cache.
     pub kind: GroupKind,
@@ -132,7 +132,7 @@ impl Group {
 ///
 /// Without heads or tokens the axes serve for whatever a state is cut by: a Mamba state sharded by channels has its
 /// channels as heads.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Area {
     /// The layer's global name, the same on both engines (vLLM: the attention layer's name).
     pub layer: String,
@@ -216,7 +216,7 @@ impl Default for Area {
 }
 
 /// All of a rank's cache.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, Default)]
 pub struct Geometry {
     /// The KV-cache groups, in the engine's order.
     pub groups: Vec<Group>,

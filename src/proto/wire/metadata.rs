@@ -25,7 +25,7 @@ pub enum MemoryKind {
 }
 
 /// One registered region as a remote agent needs it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RegionMetadata {
     /// Virtual address of the first byte in the owning process.
     pub base: u64,
@@ -40,7 +40,7 @@ pub struct RegionMetadata {
 
 /// All that a remote agent needs to connect and to read or write registered regions. Its size grows with regions,
 /// never with blocks.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct AgentMetadata {
     /// A name for logs, chosen by the owner.
     pub name: String,
@@ -56,7 +56,7 @@ pub struct AgentMetadata {
 }
 
 /// How an engine is split over ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct EngineShape {
     /// Tensor-parallel size, at least 1.
     pub tp: u32,
@@ -103,7 +103,7 @@ impl fmt::Display for EngineShape {
 
 /// One fact that must be the same on both engines (model, dtype, ...), compared by name so that an error can say
 /// which field differs and what either side has.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CompatField {
     /// The field's name, such as `model`.
     pub name: String,
@@ -116,7 +116,7 @@ pub struct CompatField {
 }
 
 /// What one rank of an engine tells the ranks of another in the handshake.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RankMetadata {
     /// The engine that the rank belongs to.
     pub engine: EngineId,

@@ -324,7 +324,7 @@ impl Consumer {
             self.strand(now, ticket, Cause::PeerDied, text, out);
         }
         let users = self.users(id);
-        if self.sessions.has_twin(id, &outcome) {
+        if self.sessions.has_twin(id, &outcome, out) {
             for ticket in users {
                 self.sessions.leave(now, id, ticket, out);
                 self.join(now, ticket, true, out);

@@ -4,10 +4,12 @@
 //! is there, `Connecting` until every rank needed is connected, then `Ready`. Each rank is of use as soon as it is connected.
 //! A session whose connection broke is `Broken`: its users wind down, and the next request makes another one.
 //!
-//! There is one session that connects or is ready per life of an engine. A route, the host and port of a listener, only says
-//! how to get an engine's metadata: several may lead to one session, and a request that names the life needs none.
+//! A route, the host and port of a listener, only says how to get an engine's metadata. Routes whose listeners tell the same
+//! lead to one session. A request joins only a session to which its own route leads: what another listener says of an engine,
+//! whatever life of it that names, is no reason to read there.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 use super::action::{Action, PeerKey, PeerRef, SessionId};
@@ -34,9 +36,6 @@ const MAX_FAILED: usize = 1024;
 
 /// How many routes to one session are remembered at most, the latest ones.
 const MAX_ROUTES: usize = 16;
-
-/// A life of an engine.
-type Life = (EngineId, Incarnation);
 
 /// Whom to handshake with, and where.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -70,6 +69,8 @@ pub(super) struct Session {
     pub(super) state: State,
     /// The life that answered.
     pub(super) incarnation: Option<Incarnation>,
+    /// What the listener told of the engine's life and ranks, by [`Sessions::hasher`].
+    told: Option<u64>,
     /// The routes that are known to lead here.
     routes: VecDeque<Route>,
     /// Its connections, by number, in the order of the ranks needed.
@@ -82,8 +83,9 @@ pub(super) struct Session {
 }
 
 impl Session {
-    fn life(&self) -> Option<Life> {
-        Some((self.route.engine.clone(), self.incarnation?))
+    /// Whether a request may join it.
+    fn is_led_to(&self) -> bool {
+        !self.routes.is_empty()
     }
 
     /// The host and port of the listener, for messages.
@@ -194,9 +196,9 @@ fn spread(engine: &EngineId) -> u64 {
 pub(super) struct Sessions {
     sessions: BTreeMap<SessionId, Session>,
     peers: HashMap<u64, Peer>,
-    /// The session of each life that is connecting or ready.
-    current: HashMap<Life, SessionId>,
-    /// The newest of these that each route is known to lead to.
+    /// Its keys are of this process, so that nobody outside can make metadata that passes for another's.
+    hasher: RandomState,
+    /// The session, connecting or ready, that each route is known to lead to.
     routes: HashMap<Route, SessionId>,
     /// Who this rank is to producers.
     reader: Reader,
@@ -215,7 +217,7 @@ impl Sessions {
         Sessions {
             sessions: BTreeMap::new(),
             peers: HashMap::new(),
-            current: HashMap::new(),
+            hasher: RandomState::new(),
             routes: HashMap::new(),
             reader: Reader { engine: config.engine.clone(), incarnation: config.incarnation, rank: config.rank },
             pending: HashMap::new(),
@@ -275,12 +277,10 @@ impl Sessions {
         out: &mut Outbox,
     ) -> Joined {
         let route = Route::of(remote);
-        let known = match remote.incarnation {
-            Some(incarnation) => self.current.get(&(remote.engine.clone(), incarnation)),
-            None => self.routes.get(&route),
-        };
-        if let Some(id) = known
+        // Only what a listener has said itself is believed of it: another one may tell the same life with agents of its own.
+        if let Some(id) = self.routes.get(&route)
             && let Some(session) = self.sessions.get_mut(id)
+            && (remote.incarnation.is_none() || remote.incarnation == session.incarnation)
         {
             session.users.insert(ticket);
             self.deadlines.cancel(&Timer::Idle(*id));
@@ -309,6 +309,7 @@ impl Sessions {
                 wanted: remote.incarnation,
                 state: State::Handshaking,
                 incarnation: None,
+                told: None,
                 routes: VecDeque::new(),
                 peers: Vec::new(),
                 unconnected: 0,
@@ -335,26 +336,25 @@ impl Sessions {
     }
 
     /// Whether a handshake found only what another session is connected (or connecting) to. Its route leads there then.
-    pub(super) fn has_twin(&mut self, id: SessionId, outcome: &HandshakeOutcome) -> bool {
-        let life = (outcome.engine.clone(), outcome.incarnation);
-        let Some((twin, other)) = self.current.get(&life).and_then(|twin| Some((*twin, self.sessions.get(twin)?)))
-        else {
-            return false;
-        };
-        let same_agents = other.peers.iter().filter_map(|c| self.peers.get(c)).all(|peer| {
-            outcome.ranks.iter().any(|r| r.rank == peer.key.rank && r.agent.incarnation == peer.key.incarnation)
-        });
-        if same_agents && let Some(route) = self.sessions.get(&id).map(|session| session.route.clone()) {
-            self.lead(route, twin);
+    pub(super) fn has_twin(&mut self, id: SessionId, outcome: &HandshakeOutcome, out: &mut Outbox) -> bool {
+        let told = Some(self.hasher.hash_one((&outcome.engine, outcome.incarnation, &outcome.ranks)));
+        let twin = self.sessions.iter().find(|(_, other)| other.is_led_to() && other.told == told);
+        let Some(twin) = twin.map(|(twin, _)| *twin) else { return false };
+        if let Some(route) = self.sessions.get(&id).map(|session| session.route.clone()) {
+            self.lead(route, twin, out);
         }
-        same_agents
+        true
     }
 
-    /// From now on `route` leads to session `id`.
-    fn lead(&mut self, route: Route, id: SessionId) {
-        let former = self.routes.insert(route.clone(), id);
-        if let Some(session) = former.and_then(|former| self.sessions.get_mut(&former)) {
+    /// From now on `route` leads to session `id`, and not where it led before.
+    fn lead(&mut self, route: Route, id: SessionId, out: &mut Outbox) {
+        if let Some(former) = self.routes.insert(route.clone(), id)
+            && let Some(session) = self.sessions.get_mut(&former)
+        {
             session.routes.retain(|known| *known != route);
+            if !session.is_led_to() {
+                self.drop_if_unused(former, out);
+            }
         }
         let Some(session) = self.sessions.get_mut(&id) else { return };
         session.routes.push_back(route);
@@ -372,11 +372,6 @@ impl Sessions {
             self.routes.remove(&route);
         }
         let pending = (session.route.clone(), session.wanted);
-        if let Some(life) = session.life()
-            && self.current.get(&life) == Some(&id)
-        {
-            self.current.remove(&life);
-        }
         if self.pending.get(&pending) == Some(&id) {
             self.pending.remove(&pending);
         }
@@ -407,6 +402,7 @@ impl Sessions {
         let Some(session) = self.sessions.get_mut(&id) else { return Ok(()) };
         session.state = State::Connecting;
         session.incarnation = Some(outcome.incarnation);
+        session.told = Some(self.hasher.hash_one((&outcome.engine, outcome.incarnation, &outcome.ranks)));
         for (remote, plan, readers) in plans {
             self.next += 1;
             let connection = self.next;
@@ -423,15 +419,9 @@ impl Sessions {
             self.peers.insert(connection, peer);
         }
         session.connect_more(out);
-        let (route, life) = (session.route.clone(), (outcome.engine.clone(), outcome.incarnation));
+        let route = session.route.clone();
         self.pending.remove(&(route.clone(), session.wanted));
-        // The life had other agents, or the listener told of another life.
-        for old in [self.current.get(&life), self.routes.get(&route)].map(|old| old.copied()).into_iter().flatten() {
-            self.retire(old);
-            self.drop_if_unused(old, out);
-        }
-        self.current.insert(life, id);
-        self.lead(route, id);
+        self.lead(route, id, out);
         Ok(())
     }
 
@@ -478,8 +468,7 @@ impl Sessions {
         if !session.users.is_empty() {
             return;
         }
-        let current = session.life().is_some_and(|life| self.current.get(&life) == Some(&id));
-        if current && !self.closed {
+        if session.is_led_to() && !self.closed {
             self.deadlines.set(Timer::Idle(id), now + self.ttl);
         } else {
             self.drop_if_unused(id, out);
