@@ -348,7 +348,8 @@ impl Client {
 
     /// Finds ways to listeners that there is no connection to.
     fn turn_ways(&mut self, now: Instant) {
-        for resolved in self.resolver.take() {
+        let connections = &self.connections;
+        for resolved in self.resolver.take(|name| connections.contains_key(name)) {
             if let Some(c) = self.connections.get_mut(&resolved.name) {
                 c.way.resolved(resolved.result);
             }

@@ -67,8 +67,10 @@ impl Resolver {
         Ok(())
     }
 
-    /// What has been resolved since the last call.
-    pub(super) fn take(&mut self) -> Vec<Resolved> {
+    /// What has been resolved since the last call. Names that are not `wanted` any more lose their place in the queue, so that
+    /// they neither collect there nor keep others waiting.
+    pub(super) fn take(&mut self, wanted: impl Fn(&(String, u16)) -> bool) -> Vec<Resolved> {
+        self.waiting.retain(wanted);
         let Some(mailbox) = self.mailbox.as_ref().filter(|_| !self.asking.is_empty()) else { return Vec::new() };
         mailbox.signal.clear();
         let done = std::mem::take(&mut *mailbox.done.lock().unwrap_or_else(PoisonError::into_inner));
@@ -95,4 +97,23 @@ fn resolve(name: &(String, u16)) -> Result<Vec<SocketAddr>, String> {
         }
     }
     if found.is_empty() { Err("it has no address".to_owned()) } else { Ok(found) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_nobody_waits_for_is_not_asked_for() {
+        let name = |n: usize| (format!("host-{n}.invalid"), 1);
+        // The name service answers none of these.
+        let mut resolver = Resolver { asking: (0..MAX_THREADS).map(name).collect(), ..Resolver::default() };
+        for n in 100..1_100 {
+            resolver.ask(&name(n)).unwrap();
+        }
+        assert_eq!(resolver.waiting.len(), 1_000);
+        assert!(resolver.take(|wanted| *wanted == name(700)).is_empty());
+        assert_eq!(resolver.waiting, [name(700)]);
+    }
 }
