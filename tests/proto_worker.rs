@@ -644,7 +644,7 @@ mod consuming {
         };
         let stories = [
             impostor(&|o| o.ranks[0].agent.incarnation = Incarnation(4711)),
-            impostor(&|o| o.ranks[0].agent.address = b"elsewhere".to_vec().into()),
+            impostor(&|o| o.ranks[0].agent.address = b"elsewhere".to_vec()),
             impostor(&|o| o.ranks[0].geometry.areas.iter_mut().for_each(|area| area.offset += 64)),
         ];
         for story in stories {
