@@ -53,7 +53,9 @@ pub const TABLE: &[Setting] = &[
         "What UCX may use: its own choice, TCP only, or shared memory and copies between processes of one host."),
     row(OperatorWithoutVariable, "ucx", &[Agent, Worker], Ucx, "", Empty,
         "UCX settings by name without the `UCX_` prefix, such as `{\"NET_DEVICES\": \"mlx5_0:1\"}`. They win over \
-         `transport` and over UCX's own variables, `UCX_<NAME>`, which count for what is not given here."),
+         `transport` and over UCX's own variables, `UCX_<NAME>`, which count for what is not given here. \
+         `RNDV_THRESH`, `ADDRESS_VERSION`, `TCP_RX_SEG_SIZE` and `TCP_PUT_ENABLE` always have kvferry's values, on which peers \
+         rely."),
     late(row(Operator, "ucx_lib", &[Agent, Worker], Text, "", Absent("found: loaded already, the system's, a package's"),
         "Path of the libucp.so.0 to open.")),
     row(Operator, "window", &[Agent, Worker], Whole(1, 1024), "operations", Number(64),

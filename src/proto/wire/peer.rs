@@ -23,7 +23,8 @@ pub enum Verdict {
     Valid,
     /// The lease had run out: what was read may be wrong.
     Expired,
-    /// The producer does not know the request: it never granted it, or it ended long ago. What was read may be wrong.
+    /// The producer does not know the request: it never granted it, or it ended long ago; or another engine is the
+    /// lease's consumer. What was read may be wrong.
     Unknown,
 }
 
