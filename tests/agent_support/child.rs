@@ -154,9 +154,14 @@ pub fn serve() {
     let echo = std::thread::spawn(move || {
         // Ends with the agent: then there are no more events, and waiting returns at once.
         while let Some(event) = agent.wait_event(std::time::Duration::from_secs(3600)) {
-            if let Event::Message { peer, mut data } = event {
-                data.reverse();
-                let _ = agent.send(peer, data);
+            match event {
+                Event::Message { peer, mut data } => {
+                    data.reverse();
+                    let _ = agent.send(peer, data);
+                }
+                // In the test's own output, for whoever reads why it failed.
+                Event::PeerLost { peer, error } => eprintln!("child {}: {peer:?}: {error}", std::process::id()),
+                _ => {}
             }
         }
     });
