@@ -97,6 +97,7 @@ fn says(text: &str, parts: &[&str]) {
 #[test]
 fn all_ranks_or_some_come_in_one_reply() {
     let mut directory = directory();
+    assert_eq!(session(&[]).id(), 42);
     let outcome = ask(&session(&[]), &mut directory).unwrap();
     assert_eq!((outcome.engine, outcome.incarnation, outcome.shape), (engine("p"), LIFE, SHAPE));
     assert_eq!(outcome.ranks, ranks().into_iter().map(|rank| metadata("p", rank)).collect::<Vec<_>>());

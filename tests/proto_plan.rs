@@ -5,14 +5,43 @@
 use std::sync::Arc;
 
 use kvferry::ErrorKind;
-use kvferry::proto::geometry::GroupKind;
+use kvferry::proto::geometry::{Group, GroupKind};
 use kvferry::proto::plan::{
-    BlockPair, CopyPlan, Expander, ORDERED_PAIRS, Operation, RankPlan, Segment, Wanted, assign,
+    BlockPair, CopyPlan, Expander, HeldPart, Holding, ORDERED_PAIRS, Operation, RankPlan, Segment, Wanted, assign,
 };
 use kvferry::proto::shape::{EngineSpec, GroupSpec, Layout, ModelSpec, Parts};
 use kvferry::proto::wire::{AgentMetadata, Blocks, MemoryKind, RankMetadata, RegionMetadata};
-use kvferry::proto::{EngineId, Incarnation};
+use kvferry::proto::{EngineId, Incarnation, RankId};
 use proptest::prelude::*;
+
+#[test]
+fn ranks_hold_the_same_if_rank_tokens_and_heads_are_the_same_in_any_order() {
+    let part = |layer: &str, part: &str| HeldPart {
+        layer: layer.into(),
+        part: part.into(),
+        group: 0,
+        first_head: 2,
+        heads: 2,
+    };
+    let group = Group { kind: GroupKind::Full, block_size: 16, token_ranks: 2, token_rank: 1, token_interleave: 1 };
+    let parts = vec![part("1", "k"), part("1", "v"), part("2", "k")];
+    let holding = Holding { rank: RankId { pp: 0, tp: 1 }, groups: vec![group], parts };
+    let but = |change: &dyn Fn(&mut Holding)| {
+        let mut other = holding.clone();
+        change(&mut other);
+        assert_eq!(holding.holds_as(&other), other.holds_as(&holding));
+        holding.holds_as(&other)
+    };
+    assert!(but(&|_| {}));
+    assert!(but(&|other| other.parts.rotate_left(1)));
+    assert!(but(&|other| other.groups[0].block_size = 32), "of other block sizes, the same tokens");
+    assert!(!but(&|other| other.rank.pp = 1));
+    assert!(!but(&|other| other.groups[0].token_rank = 0));
+    assert!(!but(&|other| other.groups[0].token_ranks = 4));
+    assert!(!but(&|other| other.parts[0].heads = 1));
+    assert!(!but(&|other| other.parts[2].layer = "3".into()));
+    assert!(!but(&|other| drop(other.parts.pop())));
+}
 
 /// The metadata of an engine's only rank.
 fn only_rank(spec: &EngineSpec, model: &ModelSpec) -> RankMetadata {

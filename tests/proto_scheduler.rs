@@ -86,8 +86,9 @@ fn a_complete_prefill_is_kept_granted_and_offered() {
     assert!(!s.has_pending() && s.build_step().is_empty());
     let again = s.finished(&id("p-1"), &asked(), FinishOutcome::Complete, lists(&[1], &[2]), 4).unwrap_err();
     assert_eq!(again.kind(), ErrorKind::AlreadyExists);
+    assert_eq!((s.sending(), s.stats().sending, s.stats().receiving), (1, 1, 0));
     s.on_report(&over(&[], &["p-1", "stranger"]));
-    assert_eq!(s.sending(), 0);
+    assert_eq!((s.sending(), s.stats().sending), (0, 0));
     let mut d = scheduler();
     d.arrived(&id("d-1"), &p).unwrap();
     assert_eq!(d.build_step().holds[0].remote.lease_id, 1, "what P offers, D understands");
@@ -302,6 +303,7 @@ fn arriving_holds_and_allocating_loads_once() {
     assert_eq!(load.local_blocks, lists(&[1, 2, 3], &[0, 5, 6]));
     assert_eq!(load.remote_blocks, lists(&[11, 12, 13, 14, 15], &[23, 24, 25]));
     assert!(!load.window_only, "blocks are reused unless the host says that they are not");
+    assert_eq!((s.stats().receiving, s.stats().sending), (1, 0));
     assert_eq!(s.matched(&id("d"), &offered(), 18, 0).unwrap(), Match::default(), "after a preemption too");
     s.on_report(&over(&["d", "stranger"], &[]));
     let finish = s.finished(&id("d"), &offered(), FinishOutcome::Complete, vec![], 0).unwrap();

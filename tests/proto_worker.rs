@@ -144,7 +144,17 @@ mod producing {
     #[test]
     fn a_request_id_used_again_is_another_lease() {
         let mut w = worker(config());
+        assert_eq!((w.leases(), w.has_news()), (0, false));
         grants(&mut w, 0, grant("r", 1));
+        grants(&mut w, 0, grant("other", 3));
+        assert_eq!((w.leases(), w.has_news()), (2, false));
+        w.handle_message(
+            Time(1),
+            &from(),
+            PeerMessage::Release { request: request("other"), lease_id: 3, reader: reader(2), readers: 1 },
+        );
+        assert_eq!((w.leases(), w.has_news()), (1, true));
+        assert_eq!(sent(&mut w).len(), 1);
         w.handle_timeout(Time(1_000 * MS));
         assert_eq!(sent(&mut w).len(), 1);
         grants(&mut w, 1_001 * MS, grant("r", 2));

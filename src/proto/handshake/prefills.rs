@@ -248,11 +248,31 @@ mod tests {
     }
 
     #[test]
+    fn an_answer_holds_as_many_block_ids_as_a_reply_has_room_for() {
+        let mut prefills = Prefills::default();
+        let long = |request: &str, ids: usize| Prefill { blocks: vec![Blocks::from(vec![1; ids])], ..prefill(request) };
+        let half = MAX_REPLY_BYTES / 8 / 2;
+        for (request, ids) in [("a", half), ("b", half), ("c", 1), ("d", 3 * half)] {
+            prefills.ready(long(request, ids));
+        }
+        let mut ready = |asked: &[&str]| -> Vec<String> {
+            let told = prefills.ask(Some(b"x"), 4, 1, asked.iter().map(|r| name(r)).collect()).unwrap();
+            told.ready.iter().map(|prefill| prefill.request.as_str().to_owned()).collect()
+        };
+        assert_eq!(ready(&["a", "b", "c"]), ["a", "b"]);
+        assert_eq!(ready(&["c", "a", "b"]), ["c", "a"]);
+        // One alone is told whatever its length.
+        assert_eq!(ready(&["d", "c"]), ["d"]);
+    }
+
+    #[test]
     fn what_is_remembered_is_bounded_and_nobody_is_left_without_an_answer() {
         let mut prefills = Prefills::default();
-        for asker in 0..=MAX_OPEN as u64 {
+        for asker in 0..MAX_OPEN as u64 {
             assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), 4, asker, vec![name("a")]), None);
         }
+        assert_eq!((prefills.open.len(), prefills.due.len()), (MAX_OPEN, 0));
+        assert_eq!(prefills.ask(Some(b"one more"), 4, MAX_OPEN as u64, vec![name("a")]), None);
         assert_eq!(prefills.open.len(), MAX_OPEN);
         assert_eq!(prefills.open_bytes, MAX_OPEN * 2 * (NAME_BYTES + 1));
         assert_eq!(prefills.pop_due(), Some((0u64.to_le_bytes().to_vec(), told(0, &[], &[]))));
