@@ -5,12 +5,16 @@
 mod agent_support;
 
 use std::fs;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use agent_support::child::{Remote, serve};
 use agent_support::{LIMIT, Node, Random, assert_same, config, model, pattern_bytes, plan, until};
 use kvferry::ErrorKind;
 use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport};
+use kvferry::mem::MemoryRange;
+use kvferry::proto::wire::MemoryKind;
 
 #[test]
 #[ignore = "the other process of this file's tests"]
@@ -30,10 +34,14 @@ fn alone() -> MutexGuard<'static, ()> {
 
 /// The copiers of this process.
 fn copiers() -> usize {
+    threads_named("kvf-copy")
+}
+
+fn threads_named(wanted: &str) -> usize {
     fs::read_dir("/proc/self/task")
         .unwrap()
         .flatten()
-        .filter(|task| fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.trim() == "kvf-copy"))
+        .filter(|task| fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.trim() == wanted))
         .count()
 }
 
@@ -57,9 +65,14 @@ fn every_byte_arrives_and_the_threads_end_with_their_agent() {
         let mut a = node("a", threads, 1);
         let b = node("b", threads, 2);
         let peer = a.connect(&b.agent.metadata().unwrap());
-        // A short one needs nobody.
+        // Until it is known what is behind the other's memory, a copier copies it.
         a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]));
-        assert_eq!(copiers(), 0);
+        assert!(copiers() <= 1);
+        until("the end of the look behind its memory", || threads_named("kvf-look") == 0);
+        // A short one needs nobody.
+        let made = copiers();
+        a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![1], vec![1]));
+        assert_eq!(copiers(), made);
         for direction in [Direction::Read, Direction::Write] {
             let (mut local, mut remote) = (a.contents(), b.contents());
             let plan = shuffled(&mut random);
@@ -68,10 +81,10 @@ fn every_byte_arrives_and_the_threads_end_with_their_agent() {
             assert_same("local", &a.contents(), &local);
             assert_same("remote", &b.contents(), &remote);
         }
-        assert_eq!(copiers(), processors.min(threads as usize) - 1, "{threads} threads");
+        assert_eq!(copiers(), made.max(processors.min(threads as usize) - 1), "{threads} threads");
         let stats = a.agent.stats().unwrap();
         assert_eq!((stats.operations_in_flight, stats.bytes_in_flight), (0, 0));
-        assert_eq!(stats.copied_bytes, 2 * LEN as u64 + 4096);
+        assert_eq!(stats.copied_bytes, 2 * LEN as u64 + 2 * 4096);
         a.agent.shutdown(LIMIT).unwrap();
         until("the threads' end", || copiers() == 0);
     }
@@ -165,4 +178,129 @@ fn a_peer_that_dies_while_its_memory_is_copied_fails_the_transfer_and_nothing_el
     a.move_all(peer, Direction::Read, plan(0, 0, BLOCK as u64, BLOCK as u64, ids.clone(), ids));
     assert_same("local", &a.contents(), &[pattern_bytes(70, LEN)]);
     assert_eq!(b.ask("end"), "ended");
+}
+
+/// Memory whose pages are not there and do not come, as of a file of a server that hangs: whoever touches one waits.
+struct Unresolved {
+    addr: u64,
+    /// The kernel asks here what is in a page, and nobody answers. `None` when it was closed, which lets all go on.
+    faults: Option<OwnedFd>,
+}
+
+/// ioctl requests and constants of linux/userfaultfd.h.
+const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
+const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
+const UFFD_API: u64 = 0xaa;
+const MISSING: u64 = 1;
+
+impl Unresolved {
+    /// `None` where this process may not have such memory.
+    fn new() -> Option<Unresolved> {
+        // SAFETY: a new mapping, of which only its registration with agents is used; the structures of the requests are of the
+        // sizes that their numbers say.
+        unsafe {
+            let faults = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
+            if faults < 0 {
+                return None;
+            }
+            let faults = OwnedFd::from_raw_fd(faults as i32);
+            let mut api = [UFFD_API, 0, 0];
+            assert_eq!(libc::ioctl(faults.as_raw_fd(), UFFDIO_API, api.as_mut_ptr()), 0);
+            let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            let memory = libc::mmap(std::ptr::null_mut(), LEN, access, flags, -1, 0);
+            assert_ne!(memory, libc::MAP_FAILED);
+            let addr = memory.expose_provenance() as u64;
+            let mut range = [addr, LEN as u64, MISSING, 0];
+            assert_eq!(libc::ioctl(faults.as_raw_fd(), UFFDIO_REGISTER, range.as_mut_ptr()), 0);
+            Some(Unresolved { addr, faults: Some(faults) })
+        }
+    }
+
+    /// Waits until somebody waits for a page.
+    fn wait_for_a_touch(&self) {
+        let fd = self.faults.as_ref().unwrap().as_raw_fd();
+        let mut entry = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry, which outlives the call.
+        until("a page is touched", || unsafe { libc::poll(&raw mut entry, 1, 0) } == 1);
+    }
+
+    fn range(&self) -> MemoryRange {
+        // SAFETY: it stays mapped until the process ends.
+        unsafe { MemoryRange::new(self.addr, LEN as u64, MemoryKind::Host) }.unwrap()
+    }
+}
+
+#[test]
+fn a_page_that_never_comes_holds_up_nobody_else_and_keeps_its_memory() {
+    let _alone = alone();
+    let Some(mut unresolved) = Unresolved::new() else {
+        println!("SKIPPED: this process may not handle page faults of the kernel's (vm.unprivileged_userfaultfd)");
+        return;
+    };
+    let config = |name: &str| AgentConfig {
+        cancel_grace: Duration::from_millis(200),
+        deregister_timeout: Duration::from_millis(200),
+        ..config(name, Transport::Shm)
+    };
+    let mut a = Node::start(config("a"), 1, &[LEN, LEN]);
+    let hung = Node::start(config("b"), 2, &[]);
+    hung.agent.register(unresolved.range()).unwrap();
+    let good = Node::start(config("c"), 3, &[LEN, LEN]);
+    let (bad, peer) = (a.connect(&hung.agent.metadata().unwrap()), a.connect(&good.agent.metadata().unwrap()));
+    let ids: Vec<u32> = (0..(LEN / BLOCK) as u32).collect();
+    let all = |local, remote| plan(local, remote, BLOCK as u64, BLOCK as u64, ids.clone(), ids.clone());
+    // Enough for all copiers, and more than one transfer.
+    let stuck =
+        [Direction::Read, Direction::Write, Direction::Read].map(|way| a.agent.transfer(bad, way, all(0, 0)).unwrap());
+    unresolved.wait_for_a_touch();
+    for seed in 50..53 {
+        good.buffers[1].fill(seed);
+        a.move_all(peer, Direction::Read, all(1, 1));
+        assert_same("of the other peer", &a.contents()[1..], &[pattern_bytes(seed, LEN)]);
+    }
+    assert!(a.agent.poll_event().is_none_or(|event| !format!("{event:?}").contains("TransferDone")));
+    for id in stuck {
+        a.agent.cancel(id).unwrap();
+    }
+    let error = a.wait_lost(bad);
+    assert_eq!(error.kind(), ErrorKind::PeerDied, "{error}");
+    // One of them at least is in the kernel, which may still write, so it is not over and its memory not free.
+    assert!(a.agent.stats().unwrap().transfers > 0);
+    assert_eq!(a.agent.deregister(a.regions[0]).unwrap_err().kind(), ErrorKind::Timeout);
+    a.move_all(peer, Direction::Read, all(1, 1));
+    // Whoever waits goes on, and all comes to its end.
+    unresolved.faults = None;
+    for id in stuck {
+        let error = a.wait_done(id).0.unwrap_err();
+        assert!(matches!(error.kind(), ErrorKind::Cancelled | ErrorKind::PeerDied), "{error}");
+    }
+    until("the region is given up", || {
+        a.agent.deregister(a.regions[0]).is_err_and(|e| e.kind() == ErrorKind::NotFound)
+    });
+    a.move_all(peer, Direction::Read, all(1, 0));
+    assert_same("afterwards", &a.contents()[1..], &[pattern_bytes(3, LEN)]);
+    a.agent.shutdown(LIMIT).unwrap();
+    until("the threads' end", || copiers() == 0);
+}
+
+#[test]
+fn a_shutdown_says_that_memory_must_stay_which_the_kernel_may_still_write() {
+    let _alone = alone();
+    let Some(unresolved) = Unresolved::new() else {
+        println!("SKIPPED: this process may not handle page faults of the kernel's (vm.unprivileged_userfaultfd)");
+        return;
+    };
+    let mut a = node("a", 2, 1);
+    let hung = Node::start(config("b", Transport::Shm), 2, &[]);
+    hung.agent.register(unresolved.range()).unwrap();
+    let peer = a.connect(&hung.agent.metadata().unwrap());
+    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0])).unwrap();
+    // One that no copier has begun would be withdrawn.
+    unresolved.wait_for_a_touch();
+    let error = a.agent.shutdown(Duration::from_secs(1)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    let error = a.wait_done(id).0.unwrap_err();
+    assert!(error.message().contains("must stay alive"), "{error}");
+    drop(unresolved);
+    until("the threads' end", || copiers() == 0);
 }

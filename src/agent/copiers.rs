@@ -3,18 +3,30 @@
 //! One processor copies less than the memory moves: on two cores, scattered blocks were copied 1.4 to 1.8 times as fast by two
 //! threads. A copier takes a batch at a time from a short queue; the ferry thread fills the queue, copies too, and takes back
 //! what nobody has begun when it has nothing else left to post. So nothing waits for a thread that gets no processor.
+//!
+//! The call that copies returns when every page has been found, and nothing can end it. Where a page comes from a file's server
+//! or from another program, that may be never. Such memory is for copiers only; one whose call takes too long counts as stuck:
+//! another takes its place, and nothing more of that peer is copied until it is back.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use super::ids::{PeerId, TransferId};
 use super::shared::lock;
 use super::sidestep;
 use super::waker::Waker;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::process::{Batch, Neighbour, Way};
 use crate::sync::{Arc, AtomicBool, Condvar, Mutex};
+
+/// A call that takes longer is stuck. Half a megabyte takes less than a millisecond where its pages are there.
+const STUCK: Duration = Duration::from_millis(250);
+/// How often that is looked at.
+const LOOK: Duration = Duration::from_millis(50);
+/// Copiers that may be stuck at a time. With more, no other takes their place.
+const MAX_STUCK: usize = 64;
 
 /// A batch of a transfer's pieces. While there is a job, the transfer counts it as in flight, and so keeps the regions that the
 /// pieces lie in registered.
@@ -24,6 +36,8 @@ pub(super) struct Job {
     pub(super) neighbour: Arc<Neighbour>,
     pub(super) way: Way,
     pub(super) batch: Batch,
+    /// Whether the kernel fills all pages by itself, so that the ferry thread may copy them too.
+    pub(super) is_filled_by_kernel: bool,
     /// The processor of the ferry thread, which a copier leaves to it.
     pub(super) ferry_processor: usize,
 }
@@ -44,14 +58,21 @@ pub(super) struct Copied {
     pub(super) result: Result<()>,
 }
 
+/// A job that a copier has.
+struct Running {
+    peer: PeerId,
+    since: Instant,
+    stuck: bool,
+}
+
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Job>,
     copied: Vec<Copied>,
     /// Copiers that wait for a job.
     asleep: usize,
-    /// Copiers that have one.
-    busy: usize,
+    /// What the others do, by the copier's number.
+    running: BTreeMap<u64, Running>,
     closed: bool,
 }
 
@@ -65,21 +86,41 @@ struct Shared {
 
 /// The copiers of one agent, made when there is something for them.
 pub(super) struct Copiers {
-    /// How many there should be.
-    wanted: usize,
+    /// How many help the ferry thread.
+    helpers: usize,
     threads: Vec<JoinHandle<()>>,
+    /// How many of them were made.
+    made: u64,
     shared: Arc<Shared>,
     waker: Waker,
     /// Batches to use again.
     spare: Vec<Batch>,
+    /// Jobs that were handed over and have not come back.
+    outstanding: usize,
+    /// Peers that a copier is stuck with.
+    stuck: Vec<PeerId>,
+    /// Jobs of those that no copier has begun.
+    withheld: Vec<Job>,
+    /// When to look next whether any is stuck.
+    look_at: Option<Instant>,
 }
 
 impl Copiers {
     /// For `threads` that copy, the ferry thread among them. More than processors would take turns with it.
     pub(super) fn new(threads: u32, waker: Waker) -> Self {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let wanted = processors.min(threads as usize).saturating_sub(1);
-        Copiers { wanted, threads: Vec::new(), shared: Arc::default(), waker, spare: Vec::new() }
+        Copiers {
+            helpers: processors.min(threads as usize).saturating_sub(1),
+            threads: Vec::new(),
+            made: 0,
+            shared: Arc::default(),
+            waker,
+            spare: Vec::new(),
+            outstanding: 0,
+            stuck: Vec::new(),
+            withheld: Vec::new(),
+            look_at: None,
+        }
     }
 
     /// An empty batch.
@@ -93,14 +134,41 @@ impl Copiers {
         self.spare.push(batch);
     }
 
-    /// Whether a job would find room in the queue: one for each copier, beside the ones being done.
-    pub(super) fn has_room(&mut self) -> bool {
-        self.start();
-        !self.threads.is_empty() && lock(&self.shared.state).waiting.len() < self.threads.len()
+    /// Whether a copier is stuck with this peer, of which nothing more is copied until it is back.
+    pub(super) fn is_stuck(&self, peer: PeerId) -> bool {
+        self.stuck.contains(&peer)
+    }
+
+    /// Whether a job that the ferry thread may do too would find room in the queue: one for each copier, beside the ones being
+    /// done.
+    pub(super) fn can_help(&mut self) -> bool {
+        self.helpers > 0 && self.make(self.helpers) > 0 && self.waiting() < self.helpers
+    }
+
+    /// Whether a job that is for copiers only would find room in the queue.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exhausted`] when there are none, and none can be made.
+    pub(super) fn can_copy(&mut self) -> Result<bool> {
+        let wanted = self.helpers.max(1);
+        if self.make(wanted) == 0 && self.stuck.is_empty() {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                "no thread can be started to copy memory of another process; raise the limit of threads (RLIMIT_NPROC, \
+                 pids.max)",
+            ));
+        }
+        Ok(self.waiting() < wanted)
+    }
+
+    fn waiting(&self) -> usize {
+        lock(&self.shared.state).waiting.len()
     }
 
     /// Hands a job over.
-    pub(super) fn submit(&self, job: Job) {
+    pub(super) fn submit(&mut self, job: Job) {
+        self.outstanding += 1;
+        self.look_at.get_or_insert_with(|| Instant::now() + LOOK);
         let mut state = lock(&self.shared.state);
         state.waiting.push_back(job);
         let wake = state.asleep > 0;
@@ -110,32 +178,108 @@ impl Copiers {
         }
     }
 
-    /// A job that no copier has begun.
-    pub(super) fn take_back(&self) -> Option<Job> {
-        if self.threads.is_empty() { None } else { lock(&self.shared.state).waiting.pop_back() }
+    /// A job that no copier has begun and the ferry thread may do.
+    pub(super) fn take_back(&mut self) -> Option<Job> {
+        if self.outstanding == 0 {
+            return None;
+        }
+        let mut state = lock(&self.shared.state);
+        let last = state.waiting.iter().rposition(|job| job.is_filled_by_kernel)?;
+        let job = state.waiting.remove(last);
+        self.outstanding = self.outstanding.saturating_sub(job.iter().len());
+        job
+    }
+
+    /// Takes out the jobs of a transfer that no copier has begun.
+    pub(super) fn withdraw(&mut self, transfer: TransferId) -> Vec<Job> {
+        if self.outstanding == 0 {
+            return Vec::new();
+        }
+        let mut state = lock(&self.shared.state);
+        let mut taken = take_where(&mut state.waiting, |job| job.transfer == transfer);
+        drop(state);
+        taken.extend(self.withheld.extract_if(.., |job| job.transfer == transfer));
+        self.outstanding = self.outstanding.saturating_sub(taken.len());
+        taken
     }
 
     /// What the copiers have done since the last time.
-    pub(super) fn reap(&self) -> Vec<Copied> {
+    pub(super) fn reap(&mut self) -> Vec<Copied> {
         // Cleared first: whoever adds to the list afterwards raises it again.
-        if self.threads.is_empty() || !self.shared.news.swap(false, Ordering::AcqRel) {
+        if self.outstanding == 0 || !self.shared.news.swap(false, Ordering::AcqRel) {
             return Vec::new();
         }
-        std::mem::take(&mut lock(&self.shared.state).copied)
+        let copied = std::mem::take(&mut lock(&self.shared.state).copied);
+        self.outstanding = self.outstanding.saturating_sub(copied.len());
+        if !self.stuck.is_empty() {
+            self.look(Instant::now());
+        }
+        if self.outstanding == 0 {
+            self.look_at = None;
+        }
+        copied
     }
 
-    fn start(&mut self) {
-        while self.threads.len() < self.wanted {
-            let (shared, waker) = (Arc::clone(&self.shared), self.waker.clone());
-            let thread = std::thread::Builder::new().name("kvf-copy".to_owned()).spawn(move || run(&shared, &waker));
-            match thread {
+    /// When to look whether any copier is stuck.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.look_at
+    }
+
+    /// Looks whether any copier is stuck, if it is time to.
+    pub(super) fn check(&mut self, now: Instant) {
+        if self.look_at.is_some_and(|at| at <= now) {
+            self.look_at = now.checked_add(LOOK);
+            self.look(now);
+        }
+    }
+
+    fn look(&mut self, now: Instant) {
+        let mut guard = lock(&self.shared.state);
+        let state = &mut *guard;
+        for running in state.running.values_mut() {
+            running.stuck |= now.saturating_duration_since(running.since) >= STUCK;
+        }
+        let stuck: Vec<PeerId> = state.running.values().filter(|r| r.stuck).map(|r| r.peer).collect();
+        if stuck.is_empty() && self.stuck.is_empty() {
+            return;
+        }
+        // Whoever is back goes on where it was.
+        state.waiting.extend(self.withheld.drain(..));
+        let withheld = take_where(&mut state.waiting, |job| stuck.contains(&job.peer));
+        let waits = !state.waiting.is_empty();
+        drop(guard);
+        for peer in stuck.iter().filter(|peer| !self.stuck.contains(peer)) {
+            log::warn!(
+                "{peer}: a page of its memory is not there after {STUCK:?}; nothing more of it is copied until it is"
+            );
+        }
+        (self.stuck, self.withheld) = (stuck, withheld);
+        if waits {
+            self.make(self.helpers.max(1));
+            self.shared.job.notify_all();
+        }
+    }
+
+    /// Makes copiers, until so many are not stuck. Returns how many are not.
+    fn make(&mut self, wanted: usize) -> usize {
+        if self.stuck.is_empty() && self.threads.len() >= wanted {
+            return self.threads.len();
+        }
+        self.threads.retain(|thread| !thread.is_finished());
+        let stuck = lock(&self.shared.state).running.values().filter(|running| running.stuck).count();
+        while self.threads.len() < wanted + stuck.min(MAX_STUCK) {
+            let (shared, waker, number) = (Arc::clone(&self.shared), self.waker.clone(), self.made);
+            let run = move || run(&shared, &waker, number);
+            match std::thread::Builder::new().name("kvf-copy".to_owned()).spawn(run) {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => {
-                    log::warn!("starting a thread to copy: {error}; the ferry thread copies alone");
-                    self.wanted = self.threads.len();
+                    log::debug!("starting a thread to copy: {error}");
+                    break;
                 }
             }
+            self.made += 1;
         }
+        self.threads.len().saturating_sub(stuck)
     }
 }
 
@@ -146,7 +290,7 @@ impl Drop for Copiers {
         let mut state = lock(&self.shared.state);
         state.closed = true;
         state.waiting.clear();
-        let busy = state.busy > 0;
+        let busy = !state.running.is_empty();
         drop(state);
         self.shared.job.notify_all();
         if !busy {
@@ -157,20 +301,31 @@ impl Drop for Copiers {
     }
 }
 
+/// Takes some jobs out of a queue.
+fn take_where(queue: &mut VecDeque<Job>, wanted: impl FnMut(&Job) -> bool) -> Vec<Job> {
+    let (taken, kept): (Vec<Job>, Vec<Job>) = std::mem::take(queue).into_iter().partition(wanted);
+    *queue = kept.into();
+    taken
+}
+
 /// A copier.
-fn run(shared: &Shared, waker: &Waker) {
+fn run(shared: &Shared, waker: &Waker, number: u64) {
     let mut state = lock(&shared.state);
     loop {
         if let Some(job) = state.waiting.pop_front() {
-            state.busy += 1;
+            state.running.insert(number, Running { peer: job.peer, since: Instant::now(), stuck: false });
             drop(state);
             sidestep::leave(job.ferry_processor);
             let copied = job.run();
             state = lock(&shared.state);
-            state.busy -= 1;
+            let stuck = state.running.remove(&number).is_some_and(|running| running.stuck);
             state.copied.push(copied);
             shared.news.store(true, Ordering::Release);
             waker.wake();
+            if stuck {
+                // Another has its place.
+                return;
+            }
         } else if state.closed {
             return;
         } else {

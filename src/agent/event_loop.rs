@@ -121,6 +121,7 @@ impl Loop {
             self.engine.check_hello_deadlines(now);
             self.engine.check_graces(now);
             self.engine.check_borrowers(now);
+            self.engine.copiers.check(now);
             self.engine.check_leaving(now);
             any |= self.engine.post_transfers();
             if self.passenger.is_some() {
@@ -232,6 +233,7 @@ impl Loop {
             engine.registry.deadline(),
             engine.leaving.deadline(),
             engine.streams.deadline(),
+            engine.copiers.deadline(),
         ];
         self.engine.stats.sleeps += 1;
         self.sleep(timers.into_iter().flatten().min(), now)

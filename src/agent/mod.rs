@@ -36,6 +36,7 @@
 //! # }
 //! ```
 
+mod backing;
 mod chunks;
 mod config;
 mod copiers;

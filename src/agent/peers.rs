@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
+use super::backing::Backing;
 use super::event::Event;
 use super::ferry::Engine;
 use super::hello::{Frame, FrameKind, Hello};
@@ -74,6 +75,7 @@ pub(super) struct Peer {
     pub(super) on_this_host: bool,
     /// The peer's process, if this one may copy its memory.
     pub(super) neighbour: Option<Arc<Neighbour>>,
+    backing: Backing,
     /// Where it says that it is, until its witness there has proved that.
     claimed: Option<ProcessPlace>,
     /// What its witness must hold.
@@ -156,6 +158,7 @@ impl Peer {
             Ok(found) => {
                 self.claimed = None;
                 self.neighbour = found.map(Arc::new);
+                self.look_behind_regions();
             }
             // The kernel says so, and will again.
             Err(error) if error.kind() == ErrorKind::Io => {
@@ -164,6 +167,19 @@ impl Peer {
             }
             Err(error) => log::debug!("memory of agent {} goes by messages: {error}", self.name),
         }
+    }
+
+    fn look_behind_regions(&mut self) {
+        let Some(neighbour) = &self.neighbour else { return };
+        let range = |region: &RemoteRegion| {
+            region.as_ref().map_or(0..0, |(region, _)| region.base..region.base.saturating_add(region.len))
+        };
+        self.backing = Backing::look(neighbour, self.regions.iter().map(range).collect());
+    }
+
+    /// Whether the kernel fills all pages of its region `index` by itself, so that a copy waits for nobody.
+    pub(super) fn is_filled_by_kernel(&self, index: u32) -> bool {
+        self.backing.is_kernel(index)
     }
 
     /// Takes the regions of (newer) metadata; rkeys of unchanged ones are kept.
@@ -180,6 +196,7 @@ impl Peer {
         }
         self.lens = regions.iter().map(|region| region.as_ref().map_or(0, |(region, _)| region.len)).collect();
         self.regions = regions;
+        self.look_behind_regions();
         Ok(())
     }
 
@@ -361,6 +378,7 @@ impl Engine {
             streamed: false,
             on_this_host: false,
             neighbour: None,
+            backing: Backing::default(),
             claimed: None,
             challenge,
             witness: Witness::new(self.incarnation.0, address),

@@ -534,6 +534,10 @@ impl Engine {
                 transfer.grace = Some(at);
                 self.transfers.graces.insert((at, id));
             }
+            for job in self.copiers.withdraw(id) {
+                self.left_flight(id, job.batch.bytes() as u64, 0);
+                self.copiers.give_back(job.batch);
+            }
         }
         self.settle(id, now);
     }

@@ -3,6 +3,7 @@
 //! [`check`] is asked before any registration, so that a null pointer, freed host memory, or a device pointer that was
 //! called host memory is an error with an explanation and never a crash in UCX.
 
+pub mod backing;
 mod convert;
 pub mod copy;
 pub mod cuda;

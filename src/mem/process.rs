@@ -1,15 +1,17 @@
 //! Memory of another process of this host, copied by the kernel: `process_vm_readv` and `process_vm_writev` with many
 //! pieces a call.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
 use super::MemoryRange;
+use super::backing::is_filled_by_kernel;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::MemoryKind;
 
@@ -188,6 +190,28 @@ fn join(pieces: &mut Vec<libc::iovec>, piece: libc::iovec) {
     }
 }
 
+/// Whether the page at an address of a process is in memory or swapped out: no look at it waits for anybody but the kernel.
+/// `true` where that cannot be told.
+fn is_in_memory(pid: libc::pid_t, addr: usize) -> Result<bool> {
+    /// Bits of an entry, one per page (Documentation/admin-guide/mm/pagemap.rst in Linux).
+    const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
+    // SAFETY: asks for a number.
+    let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096).max(1);
+    let mut entry = [0; 8];
+    let read = File::open(format!("/proc/{pid}/pagemap"))
+        .and_then(|map| map.read_exact_at(&mut entry, (addr / page) as u64 * 8));
+    match read {
+        Ok(()) => Ok(u64::from_ne_bytes(entry) & PRESENT_OR_SWAPPED != 0),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Err(Error::new(ErrorKind::PeerDied, format!("process {pid} is gone")))
+        }
+        Err(error) => {
+            log::debug!("the page map of process {pid}: {error}");
+            Ok(true)
+        }
+    }
+}
+
 /// A process of this host whose memory this one may copy.
 #[derive(Debug)]
 pub struct Neighbour {
@@ -209,6 +233,10 @@ impl Neighbour {
         let (Ok(pid), Ok(witness)) = (libc::pid_t::try_from(place.pid), usize::try_from(place.witness)) else {
             return Err(Error::corrupt(format!("process {} with a witness at {:#x}", place.pid, place.witness)));
         };
+        // Whoever calls this must not wait for a page that does not come.
+        if !is_in_memory(pid, witness)? {
+            return Err(Error::new(ErrorKind::Io, format!("the witness of process {pid} is not in its memory")));
+        }
         let neighbour = Neighbour { pid, witness, words: words(incarnation, challenge) };
         let expected: Vec<u64> = neighbour.words.into_iter().chain(bound(own)).collect();
         let mut seen = vec![0; expected.len()];
@@ -220,6 +248,21 @@ impl Neighbour {
             ));
         }
         Ok(Some(neighbour))
+    }
+
+    /// For each range of its addresses, whether the kernel fills all pages by itself, so that a copy waits for nobody. None is
+    /// while that is not so of its witness, which every copy reads.
+    ///
+    /// # Errors
+    /// What reading `/proc` says.
+    pub fn is_filled_by_kernel(&self, ranges: &[Range<u64>]) -> io::Result<Vec<bool>> {
+        let witness = self.witness as u64;
+        let witness = witness..witness.saturating_add(size_of::<Words>() as u64);
+        let mut filled = is_filled_by_kernel(self.pid, &[ranges, &[witness]].concat())?;
+        if filled.pop() != Some(true) {
+            filled.fill(false);
+        }
+        Ok(filled)
     }
 
     /// Whether the process is still the one that it was.
@@ -359,6 +402,32 @@ mod tests {
         let neighbour = find(7, CHALLENGE, ADDRESS).unwrap().unwrap();
         witness.answer((9, 9));
         assert_eq!(neighbour.check().unwrap_err().kind(), ErrorKind::PeerDied);
+    }
+
+    #[test]
+    fn a_witness_whose_page_is_not_in_memory_is_not_looked_at() {
+        // SAFETY: a new mapping, which nothing uses.
+        let untouched = unsafe {
+            let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            libc::mmap(ptr::null_mut(), 4096, access, flags, -1, 0)
+        };
+        assert_ne!(untouched, libc::MAP_FAILED);
+        let place = ProcessPlace { witness: untouched.addr() as u64, ..ProcessPlace::here().unwrap() };
+        let error = Neighbour::find(&place, 7, CHALLENGE, ADDRESS).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+        assert!(error.message().contains("not in its memory"), "{error}");
+    }
+
+    #[test]
+    fn what_is_behind_memory_is_known_only_while_it_is_known_of_the_witness() {
+        let (_witness, neighbour) = neighbour();
+        let memory = [0u8; 64];
+        let memory = memory.as_ptr().addr() as u64..memory.as_ptr().addr() as u64 + 64;
+        assert_eq!(neighbour.is_filled_by_kernel(&[memory.clone(), 0..1]).unwrap(), [true, false]);
+        // Its code is a file's.
+        let code = words as fn(u64, Challenge) -> Words;
+        let elsewhere = Neighbour { witness: code as usize, ..neighbour };
+        assert_eq!(elsewhere.is_filled_by_kernel(&[memory]).unwrap(), [false]);
     }
 
     #[test]

@@ -42,13 +42,18 @@ impl Path for Copied {
         hosts && peer.neighbour.is_some() && !stretch.gathered && !stretch.digest
     }
 
-    /// Hands a batch to a copier if the transfer takes long and there is more of it, else copies it.
+    /// Hands a batch to a copier if a copy of it may have to wait for anybody, or the transfer takes long and there is more of it;
+    /// else copies it.
     fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId, stretch: Stretch) -> Result<u64> {
         let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
         let peer = engine.peers.get(peer_id)?;
         let Some(neighbour) = peer.neighbour.as_ref().map(Arc::clone) else {
             return Err(Error::new(ErrorKind::Internal, "memory of another host cannot be copied"));
         };
+        let alone = stretch.is_filled_by_kernel;
+        if engine.copiers.is_stuck(peer_id) || !(alone || engine.copiers.can_copy()?) {
+            return Ok(0);
+        }
         let mut batch = engine.copiers.batch();
         while let Some(operation) = transfer.next() {
             let range = engine.registry.range(operation.local_region);
@@ -75,8 +80,9 @@ impl Path for Copied {
         transfer.in_flight += 1;
         engine.entered_flight(peer_id, bytes);
         let ferry_processor = sidestep::processor();
-        let job = Job { transfer: id, peer: peer_id, neighbour, way, batch, ferry_processor };
-        if helped && engine.copiers.has_room() {
+        let job =
+            Job { transfer: id, peer: peer_id, neighbour, way, batch, is_filled_by_kernel: alone, ferry_processor };
+        if !alone || helped && engine.copiers.can_help() {
             engine.copiers.submit(job);
         } else {
             engine.copied_batch(job.run(), Instant::now());

@@ -28,6 +28,8 @@ pub(super) struct Stretch {
     pub(super) gathered: bool,
     /// Whether it is of a read so long that a stream is worth having.
     pub(super) streamable: bool,
+    /// Whether the kernel fills missing pages of the peer's memory by itself; known of processes whose memory can be copied.
+    pub(super) is_filled_by_kernel: bool,
     /// Whether the peer's digest is wanted and not the bytes.
     pub(super) digest: bool,
 }
@@ -41,6 +43,7 @@ impl Stretch {
             remote: peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
             gathered: transfer.is_gathered(),
             streamable: transfer.is_streamable(),
+            is_filled_by_kernel: peer.is_filled_by_kernel(operation.remote_region),
             digest: transfer.is_asking(),
         })
     }
@@ -76,7 +79,8 @@ pub(super) fn choose(peer: &Peer, stretch: Stretch) -> &'static dyn Path {
 
 /// The name of the path for long runs between memory of these kinds.
 pub(super) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
-    choose(peer, Stretch { local, remote, gathered: false, streamable: true, digest: false }).name()
+    let kinds = Stretch { local, remote, gathered: false, streamable: true, is_filled_by_kernel: true, digest: false };
+    choose(peer, kinds).name()
 }
 
 #[cfg(test)]
