@@ -1,7 +1,9 @@
 //! An agent in a process of its own, driven over pipes.
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Arc, Mutex};
 
 use kvferry::agent::{AgentConfig, Event, Transport, decode_metadata, encode_metadata};
 use kvferry::proto::wire::AgentMetadata;
@@ -151,6 +153,8 @@ pub fn serve() {
     let node = Node::start(AgentConfig { streams, ..config("child", transport) }, seed, &lens);
     say(&hex(&encode_metadata(&node.agent.metadata().unwrap()).unwrap()));
     let agent = node.agent.clone();
+    let lost = Arc::new(Mutex::new(HashMap::new()));
+    let losses = Arc::clone(&lost);
     let echo = std::thread::spawn(move || {
         // Ends with the agent: then there are no more events, and waiting returns at once.
         while let Some(event) = agent.wait_event(std::time::Duration::from_secs(3600)) {
@@ -159,8 +163,7 @@ pub fn serve() {
                     data.reverse();
                     let _ = agent.send(peer, data);
                 }
-                // In the test's own output, for whoever reads why it failed.
-                Event::PeerLost { peer, error } => eprintln!("child {}: {peer:?}: {error}", std::process::id()),
+                Event::PeerLost { peer, error } => drop(losses.lock().unwrap().insert(peer, error)),
                 _ => {}
             }
         }
@@ -218,6 +221,7 @@ pub fn serve() {
                     node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
                 }
                 super::until("reads", || {
+                    assert!(!lost.lock().unwrap().contains_key(&peer), "lost: {:?}", lost.lock().unwrap());
                     let stats = node.agent.stats().unwrap();
                     stats.bytes_read > 0 || stats.operations >= 200
                 });
