@@ -366,6 +366,8 @@ impl Client {
                     if let Some(c) = self.connections.get_mut(&key) {
                         (c.socket, c.heard) = (Some(socket), false);
                     }
+                    // What was sent by another address is not answered any more.
+                    self.ask_again(&key);
                 }),
                 Some(Step::Fail(e)) => Err(e),
             };
@@ -446,6 +448,11 @@ impl Client {
         let pause = (old.pause * 2).min(Duration::from_secs(60));
         drop(old);
         self.connections.insert(key.clone(), Connection::new(now, key, pause));
+        self.ask_again(key);
+    }
+
+    /// Makes all requests to `key` ready to be sent by a new socket.
+    fn ask_again(&mut self, key: &(String, u16)) {
         let mut failed = Vec::new();
         for (id, r) in self.requests.iter_mut().filter(|(_, r)| r.key == *key) {
             if !matches!(r.phase, Phase::Resting(_))

@@ -26,7 +26,7 @@ pub(super) struct Way {
     since: Instant,
     addresses: Addresses,
     /// Whether one of them was handed out.
-    chosen: bool,
+    chosen: Option<SocketAddr>,
     probes: Vec<Probe>,
     /// Since when a request waits, and how long one may before the addresses are probed.
     waiting: Option<(Instant, Duration)>,
@@ -68,7 +68,7 @@ impl Way {
             is_address,
             since: now,
             addresses,
-            chosen: false,
+            chosen: None,
             probes: Vec::new(),
             waiting: Some((now, PROBE_AFTER)),
             not_before: now,
@@ -115,7 +115,9 @@ impl Way {
                 return self.failed(now, text, grace);
             }
             // One alone needs no choice.
-            Addresses::Known(all) if all.len() == 1 && !self.chosen => return self.choose(all.first().copied()),
+            Addresses::Known(all) if all.len() == 1 && self.chosen.is_none() => {
+                return self.choose(all.first().copied());
+            }
             Addresses::Known(all) => all,
         };
         if self.probes.is_empty() {
@@ -125,8 +127,18 @@ impl Way {
             self.probes = addresses.iter().map(|to| Probe::start(*to)).collect();
         }
         self.probes.iter_mut().for_each(|probe| probe.turn(now));
+        // The connection that there is stays as long as its address leads anywhere.
+        let chosen = self.probes.iter().find(|probe| Some(probe.to()) == self.chosen).map(Probe::finding);
+        match chosen {
+            Some(Finding::Silent) => return None,
+            Some(Finding::Fits) => {
+                (self.probes, self.not_before) = (Vec::new(), now + PROBE_SILENT_AFTER);
+                return None;
+            }
+            _ => {}
+        }
         if let Some(found) = self.probes.iter().find(|probe| *probe.finding() == Finding::Fits) {
-            return if self.chosen { None } else { self.choose(Some(found.to())) };
+            return self.choose(Some(found.to()));
         }
         if self.probes.iter().any(|probe| probe.finding().is_open()) {
             return None;
@@ -143,7 +155,7 @@ impl Way {
         self.not_before = now + AGAIN;
         if !self.is_address {
             // It may have got another address.
-            (self.addresses, self.chosen) = (Addresses::Unknown, false);
+            (self.addresses, self.chosen) = (Addresses::Unknown, None);
         }
         if now.saturating_duration_since(since) >= grace {
             return Some(Step::Fail(Error::new(ErrorKind::Unreachable, text)));
@@ -153,14 +165,14 @@ impl Way {
     }
 
     fn choose(&mut self, address: Option<SocketAddr>) -> Option<Step> {
-        (self.chosen, self.probes) = (true, Vec::new());
+        (self.chosen, self.probes) = (address, Vec::new());
         address.map(Step::Open)
     }
 
     /// When to look for a way, while a request waits.
     fn attempt_at(&self) -> Option<Instant> {
         let (since, patience) = self.waiting?;
-        Some(if self.chosen { self.not_before.max(since + patience) } else { self.not_before })
+        Some(if self.chosen.is_some() { self.not_before.max(since + patience) } else { self.not_before })
     }
 
     /// When to take the next step although nothing has come, while a request waits.
@@ -215,6 +227,58 @@ impl Way {
             Finding::Closed => format!("what listens on {at} closes each connection without a word"),
             Finding::Foreign(what) => format!("what listens on {at} is no kvferry listener but {what}"),
             Finding::Fits => format!("a ZMQ socket listens on {at}, to which there is no connection yet"),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn next(way: &mut Way) -> Step {
+        let begin = Instant::now();
+        loop {
+            let now = Instant::now();
+            assert!(now - begin < LONG, "{way:?}");
+            if let Some(step) = way.turn(now, Some(Duration::ZERO), LONG) {
+                return step;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// A listener, as far as a probe can see.
+    fn router(context: &zmq::Context, at: SocketAddr) -> (zmq::Socket, SocketAddr) {
+        let socket = context.socket(zmq::ROUTER).unwrap();
+        socket
+            .bind(&format!("tcp://{}:{}", at.ip(), if at.port() == 0 { "*".to_owned() } else { at.port().to_string() }))
+            .unwrap();
+        let bound = socket.get_last_endpoint().unwrap().unwrap();
+        (socket, bound.trim_start_matches("tcp://").parse().unwrap())
+    }
+
+    #[test]
+    fn a_dead_address_of_a_name_is_left_for_one_that_fits() {
+        let context = zmq::Context::new();
+        let (old, first) = router(&context, SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2), 0)));
+        let second = SocketAddr::from((Ipv4Addr::LOCALHOST, first.port()));
+        let mut way = Way::new(Instant::now(), ("head.example".to_owned(), first.port()));
+        assert!(matches!(next(&mut way), Step::Resolve));
+        way.resolved(Ok(vec![second, first]));
+        assert!(matches!(next(&mut way), Step::Open(at) if at == first));
+        drop(old);
+        let (_new, _) = router(&context, second);
+        assert!(matches!(next(&mut way), Step::Open(at) if at == second), "{way:?}");
+        // It stays there as long as it is right.
+        way.wake(Instant::now());
+        for _ in 0..100 {
+            assert!(way.turn(Instant::now(), Some(Duration::ZERO), LONG).is_none());
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
