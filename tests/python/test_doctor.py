@@ -268,7 +268,8 @@ def test_without_libkvferry_the_rest_is_told_all_the_same() -> None:
     assert told.troubles == {"library": "missing"}
     assert "KVFERRY_LIBRARY" in told["library"]["remedy"]
     assert "/no/such/libkvferry.so" in told["library"]["evidence"][0]
-    assert told.cases("ucx", "peer", "transfer-tcp", "key") == ["unknown", "unknown", "absent", "none"]
+    cases = told.cases("options", "ucx", "peer", "transfer-tcp", "key")
+    assert cases == ["unknown", "unknown", "unknown", "absent", "none"]
     assert told["same-host"]["evidence"]
 
 

@@ -70,8 +70,8 @@ def examine(asked: Asked) -> Report:
     end_after(asked.timeout_s)
     findings: list[Finding] = []
     library = _library()
-    findings += [library, _options(asked), _vllm()]
     is_loaded = library.state == "ok"
+    findings += [library, _options(asked, is_loaded), _vllm()]
     seen = ucx.look(asked.agent) if is_loaded else ucx.Seen()
     findings += ucx.findings(seen, is_loaded)
     findings += [devices.rdma(seen), devices.gpu(seen), devices.gpu_rdma(), transfer.same_host()]
@@ -96,8 +96,10 @@ def _library() -> Finding:
     return found("library", "loaded", [f"kvferry {told['version']}, C ABI {told['abi']}, at {told['path']}"])
 
 
-def _options(asked: Asked) -> Finding:
-    return found("options", "bad" if asked.bad_option else "good", [asked.bad_option])
+def _options(asked: Asked, is_loaded: bool) -> Finding:
+    if asked.bad_option:
+        return found("options", "bad", [asked.bad_option])
+    return found("options", "good" if is_loaded else "unknown")
 
 
 def _vllm() -> Finding:

@@ -50,7 +50,8 @@ _GET_UCX = (
     "run `pip install libucx-cu12`, or install UCX 1.18 or newer on the system, or name a libucp.so.0 in "
     "KVFERRY_UCX_LIB"
 )
-_UNREADABLE = Case("not applicable", "libkvferry or UCX is missing, so this cannot be looked at.")
+_UNREADABLE = Case("not applicable", "libkvferry or UCX is missing or cannot be used, so this cannot be looked at.")
+_UNTRIED = "or the key file cannot be used"
 
 
 def _transfer(what: str, absent: str) -> dict[str, Case]:
@@ -88,8 +89,7 @@ KINDS: dict[str, Kind] = {
     ),
     "options": Kind(
         "connector options",
-        "Checks KVFERRY_HOST, KVFERRY_PORT, KVFERRY_KEY_FILE, KVFERRY_REQUEST_LOG and VLLM_HOST_IP as the vLLM "
-        "connector does.",
+        "Checks the value of every variable KVFERRY_* that is an option of kvferry, as the vLLM connector does.",
         {
             "good": Case("ok", "The environment's options have the right form."),
             "bad": Case(
@@ -98,6 +98,7 @@ KINDS: dict[str, Kind] = {
                 "environment's options out.",
                 "correct or unset the variable that the evidence names",
             ),
+            "unknown": Case("not applicable", "libkvferry is missing, so the environment's options were not checked."),
         },
     ),
     "vllm": Kind(
@@ -105,10 +106,10 @@ KINDS: dict[str, Kind] = {
         "Looks for the installed vLLM and for the plug-in entry point of kvferry, without importing vLLM.",
         {
             "absent": Case("not applicable", "This Python has no vLLM; kvferry serves other hosts too."),
-            "served": Case("ok", "A vLLM release that the connector was written for."),
+            "served": Case("ok", "The connector is written for this release of vLLM."),
             "other": Case(
                 "warning",
-                "The connector was not written for this release of vLLM.",
+                "The connector is not written for this release of vLLM.",
                 "use a release that docs/vllm.md names; with another one, run its tests first (scripts/test)",
             ),
             "unregistered": Case(
@@ -136,7 +137,7 @@ KINDS: dict[str, Kind] = {
             ),
             "crashed": Case(
                 "problem",
-                "The process that opened UCX died.",
+                "The process that opened UCX died, or did not answer in time.",
                 "use another UCX: `pip install libucx-cu12`, and name its libucp.so.0 in KVFERRY_UCX_LIB",
             ),
             "unknown": _UNREADABLE,
@@ -188,7 +189,8 @@ KINDS: dict[str, Kind] = {
             ),
             "no-copies": Case(
                 "warning",
-                "This UCX has no transport cma, without which bytes between engines of this host go by messages.",
+                "This UCX has no transport cma, without which bytes between engines of this host go by messages and "
+                "streams.",
                 "where the finding `same-host` is ok, use a UCX that has the module libuct_cma (`pip install "
                 "libucx-cu12`)",
             ),
@@ -235,7 +237,10 @@ KINDS: dict[str, Kind] = {
                 "install libibverbs1, librdmacm1 and the device's provider (ibverbs-providers) and look at "
                 "`ucx_info -d`; the UCX in use must have been built with verbs",
             ),
-            "unknown": Case("not applicable", "UCX is missing, so it cannot be asked about the RDMA devices here."),
+            "unknown": Case(
+                "not applicable",
+                "libkvferry or UCX is missing or cannot be used, so it cannot be asked about the RDMA devices here.",
+            ),
         },
     ),
     "gpu": Kind(
@@ -255,7 +260,10 @@ KINDS: dict[str, Kind] = {
                 "CUDA works, but this UCX cannot move memory of GPUs.",
                 "use a UCX with CUDA (`pip install libucx-cu12`), and let UCX_TLS have cuda_copy and cuda_ipc",
             ),
-            "unknown": Case("not applicable", "UCX is missing, so it cannot be asked about the GPUs here."),
+            "unknown": Case(
+                "not applicable",
+                "libkvferry or UCX is missing or cannot be used, so it cannot be asked about the GPUs here.",
+            ),
         },
     ),
     "gpu-rdma": Kind(
@@ -263,8 +271,12 @@ KINDS: dict[str, Kind] = {
         "How far each GPU is from its nearest RDMA device (PCI path and NUMA node), and whether the device may read "
         "GPU memory itself.",
         {
-            "absent": Case("not applicable", "There is no pair of a GPU and an RDMA device."),
-            "near": Case("ok", "Every GPU has an RDMA device near it that may read its memory."),
+            "absent": Case("not applicable", "There is no pair of a GPU and an RDMA device that is up."),
+            "near": Case(
+                "ok",
+                "RDMA devices may read GPU memory, and no GPU's nearest one is known to be behind another processor "
+                "socket.",
+            ),
             "far": Case(
                 "warning",
                 "A GPU's nearest RDMA device is behind another processor socket.",
@@ -272,8 +284,8 @@ KINDS: dict[str, Kind] = {
             ),
             "no-peer-memory": Case(
                 "warning",
-                "RDMA devices may not read GPU memory themselves: no nvidia_peermem, and a kernel too old for "
-                "DMA-BUF. Bytes then go by way of host memory.",
+                "RDMA devices may not read GPU memory themselves: there is neither nvidia_peermem nor DMA-BUF (Linux "
+                "5.12 or newer with the open GPU kernel modules). Bytes then go by way of host memory.",
                 "load the module: `modprobe nvidia_peermem`; or use Linux 5.12 or newer with the open GPU kernel "
                 "modules",
             ),
@@ -286,10 +298,10 @@ KINDS: dict[str, Kind] = {
             "allowed": Case("ok", "A process may copy another one's memory: the fast path within a host."),
             "yama": Case(
                 "warning",
-                "Yama lets a process read only its own children, so that bytes between engines of this host go by "
+                "Yama lets no process read one that is not its child, so that bytes between engines of this host go by "
                 "messages.",
-                "`sysctl kernel.yama.ptrace_scope=0` on the host, or give the engines CAP_SYS_PTRACE (docker: "
-                "--cap-add SYS_PTRACE)",
+                "`sysctl kernel.yama.ptrace_scope=0` on the host (from 3 it can be lowered only by a restart of the "
+                "host), or, where it is 1 or 2, give the engines CAP_SYS_PTRACE (docker: --cap-add SYS_PTRACE)",
             ),
             "seccomp": Case(
                 "warning",
@@ -299,7 +311,8 @@ KINDS: dict[str, Kind] = {
             ),
             "refused": Case(
                 "warning",
-                "The kernel refuses process_vm_readv, so that bytes between engines of this host go by messages.",
+                "process_vm_readv does not work between two processes here, so that bytes between engines of this host "
+                "go by messages.",
                 "run both engines as one user, in one PID and user namespace, and without a security module "
                 "(SELinux, AppArmor) that denies ptrace",
             ),
@@ -310,7 +323,7 @@ KINDS: dict[str, Kind] = {
         "RLIMIT_MEMLOCK, which RDMA devices need for the registered cache.",
         {
             "unlimited": Case("ok", "Memory may be locked without a limit."),
-            "unneeded": Case("not applicable", "Nothing here locks memory: that is for RDMA."),
+            "unneeded": Case("not applicable", "There is a limit, and no RDMA device that needs locked memory."),
             "limited": Case(
                 "problem",
                 "There is an RDMA device, and the cache cannot be registered with it beyond this limit.",
@@ -333,12 +346,14 @@ KINDS: dict[str, Kind] = {
     ),
     "shm": Kind(
         "/dev/shm",
-        "Size and free space of /dev/shm, which vLLM's processes and UCX's shared-memory transports use.",
+        "Size and free space of /dev/shm, which vLLM's processes and UCX's shared-memory transports use. kvferry moves "
+        "no bytes through it.",
         {
             "enough": Case("ok", "There is room in /dev/shm."),
             "small": Case(
                 "warning",
-                "/dev/shm is small, as containers have it by default: vLLM's processes and UCX may fail there.",
+                "At most 64 MiB of /dev/shm are free, which is its size in containers by default: vLLM's processes and "
+                "UCX may fail there.",
                 "make it larger: docker --ipc=host or --shm-size=8g; Kubernetes: an emptyDir of medium Memory on "
                 "/dev/shm",
             ),
@@ -369,14 +384,18 @@ KINDS: dict[str, Kind] = {
             "routable": Case("ok", "Other hosts can be told an address of this one."),
             "local-only": Case(
                 "warning",
-                "Only engines on this host could reach the listener: there is no address that others could use.",
-                "bring up a network interface or add a route; where the address is known, give it as KVFERRY_HOST "
-                "or the option host",
+                "Only engines on this host could reach the listener: the configured host is a loopback address, or "
+                "there is no address that others could use.",
+                "unless that is meant: unset KVFERRY_HOST (or VLLM_HOST_IP, or the option host) where it names a "
+                "loopback address; else bring up a network interface or add a route, or give the address as "
+                "KVFERRY_HOST",
             ),
             "bad": Case(
                 "problem",
-                "The configured host cannot be listened on.",
-                "set KVFERRY_HOST (or VLLM_HOST_IP, or the option host) to an address of this host, or unset it",
+                "The configured host or bind is no name or address of this host: an engine could not start its "
+                "listener.",
+                "set KVFERRY_HOST (or VLLM_HOST_IP, or the option host) and KVFERRY_BIND (or the option bind) to "
+                "addresses of this host, or unset them; where host is forwarded to this host, give bind as well",
             ),
             "unknown": Case("not applicable", "libkvferry is missing, so it cannot be asked for the address."),
         },
@@ -421,7 +440,7 @@ KINDS: dict[str, Kind] = {
         "transfer within the host",
         "Moves blocks between two processes as two engines on this host would, with the transport that is configured.",
         {
-            **_transfer("The fast path", "There is no library, UCX or transport to try it with."),
+            **_transfer("The fast path", f"There is no library, UCX or transport to try it with, {_UNTRIED}."),
             "slow": Case(
                 "warning",
                 "It worked, but through the network stack and not by copies between the processes.",
@@ -433,13 +452,13 @@ KINDS: dict[str, Kind] = {
     "transfer-tcp": Kind(
         "transfer over TCP",
         "Moves blocks between two processes over TCP, as between hosts without RDMA.",
-        _transfer("TCP", "There is no library, UCX or TCP transport to try it with."),
+        _transfer("TCP", f"There is no library, UCX or TCP transport to try it with, {_UNTRIED}."),
     ),
     "transfer-rdma": Kind(
         "transfer over RDMA",
         "Moves blocks one-sided between two processes through this host's RDMA device.",
         {
-            **_transfer("RDMA", "UCX has no RDMA device here."),
+            **_transfer("RDMA", f"There is no library, UCX or RDMA device that UCX uses to try it with, {_UNTRIED}."),
             "slow": Case(
                 "warning",
                 "It worked, but by messages and not one-sided.",
@@ -451,7 +470,7 @@ KINDS: dict[str, Kind] = {
         "transfer between GPU memories",
         "Moves blocks between memory of the first GPU in two processes.",
         {
-            **_transfer("CUDA", "There is no GPU here that UCX can move memory of."),
+            **_transfer("CUDA", f"There is no library, UCX or GPU that UCX can move memory of, {_UNTRIED}."),
             "slow": Case(
                 "warning",
                 "It worked, but by way of host memory.",
@@ -464,17 +483,19 @@ KINDS: dict[str, Kind] = {
         "peer's handshake",
         "With --peer: asks that listener for the metadata of all ranks, as a decode engine does.",
         {
-            "answered": Case("ok", "The engine answered, in this version of the protocol, with all of its ranks."),
+            "answered": Case(
+                "ok", "The engine answered with all of its ranks, in a version of the protocol that both sides speak."
+            ),
             "unreachable": Case(
                 "problem",
-                "Nothing answers at that host and port.",
+                "The host's name does not resolve, or nothing answers at that host and port.",
                 "check host and port (the engine logs where it listens, 5680 plus the data-parallel index by "
                 "default), that it runs and is a producer, and that no firewall is between",
             ),
             "silent": Case(
                 "problem",
-                "Something listens there and did not answer in time, or the engine's ranks are not all up yet.",
-                "wait until the engine has started; if it has, check that this is kvferry's port and not vLLM's",
+                "A listener took the question and did not answer in time, or the engine's ranks are not all up yet.",
+                "wait until the engine has started; if it has, check that its process is not stopped",
             ),
             "foreign": Case(
                 "problem",
@@ -491,7 +512,9 @@ KINDS: dict[str, Kind] = {
                 "The engine speaks no version of the protocol that this side speaks.",
                 "upgrade the older side, one protocol version at a time ('Upgrading' in docs/guide.md)",
             ),
-            "refused": Case("problem", "The answer was refused or is no good.", "follow the error's text"),
+            "refused": Case(
+                "problem", "The listener refused the question, or its answer cannot be used.", "follow the error's text"
+            ),
             "unknown": Case("not applicable", "libkvferry is missing, so nothing was asked."),
         },
     ),
@@ -510,7 +533,7 @@ KINDS: dict[str, Kind] = {
                 "start both engines with the same model, cache dtype and attention backend, or correct the options "
                 "of this command: {names}",
             ),
-            "unknown": Case("not applicable", "The engine did not answer."),
+            "unknown": Case("not applicable", "libkvferry is missing, or the engine did not answer."),
         },
     ),
     "peer-path": Kind(
@@ -519,11 +542,13 @@ KINDS: dict[str, Kind] = {
         {
             "fast": Case("ok", "Bytes are read without the peer's processor, or copied by the kernel within the host."),
             "served": Case(
-                "ok", "Bytes travel in messages that the peer's processor serves, as over TCP between hosts."
+                "ok",
+                "Bytes travel in messages that the peer's processor serves, as over TCP between hosts; reads of 256 "
+                "KiB and more of host memory go by streams where there can be one.",
             ),
             "slow": Case(
                 "warning",
-                "The peer is on this host, and bytes travel in messages all the same.",
+                "The peer is on this host, and bytes travel in messages or streams all the same.",
                 "see the findings `same-host`, `transports` and `container`",
             ),
             "unconnected": Case(

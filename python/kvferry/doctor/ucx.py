@@ -22,7 +22,7 @@ CLASSES = {
 COSTS = {
     "tcp": "no messages and no transfers over TCP",
     "rdma": "no RDMA: bytes to other hosts go over TCP",
-    "cma": "no copies between processes of this host: their bytes go by messages",
+    "cma": "no copies between processes of this host: their bytes go by messages and streams",
     "cuda": "no GPU memory",
 }
 SETTINGS = ("TLS", "NET_DEVICES")
