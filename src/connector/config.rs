@@ -54,7 +54,8 @@ pub struct WorkerConfig {
     pub compat: Vec<CompatField>,
     /// Transports allowed.
     pub transport: Transport,
-    /// UCX settings by name without the `UCX_` prefix; they win over `transport`.
+    /// UCX settings by name without the `UCX_` prefix; they win over the environment's. `TLS` is refused beside a `transport`
+    /// that is not `auto`.
     pub ucx: BTreeMap<String, String>,
     /// Path of the libucp to open; None searches as `docs/architecture.md` says.
     pub ucx_lib: Option<String>,

@@ -50,12 +50,13 @@ pub const TABLE: &[Setting] = &[
         "File of the key that all engines share (`kvferry key PATH` makes one). Handshakes and messages are then sealed, \
          and engines without the key refused. An empty text means no key, whatever the environment says.")),
     row(Operator, "transport", &[Agent, Worker], Choice(&["auto", "tcp", "shm"]), "", Name("auto"),
-        "What UCX may use: its own choice, TCP only, or shared memory and copies between processes of one host."),
+        "What UCX may use: its own choice, TCP only, or copies between processes of one host, with messages over TCP. `tcp` \
+         and `shm` take the place of `UCX_TLS`."),
     row(OperatorWithoutVariable, "ucx", &[Agent, Worker], Ucx, "", Empty,
-        "UCX settings by name without the `UCX_` prefix, such as `{\"NET_DEVICES\": \"mlx5_0:1\"}`. They win over \
-         `transport` and over UCX's own variables, `UCX_<NAME>`, which count for what is not given here. \
-         `RNDV_THRESH`, `ADDRESS_VERSION`, `TCP_RX_SEG_SIZE` and `TCP_PUT_ENABLE` always have kvferry's values, on which peers \
-         rely."),
+        "UCX settings by name without the `UCX_` prefix, such as `{\"NET_DEVICES\": \"mlx5_0:1\"}`. They win over UCX's own \
+         variables, `UCX_<NAME>`, which count for what is not given here. `TLS` is refused beside a `transport` that is not \
+         `auto`. `RNDV_THRESH`, `ADDRESS_VERSION`, `TCP_RX_SEG_SIZE`, `TCP_PUT_ENABLE` and, with `PROTO_ENABLE` off, \
+         `TCP_TX_SEG_SIZE` always have kvferry's values, on which peers rely."),
     late(row(Operator, "ucx_lib", &[Agent, Worker], Text, "", Absent("found: loaded already, the system's, a package's"),
         "Path of the libucp.so.0 to open.")),
     row(Operator, "window", &[Agent, Worker], Whole(1, 1024), "operations", Number(64),
@@ -88,7 +89,8 @@ pub const TABLE: &[Setting] = &[
         "Longest time for one request's reads."),
     row(Operator, "verdict_timeout_ms", &[Worker], DURATION, "ms", Number(10_000),
         "Longest wait for the producer's word that the lease held."),
-    row(Operator, "heartbeat_divisor", &[Worker], Whole(1, 1000), "", Number(6), "Heartbeats per lease."),
+    row(Operator, "heartbeat_divisor", &[Worker], Whole(2, 1000), "", Number(6),
+        "Heartbeats per lease, at least 100 ms apart."),
     row(Operator, "hold_timeout_ms", &[Worker], DURATION, "ms", Number(3_600_000),
         "How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its prefill."),
     row(Operator, "peer_ttl_ms", &[Worker], DURATION, "ms", Number(600_000),
@@ -113,8 +115,10 @@ pub const TABLE: &[Setting] = &[
         "The engine; the same on its scheduler and all of its workers."),
     row(Program, "pp_rank", &[Worker], Whole(0, 65_535), "", Number(0), "Pipeline-parallel rank."),
     row(Program, "tp_rank", &[Worker], Whole(0, 65_535), "", Number(0), "Tensor-parallel rank."),
-    row(Program, "tp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Tensor-parallel size."),
-    row(Program, "pp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Pipeline-parallel size."),
+    row(Program, "tp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1),
+        "Tensor-parallel size. An engine has at most 4096 ranks, `tp_size` times `pp_size`."),
+    row(Program, "pp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1),
+        "Pipeline-parallel size. An engine has at most 4096 ranks, `tp_size` times `pp_size`."),
     row(Program, "dcp_size", &[Worker, Scheduler, Listener], SIZE, "ranks", Number(1), "Decode-context-parallel size."),
     row(Program, "compat", &[Worker], Other("list of [name, value] or [name, value, true]"), "", Empty,
         "Facts that both engines must share: model, dtype and so on, as texts. With a third entry, true, a fact that other \
@@ -150,8 +154,9 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
       UCX's headers."),
     ("KVFERRY_UCX_INCLUDE", "Folder of UCX's headers for a build."),
     ("KVFERRY_CXX", "`zig` makes `scripts/setup` install a C++ compiler from PyPI where there is one already."),
-    ("KVFERRY_REQUIRE", "What tests must not skip for want of, separated by commas: `cuda`, `netns`, or a program such as \
-      `pkg-config`."),
+    ("KVFERRY_REQUIRE", "What tests must not skip for want of, separated by commas without blanks: `cuda`, `netns`, \
+      `browser`, `history` (the commits of which `scripts/build-previous` builds the previous protocol version), a program \
+      such as `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
     ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
     ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),
     ("KVFERRY_SHAPE", "Which pair of shapes `cargo test --test connector_shapes` runs."),
