@@ -3,7 +3,7 @@
  * This file is generated from src/ffi. Do not edit it.
  *
  * Errors. A call returns KVF_OK (0) or a negative kvf_code. Results go to out-parameters, which are written only on
- * success. The text of a thread's last failed call is got by kvf_last_error: what was wrong, what was expected and
+ * success. kvf_last_error gives the text of the calling thread's last failed call: what was wrong, what was expected and
  * what to do. Nothing a caller passes ends the process, except a pointer that is not null and yet not valid.
  *
  * Objects. kvf_agent, kvf_listener, kvf_worker, kvf_scheduler and kvf_aggregator are made by kvf_*_start and freed
@@ -542,12 +542,13 @@ int32_t kvf_worker_register(struct kvf_worker *worker,
 // States where the rank keeps which part of the cache, which completes its metadata. Once; again with the same
 // geometry does nothing.
 //
-// `geometry` is a msgpack map. groups: list of maps with kind ("full", "latent", "state", {"sliding_window":
-// {"window": tokens}} or {"chunked": {"chunk": tokens}}) and block_size (tokens), and where tokens are dealt over ranks (decode context parallelism)
-// token_ranks (1), token_rank (0) and token_interleave (1). areas: list of maps with layer, part (str), group (index),
-// region (index), offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride, pages (1), page_stride
-// (0), tokens, token_stride, units (1), unit_stride (0), content, heads_by_rank (false) and format ("") (offset, strides
-// and content in bytes).
+// `geometry` is a msgpack map; docs/protocol.md has what each key means. groups: list of maps with kind ("full", "latent",
+// "state", {"sliding_window": {"window": tokens}} or {"chunked": {"chunk": tokens}}) and block_size (tokens), and where
+// tokens are dealt over ranks (decode context parallelism) token_ranks (1), token_rank (0) and token_interleave (1). areas:
+// list of maps with layer, part (str), group (index), region (index), offset, num_blocks, block_stride, heads, first_head,
+// total_heads, head_stride, pages (1), page_stride (0), tokens, token_stride, units (1), unit_stride (0), content,
+// heads_by_rank (false: whether first_head and total_heads count the heads of each rank as different ones) and format (""
+// states none: what the bytes are, the same on both engines). offset, strides and content are in bytes.
 int32_t kvf_worker_set_geometry(struct kvf_worker *worker,
                                 const uint8_t *geometry,
                                 size_t geometry_len);
@@ -630,6 +631,10 @@ int32_t kvf_scheduler_serve(struct kvf_scheduler *scheduler,
 
 // Consumer: a request with a remote prefill has arrived. Connect early and keep its lease alive. `params` here and
 // below is the request's kv_transfer_params as a msgpack map; what is wrong with them affects this request only.
+//
+// Several requests may load one prefill, each with the same params, as the samples of one prompt (n > 1) do. The lease is
+// given back with the last of those that have arrived. Where others may arrive later, add the key shared (true) to the
+// params in every call: the lease is then kept for 5 s more.
 int32_t kvf_scheduler_arrived(struct kvf_scheduler *scheduler,
                               const char *request_id,
                               size_t request_id_len,
@@ -685,7 +690,8 @@ int32_t kvf_scheduler_step(struct kvf_scheduler *scheduler, struct kvf_buffer *o
 int32_t kvf_scheduler_has_pending(struct kvf_scheduler *scheduler, uint8_t *pending);
 
 // Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's. The
-// report's granted prefills are told to the consumers that await them; without it these wait.
+// consumers that await a prefill by its transfer_id are told that they may read it when it is in the report's granted; without
+// that they wait.
 int32_t kvf_scheduler_report(struct kvf_scheduler *scheduler,
                              const uint8_t *report,
                              size_t report_len);
@@ -718,9 +724,10 @@ int32_t kvf_aggregator_expect(struct kvf_aggregator *aggregator,
 // Forgets a request, so that its id can be used again.
 int32_t kvf_aggregator_forget(struct kvf_aggregator *aggregator, const char *request, size_t request_len);
 
-// What has ended since the last call, as a msgpack map: granted (prefills that consumers may await, on all ranks),
-// finished_sending, finished_recving, failed_recving (request, cause, message, invalid_blocks as little-endian words of 32
-// bits), records (rank, record) and stats.
+// What is known of requests since the last call, as a msgpack map. granted: prefills with a transfer_id that are in the
+// granted of every rank's report, for kvf_scheduler_report. finished_sending and finished_recving: requests that every rank
+// has ended. failed_recving: those of finished_recving that any rank failed (request, cause, message, invalid_blocks as
+// little-endian words of 32 bits). records (rank, record) and stats.
 int32_t kvf_aggregator_take(struct kvf_aggregator *aggregator,
                             struct kvf_buffer *out);
 
@@ -729,6 +736,10 @@ int32_t kvf_aggregator_free(struct kvf_aggregator *aggregator);
 
 // The content of an encoded report as a msgpack map: rank, granted, finished_sending, finished_recving, failed_recving,
 // records and stats. Block ids are binary, little-endian words of 32 bits.
+//
+// granted: prefills with a transfer_id, by this engine's request ids, whose lease this rank has: their blocks are written, so
+// that consumers which await them may read. finished_sending: prefills whose blocks may be freed. finished_recving: loads
+// that are over; those that failed are in failed_recving too.
 int32_t kvf_report_decode(const uint8_t *report,
                           size_t report_len,
                           struct kvf_buffer *out);

@@ -85,11 +85,19 @@ class Worker:
             geometry: `{"groups": [{"kind": ..., "block_size": int}], "areas": [{"layer": str, "part": str, "group":
                 int, "region": int, "offset": int, "num_blocks": int, "block_stride": int, "heads": int,
                 "first_head": int, "total_heads": int, "head_stride": int, "tokens": int, "token_stride": int,
-                "content": int}]}`. A group's kind is "full", "latent", "state" or `{"sliding_window": {"window":
-                tokens}}`; offsets, strides and content are in bytes. Every area must lie inside its region.
-                A group's tokens may be dealt over ranks: `token_ranks`, `token_rank`, `token_interleave`. A block may
-                consist of several kernel blocks: `pages`, `page_stride`. A token's bytes may be several runs:
-                `units`, `unit_stride`. `kvf_worker_set_geometry` in `kvferry.h` tells more.
+                "content": int}]}`. A group's kind is "full", "latent", "state", `{"sliding_window": {"window":
+                tokens}}` or `{"chunked": {"chunk": tokens}}`; offsets, strides and content are in bytes. Every area
+                must lie inside its region. These keys may be left out:
+
+                - `token_ranks`, `token_rank`, `token_interleave` (1, 0, 1) of a group: its tokens are dealt over ranks.
+                - `pages`, `page_stride` (1, 0) of an area: a block consists of several kernel blocks.
+                - `units`, `unit_stride` (1, 0) of an area: a token's bytes are several runs.
+                - `heads_by_rank` (False) of an area: `first_head` and `total_heads` count the heads of each rank as
+                  different ones, because it is not known which ranks hold copies. Such a layer is read between equal
+                  tensor-parallel sizes only.
+                - `format` ("") of an area: what its bytes are, as far as the other keys do not tell, such as the type
+                  of an element. Two engines' formats of a layer must be equal; where one side states none, they are not
+                  compared.
         """
         _lib.worker_set_geometry(self._handle, _wire.pack("geometry", geometry))
 

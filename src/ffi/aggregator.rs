@@ -193,9 +193,10 @@ pub unsafe extern "C" fn kvf_aggregator_forget(
     })
 }
 
-/// What has ended since the last call, as a msgpack map: granted (prefills that consumers may await, on all ranks),
-/// finished_sending, finished_recving, failed_recving (request, cause, message, invalid_blocks as little-endian words of 32
-/// bits), records (rank, record) and stats.
+/// What is known of requests since the last call, as a msgpack map. granted: prefills with a transfer_id that are in the
+/// granted of every rank's report, for kvf_scheduler_report. finished_sending and finished_recving: requests that every rank
+/// has ended. failed_recving: those of finished_recving that any rank failed (request, cause, message, invalid_blocks as
+/// little-endian words of 32 bits). records (rank, record) and stats.
 ///
 /// # Safety
 /// As the header's top says.

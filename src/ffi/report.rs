@@ -18,6 +18,10 @@ pub(super) fn batch(bytes: &[u8]) -> Result<ReportBatch> {
 /// The content of an encoded report as a msgpack map: rank, granted, finished_sending, finished_recving, failed_recving,
 /// records and stats. Block ids are binary, little-endian words of 32 bits.
 ///
+/// granted: prefills with a transfer_id, by this engine's request ids, whose lease this rank has: their blocks are written, so
+/// that consumers which await them may read. finished_sending: prefills whose blocks may be freed. finished_recving: loads
+/// that are over; those that failed are in failed_recving too.
+///
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]

@@ -150,6 +150,10 @@ unsafe fn request<'a>(
 /// Consumer: a request with a remote prefill has arrived. Connect early and keep its lease alive. `params` here and
 /// below is the request's kv_transfer_params as a msgpack map; what is wrong with them affects this request only.
 ///
+/// Several requests may load one prefill, each with the same params, as the samples of one prompt (n > 1) do. The lease is
+/// given back with the last of those that have arrived. Where others may arrive later, add the key shared (true) to the
+/// params in every call: the lease is then kept for 5 s more.
+///
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]
@@ -310,7 +314,8 @@ pub unsafe extern "C" fn kvf_scheduler_has_pending(scheduler: *mut kvf_scheduler
 }
 
 /// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's. The
-/// report's granted prefills are told to the consumers that await them; without it these wait.
+/// consumers that await a prefill by its transfer_id are told that they may read it when it is in the report's granted; without
+/// that they wait.
 ///
 /// # Safety
 /// As the header's top says.

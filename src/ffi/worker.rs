@@ -111,12 +111,13 @@ pub unsafe extern "C" fn kvf_worker_register(
 /// States where the rank keeps which part of the cache, which completes its metadata. Once; again with the same
 /// geometry does nothing.
 ///
-/// `geometry` is a msgpack map. groups: list of maps with kind ("full", "latent", "state", {"sliding_window":
-/// {"window": tokens}} or {"chunked": {"chunk": tokens}}) and block_size (tokens), and where tokens are dealt over ranks (decode context parallelism)
-/// token_ranks (1), token_rank (0) and token_interleave (1). areas: list of maps with layer, part (str), group (index),
-/// region (index), offset, num_blocks, block_stride, heads, first_head, total_heads, head_stride, pages (1), page_stride
-/// (0), tokens, token_stride, units (1), unit_stride (0), content, heads_by_rank (false) and format ("") (offset, strides
-/// and content in bytes).
+/// `geometry` is a msgpack map; docs/protocol.md has what each key means. groups: list of maps with kind ("full", "latent",
+/// "state", {"sliding_window": {"window": tokens}} or {"chunked": {"chunk": tokens}}) and block_size (tokens), and where
+/// tokens are dealt over ranks (decode context parallelism) token_ranks (1), token_rank (0) and token_interleave (1). areas:
+/// list of maps with layer, part (str), group (index), region (index), offset, num_blocks, block_stride, heads, first_head,
+/// total_heads, head_stride, pages (1), page_stride (0), tokens, token_stride, units (1), unit_stride (0), content,
+/// heads_by_rank (false: whether first_head and total_heads count the heads of each rank as different ones) and format (""
+/// states none: what the bytes are, the same on both engines). offset, strides and content are in bytes.
 ///
 /// # Safety
 /// As the header's top says.

@@ -150,12 +150,12 @@ pub struct Area {
     pub block_stride: u64,
     /// KV heads that this rank holds.
     pub heads: u32,
-    /// The first of them, counted over the whole model.
+    /// The first of them, counted over all KV heads of this layer.
     pub first_head: u32,
-    /// KV heads of the whole model.
+    /// KV heads of this layer over all ranks, copies counted once. Layers may have different numbers of them.
     pub total_heads: u32,
-    /// Whether `total_heads` counts each rank's heads as different ones, because the engine does not know which ranks hold
-    /// copies. Such a layer is copied between equal tensor-parallel sizes only.
+    /// Whether `first_head` and `total_heads` count each rank's heads as different ones, because the engine does not know
+    /// which ranks hold copies. Such a layer is copied between equal tensor-parallel sizes only.
     #[serde(default)]
     pub heads_by_rank: bool,
     /// Bytes from a head to the next.

@@ -74,7 +74,7 @@ pub struct Cell {
     pub layer: String,
     /// The part; packed K and V count as `k` and `v`.
     pub part: String,
-    /// The first head, counted over the whole model.
+    /// The first head, counted over all KV heads of the layer.
     pub first_head: u32,
     /// Heads.
     pub heads: u32,

@@ -84,7 +84,7 @@ fn first_layer<'a>(areas: Parts<'a>) -> Option<(&'a str, Parts<'a>)> {
     areas.get(..len).map(|parts| (name, parts))
 }
 
-/// Checks that what both ranks have of a layer can be copied from one to the other: kinds of cache, heads of the model,
+/// Checks that what both ranks have of a layer can be copied from one to the other: kinds of cache, heads of the layer,
 /// bytes per token and head. What they hold of it may differ, and so may regions, offsets, strides, block sizes and
 /// numbers of blocks. Neither geometry is checked against its own regions: [`Geometry::validate`].
 ///
