@@ -23,7 +23,7 @@ pub struct AgentStats {
     pub bytes_in_flight: u64,
     /// Operations since the start: of UCX, pieces copied, requests to peers.
     pub operations: u64,
-    /// Bytes copied to or from processes of this host by the kernel (`process_vm_readv`).
+    /// Bytes copied from or to processes of this host by the kernel (`process_vm_readv`, `process_vm_writev`).
     pub copied_bytes: u64,
     /// Bytes posted as one-sided operations of UCX.
     pub one_sided_bytes: u64,
@@ -43,13 +43,14 @@ pub struct AgentStats {
     pub messages_sent: u64,
     /// Messages delivered.
     pub messages_received: u64,
-    /// Messages dropped: of a sender that did not say hello, late ones of an earlier connection, malformed ones.
+    /// Messages dropped: malformed, too long, announced by rendezvous, from a sender that has not said hello or has another
+    /// key, or late ones of an earlier connection.
     pub messages_dropped: u64,
     /// Peers that were lost.
     pub peers_lost: u64,
-    /// How often the loop went to sleep.
+    /// Times that the ferry thread went to sleep.
     pub sleeps: u64,
-    /// How often the loop went round.
+    /// Iterations of the event loop.
     pub turns: u64,
     /// Of transfers that succeeded: from the first to the last operation posted.
     pub posting_time: Histogram<Micros>,
