@@ -20,8 +20,8 @@ REQUEST_LOG = "KVFERRY_REQUEST_LOG"
 UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
 
 # A free port, so that two demos do not meet. The times are ten times the defaults, because here a slow machine is no
-# failure: with two tensor-parallel engines on two busy cores, the default lease of 30 s was seen to run out before the
-# read was confirmed, and kvferry then rightly fails the request.
+# failure: with two tensor-parallel engines on two busy cores, the default lease of 30 s can run out before the read is
+# confirmed, and kvferry then rightly fails the request.
 KVFERRY_OPTIONS = {
     "port": 0,
     "lease_ms": 300_000,

@@ -6,10 +6,9 @@
 //! balancing parts them some milliseconds later, which is longer than most transfers take. So a thread that waits for its
 //! processor steps aside: it forbids itself the processor it is on, which moves it at once, and allows it again.
 //!
-//! It allows it again when it runs, and until then nothing brings it back. Where another program computes on the processor it
-//! moved to, that can be long: beside two engines on two processors such waits of 12 to 111 ms were seen, in some of which the
-//! processor that was left stood idle (`perf sched`, thirteen runs of the demo with 100 requests). So nobody steps aside while more
-//! threads want to run than there are processors.
+//! It allows it again when it runs, and until then nothing brings it back. Where another program computes on the processor
+//! that it moves to, that can take 100 ms, even while the processor that it has left stands idle. So nobody steps aside while
+//! more threads want to run than there are processors.
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -287,7 +287,7 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
             operations: defaults.total_window.operations.max(peer_window.operations),
             ..defaults.total_window
         },
-        // Part of the handshake. On starved machines 10 s, an agent's default, was seen to pass without an answer.
+        // Part of the handshake. On a starved machine an answer can take longer than an agent's default of 10 s.
         connect_timeout: Duration::from_millis(config.handshake_timeout_ms),
         copy_threads: config.copy_threads,
         streams: config.streams,

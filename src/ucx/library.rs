@@ -15,11 +15,11 @@ use super::status::UcxError;
 
 /// The environment variable that names the libucp to open.
 pub const PATH_VARIABLE: &str = "KVFERRY_UCX_LIB";
-/// The oldest UCX that works, as (major, minor): the first of which every function used here was checked.
+/// The oldest UCX that is taken, as (major, minor): it has every function used here.
 pub const OLDEST: (u32, u32) = (1, 18);
 
-/// The first UCX in which a read over CMA from a process that has died is an error. Of 1.18.1, 1.19.0, 1.20.1 and
-/// 1.21.0 it was measured to abort the reading process.
+/// The first UCX in which a read over CMA from a process that has died is an error. With 1.18.1, 1.19.0, 1.20.1 and
+/// 1.21.0 it aborts the reading process.
 const UNWATCHED_SINCE: (u32, u32) = (1, 22);
 
 pub(super) const OPEN: &str = "open UCX";
