@@ -5,7 +5,7 @@ everything is, except what a backend keeps inside the content. There are four ca
 
 - Most backends keep K and then V of one token and head in the content: part `kv`. MLA keeps one latent per token, the
   same on every tensor-parallel rank: part `latent`. Tokens and heads can be told apart. `TOKENWISE` lists the backends
-  whose source (vLLM 0.32.0) says so.
+  whose source says so, in every release of `READ_RELEASES`.
 - The CPU backend reinterprets (token, content) of a block and head as two halves, K of all tokens and then V of all
   tokens: parts `k` and `v`. With the instruction sets `vec` and `vec16`, K is kept as (content, token) and V as
   (token, content), for every dtype; `test_vllm_interior.py` measures that. So K of a token is as many runs of one
@@ -31,8 +31,12 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SlidingWin
 RELEASE = ".".join(vllm.__version__.split(".")[:2])
 """The installed vLLM's release."""
 
-READ_RELEASES = frozenset({"0.32"})
-"""Releases in whose source the orders below were read. Others are taken to keep them between equal releases only."""
+READ_RELEASES = frozenset({"0.32", "0.33"})
+"""Releases in whose source, kernels included, the orders below were read and are the same for every backend listed. Any
+other release is taken to keep them between equal releases only.
+
+FP8 on CPU is one format in both: 0.32 rounds towards zero and 0.33 to nearest, but a byte stands for the same number.
+"""
 
 FORMAT_BYTES = 64
 """The longest format that a geometry takes."""

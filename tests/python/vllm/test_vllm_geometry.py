@@ -258,7 +258,10 @@ def test_dealt_tokens_by_group() -> None:
 
 def test_pipeline_stages_number_the_groups_alike() -> None:
     # A stage without layers of a group keeps the group's place.
-    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
+    try:
+        from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker
+    except ImportError:  # vLLM 0.32
+        from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 
     window = SlidingWindowSpec(block_size=8, num_kv_heads=4, head_size=6, dtype=torch.bfloat16, sliding_window=20)
     specs = {"0.attn": window, "1.attn": window, "2.attn": attention(), "3.attn": window}
