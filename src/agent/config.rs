@@ -16,7 +16,7 @@ pub enum Transport {
     Auto,
     /// TCP only (and, where UCX has it, copies between host and CUDA memory).
     Tcp,
-    /// Shared memory and CMA between processes of one host; messages over TCP.
+    /// Copies between processes of one host, messages over TCP. UCX's own shared-memory transports are not used.
     Shm,
 }
 

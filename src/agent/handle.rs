@@ -170,8 +170,8 @@ impl Agent {
     /// Ends a registration: refuses new transfers with the region at once, cancels those that use it, waits for their
     /// end, then unmaps. Only after `Ok` may the memory be freed.
     ///
-    /// Peers that still read or write the region get errors or, over shared memory, may go on until they notice: tell
-    /// them first.
+    /// Peers that still read or write the region get errors; peers on this host, for which the kernel copies, may go on until
+    /// they notice: tell them first.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for an id that names no region; [`ErrorKind::Timeout`] when the transfers did not end in

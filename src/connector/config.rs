@@ -19,7 +19,7 @@ pub enum Transport {
     Auto,
     /// TCP only.
     Tcp,
-    /// Shared memory and process-to-process copies (engines on one host).
+    /// Copies between processes of one host, messages over TCP.
     Shm,
 }
 

@@ -153,13 +153,13 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
     ("KVFERRY_PYTHON", "The Python that `scripts/setup` makes environments from, and that a build asks for libclang and \
       UCX's headers."),
     ("KVFERRY_UCX_INCLUDE", "Folder of UCX's headers for a build."),
-    ("KVFERRY_CXX", "`zig` makes `scripts/setup` install a C++ compiler from PyPI where there is one already."),
+    ("KVFERRY_CXX", "`zig` makes `scripts/setup` install a C++ compiler from PyPI also where there is one."),
     ("KVFERRY_REQUIRE", "What tests must not skip for want of, separated by commas without blanks: `cuda`, `netns`, \
       `browser`, `history` (the commits of which `scripts/build-previous` builds the previous protocol version), a program \
       such as `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
     ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
     ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),
-    ("KVFERRY_SHAPE", "Which pair of shapes `cargo test --test connector_shapes` runs."),
+    ("KVFERRY_SHAPE", "`cargo test --test connector_shapes` runs the pairs of shapes whose names contain it."),
     ("KVFERRY_SHAPES_SEED", "Seed of the random pairs in `cargo test --test proto_shapes`."),
     ("KVFERRY_SHAPES_CASES", "Number of random pairs there."),
     ("KVFERRY_AM_LIMIT", "The built `am_limit` program, for `scripts/bench`."),
