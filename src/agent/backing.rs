@@ -10,16 +10,27 @@ use crate::mem::process::Neighbour;
 
 /// By region of the peer's: whether the kernel fills its pages by itself. Nothing is known to be until a thread has looked.
 #[derive(Default)]
-pub(super) struct Backing(Arc<OnceLock<Vec<bool>>>);
+pub(super) struct Backing {
+    regions: Vec<Range<u64>>,
+    /// What was known when the look began.
+    before: Vec<bool>,
+    found: Arc<OnceLock<Vec<bool>>>,
+}
 
 impl Backing {
-    /// Starts to look. It takes as long as the process has memory, and for ever where that process holds its own locks.
-    pub(super) fn look(neighbour: &Arc<Neighbour>, regions: Vec<Range<u64>>) -> Backing {
-        let backing = Backing::default();
-        if regions.is_empty() {
-            return backing;
+    /// Takes the peer's regions, and starts to look if they are others than those known. That takes as long as the process has
+    /// memory, and for ever where the process holds its own locks.
+    pub(super) fn update(&mut self, neighbour: &Arc<Neighbour>, regions: Vec<Range<u64>>) {
+        if regions == self.regions {
+            return;
         }
-        let (neighbour, found) = (Arc::clone(neighbour), Arc::clone(&backing.0));
+        let known = |region: &Range<u64>| {
+            let index = self.regions.iter().position(|known| known == region);
+            index.is_some_and(|index| self.is_kernel(index))
+        };
+        let before = regions.iter().map(known).collect();
+        *self = Backing { regions: regions.clone(), before, found: Arc::default() };
+        let (neighbour, found) = (Arc::clone(neighbour), Arc::clone(&self.found));
         let look = move || match neighbour.is_filled_by_kernel(&regions) {
             Ok(filled) => {
                 let _ = found.set(filled);
@@ -29,11 +40,10 @@ impl Backing {
         if let Err(error) = std::thread::Builder::new().name("kvf-look".to_owned()).spawn(look) {
             log::debug!("starting a thread to look at a process's memory: {error}; copiers copy it");
         }
-        backing
     }
 
     /// Whether the kernel fills all of the region by itself.
-    pub(super) fn is_kernel(&self, region: u32) -> bool {
-        self.0.get().and_then(|regions| regions.get(region as usize)).is_some_and(|filled| *filled)
+    pub(super) fn is_kernel(&self, region: usize) -> bool {
+        self.found.get().unwrap_or(&self.before).get(region).is_some_and(|filled| *filled)
     }
 }

@@ -174,12 +174,12 @@ impl Peer {
         let range = |region: &RemoteRegion| {
             region.as_ref().map_or(0..0, |(region, _)| region.base..region.base.saturating_add(region.len))
         };
-        self.backing = Backing::look(neighbour, self.regions.iter().map(range).collect());
+        self.backing.update(neighbour, self.regions.iter().map(range).collect());
     }
 
     /// Whether the kernel fills all pages of its region `index` by itself, so that a copy waits for nobody.
     pub(super) fn is_filled_by_kernel(&self, index: u32) -> bool {
-        self.backing.is_kernel(index)
+        self.backing.is_kernel(index as usize)
     }
 
     /// Takes the regions of (newer) metadata; rkeys of unchanged ones are kept.

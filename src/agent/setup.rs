@@ -26,6 +26,30 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
         config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
     let messages_only = is_keyed && config.transport == Transport::Tcp;
     let name = config.name.clone();
+    let if_known = settings_if_known(config);
+    let context =
+        Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, if_known, messages_only, name })
+            .map_err(ucx_error)?;
+    log::info!(
+        "agent {}: {}; transports: {}; memory: {}",
+        config.name,
+        library.info(),
+        tls.as_deref().unwrap_or("as UCX chooses"),
+        context.memory_types()
+    );
+    for other in Library::others() {
+        log::warn!(
+            "agent {}: {} is loaded in this process beside the UCX in use; two UCX in one process can hang",
+            config.name,
+            other.display()
+        );
+    }
+    Ok(context)
+}
+
+/// UCX's settings by name and value that every agent has where its UCX knows them: what nobody has set otherwise, and what
+/// nobody may.
+fn settings_if_known(config: &AgentConfig) -> Vec<(String, String)> {
     // UCX keeps the registration of every buffer that it has sent from, also after the buffer is gone, and by default as
     // many as there come. What an agent has registered itself is in use and does not count.
     //
@@ -34,7 +58,6 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
     // UCX's older protocols do not look at how long the receiver's segments are, so theirs must fit everywhere.
     let has_older_protocols = set(config, "PROTO_ENABLE").is_some_and(|value| is_no(&value));
-    let sent = if has_older_protocols { SHORT_SEGMENT } else { &segment };
     // With UCX's default of 6, a message of more parts is not sent from where they are. Two are UCX's headers.
     let parts = (MAX_PARTS + 2).to_string();
     //
@@ -46,6 +69,9 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     // two minutes: as long as that nothing else happens on the thread.
     let mut defaults =
         vec![("RCACHE_MAX_REGIONS", "1024"), ("TCP_MAX_IOV", &parts), ("TCP_CONN_NB", "y"), ("USE_MT_MUTEX", "y")];
+    if !has_older_protocols {
+        defaults.push(("TCP_TX_SEG_SIZE", &segment));
+    }
     // Without rendezvous nothing uses the second TCP connection that UCX would open to every peer for its puts.
     if config.transport != Transport::Auto {
         defaults.push(("RNDV_SCHEME", "get_zcopy"));
@@ -71,7 +97,7 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
         ("TCP_PUT_ENABLE", "n"),
     ];
     if has_older_protocols {
-        relied_on.push(("TCP_TX_SEG_SIZE", sent));
+        relied_on.push(("TCP_TX_SEG_SIZE", SHORT_SEGMENT));
     }
     for (name, value) in &relied_on {
         if let Some(other) = set(config, name).filter(|other| other != value) {
@@ -81,30 +107,8 @@ pub(super) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
             );
         }
     }
-    let if_known = defaults
-        .into_iter()
-        .filter(|(setting, _)| set(config, setting).is_none())
-        .chain(relied_on)
-        .map(|(setting, value)| (setting.to_owned(), value.to_owned()))
-        .collect();
-    let context =
-        Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, if_known, messages_only, name })
-            .map_err(ucx_error)?;
-    log::info!(
-        "agent {}: {}; transports: {}; memory: {}",
-        config.name,
-        library.info(),
-        tls.as_deref().unwrap_or("as UCX chooses"),
-        context.memory_types()
-    );
-    for other in Library::others() {
-        log::warn!(
-            "agent {}: {} is loaded in this process beside the UCX in use; two UCX in one process can hang",
-            config.name,
-            other.display()
-        );
-    }
-    Ok(context)
+    let free = defaults.into_iter().filter(|(setting, _)| set(config, setting).is_none());
+    free.chain(relied_on).map(|(setting, value)| (setting.to_owned(), value.to_owned())).collect()
 }
 
 /// What the caller or the environment sets UCX's setting `name` (without the prefix) to.
@@ -170,6 +174,25 @@ mod tests {
             config.ucx = [(name.to_owned(), "6000-6100".to_owned())].into();
             assert_eq!(tcp_ports(&config), Some(6000..=6100), "{name}");
         }
+    }
+
+    #[test]
+    fn segments_are_long_on_both_sides_unless_older_protocols_send() {
+        let of = |config: &AgentConfig, name: &str| {
+            let settings = settings_if_known(config);
+            let mut values = settings.into_iter().filter_map(|(known, value)| (known == name).then_some(value));
+            (values.next(), values.next())
+        };
+        let long = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
+        let mut config = AgentConfig::default();
+        for name in ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"] {
+            assert_eq!(of(&config, name), (Some(long.clone()), None));
+        }
+        config.ucx = [("TCP_TX_SEG_SIZE".to_owned(), "64k".to_owned())].into();
+        assert_eq!(of(&config, "TCP_TX_SEG_SIZE"), (None, None), "the caller's");
+        config.ucx.insert("PROTO_ENABLE".to_owned(), "n".to_owned());
+        assert_eq!(of(&config, "TCP_TX_SEG_SIZE"), (Some(SHORT_SEGMENT.to_owned()), None));
+        assert_eq!(of(&config, "TCP_RX_SEG_SIZE"), (Some(long), None));
     }
 
     #[test]
