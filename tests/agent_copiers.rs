@@ -12,7 +12,7 @@ use std::time::Duration;
 use agent_support::child::{Remote, serve};
 use agent_support::{LIMIT, Node, Random, assert_same, config, model, pattern_bytes, plan, until};
 use kvferry::ErrorKind;
-use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport};
+use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport, Window};
 use kvferry::mem::MemoryRange;
 use kvferry::proto::wire::MemoryKind;
 
@@ -303,4 +303,78 @@ fn a_shutdown_says_that_memory_must_stay_which_the_kernel_may_still_write() {
     assert!(error.message().contains("must stay alive"), "{error}");
     drop(unresolved);
     until("the threads' end", || copiers() == 0);
+}
+
+/// Long enough for whoever waits for a page to count as stuck.
+const LATE: Duration = Duration::from_millis(600);
+
+#[test]
+fn a_page_that_comes_late_stops_nobody_for_good() {
+    let _alone = alone();
+    for copy_threads in [1, 2] {
+        let Some(mut unresolved) = Unresolved::new() else {
+            println!("SKIPPED: this process may not handle page faults of the kernel's (vm.unprivileged_userfaultfd)");
+            return;
+        };
+        let mut a = node("a", copy_threads, 1);
+        let slow = Node::start(config("b", Transport::Shm), 2, &[]);
+        slow.agent.register(unresolved.range()).unwrap();
+        let peer = a.connect(&slow.agent.metadata().unwrap());
+        let one = |block: u32| plan(0, 0, 4096, 4096, vec![block], vec![block]);
+        let late = a.agent.transfer(peer, Direction::Read, one(0)).unwrap();
+        unresolved.wait_for_a_touch();
+        let waits = a.agent.transfer(peer, Direction::Read, one(1)).unwrap();
+        std::thread::sleep(LATE);
+        unresolved.faults = None;
+        a.wait_done(late).0.unwrap();
+        a.wait_done(waits).0.unwrap();
+        a.move_all(peer, Direction::Read, one(2));
+        let good = node("c", copy_threads, 3);
+        let peer = a.connect(&good.agent.metadata().unwrap());
+        a.move_all(peer, Direction::Read, one(3));
+        let zeros = [vec![0; 3 * 4096], pattern_bytes(3, LEN)[3 * 4096..4 * 4096].to_vec()].concat();
+        assert_same("local", &[a.contents()[0][..4 * 4096].to_vec()], &[zeros]);
+    }
+}
+
+#[test]
+fn a_process_that_hangs_holds_one_copier_however_often_it_connects_and_no_room_of_others() {
+    let _alone = alone();
+    let Some(unresolved) = Unresolved::new() else {
+        println!("SKIPPED: this process may not handle page faults of the kernel's (vm.unprivileged_userfaultfd)");
+        return;
+    };
+    let mut a = Node::start(
+        AgentConfig {
+            cancel_grace: Duration::from_millis(20),
+            total_window: Window { operations: 256, bytes: 512 << 10 },
+            ..config("a", Transport::Shm)
+        },
+        1,
+        &[LEN],
+    );
+    let hung = Node::start(config("b", Transport::Shm), 2, &[]);
+    hung.agent.register(unresolved.range()).unwrap();
+    for connection in 0..6 {
+        let peer = a.connect(&hung.agent.metadata().unwrap());
+        let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0])).unwrap();
+        if connection == 0 {
+            unresolved.wait_for_a_touch();
+        }
+        std::thread::sleep(LATE);
+        a.agent.cancel(id).unwrap();
+        if connection == 0 {
+            a.wait_lost(peer);
+        } else {
+            // Nothing of it had begun.
+            assert_eq!(a.wait_done(id).0.unwrap_err().kind(), ErrorKind::Cancelled);
+            a.agent.disconnect(peer).unwrap();
+        }
+    }
+    assert!(copiers() <= 2, "{}", copiers());
+    let good = node("c", 2, 3);
+    let peer = a.connect(&good.agent.metadata().unwrap());
+    // The first by a copier, the second, of short runs, by messages.
+    a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![1], vec![1]));
+    a.move_all(peer, Direction::Read, plan(0, 0, 512, 500, (0..64).rev().collect(), (0..64).collect()));
 }

@@ -4,9 +4,14 @@
 //! their own ([`Copiers`](super::copiers::Copiers)).
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::mem::process::Neighbour;
+
+/// Looks of this process that may be under way at a time. One does not end where the other process holds its own locks.
+const MAX_LOOKS: usize = 64;
+static LOOKS: AtomicUsize = AtomicUsize::new(0);
 
 /// By region of the peer's: whether the kernel fills its pages by itself. Nothing is known to be until a thread has looked.
 #[derive(Default)]
@@ -31,13 +36,22 @@ impl Backing {
         let before = regions.iter().map(known).collect();
         *self = Backing { regions: regions.clone(), before, found: Arc::default() };
         let (neighbour, found) = (Arc::clone(neighbour), Arc::clone(&self.found));
-        let look = move || match neighbour.is_filled_by_kernel(&regions) {
-            Ok(filled) => {
-                let _ = found.set(filled);
+        if LOOKS.fetch_add(1, Ordering::Relaxed) >= MAX_LOOKS {
+            LOOKS.fetch_sub(1, Ordering::Relaxed);
+            log::warn!(
+                "{MAX_LOOKS} threads look behind the memory of other processes; copiers copy that of {neighbour:?}"
+            );
+            return;
+        }
+        let look = move || {
+            match neighbour.is_filled_by_kernel(&regions) {
+                Ok(filled) => drop(found.set(filled)),
+                Err(error) => log::debug!("what is behind the memory of {neighbour:?}: {error}; copiers copy it"),
             }
-            Err(error) => log::debug!("what is behind the memory of {neighbour:?}: {error}; copiers copy it"),
+            LOOKS.fetch_sub(1, Ordering::Relaxed);
         };
         if let Err(error) = std::thread::Builder::new().name("kvf-look".to_owned()).spawn(look) {
+            LOOKS.fetch_sub(1, Ordering::Relaxed);
             log::debug!("starting a thread to look at a process's memory: {error}; copiers copy it");
         }
     }

@@ -6,7 +6,7 @@
 //!
 //! The call that copies returns when every page has been found, and nothing can end it. Where a page comes from a file's server
 //! or from another program, that may be never. Such memory is for copiers only; one whose call takes too long counts as stuck:
-//! another takes its place, and nothing more of that peer is copied until it is back.
+//! another takes its place, and nothing more of that process is copied until it is back.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
@@ -18,14 +18,14 @@ use super::shared::lock;
 use super::sidestep;
 use super::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::process::{Batch, Neighbour, Way};
+use crate::mem::process::{Batch, Neighbour, Process, Way};
 use crate::sync::{Arc, AtomicBool, Condvar, Mutex};
 
 /// A call that takes longer is stuck. Half a megabyte takes less than a millisecond where its pages are there.
 const STUCK: Duration = Duration::from_millis(250);
 /// How often that is looked at.
 const LOOK: Duration = Duration::from_millis(50);
-/// Copiers that may be stuck at a time. With more, no other takes their place.
+/// Copiers that may be stuck at a time. With more, no other takes their place, and memory that is for copiers only waits.
 const MAX_STUCK: usize = 64;
 
 /// A batch of a transfer's pieces. While there is a job, the transfer counts it as in flight, and so keeps the regions that the
@@ -46,7 +46,8 @@ impl Job {
     /// Copies the batch.
     pub(super) fn run(mut self) -> Copied {
         let result = self.neighbour.copy(self.way, &mut self.batch);
-        Copied { transfer: self.transfer, peer: self.peer, batch: self.batch, result }
+        let Job { transfer, peer, batch, is_filled_by_kernel, .. } = self;
+        Copied { transfer, peer, batch, is_filled_by_kernel, result }
     }
 }
 
@@ -55,13 +56,17 @@ pub(super) struct Copied {
     pub(super) transfer: TransferId,
     pub(super) peer: PeerId,
     pub(super) batch: Batch,
+    /// As of its job.
+    pub(super) is_filled_by_kernel: bool,
     pub(super) result: Result<()>,
 }
 
 /// A job that a copier has.
 struct Running {
-    peer: PeerId,
+    process: Process,
     since: Instant,
+    /// Whether it may have to wait for somebody: else whoever is late has only got no processor.
+    may_be_stuck: bool,
     stuck: bool,
 }
 
@@ -73,6 +78,10 @@ struct State {
     asleep: usize,
     /// What the others do, by the copier's number.
     running: BTreeMap<u64, Running>,
+    /// Threads that there are.
+    live: usize,
+    /// How many there should be that are not stuck.
+    wanted: usize,
     closed: bool,
 }
 
@@ -97,8 +106,8 @@ pub(super) struct Copiers {
     spare: Vec<Batch>,
     /// Jobs that were handed over and have not come back.
     outstanding: usize,
-    /// Peers that a copier is stuck with.
-    stuck: Vec<PeerId>,
+    /// Processes that a copier is stuck with, under whatever connection.
+    stuck: Vec<Process>,
     /// Jobs of those that no copier has begun.
     withheld: Vec<Job>,
     /// When to look next whether any is stuck.
@@ -134,9 +143,9 @@ impl Copiers {
         self.spare.push(batch);
     }
 
-    /// Whether a copier is stuck with this peer, of which nothing more is copied until it is back.
-    pub(super) fn is_stuck(&self, peer: PeerId) -> bool {
-        self.stuck.contains(&peer)
+    /// Whether a copier is stuck with this process, of which nothing more is copied until it is back.
+    pub(super) fn is_stuck(&self, neighbour: &Neighbour) -> bool {
+        !self.stuck.is_empty() && self.stuck.contains(&neighbour.process())
     }
 
     /// Whether a job that the ferry thread may do too would find room in the queue: one for each copier, beside the ones being
@@ -163,6 +172,11 @@ impl Copiers {
 
     fn waiting(&self) -> usize {
         lock(&self.shared.state).waiting.len()
+    }
+
+    /// Copiers that are stuck.
+    fn stuck_copiers(state: &State) -> usize {
+        state.running.values().filter(|running| running.stuck).count()
     }
 
     /// Hands a job over.
@@ -228,8 +242,8 @@ impl Copiers {
     /// Looks whether any copier is stuck, if it is time to.
     pub(super) fn check(&mut self, now: Instant) {
         if self.look_at.is_some_and(|at| at <= now) {
-            self.look_at = now.checked_add(LOOK);
             self.look(now);
+            self.look_at = if self.outstanding > 0 { now.checked_add(LOOK) } else { None };
         }
     }
 
@@ -237,20 +251,25 @@ impl Copiers {
         let mut guard = lock(&self.shared.state);
         let state = &mut *guard;
         for running in state.running.values_mut() {
-            running.stuck |= now.saturating_duration_since(running.since) >= STUCK;
+            running.stuck |= running.may_be_stuck && now.saturating_duration_since(running.since) >= STUCK;
         }
-        let stuck: Vec<PeerId> = state.running.values().filter(|r| r.stuck).map(|r| r.peer).collect();
+        let stuck: Vec<Process> = state.running.values().filter(|r| r.stuck).map(|r| r.process).collect();
         if stuck.is_empty() && self.stuck.is_empty() {
             return;
         }
         // Whoever is back goes on where it was.
         state.waiting.extend(self.withheld.drain(..));
-        let withheld = take_where(&mut state.waiting, |job| stuck.contains(&job.peer));
+        let withheld = take_where(&mut state.waiting, |job| stuck.contains(&job.neighbour.process()));
         let waits = !state.waiting.is_empty();
         drop(guard);
-        for peer in stuck.iter().filter(|peer| !self.stuck.contains(peer)) {
+        for (pid, _) in stuck.iter().filter(|process| !self.stuck.contains(process)) {
             log::warn!(
-                "{peer}: a page of its memory is not there after {STUCK:?}; nothing more of it is copied until it is"
+                "process {pid}: a page of its memory is not there after {STUCK:?}; nothing more of it is copied until it is"
+            );
+        }
+        if stuck.len() >= MAX_STUCK && self.stuck.len() < MAX_STUCK {
+            log::error!(
+                "{MAX_STUCK} threads wait for pages of other processes that do not come; no others are started"
             );
         }
         (self.stuck, self.withheld) = (stuck, withheld);
@@ -262,12 +281,16 @@ impl Copiers {
 
     /// Makes copiers, until so many are not stuck. Returns how many are not.
     fn make(&mut self, wanted: usize) -> usize {
-        if self.stuck.is_empty() && self.threads.len() >= wanted {
-            return self.threads.len();
+        let mut state = lock(&self.shared.state);
+        state.wanted = state.wanted.max(wanted);
+        let stuck = Self::stuck_copiers(&state);
+        let mut live = state.live;
+        drop(state);
+        if live >= wanted + stuck.min(MAX_STUCK) {
+            return live.saturating_sub(stuck);
         }
         self.threads.retain(|thread| !thread.is_finished());
-        let stuck = lock(&self.shared.state).running.values().filter(|running| running.stuck).count();
-        while self.threads.len() < wanted + stuck.min(MAX_STUCK) {
+        while live < wanted + stuck.min(MAX_STUCK) {
             let (shared, waker, number) = (Arc::clone(&self.shared), self.waker.clone(), self.made);
             let run = move || run(&shared, &waker, number);
             match std::thread::Builder::new().name("kvf-copy".to_owned()).spawn(run) {
@@ -278,8 +301,10 @@ impl Copiers {
                 }
             }
             self.made += 1;
+            live += 1;
+            lock(&self.shared.state).live += 1;
         }
-        self.threads.len().saturating_sub(stuck)
+        live.saturating_sub(stuck)
     }
 }
 
@@ -313,17 +338,19 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
     let mut state = lock(&shared.state);
     loop {
         if let Some(job) = state.waiting.pop_front() {
-            state.running.insert(number, Running { peer: job.peer, since: Instant::now(), stuck: false });
+            let (process, may_be_stuck) = (job.neighbour.process(), !job.is_filled_by_kernel);
+            state.running.insert(number, Running { process, since: Instant::now(), may_be_stuck, stuck: false });
             drop(state);
             sidestep::leave(job.ferry_processor);
             let copied = job.run();
             state = lock(&shared.state);
-            let stuck = state.running.remove(&number).is_some_and(|running| running.stuck);
+            state.running.remove(&number);
             state.copied.push(copied);
             shared.news.store(true, Ordering::Release);
             waker.wake();
-            if stuck {
-                // Another has its place.
+            // Where another has its place.
+            if state.live > state.wanted + Copiers::stuck_copiers(&state) {
+                state.live -= 1;
                 return;
             }
         } else if state.closed {
@@ -333,5 +360,35 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
             state = shared.job.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner);
             state.asleep -= 1;
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::shared::Shared as Agent;
+    use super::*;
+    use crate::mem::process::Witness;
+
+    #[test]
+    fn without_a_job_nothing_is_looked_at() {
+        let witness = Witness::new(7, b"address");
+        witness.answer((3, 4));
+        let neighbour = Neighbour::find(&witness.place().unwrap(), 7, (3, 4), b"address").unwrap().unwrap();
+        let agent = Agent::new(1).unwrap();
+        let mut copiers = Copiers::new(2, Waker::new().unwrap());
+        copiers.submit(Job {
+            transfer: agent.ids.transfer().unwrap(),
+            peer: agent.ids.peer().unwrap(),
+            neighbour: Arc::new(neighbour),
+            way: Way::Read,
+            batch: Batch::default(),
+            is_filled_by_kernel: true,
+            ferry_processor: 0,
+        });
+        let at = copiers.deadline().unwrap();
+        assert!(copiers.take_back().is_some() && copiers.take_back().is_none());
+        copiers.check(at);
+        assert_eq!(copiers.deadline(), None);
     }
 }

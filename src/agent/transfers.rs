@@ -283,7 +283,7 @@ impl Engine {
             }
             any |= progressed;
             if !progressed {
-                return any;
+                return any || self.copy_what_waits();
             }
         }
     }
@@ -409,14 +409,14 @@ impl Engine {
 
     /// A batch was copied, or failed.
     pub(super) fn copied_batch(&mut self, copied: Copied, now: Instant) {
-        let Copied { transfer, peer, batch, result } = copied;
+        let Copied { transfer, peer, batch, is_filled_by_kernel, result } = copied;
         let len = batch.bytes() as u64;
         self.copiers.give_back(batch);
         let result = result.map_err(|error| match self.peers.get(peer) {
             Ok(peer) => error.context(format!("agent {}", peer.name)),
             Err(_) => error,
         });
-        self.left_flight(transfer, len, if result.is_ok() { len } else { 0 });
+        self.batch_left_flight(transfer, len, is_filled_by_kernel, result.is_ok());
         match result {
             // Its transfers are stopped with it.
             Err(error) if error.kind() == ErrorKind::PeerDied => {
@@ -432,6 +432,17 @@ impl Engine {
         let moved = if result.is_ok() && chunk.service != Service::Digest { chunk.bytes } else { 0 };
         self.left_flight(chunk.transfer, chunk.bytes, moved);
         self.ended(chunk.transfer, result, now);
+    }
+
+    /// A batch of `len` bytes is no longer with a copier; it was counted in the windows or not.
+    fn batch_left_flight(&mut self, id: TransferId, len: u64, was_counted: bool, is_copied: bool) {
+        let moved = if is_copied { len } else { 0 };
+        if was_counted {
+            return self.left_flight(id, len, moved);
+        }
+        let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
+        transfer.in_flight = transfer.in_flight.saturating_sub(1);
+        transfer.bytes += moved;
     }
 
     /// An operation of `len` bytes is no longer in flight, and has moved `moved` bytes.
@@ -535,7 +546,7 @@ impl Engine {
                 self.transfers.graces.insert((at, id));
             }
             for job in self.copiers.withdraw(id) {
-                self.left_flight(id, job.batch.bytes() as u64, 0);
+                self.batch_left_flight(id, job.batch.bytes() as u64, job.is_filled_by_kernel, false);
                 self.copiers.give_back(job.batch);
             }
         }

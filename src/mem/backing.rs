@@ -26,17 +26,18 @@ pub fn is_filled_by_kernel(pid: libc::pid_t, ranges: &[Range<u64>]) -> io::Resul
 }
 
 fn judge(smaps: impl BufRead, ranges: &[Range<u64>]) -> io::Result<Vec<bool>> {
-    let mut missing: Vec<u64> = ranges.iter().map(|range| range.end.saturating_sub(range.start)).collect();
+    // Up to where, from its start on, all is the kernel's. Mappings come in the order of their addresses.
+    let mut filled: Vec<u64> = ranges.iter().map(|range| range.start).collect();
     let last = ranges.iter().map(|range| range.end).max().unwrap_or(0);
     let mut mapping: Option<Mapping> = None;
-    for line in smaps.lines() {
+    for line in smaps.split(b'\n') {
+        // A name may be in any encoding.
         let line = line?;
+        let line = String::from_utf8_lossy(&line);
         if let Some(flags) = line.strip_prefix("VmFlags:") {
             let Some(mapping) = mapping.take().filter(|mapping| mapping.is_filled_by_kernel(flags)) else { continue };
-            for (range, missing) in ranges.iter().zip(&mut missing) {
-                let common =
-                    range.end.min(mapping.addresses.end).saturating_sub(range.start.max(mapping.addresses.start));
-                *missing = missing.saturating_sub(common);
+            for filled in filled.iter_mut().filter(|filled| mapping.addresses.contains(*filled)) {
+                *filled = mapping.addresses.end;
             }
         } else if let Some(next) = Mapping::parse(&line) {
             if next.addresses.start >= last {
@@ -45,7 +46,7 @@ fn judge(smaps: impl BufRead, ranges: &[Range<u64>]) -> io::Result<Vec<bool>> {
             mapping = Some(next);
         }
     }
-    Ok(missing.into_iter().map(|missing| missing == 0).collect())
+    Ok(filled.into_iter().zip(ranges).map(|(filled, range)| filled >= range.end).collect())
 }
 
 /// The first line of a mapping in smaps: addresses, access, offset, device, inode and name.
@@ -75,7 +76,7 @@ impl Mapping {
 mod tests {
     use super::*;
 
-    const SMAPS: &str = "\
+    const SMAPS: &[u8] = b"\
 1000-3000 rw-p 00000000 00:00 0                          [heap]
 Size:                  8 kB
 VmFlags: rd wr mr mw me ac sd
@@ -83,7 +84,7 @@ VmFlags: rd wr mr mw me ac sd
 VmFlags: rd wr mr mw me um ac sd
 5000-6000 rw-s 00000000 00:01 1234                       /memfd:kv (deleted)
 VmFlags: rd wr sh mr mw me ms sd
-6000-7000 r--p 00001000 fe:01 99                         /lib/a file
+6000-7000 r--p 00001000 fe:01 99                         /lib/a \xff file
 VmFlags: rd mr mw me sd
 8000-9000 rw-s 00000000 00:10 77                         /mnt/huge/kv
 VmFlags: rd wr sh mr mw me ms de ht sd
@@ -109,7 +110,7 @@ VmFlags: rd wr mr mw me ac uw
             (0x2000..0x2000, true),
         ];
         let ranges = cases.clone().map(|(range, _)| range);
-        assert_eq!(judge(SMAPS.as_bytes(), &ranges).unwrap(), cases.map(|(_, expected)| expected));
+        assert_eq!(judge(SMAPS, &ranges).unwrap(), cases.map(|(_, expected)| expected));
     }
 
     #[test]

@@ -212,6 +212,9 @@ fn is_in_memory(pid: libc::pid_t, addr: usize) -> Result<bool> {
     }
 }
 
+/// A process by its number and its agent's incarnation.
+pub type Process = (libc::pid_t, u64);
+
 /// A process of this host whose memory this one may copy.
 #[derive(Debug)]
 pub struct Neighbour {
@@ -233,12 +236,13 @@ impl Neighbour {
         let (Ok(pid), Ok(witness)) = (libc::pid_t::try_from(place.pid), usize::try_from(place.witness)) else {
             return Err(Error::corrupt(format!("process {} with a witness at {:#x}", place.pid, place.witness)));
         };
-        // Whoever calls this must not wait for a page that does not come.
-        if !is_in_memory(pid, witness)? {
+        let expected: Vec<u64> = words(incarnation, challenge).into_iter().chain(bound(own)).collect();
+        // Whoever calls this must not wait for a page that does not come. It fits in two.
+        let last = witness.saturating_add(size_of_val(&*expected) - 1);
+        if !is_in_memory(pid, witness)? || !is_in_memory(pid, last)? {
             return Err(Error::new(ErrorKind::Io, format!("the witness of process {pid} is not in its memory")));
         }
         let neighbour = Neighbour { pid, witness, words: words(incarnation, challenge) };
-        let expected: Vec<u64> = neighbour.words.into_iter().chain(bound(own)).collect();
         let mut seen = vec![0; expected.len()];
         neighbour.read(&mut Batch::default(), &mut seen)?;
         if seen != expected {
@@ -248,6 +252,11 @@ impl Neighbour {
             ));
         }
         Ok(Some(neighbour))
+    }
+
+    /// Which one it is.
+    pub fn process(&self) -> Process {
+        (self.pid, self.words[1])
     }
 
     /// For each range of its addresses, whether the kernel fills all pages by itself, so that a copy waits for nobody. None is

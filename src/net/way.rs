@@ -9,6 +9,10 @@ use crate::error::{Error, ErrorKind};
 
 /// Once a request has waited so long for a connection, the addresses are probed.
 pub(super) const PROBE_AFTER: Duration = Duration::from_millis(100);
+/// How long the address in use gets to show that it leads to a listener, when another one does.
+const SETTLE: Duration = Duration::from_millis(500);
+/// Until addresses of which the one in use is right are probed again, because requests still wait.
+const AGAIN_RIGHT: Duration = Duration::from_secs(5);
 /// Until addresses that refused are probed again.
 const AGAIN: Duration = Duration::from_millis(200);
 
@@ -28,6 +32,8 @@ pub(super) struct Way {
     /// Whether one of them was handed out.
     chosen: Option<SocketAddr>,
     probes: Vec<Probe>,
+    /// When those were started.
+    probed: Instant,
     /// Since when a request waits, and how long one may before the addresses are probed.
     waiting: Option<(Instant, Duration)>,
     /// No new attempt sooner.
@@ -70,6 +76,7 @@ impl Way {
             addresses,
             chosen: None,
             probes: Vec::new(),
+            probed: now,
             waiting: Some((now, PROBE_AFTER)),
             not_before: now,
             failing: None,
@@ -124,17 +131,17 @@ impl Way {
             if !is_due {
                 return None;
             }
-            self.probes = addresses.iter().map(|to| Probe::start(*to)).collect();
+            (self.probes, self.probed) = (addresses.iter().map(|to| Probe::start(*to)).collect(), now);
         }
         self.probes.iter_mut().for_each(|probe| probe.turn(now));
         // The connection that there is stays as long as its address leads anywhere.
         let chosen = self.probes.iter().find(|probe| Some(probe.to()) == self.chosen).map(Probe::finding);
         match chosen {
-            Some(Finding::Silent) => return None,
             Some(Finding::Fits) => {
-                (self.probes, self.not_before) = (Vec::new(), now + PROBE_SILENT_AFTER);
+                (self.probes, self.failing, self.not_before) = (Vec::new(), None, now + AGAIN_RIGHT);
                 return None;
             }
+            Some(finding) if finding.is_open() && now < self.probed + SETTLE => return None,
             _ => {}
         }
         if let Some(found) = self.probes.iter().find(|probe| *probe.finding() == Finding::Fits) {
@@ -180,7 +187,10 @@ impl Way {
         match &self.addresses {
             Addresses::Asked => None,
             _ if self.probes.is_empty() => self.attempt_at(),
-            _ => self.probes.iter().filter_map(Probe::due).min(),
+            _ => {
+                let settled = self.chosen.map(|_| self.probed + SETTLE).filter(|at| *at > Instant::now());
+                self.probes.iter().filter_map(Probe::due).chain(settled).min()
+            }
         }
     }
 
@@ -280,5 +290,27 @@ mod tests {
             assert!(way.turn(Instant::now(), Some(Duration::ZERO), LONG).is_none());
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn an_address_that_says_nothing_is_left_for_one_that_fits() {
+        let context = zmq::Context::new();
+        let (old, first) = router(&context, SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2), 0)));
+        let second = SocketAddr::from((Ipv4Addr::LOCALHOST, first.port()));
+        let mut way = Way::new(Instant::now(), ("head.example".to_owned(), first.port()));
+        assert!(matches!(next(&mut way), Step::Resolve));
+        way.resolved(Ok(vec![second, first]));
+        assert!(matches!(next(&mut way), Step::Open(at) if at == first));
+        drop(old);
+        let begin = Instant::now();
+        let _silent = loop {
+            match std::net::TcpListener::bind(first) {
+                Ok(listener) => break listener,
+                Err(e) => assert!(begin.elapsed() < LONG, "{e}"),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        let (_new, _) = router(&context, second);
+        assert!(matches!(next(&mut way), Step::Open(at) if at == second), "{way:?}");
     }
 }

@@ -51,7 +51,7 @@ impl Path for Copied {
             return Err(Error::new(ErrorKind::Internal, "memory of another host cannot be copied"));
         };
         let alone = stretch.is_filled_by_kernel;
-        if engine.copiers.is_stuck(peer_id) || !(alone || engine.copiers.can_copy()?) {
+        if engine.copiers.is_stuck(&neighbour) || !(alone || engine.copiers.can_copy()?) {
             return Ok(0);
         }
         let mut batch = engine.copiers.batch();
@@ -78,7 +78,10 @@ impl Path for Copied {
         };
         let helped = transfer.next().is_some() && transfer.age(now) >= HELP_AFTER;
         transfer.in_flight += 1;
-        engine.entered_flight(peer_id, bytes);
+        // What may be stuck for ever takes no room in the windows of others; copiers take little of it at a time.
+        if alone {
+            engine.entered_flight(peer_id, bytes);
+        }
         let ferry_processor = sidestep::processor();
         let job =
             Job { transfer: id, peer: peer_id, neighbour, way, batch, is_filled_by_kernel: alone, ferry_processor };
