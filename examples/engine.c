@@ -38,7 +38,7 @@ static uint8_t computed(const char *prompt, unsigned layer, unsigned block, unsi
   return (uint8_t)((unsigned)prompt[0] * 151 + layer * 83 + block * 29 + byte * 7 + byte / 256);
 }
 
-/* An engine of one rank. Engines of several ranks have a worker in each rank's process and one scheduler and aggregator;
+/* An engine of one rank. Engines of several ranks have a worker in each rank's process and one scheduler;
  * metadata, steps and reports travel between them as bytes. */
 typedef struct {
   kvf_worker *worker;
@@ -120,9 +120,9 @@ static void stop(engine e)
   ok(kvf_scheduler_free(e.scheduler), "free the scheduler");
 }
 
-/* What an engine does between two runs of its model. Nothing here waits for the network. `*report` gets what has
- * happened as a msgpack map, empty when nothing has. */
-static void step(engine e, kvf_buffer *report)
+/* What an engine does between two runs of its model. Nothing here waits for the network. `*outcome` gets what has become
+ * known as a msgpack map, empty when nothing has. */
+static void step(engine e, kvf_buffer *outcome)
 {
   uint8_t pending;
   ok(kvf_scheduler_has_pending(e.scheduler, &pending), "pending");
@@ -132,27 +132,26 @@ static void step(engine e, kvf_buffer *report)
     ok(kvf_worker_submit(e.worker, work.data, work.len), "submit");
     kvf_buffer_free(&work);
   }
-  kvf_buffer encoded;
-  ok(kvf_worker_poll(e.worker, &encoded), "poll");
-  *report = encoded;
-  if (encoded.len > 0) {
-    /* With several ranks it is the aggregator that takes reports, and says when all ranks are done. */
-    ok(kvf_scheduler_report(e.scheduler, encoded.data, encoded.len), "report");
-    ok(kvf_report_decode(encoded.data, encoded.len, report), "decode the report");
-    kvf_buffer_free(&encoded);
+  kvf_buffer report;
+  ok(kvf_worker_poll(e.worker, &report), "poll");
+  *outcome = (kvf_buffer){.len = 0};
+  if (report.len > 0) {
+    /* With several ranks, every rank's report: the scheduler says when all are done. */
+    ok(kvf_scheduler_report(e.scheduler, report.data, report.len, outcome), "report");
+    kvf_buffer_free(&report);
   }
 }
 
-/* Steps until the list `key` of a report has the request; with `cause` also when it has failed. Returns 1 for that, and
+/* Steps until the list `key` of an outcome has the request; with `cause` also when it has failed. Returns 1 for that, and
  * copies why. */
 static int until(engine e, const char *key, const char *request, char *cause, size_t cause_len)
 {
   for (int waits = 0; waits < SECONDS * 1000; waits++) {
-    kvf_buffer report;
+    kvf_buffer outcome;
     uint64_t count;
-    step(e, &report);
-    if (report.len > 0) {
-      const unpacked map = {report.data, report.data + report.len};
+    step(e, &outcome);
+    if (outcome.len > 0) {
+      const unpacked map = {outcome.data, outcome.data + outcome.len};
       unpacked failed = value_of(map, "failed_recving");
       head(&failed, &count);
       for (; cause != NULL && count > 0; count--, skip(&failed)) {
@@ -161,7 +160,7 @@ static int until(engine e, const char *key, const char *request, char *cause, si
           unpacked text = value_of(failed, "message");
           head(&text, &len);
           snprintf(cause, cause_len, "%.*s", (int)len, (const char *)take(&text, len));
-          kvf_buffer_free(&report);
+          kvf_buffer_free(&outcome);
           return 1;
         }
       }
@@ -169,12 +168,12 @@ static int until(engine e, const char *key, const char *request, char *cause, si
       head(&ended, &count);
       for (; count > 0; count--, skip(&ended)) {
         if (is_text(ended, request)) {
-          kvf_buffer_free(&report);
+          kvf_buffer_free(&outcome);
           return 0;
         }
       }
     }
-    kvf_buffer_free(&report);
+    kvf_buffer_free(&outcome);
     /* In practice the model runs here. */
     nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
   }
@@ -182,7 +181,7 @@ static int until(engine e, const char *key, const char *request, char *cause, si
   exit(1);
 }
 
-/* Computes a prompt and hands it over: its blocks must stay until the report says that its sending is over. */
+/* Computes a prompt and hands it over: its blocks must stay until an outcome says that its sending is over. */
 static void hand_over(engine e, const char *prompt, const uint32_t *blocks)
 {
   for (unsigned i = 0; i < LAYERS * PROMPT_BLOCKS * BLOCK_BYTES; i++) {
@@ -284,15 +283,15 @@ static void decode(void)
 
   /* A request that ends before it was loaded: the prefill engine's blocks are given back at once. */
   uint8_t keep;
-  kvf_buffer answer, report;
+  kvf_buffer answer, outcome;
   const uint64_t nothing[] = {0, 0};
   ok(kvf_scheduler_arrived(e.scheduler, "request 3", 9, two.bytes, two.len), "arrived");
   ok(kvf_scheduler_finished(e.scheduler, "request 3", 9, two.bytes, two.len, KVF_ABORTED, NULL, nothing, 1, 0, &keep,
                             &answer),
      "finished");
   kvf_buffer_free(&answer);
-  step(e, &report);
-  kvf_buffer_free(&report);
+  step(e, &outcome);
+  kvf_buffer_free(&outcome);
   while (getchar() != EOF) {
     /* until the prefill engine has ended */
   }

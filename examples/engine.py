@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import kvferry
 import numpy as np
-from kvferry import Aggregator, Scheduler, Worker
+from kvferry import Scheduler, Worker
 from numpy.typing import NDArray
 
 LAYERS, BLOCKS, BLOCK_TOKENS, HEADS, CONTENT = 4, 32, 16, 2, 64  # CONTENT: bytes per token and head
@@ -31,8 +31,8 @@ def prompt_cache(prompt: str) -> NDArray[np.uint8]:
 class Engine:
     """An engine of one rank: its cache, the worker side that owns it, and the scheduler side that decides.
 
-    Engines of several ranks have a `Worker` in each rank's process and one `Scheduler` and `Aggregator`; metadata,
-    steps and encoded reports travel between them as bytes.
+    Engines of several ranks have a `Worker` in each rank's process and one `Scheduler`; metadata, steps and reports
+    travel between them as bytes.
     """
 
     def __init__(self, name: str) -> None:
@@ -52,24 +52,25 @@ class Engine:
         # Between hosts, leave the host out to have an address found.
         self.scheduler = Scheduler({"engine_id": name, "groups": GROUPS, "host": "127.0.0.1", "port": 0})
         self.scheduler.serve({(0, 0): self.worker.metadata()})
-        self.aggregator = Aggregator([(0, 0)])
 
-    def step(self) -> kvferry.aggregator.Outcome:
-        """What an engine does between two runs of its model. Nothing here waits for the network."""
+    def step(self) -> kvferry.Outcome | None:
+        """What an engine does between two runs of its model. Nothing here waits for the network.
+
+        Returns what has become known, None if nothing has. With several ranks every rank's report goes to
+        `Scheduler.report`, which says when all are done.
+        """
         if self.scheduler.has_pending():
             self.worker.submit(self.scheduler.step())
         report = self.worker.poll_encoded()
-        if report is not None:
-            self.aggregator.add(report)
-        outcome = self.aggregator.take()
-        self.scheduler.report(outcome)
-        return outcome
+        return None if report is None else self.scheduler.report(report)
 
-    def outcomes(self) -> Iterator[kvferry.aggregator.Outcome]:
+    def outcomes(self) -> Iterator[kvferry.Outcome]:
         """Steps until the caller has seen enough."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
-            yield self.step()
+            outcome = self.step()
+            if outcome is not None:
+                yield outcome
             time.sleep(0.001)  # in practice the model runs here
         sys.exit("error: the other engine did not do its part in time")
 
@@ -77,7 +78,6 @@ class Engine:
         """The worker first: it lets go of the cache's memory."""
         self.worker.shutdown()
         self.scheduler.shutdown()
-        self.aggregator.close()
 
 
 def prefill() -> None:

@@ -689,12 +689,29 @@ int32_t kvf_scheduler_step(struct kvf_scheduler *scheduler, struct kvf_buffer *o
 // Whether the next step has work (`*pending` 1), so that an idle engine should make one.
 int32_t kvf_scheduler_has_pending(struct kvf_scheduler *scheduler, uint8_t *pending);
 
-// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's. The
-// consumers that await a prefill by its transfer_id are told that they may read it when it is in the report's granted; without
-// that they wait.
+// Takes in the encoded report of a rank (of kvf_worker_poll), or of several (of kvf_report_merge). Every rank's reports are
+// needed, each as it comes; their order does not matter. One that comes again ends nothing twice; one of a rank that the
+// engine has not (tp_size, pp_size) is KVF_INVALID_ARGUMENT.
+//
+// `*outcome` becomes what is known with it, as a msgpack map; NULL where the host knows by itself. finished_sending (free
+// its blocks) and finished_recving (decode it): requests that every rank has ended, each once. failed_recving: those of
+// finished_recving that any rank failed (request, cause, message, invalid_blocks as little-endian words of 32 bits): the
+// cause is the lowest failed rank's, the message has every one's, the blocks are the union. granted: prefills with a
+// transfer_id whose lease every rank has; this call tells those that await them. records (rank, record) and stats: the
+// report's figures.
 int32_t kvf_scheduler_report(struct kvf_scheduler *scheduler,
                              const uint8_t *report,
-                             size_t report_len);
+                             size_t report_len,
+                             struct kvf_buffer *outcome);
+
+// For hosts that count by themselves over all ranks: every rank is done with the request on `side` (a kvf_side). It is over
+// from now on, also where ranks' reports come later or never. One that is over already, or not known, is no error. Its
+// id must not be used again before the reports have come, which would count for the new request. A host that goes by the
+// outcomes of kvf_scheduler_report does not need this.
+int32_t kvf_scheduler_over(struct kvf_scheduler *scheduler,
+                           const char *request_id,
+                           size_t request_id_len,
+                           uint32_t side);
 
 // Counters since the start and gauges as a msgpack map; kvf_stats_metrics tells what each is.
 int32_t kvf_scheduler_stats(struct kvf_scheduler *scheduler, struct kvf_buffer *out);
@@ -702,8 +719,8 @@ int32_t kvf_scheduler_stats(struct kvf_scheduler *scheduler, struct kvf_buffer *
 // Stops the listener, frees its port and the handle.
 int32_t kvf_scheduler_free(struct kvf_scheduler *scheduler);
 
-// Starts an aggregator. `config` is a msgpack map. Keys: ranks (list of maps with pp and tp: every rank of the
-// engine), limit (requests remembered).
+// Starts an aggregator, for hosts with a scheduler side of their own: a kvf_scheduler has one inside. `config` is a
+// msgpack map. Keys: ranks (list of maps with pp and tp: every rank of the engine), limit (requests remembered).
 int32_t kvf_aggregator_start(const uint8_t *config,
                              size_t config_len,
                              struct kvf_aggregator **out);
@@ -724,12 +741,8 @@ int32_t kvf_aggregator_expect(struct kvf_aggregator *aggregator,
 // Forgets a request, so that its id can be used again.
 int32_t kvf_aggregator_forget(struct kvf_aggregator *aggregator, const char *request, size_t request_len);
 
-// What is known of requests since the last call, as a msgpack map. granted: prefills with a transfer_id that are in the
-// granted of every rank's report, for kvf_scheduler_report. finished_sending and finished_recving: requests that every rank
-// has ended. failed_recving: those of finished_recving that any rank failed (request, cause, message, invalid_blocks as
-// little-endian words of 32 bits). records (rank, record) and stats.
-int32_t kvf_aggregator_take(struct kvf_aggregator *aggregator,
-                            struct kvf_buffer *out);
+// What is known of requests since the last call, as the msgpack map that kvf_scheduler_report gives.
+int32_t kvf_aggregator_take(struct kvf_aggregator *aggregator, struct kvf_buffer *out);
 
 // Frees the aggregator.
 int32_t kvf_aggregator_free(struct kvf_aggregator *aggregator);
@@ -744,11 +757,11 @@ int32_t kvf_report_decode(const uint8_t *report,
                           size_t report_len,
                           struct kvf_buffer *out);
 
-// The inverse of kvf_report_decode.
+// The inverse of kvf_report_decode: tests of hosts make reports up with it.
 int32_t kvf_report_encode(const uint8_t *body, size_t body_len, struct kvf_buffer *out);
 
-// Combines two encoded reports, or batches that this function made, into one batch for kvf_aggregator_add.
-// Associative and commutative.
+// Combines two encoded reports, or batches that this function made, into one batch for kvf_scheduler_report
+// or kvf_aggregator_add. Associative and commutative.
 int32_t kvf_report_merge(const uint8_t *left,
                          size_t left_len,
                          const uint8_t *right,

@@ -166,6 +166,34 @@ fn late_repetitions_do_not_revive_a_request_until_it_is_forgotten() {
 }
 
 #[test]
+fn what_the_host_ends_is_over_and_reports_of_it_are_late() {
+    let ranks = engine(1, 2);
+    let mut a = Aggregator::new(ranks.clone()).unwrap();
+    a.add(&received(ranks[0], &["r"])).unwrap();
+    a.add(&sent(ranks[0], &["r"])).unwrap();
+    a.end(&id("r"), Direction::Recv);
+    a.end(&id("unknown"), Direction::Recv);
+    assert_eq!((a.poll(), a.pending()), (None, 1));
+    a.add(&WorkerReport { stats: Stats { bytes: 5, ..Stats::default() }, ..received(ranks[1], &["r", "unknown"]) })
+        .unwrap();
+    let outcome = a.poll().unwrap();
+    assert_eq!((outcome.finished_recving, outcome.stats.bytes, a.pending()), (vec![], 5, 1), "but its figures count");
+    // The other direction is another thing, and a prefill that was sent is granted no more.
+    a.end(&id("r"), Direction::Send);
+    for &rank in &ranks {
+        a.add(&WorkerReport { granted: ids(&["r"]), ..sent(rank, &["r"]) }).unwrap();
+    }
+    assert_eq!((a.poll(), a.pending()), (None, 0));
+    a.forget_side(&id("r"), Direction::Recv);
+    for &rank in &ranks {
+        a.add(&received(rank, &["r"])).unwrap();
+        a.add(&sent(rank, &["r"])).unwrap();
+    }
+    let outcome = a.poll().unwrap();
+    assert_eq!((outcome.finished_recving, outcome.finished_sending), (ids(&["r"]), vec![]));
+}
+
+#[test]
 fn statistics_and_records_are_counted_once() {
     let ranks = engine(1, 2);
     let mut a = Aggregator::new(ranks.clone()).unwrap();

@@ -162,14 +162,14 @@ pub fn run(data: &[u8]) {
             5 => model.take(&scheduler.build_step()),
             6 => {
                 model.take(&scheduler.build_step());
-                scheduler.on_report(&report(vec![], vec![id.clone()]));
+                scheduler.on_report(&report(vec![], vec![id.clone()])).unwrap();
                 if model.loading.remove(&id) == Some(false) {
                     model.loaded.insert(id);
                 }
             }
             _ => {
                 model.take(&scheduler.build_step());
-                scheduler.on_report(&report(vec![id.clone()], vec![]));
+                scheduler.on_report(&report(vec![id.clone()], vec![])).unwrap();
                 model.sending.remove(&id);
             }
         }
@@ -178,7 +178,7 @@ pub fn run(data: &[u8]) {
     }
     let names: Vec<RequestId> = (0..4).map(|n| rank::request(format!("r{n}"))).collect();
     model.take(&scheduler.build_step());
-    scheduler.on_report(&report(names.clone(), names.clone()));
+    scheduler.on_report(&report(names.clone(), names.clone())).unwrap();
     for id in &names {
         let _ = scheduler.finished(id, &TransferParams::default(), FinishOutcome::Aborted, vec![], 0);
     }

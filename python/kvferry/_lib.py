@@ -868,9 +868,20 @@ def scheduler_has_pending(scheduler: Handle) -> bool:
     return bool(pending[0])
 
 
-def scheduler_report(scheduler: Handle, report: bytes) -> None:
+def scheduler_report(scheduler: Handle, report: bytes) -> bytes:
     report = _checked_bytes("a report", report)
-    _call("kvf_scheduler_report", scheduler.get(), report, len(report))
+    return _bytes_from("kvf_scheduler_report", scheduler.get(), report, len(report))
+
+
+def scheduler_note(scheduler: Handle, report: bytes) -> None:
+    """As `scheduler_report`, for a caller that wants no outcome."""
+    report = _checked_bytes("a report", report)
+    _call("kvf_scheduler_report", scheduler.get(), report, len(report), _load().ffi.NULL)
+
+
+def scheduler_over(scheduler: Handle, request: str, side: str) -> None:
+    name = _text("a request id", request)
+    _call("kvf_scheduler_over", scheduler.get(), name, len(name), _constant(_SIDES, "side", side))
 
 
 def scheduler_stats(scheduler: Handle) -> bytes:
@@ -878,6 +889,8 @@ def scheduler_stats(scheduler: Handle) -> bytes:
 
 
 # --- aggregator, reports and stats
+
+_SIDES = {"sending": "KVF_SENDING", "recving": "KVF_RECVING"}
 
 
 def aggregator_start(config: bytes) -> Handle:
@@ -891,7 +904,7 @@ def aggregator_add(aggregator: Handle, report: bytes) -> None:
 
 def aggregator_expect(aggregator: Handle, request: str, side: str, count: int) -> None:
     name = _text("a request id", request)
-    number = _constant({"sending": "KVF_SENDING", "recving": "KVF_RECVING"}, "side", side)
+    number = _constant(_SIDES, "side", side)
     _call("kvf_aggregator_expect", aggregator.get(), name, len(name), number, _whole("count", count, 32))
 
 

@@ -35,7 +35,8 @@ class Outcome(TypedDict):
 
 
 class Aggregator:
-    """Combines worker reports, in any order and with duplicates. May be used from any thread.
+    """Combines worker reports, in any order and with duplicates, for hosts with a scheduler side of their own: a
+    `Scheduler` does so itself. May be used from any thread.
 
     Args:
         ranks: The `(pp_rank, tp_rank)` of every rank whose report is needed.

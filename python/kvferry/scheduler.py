@@ -8,7 +8,6 @@ from typing import Literal, cast
 
 from . import _lib, _wire
 from .aggregator import Outcome as OutcomeDict
-from .worker import Report, encode_report
 
 Outcome = Literal["complete", "aborted"]
 BlockLists = Sequence[_lib.Ids]
@@ -25,7 +24,7 @@ class Scheduler:
 
     A request may be given to both engines at once: the producer's params then have a `transfer_id`, and the consumer's
     the same one beside `remote_engine_id`, `remote_host` and `remote_port` (docs/vllm.md). Its load waits until
-    the producer has finished it and its workers have the lease, which `report` tells the producer's scheduler.
+    the producer has finished it and its workers have the lease, which their reports tell the producer's scheduler.
 
     Several requests of a consumer may load the same prefill: the producer keeps its blocks until the last of them that
     is known is over. Where others may come later, give the key `shared` (True) in the params of each to the consumer's
@@ -110,12 +109,26 @@ class Scheduler:
         """Whether there is work that `step` would hand out."""
         return _lib.scheduler_has_pending(self._handle)
 
-    def report(self, report: bytes | Report | OutcomeDict) -> None:
-        """Takes in what all ranks together have reported: an outcome of `Aggregator.take`, or, from an engine of one
-        rank, the rank's report."""
-        if not isinstance(report, bytes):
-            report = encode_report(_as_report(report))
-        _lib.scheduler_report(self._handle, report)
+    def report(self, report: bytes) -> OutcomeDict:
+        """Takes in one rank's encoded report (`Worker.poll_encoded`), or several as `merge_reports` made them, and
+        returns what is known with it: what every rank has ended, each request once, and the report's figures.
+
+        Every rank's reports are needed, each as it comes; their order does not matter. One that comes again ends
+        nothing twice; one of a rank that the engine has not (`tp_size`, `pp_size`) raises `InvalidArgumentError`.
+        """
+        return cast(OutcomeDict, _wire.decode_outcome(_lib.scheduler_report(self._handle, report)))
+
+    def note(self, report: bytes) -> None:
+        """As `report`, for hosts that know by themselves what all ranks have ended: the outcome is not made."""
+        _lib.scheduler_note(self._handle, report)
+
+    def over(self, request: str, side: Literal["sending", "recving"]) -> None:
+        """Every rank is done with a request on that side, as the host knows by its own count.
+
+        It is over then, also where the ranks' reports come later or never. One that is over already, or not known, is
+        no error. Its id must not be used again before the reports have come, which would count for the new request.
+        """
+        _lib.scheduler_over(self._handle, request, side)
 
     def stats(self) -> dict[str, object]:
         """Counters since the start, and gauges; `kvferry.stats.metrics` tells what each is."""
@@ -132,20 +145,3 @@ class Scheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-def _as_report(report: Report | OutcomeDict) -> Report:
-    """An outcome in the form of a report. The scheduler side looks at neither the rank, nor figures, nor why a receive
-    failed: without these a report of any number of ranks is short enough."""
-    # What is no dict at all is refused where it is encoded.
-    if not isinstance(report, dict) or "rank" in report:
-        return cast(Report, report)
-    return {
-        "rank": {"pp": 0, "tp": 0},
-        "granted": report["granted"],
-        "finished_sending": report["finished_sending"],
-        "finished_recving": report["finished_recving"],
-        "failed_recving": [],
-        "records": [],
-        "stats": {},
-    }

@@ -123,8 +123,8 @@ class Worker:
         _lib.worker_submit(self._handle, step)
 
     def poll_encoded(self) -> bytes | None:
-        """What has happened since the last poll, as bytes for `Aggregator.add` or `Scheduler.report`;
-        None if nothing."""
+        """What has happened since the last poll, as bytes for `Scheduler.report`; None if
+        nothing."""
         handle = self._handle
         # Most polls find nothing, and a look costs a fraction of what more code does.
         return _lib.worker_poll(handle) if handle.news[0] else None
@@ -172,7 +172,8 @@ def decode_report(report: bytes) -> Report:
 
 
 def merge_reports(left: bytes, right: bytes) -> bytes:
-    """Two encoded reports, or what this function made of some, as one, for `Aggregator.add`.
+    """Two encoded reports, or what this function made of some, as one, for `Scheduler.report`
+    or `Aggregator.add`.
 
     Associative and commutative, so that a host can merge the reports of ranks in any order and grouping.
     """

@@ -9,12 +9,13 @@ use super::config::SchedulerConfig;
 use super::shared::lock;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::{self, Desk, Gate, Listener, ListenerConfig};
+use crate::proto::aggregate::{Direction, Outcome};
 use crate::proto::handshake::{Asker, Directory, Pushes};
 use crate::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use crate::proto::scheduler::{
     Finish, FinishOutcome, Match, Notice, Scheduler as Machine, SchedulerConfig as MachineConfig, SchedulerStats,
 };
-use crate::proto::wire::{Blocks, Message, TransferParams, WorkerReport};
+use crate::proto::wire::{Blocks, ReportBatch, TransferParams};
 use crate::secret::Key;
 
 /// One engine's scheduler side, producer and consumer at once. `Send` and `Sync`; no call waits for another process.
@@ -96,8 +97,7 @@ impl Scheduler {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a rank that is missing or does not fit this engine.
     pub fn set_engine(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<()> {
-        let (pp, tp) = (self.config.pp_size, self.config.tp_size);
-        let mut missing: BTreeSet<RankId> = (0..pp).flat_map(|pp| (0..tp).map(move |tp| RankId { pp, tp })).collect();
+        let mut missing: BTreeSet<RankId> = self.config.shape().rank_ids().collect();
         for (rank, metadata) in ranks {
             let own = lock(&self.directory).offer(metadata)?;
             if own != rank {
@@ -258,19 +258,24 @@ impl Scheduler {
         SchedulerStats { listener_requests, ..lock(&self.machine).stats() }
     }
 
-    /// Takes what all ranks together have reported.
-    pub fn on_report(&self, report: &WorkerReport) {
-        lock(&self.machine).on_report(report);
-        self.tell_waiting();
-    }
-
-    /// As [`Scheduler::on_report`], encoded.
+    /// Takes the report of a rank, or of several; see [`Machine::on_batch`]. Returns what every rank has reported with it.
     ///
     /// # Errors
-    /// [`ErrorKind::Corrupt`], [`ErrorKind::VersionMismatch`] or [`ErrorKind::Exhausted`] for bytes that are no report.
-    pub fn on_encoded_report(&self, report: &[u8]) -> Result<()> {
-        let report = WorkerReport::from_bytes(report)?;
-        self.on_report(&report);
+    /// [`ErrorKind::InvalidArgument`] for a rank that is not the engine's, [`ErrorKind::Exhausted`] when too many requests
+    /// are under way.
+    pub fn on_report(&self, reports: &ReportBatch) -> Result<Outcome> {
+        let outcome = lock(&self.machine).on_batch(reports)?;
+        self.tell_waiting();
+        Ok(outcome)
+    }
+
+    /// Every rank is done with a request on this side, as the host knows by itself; see [`Machine::over`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for an unusable id.
+    pub fn over(&self, request: &str, direction: Direction) -> Result<()> {
+        lock(&self.machine).over(&RequestId::new(request)?, direction);
+        self.tell_waiting();
         Ok(())
     }
 

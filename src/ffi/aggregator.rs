@@ -98,14 +98,28 @@ impl From<Outcome> for Named {
     }
 }
 
+/// An outcome as the map that hosts read.
+pub(super) fn encode(outcome: Outcome) -> Result<Vec<u8>> {
+    decode::encode("an outcome", &Named::from(outcome))
+}
+
+/// The direction that a kvf_side names.
+pub(super) fn direction(side: u32) -> Result<Direction> {
+    match side {
+        s if s == kvf_side::KVF_SENDING as u32 => Ok(Direction::Send),
+        s if s == kvf_side::KVF_RECVING as u32 => Ok(Direction::Recv),
+        other => Err(Error::invalid(format!("side {other} is unknown; expected KVF_SENDING or KVF_RECVING"))),
+    }
+}
+
 fn with<R>(aggregator: *mut kvf_aggregator, act: impl FnOnce(&mut Aggregator) -> Result<R>) -> Result<R> {
     let host = handle::get::<Host>(aggregator)?;
     let mut aggregator = host.0.lock().unwrap_or_else(PoisonError::into_inner);
     act(&mut aggregator)
 }
 
-/// Starts an aggregator. `config` is a msgpack map. Keys: ranks (list of maps with pp and tp: every rank of the
-/// engine), limit (requests remembered).
+/// Starts an aggregator, for hosts with a scheduler side of their own: a kvf_scheduler has one inside. `config` is a
+/// msgpack map. Keys: ranks (list of maps with pp and tp: every rank of the engine), limit (requests remembered).
 ///
 /// # Safety
 /// As the header's top says.
@@ -162,13 +176,7 @@ pub unsafe extern "C" fn kvf_aggregator_expect(
     boundary!(kvf_aggregator_expect, {
         // SAFETY: the caller's promise for arrays.
         let request = RequestId::new(unsafe { text(request, request_len, "request")? })?;
-        let direction = match side {
-            s if s == kvf_side::KVF_SENDING as u32 => Direction::Send,
-            s if s == kvf_side::KVF_RECVING as u32 => Direction::Recv,
-            other => {
-                return Err(Error::invalid(format!("side {other} is unknown; expected KVF_SENDING or KVF_RECVING")));
-            }
-        };
+        let direction = direction(side)?;
         with(aggregator, |aggregator| aggregator.expect(&request, direction, count))
     })
 }
@@ -193,10 +201,7 @@ pub unsafe extern "C" fn kvf_aggregator_forget(
     })
 }
 
-/// What is known of requests since the last call, as a msgpack map. granted: prefills with a transfer_id that are in the
-/// granted of every rank's report, for kvf_scheduler_report. finished_sending and finished_recving: requests that every rank
-/// has ended. failed_recving: those of finished_recving that any rank failed (request, cause, message, invalid_blocks as
-/// little-endian words of 32 bits). records (rank, record) and stats.
+/// What is known of requests since the last call, as the msgpack map that kvf_scheduler_report gives.
 ///
 /// # Safety
 /// As the header's top says.
@@ -204,13 +209,7 @@ pub unsafe extern "C" fn kvf_aggregator_forget(
 pub unsafe extern "C" fn kvf_aggregator_take(aggregator: *mut kvf_aggregator, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_aggregator_take, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe {
-            fill(out, || {
-                with(aggregator, |aggregator| {
-                    decode::encode("an outcome", &Named::from(aggregator.poll().unwrap_or_default()))
-                })
-            })
-        }
+        unsafe { fill(out, || with(aggregator, |aggregator| encode(aggregator.poll().unwrap_or_default()))) }
     })
 }
 

@@ -35,7 +35,7 @@ pub unsafe extern "C" fn kvf_report_decode(report: *const u8, report_len: usize,
     })
 }
 
-/// The inverse of kvf_report_decode.
+/// The inverse of kvf_report_decode: tests of hosts make reports up with it.
 ///
 /// # Safety
 /// As the header's top says.
@@ -50,8 +50,8 @@ pub unsafe extern "C" fn kvf_report_encode(body: *const u8, body_len: usize, out
     })
 }
 
-/// Combines two encoded reports, or batches that this function made, into one batch for kvf_aggregator_add.
-/// Associative and commutative.
+/// Combines two encoded reports, or batches that this function made, into one batch for kvf_scheduler_report
+/// or kvf_aggregator_add. Associative and commutative.
 ///
 /// # Safety
 /// As the header's top says.

@@ -6,7 +6,7 @@ use super::boundary::{Out, slice, text};
 use super::buffer::{self, fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::lists::Offsets;
-use super::{decode, log};
+use super::{aggregator, decode, log, report};
 use crate::connector::{Scheduler, SchedulerConfig};
 use crate::error::{Error, Result};
 use crate::proto::ids::RankId;
@@ -313,9 +313,16 @@ pub unsafe extern "C" fn kvf_scheduler_has_pending(scheduler: *mut kvf_scheduler
     })
 }
 
-/// Takes in what all ranks together have reported, encoded as a report. An engine of one rank passes that rank's. The
-/// consumers that await a prefill by its transfer_id are told that they may read it when it is in the report's granted; without
-/// that they wait.
+/// Takes in the encoded report of a rank (of kvf_worker_poll), or of several (of kvf_report_merge). Every rank's reports are
+/// needed, each as it comes; their order does not matter. One that comes again ends nothing twice; one of a rank that the
+/// engine has not (tp_size, pp_size) is KVF_INVALID_ARGUMENT.
+///
+/// `*outcome` becomes what is known with it, as a msgpack map; NULL where the host knows by itself. finished_sending (free
+/// its blocks) and finished_recving (decode it): requests that every rank has ended, each once. failed_recving: those of
+/// finished_recving that any rank failed (request, cause, message, invalid_blocks as little-endian words of 32 bits): the
+/// cause is the lowest failed rank's, the message has every one's, the blocks are the union. granted: prefills with a
+/// transfer_id whose lease every rank has; this call tells those that await them. records (rank, record) and stats: the
+/// report's figures.
 ///
 /// # Safety
 /// As the header's top says.
@@ -324,11 +331,40 @@ pub unsafe extern "C" fn kvf_scheduler_report(
     scheduler: *mut kvf_scheduler,
     report: *const u8,
     report_len: usize,
+    outcome: *mut kvf_buffer,
 ) -> i32 {
     boundary!(kvf_scheduler_report, {
+        // SAFETY: the caller's promise for out-parameters.
+        let out = if outcome.is_null() { None } else { Some(unsafe { Out::new(outcome, "outcome")? }) };
         // SAFETY: the caller's promise for arrays.
-        let report = unsafe { slice(report, report_len, "report")? };
-        handle::get::<Scheduler>(scheduler)?.on_encoded_report(report)
+        let bytes = unsafe { slice(report, report_len, "report")? };
+        let known = handle::get::<Scheduler>(scheduler)?.on_report(&report::batch(bytes)?)?;
+        if let Some(out) = out {
+            buffer::give(out, aggregator::encode(known)?);
+        }
+        Ok(())
+    })
+}
+
+/// For hosts that count by themselves over all ranks: every rank is done with the request on `side` (a kvf_side). It is over
+/// from now on, also where ranks' reports come later or never. One that is over already, or not known, is no error. Its
+/// id must not be used again before the reports have come, which would count for the new request. A host that goes by the
+/// outcomes of kvf_scheduler_report does not need this.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_over(
+    scheduler: *mut kvf_scheduler,
+    request_id: *const c_char,
+    request_id_len: usize,
+    side: u32,
+) -> i32 {
+    boundary!(kvf_scheduler_over, {
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        // SAFETY: the caller's promise for arrays.
+        let request = unsafe { text(request_id, request_id_len, "request")? };
+        scheduler.over(request, aggregator::direction(side)?)
     })
 }
 

@@ -184,7 +184,8 @@ impl Aggregator {
     /// Takes one report, wholly or (on error) not at all.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] for a rank that is not the engine's; [`ErrorKind::Exhausted`] when too
-    /// many requests are under way: poll, [`Aggregator::forget`] what will not end, and add the report again.
+    /// many requests are under way: [`Aggregator::end`] or [`Aggregator::forget`] what not all ranks will report, and
+    /// add the report again.
     pub fn add(&mut self, report: &WorkerReport) -> Result<()> {
         let index = self.index(report.rank)?;
         let (sends, recvs) = wire::requests(report);
@@ -245,13 +246,40 @@ impl Aggregator {
         (!ready.is_empty()).then_some(ready)
     }
 
+    /// The host knows by itself that `request` is over in this direction: from now on reports about it are late ones, and
+    /// no outcome names it.
+    pub fn end(&mut self, request: &RequestId, direction: Direction) {
+        let limit = self.limit;
+        for side in self.sides(direction) {
+            if !side.done.contains_key(request) {
+                let reported = side.pending.remove(request).map(|pending| pending.reported).unwrap_or_default();
+                side.bury(request, reported, limit);
+            }
+        }
+    }
+
     /// Forgets `request` in both directions, under way or completed, so that its id can be used again. A late report
     /// about it counts as the first of a new request.
     pub fn forget(&mut self, request: &RequestId) {
-        for side in [&mut self.grant, &mut self.send, &mut self.recv] {
+        self.forget_side(request, Direction::Send);
+        self.forget_side(request, Direction::Recv);
+    }
+
+    /// As [`Aggregator::forget`], in one direction.
+    pub fn forget_side(&mut self, request: &RequestId, direction: Direction) {
+        for side in self.sides(direction) {
             side.pending.remove(request);
             side.done.remove(request);
         }
+    }
+
+    /// What is remembered in this direction; a prefill that is sent has been granted too.
+    fn sides(&mut self, direction: Direction) -> impl Iterator<Item = &mut Side> {
+        let (side, grant) = match direction {
+            Direction::Send => (&mut self.send, Some(&mut self.grant)),
+            Direction::Recv => (&mut self.recv, None),
+        };
+        std::iter::once(side).chain(grant)
     }
 
     fn side(&self, direction: Direction) -> &Side {
@@ -271,8 +299,7 @@ impl Aggregator {
     fn index(&self, rank: RankId) -> Result<usize> {
         self.ranks.binary_search(&rank).map_err(|_| {
             Error::invalid(format!(
-                "rank {rank} is not one of the {} that this aggregator was made for; make it with every rank of the \
-                 engine",
+                "a report of rank {rank}, which is not one of the engine's {}: state all of its ranks at the start",
                 self.ranks.len()
             ))
         })
@@ -282,8 +309,8 @@ impl Aggregator {
         Error::new(
             ErrorKind::Exhausted,
             format!(
-                "the report of rank {rank} would bring the requests under way over the limit of {}; poll, forget \
-                 requests that will not end, and add it again",
+                "the report of rank {rank} would bring the requests under way over the limit of {}; end or forget \
+                 those that not all ranks will report, and add it again",
                 self.limit
             ),
         )

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use kvferry::connector::{Scheduler, SchedulerConfig, Transport, WorkerConfig};
+use kvferry::proto::aggregate::Outcome;
 use kvferry::proto::ids::{EngineId, RankId, RequestId};
 use kvferry::proto::scheduler::FinishOutcome;
 use kvferry::proto::stats::Stats;
@@ -143,7 +144,7 @@ impl Engine {
         }
     }
 
-    /// Collects reports until `enough`, and tells the scheduler side what all ranks have reported.
+    /// Collects reports until `enough`, and passes them to the scheduler side.
     pub fn until(&mut self, what: &str, enough: impl Fn(&Engine) -> bool) {
         let start = Instant::now();
         while !enough(self) {
@@ -164,7 +165,8 @@ impl Engine {
         report.failed_recving.iter().for_each(|failure| *failures.entry(failure.cause).or_default() += 1);
         assert_eq!(report.stats.recv_failures, failures, "{report:#?}");
         assert_eq!(report.stats.recvs as usize, report.finished_recving.len() - report.failed_recving.len());
-        let mut whole = WorkerReport::new(report.rank);
+        let outcome = self.scheduler.on_report(&report.clone().into()).unwrap();
+        let mut whole = Outcome::default();
         for request in &report.granted {
             let said = self.said.entry(request.to_string()).or_default();
             assert!(said.granted.insert(report.rank), "{request} was granted twice by rank {}", report.rank);
@@ -191,7 +193,14 @@ impl Engine {
             let said = self.said.entry(failure.request.to_string()).or_default();
             said.failures.insert(report.rank, failure.clone());
         }
-        self.scheduler.on_report(&whole);
+        // The scheduler side counts as this does.
+        let sorted = |mut list: Vec<RequestId>| {
+            list.sort_unstable();
+            list
+        };
+        assert_eq!(sorted(outcome.granted), sorted(whole.granted));
+        assert_eq!(sorted(outcome.finished_sending), sorted(whole.finished_sending));
+        assert_eq!(sorted(outcome.finished_recving), sorted(whole.finished_recving));
         self.reports.push(report);
     }
 

@@ -520,7 +520,8 @@ impl Sim {
                     assert!(self.p.requests.get(id).is_some_and(|r| r.kept), "{id} finished sending once");
                     self.p_free(id);
                 }
-                self.p.scheduler.on_report(&report);
+                let outcome = self.p.scheduler.on_report(&report).unwrap();
+                assert_eq!(outcome.finished_sending, report.finished_sending, "one rank is all ranks");
                 self.p_tell();
             }
             Event::StepP(..) | Event::ReportP(..) => {}
@@ -653,7 +654,8 @@ impl Sim {
         for failure in &report.failed_recving {
             assert!(report.finished_recving.contains(&failure.request), "a failure is reported as finished too");
         }
-        self.d_scheduler.on_report(report);
+        let outcome = self.d_scheduler.on_report(report).unwrap();
+        assert_eq!(outcome.finished_recving, report.finished_recving, "one rank is all ranks");
         self.d_step();
     }
 

@@ -61,10 +61,8 @@ class Producer:
         return params
 
     def sent(self) -> list[str]:
-        report = self.worker.poll()
-        if report is not None:
-            self.scheduler.report(report)
-        return [] if report is None else report["finished_sending"]
+        report = self.worker.poll_encoded()
+        return [] if report is None else self.scheduler.report(report)["finished_sending"]
 
     def figures(self) -> Any:
         return {"labels": {"side": "prefill"}, "scheduler": self.scheduler.stats(), **self.worker.stats()}
@@ -140,13 +138,13 @@ class Pair:
         """The cause of a receive's failure, when it is over; None for one that succeeded."""
         deadline = time.monotonic() + GENEROUS
         while time.monotonic() < deadline:
-            report = self.worker.wait(1.0)
+            report = self.worker.wait_encoded(1.0)
             if report is None:
                 continue
-            self.reported = stats.merge(self.reported, report["stats"])
-            self.scheduler.report(report)
-            if request in report["finished_recving"]:
-                causes = {failure["request"]: failure["cause"] for failure in report["failed_recving"]}
+            outcome = self.scheduler.report(report)
+            self.reported = stats.merge(self.reported, outcome["stats"])
+            if request in outcome["finished_recving"]:
+                causes = {failure["request"]: failure["cause"] for failure in outcome["failed_recving"]}
                 return causes.get(request)
         raise AssertionError(f"{request} is not over")
 

@@ -36,9 +36,9 @@ def test_nothing_is_read_before_the_step_with_the_grant() -> None:
         over: list[str] = []
 
         def turn() -> bool:
-            report = producer.poll()
-            if report is not None:
-                sends.report(report)
+            sent = producer.poll_encoded()
+            if sent is not None:
+                sends.note(sent)
             report = consumer.poll()
             if report is not None:
                 assert report["failed_recving"] == []

@@ -1,4 +1,4 @@
-"""Two engines, a process per rank, hand over requests through workers, schedulers and aggregators."""
+"""Two engines, a process per rank, hand over requests through workers and schedulers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def work(pipe: Connection, engine: str, rank: int, tp: int, tag: int, more: dict
 
 
 class Engine:
-    """A scheduler side, an aggregator and the pipes to the ranks. One that does not serve can only receive."""
+    """A scheduler side and the pipes to the ranks. One that does not serve can only receive."""
 
     def __init__(
         self, stack: ExitStack, name: str, tag: int, tp: int = TP, serves: bool = True, **more: object
@@ -103,7 +103,6 @@ class Engine:
         self.scheduler = stack.enter_context(
             Scheduler({"engine_id": name, "tp_size": tp, "groups": GROUPS, "host": "127.0.0.1", "port": 0})
         )
-        self.aggregator = stack.enter_context(Aggregator([(0, rank) for rank in range(tp)]))
         self.metadata = {(0, rank): receive(pipe) for rank, pipe in enumerate(self.pipes)}
         if serves:
             self.scheduler.serve(self.metadata)
@@ -122,7 +121,7 @@ class Engine:
         for pipe in self.pipes:
             pipe.send((order, None))
             while isinstance(answer := receive(pipe), bytes):
-                self.aggregator.add(answer)
+                self.outcomes.append(self.scheduler.report(answer))
             answers.append(answer)
         return answers
 
@@ -133,10 +132,7 @@ class Engine:
             assert time.monotonic() < deadline, f"{request} is not in {side}: {self.outcomes}"
             for pipe in self.pipes:
                 if pipe.poll(0.02):
-                    self.aggregator.add(pipe.recv())
-            outcome = self.aggregator.take()
-            self.scheduler.report(outcome)
-            self.outcomes.append(outcome)
+                    self.outcomes.append(self.scheduler.report(pipe.recv()))
 
     def end(self) -> None:
         for pipe in self.pipes:
@@ -364,6 +360,32 @@ def test_steps_and_reports_of_strangers_are_refused() -> None:
             "stats": {"recvs": 1, "recv_failures": {"timeout": 2}},
         }
         encoded = kvferry.encode_report(report)
+        with Scheduler({**GOOD, "tp_size": 2}) as scheduler:
+            for junk in (b"", b"junk", b"\xc1" * 300, encoded[:-1]):
+                for take in (scheduler.report, scheduler.note):
+                    with pytest.raises(kvferry.CorruptError):
+                        take(junk)
+            with pytest.raises(kvferry.InvalidArgumentError, match=r"pp 3.*engine's 2"):
+                scheduler.report(kvferry.encode_report({**report, "rank": {"pp": 3, "tp": 0}}))
+            known = scheduler.report(encoded)
+            assert (known["finished_sending"], known["failed_recving"]) == ([], [])
+            assert known["stats"]["recvs"] == 1
+            again = scheduler.report(encoded)
+            assert (again["finished_sending"], again["stats"].get("recvs", 0)) == ([], 0)
+            second = {**report, "rank": {"pp": 0, "tp": 1}, "finished_sending": [], "failed_recving": []}
+            known = scheduler.report(kvferry.merge_reports(kvferry.encode_report(second), encoded))
+            assert (known["finished_sending"], known["finished_recving"]) == ([], ["r"])
+            (failure,) = known["failed_recving"]
+            assert (failure["cause"], failure["message"]) == ("timeout", "rank (pp 0, tp 0): timeout: m")
+            assert failure["invalid_blocks"] == [3, 7]
+            # What the host knows by itself is told by no outcome any more.
+            for _ in range(2):
+                scheduler.over("s", "sending")
+            late = kvferry.encode_report({**second, "finished_sending": ["s"], "finished_recving": []})  # type: ignore[typeddict-item]
+            assert scheduler.report(late)["finished_sending"] == []
+            scheduler.note(late)
+            with pytest.raises(kvferry.InvalidArgumentError, match="request id"):
+                scheduler.over("", "sending")
         decoded = kvferry.decode_report(encoded)
         assert decoded["failed_recving"] == report["failed_recving"]
         other = kvferry.encode_report({**report, "rank": {"pp": 0, "tp": 1}, "failed_recving": []})

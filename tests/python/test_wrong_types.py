@@ -85,7 +85,10 @@ def test_sides_of_an_engine() -> None:
         refused(lambda: any_scheduler.allocated("r", params, [7], 1, 1), "blocks, list 0: block ids must be")
         refused(lambda: any_scheduler.allocated("r", params, [[0]], 1, -1), "external_tokens must be")
         refused(lambda: any_scheduler.finished("r", params, None, [[0]], 1), "unknown outcome None")
-        refused(lambda: any_scheduler.report(None), "a report must be bytes, or a dict", "not NoneType")
+        refused(lambda: any_scheduler.report(None), "a report must be bytes", "not NoneType")
+        refused(lambda: any_scheduler.note({}), "a report must be bytes", "not dict")
+        refused(lambda: any_scheduler.over(7, "sending"), "request id must be str, not int")
+        refused(lambda: any_scheduler.over("r", "both"), "unknown side 'both'")
         refused(lambda: any_scheduler.arrived(7, params), "request id must be str, not int")
     refused(lambda: Aggregator([0, 1]), "ranks must be pairs (pp_rank, tp_rank)")  # type: ignore[list-item]
     with Aggregator([(0, 0)]) as aggregator:

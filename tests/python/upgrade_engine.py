@@ -60,7 +60,7 @@ def geometry(rank: int, tp: int) -> dict[str, object]:
 
 
 class Engine:
-    """All ranks of one engine, its scheduler side and its aggregator."""
+    """All ranks of one engine and its scheduler side."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.stack = stack
@@ -84,7 +84,8 @@ class Engine:
             self.caches.append(cache)
         config = {**shape, **key, "groups": GROUPS, "host": "127.0.0.1", "port": 0, "lease_ms": lease_ms}
         self.scheduler = self.stack.enter_context(Scheduler(config))
-        self.aggregator = self.stack.enter_context(Aggregator([(0, rank) for rank in range(tp)]))
+        # The release before aggregates outside of the scheduler side.
+        self.aggregator = None if hasattr(Scheduler, "over") else Aggregator([(0, rank) for rank in range(tp)])
         return self.scheduler.serve(self.metadata())
 
     def metadata(self) -> dict[tuple[int, int], bytes]:
@@ -100,12 +101,16 @@ class Engine:
         """What an engine does between requests: takes in reports and passes on what follows from them."""
         for worker in self.workers:
             while (report := worker.poll_encoded()) is not None:
-                self.aggregator.add(report)
-        outcome = self.aggregator.take()
-        for failure in outcome["failed_recving"]:
-            self.reasons[failure["request"]] = (failure["cause"], failure["message"])
-        self.scheduler.report(outcome)
-        self.outcomes.append(outcome)
+                outcome: Any
+                if self.aggregator is None:
+                    outcome = self.scheduler.report(report)
+                else:
+                    self.aggregator.add(report)
+                    outcome = self.aggregator.take()
+                    self.scheduler.report(outcome)
+                for failure in outcome["failed_recving"]:
+                    self.reasons[failure["request"]] = (failure["cause"], failure["message"])
+                self.outcomes.append(outcome)
         self.step()
 
     def prefill(self, request: str, blocks: list[int], **more: object) -> Any:

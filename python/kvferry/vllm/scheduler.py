@@ -73,17 +73,12 @@ class SchedulerSide:
         self._unreported: set[str] = set()
         # Whether the next step grants leases.
         self._granted = False
-        # vLLM counts by itself which requests all ranks have finished; `kvferry.Scheduler` wants to know it too.
-        ranks = [
-            (pp, tp) for pp in range(parallel.pipeline_parallel_size) for tp in range(parallel.tensor_parallel_size)
-        ]
         # Which of the ranks this is makes no difference to how many tokens a block stands for.
         groups = transfer_groups(kv_cache_config, TokenShare(parallel.decode_context_parallel_size))
         # vLLM drops what is in front of a window as for the token that follows the computed ones. But a decode engine
         # that has the whole prompt computes its last token again, which looks one token further back. So a model with
         # windows hands over all but the last token, and the prefill engine stops in front of it.
         self._holds_back = any(isinstance(group["kind"], dict) for group in groups)
-        self._aggregator = kvferry.Aggregator(ranks)
         self._scheduler = kvferry.Scheduler(
             {
                 "engine_id": transfer.engine_id,
@@ -237,22 +232,23 @@ class SchedulerSide:
         """Takes in the reports of all ranks of one step, and which requests vLLM counts as finished by all ranks.
 
         Either tells that a request is over, and may come first: vLLM frees a request's blocks by its own ids, so that
-        what it has freed must not be waited for here. The one that comes later finds nothing left to do."""
+        what it has freed must not be waited for here. The one that comes later finds nothing left to do. Nothing comes
+        back: vLLM has the ids, failures and figures from its own channels."""
         metadata = output.kv_connector_worker_meta
-        if metadata is None and not output.finished_sending and not output.finished_recving:
-            return
         if metadata is not None:
             if not isinstance(metadata, KvferryWorkerMetadata):
                 raise TypeError(f"expected worker metadata of KvferryConnector, got {type(metadata).__name__}")
             for report in metadata.reports:
-                self._aggregator.add(report)
-        self._unreported.difference_update(output.finished_recving or ())
-        outcome = self._aggregator.take()
-        outcome["finished_sending"].extend(output.finished_sending or ())
-        outcome["finished_recving"].extend(output.finished_recving or ())
-        self._scheduler.report(outcome)
+                self._scheduler.note(report)
+        for request in output.finished_sending or ():
+            self._scheduler.over(request, "sending")
+        for request in output.finished_recving or ():
+            if request in self._unreported:
+                # The library has refused it: it may not even take the id.
+                self._unreported.discard(request)
+            else:
+                self._scheduler.over(request, "recving")
 
     def shutdown(self) -> None:
         """Stops the handshake listener. May be called again."""
         self._scheduler.shutdown()
-        self._aggregator.close()

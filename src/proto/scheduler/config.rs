@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::proto::geometry::{Group, GroupKind};
 use crate::proto::ids::{EngineId, Incarnation};
+use crate::proto::wire::EngineShape;
 
 /// Settings of one engine's scheduler side.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,13 +67,14 @@ impl SchedulerConfig {
     /// Checks every value.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) naming the key, its value and what is
-    /// allowed.
+    /// allowed; those of [`EngineShape::validate`].
     pub fn check(&self) -> Result<()> {
         for (key, value) in [("tp_size", self.tp_size), ("pp_size", self.pp_size), ("dcp_size", self.dcp_size)] {
             if value == 0 {
                 return Err(Error::invalid(format!("{key}: expected at least 1, got 0")));
             }
         }
+        self.shape().validate()?;
         if self.incarnation == Incarnation(0) {
             return Err(Error::invalid("incarnation: expected a number other than 0, drawn at random at each start"));
         }
@@ -101,6 +103,11 @@ impl SchedulerConfig {
             }
         }
         Ok(())
+    }
+
+    /// How the engine is split over ranks.
+    pub fn shape(&self) -> EngineShape {
+        EngineShape { tp: self.tp_size, pp: self.pp_size, dcp: self.dcp_size }
     }
 
     /// How many of a prompt's tokens are handed over. A decoder computes the last prompt token again, for its logits. That

@@ -9,11 +9,13 @@
 //! | blocks allocated | [`Scheduler::allocated`] | consumer | load, or release when nothing is to be loaded |
 //! | the request ended | [`Scheduler::finished`] | both | producer: grant or drop; consumer: release or abort |
 //! | a step is scheduled | [`Scheduler::encode_step`] | both | hands out what the calls above queued |
-//! | workers reported | [`Scheduler::on_report`] | both | requests that are over are forgotten |
-//! | after `finished` and `on_report` | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
+//! | a rank reported | [`Scheduler::on_report`] | both | what every rank has reported is over, and returned |
+//! | the host knows that all ranks have | [`Scheduler::over`] | both | the same without their reports |
+//! | after any of the last three | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
 //!
 //! A consumer's request is remembered from its first call until `finished` was called and no load is under way; a
-//! producer's from `finished` until its sending is over. So the machine holds no more than the engine does.
+//! producer's from `finished` until its sending is over. So the machine holds no more than the engine does, and a bounded
+//! number of ended requests' ids, by which the aggregator tells late reports.
 
 mod config;
 mod params;
@@ -26,11 +28,12 @@ use serde::Serialize;
 pub use config::SchedulerConfig;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::proto::aggregate::Outcome;
+use crate::proto::aggregate::{Aggregator, Direction, Outcome};
 use crate::proto::ids::RequestId;
 use crate::proto::plan::Holding;
 use crate::proto::wire::{
-    Blocks, Grant, Hold, Load, Message, Prefill, Release, Remote, StepMetadata, TransferParams, WorkerReport, limits,
+    Blocks, Grant, Hold, Load, Message, Prefill, Release, Remote, ReportBatch, StepMetadata, TransferParams,
+    WorkerReport, limits,
 };
 
 /// The largest id of a lease: it travels through the JSON of proxies, whose numbers may have 53 bits.
@@ -135,6 +138,7 @@ pub struct Scheduler {
     /// What consumers call them.
     called: HashSet<RequestId>,
     notices: VecDeque<Notice>,
+    aggregator: Aggregator,
     /// The last lease granted.
     lease_id: u64,
     step: StepMetadata,
@@ -146,12 +150,13 @@ impl Scheduler {
     pub fn new(config: SchedulerConfig) -> Result<Scheduler> {
         config.check()?;
         Ok(Scheduler {
-            config,
             address: None,
             recvs: HashMap::new(),
             sends: HashMap::new(),
             called: HashSet::new(),
             notices: VecDeque::new(),
+            aggregator: Aggregator::new(config.shape().rank_ids())?,
+            config,
             lease_id: 0,
             step: StepMetadata::default(),
             stats: SchedulerStats::default(),
@@ -308,6 +313,8 @@ impl Scheduler {
         };
         self.stats.loads += 1;
         self.step.loads.push(load);
+        // An earlier request may have had this id.
+        self.aggregator.forget_side(request, Direction::Recv);
         self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Loading { ended: false } });
         Ok(())
     }
@@ -387,42 +394,59 @@ impl Scheduler {
         step::take(&mut self.step, StepMetadata::MAX_BYTES)
     }
 
-    /// Takes the report of a one-rank engine, or one made of what all ranks have said. Requests that are not known are
-    /// ignored.
-    pub fn on_report(&mut self, report: &WorkerReport) {
-        self.granted(&report.granted);
-        self.over(&report.finished_sending, &report.finished_recving);
+    /// Takes one rank's own report, wholly or (on error) not at all. Returns what every rank has reported with it, and
+    /// the figures in it. Ranks may report in any order; a report that comes again ends nothing twice.
+    ///
+    /// Errors: those of [`Aggregator::add`].
+    pub fn on_report(&mut self, report: &WorkerReport) -> Result<Outcome> {
+        self.aggregator.add(report)?;
+        Ok(self.settle())
     }
 
-    /// As [`Scheduler::on_report`], from the aggregator of several ranks.
-    pub fn on_outcome(&mut self, outcome: &Outcome) {
-        self.granted(&outcome.granted);
-        self.over(&outcome.finished_sending, &outcome.finished_recving);
+    /// As [`Scheduler::on_report`], of several ranks. On error the ranks before the failing one have been taken, and what
+    /// is over with them is returned with the next report; the batch can be given again.
+    pub fn on_batch(&mut self, batch: &ReportBatch) -> Result<Outcome> {
+        self.aggregator.add_batch(batch)?;
+        Ok(self.settle())
     }
 
-    fn granted(&mut self, requests: &[RequestId]) {
-        for request in requests {
+    /// The host knows by itself that every rank is done with `request` on this side. It is over now, whether or not the
+    /// ranks' reports have come or ever come, and no outcome names it any more. A request that is not known, or over
+    /// already, is no error. Its id must not be used again before the reports have come: they would count for the new one.
+    pub fn over(&mut self, request: &RequestId, direction: Direction) {
+        self.aggregator.end(request, direction);
+        match direction {
+            Direction::Send => self.sent(request),
+            Direction::Recv => self.received(request),
+        }
+    }
+
+    fn settle(&mut self) -> Outcome {
+        let outcome = self.aggregator.poll().unwrap_or_default();
+        for request in &outcome.granted {
             let prefill = self.sends.get_mut(request).and_then(|sent| sent.unannounced.take());
             self.notices.extend(prefill.map(Notice::Ready));
         }
+        outcome.finished_sending.iter().for_each(|request| self.sent(request));
+        outcome.finished_recving.iter().for_each(|request| self.received(request));
+        outcome
     }
 
-    fn over(&mut self, sending: &[RequestId], recving: &[RequestId]) {
-        for request in sending {
-            let Some(Sent { name, .. }) = self.sends.remove(request) else { continue };
-            self.called.remove(name.as_ref().unwrap_or(request));
-            self.notices.extend(name.map(Notice::Gone));
-        }
-        for request in recving {
-            let Some(recv) = self.recvs.get_mut(request) else { continue };
-            match recv.state {
-                RecvState::Loading { ended: false } => recv.state = RecvState::Over,
-                RecvState::Loading { ended: true } => {
-                    self.recvs.remove(request);
-                    self.step.aborts.retain(|aborted| aborted != request);
-                }
-                RecvState::Held | RecvState::Over => {}
+    fn sent(&mut self, request: &RequestId) {
+        let Some(Sent { name, .. }) = self.sends.remove(request) else { return };
+        self.called.remove(name.as_ref().unwrap_or(request));
+        self.notices.extend(name.map(Notice::Gone));
+    }
+
+    fn received(&mut self, request: &RequestId) {
+        let Some(recv) = self.recvs.get_mut(request) else { return };
+        match recv.state {
+            RecvState::Loading { ended: false } => recv.state = RecvState::Over,
+            RecvState::Loading { ended: true } => {
+                self.recvs.remove(request);
+                self.step.aborts.retain(|aborted| aborted != request);
             }
+            RecvState::Held | RecvState::Over => {}
         }
     }
 
@@ -525,6 +549,7 @@ impl Scheduler {
             Prefill { request: name.clone(), blocks, tokens: computed_tokens, lease_ms, lease_id }
         });
         self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id, name: name.cloned() });
+        self.aggregator.forget_side(request, Direction::Send);
         self.sends.insert(request.clone(), Sent { name: name.cloned(), unannounced });
         self.called.insert(called.clone());
         Ok(Finish { keep: true, params: Some(params) })

@@ -89,6 +89,11 @@ impl EngineShape {
         self.tp.saturating_mul(self.pp)
     }
 
+    /// The engine's ranks, ascending.
+    pub fn rank_ids(self) -> impl Iterator<Item = RankId> {
+        (0..self.pp).flat_map(move |pp| (0..self.tp).map(move |tp| RankId { pp, tp }))
+    }
+
     /// Whether `rank` is one of the engine's.
     pub fn contains(&self, rank: RankId) -> bool {
         rank.pp < self.pp && rank.tp < self.tp

@@ -134,7 +134,6 @@ class Engine:
             side.register_kv_caches(self.views[-1])
             self.sides.append(side)
         ranks = {(0, rank): side.handshake_metadata.rank_metadata for rank, side in enumerate(self.sides)}  # type: ignore[union-attr]
-        self.aggregator = kvferry.Aggregator(list(ranks))
         groups = transfer_groups(caches[0], TokenShare())
         config_of_scheduler = {"engine_id": name, "tp_size": tp_size, "groups": groups, "host": "127.0.0.1", "port": 0}
         self.scheduler = kvferry.Scheduler(config_of_scheduler)
@@ -143,19 +142,18 @@ class Engine:
         else:
             self.scheduler.set_engine(ranks)
 
-    def step(self) -> Any:
+    def step(self) -> list[Any]:
+        """One engine step; an outcome for each report."""
         if self.scheduler.has_pending():
             step = KvferryConnectorMetadata(self.scheduler.step())
             for side in self.sides:
                 side.submit(step)
+        outcomes: list[Any] = []
         for side in self.sides:
             side.collect()
             metadata = side.take_worker_metadata()
-            for report in metadata.reports if metadata else ():
-                self.aggregator.add(report)
-        outcome = self.aggregator.take()
-        self.scheduler.report(outcome)
-        return outcome
+            outcomes.extend(self.scheduler.report(report) for report in (metadata.reports if metadata else ()))
+        return outcomes
 
     def write(self, groups: tuple[list[int], ...]) -> None:
         """What the model computes for a prompt."""
@@ -180,7 +178,6 @@ class Engine:
         for side in self.sides:
             side.shutdown()
         self.scheduler.shutdown()
-        self.aggregator.close()
 
 
 def cache_config(rank: int, tp_size: int) -> KVCacheConfig:
@@ -221,11 +218,11 @@ def hand_over(p: Engine, d: Engine) -> str | None:
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         p.step()
-        outcome = d.step()
-        for failure in outcome["failed_recving"]:
-            return f"{failure['cause']}: {failure['message']}"
-        if "r" in outcome["finished_recving"]:
-            assert d.wrong(HERE) == {}
-            return None
+        for outcome in d.step():
+            for failure in outcome["failed_recving"]:
+                return f"{failure['cause']}: {failure['message']}"
+            if "r" in outcome["finished_recving"]:
+                assert d.wrong(HERE) == {}
+                return None
         time.sleep(0.001)
     raise TimeoutError("the load did not end")

@@ -9,7 +9,7 @@ import kvferry
 import pytest
 import torch
 from kvferry.vllm.config import parse_options
-from kvferry.vllm.metadata import KvferryHandshakeMetadata
+from kvferry.vllm.metadata import KvferryHandshakeMetadata, KvferryWorkerMetadata
 from kvferry.vllm.scheduler import SchedulerSide
 from kvferry.vllm.support import NotServedError, align_interleave, check_served, compat_fields
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -185,6 +185,52 @@ def test_foreign_worker_metadata_is_refused() -> None:
     output: Any = SimpleNamespace(kv_connector_worker_meta=7)
     with pytest.raises(TypeError, match="expected worker metadata of KvferryConnector, got int"):
         side.update(output)
+    side.shutdown()
+
+
+def test_reports_of_all_ranks_and_of_no_other_are_taken() -> None:
+    parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    side = SchedulerSide(
+        engine("kv_consumer", parallel=parallel), groups(FullAttentionSpec(**SHAPE)), parse_options({})
+    )
+    params = {
+        **{"do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "p-r", "remote_host": "127.0.0.1"},
+        **{"remote_port": 5000, "remote_block_ids": [[1]], "remote_num_tokens": 16},
+    }
+    scheduler = side._scheduler
+    scheduler.allocated("r", params, [[3]], 16, 16)
+    assert scheduler.finished("r", params, "aborted", [[3]], 16) == (True, None)
+
+    def report(pp: int, tp: int) -> bytes:
+        made: Any = {"rank": {"pp": pp, "tp": tp}, "finished_recving": ["r"]}
+        return kvferry.encode_report(made)
+
+    def update(*reports: bytes) -> int:
+        metadata = KvferryWorkerMetadata(reports)
+        output: Any = SimpleNamespace(kv_connector_worker_meta=metadata, finished_sending=None, finished_recving=None)
+        side.update(output)
+        return scheduler.stats()["receiving"]  # type: ignore[return-value]
+
+    assert update(report(1, 1), report(0, 1)) == 1
+    with pytest.raises(kvferry.InvalidArgumentError, match=r"pp 2, tp 0.*engine's 4"):
+        update(report(2, 0))
+    assert update(report(0, 1), report(1, 0)) == 1
+    assert update(report(0, 0)) == 0
+    side.shutdown()
+
+
+def test_the_end_of_a_refused_load_is_none_of_the_librarys() -> None:
+    side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
+    unusable = "r" * 600
+    wanted: Any = {"do_remote_prefill": True}
+    request: Any = SimpleNamespace(request_id=unusable, kv_transfer_params=wanted, num_prompt_tokens=16)
+    blocks: Any = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1]])
+    side.arrived(request)
+    side.allocated(request, blocks, 16)
+    assert set(side.build_step().refused) == {unusable}
+    output: Any = SimpleNamespace(kv_connector_worker_meta=None, finished_sending=None, finished_recving={unusable})
+    side.update(output)
+    assert not side._unreported
     side.shutdown()
 
 

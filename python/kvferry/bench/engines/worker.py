@@ -98,7 +98,7 @@ class Starter:
             scheduler.allocated(request, params, [blocks], tokens, tokens)
         step = scheduler.step()
         left = {request for request, _ in ticket}
-        reports = []
+        told, reports = [], []
         reported_at = 0.0
         caller = CallerClock()
         watch = Stopwatch(self._pids)
@@ -117,6 +117,7 @@ class Starter:
                     raise TimeoutError(f"{sorted(left)} were not reported within {_LIMIT_S:.0f} s")
                 continue
             # Not timed: a connector leaves it to the scheduler side, elsewhere.
+            told.append(encoded)
             report = decode_report(encoded)
             reports.append(report)
             left -= set(report["finished_recving"])
@@ -124,10 +125,11 @@ class Starter:
         # What the last receive took but for its bytes' way.
         records = [record for report in reports for record in report["records"]]
         took.extra["beside"] = took.seconds - max(record["transfer_us"] for record in records) / 1e6
+        for encoded in told:
+            scheduler.note(encoded)
         for report in reports:
             for failure in report["failed_recving"]:
                 raise RuntimeError(f"{failure['request']}: {failure['cause']}: {failure['message']}")
-            scheduler.report(report)
         for (request, params), blocks in zip(ticket, self._blocks, strict=True):
             scheduler.finished(request, params, "complete", [blocks], tokens)
         _submit(scheduler, worker)
@@ -171,12 +173,12 @@ class Other:
     def known(self, timeout: float) -> float | None:
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            report = self._worker.wait(left)
-            now = time.monotonic()
+            report = self._worker.wait_encoded(left)
             if report is None:
                 continue
-            self._scheduler.report(report)
-            self._left -= set(report["finished_sending"])
+            outcome = self._scheduler.report(report)
+            now = time.monotonic()
+            self._left -= set(outcome["finished_sending"])
             if not self._left:
                 _submit(self._scheduler, self._worker)
                 return now
