@@ -105,3 +105,15 @@ proptest! {
         sim.settle();
     }
 }
+
+/// Two handshakes with one engine are under way; the second finds what the first has connected to.
+#[test]
+fn a_route_that_leads_to_a_session_already_goes_on_leading_there() {
+    let mut sim = Sim::new();
+    let prefill = || Op::Prefill { blocks: 1, abort: false };
+    let ops = [Op::Announce(1), prefill(), prefill(), Op::Partition(1041), Op::Announce(1), Op::Finish(0, false)];
+    for op in ops.into_iter().chain([Op::Allocate(3, 0), Op::Run(1), Op::Allocate(1, 0), Op::Partition(1)]) {
+        apply(&mut sim, op);
+    }
+    sim.settle();
+}

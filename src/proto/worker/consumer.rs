@@ -325,11 +325,12 @@ impl Consumer {
         }
         let users = self.users(id);
         if self.sessions.has_twin(id, &outcome, out) {
+            // First, so that none of them finds it again.
+            self.sessions.break_off(now, id, false, out);
             for ticket in users {
                 self.sessions.leave(now, id, ticket, out);
                 self.join(now, ticket, true, out);
             }
-            self.sessions.break_off(now, id, false, out);
             return;
         }
         if users.is_empty() {

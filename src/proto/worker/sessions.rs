@@ -348,6 +348,9 @@ impl Sessions {
 
     /// From now on `route` leads to session `id`, and not where it led before.
     fn lead(&mut self, route: Route, id: SessionId, out: &mut Outbox) {
+        if self.routes.get(&route) == Some(&id) {
+            return;
+        }
         if let Some(former) = self.routes.insert(route.clone(), id)
             && let Some(session) = self.sessions.get_mut(&former)
         {
