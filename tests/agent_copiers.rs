@@ -377,4 +377,8 @@ fn a_process_that_hangs_holds_one_copier_however_often_it_connects_and_no_room_o
     // The first by a copier, the second, of short runs, by messages.
     a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![1], vec![1]));
     a.move_all(peer, Direction::Read, plan(0, 0, 512, 500, (0..64).rev().collect(), (0..64).collect()));
+    // Until then the kernel may write its memory.
+    drop(unresolved);
+    a.agent.shutdown(LIMIT).unwrap();
+    until("the threads' end", || copiers() == 0);
 }
