@@ -6,6 +6,7 @@
 mod agent_support;
 mod ucx_support;
 
+use std::io::Write;
 use std::path::Path;
 use std::time::Instant;
 
@@ -335,7 +336,10 @@ fn an_environment_with_older_addresses_or_short_segments_reads_every_byte() {
     let mut pairs: Vec<[&[(&str, &str)]; 2]> = vec![[&newer, &newer], [&older, &older]];
     match device {
         Some(_) => pairs.push([&mixed[0], &mixed[1]]),
-        None => eprintln!("SKIPPED: two releases of UCX: no network device but lo has a route"),
+        // Past the harness, which shows nothing of tests that pass.
+        None => {
+            writeln!(std::io::stderr(), "SKIPPED: two releases of UCX: no network device but lo has a route").unwrap()
+        }
     }
     let wrong = [("UCX_PROTO_ENABLE", "y"), ("UCX_ADDRESS_VERSION", "v1"), ("UCX_TCP_RX_SEG_SIZE", "8k")];
     for [server_ucx, reader_ucx] in pairs {

@@ -26,7 +26,7 @@ impl Backing {
     /// Takes the peer's regions, and starts to look if they are others than those known. That takes as long as the process has
     /// memory, and for ever where the process holds its own locks.
     pub(super) fn update(&mut self, neighbour: &Arc<Neighbour>, regions: Vec<Range<u64>>) {
-        if regions == self.regions {
+        if regions == self.regions || regions.is_empty() {
             return;
         }
         let known = |region: &Range<u64>| {
@@ -37,7 +37,7 @@ impl Backing {
         *self = Backing { regions: regions.clone(), before, found: Arc::default() };
         let (neighbour, found) = (Arc::clone(neighbour), Arc::clone(&self.found));
         if LOOKS.fetch_add(1, Ordering::Relaxed) >= MAX_LOOKS {
-            LOOKS.fetch_sub(1, Ordering::Relaxed);
+            self.not_looked();
             log::warn!(
                 "{MAX_LOOKS} threads look behind the memory of other processes; copiers copy that of {neighbour:?}"
             );
@@ -51,9 +51,15 @@ impl Backing {
             LOOKS.fetch_sub(1, Ordering::Relaxed);
         };
         if let Err(error) = std::thread::Builder::new().name("kvf-look".to_owned()).spawn(look) {
-            LOOKS.fetch_sub(1, Ordering::Relaxed);
+            self.not_looked();
             log::debug!("starting a thread to look at a process's memory: {error}; copiers copy it");
         }
+    }
+
+    /// The next update looks, whatever it says.
+    fn not_looked(&mut self) {
+        LOOKS.fetch_sub(1, Ordering::Relaxed);
+        self.regions.clear();
     }
 
     /// Whether the kernel fills all of the region by itself.

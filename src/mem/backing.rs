@@ -7,6 +7,8 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::ops::Range;
 
+use super::mapping::Mapping;
+
 /// Names of mappings that have an inode and yet no server: shared memory of every kind.
 const SHARED_MEMORY: [&str; 5] = ["/dev/shm/", "/memfd:", "/SYSV", "/dev/zero", "/anon_hugepage"];
 /// `VmFlags` of pages that a program fills: userfaultfd for missing, write-protected and minor faults.
@@ -17,7 +19,7 @@ const HUGE: &str = "ht";
 /// For each range of a process's addresses, whether the kernel fills all of its pages by itself. `false` also where a part of
 /// it is not mapped.
 ///
-/// It walks the page tables of all of the process's memory, some 10 ms for each 10 GiB.
+/// The kernel walks the page tables of all of the process's memory for it, so it takes the longer the more that has.
 ///
 /// # Errors
 /// What opening or reading `/proc/PID/smaps` says.
@@ -31,11 +33,12 @@ fn judge(smaps: impl BufRead, ranges: &[Range<u64>]) -> io::Result<Vec<bool>> {
     let last = ranges.iter().map(|range| range.end).max().unwrap_or(0);
     let mut mapping: Option<Mapping> = None;
     for line in smaps.split(b'\n') {
-        // A name may be in any encoding.
         let line = line?;
-        let line = String::from_utf8_lossy(&line);
-        if let Some(flags) = line.strip_prefix("VmFlags:") {
-            let Some(mapping) = mapping.take().filter(|mapping| mapping.is_filled_by_kernel(flags)) else { continue };
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            let flags = String::from_utf8_lossy(flags);
+            let Some(mapping) = mapping.take().filter(|mapping| is_mapping_filled_by_kernel(mapping, &flags)) else {
+                continue;
+            };
             for filled in filled.iter_mut().filter(|filled| mapping.addresses.contains(*filled)) {
                 *filled = mapping.addresses.end;
             }
@@ -49,26 +52,10 @@ fn judge(smaps: impl BufRead, ranges: &[Range<u64>]) -> io::Result<Vec<bool>> {
     Ok(filled.into_iter().zip(ranges).map(|(filled, range)| filled >= range.end).collect())
 }
 
-/// The first line of a mapping in smaps: addresses, access, offset, device, inode and name.
-struct Mapping {
-    addresses: Range<u64>,
-    has_file: bool,
-}
-
-impl Mapping {
-    fn parse(line: &str) -> Option<Mapping> {
-        let mut words = line.split_whitespace();
-        let (start, end) = words.next()?.split_once('-')?;
-        let addresses = u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?;
-        let is_file = words.nth(3)? != "0";
-        let name = words.next().unwrap_or_default();
-        Some(Mapping { addresses, has_file: is_file && !SHARED_MEMORY.iter().any(|shared| name.starts_with(shared)) })
-    }
-
-    fn is_filled_by_kernel(&self, flags: &str) -> bool {
-        let has = |wanted: &str| flags.split_whitespace().any(|flag| flag == wanted);
-        (!self.has_file || has(HUGE)) && !FILLED_BY_A_PROGRAM.into_iter().any(has)
-    }
+fn is_mapping_filled_by_kernel(mapping: &Mapping, flags: &str) -> bool {
+    let has = |wanted: &str| flags.split_whitespace().any(|flag| flag == wanted);
+    let has_file = mapping.has_inode && !SHARED_MEMORY.iter().any(|shared| mapping.name.starts_with(shared));
+    (!has_file || has(HUGE)) && !FILLED_BY_A_PROGRAM.into_iter().any(has)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Host memory: is every page of a range mapped?
 
 use super::MemoryRange;
+use super::mapping::Mapping;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Checks that every page of `range` is mapped into this process and accessible, without touching its contents.
@@ -14,30 +15,19 @@ pub fn check_mapped(range: &MemoryRange) -> Result<()> {
     check_against(range, &maps)
 }
 
-/// One line of `/proc/self/maps`: start, end (exclusive), readable, writable.
-fn parse_line(line: &[u8]) -> Option<(u64, u64, bool, bool)> {
-    let line = std::str::from_utf8(line.get(..line.len().min(64))?)
-        .ok()
-        .or_else(|| line.get(..40).and_then(|head| std::str::from_utf8(head).ok()))?;
-    let (span, rest) = line.split_once(' ')?;
-    let (start, end) = span.split_once('-')?;
-    let mut flags = rest.bytes();
-    let (read, write) = (flags.next()?, flags.next()?);
-    Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?, read == b'r', write == b'w'))
-}
-
 /// Walks the maps, which the kernel lists in ascending order, and finds the first byte of `range` without a mapping.
 fn check_against(range: &MemoryRange, maps: &[u8]) -> Result<()> {
     let mut reached = range.addr();
     for line in maps.split(|byte| *byte == b'\n') {
-        let Some((start, end, readable, writable)) = parse_line(line) else { continue };
+        let Some(mapping) = Mapping::parse(line) else { continue };
+        let end = mapping.addresses.end;
         if end <= reached {
             continue;
         }
-        if start > reached {
+        if mapping.addresses.start > reached {
             break;
         }
-        if !(readable && writable) {
+        if !(mapping.is_readable && mapping.is_writable) {
             return Err(Error::new(
                 ErrorKind::OutOfRange,
                 format!("{range} cannot be registered: from {reached:#x} on it is not mapped for reading and writing"),
@@ -64,7 +54,7 @@ mod tests {
     use crate::proto::wire::MemoryKind;
 
     const MAPS: &[u8] = b"1000-3000 rw-p 00000000 00:00 0 \n3000-4000 rw-p 00000000 00:00 0      [heap]\n\
-        4000-5000 r--p 00000000 08:01 12 /lib/x.so\n8000-9000 rw-p 00000000 00:00 0 \n\
+        4000-5000 r--p 00000000 08:01 12 /lib/\xff.so\n8000-9000 rw-p 00000000 00:00 0 \n\
         ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\n";
 
     fn verdict(addr: u64, len: u64) -> Result<()> {

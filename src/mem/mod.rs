@@ -8,6 +8,7 @@ mod convert;
 pub mod copy;
 pub mod cuda;
 pub mod host;
+mod mapping;
 mod outbox;
 pub mod process;
 mod range;

@@ -190,18 +190,25 @@ fn join(pieces: &mut Vec<libc::iovec>, piece: libc::iovec) {
     }
 }
 
-/// Whether the page at an address of a process is in memory or swapped out: no look at it waits for anybody but the kernel.
-/// `true` where that cannot be told.
-fn is_in_memory(pid: libc::pid_t, addr: usize) -> Result<bool> {
+/// Whether all pages of a range of a process's addresses are in memory or swapped out: no look at it waits for anybody but the
+/// kernel. `true` where that cannot be told.
+fn is_in_memory(pid: libc::pid_t, addresses: Range<usize>) -> Result<bool> {
     /// Bits of an entry, one per page (Documentation/admin-guide/mm/pagemap.rst in Linux).
     const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
     // SAFETY: asks for a number.
     let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096).max(1);
-    let mut entry = [0; 8];
-    let read = File::open(format!("/proc/{pid}/pagemap"))
-        .and_then(|map| map.read_exact_at(&mut entry, (addr / page) as u64 * 8));
-    match read {
-        Ok(()) => Ok(u64::from_ne_bytes(entry) & PRESENT_OR_SWAPPED != 0),
+    let look = |map: File| {
+        let mut entry = [0; 8];
+        for page in addresses.start / page..addresses.end.div_ceil(page) {
+            map.read_exact_at(&mut entry, page as u64 * 8)?;
+            if u64::from_ne_bytes(entry) & PRESENT_OR_SWAPPED == 0 {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    };
+    match File::open(format!("/proc/{pid}/pagemap")).and_then(look) {
+        Ok(is_there) => Ok(is_there),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             Err(Error::new(ErrorKind::PeerDied, format!("process {pid} is gone")))
         }
@@ -237,9 +244,8 @@ impl Neighbour {
             return Err(Error::corrupt(format!("process {} with a witness at {:#x}", place.pid, place.witness)));
         };
         let expected: Vec<u64> = words(incarnation, challenge).into_iter().chain(bound(own)).collect();
-        // Whoever calls this must not wait for a page that does not come. It fits in two.
-        let last = witness.saturating_add(size_of_val(&*expected) - 1);
-        if !is_in_memory(pid, witness)? || !is_in_memory(pid, last)? {
+        // Whoever calls this must not wait for a page that does not come.
+        if !is_in_memory(pid, witness..witness.saturating_add(size_of_val(&*expected)))? {
             return Err(Error::new(ErrorKind::Io, format!("the witness of process {pid} is not in its memory")));
         }
         let neighbour = Neighbour { pid, witness, words: words(incarnation, challenge) };

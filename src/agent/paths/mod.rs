@@ -190,6 +190,8 @@ mod tests {
                 assert_eq!(asked(&engine), [(false, device, len)]);
                 assert_eq!(engine.stats.copied_bytes - before.copied_bytes, 2 * len);
             }
+            // With it goes the stream, for which the other side would wait.
+            drop(engine);
             other.shutdown(Duration::from_secs(60)).unwrap();
         }
     }
