@@ -253,7 +253,8 @@ fn an_unreachable_head_is_named() {
 fn a_head_that_comes_late_is_found() {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
     let asking = std::thread::spawn(move || query_blocking("127.0.0.1", port, None, vec![], LONG));
-    std::thread::sleep(Duration::from_millis(200));
+    // Longer than who wants to know at once would ask again.
+    std::thread::sleep(2 * ClientLimits::default().grace);
     let _listener = Listener::bind(&loopback(port), |b| reply(&ranks(id_of(&request(b)), "late"))).unwrap();
     assert_eq!(asking.join().unwrap().unwrap(), ranks(1, "late"));
 }

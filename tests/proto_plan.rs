@@ -263,6 +263,8 @@ fn pairs_are_put_in_the_order_of_their_remote_blocks() {
     assert_eq!(sorted(in_order(copy.clone(), one)), sorted(copy.clone().expand(one)));
     let ordered = in_order(copy.clone(), u64::MAX);
     assert_eq!((copy.runs(), ordered.plan().runs()), (48, 16));
+    assert_eq!((copy.mean_run(), ordered.plan().mean_run()), (Some(one), Some(3 * one)));
+    assert_eq!(CopyPlan::default().mean_run(), None);
     assert_eq!(ordered.count(), 16);
 }
 

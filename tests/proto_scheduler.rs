@@ -9,7 +9,9 @@ use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use kvferry::proto::scheduler::{FinishOutcome, Match, Notice, Scheduler, SchedulerConfig};
 use kvferry::proto::stats::Stats;
 use kvferry::proto::wire::limits::MAX_BLOCK_IDS;
-use kvferry::proto::wire::{Blocks, Cause, Prefill, RecvFailure, ReportBatch, TransferParams, WorkerReport};
+use kvferry::proto::wire::{
+    Blocks, Cause, Message, Prefill, RecvFailure, ReportBatch, StepMetadata, TransferParams, WorkerReport,
+};
 
 fn id(name: &str) -> RequestId {
     RequestId::new(name).unwrap()
@@ -83,7 +85,7 @@ fn a_complete_prefill_is_kept_granted_and_offered() {
     assert_eq!((p.remote_num_tokens, p.remote_lease_ms, p.remote_lease_id), (Some(18), Some(30_000), Some(1)));
     assert_eq!((p.tp_size, p.pp_size, p.dcp_size), (Some(1), Some(1), Some(1)));
     assert_eq!(p.transfer_mode.as_deref(), Some("pull"));
-    let step = s.build_step();
+    let step = StepMetadata::from_bytes(&s.encode_step().unwrap()).unwrap();
     assert_eq!((step.grants[0].request.as_str(), step.grants[0].lease_ms, step.grants[0].lease_id), ("p-1", 30_000, 1));
     assert!(!s.has_pending() && s.build_step().is_empty());
     let again = s.finished(&id("p-1"), &asked(), FinishOutcome::Complete, lists(&[1], &[2]), 4).unwrap_err();

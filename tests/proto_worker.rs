@@ -86,9 +86,10 @@ mod producing {
             [(10, Verdict::Valid), (10, Verdict::Valid), (11, Verdict::Expired), (10, Verdict::Expired)],
             "the blocks may be reused once the first read was told"
         );
+        assert!(w.has_counts());
         let report = w.poll_report().unwrap();
         assert_eq!((report.finished_sending, report.stats.sends_read), (vec![request("r")], 1));
-        assert!(w.poll_report().is_none());
+        assert!(w.poll_report().is_none() && !w.has_counts(), "what was reported is not counted again");
     }
 
     #[test]

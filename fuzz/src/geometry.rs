@@ -132,7 +132,10 @@ fn bytes_of(area: &Area, block: u64) -> impl Iterator<Item = u64> + '_ {
 
 /// The rules of an accepted map, by listing its bytes.
 fn check_accepted(metadata: &RankMetadata) {
-    let size = |area: &Area| area.block_bytes().saturating_mul(area.num_blocks.into());
+    let size = |area: &Area| {
+        let heads = u64::from(area.heads).saturating_mul(area.num_blocks.into());
+        heads.saturating_mul(area.positions().into()).saturating_mul(area.token_bytes())
+    };
     let all = metadata.geometry.areas.iter().map(size).fold(0u64, u64::saturating_add);
     if all > LISTED {
         return;

@@ -284,12 +284,11 @@ impl Server {
 
     /// Makes and binds the socket; gives its port.
     fn open(&mut self) -> Result<u16> {
-        let any = Address { bind: IpAddr::V4(Ipv4Addr::UNSPECIFIED), ..self.config.address.clone() };
         match self.open_at(self.config.address.bind) {
             // Without IPv6, all addresses are those of IPv4.
             Err(e) if self.config.address.bind == IpAddr::V6(Ipv6Addr::UNSPECIFIED) && !has_ipv6() => {
                 log::debug!("kvferry listener: this host has no IPv6 ({e}): IPv4 only");
-                self.config.address = any;
+                self.config.address.bind = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
                 self.open_at(self.config.address.bind)
             }
             other => other,

@@ -254,11 +254,6 @@ impl Area {
     pub fn positions(&self) -> u32 {
         self.pages.saturating_mul(self.tokens)
     }
-
-    /// Bytes of cache in one block, without gaps. Saturates.
-    pub fn block_bytes(&self) -> u64 {
-        u64::from(self.heads).saturating_mul(self.positions().into()).saturating_mul(self.token_bytes())
-    }
 }
 
 impl fmt::Display for Area {

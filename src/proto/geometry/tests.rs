@@ -113,6 +113,8 @@ fn groups_and_counts_are_checked() {
         ..Group::new(GroupKind::Full, 6)
     };
     with(shared(3, 2, 2)).validate(&[]).unwrap();
+    with(shared(MAX_AXIS, MAX_AXIS - 1, 1)).validate(&[]).unwrap();
+    refused_geometry(&with(shared(MAX_AXIS + 1, 0, 1)), invalid, &["over 1048577 ranks"]);
     refused_geometry(&with(shared(0, 0, 1)), invalid, &["over 0 ranks"]);
     refused_geometry(&with(shared(3, 3, 1)), invalid, &["over 3 ranks", "number 3"]);
     refused_geometry(&with(shared(3, 0, 4)), invalid, &["4 consecutive tokens", "block size, 6"]);

@@ -288,6 +288,12 @@ mod tests {
         }
         assert_eq!((prefills.gone.len(), prefills.gone_order.len()), (MAX_GONE, MAX_GONE));
         assert!(!prefills.gone.contains(&name("a")));
+        // A name that is used again makes room for one, and the others are forgotten in their order.
+        prefills.ready(prefill("5"));
+        prefills.gone(name("5"));
+        assert_eq!((prefills.gone.len(), prefills.gone_order.len()), (MAX_GONE, MAX_GONE));
+        prefills.gone(name("a"));
+        assert!(!prefills.gone.contains(&name("0")) && prefills.gone.contains(&name("5")));
         assert!(is_idle(&prefills));
         // Questions about much take the place of many.
         let much: Vec<RequestId> = (0..MAX_AWAITED).map(|n| name(&format!("{n:0>512}"))).collect();

@@ -4,7 +4,7 @@
 //! lies in entry `j / 1` of the one block list and in entry `j / 4` of the other, there at sub-block `j % 4`. The pair of
 //! sub-blocks, the *phase*, repeats every four grains, so four sets of segments serve a sequence of any length.
 
-use crate::proto::geometry::{Group, GroupKind};
+use crate::proto::geometry::Group;
 
 /// Positions in a local and a remote block that hold the same `count` tokens, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,22 +77,26 @@ impl Meeting {
     }
 }
 
-/// Whether a rank with the tokens of `a` and one with those of `b` have any token in common.
+/// Whether a rank with the tokens of `a` and one with those of `b` have any token in common. Takes no longer for large
+/// numbers, which a peer may have made up.
+///
+/// A rank holds stretches of `token_interleave` tokens, one per period. A stretch of `a` that starts at `x` and one of `b`
+/// that starts at `y` overlap if `x - y` lies between `1 - a.token_interleave` and `b.token_interleave - 1`. Over all
+/// stretches `x - y` takes every value that leaves the same remainder by the greatest common divisor of the periods.
 pub(super) fn share_tokens(a: &Group, b: &Group) -> bool {
-    if a.kind == GroupKind::State || (a.token_ranks <= 1 && b.token_ranks <= 1) {
-        return true;
-    }
-    // Which tokens a rank has repeats with this period, whatever the block sizes.
-    let period = |g: &Group| u64::from(g.token_interleave.max(1)) * u64::from(g.token_ranks.max(1));
-    let (p, q) = (period(a), period(b));
-    let all = (p / gcd(p, q)).saturating_mul(q);
-    let step = gcd(a.token_interleave.into(), b.token_interleave.into());
-    (0..all / step).any(|i| a.position(i * step).is_some() && b.position(i * step).is_some())
+    let interleave = |g: &Group| u64::from(g.token_interleave.max(1));
+    let period = |g: &Group| interleave(g) * u64::from(g.token_ranks.max(1));
+    let first = |g: &Group| i128::from(interleave(g) * u64::from(g.token_rank));
+    let step = i128::from(gcd(period(a), period(b)));
+    let lowest = 1 - i128::from(interleave(a));
+    let above_lowest = (first(a) - first(b) - lowest).rem_euclid(step);
+    lowest + above_lowest < interleave(b).into()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proto::geometry::GroupKind;
 
     fn dealt(block_size: u32, ranks: u32, rank: u32, interleave: u32) -> Group {
         Group {
@@ -139,5 +143,28 @@ mod tests {
         assert!(share_tokens(&dealt(4, 2, 0, 2), &odd), "of tokens 0 and 1, 1 is odd");
         assert!(share_tokens(&dealt(4, 2, 0, 1), &dealt(4, 4, 2, 1)));
         assert!(!share_tokens(&dealt(4, 2, 0, 1), &dealt(4, 4, 3, 1)));
+    }
+
+    #[test]
+    fn whether_ranks_share_tokens_is_what_listing_them_says() {
+        let listed = |a: &Group, b: &Group| (0..1000).any(|t| a.position(t).is_some() && b.position(t).is_some());
+        let groups = || {
+            (1..5).flat_map(|ranks| {
+                (0..ranks).flat_map(move |rank| (1..5).map(move |interleave| dealt(12, ranks, rank, interleave)))
+            })
+        };
+        for a in groups() {
+            for b in groups() {
+                assert_eq!(share_tokens(&a, &b), listed(&a, &b), "{a:?} {b:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn made_up_numbers_of_tokens_take_no_longer() {
+        let many = dealt(1 << 31, 1 << 20, (1 << 20) - 1, 1 << 31);
+        assert!(!share_tokens(&many, &dealt(1 << 31, 1 << 20, 0, 1 << 31)));
+        assert!(share_tokens(&many, &dealt((1 << 31) - 1, 1 << 20, 0, (1 << 31) - 1)));
+        assert!(share_tokens(&many, &dealt(16, 2, 1, 16)));
     }
 }

@@ -16,8 +16,8 @@ pub(super) struct Pair<'a> {
 }
 
 /// The part of `area` with the content bytes `from..from + len` of each token. For areas whose token is one run.
-fn part_of(area: &Area, part: &str, from: u64, len: u64) -> Area {
-    Area { part: part.into(), offset: area.offset.wrapping_add(from), content: len, ..area.clone() }
+fn part_of(area: &Area, from: u64, len: u64) -> Area {
+    Area { offset: area.offset.wrapping_add(from), content: len, ..area.clone() }
 }
 
 /// Finds the areas of a part of a layer, by part; `heads` (the first and how many) are those that travel. Where one side
@@ -38,7 +38,7 @@ pub(super) fn pair<'a>(
             return Err(Unlike);
         }
         let from = if part == "k" { 0 } else { packed.content - len };
-        Ok(part_of(packed, part, from, len))
+        Ok(part_of(packed, from, len))
     };
     let own = (local(part), remote(part));
     if let (Some(l), Some(r)) = own {

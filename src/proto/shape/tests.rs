@@ -109,6 +109,15 @@ fn groups_may_share_regions_and_states_are_cut_by_rank() {
 }
 
 #[test]
+fn a_part_may_have_as_many_heads_as_an_axis_is_long() {
+    let part = PartSpec { name: "ssm".into(), heads: MAX_AXIS, positions: 1, bytes: 1 };
+    let model = ModelSpec { groups: vec![GroupSpec::state([0], vec![part])] };
+    let spec = EngineSpec { num_blocks: 1, block_size: vec![1], ..EngineSpec::default() };
+    let ranks = spec.ranks(&model).unwrap();
+    assert_eq!(area(&ranks[0], "layers.0.state", "ssm").heads, MAX_AXIS);
+}
+
+#[test]
 fn what_cannot_be_is_refused_by_name() {
     let refused = |change: &dyn Fn(&mut EngineSpec, &mut ModelSpec), parts: &[&str]| {
         let (mut spec, mut model) = (EngineSpec::default(), llama(2, 2));
@@ -136,6 +145,7 @@ fn what_cannot_be_is_refused_by_name() {
     refused(&|s, _| s.gap = u64::MAX, &["beyond 64 bits"]);
     refused(&|_, m| m.groups[0].parts[0].bytes = u64::MAX, &[]);
     refused(&|_, m| m.groups[0].parts[0].bytes = 0, &["part \"k\"", "0 bytes"]);
+    refused(&|_, m| m.groups[0].parts[0].heads = MAX_AXIS + 1, &["1048577 heads", "at most 1048576 heads"]);
     refused(&|_, m| m.groups[0].parts[0].positions = 2, &["2 positions"]);
     refused(&|_, m| m.groups[0].parts[1].heads = 1, &["different numbers of heads"]);
     refused(&|_, m| m.groups[0].parts.clear(), &["no parts"]);
