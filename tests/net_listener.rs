@@ -297,6 +297,20 @@ fn all() -> Ask {
 }
 
 #[test]
+fn an_id_that_tells_no_question_from_another_is_refused() {
+    let mute = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = mute.local_addr().unwrap().port();
+    let (mut client, now) = (Client::new(ClientLimits::default()), Instant::now());
+    client.ask(now, 7, "127.0.0.1", port, all(), now + LONG);
+    for id in [0, 7] {
+        client.ask(now, id, "127.0.0.1", port, all(), now + LONG);
+        let answer = client.poll_answer().unwrap();
+        assert_eq!((answer.id, answer.result.unwrap_err().kind()), (id, ErrorKind::InvalidArgument));
+    }
+    assert!(client.poll_answer().is_none());
+}
+
+#[test]
 fn one_client_asks_many_over_one_socket_each() {
     let quick = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)), "quick"))).unwrap();
     let other = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)), "other"))).unwrap();

@@ -43,6 +43,20 @@ fn ranks_hold_the_same_if_rank_tokens_and_heads_are_the_same_in_any_order() {
     assert!(!but(&|other| drop(other.parts.pop())));
 }
 
+#[test]
+fn heads_that_one_rank_has_are_one_cell_wherever_another_rank_begins() {
+    let holding = |tp: u32, first_head: u32, heads: u32| Holding {
+        rank: RankId { pp: 0, tp },
+        groups: vec![Group::new(GroupKind::Full, 16)],
+        parts: vec![HeldPart { layer: "0".into(), part: "k".into(), group: 0, first_head, heads }],
+    };
+    let (reader, whole) = (RankId { pp: 0, tp: 0 }, RankId { pp: 0, tp: 0 });
+    // The other rank's heads begin and end within those that are read.
+    let shares = assign(reader, &[holding(0, 0, 9)], &[holding(0, 0, 9), holding(1, 4, 4)], 0).unwrap();
+    let cells: Vec<_> = shares[&whole].cells.iter().map(|cell| (cell.first_head, cell.heads)).collect();
+    assert_eq!(cells, [(0, 9)]);
+}
+
 /// The metadata of an engine's only rank.
 fn only_rank(spec: &EngineSpec, model: &ModelSpec) -> RankMetadata {
     let rank = spec.ranks(model).unwrap().remove(0);
@@ -266,6 +280,10 @@ fn pairs_are_put_in_the_order_of_their_remote_blocks() {
     assert_eq!((copy.mean_run(), ordered.plan().mean_run()), (Some(one), Some(3 * one)));
     assert_eq!(CopyPlan::default().mean_run(), None);
     assert_eq!(ordered.count(), 16);
+    // A segment without bytes, as a peer or a caller may give, is no operation.
+    let mut empty = copy.clone();
+    empty.segments = empty.segments.iter().map(|&segment| Segment { len: 0, ..segment }).collect();
+    assert_eq!((empty.runs(), empty.expand(one).count()), (0, 0));
 }
 
 fn in_order(plan: CopyPlan, longest: u64) -> Expander {

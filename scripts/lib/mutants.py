@@ -6,10 +6,9 @@ Two parts, each a random sample that a seed fixes, the same ones again after an 
            nothing but src/error.rs beside it; a mutant takes seconds.
   drivers  src/net, src/connector and src/agent, judged by their unit tests and the integration tests of the same name.
 
-The sample is drawn from all mutants but the deletions of a field of a struct, which cargo-mutants tries whatever is
-chosen; those in the chosen files are tried besides. A mutant counts as caught if a test fails or hangs, as missed if
-all pass; what does not compile does not count. A missed one needs a test, or a line in tests/mutants.txt that says why
-no test can tell it from the original.
+The sample is drawn from all mutants but the deletions of a field of a struct. A mutant counts as caught if a test fails
+or hangs, as missed if all pass; what does not compile does not count. A missed one needs a test, or a line in
+tests/mutants.txt that says why no test can tell it from the original.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / ".deps/cargo/bin/cargo-mutants"
 WORK = ROOT / "target/mutants"
 ACCEPTED = ROOT / "tests/mutants.txt"
+
+DELETED_FIELD = re.compile(": delete field ")
 
 PROTO_CRATES = ("rmp-serde", "serde", "serde_bytes", "serde_json", "proptest")
 """The external crates that src/proto and its tests use."""
@@ -151,14 +152,16 @@ def run_group(tree: Path, group: Group, chosen: Sequence[str], limit: int) -> Ou
     """Tries the chosen mutants of a group. The first test that fails ends the tests of a mutant."""
     out = WORK / f"out-{group.sources.strip('/').replace('/', '-')}"
     shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    results = out / "mutants.out"
+    results.mkdir(parents=True)
     config = out / "config.toml"
     config.write_text("examine_re = " + json.dumps([f"^{re.escape(name)}$" for name in chosen]))
+    # No pattern keeps cargo-mutants from deleting fields, but it does not try again what it has caught before.
+    fields = [name for name in mutants_of(tree, group.sources) if DELETED_FIELD.search(name)]
+    (results / "caught.txt").write_text("".join(f"{name}\n" for name in fields))
     command = [str(TOOL), "mutants", "--in-place", "--config", str(config), "--output", str(out), "--colors", "never"]
-    command += ["--test-tool", "nextest", "--minimum-test-timeout", str(limit), "--cap-lints", "true"]
-    # By file, since cargo-mutants knows no other way to leave out deletions of fields.
-    for source in sorted({name.split(":")[0] for name in chosen}):
-        command += ["--file", source]
+    command += ["--iterate", "--test-tool", "nextest", "--minimum-test-timeout", str(limit), "--cap-lints", "true"]
+    command += [word for source in sorted({name.split(":")[0] for name in chosen}) for word in ("--file", source)]
     # Of cargo, not of the tests: else every test of the repository is built for every mutant.
     command += [f"--cargo-arg={word}" for word in ("--lib", *(f"--test={name}" for name in test_names(tree, group)))]
     done = subprocess.run(command, cwd=tree, env=environment())
@@ -167,7 +170,7 @@ def run_group(tree: Path, group: Group, chosen: Sequence[str], limit: int) -> Ou
         sys.exit(f"{' '.join(command[:3])} failed with status {done.returncode}: its output is above")
 
     def names(kind: str) -> list[str]:
-        return (out / "mutants.out" / f"{kind}.txt").read_text().splitlines()
+        return (results / f"{kind}.txt").read_text().splitlines()
 
     return Outcome(names("caught") + names("timeout"), names("missed"), names("unviable"))
 
@@ -188,20 +191,21 @@ def accepted() -> set[str]:
     return {line for line in lines if line and not line.startswith(("#", " "))}
 
 
-def judge(name: str, part: Part, sample: int, seed: int) -> bool:
-    """Runs a part; prints what was missed and whether enough was caught."""
+def judge(name: str, part: Part, sample: int, seed: int, only: str) -> bool:
+    """Runs a part, or of its sample the mutants with `only` in their names; prints what was missed and whether enough was
+    caught."""
     tree = proto_crate() if name == "proto" else whole_tree()
     everything = [
         (mutant, group)
         for group in part.groups
         for mutant in mutants_of(tree, group.sources)
-        if not re.search(": delete field ", mutant)
+        if not DELETED_FIELD.search(mutant)
     ]
     # More than asked for: those that do not compile tell nothing.
     chosen = sorted(everything, key=lambda drawn: lot(seed, drawn[0]))[: sample + sample // 6]
     total = Outcome()
     for group in part.groups:
-        names = [mutant for mutant, its in chosen if its is group]
+        names = [mutant for mutant, its in chosen if its is group and re.search(only, mutant)]
         if not names:
             continue
         outcome = run_group(tree, group, names, part.limit)
@@ -212,12 +216,14 @@ def judge(name: str, part: Part, sample: int, seed: int) -> bool:
     viable = len(total.caught) + len(total.missed)
     share = len(total.caught) / viable if viable else 0.0
     print(f"\n{name}: {len(everything)} mutants, {len(chosen)} drawn with seed {seed}, {viable} tried and compiled")
+    if only:
+        print(f"{name}: only those whose names match {only!r}")
     print(f"{name}: caught {len(total.caught)} of {viable} ({share:.1%}, wanted {part.wanted:.0%})")
     for mutant in missed:
         print(f"  missed: {mutant}")
     if len(total.missed) > len(missed):
         print(f"  {len(total.missed) - len(missed)} more missed, each with its reason in {ACCEPTED.relative_to(ROOT)}")
-    return share >= part.wanted and not missed and viable >= min(sample, len(everything))
+    return not missed and (bool(only) or (share >= part.wanted and viable >= min(sample, len(everything))))
 
 
 def main() -> int:
@@ -228,12 +234,13 @@ def main() -> int:
     parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="proto, drivers; both if none is named")
     parser.add_argument("--sample", type=int, help="mutants that compile and are tried (120 of proto, 60 of drivers)")
     parser.add_argument("--seed", type=int, default=1, help="which ones (default 1)")
+    parser.add_argument("--only", metavar="REGEX", default="", help="of the sample, those whose names match")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     good = True
     for name in options.part or PARTS:
         part = PARTS[name]
-        good &= judge(name, part, options.sample or part.sample, options.seed)
+        good &= judge(name, part, options.sample or part.sample, options.seed, options.only)
     return 0 if good else 1
 
 

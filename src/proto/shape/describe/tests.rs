@@ -54,6 +54,9 @@ fn neighbouring_blocks_merge_when_they_are_neighbours() {
     let cut = Deployment { max_operation_bytes: 3000, ..together };
     let link = cut.describe().unwrap().links.remove(0);
     assert_eq!((link.operations, link.run_min, link.run_median, link.run_max), (8, 1096, 1096, 3000));
+    let cut = Deployment { max_operation_bytes: 1000, ..cut };
+    let link = cut.describe().unwrap().links.remove(0);
+    assert_eq!((link.operations, link.run_min, link.run_median, link.run_max), (20, 96, 1000, 1000));
 }
 
 #[test]
@@ -81,8 +84,14 @@ fn windows_and_states_hand_over_their_last_blocks() {
             GroupSpec::state([3], vec![state]),
         ],
     };
-    let same = || engine(1, 1, 16, Layout::HeadMajor);
-    let d = Deployment { model: model.clone(), ..deployment(same(), same()) }.describe().unwrap();
+    // An engine has as many blocks as the request needs, whatever is said of their number, and groups share none.
+    let same = || EngineSpec { num_blocks: 0, ..engine(1, 1, 16, Layout::HeadMajor) };
+    let d = Deployment { model: model.clone(), ..deployment(same(), same()) };
+    let side = d.engine("prefill", &d.producer).unwrap();
+    let ids: Vec<u32> = side.blocks.iter().flat_map(|blocks| blocks.ids().to_vec()).collect();
+    assert_eq!(ids.len(), 4 + 2 + 1);
+    assert!(ids.is_sorted_by(|a, b| a < b), "{ids:?}");
+    let d = d.describe().unwrap();
     // Tokens 45 to 63 of the window lie in blocks 2 and 3 of 4.
     assert_eq!(d.links[0].bytes, 64 * 64 + 2 * 2 * 16 * 64 + 400);
     let larger = engine(1, 1, 64, Layout::HeadMajor);

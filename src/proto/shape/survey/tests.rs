@@ -91,7 +91,14 @@ fn compatibility_fields_are_compared_where_they_are_given() {
     side.compat = BTreeMap::from([("model".into(), "tiny".into())]);
     assert_eq!(wrong(&survey(&ranks, Some(&side))), [] as [&str; 0]);
     side.compat = BTreeMap::from([("model".into(), "large".into()), ("dtype".into(), "float16".into())]);
-    assert_eq!(wrong(&survey(&ranks, Some(&side))), ["model", "dtype"]);
+    let found = survey(&ranks, Some(&side));
+    assert_eq!(wrong(&found), ["model", "dtype"]);
+    let model = found.fields.iter().find(|field| field.name == "model").unwrap();
+    assert_eq!((model.here.as_deref(), &*model.there), (Some("large"), "tiny"));
+    assert_eq!(model.remedy, "start both engines with the same model");
+    // The last field counts the ranks that were compared.
+    let pairs = found.fields.last().unwrap();
+    assert_eq!((pairs.here.as_deref(), &*pairs.there), (Some("1 rank"), "1 rank"));
 }
 
 #[test]
