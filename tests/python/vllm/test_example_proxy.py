@@ -1,0 +1,164 @@
+"""The proxy of examples/kubernetes, between servers that are made up."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp comes with vLLM")
+
+import aiohttp
+from aiohttp import web
+
+SOURCE = Path(__file__).resolve().parents[3] / "examples/kubernetes/proxy.py"
+SPEC = importlib.util.spec_from_file_location("example_proxy", SOURCE)
+assert SPEC is not None
+assert SPEC.loader is not None
+example = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(example)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ENDS_WITHIN_S = 60.0
+PARAMS = {"do_remote_prefill": True, "remote_host": "10.0.0.1"}
+
+
+async def serve(app: web.Application) -> tuple[web.AppRunner, str]:
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    return runner, f"http://{host}:{port}"
+
+
+def server(handler: Handler) -> web.Application:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    return app
+
+
+def between(prefill: Handler, decode: Handler, use: Callable[[aiohttp.ClientSession, str], Awaitable[Any]]) -> Any:
+    """Runs `use` with a client and the address of a proxy between the two servers."""
+
+    async def whole() -> Any:
+        first, first_url = await serve(server(prefill))
+        second, second_url = await serve(server(decode))
+        proxy, url = await serve(example.Proxy(first_url, second_url).application())
+        try:
+            async with aiohttp.ClientSession() as session:
+                return await use(session, url)
+        finally:
+            for runner in (proxy, first, second):
+                await runner.cleanup()
+
+    return asyncio.run(asyncio.wait_for(whole(), ENDS_WITHIN_S))
+
+
+async def never(_: web.Request) -> web.StreamResponse:
+    raise AssertionError("nobody asks this server")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_goes_to_both_servers(path: str) -> None:
+    seen: list[tuple[str, dict[str, Any], str]] = []
+
+    async def prefill(request: web.Request) -> web.Response:
+        seen.append((request.path, await request.json(), request.headers["X-Request-Id"]))
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def decode(request: web.Request) -> web.StreamResponse:
+        seen.append((request.path, await request.json(), request.headers["X-Request-Id"]))
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        for part in (b"data: 1\n\n", b"data: [DONE]\n\n"):
+            await answer.write(part)
+        return answer
+
+    async def use(session: aiohttp.ClientSession, url: str) -> tuple[int, str, bytes]:
+        body = {"prompt": "a", "max_tokens": 9, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+        async with session.post(url + path, json=body) as answer:
+            return answer.status, answer.headers["Content-Type"], await answer.read()
+
+    assert between(prefill, decode, use) == (200, "text/event-stream", b"data: 1\n\ndata: [DONE]\n\n")
+    (first_path, first, first_id), (second_path, second, second_id) = seen
+    assert (first_path, second_path) == (path, path)
+    assert first_id == second_id
+    assert first["kv_transfer_params"] == {"do_remote_decode": True}
+    assert (first["max_tokens"], first["n"], first["stream"], "stream_options" in first) == (1, 1, False, False)
+    assert second == {**second, "max_tokens": 9, "n": 3, "stream": True, "kv_transfer_params": PARAMS}
+
+
+def test_a_prefill_that_fails_ends_the_request() -> None:
+    async def prefill(_: web.Request) -> web.Response:
+        return web.json_response({"error": "no"}, status=400)
+
+    async def use(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
+        async with session.post(url + "/v1/completions", json={"prompt": "a"}) as answer:
+            return answer.status, await answer.json()
+
+    assert between(prefill, never, use) == (400, {"error": "no"})
+
+
+def test_an_error_of_the_decode_server_is_passed_on() -> None:
+    async def prefill(_: web.Request) -> web.Response:
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def decode(_: web.Request) -> web.Response:
+        return web.json_response({"error": "KV load failure"}, status=500)
+
+    async def use(session: aiohttp.ClientSession, url: str) -> int:
+        async with session.post(url + "/v1/completions", json={"prompt": "a"}) as answer:
+            return answer.status
+
+    assert between(prefill, decode, use) == 500
+
+
+def test_other_requests_go_to_the_decode_server_alone() -> None:
+    async def decode(request: web.Request) -> web.Response:
+        return web.json_response([request.method, str(request.rel_url)])
+
+    async def use(session: aiohttp.ClientSession, url: str) -> list[Any]:
+        found = []
+        for method, path in (("GET", "/health"), ("GET", "/v1/models?a=1"), ("POST", "/tokenize")):
+            async with session.request(method, url + path) as answer:
+                found.append(await answer.json())
+        return found
+
+    assert between(never, decode, use) == [["GET", "/health"], ["GET", "/v1/models?a=1"], ["POST", "/tokenize"]]
+
+
+def test_a_client_that_leaves_aborts_the_request_behind() -> None:
+    ended = asyncio.Event()
+
+    async def prefill(_: web.Request) -> web.Response:
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def decode(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        try:
+            while True:
+                await answer.write(b"x")
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    async def use(session: aiohttp.ClientSession, url: str) -> bool:
+        async with session.post(url + "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+            await answer.content.readexactly(1)
+        return await asyncio.wait_for(ended.wait(), ENDS_WITHIN_S)
+
+    assert between(prefill, decode, use)
+
+
+def test_a_body_that_is_not_json_is_refused() -> None:
+    async def use(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
+        async with session.post(url + "/v1/completions", data=b"{") as answer:
+            return answer.status, json.loads(await answer.read())
+
+    assert between(never, never, use)[0] == 400
