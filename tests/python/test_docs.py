@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from commands import GENEROUS, ROOT
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+BESIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+DOCUMENTS = [*(ROOT / name for name in BESIDE), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -68,6 +69,14 @@ def test_included_files_are_as_they_are(document: Path) -> None:
         document.write_text(included, encoding="utf-8")
     else:
         assert included == text, f"{name(document)}: run this test with KVFERRY_BLESS=1 and commit it"
+
+
+def test_the_index_and_the_site_have_every_page() -> None:
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert pages <= set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    assert pages <= set(re.findall(r": ([\w-]+\.md)$", site, re.MULTILINE))
 
 
 # --- commands
