@@ -79,6 +79,21 @@ def test_the_index_and_the_site_have_every_page() -> None:
     assert pages <= set(re.findall(r": ([\w-]+\.md)$", site, re.MULTILINE))
 
 
+UNMADE = {"fuzz/regressions/TARGET", "tests/mutants.txt"}
+"""A name with a part to fill in, and a file that comes with its first entry."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_files_that_are_named_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    folders = "benches|docs|examples|fuzz|include|loom|python|scripts|src|tests|ucx-sys"
+    named = set(re.findall(rf"`((?:{folders})/[\w./-]*[\w/])`", text)) | set(
+        re.findall(r"\bscripts/[a-z][a-z-]+\b", text)
+    )
+    missing = {path for path in named - UNMADE if not (ROOT / path).exists() and not path.startswith("scripts/lib")}
+    assert not missing, f"{name(document)}: {missing}"
+
+
 # --- commands
 
 
