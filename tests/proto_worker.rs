@@ -1005,6 +1005,26 @@ mod consuming {
 }
 
 #[test]
+fn defaults_are_those_of_the_page() {
+    let page = include_str!("../docs/protocol.md");
+    let defaults = serde_json::to_value(config()).unwrap();
+    let mut compared = 0;
+    for row in page.lines().filter_map(|line| line.strip_prefix("| `")) {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        let (Some(names), Some(values)) = (cells.first(), cells.get(1)) else { continue };
+        let names = names.split('`').filter(|name| name.ends_with('s') || name.ends_with("divisor"));
+        for (name, value) in names.zip(values.split(", ")) {
+            if let (Some(default), Ok(value)) = (defaults.get(name), value.parse::<u64>()) {
+                assert_eq!(default.as_u64(), Some(value), "{name}");
+                compared += 1;
+            }
+        }
+    }
+    let numbers = defaults.as_object().unwrap().iter().filter(|(name, value)| *name != "incarnation" && value.is_u64());
+    assert_eq!(compared, numbers.count(), "the page has a row for every one");
+}
+
+#[test]
 fn bad_settings_are_named() {
     type Change = fn(&mut WorkerConfig);
     let cases: [(&str, Change); 4] = [

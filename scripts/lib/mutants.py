@@ -104,7 +104,9 @@ def proto_crate() -> Path:
     tree = WORK / "proto"
     shutil.rmtree(tree / "src", ignore_errors=True)
     shutil.rmtree(tree / "tests", ignore_errors=True)
-    copy_into(tree, tracked("src/proto", "src/error.rs", "tests/proto_*", "tests/golden", "Cargo.lock"))
+    copy_into(
+        tree, tracked("src/proto", "src/error.rs", "tests/proto_*", "tests/golden", "docs/protocol.md", "Cargo.lock")
+    )
     lines = (ROOT / "Cargo.toml").read_text().splitlines()
     crates = [line for line in lines if line.split(" = ")[0] in PROTO_CRATES]
     manifest = ['[package]\nname = "kvferry"\nversion = "0.0.0"\nedition = "2024"\n\n[workspace]\n\n[dependencies]']
@@ -141,8 +143,8 @@ def names_test(path: Path) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Of cargo: nextest is found beside cargo-mutants; what no one debugs is compiled and linked in less time; and tests
-    that wait for each other leave a processor to others."""
+    """Of cargo: nextest beside cargo-mutants, nothing compiled for a debugger, and tests that wait leave the
+    processors to others."""
     threads = str(2 * len(os.sched_getaffinity(0)))
     path = f"{TOOL.parent}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "CARGO_PROFILE_DEV_DEBUG": "0", "NEXTEST_TEST_THREADS": threads}
@@ -192,7 +194,7 @@ def accepted() -> set[str]:
 
 
 def judge(name: str, part: Part, sample: int, seed: int, only: str) -> bool:
-    """Runs a part, or of its sample the mutants with `only` in their names; prints what was missed and whether enough was
+    """Runs a part, or of its sample the mutants whose names match `only`; prints what was missed and whether enough was
     caught."""
     tree = proto_crate() if name == "proto" else whole_tree()
     everything = [

@@ -83,6 +83,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn extensions_are_measured_with_their_type_byte() {
+        let extension = |head: &[u8], content: usize| {
+            let mut bytes = head.to_vec();
+            bytes.resize(head.len() + 1 + content, 5);
+            assert_eq!(scan(&bytes, 1), Ok(()), "{head:?}");
+            assert!(scan(&bytes[..bytes.len() - 1], 1).is_err(), "{head:?} without its last byte");
+            bytes.push(5);
+            assert!(scan(&bytes, 1).is_err(), "{head:?} and a byte more");
+        };
+        (0..5).for_each(|power| extension(&[0xd4 + power], 1 << power));
+        extension(&[0xc7, 3], 3);
+        extension(&[0xc8, 1, 2], 0x102);
+        extension(&[0xc9, 0, 1, 0, 2], 0x1_0002);
+    }
+
+    #[test]
     fn every_marker_is_measured_as_the_encoder_writes_it() {
         #[derive(serde::Serialize)]
         struct All {
