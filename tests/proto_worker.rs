@@ -16,7 +16,7 @@ use kvferry::proto::wire::{
     WorkerReport,
 };
 use kvferry::proto::worker::{
-    Action, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
+    Action, Life, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
 };
 use rank::*;
 
@@ -90,6 +90,24 @@ mod producing {
         let report = w.poll_report().unwrap();
         assert_eq!((report.finished_sending, report.stats.sends_read), (vec![request("r")], 1));
         assert!(w.poll_report().is_none() && !w.has_counts(), "what was reported is not counted again");
+    }
+
+    #[test]
+    fn the_trace_says_how_a_lease_ended() {
+        let mut w = worker(WorkerConfig { trace: true, ..config() });
+        ["read", "released", "dropped", "expired"].into_iter().for_each(|name| grants(&mut w, 0, grant(name, 1)));
+        w.handle_message(Time(1), &from(), done("read", 1, 1, 10));
+        let release = PeerMessage::Release { request: request("released"), lease_id: 1, reader: reader(1), readers: 1 };
+        w.handle_message(Time(2), &from(), release);
+        w.handle_step(Time(3), StepMetadata { dropped: vec![request("dropped")], ..Default::default() });
+        w.handle_timeout(Time(1_000 * MS));
+        let mut ended = 0;
+        while let Some(life) = w.poll_life() {
+            let Life::SendEnded { request, how, .. } = life else { continue };
+            assert_eq!(how.name(), request.as_str());
+            ended += 1;
+        }
+        assert_eq!(ended, 4);
     }
 
     #[test]
@@ -553,6 +571,18 @@ mod consuming {
         w.handle_connected(Time(25), &peer);
         assert!(matches!(actions(&mut w)[..], [Action::Send { message: PeerMessage::Release { .. }, .. }]));
         assert!(w.poll_report().is_some_and(|r| r.finished_recving.is_empty()));
+    }
+
+    #[test]
+    fn a_handshake_without_an_answer_names_the_listener() {
+        let mut w = worker(config());
+        loads(&mut w, 0, load("a", [&[3], &[4]]));
+        handshake(&mut w);
+        w.handle_timeout(Time(config().handshake_timeout_ms * MS));
+        let report = w.poll_report().unwrap();
+        assert_eq!(report.failed_recving[0].cause, Cause::HandshakeFailed);
+        let message = &report.failed_recving[0].message;
+        assert!(message.contains("within 30000 ms; its listener is 10.0.0.1 port 5680"), "{message}");
     }
 
     #[test]

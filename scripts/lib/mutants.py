@@ -147,7 +147,8 @@ def environment() -> dict[str, str]:
     processors to others."""
     threads = str(2 * len(os.sched_getaffinity(0)))
     path = f"{TOOL.parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "CARGO_PROFILE_DEV_DEBUG": "0", "NEXTEST_TEST_THREADS": threads}
+    nextest = {"NEXTEST_PROFILE": "mutants", "NEXTEST_TEST_THREADS": threads}
+    return {**os.environ, **nextest, "PATH": path, "CARGO_PROFILE_DEV_DEBUG": "0"}
 
 
 def run_group(tree: Path, group: Group, chosen: Sequence[str], limit: int) -> Outcome:
