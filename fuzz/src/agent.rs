@@ -8,8 +8,8 @@ use super::Source;
 pub fn run(data: &[u8]) {
     let mut source = Source::new(data);
     match source.below(4) {
-        0 => _ = fuzzing::frame(source.rest()),
-        1 => _ = fuzzing::hello(source.rest()),
+        0 => fuzzing::frame(source.rest()),
+        1 => fuzzing::hello(source.rest()),
         2 => {
             let bytes = source.rest();
             fuzzing::pieces(bytes);

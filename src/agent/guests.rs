@@ -67,16 +67,21 @@ impl Engine {
     /// Refuses what a peer brings when too much is waiting already.
     pub(super) fn check_waiting(&self, id: PeerId) -> Result<()> {
         let peer = self.peers.get(id)?;
-        let held = if peer.inbox.held_bytes() > FREE_BYTES { self.peers.held_bytes() } else { 0 };
-        let unread = self.shared.unread_bytes();
-        if held.max(unread) <= MAX_WAITING_BYTES {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::Exhausted,
-            format!("{held} bytes of messages wait for earlier ones and {unread} for the agent's owner to poll them"),
-        ))
+        check_bytes(peer.inbox.held_bytes(), || self.peers.held_bytes(), self.shared.unread_bytes())
     }
+}
+
+/// `own`: bytes of the peer's messages that wait for earlier ones; `all`: of every peer's. They count only against a peer
+/// that has more than a little of its own waiting.
+fn check_bytes(own: usize, all: impl FnOnce() -> u64, unread: u64) -> Result<()> {
+    let held = if own > FREE_BYTES { all() } else { 0 };
+    if held.max(unread) <= MAX_WAITING_BYTES {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Exhausted,
+        format!("{held} bytes of messages wait for earlier ones and {unread} for the agent's owner to poll them"),
+    ))
 }
 
 /// How many files the process may have open.
@@ -96,5 +101,13 @@ mod tests {
     #[test]
     fn half_of_the_descriptors_are_left_to_others() {
         assert_eq!([peers_for(1024), peers_for(10), peers_for(1 << 20)], [512, 64, 1 << 19]);
+    }
+
+    #[test]
+    fn what_others_hold_counts_against_who_holds_much() {
+        let much = MAX_WAITING_BYTES + 1;
+        let fits = |own, all, unread| check_bytes(own, || all, unread).is_ok();
+        assert!(fits(FREE_BYTES, much, MAX_WAITING_BYTES) && fits(FREE_BYTES + 1, much - 1, 0));
+        assert!(!fits(FREE_BYTES + 1, much, 0) && !fits(0, 0, much));
     }
 }

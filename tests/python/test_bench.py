@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvferry._find import library_path
 from kvferry.bench.cli import PATTERNS
 from kvferry.bench.figures import columns, number, percentile, row
 from kvferry.bench.memory import Memory
@@ -57,6 +59,22 @@ def test_transfers_over_tcp_that_write(tmp_path: Path) -> None:
     assert one["work"] == "3 requests at once of 20 x 4 KiB strided, WRITE"
     assert one["ours_ms"] > 0
     assert one["limit_ms"] is None
+
+
+@pytest.mark.parametrize("api", ["agent", "worker"])
+def test_two_builds_take_turns_and_each_runs_its_own(
+    api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A child process that loads what is no library says so: the file is what it loaded.
+    words = f"transfer --blocks 40 --rounds 1 --api {api} --library"
+    other = tmp_path / "older.so"
+    shutil.copy(library_path(), other)
+    bench(tmp_path, f"{words} {other}")
+    assert "of older.so" in capsys.readouterr().out
+    other.write_bytes(b"no library")
+    with pytest.raises(SystemExit):
+        main(["bench", *shlex.split(f"{words} {other}")])
+    assert f"cannot load {other}" in capsys.readouterr().err
 
 
 def test_looking_at_intervals_with_a_watcher_tells_when_the_producer_knew(tmp_path: Path) -> None:
@@ -109,6 +127,7 @@ def test_the_other_subcommands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("transfer --blocks 1000000 --block-bytes 4MiB", "this machine has"),
         ("transfer --am-limit prog", "--am-limit goes with --limit and --transport tcp"),
         ("transfer --limit --transport tcp --am-limit /dev/null", "/dev/null is no program"),
+        ("transfer --library nowhere.so", "path of a file"),
         ("transfer --ucx TLS", "'TLS' is not NAME=VALUE"),
         ("transfer --watch --direction write", "--watch"),
         ("transfer --api worker --direction write", "--direction write goes with --api agent"),

@@ -60,6 +60,16 @@ def _milliseconds(text: str) -> float:
 _milliseconds.__name__ = "number of milliseconds"
 
 
+def _file(text: str) -> Path:
+    path = Path(text).resolve()
+    if not path.is_file():
+        raise ValueError(text)
+    return path
+
+
+_file.__name__ = "path of a file"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's subcommands and their options."""
     works = parser.add_subparsers(dest="bench", required=True, metavar="WORK")
@@ -96,6 +106,7 @@ def add_transfer(works: Any) -> None:
     add("--watch", action="store_true", help="see by the memory when the last byte came, for `notify`; costs some CPU")
     add("--peer", choices=("nixl",), help="alternate with the nixl package, num_threads 0 and 4")
     add("--limit", action="store_true", help="alternate with the medium itself")
+    add("--library", type=_file, metavar="FILE", help="alternate with another build of libkvferry.so")
     add(
         "--am-limit", type=Path, metavar="PROGRAM", help="with --limit on tcp: what `cargo bench --bench am_limit` runs"
     )

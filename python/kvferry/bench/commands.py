@@ -82,6 +82,7 @@ def transfer(options: argparse.Namespace) -> int:
         options.poll_ms,
         options.watch,
         _config(options),
+        options.library,
     )
     plans = [plan]
     if options.grow is not None:

@@ -47,7 +47,7 @@ class Pair:
             raise BenchError(f"{self.setup.engine}: {wrong} words of 8 bytes are wrong after round {self._round}")
         # Where the end is only looked for at intervals, or comes after the producer's word as a worker's does, nothing
         # but a watcher tells when the last byte came.
-        late = self.setup.poll_s > 0 or self.setup.engine == "worker"
+        late = self.setup.poll_s > 0 or self.setup.engine.startswith("worker")
         last = took.extra.get("last_byte_at", None if late else took.done_at)
         return Round(took, None if known is None or last is None else known - last)
 

@@ -37,7 +37,8 @@ _NAMES = {
 @dataclass(frozen=True)
 class Plan:
     """What is measured. `api` is the engine of ours: "agent" or "worker". `watch`: a thread of the starting side looks
-    when the last byte comes, so that `notify_us` is right also where nobody looks for long; it takes processor time."""
+    when the last byte comes, so that `notify_us` is right also where nobody looks for long; it takes processor time.
+    `library`: another build of libkvferry.so to take turns with."""
 
     work: Work
     transport: str = "shm"
@@ -49,6 +50,7 @@ class Plan:
     poll_s: float = 0.0
     watch: bool = False
     config: dict[str, object] = field(default_factory=dict)
+    library: Path | None = None
 
     @property
     def text(self) -> str:
@@ -85,6 +87,8 @@ class Samples:
 def setups(plan: Plan) -> list[Setup]:
     """The engines of a plan, ours first."""
     made = [Setup(plan.api, plan.work, plan.transport, plan.poll_s, dict(plan.config))]
+    if plan.library is not None:
+        made.append(replace(made[0], engine=f"{plan.api}@{plan.library}"))
     if plan.peer:
         for threads in NIXL_THREADS:
             made.append(Setup(f"nixl-{threads}", plan.work, plan.transport, plan.poll_s, {"num_threads": threads}))
@@ -157,6 +161,9 @@ def summary(plan: Plan, samples: Sequence[Samples]) -> Row:
 
 def label(engine: str) -> str:
     """An engine's name for people."""
+    name, _, library = engine.partition("@")
+    if library:
+        return f"{label(name)} of {Path(library).name}"
     return _NAMES.get(engine) or f"NIXL, num_threads {engine.rpartition('-')[2]}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -127,8 +128,11 @@ class CallerClock:
 
 
 def make(setup: Setup, memory: Memory, starts: bool, other: int) -> Starter | Other:
-    """The engine's starting or other side. Modules are imported only when their engine is asked for."""
-    name = setup.engine
+    """The engine's starting or other side. Modules are imported only when their engine is asked for; `NAME@FILE` is the
+    engine NAME of ours with the library FILE."""
+    name, _, library = setup.engine.partition("@")
+    if library:
+        os.environ["KVFERRY_LIBRARY"] = library
     if name == "agent":
         from . import agent as module
     elif name == "worker":
