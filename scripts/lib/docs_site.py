@@ -68,7 +68,7 @@ def _header() -> str:
 
 
 RUST = (
-    "# Rust API\n\n<!-- rustdoc -->\n[The reference that rustdoc makes](rust/kvferry/index.html) of `kvferry`. "
+    "# Rust API\n\n<!-- rustdoc -->\n[The reference that rustdoc makes](rustdoc/kvferry/index.html) of `kvferry`. "
     "[rust.md](rust.md) says how to use it.\n"
 )
 
@@ -86,7 +86,7 @@ def on_files(files: Any, config: Any) -> Any:
     files.append(File.generated(config, "header.md", content=_header()))
     files.append(File.generated(config, "rust-api.md", content=RUST))
     # A place for links to lead to; scripts/docs puts the whole reference there.
-    files.append(File.generated(config, "rust/kvferry/index.html", content="Run scripts/docs without --no-rust.\n"))
+    files.append(File.generated(config, "rustdoc/kvferry/index.html", content="Run scripts/docs without --no-rust.\n"))
     for path in sorted(linked):
         # A file ending in .md would be a page, one ending in .html its neighbour's rival.
         files.append(File.generated(config, f"source/{path}", abs_src_path=str(ROOT / path)))
@@ -126,7 +126,7 @@ def broken_links(site: Path) -> list[str]:
 
     found = []
     for path in sorted(site.rglob("*.html")):
-        if path.is_relative_to(site / "rust") or path.name == "404.html":
+        if path.is_relative_to(site / "rustdoc") or path.name == "404.html":
             continue
         for target in read(path).targets:
             if re.match(r"[a-z]+:|//", target):
