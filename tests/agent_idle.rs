@@ -43,10 +43,10 @@ fn connected_idle_agents_use_no_processor_time() {
             std::thread::sleep(Duration::from_millis(50));
             turns_of_both() - turns < 100
         });
-        let (turns, before) = (turns_of_both(), ticks("kvf-ferry"));
+        let (turns, before) = (turns_of_both(), ticks("kvf-progress"));
         std::thread::sleep(Duration::from_secs(10));
         // One tick is 10 ms; both threads together may have been charged one for being asked for their statistics.
-        let used = ticks("kvf-ferry") - before;
+        let used = ticks("kvf-progress") - before;
         let turns = turns_of_both() - turns;
         assert!(used <= 2, "{used} ticks, {turns} turns");
         // One that slept in steps of a millisecond would have 10,000.

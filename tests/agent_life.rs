@@ -11,7 +11,7 @@ use agent_support::child::{Remote, serve};
 use agent_support::{Buffer, LIMIT, Node, assert_same, config, pattern_bytes, plan};
 use kvferry::ErrorKind;
 use kvferry::agent::{
-    Agent, AgentConfig, Direction, Event, Ferry, Passenger, PeerId, RegionId, Transport, Window, encode_metadata,
+    Agent, AgentConfig, Context, Direction, Driver, Event, PeerId, RegionId, Transport, Window, encode_metadata,
 };
 use kvferry::mem::MemoryRange;
 use kvferry::proto::wire::{AgentMetadata, MemoryKind};
@@ -166,41 +166,41 @@ struct Rider {
     closing: bool,
 }
 
-impl Passenger for Rider {
-    fn turn(&mut self, ferry: &mut Ferry<'_>) -> Option<Instant> {
+impl Driver for Rider {
+    fn turn(&mut self, context: &mut Context<'_>) -> Option<Instant> {
         if let Some(metadata) = self.connect_to.take() {
-            let peer = ferry.connect(&metadata).unwrap();
+            let peer = context.connect(&metadata).unwrap();
             // Bad plans are refused here, good ones end with an event.
             assert_eq!(
-                ferry.transfer(peer, Direction::Read, plan(5, 0, 1, 1, vec![0], vec![0])).unwrap_err().kind(),
+                context.transfer(peer, Direction::Read, plan(5, 0, 1, 1, vec![0], vec![0])).unwrap_err().kind(),
                 ErrorKind::NotFound
             );
-            ferry.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![1])).unwrap();
+            context.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![1])).unwrap();
             self.peer = Some(peer);
         }
-        while let Some(event) = ferry.poll_event() {
+        while let Some(event) = context.poll_event() {
             match event {
                 Event::TransferDone { result, bytes, .. } => {
                     result.unwrap();
                     self.seen.send(format!("moved {bytes}")).unwrap();
-                    ferry.send(self.peer.unwrap(), b"abc".to_vec()).unwrap();
+                    context.send(self.peer.unwrap(), b"abc".to_vec()).unwrap();
                 }
                 Event::Message { data, .. } => {
                     self.seen.send(format!("message {}", String::from_utf8(data).unwrap())).unwrap();
-                    self.timer = Some(ferry.now() + Duration::from_millis(5));
+                    self.timer = Some(context.now() + Duration::from_millis(5));
                 }
                 Event::PeerConnected { name, .. } => self.seen.send(format!("connected {name}")).unwrap(),
                 Event::PeerLost { .. } => self.seen.send("lost".to_owned()).unwrap(),
             }
         }
-        if self.timer.is_some_and(|at| at <= ferry.now()) {
+        if self.timer.is_some_and(|at| at <= context.now()) {
             self.timer = None;
             self.seen.send("timer".to_owned()).unwrap();
         }
         while let Ok(Ok(text)) = self.socket.recv_string(zmq::DONTWAIT) {
             self.seen.send(format!("socket {text}")).unwrap();
         }
-        assert_eq!(ferry.is_shutting_down(), self.closing);
+        assert_eq!(context.is_shutting_down(), self.closing);
         self.timer
     }
 
@@ -208,9 +208,9 @@ impl Passenger for Rider {
         items.push(self.socket.as_poll_item(zmq::POLLIN));
     }
 
-    fn shut_down(&mut self, ferry: &mut Ferry<'_>) {
+    fn shut_down(&mut self, context: &mut Context<'_>) {
         self.closing = true;
-        ferry.send(self.peer.unwrap(), b"bye".to_vec()).unwrap();
+        context.send(self.peer.unwrap(), b"bye".to_vec()).unwrap();
     }
 }
 
@@ -245,7 +245,7 @@ fn a_passenger_rides_with_events_sockets_and_timers() {
         }),
     )
     .unwrap();
-    // The handle's verbs work beside the passenger.
+    // The handle's verbs work beside the driver.
     let buffer = Buffer::patterned(1, 4096);
     let region = agent.register(buffer.range(0, 4096)).unwrap();
     assert_eq!(agent.metadata().unwrap().regions.len(), 1);
@@ -265,7 +265,7 @@ fn a_passenger_rides_with_events_sockets_and_timers() {
     assert_eq!(next(), "socket one");
     sender.send("two", 0).unwrap();
     assert_eq!(next(), "socket two");
-    assert!(agent.poll_event().is_none(), "events are the passenger's");
+    assert!(agent.poll_event().is_none(), "events are the driver's");
     agent.deregister(region).unwrap();
     agent.shutdown(LIMIT).unwrap();
     // What it sent last still arrived, and it is gone.
@@ -280,12 +280,12 @@ struct Late {
     riding: Option<Rider>,
 }
 
-impl Passenger for Late {
-    fn turn(&mut self, ferry: &mut Ferry<'_>) -> Option<Instant> {
+impl Driver for Late {
+    fn turn(&mut self, context: &mut Context<'_>) -> Option<Instant> {
         if self.riding.is_none() && self.ready.try_recv().is_ok() {
             self.riding = self.rider.take();
         }
-        self.riding.as_mut()?.turn(ferry)
+        self.riding.as_mut()?.turn(context)
     }
 
     fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
@@ -294,16 +294,16 @@ impl Passenger for Late {
         }
     }
 
-    fn shut_down(&mut self, ferry: &mut Ferry<'_>) {
-        self.riding.as_mut().unwrap().shut_down(ferry);
+    fn shut_down(&mut self, context: &mut Context<'_>) {
+        self.riding.as_mut().unwrap().shut_down(context);
     }
 }
 
 #[test]
 fn a_passenger_that_panics_takes_nothing_but_its_agent_down() {
     struct Bad;
-    impl Passenger for Bad {
-        fn turn(&mut self, _: &mut Ferry<'_>) -> Option<Instant> {
+    impl Driver for Bad {
+        fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
             panic!("on purpose");
         }
     }

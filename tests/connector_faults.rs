@@ -202,7 +202,7 @@ fn a_hold_keeps_the_lease_and_a_release_gives_it_back() {
     let params = p.prefill("p", &lists(5, 3, false), 12);
     d.scheduler.arrived("d", &params).unwrap();
     d.step();
-    // D's engine makes no step; its ferry threads renew.
+    // D's engine makes no step; its progress threads renew.
     p.until_stats("leases that hold", |_, leases, _| leases == 1);
     let renewed = |e: &Engine| e.stats.renewals >= 2 * 12;
     p.until("heartbeats for twice the lease", renewed);

@@ -1,47 +1,50 @@
 //! The agent's queues and its waker.
 
-mod event {
-    pub enum Direction {
-        Read,
-    }
-    #[derive(Debug, PartialEq)]
-    pub enum Event {
-        Message { peer: u32, data: Vec<u8> },
-        Other(u32),
-    }
-}
-
-mod ids {
-    pub struct IdSource;
-    impl IdSource {
-        pub fn new(_: u64) -> Self {
-            IdSource
+pub mod core {
+    pub mod event {
+        pub enum Direction {
+            Read,
+        }
+        #[derive(Debug, PartialEq)]
+        pub enum Event {
+            Message { peer: u32, data: Vec<u8> },
+            Other(u32),
         }
     }
-    pub type PeerId = u32;
-    pub type TransferId = u32;
-    pub type RegionId = u32;
+
+    pub mod ids {
+        pub struct IdSource;
+        impl IdSource {
+            pub fn new(_: u64) -> Self {
+                IdSource
+            }
+        }
+        pub type PeerId = u32;
+        pub type TransferId = u32;
+        pub type RegionId = u32;
+    }
+
+    pub mod route {
+        pub struct Route;
+    }
+
+    pub mod stats {
+        pub struct AgentStats;
+    }
 }
 
-mod route {
-    pub struct Route;
-}
-
-mod stats {
-    pub struct AgentStats;
-}
-
-#[path = "../../src/agent/shared.rs"]
+#[path = "../../src/agent/command.rs"]
 mod shared;
-#[path = "../../src/agent/waker.rs"]
-mod waker;
+pub mod thread {
+    #[path = "../../../../src/agent/thread/waker.rs"]
+    pub mod waker;
+}
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use event::Event;
+use core::event::Event;
 use loom::sync::Arc;
-use loom::thread;
 use shared::{Command, Shared};
 
 /// A turn of the loop: takes what is there and sleeps if it may, as `Loop::serve_commands` and `Loop::sleep` do. Returns
@@ -57,7 +60,7 @@ fn turn(shared: &Shared) -> (u32, bool) {
     let lay_down = shared.waker.lie_down();
     if lay_down && shared.waker.fd() == 0 {
         while shared.waker.fd() == 0 {
-            thread::yield_now();
+            loom::thread::yield_now();
         }
         shared.waker.get_up(true);
         return (0, true);
@@ -66,14 +69,14 @@ fn turn(shared: &Shared) -> (u32, bool) {
     (0, false)
 }
 
-/// A thread gives two commands; the ferry thread, which sleeps until its descriptor is readable, serves both.
+/// A thread gives two commands; the progress thread, which sleeps until its descriptor is readable, serves both.
 #[test]
 fn no_command_is_slept_through() {
     loom::model(|| {
         let shared = Arc::new(Shared::new(0).unwrap());
         let giver = {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || {
+            loom::thread::spawn(move || {
                 shared.command(Command::Disconnect { peer: 1 });
                 shared.command(Command::Disconnect { peer: 2 });
             })
@@ -95,7 +98,7 @@ fn a_late_raise_does_not_keep_the_thread_up() {
         let shared = Arc::new(Shared::new(0).unwrap());
         let givers = [1, 2].map(|peer| {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || shared.command(Command::Disconnect { peer }))
+            loom::thread::spawn(move || shared.command(Command::Disconnect { peer }))
         });
         let mut served = 0;
         while served < 2 {
@@ -121,9 +124,9 @@ fn a_late_raise_does_not_keep_the_thread_up() {
 fn a_waiter_gets_each_event_once_or_the_end() {
     loom::model(|| {
         let shared = Arc::new(Shared::new(0).unwrap());
-        let ferry = {
+        let progress = {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || {
+            loom::thread::spawn(move || {
                 let mut events = VecDeque::from([Event::Message { peer: 1, data: vec![1, 2, 3] }]);
                 shared.publish(&mut events);
                 shared.end();
@@ -132,7 +135,7 @@ fn a_waiter_gets_each_event_once_or_the_end() {
         let first = shared.wait_event(Duration::from_secs(1));
         assert_eq!(first, Some(Event::Message { peer: 1, data: vec![1, 2, 3] }));
         assert_eq!(shared.wait_event(Duration::from_secs(1)), None, "the end wakes the waiter");
-        ferry.join().unwrap();
+        progress.join().unwrap();
         assert_eq!(shared.unread_bytes(), 0);
     });
 }
@@ -144,7 +147,7 @@ fn two_pollers_get_each_event_once() {
         let shared = Arc::new(Shared::new(0).unwrap());
         let poller = {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || u32::from(shared.poll_event().is_some()))
+            loom::thread::spawn(move || u32::from(shared.poll_event().is_some()))
         };
         shared.publish(&mut VecDeque::from([Event::Other(1), Event::Message { peer: 1, data: vec![7] }]));
         let mut got = 0;

@@ -34,9 +34,9 @@ fn publish_two(shared: &Arc<Shared>) -> thread::JoinHandle<()> {
 fn each_report_is_taken_once() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
-        let passenger = publish_two(&shared);
+        let driver = publish_two(&shared);
         let mut got: Vec<u32> = shared.take_report().map(|r| r.finished_recving).unwrap_or_default();
-        passenger.join().unwrap();
+        driver.join().unwrap();
         got.extend(shared.take_report().map(|r| r.finished_recving).unwrap_or_default());
         assert_eq!(got, [1, 2], "in order, none lost");
         assert!(shared.take_report().is_none());
@@ -54,7 +54,7 @@ fn with_outbox() -> (Arc<Shared>, Arc<OutboxMemory>) {
 fn a_report_in_the_outbox_is_read_once() {
     loom::model(|| {
         let (shared, memory) = with_outbox();
-        let passenger = publish_two(&shared);
+        let driver = publish_two(&shared);
         let mut got = Vec::new();
         let look = |got: &mut Vec<u32>| {
             if memory.more() {
@@ -65,7 +65,7 @@ fn a_report_in_the_outbox_is_read_once() {
         };
         look(&mut got);
         look(&mut got);
-        passenger.join().unwrap();
+        driver.join().unwrap();
         look(&mut got);
         look(&mut got);
         assert_eq!(got, [1, 2], "in order, none lost, none twice");
@@ -78,13 +78,13 @@ fn a_report_in_the_outbox_is_read_once() {
 fn a_waiter_gets_what_is_in_the_outbox() {
     loom::model(|| {
         let (shared, memory) = with_outbox();
-        let passenger = publish_two(&shared);
+        let driver = publish_two(&shared);
         let mut got = Vec::new();
         while got.len() < 2 {
             got.extend(shared.wait_report(Duration::from_secs(3600)).unwrap().finished_recving);
         }
         assert_eq!(got, [1, 2]);
-        passenger.join().unwrap();
+        driver.join().unwrap();
         assert!(memory.read().is_none());
     });
 }
@@ -94,7 +94,7 @@ fn a_waiter_gets_what_is_in_the_outbox() {
 fn an_outbox_can_be_taken_away() {
     loom::model(|| {
         let (shared, memory) = with_outbox();
-        let passenger = publish_two(&shared);
+        let driver = publish_two(&shared);
         shared.set_outbox(None);
         // As the caller's `free` would.
         memory.overwrite();
@@ -103,16 +103,16 @@ fn an_outbox_can_be_taken_away() {
             got.extend(shared.wait_report(Duration::from_secs(3600)).unwrap().finished_recving);
         }
         assert_eq!(got, [1, 2]);
-        passenger.join().unwrap();
+        driver.join().unwrap();
     });
 }
 
-/// A waiter is woken by a report, and by the passenger's end.
+/// A waiter is woken by a report, and by the driver's end.
 #[test]
 fn a_waiter_gets_the_report_or_the_end() {
     loom::model(|| {
         let shared = Arc::new(Shared::default());
-        let passenger = {
+        let driver = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
                 shared.publish(report(1));
@@ -122,7 +122,7 @@ fn a_waiter_gets_the_report_or_the_end() {
         let first = shared.wait_report(Duration::from_secs(3600));
         assert_eq!(first.map(|r| r.finished_recving), Some(vec![1]));
         assert!(shared.wait_report(Duration::from_secs(3600)).is_none());
-        passenger.join().unwrap();
+        driver.join().unwrap();
     });
 }
 

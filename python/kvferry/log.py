@@ -13,7 +13,7 @@ _routed = False
 
 
 def _emit(level: int, target: str, text: str) -> None:
-    # Targets are Rust module paths such as kvferry::agent::ferry: the logger is kvferry.agent.ferry.
+    # Targets are Rust module paths such as kvferry::agent::engine: the logger is kvferry.agent.engine.
     logging.getLogger(target.replace("::", ".")).log(_LEVELS.get(level, logging.INFO), "%s", text)
 
 

@@ -6,40 +6,40 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::config::AgentConfig;
-use super::event::{Direction, Event};
-use super::event_loop;
-use super::ferry::MAX_MESSAGE_BYTES;
-use super::ids::{PeerId, RegionId, TransferId};
-use super::messages::reserve;
-use super::passenger::Passenger;
-use super::route::Route;
-use super::shared::{Command, Reply, Shared, answer};
-use super::stats::AgentStats;
-use super::waker::Waker;
+use crate::agent::command::{Command, Reply, Shared, answer};
+use crate::agent::core::config::AgentConfig;
+use crate::agent::core::event::{Direction, Event};
+use crate::agent::core::ids::{PeerId, RegionId, TransferId};
+use crate::agent::core::limits::check_message;
+use crate::agent::core::route::Route;
+use crate::agent::core::stats::AgentStats;
+use crate::agent::engine::driver::Driver;
+use crate::agent::engine::event_loop;
+use crate::agent::peers::inbox::reserve;
+use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
 
-/// Makes the passenger, on the ferry thread.
-pub type MakePassenger = Box<dyn FnOnce(Waker) -> Box<dyn Passenger> + Send>;
+/// Makes the driver, on the progress thread.
+pub type MakeDriver = Box<dyn FnOnce(Waker) -> Box<dyn Driver> + Send>;
 
 /// How long a registration may take: pinning hundreds of gigabytes for RDMA takes minutes.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(600);
-/// How long any other cold call waits for the ferry thread, which answers within milliseconds unless UCX or a driver hangs.
+/// How long any other cold call waits for the progress thread, which answers within milliseconds unless UCX or a driver hangs.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long dropping the last handle of a running agent may take.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 /// What the thread gets beyond its own deadline to say that it ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// A transfer engine: registered regions, peers, transfers and messages, served by one thread of its own (the ferry
+/// A transfer engine: registered regions, peers, transfers and messages, served by one thread of its own (the context
 /// thread), which owns everything of UCX.
 ///
-/// A handle: cheap to clone, usable from any thread but the ferry thread itself, where a passenger has
-/// [`Ferry`](super::Ferry) for the same verbs and those that wait here would wait for themselves. When the last one is dropped, the agent is shut down as by
+/// A handle: cheap to clone, usable from any thread but the progress thread itself, where a driver has
+/// [`Context`](crate::agent::Context) for the same verbs and those that wait here would wait for themselves. When the last one is dropped, the agent is shut down as by
 /// [`Agent::shutdown`] with 10 seconds.
 #[derive(Clone)]
 pub struct Agent(Arc<Inner>);
@@ -68,12 +68,12 @@ impl Drop for Ending {
     }
 }
 
-/// What the ferry thread reports when it is up.
+/// What the progress thread reports when it is up.
 #[derive(Debug, Clone)]
-pub(super) struct Started {
-    pub(super) name: String,
-    pub(super) incarnation: Incarnation,
-    pub(super) ucx: String,
+pub(crate) struct Started {
+    pub(crate) name: String,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) ucx: String,
 }
 
 fn shut_down() -> Error {
@@ -81,7 +81,7 @@ fn shut_down() -> Error {
 }
 
 impl Agent {
-    /// Starts an agent: opens UCX, makes its context and worker, starts the ferry thread.
+    /// Starts an agent: opens UCX, makes its context and worker, starts the progress thread.
     ///
     /// # Errors
     /// [`ErrorKind::UcxMissing`] without a usable UCX, [`ErrorKind::InvalidArgument`] for settings that cannot work,
@@ -90,12 +90,12 @@ impl Agent {
         Self::launch(config, None)
     }
 
-    /// Starts an agent with a passenger, which `make` makes on the ferry thread; it is given a [`Waker`] of the loop.
-    pub fn start_with(config: AgentConfig, make: MakePassenger) -> Result<Agent> {
+    /// Starts an agent with a driver, which `make` makes on the progress thread; it is given a [`Waker`] of the loop.
+    pub fn start_with(config: AgentConfig, make: MakeDriver) -> Result<Agent> {
         Self::launch(config, Some(make))
     }
 
-    fn launch(config: AgentConfig, make: Option<MakePassenger>) -> Result<Agent> {
+    fn launch(config: AgentConfig, make: Option<MakeDriver>) -> Result<Agent> {
         config.validate()?;
         let incarnation = draw_incarnation()?;
         let shared = Arc::new(Shared::new(incarnation.0)?);
@@ -104,7 +104,7 @@ impl Agent {
         let (end, ended) = sync_channel(1);
         let for_thread = Arc::clone(&shared);
         let join = std::thread::Builder::new()
-            .name("kvf-ferry".to_owned())
+            .name("kvf-progress".to_owned())
             .spawn(move || {
                 let ending = Ending(for_thread);
                 let outcome = event_loop::run(config, incarnation, &ending.0, make, &up);
@@ -112,7 +112,7 @@ impl Agent {
                 // Nobody may be listening any more.
                 let _ = end.send(outcome);
             })
-            .map_err(|e| Error::new(ErrorKind::Io, format!("starting the ferry thread: {e}")))?;
+            .map_err(|e| Error::new(ErrorKind::Io, format!("starting the progress thread: {e}")))?;
         let started: Started = match is_up.recv() {
             Ok(started) => started,
             Err(_) => {
@@ -121,7 +121,7 @@ impl Agent {
                 let _ = join.join();
                 return Err(match outcome {
                     Err(error) => error,
-                    Ok(()) => Error::new(ErrorKind::Internal, "the ferry thread ended while it started"),
+                    Ok(()) => Error::new(ErrorKind::Internal, "the progress thread ended while it started"),
                 });
             }
         };
@@ -149,12 +149,12 @@ impl Agent {
         &self.0.started.ucx
     }
 
-    /// A handle to wake the ferry thread with.
+    /// A handle to wake the progress thread with.
     pub fn waker(&self) -> Waker {
         self.0.shared.waker.clone()
     }
 
-    /// Registers a range, so that transfers can name it and peers can read and write it. Waits for the ferry thread
+    /// Registers a range, so that transfers can name it and peers can read and write it. Waits for the progress thread
     /// and the registration itself (pinning gigabytes takes a while). The promise to keep the memory alive was made
     /// with [`MemoryRange::new`].
     ///
@@ -284,7 +284,7 @@ impl Agent {
         Ok(())
     }
 
-    /// The oldest event not yet taken. Never waits. With a passenger there are none here.
+    /// The oldest event not yet taken. Never waits. With a driver there are none here.
     pub fn poll_event(&self) -> Option<Event> {
         self.0.shared.poll_event()
     }
@@ -324,7 +324,7 @@ impl Agent {
             self.0.shared.drop_commands();
         }
         answer.wait(timeout).unwrap_or_else(|| {
-            Err(Error::new(ErrorKind::Timeout, format!("the ferry thread did not answer within {timeout:?}")))
+            Err(Error::new(ErrorKind::Timeout, format!("the progress thread did not answer within {timeout:?}")))
         })
     }
 }
@@ -340,19 +340,22 @@ impl Inner {
         match ended.recv_timeout(timeout.saturating_add(LAST_WORDS)) {
             Ok(outcome) => {
                 if join.join().is_err() {
-                    return Err(Error::new(ErrorKind::Internal, "the ferry thread panicked; the log has its message"));
+                    return Err(Error::new(
+                        ErrorKind::Internal,
+                        "the progress thread panicked; the log has its message",
+                    ));
                 }
                 outcome
             }
             Err(RecvTimeoutError::Disconnected) => {
                 let _ = join.join();
                 self.shared.end();
-                Err(Error::new(ErrorKind::Internal, "the ferry thread panicked; the log has its message"))
+                Err(Error::new(ErrorKind::Internal, "the progress thread panicked; the log has its message"))
             }
             Err(RecvTimeoutError::Timeout) => Err(Error::new(
                 ErrorKind::Timeout,
                 format!(
-                    "the ferry thread did not end within {timeout:?}; it is left behind, keep registered memory alive"
+                    "the progress thread did not end within {timeout:?}; it is left behind, keep registered memory alive"
                 ),
             )),
         }
@@ -373,17 +376,6 @@ impl fmt::Debug for Agent {
     }
 }
 
-/// Refuses a message over the limit.
-pub(super) fn check_message(data: &[u8]) -> Result<()> {
-    if data.len() > MAX_MESSAGE_BYTES {
-        return Err(Error::invalid(format!(
-            "a message of {} bytes is over the limit of {MAX_MESSAGE_BYTES}; move bulk data by transfers",
-            data.len()
-        )));
-    }
-    Ok(())
-}
-
 fn draw_incarnation() -> Result<Incarnation> {
     let number = getrandom::u64()
         .map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random incarnation from the system: {e}")))?;
@@ -395,14 +387,14 @@ fn draw_incarnation() -> Result<Incarnation> {
 mod tests {
     use std::sync::mpsc::Receiver;
 
-    use super::super::ferry::Ferry;
     use super::*;
+    use crate::agent::engine::driver::Context;
 
-    /// Keeps the ferry thread busy until it is told to go on.
+    /// Keeps the progress thread busy until it is told to go on.
     struct Dawdler(Receiver<()>);
 
-    impl Passenger for Dawdler {
-        fn turn(&mut self, _: &mut Ferry<'_>) -> Option<Instant> {
+    impl Driver for Dawdler {
+        fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
             let _ = self.0.recv();
             None
         }

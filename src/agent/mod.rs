@@ -1,8 +1,8 @@
 //! The transfer engine: registered regions, peers, transfers and messages between two processes, on UCX.
 //!
-//! [`Agent`] is the handle, usable from any thread. The **ferry thread** that it starts owns everything of UCX and is
-//! one event loop over UCX's event fd, an eventfd for commands, the passenger's ZMQ sockets, and a timer.
-//! A [`Passenger`] rides on that thread and uses the same verbs through [`Ferry`] without queues.
+//! [`Agent`] is the handle, usable from any thread. The **progress thread** that it starts owns everything of UCX and is
+//! one event loop over UCX's event fd, an eventfd for commands, the driver's ZMQ sockets, and a timer.
+//! A [`Driver`] rides on that thread and uses the same verbs through [`Context`] without queues.
 //!
 //! # Example
 //! ```no_run
@@ -36,55 +36,28 @@
 //! # }
 //! ```
 
-mod backing;
-mod chunks;
-mod config;
-mod copiers;
-mod edges;
-mod event;
-mod event_loop;
-mod farewell;
-mod ferry;
+mod command;
+mod core;
+mod engine;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
-mod guests;
 mod handle;
-mod hello;
-mod ids;
-mod messages;
-mod metadata;
-mod operations;
-mod outlook;
-mod pace;
-mod passenger;
 mod paths;
 mod peers;
-mod reach;
-mod registry;
-mod rehearsal;
-mod route;
-mod sealed;
-mod served;
-mod setup;
-mod shared;
-mod sidestep;
-mod spin;
-mod spots;
-mod stats;
+mod rpc;
 mod streams;
+mod thread;
 mod transfers;
-mod turns;
-mod waker;
 
-pub use config::{AgentConfig, Transport, Window};
-pub use event::{Direction, Event};
-pub use ferry::{Ferry, MAX_MESSAGE_BYTES};
-pub use handle::{Agent, MakePassenger};
-pub use ids::{PeerId, RegionId, TransferId};
-pub use metadata::{MAX_METADATA_BYTES, decode_metadata, encode_metadata};
-pub use outlook::Outlook;
-pub use passenger::Passenger;
-pub use registry::MAX_REGIONS;
-pub use route::Route;
-pub use stats::AgentStats;
-pub use waker::Waker;
+pub use self::core::config::{AgentConfig, Transport, Window};
+pub use self::core::event::{Direction, Event};
+pub use self::core::ids::{PeerId, RegionId, TransferId};
+pub use self::core::limits::MAX_MESSAGE_BYTES;
+pub use self::core::metadata::{MAX_METADATA_BYTES, decode_metadata, encode_metadata};
+pub use self::core::regions::MAX_REGIONS;
+pub use self::core::route::Route;
+pub use self::core::stats::AgentStats;
+pub use engine::driver::{Context, Driver};
+pub use engine::probe::Probe;
+pub use handle::{Agent, MakeDriver};
+pub use thread::waker::Waker;

@@ -83,7 +83,7 @@ pub struct WorkerConfig {
     pub hold_timeout_ms: u64,
     /// A peer that no request has used for this long is disconnected.
     pub peer_ttl_ms: u64,
-    /// Threads that copy memory of other processes of this host, the ferry thread among them.
+    /// Threads that copy memory of other processes of this host, the progress thread among them.
     pub copy_threads: u32,
     /// Whether host memory of producers is read over TCP by a connection beside UCX's: see
     /// [`AgentConfig`](crate::agent::AgentConfig). Default: yes.

@@ -4,7 +4,7 @@
 //! that schedules, which needs neither a device nor UCX.
 
 mod config;
-mod passenger;
+mod driver;
 mod patience;
 mod request_log;
 mod scheduler;

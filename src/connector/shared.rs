@@ -1,4 +1,4 @@
-//! What a worker's handle and its passenger on the ferry thread share.
+//! What a worker's handle and its driver on the progress thread share.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -14,7 +14,7 @@ use crate::proto::wire::{Message, RankMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard};
 
-/// What the handle asks of the passenger.
+/// What the handle asks of the driver.
 pub(super) enum Command {
     /// The first command: the state machine to drive, and where the lives of its requests are told.
     Begin(Box<Machine>, Option<Tracer>),
@@ -34,7 +34,7 @@ pub(super) struct Shared {
     arrived: Condvar,
     /// Whether `report` may hold one, so that polling without one costs a load.
     has_report: AtomicBool,
-    /// Set when the passenger is gone: nothing will be done any more.
+    /// Set when the driver is gone: nothing will be done any more.
     gone: AtomicBool,
     pub(super) malformed_steps: AtomicU64,
     pub(super) malformed_messages: AtomicU64,
@@ -53,7 +53,7 @@ struct Slot {
 /// A report that waits to be polled.
 struct Held {
     report: WorkerReport,
-    /// It, encoded by the passenger: the engine's thread, which polls, has less time. Not for one that was added to.
+    /// It, encoded by the driver: the engine's thread, which polls, has less time. Not for one that was added to.
     encoded: Option<Vec<u8>>,
 }
 
@@ -97,7 +97,7 @@ impl Held {
     }
 }
 
-/// What the passenger counts.
+/// What the driver counts.
 #[derive(Debug, Clone)]
 pub(super) struct Figures {
     pub(super) gauges: Gauges,
@@ -131,7 +131,7 @@ impl Shared {
         self.arrived.notify_all();
     }
 
-    /// Only the passenger does, so nothing is added while it has an earlier report in hand, which no caller sees then.
+    /// Only the driver does, so nothing is added while it has an earlier report in hand, which no caller sees then.
     pub(super) fn publish(&self, report: WorkerReport) {
         let Some(report) = self.with_earlier(report) else { return };
         let held = Box::new(Held { encoded: report.to_bytes().ok(), report });

@@ -2,7 +2,7 @@
 //! `chrome://tracing` open
 //! (<https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>).
 //!
-//! The ferry thread only hands over what happened; a thread of its own writes. The file is in the format's array form
+//! The progress thread only hands over what happened; a thread of its own writes. The file is in the format's array form
 //! with a line per event and no closing bracket, which the format allows, so that it is whole after every line.
 
 use std::collections::VecDeque;
@@ -55,7 +55,7 @@ pub(super) struct TraceFile {
     path: PathBuf,
 }
 
-/// The ferry thread's end.
+/// The progress thread's end.
 pub(super) struct Tracer {
     told: Option<SyncSender<Told>>,
     left_out: Arc<AtomicU64>,

@@ -1,4 +1,4 @@
-//! One rank's worker: an agent whose ferry thread also drives the worker's state machine.
+//! One rank's worker: an agent whose progress thread also drives the worker's state machine.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde::de::IgnoredAny;
 
 use super::config::WorkerConfig;
-use super::passenger::WorkerPassenger;
+use super::driver::WorkerDriver;
 use super::request_log::RequestLog;
 use super::shared::{Command, Shared, lock};
 use super::trace::{Source, TraceFile};
@@ -24,14 +24,14 @@ use crate::proto::worker::{Gauges, Worker as Machine, WorkerConfig as MachineCon
 use crate::secret::Key;
 
 /// Up to this length an encoded step is decoded by the caller to see whether it is empty, which costs less than waking
-/// the ferry thread for nothing. An empty step takes about 100 bytes.
+/// the progress thread for nothing. An empty step takes about 100 bytes.
 const SMALL_STEP: usize = 160;
 
-/// How long a cold call waits for the ferry thread, which answers within milliseconds unless UCX or a driver hangs.
+/// How long a cold call waits for the progress thread, which answers within milliseconds unless UCX or a driver hangs.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One rank of an engine, producer and consumer at once. `Send` and `Sync`; [`Worker::submit`] and [`Worker::poll`]
-/// never wait for the ferry thread, everything else may.
+/// never wait for the progress thread, everything else may.
 pub struct Worker {
     config: WorkerConfig,
     agent: Agent,
@@ -61,7 +61,7 @@ pub struct WorkerStats {
 }
 
 impl Worker {
-    /// Opens UCX and starts the ferry thread.
+    /// Opens UCX and starts the progress thread.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; [`ErrorKind::Io`] for a request
@@ -76,7 +76,7 @@ impl Worker {
         let for_client = key.clone();
         let agent = Agent::start_with(
             agent_config(&config),
-            Box::new(move |_| Box::new(WorkerPassenger::new(for_thread, log, timeout, for_client))),
+            Box::new(move |_| Box::new(WorkerDriver::new(for_thread, log, timeout, for_client))),
         )?;
         // Now, when nothing else can fail any more: a worker that does not start leaves no empty file behind.
         let trace = TraceFile::configured(config.trace.as_deref())?;
@@ -184,7 +184,7 @@ impl Worker {
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`], [`ErrorKind::VersionMismatch`] or [`ErrorKind::Exhausted`] for bytes that are no step,
-    /// [`ErrorKind::ShutDown`] after the end of the ferry thread.
+    /// [`ErrorKind::ShutDown`] after the end of the progress thread.
     pub fn submit(&self, step: Vec<u8>) -> Result<()> {
         if self.shared.is_gone() {
             return Err(Error::new(ErrorKind::ShutDown, "the worker is shut down; the step was not taken"));
@@ -239,7 +239,7 @@ impl Worker {
     /// Counters and gauges.
     ///
     /// # Errors
-    /// [`ErrorKind::ShutDown`] after the end of the ferry thread.
+    /// [`ErrorKind::ShutDown`] after the end of the progress thread.
     pub fn stats(&self) -> Result<WorkerStats> {
         let agent = self.agent.stats()?;
         let (reply, answer) = sync_channel(1);
@@ -260,7 +260,7 @@ impl Worker {
     }
 
     /// Ends every load (each still gets its report, to be polled afterwards), gives leases back, closes the
-    /// connections and ends the ferry thread. After `Ok` the registered memory may be freed. Harmless when repeated.
+    /// connections and ends the progress thread. After `Ok` the registered memory may be freed. Harmless when repeated.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] when that took longer than `timeout`: the memory must then stay alive.

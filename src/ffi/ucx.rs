@@ -9,7 +9,7 @@ use super::agent::Config;
 use super::boundary::{slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::{decode, log};
-use crate::agent::Outlook;
+use crate::agent::Probe;
 use crate::error::Result;
 use crate::mem::ucx_error;
 use crate::settings::{Part, parse_config};
@@ -117,7 +117,7 @@ struct UnknownMap {
 }
 
 #[derive(Serialize)]
-struct OutlookMap {
+struct ProbeMap {
     ucx: UcxInfo,
     resources: Vec<ResourceMap>,
     moves_cuda: bool,
@@ -125,12 +125,12 @@ struct OutlookMap {
     others: Vec<String>,
 }
 
-impl From<Outlook> for OutlookMap {
-    fn from(outlook: Outlook) -> Self {
+impl From<Probe> for ProbeMap {
+    fn from(outlook: Probe) -> Self {
         let resources = outlook.resources.into_iter();
         let unknown = outlook.unknown_variables.into_iter();
         let others = outlook.others.into_iter();
-        OutlookMap {
+        ProbeMap {
             ucx: UcxInfo::from(&outlook.ucx),
             resources: resources.map(|r| ResourceMap { transport: r.transport, device: r.device }).collect(),
             moves_cuda: outlook.moves_cuda,
@@ -156,7 +156,7 @@ pub unsafe extern "C" fn kvf_ucx_outlook(config: *const u8, config_len: usize, o
             let config = slice(config, config_len, "config")?;
             let config: Config = parse_config(Part::Agent, config)?;
             log::start();
-            fill(out, || decode::encode("an outlook", &OutlookMap::from(Outlook::of(&config.agent_config()?)?)))
+            fill(out, || decode::encode("an outlook", &ProbeMap::from(Probe::of(&config.agent_config()?)?)))
         }
     })
 }

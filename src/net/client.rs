@@ -1,4 +1,4 @@
-//! The handshake client: DEALER sockets that never block, to be driven by the ferry thread's loop.
+//! The handshake client: DEALER sockets that never block, to be driven by the progress thread's loop.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::SocketAddr;

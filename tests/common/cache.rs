@@ -85,7 +85,7 @@ pub struct Cache {
     spec: CacheSpec,
     rank: RankId,
     geometry: Geometry,
-    /// Read and written by the ferry thread through its registration.
+    /// Read and written by the progress thread through its registration.
     regions: Vec<Vec<u8>>,
 }
 
@@ -202,7 +202,7 @@ impl Cache {
         }
         let mut bytes = 0;
         for (region, (have, want)) in self.regions.iter().zip(&want.regions).enumerate() {
-            // The ferry thread wrote these bytes: read them as they are now.
+            // The progress thread wrote these bytes: read them as they are now.
             let have = std::hint::black_box(have);
             let wrong = have.iter().zip(want).filter(|(a, b)| a != b).count();
             if let Some(first) = have.iter().zip(want).position(|(a, b)| a != b) {

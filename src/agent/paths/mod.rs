@@ -1,45 +1,47 @@
-//! The ways in which a transfer's bytes can go. For each stretch of a transfer the first path is taken that carries it.
+//! The ways in which a transfer's bytes can go. For each profile of a transfer the first path is taken that carries it.
 //!
 //! A further path is a file here and a line in [`PATHS`].
 
-mod copied;
+pub(crate) mod copy_pool;
+mod message;
 mod one_sided;
-mod served;
-mod streamed;
+mod process_vm;
+mod stream;
 
-use super::ferry::Engine;
-use super::ids::{PeerId, TransferId};
-use super::peers::Peer;
-use super::registry::Registry;
-use super::stats::AgentStats;
-use super::transfers::Transfer;
+use crate::agent::core::ids::{PeerId, TransferId};
+use crate::agent::core::regions::Regions;
+use crate::agent::core::route::Route;
+use crate::agent::core::stats::AgentStats;
+use crate::agent::engine::Engine;
+use crate::agent::peers::Peer;
+use crate::agent::transfers::Transfer;
 use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::wire::MemoryKind;
 
 /// What a path must know to say whether it carries an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Stretch {
+pub(crate) struct Profile {
     /// The memory of this side.
-    pub(super) local: MemoryKind,
+    pub(crate) local: MemoryKind,
     /// The peer's memory.
-    pub(super) remote: MemoryKind,
+    pub(crate) remote: MemoryKind,
     /// Whether the transfer's runs are so short that messages carry them better than an operation each.
-    pub(super) gathered: bool,
+    pub(crate) gathered: bool,
     /// Whether it is of a read so long that a stream is worth having.
-    pub(super) streamable: bool,
+    pub(crate) streamable: bool,
     /// Whether the kernel fills missing pages of the peer's memory by itself; known of processes whose memory can be copied.
-    pub(super) is_filled_by_kernel: bool,
+    pub(crate) is_filled_by_kernel: bool,
     /// Whether the peer's digest is wanted and not the bytes.
-    pub(super) digest: bool,
+    pub(crate) digest: bool,
 }
 
-impl Stretch {
+impl Profile {
     /// What there is to know of the next operation of a transfer with `peer`; `None` when all are posted.
-    pub(super) fn of(registry: &Registry, peer: &Peer, transfer: &Transfer) -> Option<Stretch> {
+    pub(crate) fn of(regions: &Regions, peer: &Peer, transfer: &Transfer) -> Option<Profile> {
         let operation = transfer.next()?;
-        Some(Stretch {
-            local: registry.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
+        Some(Profile {
+            local: regions.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
             remote: peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
             gathered: transfer.is_gathered(),
             streamable: transfer.is_streamable(),
@@ -50,7 +52,7 @@ impl Stretch {
 }
 
 /// A way in which bytes go.
-pub(super) trait Path: Sync {
+pub(crate) trait Path: Sync {
     /// Its name in logs and statistics.
     fn name(&self) -> &'static str;
 
@@ -58,29 +60,41 @@ pub(super) trait Path: Sync {
     fn counter<'a>(&self, stats: &'a mut AgentStats) -> &'a mut u64;
 
     /// Whether it carries this over the connection to `peer`.
-    fn carries(&self, peer: &Peer, stretch: Stretch) -> bool;
+    fn carries(&self, peer: &Peer, profile: Profile) -> bool;
 
-    /// Posts operations of a transfer that has some left, as long as they are of `stretch`: what comes behind them may be
+    /// Posts operations of a transfer that has some left, as long as they are of `profile`: what comes behind them may be
     /// another path's. At most about a quantum of them, so that others get their turn. Returns the bytes posted; 0 when the
     /// windows have no room.
     ///
     /// # Errors
     /// The transfer cannot go on.
-    fn post(&self, engine: &mut Engine, peer: PeerId, id: TransferId, stretch: Stretch) -> Result<u64>;
+    fn post(&self, engine: &mut Engine, peer: PeerId, id: TransferId, profile: Profile) -> Result<u64>;
 }
 
 /// All paths, the best first.
-pub(super) static PATHS: [&dyn Path; 4] = [&copied::Copied, &one_sided::OneSided, &streamed::Streamed, &served::Served];
+pub(crate) static PATHS: [&dyn Path; 4] =
+    [&process_vm::ProcessVm, &one_sided::OneSided, &stream::Stream, &message::Message];
 
-/// The path for a stretch. The last one carries everything.
-pub(super) fn choose(peer: &Peer, stretch: Stretch) -> &'static dyn Path {
-    PATHS.into_iter().find(|path| path.carries(peer, stretch)).unwrap_or(&served::Served)
+/// The path for a profile. The last one carries everything.
+pub(crate) fn choose(peer: &Peer, profile: Profile) -> &'static dyn Path {
+    PATHS.into_iter().find(|path| path.carries(peer, profile)).unwrap_or(&message::Message)
 }
 
 /// The name of the path for long runs between memory of these kinds.
-pub(super) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
-    let kinds = Stretch { local, remote, gathered: false, streamable: true, is_filled_by_kernel: true, digest: false };
+pub(crate) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
+    let kinds = Profile { local, remote, gathered: false, streamable: true, is_filled_by_kernel: true, digest: false };
     choose(peer, kinds).name()
+}
+
+/// How a peer that has said hello is reached; what its connection can do is not known before.
+pub(crate) fn route(peer: &Peer) -> Option<Route> {
+    let cuda = MemoryKind::Cuda { device: 0 };
+    peer.is_ready().then(|| Route {
+        lanes: peer.endpoint.describe(),
+        host: between(peer, MemoryKind::Host, MemoryKind::Host),
+        device: between(peer, cuda, cuda),
+        mixed: between(peer, cuda, MemoryKind::Host),
+    })
 }
 
 #[cfg(test)]
@@ -90,7 +104,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::agent::shared::Shared;
+    use crate::agent::command::Shared;
     use crate::agent::{Agent, AgentConfig, Direction, Transport};
     use crate::proto::ids::Incarnation;
     use crate::proto::plan::{BlockPair, CopyPlan, Segment};
@@ -143,9 +157,9 @@ mod tests {
 
     /// What was asked for by messages and streams: whether by a stream, the kind of memory here, bytes.
     fn asked(engine: &Engine) -> Vec<(bool, Vec<MemoryKind>, u64)> {
-        let chunks = engine.chunks.borrow();
-        let kinds = |chunk: &crate::agent::chunks::Chunk| {
-            let mut kinds: Vec<MemoryKind> = chunk.local.iter().map(|spot| spot.range.kind()).collect();
+        let chunks = engine.rpc.borrow();
+        let kinds = |chunk: &crate::agent::rpc::client::Chunk| {
+            let mut kinds: Vec<MemoryKind> = chunk.local.iter().map(|iov| iov.range.kind()).collect();
             kinds.dedup();
             kinds
         };
@@ -171,12 +185,12 @@ mod tests {
                 });
                 drive(&mut engine, |engine| engine.transfers.len() == 0);
             } else {
-                // Until then copiers copy, which have to be waited for.
+                // Until then copy threads copy, which have to be waited for.
                 drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_filled_by_kernel(0));
             }
             let before = engine.stats;
             // The memory of a device could not be told from the host's by whatever moves it here, so nothing is driven.
-            engine.registry.describe_as(regions[1], DEVICE);
+            engine.regions.describe_as(regions[1], DEVICE);
             let id = read(&mut engine, peer);
             for _ in 0..100 {
                 engine.post_transfers();

@@ -3,13 +3,13 @@
 
 use std::time::Instant;
 
-use super::super::event::Direction;
-use super::super::ferry::Engine;
-use super::super::ids::{PeerId, TransferId};
-use super::super::operations::InFlight;
-use super::super::peers::Peer;
-use super::super::stats::AgentStats;
-use super::{Path, Stretch};
+use super::{Path, Profile};
+use crate::agent::core::event::Direction;
+use crate::agent::core::ids::{PeerId, TransferId};
+use crate::agent::core::in_flight::InFlight;
+use crate::agent::core::stats::AgentStats;
+use crate::agent::engine::Engine;
+use crate::agent::peers::Peer;
 use crate::error::{Error, Result};
 use crate::mem::ucx_error;
 use crate::proto::wire::MemoryKind;
@@ -19,7 +19,7 @@ use crate::ucx::Posted;
 const QUANTUM_OPERATIONS: u32 = 8;
 const QUANTUM_BYTES: u64 = 1 << 20;
 
-pub(super) struct OneSided;
+pub(crate) struct OneSided;
 
 impl Path for OneSided {
     fn name(&self) -> &'static str {
@@ -30,24 +30,24 @@ impl Path for OneSided {
         &mut stats.one_sided_bytes
     }
 
-    fn carries(&self, peer: &Peer, stretch: Stretch) -> bool {
+    fn carries(&self, peer: &Peer, profile: Profile) -> bool {
         // Device memory would have to be gathered by a copy per run as well.
-        let hosts = (stretch.local, stretch.remote) == (MemoryKind::Host, MemoryKind::Host);
-        !(stretch.digest || stretch.gathered && hosts) && peer.is_direct(stretch.remote, stretch.local)
+        let hosts = (profile.local, profile.remote) == (MemoryKind::Host, MemoryKind::Host);
+        !(profile.digest || profile.gathered && hosts) && peer.is_direct(profile.remote, profile.local)
     }
 
-    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId, stretch: Stretch) -> Result<u64> {
+    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId, profile: Profile) -> Result<u64> {
         let (mut bytes, mut operations) = (0, 0);
         while operations < QUANTUM_OPERATIONS && bytes < QUANTUM_BYTES {
             let Some(transfer) = engine.transfers.get(id) else { break };
             let Some(operation) = transfer.next() else { break };
             let peer = engine.peers.get(peer_id)?;
-            let goes_on = Stretch::of(&engine.registry, peer, transfer) == Some(stretch);
+            let goes_on = Profile::of(&engine.regions, peer, transfer) == Some(profile);
             if !goes_on || !engine.has_room(peer_id, operation.len) {
                 break;
             }
             let (Some(memory), Some((base, rkey)), Ok(offset), Ok(len)) = (
-                engine.registry.memory(operation.local_region),
+                engine.regions.memory(operation.local_region),
                 peer.region(operation.remote_region),
                 usize::try_from(operation.local_offset),
                 usize::try_from(operation.len),

@@ -5,9 +5,9 @@
 //! where it belongs, many places a call: one copy is left, which on the peer's side no processor makes at all.
 //!
 //! The asking side connects. It asks for a stream over UCX when a transfer is worth one, is told addresses and a ticket
-//! ([`meeting`]), and uses it from when the peer has answered on it; until then, and where that fails, messages carry the
-//! bytes ([`served`](super::served)). Requests still go by UCX; on the stream come the bytes of one chunk after the other,
-//! each behind its number ([`sending`], [`receiving`]). A stream that breaks while chunks are under way takes the peer's
+//! ([`connect`]), and uses it from when the peer has answered on it; until then, and where that fails, messages carry the
+//! bytes ([`served`](crate::agent::rpc::server)). Requests still go by UCX; on the stream come the bytes of one chunk after the other,
+//! each behind its number ([`send`], [`recv`]). A stream that breaks while chunks are under way takes the peer's
 //! connection along, as its processes or the network have broken; an idle one is asked for again.
 //!
 //! The sockets are in one epoll descriptor, which wakes the loop for changes. Those with something to do are tried in each
@@ -16,10 +16,10 @@
 //! Pages that are lent show what is written to them until the reader has them. So the reader says which chunks it has, with
 //! its next request or by itself when it waits for none, and regions stay registered until then.
 
-mod greeting;
-mod meeting;
-mod receiving;
-mod sending;
+mod connect;
+mod recv;
+mod send;
+mod wire;
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::{TcpListener, TcpStream};
@@ -31,25 +31,23 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::net::sockopt;
 
+use connect::{Attempt, Stranger};
+use recv::Inbound;
+use send::Outbound;
 #[cfg(feature = "fuzzing")]
-pub(super) use greeting::Offer;
-use greeting::Secret;
+pub(crate) use wire::Offer;
+use wire::Secret;
 #[cfg(feature = "fuzzing")]
-pub(super) use greeting::{Heading, ticket_of};
-use meeting::{Attempt, Stranger};
-use receiving::Inbound;
-use sending::Outbound;
+pub(crate) use wire::{Heading, ticket_of};
 
-use super::ferry::Engine;
-use super::ids::PeerId;
-use super::sidestep::Parting;
+use crate::agent::core::ids::PeerId;
+use crate::agent::engine::Engine;
+use crate::agent::thread::affinity::KeepApart;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::mem::socket::PagePipe;
 use crate::mem::thread::block_broken_pipe_signals;
 
-/// Transfers of at least this many bytes are read by a stream. Shorter ones go by messages, past what is under way on it.
-pub(super) const STREAM_BYTES: u64 = 256 << 10;
 /// What one stream moves before others, and the rest of the loop, have their turn.
 const TURN_BYTES: u64 = 1 << 20;
 /// How often the sockets' changes are looked at while the loop does not sleep.
@@ -63,7 +61,7 @@ const INBOUND: u64 = 1 << 63;
 
 /// All streams of an agent.
 #[derive(Default)]
-pub(super) struct Streams {
+pub(crate) struct Streams {
     /// Watches the sockets. `None` until there is one.
     changes: Option<OwnedFd>,
     /// Whether they have changed since the last look.
@@ -83,7 +81,7 @@ pub(super) struct Streams {
     writing: BTreeSet<PeerId>,
     /// `None` until bytes are sent, and where there can be none.
     pipe: Option<PagePipe>,
-    parting: Parting,
+    keep_apart: KeepApart,
     /// What connections avoid congestion with on this host, unless told otherwise.
     congestion: Option<String>,
     /// Of connections that are refused.
@@ -92,17 +90,17 @@ pub(super) struct Streams {
 
 impl Streams {
     /// What to wait on, if anything.
-    pub(super) fn fd(&self) -> Option<RawFd> {
+    pub(crate) fn fd(&self) -> Option<RawFd> {
         self.changes.as_ref().map(AsRawFd::as_raw_fd)
     }
 
     /// The descriptor was found readable.
-    pub(super) fn note_changes(&mut self) {
+    pub(crate) fn note_changes(&mut self) {
         self.changed = true;
     }
 
     /// When something must have happened.
-    pub(super) fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         let meeting = self.attempts.values().map(|attempt| attempt.deadline).min();
         self.strangers.iter().map(|stranger| stranger.deadline).chain(meeting).min()
     }
@@ -136,7 +134,7 @@ impl Streams {
 
 impl Engine {
     /// Closes the streams to and from a peer that is gone.
-    pub(super) fn close_streams(&mut self, id: PeerId) {
+    pub(crate) fn close_streams(&mut self, id: PeerId) {
         self.streams.attempts.remove(&id);
         self.streams.inbound.remove(&id);
         self.streams.reading.remove(&id);
@@ -144,7 +142,7 @@ impl Engine {
     }
 
     /// Moves what the streams have to move. Returns whether there was anything.
-    pub(super) fn drive_streams(&mut self, now: Instant) -> bool {
+    pub(crate) fn drive_streams(&mut self, now: Instant) -> bool {
         if self.streams.changes.is_none() {
             return false;
         }

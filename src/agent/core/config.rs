@@ -1,0 +1,190 @@
+//! How an agent is set up.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::agent::core::limits::MAX_WAITING;
+use crate::error::{Error, Result};
+use crate::proto::plan::GATHER_BELOW;
+
+/// Which of UCX's transports to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Transport {
+    /// What UCX chooses: `UCX_TLS` of the settings or the environment, else the fastest that reaches the peer.
+    #[default]
+    Auto,
+    /// TCP only (and, where UCX has it, copies between host and CUDA memory).
+    Tcp,
+    /// Copies between processes of one host, messages over TCP. UCX's own shared-memory transports are not used.
+    Shm,
+}
+
+impl Transport {
+    /// The transport named `auto`, `tcp` or `shm`.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "auto" => Ok(Transport::Auto),
+            "tcp" => Ok(Transport::Tcp),
+            "shm" => Ok(Transport::Shm),
+            other => Err(Error::invalid(format!("the transport {other:?} is unknown; expected auto, tcp or shm"))),
+        }
+    }
+}
+
+/// How much may be in flight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// Operations, at least 1. A peer lets at most 1024 of one other agent's requests wait.
+    pub operations: u32,
+    /// Bytes. A single operation over it is posted when nothing else is in flight.
+    pub bytes: u64,
+}
+
+/// An agent's settings; [`AgentConfig::default`] suits most.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AgentConfig {
+    /// Name in logs and in what peers see; at most 256 bytes. Default: `agent`.
+    pub name: String,
+    /// Default: [`Transport::Auto`].
+    pub transport: Transport,
+    /// UCX settings, with or without the `UCX_` prefix; they win over the environment's.
+    pub ucx: BTreeMap<String, String>,
+    /// The libucp to open; by default one already loaded in the process, else the system's, else that of an installed
+    /// Python package `libucx`.
+    pub ucx_lib: Option<PathBuf>,
+    /// The file of the key that all agents share: see [`Key`](crate::secret::Key). `None` leaves it to the environment
+    /// variable `KVFERRY_KEY_FILE`, an empty path means no key. Default: `None`.
+    pub key_file: Option<PathBuf>,
+    /// In flight to one peer. Default: 64 operations or 16 MiB. 16 MiB is what a 400 Gbit/s link moves in a third of
+    /// a millisecond, well over its round trip; 64 small operations hide the per-operation latency of TCP and RDMA.
+    pub peer_window: Window,
+    /// In flight to all peers. Default: 256 operations or 64 MiB.
+    pub total_window: Window,
+    /// Adjacent blocks are merged into operations of at most this many bytes. Default: 4 MiB, so that four are in
+    /// flight in a full window and a small transfer behind a large one waits for little.
+    pub max_operation_bytes: u64,
+    /// A transfer between host memories whose runs are shorter than this on average, as when the two sides' layouts
+    /// differ, does not post an operation for each: the side that has the bytes gathers many runs into a message, and
+    /// this side puts them in place. 0: never. Default: [`GATHER_BELOW`].
+    pub gather_below: u64,
+    /// How long a peer may take to answer the hello. Default: 10 s.
+    pub connect_timeout: Duration,
+    /// How long a cancelled transfer's operations may take to end by themselves before the connection is closed by
+    /// force, which ends them; and how long peers that read a region may take to have what is on its way to them when it is
+    /// deregistered, before the connections to those that have not are closed. Default: 5 s.
+    pub cancel_grace: Duration,
+    /// How long `deregister` waits for the transfers that use the region. Default: 30 s.
+    pub deregister_timeout: Duration,
+    /// While transfers are in flight: how long the thread spins without progress before it sleeps. Default: 300 us, about
+    /// the time between two completions over TCP on one host. A thread that sleeps between them costs more: Linux wakes it
+    /// on the processor of the one that sent, where the two then take turns, at half the speed and no less processor time.
+    /// 10 ms is faster still where processors are idle (10.8 ms in place of 14.7 for 2,048 blocks of 16 KiB over TCP on one
+    /// host of two processors), but takes them from engines that compute: the demo's median hand-over, with its servers in
+    /// sessions of their own, took 116 ms in place of 51 to 71.
+    pub spin: Duration,
+    /// How many threads copy memory of other processes of this host, the progress thread among them. The others are started by
+    /// the first transfer that takes longer than 200 us, at most one per further processor; memory whose pages may have to come
+    /// from elsewhere (a mapped file, userfaultfd) is copied by one of them at least. Default: 2. On two processors two
+    /// threads took 0.6 of the time of one, for scattered blocks of 4 KiB as of 16 KiB.
+    pub copy_threads: u32,
+    /// Whether host memory of peers that only TCP reaches is read by a connection beside UCX's: the peer's kernel sends pages
+    /// from where they are, and this side's puts them where they belong. Each side decides for itself; with a key there is
+    /// none, because what it carries is not sealed. Default: yes.
+    pub streams: bool,
+    /// Bytes of unsent messages per peer before `send` refuses. Default: 64 MiB.
+    pub send_queue_bytes: u64,
+    /// Whether a read, when its last byte has arrived, asks the peer for a digest of what it has in the places that
+    /// were read, and fails with [`ErrorKind::DigestMismatch`](crate::ErrorKind::DigestMismatch) unless what arrived
+    /// has the same one. For those who want proof of their fabric: both sides read all bytes once more. Default: no.
+    pub verify: bool,
+    /// Whether the agent connects to a stand-in within its process at its start, so that first contact with a peer of this
+    /// host does not wait for UCX to weigh its protocols; the start takes some hundredths of a second longer. Default: yes.
+    pub rehearse: bool,
+    /// Whether times of transfers are counted in histograms. Default: yes.
+    pub telemetry: bool,
+    /// Whether each connection is logged at level info, for owners that do not do so themselves. Default: yes.
+    pub tells_connections: bool,
+}
+
+impl Default for AgentConfig {
+    fn default() -> Self {
+        AgentConfig {
+            name: "agent".to_owned(),
+            transport: Transport::Auto,
+            ucx: BTreeMap::new(),
+            ucx_lib: None,
+            key_file: None,
+            peer_window: Window { operations: 64, bytes: 16 << 20 },
+            total_window: Window { operations: 256, bytes: 64 << 20 },
+            max_operation_bytes: 4 << 20,
+            gather_below: GATHER_BELOW,
+            connect_timeout: Duration::from_secs(10),
+            cancel_grace: Duration::from_secs(5),
+            deregister_timeout: Duration::from_secs(30),
+            spin: Duration::from_micros(300),
+            copy_threads: 2,
+            streams: true,
+            send_queue_bytes: 64 << 20,
+            verify: false,
+            rehearse: true,
+            telemetry: true,
+            tells_connections: true,
+        }
+    }
+}
+
+impl AgentConfig {
+    /// Refuses settings that cannot work, by name.
+    pub fn validate(&self) -> Result<()> {
+        if self.name.is_empty() || self.name.len() > 256 {
+            return Err(Error::invalid(format!(
+                "an agent's name must have 1 to 256 bytes, this one has {}",
+                self.name.len()
+            )));
+        }
+        for (what, window) in [("peer_window", self.peer_window), ("total_window", self.total_window)] {
+            if window.operations == 0 || window.bytes == 0 {
+                return Err(Error::invalid(format!(
+                    "{what} is {} operations, {} bytes; expected at least 1 of each",
+                    window.operations, window.bytes
+                )));
+            }
+        }
+        if self.peer_window.operations as usize > MAX_WAITING {
+            return Err(Error::invalid(format!(
+                "peer_window is {} operations; expected at most {MAX_WAITING}, what a peer lets wait",
+                self.peer_window.operations
+            )));
+        }
+        if self.copy_threads == 0 {
+            return Err(Error::invalid("copy_threads is 0; expected at least 1, the progress thread"));
+        }
+        if self.max_operation_bytes == 0 {
+            return Err(Error::invalid("max_operation_bytes is 0; expected at least 1"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_valid_and_nonsense_is_named() {
+        AgentConfig::default().validate().unwrap();
+        let long = AgentConfig { name: "x".repeat(257), ..AgentConfig::default() };
+        assert!(long.validate().unwrap_err().message().contains("257"));
+        let none = AgentConfig { peer_window: Window { operations: 0, bytes: 1 }, ..AgentConfig::default() };
+        assert!(none.validate().unwrap_err().message().contains("peer_window"));
+        let many = AgentConfig { peer_window: Window { operations: 1025, bytes: 1 }, ..AgentConfig::default() };
+        assert!(many.validate().unwrap_err().message().contains("1024"));
+        let zero = AgentConfig { max_operation_bytes: 0, ..AgentConfig::default() };
+        assert!(zero.validate().unwrap_err().message().contains("max_operation_bytes"));
+        let nobody = AgentConfig { copy_threads: 0, ..AgentConfig::default() };
+        assert!(nobody.validate().unwrap_err().message().contains("copy_threads"));
+        assert!(Transport::parse("rdma").unwrap_err().message().contains("rdma"));
+    }
+}

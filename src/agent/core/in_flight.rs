@@ -1,0 +1,72 @@
+//! What each UCX operation in flight belongs to.
+
+use super::ids::{PeerId, TransferId};
+
+/// The owner of an operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum InFlight {
+    /// A read or write of `len` bytes for a transfer.
+    Copy { transfer: TransferId, len: u64 },
+    /// The flush after a transfer's last write: when it ends, the peer's memory holds all of it.
+    Flush { transfer: TransferId },
+    /// A message, for which this much of the peer's send queue was reserved.
+    Message { peer: PeerId, reserved: u64 },
+    /// A request or reply of a served transfer, of which this much counts as unsent replies and which UCX sends straight
+    /// from these regions.
+    Service { peer: PeerId, held: u64, regions: Vec<u32> },
+    /// The message that tells a peer that this side leaves.
+    Goodbye,
+    /// The flush after it.
+    CloseFlush,
+}
+
+/// Operations by UCX token. A token is used again only after its operation has ended, which UCX says exactly once.
+#[derive(Debug, Default)]
+pub(crate) struct Operations {
+    slots: Vec<Option<InFlight>>,
+    free: Vec<usize>,
+}
+
+impl Operations {
+    /// Enters an operation that is about to be posted; gives its token.
+    pub(crate) fn insert(&mut self, operation: InFlight) -> u64 {
+        let index = self.free.pop().unwrap_or(self.slots.len());
+        match self.slots.get_mut(index) {
+            Some(slot) => *slot = Some(operation),
+            None => self.slots.push(Some(operation)),
+        }
+        index as u64
+    }
+
+    /// The peers to which UCX has yet to send bytes straight from a region.
+    pub(crate) fn borrowers(&self, region: u32) -> impl Iterator<Item = PeerId> {
+        self.slots.iter().filter_map(move |slot| match slot {
+            Some(InFlight::Service { peer, regions, .. }) if regions.contains(&region) => Some(*peer),
+            _ => None,
+        })
+    }
+
+    /// Takes out an operation that has ended, or was not posted after all.
+    pub(crate) fn remove(&mut self, token: u64) -> Option<InFlight> {
+        let index = usize::try_from(token).ok()?;
+        let operation = self.slots.get_mut(index)?.take()?;
+        self.free.push(index);
+        Some(operation)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_reused_only_after_their_end() {
+        let mut operations = Operations::default();
+        let (a, b) = (operations.insert(InFlight::CloseFlush), operations.insert(InFlight::CloseFlush));
+        assert_ne!(a, b);
+        assert_eq!(operations.remove(a), Some(InFlight::CloseFlush));
+        assert_eq!(operations.remove(a), None);
+        assert_eq!(operations.remove(99), None);
+        assert_eq!(operations.insert(InFlight::CloseFlush), a);
+    }
+}

@@ -1,0 +1,223 @@
+//! The agent's own regions.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::ids::RegionId;
+use crate::agent::command::Reply;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::cuda::PrimaryContext;
+use crate::mem::{self, MemoryRange};
+use crate::proto::wire::{MemoryKind, RegionMetadata};
+use crate::ucx;
+
+/// Registrations in one agent's life. An index is never used twice, because a stale plan or a peer's old metadata
+/// would otherwise silently name other memory; a KV cache needs a few hundred at most.
+pub const MAX_REGIONS: usize = 65_536;
+
+struct Region {
+    range: MemoryRange,
+    memory: Arc<ucx::Memory>,
+    metadata: RegionMetadata,
+    /// Transfers that name it and are not over.
+    users: u32,
+    /// Whom to tell when it is unmapped; `Some` as soon as it is being deregistered.
+    closing: Option<Vec<Reply<()>>>,
+    /// Until when peers that read it may still do so; set while it is being deregistered.
+    grace: Option<Instant>,
+}
+
+/// Regions by index. `None`: deregistered.
+pub(crate) struct Regions {
+    salt: u64,
+    slots: Vec<Option<Region>>,
+    /// Length by index, 0 for what is gone or going: what plans are checked against.
+    lens: Vec<u64>,
+    /// The primary contexts of the devices in use; the first is the progress thread's current one.
+    cuda: BTreeMap<u32, PrimaryContext>,
+}
+
+impl Regions {
+    pub(crate) fn new(salt: u64) -> Self {
+        Regions { salt, slots: Vec::new(), lens: Vec::new(), cuda: BTreeMap::new() }
+    }
+
+    /// Checks and registers a range; the thread that calls is the one that drives UCX.
+    pub(crate) fn register(&mut self, context: &Arc<ucx::Context>, range: MemoryRange) -> Result<RegionId> {
+        let index = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
+        if self.slots.len() >= MAX_REGIONS {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!(
+                    "{MAX_REGIONS} regions were registered in this agent's life; register larger ranges, or start anew"
+                ),
+            ));
+        }
+        if let Some((other, region)) = self.iter().find(|(_, region)| region.range.overlaps(&range)) {
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                format!("{range} overlaps region {other}, which is {}; deregister that one first", region.range),
+            ));
+        }
+        if let MemoryKind::Cuda { device } = range.kind() {
+            self.enter_device(&range, device)?;
+        }
+        let mapped = self.map(context, range);
+        if let Some(first) = self.cuda.values().next() {
+            first.make_current()?;
+        }
+        let region = mapped?;
+        self.lens.push(range.len());
+        self.slots.push(Some(region));
+        Ok(RegionId::of_index(self.salt, index))
+    }
+
+    /// Holds the device's primary context and makes it current, so that UCX finds it.
+    fn enter_device(&mut self, range: &MemoryRange, device: u32) -> Result<()> {
+        // Before a context is made on a device that does not own the memory.
+        mem::check(range)?;
+        match self.cuda.entry(device) {
+            Entry::Occupied(held) => held.get().make_current(),
+            Entry::Vacant(place) => place.insert(PrimaryContext::retain(device)?).make_current(),
+        }
+    }
+
+    fn map(&self, context: &Arc<ucx::Context>, range: MemoryRange) -> Result<Region> {
+        let memory = mem::map(context, &range)?;
+        let rkey = memory.pack_rkey().map_err(|e| mem::ucx_error(e).context(format!("exporting {range}")))?;
+        let metadata = RegionMetadata { base: range.addr(), len: range.len(), kind: range.kind(), rkey };
+        Ok(Region { range, memory, metadata, users: 0, closing: None, grace: None })
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (usize, &Region)> {
+        self.slots.iter().enumerate().filter_map(|(index, region)| Some((index, region.as_ref()?)))
+    }
+
+    fn live(&self, index: u32) -> Option<&Region> {
+        self.slots.get(index as usize)?.as_ref().filter(|region| region.closing.is_none())
+    }
+
+    /// Lengths by index.
+    pub(crate) fn lens(&self) -> &[u64] {
+        &self.lens
+    }
+
+    /// The registration of a region that may be used.
+    pub(crate) fn memory(&self, index: u32) -> Option<&Arc<ucx::Memory>> {
+        self.slots.get(index as usize)?.as_ref().map(|region| &region.memory)
+    }
+
+    /// The range of a registered region.
+    pub(crate) fn range(&self, index: u32) -> Option<&MemoryRange> {
+        self.slots.get(index as usize)?.as_ref().map(|region| &region.range)
+    }
+
+    /// The range of a region, unless it is being deregistered or is none.
+    pub(crate) fn live_range(&self, index: u32) -> Result<&MemoryRange> {
+        self.live(index).map(|region| &region.range).ok_or_else(|| {
+            let why = if (index as usize) < self.slots.len() { "was deregistered" } else { "was never registered" };
+            Error::not_found(format!("the plan names local region {index}, which {why}"))
+        })
+    }
+
+    /// Notes that a transfer uses these regions.
+    pub(crate) fn enter(&mut self, indices: &[u32]) {
+        for index in indices {
+            if let Some(Some(region)) = self.slots.get_mut(*index as usize) {
+                region.users = region.users.saturating_add(1);
+            }
+        }
+    }
+
+    /// Notes that a transfer that used these regions is over; unmaps those that waited for it.
+    pub(crate) fn leave(&mut self, indices: &[u32]) {
+        for index in indices {
+            if let Some(Some(region)) = self.slots.get_mut(*index as usize) {
+                region.users = region.users.saturating_sub(1);
+            }
+            self.unmap_if_unused(*index);
+        }
+    }
+
+    /// Starts a deregistration: no new transfer may use the region; `reply` is told when it is unmapped. Peers that read it
+    /// now have until `grace`. Returns its index, for the caller to cancel what uses it and then to call
+    /// [`Regions::unmap_if_unused`].
+    pub(crate) fn close(&mut self, id: RegionId, reply: Reply<()>, grace: Option<Instant>) -> Option<u32> {
+        let index = id.index();
+        let known = RegionId::of_index(self.salt, index) == id;
+        match self.slots.get_mut(index as usize) {
+            Some(Some(region)) if known => {
+                let waiting = region.closing.get_or_insert_default();
+                waiting.retain(Reply::is_wanted);
+                waiting.push(reply);
+                region.grace = region.grace.or(grace);
+                if let Some(len) = self.lens.get_mut(index as usize) {
+                    *len = 0;
+                }
+                Some(index)
+            }
+            _ => {
+                // The caller may have given up waiting, here and below.
+                let _ = reply.send(Err(id.unknown()));
+                None
+            }
+        }
+    }
+
+    /// Unmaps a region that was registered for a caller who does not know of it.
+    pub(crate) fn forget(&mut self, id: RegionId) {
+        if let Some(slot) = self.slots.get_mut(id.index() as usize) {
+            *slot = None;
+        }
+        if let Some(len) = self.lens.get_mut(id.index() as usize) {
+            *len = 0;
+        }
+    }
+
+    /// The next end of a grace.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.iter().filter_map(|(_, region)| region.grace).min()
+    }
+
+    /// Takes the regions whose readers have had their time.
+    pub(crate) fn take_overdue(&mut self, now: Instant) -> Vec<u32> {
+        let regions = self.slots.iter_mut().zip(0..);
+        let overdue = regions.filter_map(|(slot, index)| slot.as_mut()?.grace.take_if(|at| *at <= now).map(|_| index));
+        overdue.collect()
+    }
+
+    /// Unmaps a region that is being deregistered if no transfer uses it any more.
+    pub(crate) fn unmap_if_unused(&mut self, index: u32) {
+        let Some(slot) = self.slots.get_mut(index as usize) else { return };
+        let unused = slot.as_ref().is_some_and(|region| region.users == 0 && region.closing.is_some());
+        if let Some(Region { memory, closing, .. }) = slot.take_if(|_| unused) {
+            // The last owner: operations hold one each, and there are none.
+            drop(memory);
+            for reply in closing.unwrap_or_default() {
+                let _ = reply.send(Ok(()));
+            }
+        }
+    }
+
+    /// The regions as peers see them. An index that is gone stays as an empty entry if a live one follows.
+    pub(crate) fn metadata(&self) -> Vec<RegionMetadata> {
+        let gone = || RegionMetadata { base: 0, len: 0, kind: MemoryKind::Host, rkey: Vec::new() };
+        let count = (0..self.slots.len()).rev().find(|index| self.live(*index as u32).is_some()).map_or(0, |i| i + 1);
+        (0..count).map(|index| self.live(index as u32).map_or_else(gone, |region| region.metadata.clone())).collect()
+    }
+
+    /// Takes a region for memory of another kind, for tests of what follows from that.
+    #[cfg(test)]
+    pub(crate) fn describe_as(&mut self, id: RegionId, kind: MemoryKind) {
+        if let Some(Some(region)) = self.slots.get_mut(id.index() as usize) {
+            region.range = region.range.described_as(kind);
+        }
+    }
+
+    /// How many are registered, and their bytes.
+    pub(crate) fn totals(&self) -> (u64, u64) {
+        self.iter().fold((0, 0), |(count, bytes), (_, region)| (count + 1, bytes + region.range.len()))
+    }
+}

@@ -1,0 +1,207 @@
+//! From the agent's settings to UCX's.
+
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+use crate::agent::core::config::{AgentConfig, Transport};
+use crate::agent::core::limits::CHUNK_BYTES;
+use crate::error::{Error, Result};
+use crate::mem::{cuda, ucx_error};
+use crate::ucx::{Context, ContextConfig, Library, MAX_PARTS};
+
+/// Room in a segment for what a message has beside a chunk's bytes: headers, the list of pieces of a write, a seal.
+const SEGMENT_EXTRA: u64 = 64 << 10;
+
+/// The length of UCX's TCP segments by default, in bytes.
+const SHORT_SEGMENT: &str = "8192";
+
+/// Opens UCX and makes the context that the settings ask for.
+///
+/// With a key and TCP only, where transfers are served by the agents' own messages, UCX gets no part in reading or writing
+/// memory: its emulation would serve whoever speaks its protocol.
+pub(crate) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Context>> {
+    let library = Library::open(config.ucx_lib.as_deref()).map_err(ucx_error)?;
+    let tls = tls(config)?;
+    let settings: Vec<(String, String)> =
+        config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
+    let messages_only = is_keyed && config.transport == Transport::Tcp;
+    let name = config.name.clone();
+    let if_known = settings_if_known(config);
+    let context =
+        Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, if_known, messages_only, name })
+            .map_err(ucx_error)?;
+    log::info!(
+        "agent {}: {}; transports: {}; memory: {}",
+        config.name,
+        library.info(),
+        tls.as_deref().unwrap_or("as UCX chooses"),
+        context.memory_types()
+    );
+    for other in Library::others() {
+        log::warn!(
+            "agent {}: {} is loaded in this process beside the UCX in use; two UCX in one process can hang",
+            config.name,
+            other.display()
+        );
+    }
+    Ok(context)
+}
+
+/// UCX's settings by name and value that every agent has where its UCX knows them: what nobody has set otherwise, and what
+/// nobody may.
+fn settings_if_known(config: &AgentConfig) -> Vec<(String, String)> {
+    // UCX keeps the registration of every buffer that it has sent from, also after the buffer is gone, and by default as
+    // many as there come. What an agent has registered itself is in use and does not count.
+    //
+    // With UCX's segments of 8 KiB, a message of a chunk goes over TCP in pieces that are put together again, at a third of
+    // the speed. So a segment holds a whole one.
+    let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
+    // UCX's older protocols do not look at how long the receiver's segments are, so theirs must fit everywhere.
+    let has_older_protocols = set(config, "PROTO_ENABLE").is_some_and(|value| is_no(&value));
+    // With UCX's default of 6, a message of more parts is not sent from where they are. Two are UCX's headers.
+    let parts = (MAX_PARTS + 2).to_string();
+    //
+    // A worker's lock is also taken by UCX's own thread, when a connection comes in. As a spin lock, its default, it keeps a
+    // processor busy until whoever holds it gets one: with 64 agents on two processors, 12 of the 55 ms of processor time
+    // that first contact took.
+    //
+    // UCX's TCP connects with a blocking connect(2) by default, which a firewall that drops what it should refuse lets last
+    // two minutes: as long as that nothing else happens on the thread.
+    let mut defaults =
+        vec![("RCACHE_MAX_REGIONS", "1024"), ("TCP_MAX_IOV", &parts), ("TCP_CONN_NB", "y"), ("USE_MT_MUTEX", "y")];
+    if !has_older_protocols {
+        defaults.push(("TCP_TX_SEG_SIZE", &segment));
+    }
+    // Without rendezvous nothing uses the second TCP connection that UCX would open to every peer for its puts.
+    if config.transport != Transport::Auto {
+        defaults.push(("RNDV_SCHEME", "get_zcopy"));
+    }
+    // TCP, which carries all messages of these transports, asks for a silent peer by itself (after 10 s, as UCX sets its
+    // sockets). A lane for UCX's own asking costs every connection a look at the properties of each network device, on both
+    // sides: some 60 system calls, a sixth of the time to meet an engine of 64 ranks.
+    if config.transport != Transport::Auto {
+        defaults.push(("KEEPALIVE_INTERVAL", "inf"));
+    }
+    // What peers rely on. A segment that is longer than the receiver's is written over the receiver's memory; addresses of
+    // version 2 say how long those are, which version 1, UCX's default, does not. A message by rendezvous is refused.
+    //
+    // An endpoint that watches its peer, as ours do, may with rendezvous use only transports that can revoke a peer's access
+    // to memory. CMA cannot, so UCX would have no lane for it.
+    //
+    // UCX's TCP writes into memory for any peer whose UCX finds that ability in the address, whatever features the context has
+    // and whichever rkey the peer was given.
+    let mut relied_on = vec![
+        ("RNDV_THRESH", "inf"),
+        ("ADDRESS_VERSION", "v2"),
+        ("TCP_RX_SEG_SIZE", &*segment),
+        ("TCP_PUT_ENABLE", "n"),
+    ];
+    if has_older_protocols {
+        relied_on.push(("TCP_TX_SEG_SIZE", SHORT_SEGMENT));
+    }
+    for (name, value) in &relied_on {
+        if let Some(other) = set(config, name).filter(|other| other != value) {
+            log::warn!(
+                "agent {}: UCX_{name}={other} is set, and not used: kvferry's peers rely on {value}",
+                config.name
+            );
+        }
+    }
+    let free = defaults.into_iter().filter(|(setting, _)| set(config, setting).is_none());
+    free.chain(relied_on).map(|(setting, value)| (setting.to_owned(), value.to_owned())).collect()
+}
+
+/// What the caller or the environment sets UCX's setting `name` (without the prefix) to.
+fn set(config: &AgentConfig, name: &str) -> Option<String> {
+    set_here(config, name).map(str::to_owned).or_else(|| std::env::var(format!("UCX_{name}")).ok())
+}
+
+/// Whether UCX takes a setting's value for no.
+fn is_no(value: &str) -> bool {
+    ["n", "no", "off", "0"].iter().any(|no| value.eq_ignore_ascii_case(no))
+}
+
+/// What the caller sets UCX's setting `name` (without the prefix) to, which wins over the environment.
+fn set_here<'a>(config: &'a AgentConfig, name: &str) -> Option<&'a str> {
+    config.ucx.iter().find(|(key, _)| key.strip_prefix("UCX_").unwrap_or(key) == name).map(|(_, value)| value.as_str())
+}
+
+/// The ports that UCX's setting TCP_PORT_RANGE leaves to TCP; `None` where any free one will do.
+pub(crate) fn tcp_ports(config: &AgentConfig) -> Option<RangeInclusive<u16>> {
+    const NAME: &str = "TCP_PORT_RANGE";
+    ports_of(&set(config, NAME)?)
+}
+
+/// The ports of a value such as `6000-6100` or `6000`, 0 being any. What is no such value UCX has refused before.
+fn ports_of(value: &str) -> Option<RangeInclusive<u16>> {
+    let (first, last) = value.split_once('-').unwrap_or((value, value));
+    let ports = first.trim().parse().ok()?..=last.trim().parse().ok()?;
+    (*ports.start() != 0 && !ports.is_empty()).then_some(ports)
+}
+
+/// The value for `UCX_TLS`; `None` leaves it to the settings, the environment and UCX.
+fn tls(config: &AgentConfig) -> Result<Option<String>> {
+    let (base, device) = match config.transport {
+        Transport::Auto => return Ok(None),
+        Transport::Tcp => ("tcp", ",cuda_copy"),
+        // CMA moves the bytes between two processes, `self` those within one worker. Messages need a transport that
+        // notices a dead peer, which UCX's shared-memory ones do not by default: they go over TCP.
+        Transport::Shm => ("cma,tcp,self", ",cuda_copy,cuda_ipc"),
+    };
+    if let Some(name) = config.ucx.keys().find(|name| matches!(name.as_str(), "TLS" | "UCX_TLS")) {
+        return Err(Error::invalid(format!(
+            "both a transport ({base}) and the UCX setting {name} were given; give one of them, or the transport auto"
+        )));
+    }
+    // Without a device UCX would warn about transports that it does not have.
+    Ok(Some(format!("{base}{}", if cuda::available() { device } else { "" })))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_are_those_of_the_setting_which_wins_over_the_environment() {
+        assert_eq!(ports_of("6000-6100"), Some(6000..=6100));
+        assert_eq!(ports_of("6000"), Some(6000..=6000));
+        for any in ["0", "0-0", "6100-6000", "6000-", "", "-", "70000-70001", "some"] {
+            assert_eq!(ports_of(any), None, "{any:?}");
+        }
+        let mut config = AgentConfig::default();
+        for name in ["TCP_PORT_RANGE", "UCX_TCP_PORT_RANGE"] {
+            config.ucx = [(name.to_owned(), "6000-6100".to_owned())].into();
+            assert_eq!(tcp_ports(&config), Some(6000..=6100), "{name}");
+        }
+    }
+
+    #[test]
+    fn segments_are_long_on_both_sides_unless_older_protocols_send() {
+        let of = |config: &AgentConfig, name: &str| {
+            let settings = settings_if_known(config);
+            let mut values = settings.into_iter().filter_map(|(known, value)| (known == name).then_some(value));
+            (values.next(), values.next())
+        };
+        let long = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
+        let mut config = AgentConfig::default();
+        for name in ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"] {
+            assert_eq!(of(&config, name), (Some(long.clone()), None));
+        }
+        config.ucx = [("TCP_TX_SEG_SIZE".to_owned(), "64k".to_owned())].into();
+        assert_eq!(of(&config, "TCP_TX_SEG_SIZE"), (None, None), "the caller's");
+        config.ucx.insert("PROTO_ENABLE".to_owned(), "n".to_owned());
+        assert_eq!(of(&config, "TCP_TX_SEG_SIZE"), (Some(SHORT_SEGMENT.to_owned()), None));
+        assert_eq!(of(&config, "TCP_RX_SEG_SIZE"), (Some(long), None));
+    }
+
+    #[test]
+    fn a_transport_and_a_contradicting_setting_are_refused() {
+        let mut config = AgentConfig { transport: Transport::Tcp, ..AgentConfig::default() };
+        assert!(tls(&config).unwrap().unwrap().starts_with("tcp"));
+        config.ucx.insert("UCX_TLS".to_owned(), "ib".to_owned());
+        assert!(tls(&config).unwrap_err().message().contains("UCX_TLS"));
+        config.transport = Transport::Auto;
+        assert_eq!(tls(&config).unwrap(), None);
+    }
+}

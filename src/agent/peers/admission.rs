@@ -1,0 +1,127 @@
+//! Limits on what others can make an agent keep: peers that came by themselves, and bytes that wait.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use rustix::process::{Resource, getrlimit};
+
+use crate::agent::core::ids::PeerId;
+use crate::agent::engine::Engine;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Peers that came by themselves and have said nothing but hello. The oldest makes room for one more; if it was in
+/// earnest, it connects again.
+const MAX_SILENT: usize = 1024;
+
+/// Bytes of messages that all peers together may have waiting for an earlier one, and bytes of messages that the owner
+/// has not taken yet. Whose message passes that is cut off.
+const MAX_WAITING_BYTES: u64 = 1 << 30;
+
+/// What one peer may have waiting without a look at the others.
+const FREE_BYTES: usize = 1 << 20;
+
+/// Peers that came by themselves, by age; also those that have gone or have spoken since.
+#[derive(Default)]
+pub(crate) struct Admission(VecDeque<PeerId>);
+
+impl Engine {
+    /// Makes room for a peer that comes by itself. Errors: [`ErrorKind::Exhausted`] where there is none to be had.
+    pub(crate) fn make_room(&mut self, now: Instant) -> Result<()> {
+        let most = peers_for(descriptors());
+        let full = self.peers.len() >= most;
+        let silent = self.silent_peers();
+        if !full && silent < MAX_SILENT {
+            return Ok(());
+        }
+        let Some(oldest) = self.admission.0.pop_front() else {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("{most} peers are connected, which is what half of the process's open files allow"),
+            ));
+        };
+        let error = Error::new(
+            ErrorKind::Exhausted,
+            format!("it has said nothing but hello, and {silent} others like it are connected"),
+        );
+        self.lose(oldest, error, now);
+        Ok(())
+    }
+
+    /// Drops from the list who has gone or spoken, if it is long; gives its length.
+    fn silent_peers(&mut self) -> usize {
+        if self.admission.0.len() >= MAX_SILENT || self.peers.len() >= MAX_SILENT / 4 {
+            let peers = &self.peers;
+            self.admission.0.retain(|id| peers.get(*id).is_ok_and(|peer| peer.silent));
+        }
+        self.admission.0.len()
+    }
+
+    /// Notes that a peer came by itself.
+    pub(crate) fn welcome(&mut self, id: PeerId) {
+        if let Ok(peer) = self.peers.get_mut(id) {
+            peer.silent = true;
+            self.admission.0.push_back(id);
+        }
+    }
+
+    /// Refuses what a peer brings when too much is waiting already.
+    pub(crate) fn check_waiting(&self, id: PeerId) -> Result<()> {
+        let peer = self.peers.get(id)?;
+        check_bytes(peer.inbox.held_bytes(), || self.peers.held_bytes(), self.shared.unread_bytes())
+    }
+}
+
+/// `own`: bytes of the peer's messages that wait for earlier ones; `all`: of every peer's. They count only against a peer
+/// that has more than a little of its own waiting.
+fn check_bytes(own: usize, all: impl FnOnce() -> u64, unread: u64) -> Result<()> {
+    let held = if own > FREE_BYTES { all() } else { 0 };
+    if held.max(unread) <= MAX_WAITING_BYTES {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Exhausted,
+        format!("{held} bytes of messages wait for earlier ones and {unread} for the agent's owner to poll them"),
+    ))
+}
+
+/// How many files the process may have open.
+fn descriptors() -> usize {
+    getrlimit(Resource::Nofile).current.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX))
+}
+
+/// A connection takes a descriptor over TCP; half of all are left to others.
+fn peers_for(descriptors: usize) -> usize {
+    (descriptors / 2).max(64)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::event::Event;
+    use super::super::shared::Shared;
+    use super::*;
+
+    #[test]
+    fn half_of_the_descriptors_are_left_to_others() {
+        assert_eq!([peers_for(1024), peers_for(10), peers_for(1 << 20)], [512, 64, 1 << 19]);
+    }
+
+    #[test]
+    fn messages_count_as_unread_until_they_are_polled() {
+        let shared = Shared::new(1).unwrap();
+        let peer = PeerId::from_raw(1);
+        let message = |len: usize| Event::Message { peer, data: vec![0; len] };
+        let lost = Event::PeerLost { peer, error: Error::corrupt("test") };
+        shared.publish(&mut VecDeque::from([message(10), lost, message(5)]));
+        let left = std::iter::from_fn(|| shared.poll_event().map(|_| shared.unread_bytes()));
+        assert_eq!(left.collect::<Vec<_>>(), [5, 5, 0]);
+    }
+
+    #[test]
+    fn what_others_hold_counts_against_who_holds_much() {
+        let much = MAX_WAITING_BYTES + 1;
+        let fits = |own, all, unread| check_bytes(own, || all, unread).is_ok();
+        assert!(fits(FREE_BYTES, much, MAX_WAITING_BYTES) && fits(FREE_BYTES + 1, much - 1, 0));
+        assert!(!fits(FREE_BYTES + 1, much, 0) && !fits(0, 0, much));
+    }
+}

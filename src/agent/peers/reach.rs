@@ -1,0 +1,57 @@
+//! What the transports of a connection reach, read from UCX's description of its lanes.
+
+/// What a connection's transports move one-sided, that is without the peer's processor.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Reach {
+    /// Between host memory and host memory.
+    pub(crate) host: bool,
+    /// Between device memory and device memory.
+    pub(crate) device: bool,
+    /// Between host and device memory.
+    pub(crate) mixed: bool,
+}
+
+impl Reach {
+    /// From UCX's description of an endpoint's lanes, such as `tcp/lo, cma/memory`. `own`: the peer is this agent itself.
+    ///
+    /// UCX tells processes of a host apart by what clones of a virtual machine have in common. So host memory of a peer that
+    /// UCX would reach within a host is never left to UCX: it is copied once the peer's witness was seen, else sent by
+    /// messages.
+    pub(crate) fn of(lanes: &str, own: bool) -> Reach {
+        let any = |starts: &[&str]| {
+            lanes.split(", ").any(|lane| starts.iter().any(|start| lane.trim_start().starts_with(start)))
+        };
+        let rdma = any(&["rc_", "dc_", "srd"]);
+        let within = any(&["cma/", "knem/", "xpmem/", "sysv/", "posix/", "self/"]);
+        Reach { host: rdma && !within || own && any(&["self/"]), device: rdma || any(&["cuda_ipc/"]), mixed: rdma }
+    }
+}
+
+/// Whether host memory goes by TCP only, over a connection of these lanes.
+pub(crate) fn has_only_tcp(lanes: &str) -> bool {
+    let mut lanes = lanes.split(", ").map(str::trim).filter(|lane| !lane.starts_with("cuda_")).peekable();
+    lanes.peek().is_some() && lanes.all(|lane| lane.starts_with("tcp/"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_connection_reaches_is_read_from_its_lanes() {
+        let reach = |host, device, mixed| Reach { host, device, mixed };
+        for (lanes, expected) in [
+            ("tcp/lo, tcp/eth0", reach(false, false, false)),
+            ("tcp/lo, cma/memory", reach(false, false, false)),
+            ("self/memory", reach(false, false, false)),
+            ("posix/memory, cuda_copy/cuda", reach(false, false, false)),
+            ("tcp/eth0, cuda_ipc/cuda, cma/memory", reach(false, true, false)),
+            ("rc_mlx5/mlx5_0:1, cuda_copy/cuda", reach(true, true, true)),
+            ("rc_mlx5/mlx5_0:1, cma/memory", reach(false, true, true)),
+            ("unknown (this UCX cannot tell)", reach(false, false, false)),
+        ] {
+            assert_eq!(Reach::of(lanes, false), expected, "{lanes}");
+        }
+        assert_eq!(Reach::of("self/memory", true), reach(true, false, false));
+    }
+}

@@ -1,0 +1,396 @@
+//! With a key: hellos that only its holders can make and read, and frames sealed under the channel that they agree on.
+//!
+//! The side that connects sends a sealed hello, the first message of a Noise exchange; the other answers with the
+//! second. The channel holds from then on: every later frame is sealed whole, header included, and a frame in clear is
+//! dropped. Where both connect at once, the exchange counts that the agent with the lower incarnation began: it ignores
+//! the other's hello, which answers.
+//!
+//! A sealed hello names the life of the agent that it is for, and the sender numbers its hellos. An agent takes one
+//! only if its number is above the last one of that sender, so that a captured one is worth nothing.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::hello::Hello;
+use crate::agent::core::frame::{FRAME_BYTES, Frame, FrameKind};
+use crate::agent::core::ids::PeerId;
+use crate::agent::core::limits::MAX_MESSAGE_BYTES;
+use crate::agent::engine::Engine;
+use crate::agent::peers::{Peer, Peers};
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::ids::Incarnation;
+use crate::secret::{Channel, Initiator, Key, Protocol, Responder};
+
+/// Agents whose last hello's number is remembered after they are gone. Far above the peers at a time, whose numbers are
+/// always remembered.
+const MAX_REMEMBERED: usize = 65_536;
+/// A complaint about what others send is logged at most so often.
+const COMPLAINT_INTERVAL: Duration = Duration::from_secs(60);
+
+/// What an agent with a key keeps beside its peers.
+#[derive(Debug)]
+pub(crate) struct Secrets {
+    key: Option<Key>,
+    /// The last number given to a hello of ours.
+    hellos: u64,
+    seen: Seen,
+    complained: Option<Instant>,
+}
+
+/// The number of the last hello of every agent that sent one.
+#[derive(Debug, Default)]
+struct Seen {
+    numbers: HashMap<Incarnation, u64>,
+    order: VecDeque<Incarnation>,
+}
+
+impl Seen {
+    /// Refuses a number that is not above all earlier ones of this agent. `connected`: whether one must be remembered.
+    fn take(&mut self, agent: Incarnation, number: u64, connected: impl Fn(Incarnation) -> bool) -> Result<()> {
+        match self.numbers.insert(agent, number) {
+            Some(last) if last >= number => {
+                self.numbers.insert(agent, last);
+                return Err(Error::corrupt(format!("hello {number} of agent {agent} came before, or is late")));
+            }
+            Some(_) => {}
+            None => self.order.push_back(agent),
+        }
+        // Each connected one is passed over at most once.
+        for _ in 0..self.order.len() {
+            if self.order.len() <= MAX_REMEMBERED {
+                break;
+            }
+            let Some(oldest) = self.order.pop_front() else { break };
+            if connected(oldest) {
+                self.order.push_back(oldest);
+            } else {
+                self.numbers.remove(&oldest);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A connection's share.
+#[derive(Default)]
+pub(crate) struct Session {
+    /// Whether nothing may leave in clear.
+    keyed: bool,
+    /// Our hello, as long as it may be answered.
+    initiator: Option<Initiator>,
+    channel: Option<Channel>,
+    /// Messages for the time when there is a channel: frame, data, what was reserved for it.
+    waiting: Vec<(Frame, Vec<u8>, Option<u64>)>,
+}
+
+impl Session {
+    pub(crate) fn new(keyed: bool) -> Session {
+        Session { keyed, ..Session::default() }
+    }
+}
+
+impl Peer {
+    /// Whether a message has to wait for the channel.
+    pub(crate) fn must_wait(&self, kind: FrameKind) -> bool {
+        self.session.keyed && !self.is_ready() && kind == FrameKind::Data
+    }
+
+    pub(crate) fn wait(&mut self, frame: Frame, data: Vec<u8>, reserved: Option<u64>) {
+        self.session.waiting.push((frame, data, reserved));
+    }
+
+    /// A frame and its data as they go out: as they are without a key, else sealed.
+    pub(crate) fn wrap(&mut self, frame: Frame, data: Vec<u8>) -> Result<([u8; FRAME_BYTES], Vec<u8>)> {
+        let plain = !self.session.keyed || matches!(frame.kind, FrameKind::SealedHello | FrameKind::SealedAnswer);
+        if plain {
+            return Ok((frame.encode(), data));
+        }
+        let channel = self
+            .session
+            .channel
+            .as_mut()
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "a frame before the channel is there was not sent"))?;
+        let (number, sealed) = channel.sealer.seal(&frame.encode(), &data)?;
+        Ok((Frame { kind: FrameKind::Sealed, sequence: number, ..frame }.encode(), sealed))
+    }
+}
+
+impl Secrets {
+    pub(crate) fn new(key: Option<Key>) -> Secrets {
+        Secrets { key, hellos: 0, seen: Seen::default(), complained: None }
+    }
+
+    pub(crate) fn is_keyed(&self) -> bool {
+        self.key.is_some()
+    }
+
+    /// What a peer that did not answer may be lacking, for an error's text.
+    pub(crate) fn hint(&self) -> &'static str {
+        match self.key {
+            Some(_) => " Has it the same key (key_file, KVFERRY_KEY_FILE)?",
+            None => " If it has a key (key_file, KVFERRY_KEY_FILE), this agent needs it too",
+        }
+    }
+
+    fn key(&self) -> Result<Key> {
+        self.key.clone().ok_or_else(|| Error::new(ErrorKind::Internal, "this agent has no key"))
+    }
+
+    /// Logs what others do wrong, at most once a minute.
+    fn complain(&mut self, agent: &str, text: &Error, now: Instant) {
+        if self.complained.is_none_or(|at| now.duration_since(at) >= COMPLAINT_INTERVAL) {
+            self.complained = Some(now);
+            log::warn!(
+                "agent {agent}: a message was dropped: {text} (further ones in the next minute are only counted)"
+            );
+        }
+    }
+}
+
+/// What a sealed hello holds: the life of the agent that it is for, then the hello.
+fn join(to: Incarnation, hello: &Hello) -> Result<Vec<u8>> {
+    Ok([to.0.to_le_bytes().as_slice(), &hello.encode()?].concat())
+}
+
+fn divide(payload: &[u8], own: Incarnation) -> Result<Hello> {
+    let (to, hello) = payload.split_first_chunk::<8>().ok_or_else(|| Error::corrupt("a sealed hello that is cut"))?;
+    if Incarnation(u64::from_le_bytes(*to)) != own {
+        return Err(Error::corrupt("a sealed hello for another agent, or for an earlier life of this one"));
+    }
+    Hello::decode(hello)
+}
+
+fn check(frame: Frame, hello: &Hello) -> Result<()> {
+    if (frame.incarnation, frame.connection) != (hello.incarnation, hello.connection) || hello.incarnation.0 == 0 {
+        return Err(Error::corrupt(format!("a hello of agent {} that contradicts its own header", hello.name)));
+    }
+    Ok(())
+}
+
+impl Engine {
+    /// Makes of an arrived frame what it is in clear. `None`: it was a sealed hello or an answer to one, which is
+    /// taken here.
+    pub(crate) fn unwrap(
+        &mut self,
+        frame: Frame,
+        header: &[u8],
+        data: Vec<u8>,
+        now: Instant,
+    ) -> Result<Option<(Frame, Vec<u8>)>> {
+        let sealed = matches!(frame.kind, FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed);
+        if sealed != self.secrets.is_keyed() {
+            let error = Error::corrupt(if sealed {
+                "it is sealed, and this agent has no key: give both the same one (key_file, KVFERRY_KEY_FILE)"
+            } else {
+                "it is in clear, and this agent has a key: give both the same one (key_file, KVFERRY_KEY_FILE)"
+            });
+            self.secrets.complain(&self.config.name, &error, now);
+            return Err(error);
+        }
+        if !sealed {
+            return Ok(Some((frame, data)));
+        }
+        // What a header may not say, and the channel would not cover.
+        if frame.encode() != header {
+            return Err(Error::corrupt("a header with bits set that have no meaning"));
+        }
+        match frame.kind {
+            FrameKind::SealedHello => self.on_sealed_hello(frame, &data, now).map(|()| None),
+            FrameKind::SealedAnswer => self.on_sealed_answer(frame, &data, now).map(|()| None),
+            _ => self.open(frame, &data).map(Some),
+        }
+    }
+
+    fn open(&mut self, outer: Frame, data: &[u8]) -> Result<(Frame, Vec<u8>)> {
+        let unknown = || Error::not_found(format!("agent {} has no channel to this one", outer.incarnation));
+        let id = self.peers.find(outer.incarnation).ok_or_else(unknown)?;
+        let peer = self.peers.get_mut(id)?;
+        if !peer.is_current(outer.connection) {
+            return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
+        }
+        let channel = peer.session.channel.as_mut().ok_or_else(unknown)?;
+        let (header, data) = channel.opener.open(outer.sequence, data, FRAME_BYTES, MAX_MESSAGE_BYTES)?;
+        let frame = Frame::decode(&header)?;
+        let same = (frame.incarnation, frame.connection) == (outer.incarnation, outer.connection);
+        let hello = matches!(frame.kind, FrameKind::Hello | FrameKind::SealedHello | FrameKind::SealedAnswer);
+        if !same || hello || frame.kind == FrameKind::Sealed {
+            return Err(Error::corrupt(format!("a sealed message of agent {} that contradicts its header", peer.name)));
+        }
+        Ok((frame, data))
+    }
+
+    /// Begins the exchange with a peer that was just made.
+    pub(crate) fn send_sealed_hello(&mut self, id: PeerId) -> Result<()> {
+        let key = self.secrets.key()?;
+        let hello = self.own_hello(id, None)?;
+        let peer = self.peers.get_mut(id)?;
+        self.secrets.hellos += 1;
+        let frame = Frame {
+            kind: FrameKind::SealedHello,
+            incarnation: self.incarnation,
+            connection: peer.connection,
+            sequence: self.secrets.hellos,
+        };
+        let payload = join(peer.incarnation, &hello)?;
+        let (initiator, message) = Initiator::start(&key, Protocol::Agent, &frame.encode(), &payload)?;
+        peer.session.initiator = Some(initiator);
+        self.post_message(id, frame, message, None)
+    }
+
+    fn on_sealed_hello(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        let key = self.secrets.key()?;
+        let (responder, payload) =
+            Responder::read(&key, Protocol::Agent, &frame.encode(), data).inspect_err(|error| {
+                self.secrets.complain(&self.config.name, error, now);
+            })?;
+        let hello = divide(&payload, self.incarnation)?;
+        check(frame, &hello)?;
+        let peers: &Peers = &self.peers;
+        self.secrets.seen.take(hello.incarnation, frame.sequence, |agent| peers.find(agent).is_some())?;
+        let number = frame.sequence;
+        let Some(id) = self.peers.find(hello.incarnation) else {
+            return self.accept_sealed(hello, number, responder, now);
+        };
+        let peer = self.peers.get(id)?;
+        match peer.remote_connection() {
+            // Ours, sent at the same time, was answered already.
+            Some(known) if known == hello.connection => Ok(()),
+            Some(_) => {
+                let error = Error::new(
+                    ErrorKind::PeerDied,
+                    format!("agent {} lost the connection and has made a new one", hello.name),
+                );
+                self.lose(id, error, now);
+                self.accept_sealed(hello, number, responder, now)
+            }
+            // Both connect at once, and ours counts.
+            None if self.incarnation < hello.incarnation => Ok(()),
+            None => self.answer_hello(id, &hello, number, responder),
+        }
+    }
+
+    fn accept_sealed(&mut self, hello: Hello, number: u64, responder: Responder, now: Instant) -> Result<()> {
+        self.check_open()?;
+        let id = self.admit_new(&hello, now)?;
+        self.answer_hello(id, &hello, number, responder)
+    }
+
+    fn answer_hello(&mut self, id: PeerId, hello: &Hello, number: u64, responder: Responder) -> Result<()> {
+        // Before the peer reads the answer and looks.
+        self.peers.get(id)?.take_challenge(hello);
+        let answer = self.own_hello(id, Some(hello.connection))?;
+        let (message, channel) = responder.answer(&answer.encode()?)?;
+        let own = hello.incarnation == self.incarnation;
+        let frame = Frame {
+            kind: FrameKind::SealedAnswer,
+            incarnation: self.incarnation,
+            connection: answer.connection,
+            sequence: number,
+        };
+        self.peers.get_mut(id)?.session.channel = Some(channel);
+        if let Err(error) = self.post_message(id, frame, message, None) {
+            self.lose(id, error.clone(), Instant::now());
+            return Err(error);
+        }
+        // An agent that is its own peer has both ends of the channel only when it has read its own answer.
+        if own { Ok(()) } else { self.greet_sealed(id, hello) }
+    }
+
+    fn on_sealed_answer(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        let late = || Error::not_found(format!("a late answer of agent {}", frame.incarnation));
+        let id = self.peers.find(frame.incarnation).ok_or_else(late)?;
+        let own = frame.incarnation == self.incarnation;
+        let peer = self.peers.get_mut(id)?;
+        let initiator = peer.session.initiator.as_mut().ok_or_else(late)?;
+        let (payload, channel) = initiator.finish(data)?;
+        peer.session.initiator = None;
+        let hello = Hello::decode(&payload)?;
+        check(frame, &hello)?;
+        if hello.seen != Some(peer.connection) {
+            return Err(late());
+        }
+        let peer = self.peers.get_mut(id)?;
+        match peer.remote_connection() {
+            Some(known) if known == hello.connection => Err(late()),
+            // It took up our hello after we had taken up its own: it knows another connection than we do.
+            Some(_) => {
+                let error = Error::new(ErrorKind::PeerDied, format!("agent {} has made a new connection", hello.name));
+                self.lose(id, error, now);
+                Ok(())
+            }
+            None => {
+                match (peer.session.channel.as_mut(), own) {
+                    // To itself: the one end seals, the other opens.
+                    (Some(answering), true) => answering.sealer = channel.sealer,
+                    _ => peer.session.channel = Some(channel),
+                }
+                self.greet_sealed(id, &hello)
+            }
+        }
+    }
+
+    /// The channel is there: what waited for it goes out.
+    fn greet_sealed(&mut self, id: PeerId, hello: &Hello) -> Result<()> {
+        self.greet(id, hello)?;
+        let waiting = std::mem::take(&mut self.peers.get_mut(id)?.session.waiting);
+        for (frame, data, reserved) in waiting {
+            if let Err(error) = self.post_message(id, frame, data, reserved) {
+                self.lose(id, error.clone(), Instant::now());
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::proto::wire::Versions;
+
+    #[test]
+    fn a_hello_counts_once_and_only_above_the_last() {
+        let mut seen = Seen::default();
+        let gone = |_| false;
+        let (a, b) = (Incarnation(1), Incarnation(2));
+        seen.take(a, 3, gone).unwrap();
+        for late in [3, 2, 0] {
+            assert_eq!(seen.take(a, late, gone).unwrap_err().kind(), ErrorKind::Corrupt);
+        }
+        seen.take(b, 1, gone).unwrap();
+        seen.take(a, 4, gone).unwrap();
+        assert!(seen.take(a, 3, gone).is_err() && seen.take(b, 1, gone).is_err());
+    }
+
+    #[test]
+    fn agents_that_are_gone_are_forgotten_at_a_bound_and_connected_ones_never() {
+        let mut seen = Seen::default();
+        let connected = |agent: Incarnation| agent.0 <= 10;
+        for agent in 1..=2 * MAX_REMEMBERED as u64 {
+            seen.take(Incarnation(agent), 7, connected).unwrap();
+        }
+        assert_eq!((seen.numbers.len(), seen.order.len()), (MAX_REMEMBERED, MAX_REMEMBERED));
+        assert!((1..=10).all(|agent| seen.take(Incarnation(agent), 7, connected).is_err()));
+        assert!(seen.take(Incarnation(11), 7, connected).is_ok());
+    }
+
+    #[test]
+    fn a_sealed_hello_is_for_one_life_of_one_agent() {
+        let hello = Hello {
+            name: "a".to_owned(),
+            incarnation: Incarnation(3),
+            connection: 4,
+            seen: None,
+            address: vec![1, 2, 3],
+            process: None,
+            streams: false,
+            challenge: None,
+            versions: Versions::OURS,
+        };
+        let payload = join(Incarnation(9), &hello).unwrap();
+        assert_eq!(divide(&payload, Incarnation(9)).unwrap(), hello);
+        assert!(divide(&payload, Incarnation(8)).unwrap_err().message().contains("another agent"));
+        assert!(divide(payload.get(..7).unwrap(), Incarnation(9)).is_err());
+    }
+}

@@ -1,0 +1,6 @@
+//! Reads, writes and digests carried by messages: what is asked of peers, and what they ask for.
+
+pub(crate) mod client;
+pub(crate) mod flow_control;
+pub(crate) mod server;
+pub(crate) mod wire;

@@ -1,0 +1,555 @@
+//! The worker's driver on the progress thread: actions of the state machine become verbs of the agent and questions to
+//! listeners, their outcomes become its inputs.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::SyncSender;
+use std::time::{Duration, Instant};
+
+use super::patience::Patience;
+use super::request_log::RequestLog;
+use super::shared::{Command, Figures, Shared};
+use super::trace::Tracer;
+use crate::agent::{Context, Direction, Driver, Event, PeerId, TransferId};
+use crate::error::{Error, ErrorKind, Result};
+use crate::log_limit::LogLimit;
+use crate::net::{Answer, Ask, Awaited, Client, ClientLimits, host_port, unanswered};
+use crate::proto::handshake::{HandshakeFailure, Session};
+use crate::proto::ids::Incarnation;
+use crate::proto::plan::CopyPlan;
+use crate::proto::stats::Stats;
+use crate::proto::time::Time;
+use crate::proto::wire::{
+    self, AgentMetadata, Cause, EngineShape, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport,
+};
+use crate::proto::worker::{
+    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine,
+};
+use crate::secret::Key;
+
+pub(super) struct WorkerDriver {
+    shared: Arc<Shared>,
+    running: Option<Running>,
+    log: Option<RequestLog>,
+    handshake_timeout: Duration,
+    key: Option<Key>,
+}
+
+struct Running {
+    machine: Machine,
+    shared: Arc<Shared>,
+    log: Option<RequestLog>,
+    client: Client,
+    /// The share of the machine's own handshake timeout that the listener gets; the rest is for connecting. So the
+    /// error that names the listener comes before the machine's, which can't.
+    ask_timeout: Duration,
+    epoch: Instant,
+    local: Option<Arc<RankMetadata>>,
+    /// By the id that the question has on the wire.
+    sessions: HashMap<u64, Asked>,
+    questions: u64,
+    links: HashMap<PeerId, Link>,
+    ids: HashMap<PeerKey, PeerId>,
+    transfers: HashMap<TransferId, TransferToken>,
+    tokens: HashMap<TransferToken, TransferId>,
+    totals: Stats,
+    tracer: Option<Tracer>,
+    /// What the gauges in reports add up to so far.
+    told: Level,
+    /// Whether the agent's gauges may have changed since.
+    changed: bool,
+    patience: Patience,
+    /// Those who asked for figures in this turn.
+    askers: Vec<SyncSender<Figures>>,
+    /// By remote agent, the shape of its engine: from a handshake's end until, in the same turn, its agents are connected
+    /// to.
+    shapes: HashMap<Incarnation, EngineShape>,
+    limits: Limits,
+}
+
+/// Gauges at one time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Level {
+    leases: i64,
+    peers: i64,
+    endpoints: i64,
+    registered_bytes: i64,
+}
+
+/// Lines that repeat while something is wrong, by what they are about.
+#[derive(Default)]
+struct Limits {
+    failures: HashMap<Cause, LogLimit>,
+    handshakes: LogLimit,
+    lost: LogLimit,
+    unconnected: LogLimit,
+    malformed: LogLimit,
+}
+
+/// What follows a line that stands for others too.
+fn others(left_out: u64) -> String {
+    if left_out == 0 { String::new() } else { format!(" ({left_out} such lines left out)") }
+}
+
+struct Asked {
+    name: SessionId,
+    session: Session,
+    at: String,
+}
+
+/// One connection of the agent.
+#[derive(Default)]
+struct Link {
+    /// What the state machine calls it, if it asked for it.
+    key: Option<PeerKey>,
+    name: String,
+    /// Which way bytes go.
+    way: String,
+    /// The shape of its engine, if we asked for it.
+    shape: Option<EngineShape>,
+    connected: bool,
+    /// The protocol version in common with it, once it is connected.
+    version: Option<u16>,
+    /// Whether we made it. One that the other side made is not closed when only we are done with it.
+    ours: bool,
+}
+
+impl WorkerDriver {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        log: Option<RequestLog>,
+        handshake_timeout: Duration,
+        key: Option<Key>,
+    ) -> Self {
+        WorkerDriver { shared, running: None, log, handshake_timeout, key }
+    }
+}
+
+impl Drop for WorkerDriver {
+    fn drop(&mut self) {
+        self.shared.set_gone();
+    }
+}
+
+impl Driver for WorkerDriver {
+    fn turn(&mut self, context: &mut Context<'_>) -> Option<Instant> {
+        while let Some(command) = self.shared.pop() {
+            match (command, self.running.as_mut()) {
+                (Command::Begin(machine, tracer), None) => {
+                    let shared = Arc::clone(&self.shared);
+                    let client = Client::with_key(ClientLimits::default(), self.key.take());
+                    let mut running =
+                        Running::new(*machine, shared, self.log.take(), client, self.handshake_timeout, context.now());
+                    running.tracer = tracer;
+                    if let Some(tracer) = &mut running.tracer {
+                        tracer.set_origin(running.epoch);
+                    }
+                    if context.is_shutting_down() {
+                        running.machine.handle_shutdown(running.time(context.now()));
+                    }
+                    self.running = Some(running);
+                }
+                (Command::Local(local), Some(running)) => {
+                    running.changed = true;
+                    running.machine.set_local(Arc::clone(&local));
+                    running.local = Some(local);
+                }
+                (Command::Step(bytes), Some(running)) => running.step(context.now(), &bytes),
+                (Command::Figures(reply), Some(running)) => running.askers.push(reply),
+                (Command::Begin(..), Some(_)) | (_, None) => {
+                    log::error!("kvferry worker: a command came out of order and is ignored");
+                }
+            }
+        }
+        self.running.as_mut()?.turn(context)
+    }
+
+    fn poll_items<'a>(&'a self, items: &mut Vec<zmq::PollItem<'a>>) {
+        if let Some(running) = &self.running {
+            running.client.poll_items(items);
+        }
+    }
+
+    fn shut_down(&mut self, context: &mut Context<'_>) {
+        if let Some(running) = &mut self.running {
+            running.machine.handle_shutdown(running.time(context.now()));
+            running.turn(context);
+        }
+    }
+
+    fn finished(&self) -> bool {
+        self.running.as_ref().is_none_or(|d| d.machine.is_drained())
+    }
+}
+
+impl Running {
+    fn new(
+        machine: Machine,
+        shared: Arc<Shared>,
+        log: Option<RequestLog>,
+        client: Client,
+        handshake_timeout: Duration,
+        epoch: Instant,
+    ) -> Running {
+        Running {
+            machine,
+            shared,
+            log,
+            client,
+            ask_timeout: handshake_timeout.mul_f64(0.9),
+            epoch,
+            local: None,
+            sessions: HashMap::new(),
+            questions: 0,
+            links: HashMap::new(),
+            ids: HashMap::new(),
+            transfers: HashMap::new(),
+            tokens: HashMap::new(),
+            totals: Stats::default(),
+            tracer: None,
+            told: Level::default(),
+            changed: false,
+            patience: Patience::default(),
+            askers: Vec::new(),
+            shapes: HashMap::new(),
+            limits: Limits::default(),
+        }
+    }
+
+    fn time(&self, at: Instant) -> Time {
+        Time::default() + at.saturating_duration_since(self.epoch)
+    }
+
+    fn step(&mut self, now: Instant, bytes: &[u8]) {
+        match StepMetadata::from_bytes(bytes) {
+            Ok(step) => self.machine.handle_step(self.time(now), step),
+            Err(e) => {
+                self.shared.malformed_steps.fetch_add(1, Ordering::Relaxed);
+                log::error!("kvferry worker: a step of {} bytes is ignored: {e}", bytes.len());
+            }
+        }
+    }
+
+    fn turn(&mut self, context: &mut Context<'_>) -> Option<Instant> {
+        let now = context.now();
+        self.client.turn(now);
+        while let Some(answer) = self.client.poll_answer() {
+            self.answer(now, answer);
+        }
+        while let Some(Awaited { number, result }) = self.client.poll_prefill() {
+            self.machine.handle_prefill(self.time(now), AwaitId(number), result);
+        }
+        while let Some(event) = context.poll_event() {
+            self.event(now, event);
+        }
+        if self.machine.poll_timeout().is_some_and(|at| at <= self.time(now)) {
+            self.machine.handle_timeout(self.time(now));
+        }
+        while let Some(action) = self.machine.poll_action() {
+            self.act(context, now, action);
+        }
+        self.shapes.clear();
+        self.report(context);
+        self.tell_lives();
+        // A question that could not be asked is answered already, and comes back in a turn of its own.
+        let next = self.machine.poll_timeout().map(|at| self.epoch + Duration::from_micros(at.0));
+        [next, self.client.next_deadline(), self.patience.due()].into_iter().flatten().min()
+    }
+
+    fn report(&mut self, context: &Context<'_>) {
+        let telemetry = self.machine.config().telemetry;
+        let urgent = self.machine.has_news() || !self.askers.is_empty() || context.is_shutting_down();
+        let counted = self.machine.has_counts() || telemetry && self.changed;
+        if self.patience.is_over(urgent, counted, context.now()) {
+            let mut report = self.machine.poll_report();
+            if telemetry {
+                self.gauge(context, &mut report);
+            }
+            if let Some(report) = report {
+                self.publish(context.now(), report);
+            }
+        }
+        for asker in self.askers.drain(..) {
+            let figures = Figures { gauges: self.machine.gauges(), totals: self.totals.clone() };
+            // The asker may have given up.
+            let _ = asker.try_send(figures);
+        }
+    }
+
+    fn publish(&mut self, now: Instant, report: WorkerReport) {
+        if let Some(log) = &mut self.log {
+            report.records.iter().for_each(|record| log.add(report.rank, record));
+        }
+        for failure in &report.failed_recving {
+            let Some(left_out) = self.limits.failures.entry(failure.cause).or_default().pass(now) else {
+                continue;
+            };
+            log::warn!(
+                "kvferry worker {}: request {} was not received ({}): {}{}",
+                report.rank,
+                failure.request,
+                failure.cause,
+                failure.message,
+                others(left_out)
+            );
+        }
+        // The report first: somebody waits for it, and nobody for the sums, whose memory is in no cache.
+        let stats = report.stats.clone();
+        self.shared.publish(report);
+        self.totals.merge(&stats);
+        if let Some(log) = &mut self.log {
+            log.flush();
+        }
+    }
+
+    fn tell_lives(&mut self) {
+        let Some(tracer) = &self.tracer else { return };
+        let reported = self.time(Instant::now());
+        while let Some(life) = self.machine.poll_life() {
+            tracer.tell(life, reported);
+        }
+    }
+
+    /// Adds to `report` (or makes one) what the gauges have changed by since the last one.
+    fn gauge(&mut self, context: &Context<'_>, report: &mut Option<WorkerReport>) {
+        let count = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        let mut now = Level { leases: count(self.machine.leases() as u64), ..self.told };
+        if self.changed {
+            let agent = context.stats();
+            now.peers = count(agent.peers);
+            now.endpoints = count(agent.endpoints);
+            now.registered_bytes = count(agent.region_bytes);
+            // Those being closed will be gone soon, without an event.
+            self.changed = agent.endpoints != agent.peers;
+        }
+        let told = std::mem::replace(&mut self.told, now);
+        if now == told {
+            return;
+        }
+        let rank = self.machine.config().rank;
+        let stats = &mut report.get_or_insert_with(|| WorkerReport::new(rank)).stats;
+        stats.leases += now.leases - told.leases;
+        stats.peers += now.peers - told.peers;
+        stats.endpoints += now.endpoints - told.endpoints;
+        stats.registered_bytes += now.registered_bytes - told.registered_bytes;
+    }
+
+    fn answer(&mut self, now: Instant, answer: Answer) {
+        let Some(Asked { name, session, at }) = self.sessions.remove(&answer.id) else { return };
+        let result = match answer.result {
+            Ok(reply) => session.judge(reply),
+            Err(e) => Err(HandshakeFailure { cause: unanswered(&e), retry: true, message: e.message().to_owned() }),
+        };
+        match &result {
+            Ok(outcome) => {
+                for note in &outcome.notes {
+                    log::info!("kvferry worker: engine {} at {at}: {note}; that is no obstacle", outcome.engine);
+                }
+                let shapes = outcome.ranks.iter().map(|rank| (rank.agent.incarnation, outcome.shape));
+                self.shapes.extend(shapes);
+            }
+            Err(failure) => {
+                if let Some(left_out) = self.limits.handshakes.pass(now) {
+                    let more = others(left_out);
+                    log::warn!("kvferry worker: the handshake with {at} failed: {}{more}", failure.message);
+                }
+            }
+        }
+        self.machine.handle_handshake(self.time(now), name, result);
+    }
+
+    fn event(&mut self, now: Instant, event: Event) {
+        let time = self.time(now);
+        match event {
+            Event::PeerConnected { peer, name, way, incarnation, version } => {
+                self.changed = true;
+                let link = self.links.entry(peer).or_default();
+                link.connected = true;
+                (link.name, link.way, link.version) = (name, way, Some(version));
+                match link.key.clone() {
+                    Some(key) => self.connected(time, peer, &key, ""),
+                    None => {
+                        let Link { name, way, .. } = link;
+                        log::info!(
+                            "kvferry worker: {name} connected to us, incarnation {incarnation}, over {way}, protocol {version}"
+                        );
+                    }
+                }
+            }
+            Event::PeerLost { peer, error } => {
+                self.changed = true;
+                let link = self.links.remove(&peer).unwrap_or_default();
+                match link.key {
+                    Some(key) => {
+                        if let Some(left_out) = self.limits.lost.pass(now) {
+                            log::warn!("kvferry worker: lost {key} ({}): {error}{}", link.name, others(left_out));
+                        }
+                        self.ids.remove(&key);
+                        self.machine.handle_peer_lost(time, &PeerRef::Outbound(key), error.message());
+                    }
+                    None => log::info!("kvferry worker: {} is gone: {error}", link.name),
+                }
+                self.machine.handle_peer_lost(time, &PeerRef::Inbound(peer.raw()), error.message());
+            }
+            Event::Message { peer, data } => match PeerMessage::from_bytes(&data) {
+                Ok(message) => {
+                    let key = self.links.get(&peer).and_then(|link| link.key.clone());
+                    let from = key.map_or(PeerRef::Inbound(peer.raw()), PeerRef::Outbound);
+                    self.machine.handle_message(time, &from, message);
+                }
+                Err(e) => {
+                    self.shared.malformed_messages.fetch_add(1, Ordering::Relaxed);
+                    if let Some(left_out) = self.limits.malformed.pass(now) {
+                        log::warn!("kvferry worker: a message of {peer} is ignored: {e}{}", others(left_out));
+                    }
+                }
+            },
+            Event::TransferDone { id, result, bytes, operations, posted_at, all_posted_at, finished_at, .. } => {
+                let Some(token) = self.transfers.remove(&id) else { return };
+                self.tokens.remove(&token);
+                let result = match result {
+                    Ok(()) => Ok(TransferFigures {
+                        bytes,
+                        operations,
+                        posted_at: self.time(posted_at),
+                        all_posted_at: self.time(all_posted_at),
+                        finished_at: self.time(finished_at),
+                    }),
+                    Err(e) => Err((cause(e.kind()), e.message().to_owned())),
+                };
+                self.machine.handle_transfer_done(time, token, result);
+            }
+        }
+    }
+
+    fn act(&mut self, context: &mut Context<'_>, now: Instant, action: Action) {
+        match action {
+            Action::Handshake { session, engine, incarnation, host, port, ranks } => {
+                let time = self.time(now);
+                let Some(local) = &self.local else {
+                    let message = "this rank's own metadata is not complete: set the geometry before the first request";
+                    let failure =
+                        HandshakeFailure { cause: Cause::HandshakeFailed, retry: true, message: message.to_owned() };
+                    self.machine.handle_handshake(time, session, Err(failure));
+                    return;
+                };
+                self.questions += 1;
+                let id = self.questions;
+                let at = host_port(&host, port);
+                let judge = Session::new(Arc::clone(local), id, engine.clone(), incarnation, ranks.clone());
+                self.sessions.insert(id, Asked { name: session, session: judge, at });
+                let ask = Ask::Query { engine: Some(engine), ranks };
+                self.client.ask(now, id, &host, port, ask, now + self.ask_timeout);
+            }
+            Action::Await { number: AwaitId(number), engine, host, port, request } => {
+                self.client.await_prefill(now, number, &host, port, engine, request, self.ask_timeout);
+            }
+            Action::Forget { number: AwaitId(number) } => self.client.forget_prefill(number),
+            Action::Connect { peer, metadata } => self.connect(context, now, peer, &metadata),
+            Action::Transfer { token, peer, plan } => match self.transfer(context, &peer, plan) {
+                Ok(id) => {
+                    self.transfers.insert(id, token);
+                    self.tokens.insert(token, id);
+                }
+                Err(e) => {
+                    let result = Err((cause(e.kind()), e.message().to_owned()));
+                    self.machine.handle_transfer_done(self.time(now), token, result);
+                }
+            },
+            Action::Cancel { token } => {
+                if let Some(id) = self.tokens.get(&token)
+                    && let Err(e) = context.cancel(*id)
+                {
+                    log::debug!("kvferry worker: {e}");
+                }
+            }
+            Action::Send { peer, message } => {
+                if let Err(e) = self.send(context, &peer, &message) {
+                    log::debug!("kvferry worker: a message to {peer} was not sent: {e}");
+                }
+            }
+            Action::Disconnect { peer } => {
+                self.changed = true;
+                let Some(id) = self.ids.remove(&peer) else { return };
+                let Some(link) = self.links.get_mut(&id) else { return };
+                link.key = None;
+                if link.ours {
+                    self.links.remove(&id);
+                    if let Err(e) = context.disconnect(id) {
+                        log::debug!("kvferry worker: {e}");
+                    }
+                }
+            }
+        }
+    }
+
+    fn connect(&mut self, context: &mut Context<'_>, now: Instant, key: PeerKey, metadata: &AgentMetadata) {
+        let time = self.time(now);
+        let id = match context.connect(metadata) {
+            Ok(id) => id,
+            Err(e) => {
+                if let Some(left_out) = self.limits.unconnected.pass(now) {
+                    log::warn!("kvferry worker: no connection to {key}: {e}{}", others(left_out));
+                }
+                self.machine.handle_peer_lost(time, &PeerRef::Outbound(key), e.message());
+                return;
+            }
+        };
+        let link = self.links.entry(id).or_insert_with(|| Link { ours: true, ..Link::default() });
+        let earlier = link.key.replace(key.clone());
+        let connected = link.connected;
+        link.shape = self.shapes.get(&key.incarnation).copied().or(link.shape);
+        self.ids.insert(key.clone(), id);
+        self.changed = true;
+        // The agent has one connection to an agent. What the machine called it until now ends, so that nothing waits for it.
+        if let Some(earlier) = earlier {
+            self.ids.remove(&earlier);
+            let text = format!("its agent serves {key} now");
+            self.machine.handle_peer_lost(time, &PeerRef::Outbound(earlier), &text);
+        }
+        if connected {
+            self.connected(time, id, &key, ", by the connection that it had made");
+        }
+    }
+
+    /// Says who is connected, how, and of what shape its engine is.
+    fn connected(&mut self, time: Time, peer: PeerId, key: &PeerKey, how: &str) {
+        if let Some(Link { name, way, shape, .. }) = self.links.get(&peer) {
+            let shape = shape.map(|shape| format!(", an engine of {shape}"));
+            let own = self.local.as_ref().map(|local| format!("; this engine is of {}", local.shape));
+            let (shape, own) = (shape.unwrap_or_default(), own.unwrap_or_default());
+            log::info!("kvferry worker: connected to {key} ({name}){shape}{how}, over {way}{own}");
+        }
+        self.machine.handle_connected(time, key);
+    }
+
+    fn transfer(&mut self, context: &mut Context<'_>, peer: &PeerKey, plan: CopyPlan) -> Result<TransferId> {
+        let gone = || Error::new(ErrorKind::PeerDied, format!("the connection to {peer} is gone"));
+        let id = *self.ids.get(peer).ok_or_else(gone)?;
+        // The agent may know already that the peer is lost, while its word of that still waits to be taken.
+        context.transfer(id, Direction::Read, plan).map_err(|e| if context.has_peer(id) { e } else { gone() })
+    }
+
+    fn send(&self, context: &mut Context<'_>, peer: &PeerRef, message: &PeerMessage) -> Result<()> {
+        let id = match peer {
+            PeerRef::Outbound(key) => *self.ids.get(key).ok_or_else(|| Error::not_found("the connection is gone"))?,
+            PeerRef::Inbound(raw) => PeerId::from_raw(*raw),
+        };
+        let version = self.links.get(&id).and_then(|link| link.version).unwrap_or(wire::OLDEST);
+        context.send(id, message.to_bytes_in(version)?)
+    }
+}
+
+/// The cause that a failed transfer is counted under.
+fn cause(kind: ErrorKind) -> Cause {
+    match kind {
+        ErrorKind::PeerDied | ErrorKind::Unreachable => Cause::PeerDied,
+        ErrorKind::Cancelled => Cause::Aborted,
+        ErrorKind::Timeout => Cause::Timeout,
+        ErrorKind::ShutDown => Cause::ShutDown,
+        ErrorKind::DigestMismatch => Cause::DigestMismatch,
+        ErrorKind::InvalidArgument | ErrorKind::OutOfRange | ErrorKind::NotFound => Cause::InvalidRequest,
+        _ => Cause::TransportError,
+    }
+}
