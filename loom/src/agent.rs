@@ -12,6 +12,11 @@ pub mod core {
         }
     }
 
+    #[path = "../../../../src/agent/core/live.rs"]
+    pub mod live;
+    #[path = "../../../../src/agent/core/reply.rs"]
+    pub mod reply;
+
     pub mod ids {
         pub struct IdSource;
         impl IdSource {

@@ -1,72 +1,22 @@
-//! What the handle and the progress thread share: the command queue, the event queue, and which ids live.
+//! What the handle and the progress thread share: the command queue and the event queue.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use crate::agent::core::event::{Direction, Event};
-use crate::agent::core::ids::{IdSource, PeerId, RegionId, TransferId};
+use crate::agent::core::ids::{PeerId, RegionId, TransferId};
+use crate::agent::core::live::{Live, lock};
+use crate::agent::core::reply::Reply;
 use crate::agent::core::route::Route;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::thread::waker::Waker;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
-use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard};
-
-/// Where the answer to a cold call goes. Either the caller gets it or the progress thread learns that nobody does.
-pub(crate) struct Reply<T> {
-    to: SyncSender<Result<T>>,
-    /// Set by whichever comes first: the answer, or the end of the caller's patience.
-    settled: Arc<AtomicBool>,
-}
-
-impl<T> Reply<T> {
-    /// Answers. Gives the answer back if the caller does not wait any more.
-    pub(crate) fn send(self, answer: Result<T>) -> std::result::Result<(), Result<T>> {
-        if self.settled.swap(true, Ordering::AcqRel) {
-            return Err(answer);
-        }
-        self.to.send(answer).map_err(|unsent| unsent.0)
-    }
-
-    /// Whether the caller still waits.
-    pub(crate) fn is_wanted(&self) -> bool {
-        !self.settled.load(Ordering::Acquire)
-    }
-}
-
-/// The caller's end of a [`Reply`].
-pub(crate) struct Answer<T> {
-    from: Receiver<Result<T>>,
-    settled: Arc<AtomicBool>,
-}
-
-impl<T> Answer<T> {
-    /// Waits for the answer. `None`: it did not come in time, and whoever answers later is told so.
-    pub(crate) fn wait(self, timeout: Duration) -> Option<Result<T>> {
-        let gone = || Err(Error::new(ErrorKind::ShutDown, "the agent is shut down"));
-        match self.from.recv_timeout(timeout) {
-            Ok(answer) => Some(answer),
-            Err(RecvTimeoutError::Disconnected) => Some(gone()),
-            // It may be on its way just now.
-            Err(RecvTimeoutError::Timeout) if self.settled.swap(true, Ordering::AcqRel) => {
-                Some(self.from.recv().unwrap_or_else(|_| gone()))
-            }
-            Err(RecvTimeoutError::Timeout) => None,
-        }
-    }
-}
-
-/// The two ends of an answer.
-pub(crate) fn answer<T>() -> (Reply<T>, Answer<T>) {
-    let (to, from) = sync_channel(1);
-    let settled = Arc::new(AtomicBool::new(false));
-    (Reply { to, settled: Arc::clone(&settled) }, Answer { from, settled })
-}
+use crate::sync::{AtomicU64, Condvar, Mutex};
 
 /// What the handle asks of the progress thread.
 pub(crate) enum Command {
@@ -83,30 +33,14 @@ pub(crate) enum Command {
     ShutDown { deadline: Instant },
 }
 
-/// Ids that may be used now, kept by the progress thread so that the handle can refuse stale ones without waiting.
-#[derive(Default)]
-pub(crate) struct Live {
-    /// With the bytes of messages to each that are not sent yet.
-    pub(crate) peers: HashMap<PeerId, Arc<AtomicU64>>,
-    pub(crate) transfers: HashSet<TransferId>,
-    /// Set when the progress thread takes no more commands.
-    pub(crate) ended: bool,
-}
-
 pub(crate) struct Shared {
-    pub(crate) ids: IdSource,
+    pub(crate) live: Live,
     pub(crate) waker: Waker,
     commands: Mutex<VecDeque<Command>>,
     events: Mutex<VecDeque<Event>>,
     /// Bytes of the messages among them.
     unread_bytes: AtomicU64,
     arrived: Condvar,
-    live: Mutex<Live>,
-}
-
-/// A panic while one of these short locks was held leaves no half-made state behind.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What an event counts in the bytes that are unread.
@@ -120,18 +54,13 @@ fn message_bytes(event: &Event) -> u64 {
 impl Shared {
     pub(crate) fn new(entropy: u64) -> Result<Self> {
         Ok(Shared {
-            ids: IdSource::new(entropy),
+            live: Live::new(entropy),
             waker: Waker::new()?,
             commands: Mutex::default(),
             events: Mutex::default(),
             unread_bytes: AtomicU64::new(0),
             arrived: Condvar::new(),
-            live: Mutex::default(),
         })
-    }
-
-    pub(crate) fn live(&self) -> MutexGuard<'_, Live> {
-        lock(&self.live)
     }
 
     /// Queues a command and wakes the thread.
@@ -184,7 +113,7 @@ impl Shared {
             if let Some(event) = self.take(&mut events) {
                 return Some(event);
             }
-            if self.live().ended {
+            if self.live.lock().ended {
                 return None;
             }
             let left = match deadline {
@@ -200,7 +129,7 @@ impl Shared {
     pub(crate) fn end(&self) {
         // Under the events' lock, so that a waiter either sees the flag or gets the notification.
         let events = lock(&self.events);
-        let mut live = self.live();
+        let mut live = self.live.lock();
         live.ended = true;
         live.peers.clear();
         live.transfers.clear();

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::agent::command::{Command, Reply, Shared, answer};
+use crate::agent::command::{Command, Shared};
 use crate::agent::core::config::AgentConfig;
 use crate::agent::core::event::{Direction, Event};
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
 use crate::agent::core::limits::check_message;
+use crate::agent::core::reply::{Reply, answer};
 use crate::agent::core::route::Route;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::engine::driver::Driver;
@@ -208,7 +209,7 @@ impl Agent {
     /// Ends the connection: its transfers are cancelled, unsent messages are lost, the id becomes stale at once. No
     /// [`Event::PeerLost`] follows here; the other side gets one.
     pub fn disconnect(&self, peer: PeerId) -> Result<()> {
-        let mut live = self.0.shared.live();
+        let mut live = self.0.shared.live.lock();
         if live.ended {
             return Err(shut_down());
         }
@@ -234,8 +235,8 @@ impl Agent {
     /// # Errors
     /// [`ErrorKind::NotFound`] for a stale peer id.
     pub fn transfer(&self, peer: PeerId, direction: Direction, plan: CopyPlan) -> Result<TransferId> {
-        let id = self.0.shared.ids.transfer()?;
-        let mut live = self.0.shared.live();
+        let id = self.0.shared.live.ids.transfer()?;
+        let mut live = self.0.shared.live.lock();
         if live.ended {
             return Err(shut_down());
         }
@@ -254,7 +255,7 @@ impl Agent {
     /// # Errors
     /// [`ErrorKind::NotFound`] for a transfer that is over.
     pub fn cancel(&self, id: TransferId) -> Result<()> {
-        let live = self.0.shared.live();
+        let live = self.0.shared.live.lock();
         if live.ended {
             return Err(shut_down());
         }
@@ -273,7 +274,7 @@ impl Agent {
     /// [`ErrorKind::Exhausted`] while more than the configured bytes of messages to this peer are not sent yet.
     pub fn send(&self, peer: PeerId, data: Vec<u8>) -> Result<()> {
         check_message(&data)?;
-        let live = self.0.shared.live();
+        let live = self.0.shared.live.lock();
         if live.ended {
             return Err(shut_down());
         }
@@ -313,14 +314,14 @@ impl Agent {
 
     /// Sends a command and waits for its answer. What the command of a caller who has given up has made is undone.
     fn ask<T>(&self, timeout: Option<Duration>, make: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
-        if self.0.shared.live().ended {
+        if self.0.shared.live.lock().ended {
             return Err(shut_down());
         }
         let (reply, answer) = answer();
         self.0.shared.command(make(reply));
         let timeout = timeout.unwrap_or(ANSWER_TIMEOUT);
         // A thread that ended between the check and the command drops no queue of its own accord: look again.
-        if self.0.shared.live().ended {
+        if self.0.shared.live.lock().ended {
             self.0.shared.drop_commands();
         }
         answer.wait(timeout).unwrap_or_else(|| {

@@ -1,6 +1,7 @@
 //! How an agent is set up.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -165,6 +166,24 @@ impl AgentConfig {
         }
         Ok(())
     }
+
+    /// What the caller, or else the environment, sets UCX's setting `name` (without the prefix) to.
+    pub(crate) fn ucx_setting(&self, name: &str) -> Option<String> {
+        let given = self.ucx.iter().find(|(key, _)| key.strip_prefix("UCX_").unwrap_or(key) == name);
+        given.map(|(_, value)| value.clone()).or_else(|| std::env::var(format!("UCX_{name}")).ok())
+    }
+
+    /// The ports that UCX's setting TCP_PORT_RANGE leaves to TCP; `None` where any free one will do.
+    pub(crate) fn tcp_ports(&self) -> Option<RangeInclusive<u16>> {
+        ports_of(&self.ucx_setting("TCP_PORT_RANGE")?)
+    }
+}
+
+/// The ports of a value such as `6000-6100` or `6000`, 0 being any. What is no such value UCX has refused before.
+fn ports_of(value: &str) -> Option<RangeInclusive<u16>> {
+    let (first, last) = value.split_once('-').unwrap_or((value, value));
+    let ports = first.trim().parse().ok()?..=last.trim().parse().ok()?;
+    (*ports.start() != 0 && !ports.is_empty()).then_some(ports)
 }
 
 #[cfg(test)]
@@ -186,5 +205,19 @@ mod tests {
         let nobody = AgentConfig { copy_threads: 0, ..AgentConfig::default() };
         assert!(nobody.validate().unwrap_err().message().contains("copy_threads"));
         assert!(Transport::parse("rdma").unwrap_err().message().contains("rdma"));
+    }
+
+    #[test]
+    fn ports_are_those_of_the_setting_which_wins_over_the_environment() {
+        assert_eq!(ports_of("6000-6100"), Some(6000..=6100));
+        assert_eq!(ports_of("6000"), Some(6000..=6000));
+        for any in ["0", "0-0", "6100-6000", "6000-", "", "-", "70000-70001", "some"] {
+            assert_eq!(ports_of(any), None, "{any:?}");
+        }
+        let mut config = AgentConfig::default();
+        for name in ["TCP_PORT_RANGE", "UCX_TCP_PORT_RANGE"] {
+            config.ucx = [(name.to_owned(), "6000-6100".to_owned())].into();
+            assert_eq!(config.tcp_ports(), Some(6000..=6100), "{name}");
+        }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::ids::RegionId;
-use crate::agent::command::Reply;
+use super::reply::Reply;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::{self, MemoryRange};

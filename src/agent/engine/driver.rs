@@ -109,11 +109,11 @@ impl<'a> Context<'a> {
     /// peer; [`ErrorKind::OutOfRange`] and [`ErrorKind::InvalidArgument`] as
     /// [`CopyPlan::check`](crate::proto::plan::CopyPlan::check).
     pub fn transfer(&mut self, peer: PeerId, direction: Direction, plan: CopyPlan) -> Result<TransferId> {
-        let id = self.engine.shared.ids.transfer()?;
-        self.engine.shared.live().transfers.insert(id);
+        let id = self.engine.shared.live.ids.transfer()?;
+        self.engine.shared.live.lock().transfers.insert(id);
         let started = self.engine.start_transfer(id, peer, direction, plan, self.now);
         if started.is_err() {
-            self.engine.shared.live().transfers.remove(&id);
+            self.engine.shared.live.lock().transfers.remove(&id);
         }
         started.map(|()| id)
     }

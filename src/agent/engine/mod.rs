@@ -13,7 +13,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::agent::command::{Command, Reply, Shared};
+use crate::agent::command::{Command, Shared};
 use crate::agent::core::config::AgentConfig;
 use crate::agent::core::event::Event;
 use crate::agent::core::frame::{AM_ID, FRAME_BYTES};
@@ -21,6 +21,7 @@ use crate::agent::core::ids::{PeerId, RegionId};
 use crate::agent::core::in_flight::Operations;
 use crate::agent::core::limits::MAX_MESSAGE_BYTES;
 use crate::agent::core::regions::Regions;
+use crate::agent::core::reply::Reply;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::paths;
 use crate::agent::paths::copy_pool::CopyPool;
@@ -95,7 +96,7 @@ impl Engine {
         Ok(Engine {
             place: ProcessPlace::here(),
             copy_pool: CopyPool::new(config.copy_threads, shared.waker.clone()),
-            regions: Regions::new(shared.ids.salt()),
+            regions: Regions::new(shared.live.ids.salt()),
             config,
             shared: Arc::clone(shared),
             incarnation,
@@ -238,7 +239,7 @@ impl Engine {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::agent::command::answer;
+    use crate::agent::core::reply::answer;
 
     #[test]
     fn what_nobody_takes_an_answer_for_is_undone() {

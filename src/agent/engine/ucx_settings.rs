@@ -1,6 +1,5 @@
 //! From the agent's settings to UCX's.
 
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use crate::agent::core::config::{AgentConfig, Transport};
@@ -57,7 +56,7 @@ fn settings_if_known(config: &AgentConfig) -> Vec<(String, String)> {
     // the speed. So a segment holds a whole one.
     let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
     // UCX's older protocols do not look at how long the receiver's segments are, so theirs must fit everywhere.
-    let has_older_protocols = set(config, "PROTO_ENABLE").is_some_and(|value| is_no(&value));
+    let has_older_protocols = config.ucx_setting("PROTO_ENABLE").is_some_and(|value| is_no(&value));
     // With UCX's default of 6, a message of more parts is not sent from where they are. Two are UCX's headers.
     let parts = (MAX_PARTS + 2).to_string();
     //
@@ -100,43 +99,20 @@ fn settings_if_known(config: &AgentConfig) -> Vec<(String, String)> {
         relied_on.push(("TCP_TX_SEG_SIZE", SHORT_SEGMENT));
     }
     for (name, value) in &relied_on {
-        if let Some(other) = set(config, name).filter(|other| other != value) {
+        if let Some(other) = config.ucx_setting(name).filter(|other| other != value) {
             log::warn!(
                 "agent {}: UCX_{name}={other} is set, and not used: kvferry's peers rely on {value}",
                 config.name
             );
         }
     }
-    let free = defaults.into_iter().filter(|(setting, _)| set(config, setting).is_none());
+    let free = defaults.into_iter().filter(|(setting, _)| config.ucx_setting(setting).is_none());
     free.chain(relied_on).map(|(setting, value)| (setting.to_owned(), value.to_owned())).collect()
-}
-
-/// What the caller or the environment sets UCX's setting `name` (without the prefix) to.
-fn set(config: &AgentConfig, name: &str) -> Option<String> {
-    set_here(config, name).map(str::to_owned).or_else(|| std::env::var(format!("UCX_{name}")).ok())
 }
 
 /// Whether UCX takes a setting's value for no.
 fn is_no(value: &str) -> bool {
     ["n", "no", "off", "0"].iter().any(|no| value.eq_ignore_ascii_case(no))
-}
-
-/// What the caller sets UCX's setting `name` (without the prefix) to, which wins over the environment.
-fn set_here<'a>(config: &'a AgentConfig, name: &str) -> Option<&'a str> {
-    config.ucx.iter().find(|(key, _)| key.strip_prefix("UCX_").unwrap_or(key) == name).map(|(_, value)| value.as_str())
-}
-
-/// The ports that UCX's setting TCP_PORT_RANGE leaves to TCP; `None` where any free one will do.
-pub(crate) fn tcp_ports(config: &AgentConfig) -> Option<RangeInclusive<u16>> {
-    const NAME: &str = "TCP_PORT_RANGE";
-    ports_of(&set(config, NAME)?)
-}
-
-/// The ports of a value such as `6000-6100` or `6000`, 0 being any. What is no such value UCX has refused before.
-fn ports_of(value: &str) -> Option<RangeInclusive<u16>> {
-    let (first, last) = value.split_once('-').unwrap_or((value, value));
-    let ports = first.trim().parse().ok()?..=last.trim().parse().ok()?;
-    (*ports.start() != 0 && !ports.is_empty()).then_some(ports)
 }
 
 /// The value for `UCX_TLS`; `None` leaves it to the settings, the environment and UCX.
@@ -161,20 +137,6 @@ fn tls(config: &AgentConfig) -> Result<Option<String>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn ports_are_those_of_the_setting_which_wins_over_the_environment() {
-        assert_eq!(ports_of("6000-6100"), Some(6000..=6100));
-        assert_eq!(ports_of("6000"), Some(6000..=6000));
-        for any in ["0", "0-0", "6100-6000", "6000-", "", "-", "70000-70001", "some"] {
-            assert_eq!(ports_of(any), None, "{any:?}");
-        }
-        let mut config = AgentConfig::default();
-        for name in ["TCP_PORT_RANGE", "UCX_TCP_PORT_RANGE"] {
-            config.ucx = [(name.to_owned(), "6000-6100".to_owned())].into();
-            assert_eq!(tcp_ports(&config), Some(6000..=6100), "{name}");
-        }
-    }
 
     #[test]
     fn segments_are_long_on_both_sides_unless_older_protocols_send() {

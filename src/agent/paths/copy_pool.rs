@@ -13,8 +13,8 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::agent::command::lock;
 use crate::agent::core::ids::{PeerId, TransferId};
+use crate::agent::core::live::lock;
 use crate::agent::thread::affinity;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
@@ -367,7 +367,7 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::agent::command::Shared as Agent;
+    use crate::agent::core::live::Live;
     use crate::mem::process::Witness;
 
     #[test]
@@ -375,11 +375,11 @@ mod tests {
         let witness = Witness::new(7, b"address");
         witness.answer((3, 4));
         let neighbour = Neighbour::find(&witness.place().unwrap(), 7, (3, 4), b"address").unwrap().unwrap();
-        let agent = Agent::new(1).unwrap();
+        let ids = Live::new(1).ids;
         let mut pool = CopyPool::new(2, Waker::new().unwrap());
         pool.submit(Job {
-            transfer: agent.ids.transfer().unwrap(),
-            peer: agent.ids.peer().unwrap(),
+            transfer: ids.transfer().unwrap(),
+            peer: ids.peer().unwrap(),
             neighbour: Arc::new(neighbour),
             way: Way::Read,
             batch: Batch::default(),

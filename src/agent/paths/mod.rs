@@ -150,7 +150,7 @@ mod tests {
     }
 
     fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
-        let id = engine.shared.ids.transfer().unwrap();
+        let id = engine.shared.live.ids.transfer().unwrap();
         engine.start_transfer(id, peer, Direction::Read, plan(), Instant::now()).unwrap();
         id
     }

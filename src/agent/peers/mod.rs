@@ -363,7 +363,7 @@ impl Engine {
         };
         let (connection, challenge) = (draw()?, (draw()?, draw()?));
         Ok(Peer {
-            id: self.shared.ids.peer()?,
+            id: self.shared.live.ids.peer()?,
             name,
             incarnation,
             connection,
@@ -397,7 +397,7 @@ impl Engine {
     }
 
     fn admit(&mut self, peer: Peer) {
-        self.shared.live().peers.insert(peer.id, Arc::clone(&peer.unsent));
+        self.shared.live.lock().peers.insert(peer.id, Arc::clone(&peer.unsent));
         self.peers.insert(peer);
     }
 
@@ -557,14 +557,14 @@ impl Engine {
 
     /// Drops the connection, which closes the endpoint by force: its operations end with errors.
     fn remove_peer(&mut self, id: PeerId) {
-        self.shared.live().peers.remove(&id);
+        self.shared.live.lock().peers.remove(&id);
         drop(self.peers.remove(id));
         self.close_streams(id);
     }
 
     /// Drops the connection in order.
     pub(crate) fn part(&mut self, id: PeerId, now: Instant) {
-        self.shared.live().peers.remove(&id);
+        self.shared.live.lock().peers.remove(&id);
         self.close_streams(id);
         if let Some(peer) = self.peers.remove(id) {
             self.leave(peer, now);

@@ -16,7 +16,6 @@ use super::{DOOR, INBOUND, prepare};
 use crate::agent::core::frame::FrameKind;
 use crate::agent::core::ids::PeerId;
 use crate::agent::engine::Engine;
-use crate::agent::engine::ucx_settings::tcp_ports;
 use crate::agent::rpc::server::Load;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::local_addresses;
@@ -169,7 +168,7 @@ impl Engine {
         if let Some(address) = known.find(|address| address.ip() == ip) {
             return Ok(address);
         }
-        let (listener, usual) = listen(ip, tcp_ports(&self.config), self.incarnation.0)?;
+        let (listener, usual) = listen(ip, self.config.tcp_ports(), self.incarnation.0)?;
         let address = listener.local_addr().map_err(|e| listening(ip, &e))?;
         self.streams.congestion = usual;
         self.streams.watch(&listener, DOOR)?;

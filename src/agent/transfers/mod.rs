@@ -247,7 +247,7 @@ impl Engine {
     /// Ends a transfer that could not be taken up.
     pub(crate) fn refuse_transfer(&mut self, id: TransferId, peer: PeerId, error: Error, now: Instant) {
         self.stats.transfers_failed += 1;
-        self.shared.live().transfers.remove(&id);
+        self.shared.live.lock().transfers.remove(&id);
         self.events.push_back(Event::TransferDone {
             id,
             peer,
@@ -506,7 +506,7 @@ impl Engine {
         if let Some(at) = transfer.grace {
             self.transfers.graces.remove(&(at, id));
         }
-        self.shared.live().transfers.remove(&id);
+        self.shared.live.lock().transfers.remove(&id);
         match (&transfer.stopped, transfer.direction) {
             (Some(_), _) => self.stats.transfers_failed += 1,
             (None, _) => self.stats.transfers_done += 1,
