@@ -1,4 +1,4 @@
-//! An agent's life: registration, metadata, idling, passengers, shutting down.
+//! An agent's life: registration, metadata, idling, drivers, shutting down.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
@@ -215,7 +215,7 @@ impl Driver for Rider {
 }
 
 #[test]
-fn a_passenger_rides_with_events_sockets_and_timers() {
+fn a_driver_runs_with_events_sockets_and_timers() {
     let mut other = Node::start(config("other", Transport::Tcp), 5, &[8192]);
     let metadata = other.agent.metadata().unwrap();
     let (seen, sights) = channel();
@@ -300,7 +300,7 @@ impl Driver for Late {
 }
 
 #[test]
-fn a_passenger_that_panics_takes_nothing_but_its_agent_down() {
+fn a_driver_that_panics_takes_nothing_but_its_agent_down() {
     struct Bad;
     impl Driver for Bad {
         fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {

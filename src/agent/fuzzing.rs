@@ -8,7 +8,7 @@ use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, STREAM_CHUNK_BYTES};
 use crate::agent::peers::hello::Hello;
 use crate::agent::peers::inbox::{Inbox, Item};
 use crate::agent::rpc::wire::{decode_pieces, encode_pieces, read_request, stream_request};
-use crate::agent::streams::{Heading, Offer, ticket_of};
+use crate::agent::streams::wire::{Heading, Offer, ticket_of};
 use crate::proto::wire::{OLDEST, VERSION, Versions};
 
 /// A frame header; what decodes encodes to the same bytes, but for the two that are not looked at.

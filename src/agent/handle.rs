@@ -14,8 +14,8 @@ use crate::agent::core::limits::check_message;
 use crate::agent::core::reply::{Reply, answer};
 use crate::agent::core::route::Route;
 use crate::agent::core::stats::AgentStats;
-use crate::agent::engine::driver::Driver;
-use crate::agent::engine::event_loop;
+use crate::agent::engine::driver::MakeDriver;
+use crate::agent::engine::event_loop::{self, Started};
 use crate::agent::peers::inbox::reserve;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
@@ -24,24 +24,22 @@ use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
 
-/// Makes the driver, on the progress thread.
-pub type MakeDriver = Box<dyn FnOnce(Waker) -> Box<dyn Driver> + Send>;
-
 /// How long a registration may take: pinning hundreds of gigabytes for RDMA takes minutes.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(600);
-/// How long any other cold call waits for the progress thread, which answers within milliseconds unless UCX or a driver hangs.
+/// How long any other cold call waits for the progress thread, which answers within milliseconds unless UCX or a driver
+/// hangs.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long dropping the last handle of a running agent may take.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 /// What the thread gets beyond its own deadline to say that it ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// A transfer engine: registered regions, peers, transfers and messages, served by one thread of its own (the context
+/// A transfer engine: registered regions, peers, transfers and messages, served by one thread of its own (the progress
 /// thread), which owns everything of UCX.
 ///
 /// A handle: cheap to clone, usable from any thread but the progress thread itself, where a driver has
-/// [`Context`](crate::agent::Context) for the same verbs and those that wait here would wait for themselves. When the last one is dropped, the agent is shut down as by
-/// [`Agent::shutdown`] with 10 seconds.
+/// [`Context`](crate::agent::Context) for the same verbs and those that wait here would wait for themselves. When the
+/// last one is dropped, the agent is shut down as by [`Agent::shutdown`] with 10 seconds.
 #[derive(Clone)]
 pub struct Agent(Arc<Inner>);
 
@@ -67,14 +65,6 @@ impl Drop for Ending {
         self.0.end();
         self.0.drop_commands();
     }
-}
-
-/// What the progress thread reports when it is up.
-#[derive(Debug, Clone)]
-pub(crate) struct Started {
-    pub(crate) name: String,
-    pub(crate) incarnation: Incarnation,
-    pub(crate) ucx: String,
 }
 
 fn shut_down() -> Error {
@@ -389,7 +379,7 @@ mod tests {
     use std::sync::mpsc::Receiver;
 
     use super::*;
-    use crate::agent::engine::driver::Context;
+    use crate::agent::engine::driver::{Context, Driver};
 
     /// Keeps the progress thread busy until it is told to go on.
     struct Dawdler(Receiver<()>);

@@ -57,7 +57,7 @@ pub use self::core::metadata::{MAX_METADATA_BYTES, decode_metadata, encode_metad
 pub use self::core::regions::MAX_REGIONS;
 pub use self::core::route::Route;
 pub use self::core::stats::AgentStats;
-pub use engine::driver::{Context, Driver};
+pub use engine::driver::{Context, Driver, MakeDriver};
 pub use engine::probe::Probe;
-pub use handle::{Agent, MakeDriver};
+pub use handle::Agent;
 pub use thread::waker::Waker;

@@ -111,8 +111,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("level", "wanted", "unwanted"),
     [
-        ("info", ["INFO kvferry::connector::passenger: kvferry worker: connected to rank"], ["DEBUG"]),
-        ("debug", ["DEBUG kvferry::agent::peers: agent"], ["TRACE"]),
+        ("info", ["INFO kvferry::connector::driver: kvferry worker: connected to rank"], ["DEBUG"]),
+        ("debug", ["DEBUG kvferry::agent::engine::dispatch: agent"], ["TRACE"]),
         ("error", [], ["WARN", "INFO"]),
         ("off", [], ["kvferry"]),
         ("loud", ['KVFERRY_LOG="loud" is no level; expected off, error, warn, info, debug or trace'], ["INFO"]),

@@ -84,10 +84,10 @@ pub struct AgentConfig {
     /// host of two processors), but takes them from engines that compute: the demo's median hand-over, with its servers in
     /// sessions of their own, took 116 ms in place of 51 to 71.
     pub spin: Duration,
-    /// How many threads copy memory of other processes of this host, the progress thread among them. The others are started by
-    /// the first transfer that takes longer than 200 us, at most one per further processor; memory whose pages may have to come
-    /// from elsewhere (a mapped file, userfaultfd) is copied by one of them at least. Default: 2. On two processors two
-    /// threads took 0.6 of the time of one, for scattered blocks of 4 KiB as of 16 KiB.
+    /// How many threads copy memory of other processes of this host, the progress thread among them. The others are
+    /// started by the first transfer that takes longer than 200 us, at most one per further processor; memory whose
+    /// pages may have to come from elsewhere (a mapped file, userfaultfd) is copied by one of them at least. Default:
+    /// 2. On two processors two threads took 0.6 of the time of one, for scattered blocks of 4 KiB as of 16 KiB.
     pub copy_threads: u32,
     /// Whether host memory of peers that only TCP reaches is read by a connection beside UCX's: the peer's kernel sends pages
     /// from where they are, and this side's puts them where they belong. Each side decides for itself; with a key there is

@@ -13,7 +13,7 @@ pub(crate) enum InFlight {
     Message { peer: PeerId, reserved: u64 },
     /// A request or reply of a served transfer, of which this much counts as unsent replies and which UCX sends straight
     /// from these regions.
-    Service { peer: PeerId, held: u64, regions: Vec<u32> },
+    Rpc { peer: PeerId, held: u64, regions: Vec<u32> },
     /// The message that tells a peer that this side leaves.
     Goodbye,
     /// The flush after it.
@@ -41,7 +41,7 @@ impl Operations {
     /// The peers to which UCX has yet to send bytes straight from a region.
     pub(crate) fn borrowers(&self, region: u32) -> impl Iterator<Item = PeerId> {
         self.slots.iter().filter_map(move |slot| match slot {
-            Some(InFlight::Service { peer, regions, .. }) if regions.contains(&region) => Some(*peer),
+            Some(InFlight::Rpc { peer, regions, .. }) if regions.contains(&region) => Some(*peer),
             _ => None,
         })
     }

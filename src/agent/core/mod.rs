@@ -1,6 +1,7 @@
 //! What every part of the agent shares: ids, settings, events, frames, regions and counters. Nothing here names a part.
 
 pub(crate) mod config;
+pub(crate) mod effect;
 pub(crate) mod event;
 pub(crate) mod frame;
 pub(crate) mod ids;

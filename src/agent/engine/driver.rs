@@ -14,11 +14,14 @@ use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
 
+/// Makes the driver, on the progress thread.
+pub type MakeDriver = Box<dyn FnOnce(Waker) -> Box<dyn Driver> + Send>;
+
 /// A driver that runs on an agent's progress thread, such as `connector::Worker`'s.
 ///
-/// It is made on that thread (by the function given to [`Agent::start_with`](crate::agent::Agent::start_with)), is called only
-/// there, and is dropped there; so it need not be `Send`. Nothing in it may block. With a driver, all events are
-/// its own: the handle's `poll_event` returns none.
+/// It is made on that thread (by the function given to [`Agent::start_with`](crate::agent::Agent::start_with)), is
+/// called only there, and is dropped there; so it need not be `Send`. Nothing in it may block. With a driver, all
+/// events are its own: the handle's `poll_event` returns none.
 pub trait Driver {
     /// Called after every wake-up of the loop, at least whenever an event, a ready socket, a
     /// [`Waker`](crate::agent::Waker) or the returned time asks for it; spurious calls happen. Takes all events from
@@ -68,7 +71,7 @@ impl<'a> Context<'a> {
 
     /// This life of the agent.
     pub fn incarnation(&self) -> Incarnation {
-        self.engine.incarnation
+        self.engine.peers.local().incarnation
     }
 
     /// A handle to wake this loop with, from any thread.
@@ -126,7 +129,7 @@ impl<'a> Context<'a> {
     /// As [`Agent::send`](crate::agent::Agent::send).
     pub fn send(&mut self, peer: PeerId, data: Vec<u8>) -> Result<()> {
         check_message(&data)?;
-        self.engine.reserve_message(peer, data.len())?;
+        self.engine.peers.reserve(peer, data.len(), self.engine.config.send_queue_bytes)?;
         self.engine.send(peer, data, self.now)
     }
 

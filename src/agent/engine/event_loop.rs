@@ -18,11 +18,9 @@ use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use super::Engine;
-use super::driver::Context;
-use super::driver::Driver;
+use super::driver::{Context, Driver, MakeDriver};
 use crate::agent::command::{Command, Shared};
 use crate::agent::core::config::AgentConfig;
-use crate::agent::handle::{MakeDriver, Started};
 use crate::agent::thread::affinity::Affinity;
 use crate::agent::thread::edge_wait::EdgeWait;
 use crate::agent::thread::spin::Spinner;
@@ -49,6 +47,14 @@ const EDGE_SLEEP: Duration = Duration::from_millis(100);
 const LAST_CHANCE: Duration = Duration::from_millis(100);
 /// The step in which UCX is armed again after an error of arming, which no UCX is known to return.
 const ARM_RETRY: Duration = Duration::from_millis(1);
+
+/// What the progress thread reports when it is up.
+#[derive(Debug, Clone)]
+pub(crate) struct Started {
+    pub(crate) name: String,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) ucx: String,
+}
 
 /// Runs an agent: the progress thread's function. Returns when the agent was shut down.
 pub(crate) fn run(
@@ -119,11 +125,7 @@ impl Loop {
             let now = Instant::now();
             any |= self.serve_commands(now);
             any |= self.engine.drive_streams(now);
-            self.engine.check_hello_deadlines(now);
-            self.engine.check_graces(now);
-            self.engine.check_borrowers(now);
-            self.engine.copy_pool.check(now);
-            self.engine.check_closing_endpoints(now);
+            self.engine.check_timers(now);
             any |= self.engine.post_transfers();
             if self.driver.is_some() {
                 if any || woken || !self.engine.events.is_empty() || wish.is_some_and(|at| at <= now) {
@@ -196,13 +198,13 @@ impl Loop {
         let now = Instant::now();
         let spin = self.engine.config.spin;
         let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
-        let moving = serving || self.engine.transfers.in_flight().0 > 0;
+        let moving = serving || self.engine.transfers.in_flight().operations > 0;
         let spins = moving && now.saturating_duration_since(self.progressed_at) < spin && self.spinner.may_spin();
         if !spins {
             self.spinner.rest();
         }
         if moving {
-            self.affinity.look(now, self.engine.transfers.in_flight().0 > 0);
+            self.affinity.look(now, self.engine.transfers.in_flight().operations > 0);
         }
         if any {
             self.time_slice.work(now);
@@ -223,19 +225,7 @@ impl Loop {
         };
         let edges = (self.vain >= VAIN_WAKES).then(|| now + EDGE_SLEEP);
         let busy = (self.engine.worker.in_flight() > 0 || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
-        let engine = &self.engine;
-        let timers = [
-            limit,
-            busy,
-            edges,
-            wish,
-            engine.peers.deadline(),
-            engine.transfers.deadline(),
-            engine.regions.deadline(),
-            engine.closing_endpoints.deadline(),
-            engine.streams.deadline(),
-            engine.copy_pool.deadline(),
-        ];
+        let timers = [limit, busy, edges, wish, self.engine.deadline()];
         self.engine.stats.sleeps += 1;
         self.sleep(timers.into_iter().flatten().min(), now)
     }
@@ -305,19 +295,20 @@ impl Loop {
             driver.shut_down(&mut Context::new(&mut self.engine, now));
         }
         self.engine.closing = Some(deadline);
+        self.engine.peers.shut();
         self.lends_until = now.checked_add(deadline.saturating_duration_since(now) / 2);
         // Half of the time for operations to end by themselves, the other half for what force takes.
         let half = deadline.saturating_duration_since(now) / 2;
-        self.engine.config.cancel_grace = self.engine.config.cancel_grace.min(half);
-        for id in self.engine.transfers.ids() {
-            self.engine.stop(id, Error::new(ErrorKind::ShutDown, "the agent was shut down"), now);
-        }
+        self.engine.transfers.cancel_grace = self.engine.transfers.cancel_grace.min(half);
+        let error = Error::new(ErrorKind::ShutDown, "the agent was shut down");
+        self.engine.transfers.stop_all(&error, &mut self.engine.effects, now);
+        self.engine.dispatch(now);
     }
 
     /// Whether nothing is left to wait for.
     fn may_end(&mut self, now: Instant) -> bool {
         // Half of the time for peers to take what is on its way to them.
-        let lends = self.lends_until.is_some_and(|until| now < until) && self.engine.streams.lends();
+        let lends = self.lends_until.is_some_and(|until| now < until) && self.engine.streams.lend();
         let idle = self.engine.transfers.len() == 0
             && !lends
             && self.engine.events.is_empty()
@@ -326,16 +317,18 @@ impl Loop {
             return false;
         }
         for id in self.engine.peers.ids() {
-            self.engine.part(id, now);
+            // Known, as it has just been listed.
+            let _ = self.engine.disconnect(id, now);
         }
-        self.engine.closing_endpoints.is_empty()
+        self.engine.peers.have_closed()
     }
 
     /// Frees everything, or, if UCX does not let go, leaves it alive for ever. `in_time`: no transfer is left.
     fn finish(mut self, in_time: bool) -> Result<()> {
         let now = Instant::now();
         if !in_time {
-            self.engine.abandon_transfers(now);
+            self.engine.transfers.abandon(&mut self.engine.effects);
+            self.engine.dispatch(now);
         }
         if self.driver.is_some() {
             self.driver_turn();
@@ -343,8 +336,8 @@ impl Loop {
         self.driver = None;
         self.shared.publish(&mut self.engine.events);
         let limit = self.engine.closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(now)).max(LAST_CHANCE);
-        let Engine { peers, closing_endpoints, worker, regions, context, config, .. } = self.engine;
-        drop((peers, closing_endpoints));
+        let Engine { peers, worker, regions, context, config, .. } = self.engine;
+        drop(peers);
         match worker.close(limit) {
             Ok(()) if in_time => Ok(()),
             Ok(()) => Err(Error::new(

@@ -1,10 +1,17 @@
-//! The progress thread's state, and the verbs that a driver uses.
+//! The engine: owns the parts and connects them.
+//!
+//! The parts ([`peers`](super::peers), [`rpc`](super::rpc), [`transfers`](super::transfers), [`streams`](super::streams),
+//! [`paths`](super::paths)) do not know the engine. They are lent what they need for a call, and note as an
+//! [effect](super::core::effect) what concerns others; [`dispatch`] carries that out. [`event_loop`] drives all of it,
+//! [`scheduler`] says which transfer posts next.
 
+mod commands;
+mod dispatch;
 pub(crate) mod driver;
 pub(crate) mod event_loop;
-mod messages;
 pub(crate) mod probe;
-pub(crate) mod ucx_settings;
+mod scheduler;
+mod ucx_settings;
 mod warmup;
 
 use std::cell::RefCell;
@@ -13,68 +20,60 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::agent::command::{Command, Shared};
-use crate::agent::core::config::AgentConfig;
-use crate::agent::core::event::Event;
-use crate::agent::core::frame::{AM_ID, FRAME_BYTES};
-use crate::agent::core::ids::{PeerId, RegionId};
-use crate::agent::core::in_flight::Operations;
-use crate::agent::core::limits::MAX_MESSAGE_BYTES;
-use crate::agent::core::regions::Regions;
-use crate::agent::core::reply::Reply;
-use crate::agent::core::stats::AgentStats;
-use crate::agent::paths;
-use crate::agent::paths::copy_pool::CopyPool;
-use crate::agent::peers::Peers;
-use crate::agent::peers::admission::Admission;
-use crate::agent::peers::close::ClosingEndpoints;
-use crate::agent::peers::secure::Secrets;
-use crate::agent::rpc::client::{Client, Placer};
-use crate::agent::streams::Streams;
-use crate::agent::transfers::Transfers;
+use self::scheduler::Scheduler;
+use self::warmup::warm_up;
+use super::command::Shared;
+use super::core::config::AgentConfig;
+use super::core::effect::Effects;
+use super::core::event::{Direction, Event};
+use super::core::frame::{AM_ID, FRAME_BYTES};
+use super::core::ids::{PeerId, RegionId, TransferId};
+use super::core::in_flight::Operations;
+use super::core::limits::MAX_MESSAGE_BYTES;
+use super::core::regions::Regions;
+use super::core::stats::AgentStats;
+use super::paths::copy_pool::CopyPool;
+use super::peers::secure::Secrets;
+use super::peers::{self, Local, Peers};
+use super::rpc::client::{Client, Placer};
+use super::streams::{self, Streams};
+use super::transfers::Transfers;
 use crate::error::{Error, ErrorKind, Result};
-use crate::log_limit::LogLimit;
 use crate::mem::process::ProcessPlace;
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
+use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
 use crate::secret::{Key, sealed_len};
-use crate::ucx::{Context, MessageSink, Worker, WorkerOptions};
-use warmup::warm_up;
+use crate::ucx::{self, MessageSink, Worker, WorkerOptions};
 
 /// Everything that the progress thread owns. Fields are dropped in the order in which they stand: what uses UCX's
 /// objects before those.
 pub(crate) struct Engine {
-    pub(crate) config: AgentConfig,
-    pub(crate) shared: Arc<Shared>,
-    pub(crate) incarnation: Incarnation,
-    pub(crate) secrets: Secrets,
-    /// This worker's address in its envelope.
-    pub(crate) address: Vec<u8>,
-    pub(crate) events: VecDeque<Event>,
-    pub(crate) stats: AgentStats,
+    config: AgentConfig,
+    shared: Arc<Shared>,
+    /// For the owner, in order.
+    events: VecDeque<Event>,
+    /// What parts have noted and [`dispatch`] has yet to carry out.
+    effects: Effects,
+    stats: AgentStats,
     /// Set when the agent shuts down: when it must be over.
-    pub(crate) closing: Option<Instant>,
-    pub(crate) transfers: Transfers,
-    pub(crate) operations: Operations,
-    /// Shared with what UCX hands arriving messages to, on this thread.
-    pub(crate) rpc: Rc<RefCell<Client>>,
-    pub(crate) peers: Peers,
-    pub(crate) streams: Streams,
-    pub(crate) admission: Admission,
-    /// How many announced messages were refused when that was looked at last.
-    pub(crate) refused: u64,
+    closing: Option<Instant>,
     /// When a peer's request came last.
-    pub(crate) served_at: Option<Instant>,
-    /// Of messages that are dropped.
-    pub(crate) drop_log: LogLimit,
-    pub(crate) closing_endpoints: ClosingEndpoints,
-    pub(crate) copy_pool: CopyPool,
-    /// Where this process is.
-    pub(crate) place: Option<ProcessPlace>,
-    pub(crate) worker: Worker,
-    pub(crate) regions: Regions,
-    pub(crate) context: Arc<Context>,
+    served_at: Option<Instant>,
+    /// How many announced messages were refused when that was looked at last.
+    refused: u64,
+    scheduler: Scheduler,
+    transfers: Transfers,
+    operations: Operations,
+    /// Shared with what UCX hands arriving messages to, on this thread.
+    rpc: Rc<RefCell<Client>>,
+    peers: Peers,
+    streams: Streams,
+    copy_pool: CopyPool,
+    worker: Worker,
+    regions: Regions,
+    context: Arc<ucx::Context>,
 }
 
 impl Engine {
@@ -92,173 +91,142 @@ impl Engine {
         if config.rehearse {
             warm_up(&config.name, &worker);
         }
-        let address = worker.address().map_err(ucx_error)?;
-        Ok(Engine {
+        let local = Local {
+            name: config.name.clone(),
+            incarnation,
+            address: worker.address().map_err(ucx_error)?,
             place: ProcessPlace::here(),
+            streams: config.streams,
+            connect_timeout: config.connect_timeout,
+        };
+        Ok(Engine {
+            shared: Arc::clone(shared),
+            events: VecDeque::new(),
+            effects: Effects::default(),
+            stats: AgentStats::default(),
+            closing: None,
+            served_at: None,
+            refused: 0,
+            scheduler: Scheduler::default(),
+            transfers: Transfers::new(&config),
+            operations: Operations::default(),
+            rpc,
+            peers: Peers::new(local, secrets),
+            streams: Streams::new(&config, incarnation),
             copy_pool: CopyPool::new(config.copy_threads, shared.waker.clone()),
             regions: Regions::new(shared.live.ids.salt()),
             config,
-            shared: Arc::clone(shared),
-            incarnation,
-            secrets,
-            address,
-            events: VecDeque::new(),
-            stats: AgentStats::default(),
-            closing: None,
-            transfers: Transfers::default(),
-            operations: Operations::default(),
-            rpc,
-            peers: Peers::default(),
-            streams: Streams::default(),
-            admission: Admission::default(),
-            refused: 0,
-            served_at: None,
-            drop_log: LogLimit::default(),
-            closing_endpoints: ClosingEndpoints::default(),
             worker,
             context,
         })
     }
 
-    pub(crate) fn check_open(&self) -> Result<()> {
+    /// The peers, and what they are lent.
+    fn peers(&mut self, now: Instant) -> (&mut Peers, peers::Io<'_>) {
+        let io = peers::Io {
+            worker: &self.worker,
+            operations: &mut self.operations,
+            live: &self.shared.live,
+            unread_bytes: self.shared.unread_bytes(),
+            stats: &mut self.stats,
+            effects: &mut self.effects,
+            now,
+        };
+        (&mut self.peers, io)
+    }
+
+    /// The streams, and what they are lent.
+    fn streams(&mut self, now: Instant) -> (&mut Streams, streams::Io<'_>) {
+        let io = streams::Io {
+            peers: &mut self.peers,
+            regions: &mut self.regions,
+            rpc: &self.rpc,
+            effects: &mut self.effects,
+            now,
+        };
+        (&mut self.streams, io)
+    }
+
+    fn check_open(&self) -> Result<()> {
         match self.closing {
             None => Ok(()),
             Some(_) => Err(Error::new(ErrorKind::ShutDown, "the agent is shutting down")),
         }
     }
 
-    pub(crate) fn metadata(&self) -> AgentMetadata {
+    fn metadata(&self) -> AgentMetadata {
+        let local = self.peers.local();
         AgentMetadata {
-            name: self.config.name.clone(),
-            incarnation: self.incarnation,
+            name: local.name.clone(),
+            incarnation: local.incarnation,
             ucx_version: self.context.library().info().version.clone(),
-            address: self.address.clone(),
+            address: local.address.clone(),
             regions: self.regions.metadata(),
         }
     }
 
-    pub(crate) fn register(&mut self, range: MemoryRange) -> Result<RegionId> {
+    fn register(&mut self, range: MemoryRange) -> Result<RegionId> {
         self.check_open()?;
         self.regions.register(&self.context, range)
     }
 
-    pub(crate) fn stats(&self) -> AgentStats {
+    fn connect(&mut self, metadata: &AgentMetadata, now: Instant) -> Result<PeerId> {
+        let (peers, mut io) = self.peers(now);
+        let connected = peers.connect(metadata, &mut io);
+        self.dispatch(now);
+        connected
+    }
+
+    fn disconnect(&mut self, id: PeerId, now: Instant) -> Result<()> {
+        let (peers, mut io) = self.peers(now);
+        let disconnected = peers.disconnect(id, &mut io);
+        self.dispatch(now);
+        disconnected
+    }
+
+    /// Sends a message for which room was reserved.
+    fn send(&mut self, id: PeerId, data: Vec<u8>, now: Instant) -> Result<()> {
+        let (peers, mut io) = self.peers(now);
+        let sent = peers.send(id, data, &mut io);
+        self.dispatch(now);
+        sent
+    }
+
+    fn start_transfer(
+        &mut self,
+        id: TransferId,
+        peer: PeerId,
+        direction: Direction,
+        plan: CopyPlan,
+        now: Instant,
+    ) -> Result<()> {
+        self.check_open()?;
+        self.peers.find_neighbour(peer)?;
+        let peer = self.peers.get(peer)?;
+        self.transfers.start(id, peer, direction, plan, &mut self.regions, &mut self.effects)?;
+        self.dispatch(now);
+        Ok(())
+    }
+
+    fn cancel(&mut self, id: TransferId, now: Instant) -> Result<()> {
+        let cancelled = self.transfers.cancel(id, &mut self.effects, now);
+        self.dispatch(now);
+        cancelled
+    }
+
+    fn stats(&self) -> AgentStats {
         let (regions, region_bytes) = self.regions.totals();
-        let (operations_in_flight, bytes_in_flight) = self.transfers.in_flight();
+        let in_flight = self.transfers.in_flight();
         AgentStats {
             regions,
             region_bytes,
             peers: self.peers.len() as u64,
-            endpoints: (self.peers.len() + self.closing_endpoints.len()) as u64,
+            endpoints: self.peers.endpoints() as u64,
             transfers: self.transfers.len() as u64,
-            operations_in_flight,
-            bytes_in_flight,
+            operations_in_flight: in_flight.operations,
+            bytes_in_flight: in_flight.bytes,
             messages_dropped: self.stats.messages_dropped + self.worker.dropped_messages(),
             ..self.stats
         }
-    }
-
-    /// Registers for a caller. Who has given up must not find the memory exported: it may be freed by now.
-    fn serve_register(&mut self, range: MemoryRange, reply: Reply<RegionId>) {
-        if !reply.is_wanted() {
-            return;
-        }
-        let registered = self.register(range);
-        self.answer_registration(range, registered, reply);
-    }
-
-    fn answer_registration(&mut self, range: MemoryRange, registered: Result<RegionId>, reply: Reply<RegionId>) {
-        if let Err(Ok(region)) = reply.send(registered) {
-            log::warn!("agent {}: {range} is unmapped again: its owner has given up waiting", self.config.name);
-            self.regions.forget(region);
-        }
-    }
-
-    /// Connects for a caller. Who has given up knows no id to disconnect by.
-    fn serve_connect(&mut self, metadata: &AgentMetadata, reply: Reply<PeerId>, now: Instant) {
-        if !reply.is_wanted() {
-            return;
-        }
-        let known = self.peers.find(metadata.incarnation).is_some();
-        let connected = self.connect(metadata, now);
-        if let (Err(Ok(peer)), false) = (reply.send(connected), known) {
-            let _ = self.disconnect(peer, now);
-        }
-    }
-
-    /// Serves one command of the handle's.
-    pub(crate) fn serve(&mut self, command: Command, now: Instant) {
-        // Answers that only tell may find nobody: a caller may have given up waiting.
-        match command {
-            Command::Register { range, reply } => self.serve_register(range, reply),
-            Command::Deregister { region, reply } => {
-                let grace = now.checked_add(self.config.cancel_grace);
-                if let Some(index) = self.regions.close(region, reply, grace) {
-                    self.cancel_users(index, now);
-                    self.regions.unmap_if_unused(index);
-                }
-            }
-            Command::Metadata { reply } => {
-                let _ = reply.send(Ok(self.metadata()));
-            }
-            Command::Connect { metadata, reply } => self.serve_connect(&metadata, reply, now),
-            Command::Disconnect { peer } => {
-                // It may have been lost since the handle looked.
-                let _ = self.disconnect(peer, now);
-            }
-            Command::Route { peer, reply } => {
-                let _ = reply.send(self.peers.get(peer).map(paths::route));
-            }
-            Command::Transfer { id, peer, direction, plan } => {
-                let known = self.peers.get(peer).is_ok();
-                if let Err(error) = self.start_transfer(id, peer, direction, plan, now) {
-                    // The handle found the peer alive.
-                    let gone = || Error::new(ErrorKind::PeerDied, "the peer was lost before the transfer began");
-                    self.refuse_transfer(id, peer, if known { error } else { gone() }, now);
-                }
-            }
-            Command::Cancel { id } => {
-                // It may have ended since the handle looked.
-                let _ = self.cancel(id, now);
-            }
-            Command::Send { peer, data } => {
-                if let Err(error) = self.send(peer, data, now) {
-                    log::debug!("agent {}: a message was not sent: {error}", self.config.name);
-                }
-            }
-            Command::Stats { reply } => {
-                let _ = reply.send(Ok(self.stats()));
-            }
-            // The loop's own.
-            Command::ShutDown { .. } => {}
-        }
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::agent::core::reply::answer;
-
-    #[test]
-    fn what_nobody_takes_an_answer_for_is_undone() {
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
-        let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
-        let range = MemoryRange::leaked(4096);
-        // The caller gives up in the midst of the registration.
-        let region = engine.register(range).unwrap();
-        let (reply, caller) = answer();
-        assert!(caller.wait(std::time::Duration::ZERO).is_none());
-        engine.answer_registration(range, Ok(region), reply);
-        assert!(engine.metadata().regions.is_empty());
-        assert_eq!(engine.stats().regions, 0);
-        let region = engine.register(range).unwrap();
-        // Who gets it at the last moment has it.
-        let (reply, caller) = answer();
-        engine.answer_registration(range, Ok(region), reply);
-        assert_eq!(caller.wait(std::time::Duration::ZERO).unwrap().unwrap(), region);
-        assert_eq!(engine.stats().regions, 1);
     }
 }

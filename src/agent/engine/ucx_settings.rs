@@ -87,8 +87,8 @@ fn settings_if_known(config: &AgentConfig) -> Vec<(String, String)> {
     // An endpoint that watches its peer, as ours do, may with rendezvous use only transports that can revoke a peer's access
     // to memory. CMA cannot, so UCX would have no lane for it.
     //
-    // UCX's TCP writes into memory for any peer whose UCX finds that ability in the address, whatever features the context has
-    // and whichever rkey the peer was given.
+    // UCX's TCP writes into memory for any peer whose UCX finds that ability in the address, whatever features the
+    // context has and whichever rkey the peer was given.
     let mut relied_on = vec![
         ("RNDV_THRESH", "inf"),
         ("ADDRESS_VERSION", "v2"),

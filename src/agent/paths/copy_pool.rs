@@ -1,18 +1,20 @@
 //! Threads that copy memory of this host beside the progress thread.
 //!
-//! One processor copies less than the memory moves: on two cores, scattered blocks were copied 1.4 to 1.8 times as fast by two
-//! threads. A copy thread takes a batch at a time from a short queue; the progress thread fills the queue, copies too, and takes back
-//! what nobody has begun when it has nothing else left to post. So nothing waits for a thread that gets no processor.
+//! One processor copies less than the memory moves: on two cores, scattered blocks were copied 1.4 to 1.8 times as fast
+//! by two threads. A copy thread takes a batch at a time from a short queue; the progress thread fills the queue,
+//! copies too, and takes back what nobody has begun when it has nothing else left to post. So nothing waits for a
+//! thread that gets no processor.
 //!
-//! The call that copies returns when every page has been found, and nothing can end it. Where a page comes from a file's server
-//! or from another program, that may be never. Such memory is for copy threads only; one whose call takes too long counts as stuck:
-//! another takes its place, and nothing more of that process is copied until it is back.
+//! The call that copies returns when every page has been found, and nothing can end it. Where a page comes from a
+//! file's server or from another program, that may be never. Such memory is for copy threads only; one whose call takes
+//! too long counts as stuck: another takes its place, and nothing more of that process is copied until it is back.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::live::lock;
 use crate::agent::thread::affinity;
@@ -25,11 +27,12 @@ use crate::sync::{Arc, AtomicBool, Condvar, Mutex};
 const STUCK: Duration = Duration::from_millis(250);
 /// How often that is looked at.
 const LOOK: Duration = Duration::from_millis(50);
-/// CopyPool that may be stuck at a time. With more, no other takes their place, and memory that is for copy threads only waits.
+/// Copy threads that may be stuck at a time. With more, no other takes their place, and memory that is for copy threads
+/// only waits.
 const MAX_STUCK: usize = 64;
 
-/// A batch of a transfer's pieces. While there is a job, the transfer counts it as in flight, and so keeps the regions that the
-/// pieces lie in registered.
+/// A batch of a transfer's pieces. While there is a job, the transfer counts it as in flight, and so keeps the regions
+/// that the pieces lie in registered.
 pub(crate) struct Job {
     pub(crate) transfer: TransferId,
     pub(crate) peer: PeerId,
@@ -74,7 +77,7 @@ struct Running {
 struct State {
     waiting: VecDeque<Job>,
     copied: Vec<Copied>,
-    /// CopyPool that wait for a job.
+    /// Copy threads that wait for a job.
     asleep: usize,
     /// What the others do, by the copy thread's number.
     running: BTreeMap<u64, Running>,
@@ -137,8 +140,36 @@ impl CopyPool {
         self.spare.pop().unwrap_or_default()
     }
 
+    /// Takes note of a job that was done; `name`: the peer's, if it is known.
+    pub(crate) fn finish(&mut self, copied: Copied, name: Option<&str>, effects: &mut Effects) {
+        let Copied { transfer, peer, batch, is_filled_by_kernel, result } = copied;
+        let bytes = batch.bytes() as u64;
+        self.give_back(batch);
+        let result = result.map_err(|error| match name {
+            Some(name) => error.context(format!("agent {name}")),
+            None => error,
+        });
+        if let Err(error) = &result
+            && error.kind() == ErrorKind::PeerDied
+        {
+            effects.lose(peer, error.clone());
+        }
+        let moved = if result.is_ok() { bytes } else { 0 };
+        let windowed = is_filled_by_kernel.then_some(bytes);
+        effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed, moved, result }));
+    }
+
+    /// Takes out the jobs of a stopped transfer that no copy thread has begun.
+    pub(crate) fn withdraw(&mut self, transfer: TransferId, effects: &mut Effects) {
+        for Job { batch, is_filled_by_kernel, .. } in self.take_of(transfer) {
+            let windowed = is_filled_by_kernel.then_some(batch.bytes() as u64);
+            self.give_back(batch);
+            effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed, moved: 0, result: Ok(()) }));
+        }
+    }
+
     /// Takes a batch back.
-    pub(crate) fn give_back(&mut self, mut batch: Batch) {
+    fn give_back(&mut self, mut batch: Batch) {
         batch.clear();
         self.spare.push(batch);
     }
@@ -148,8 +179,8 @@ impl CopyPool {
         !self.stuck.is_empty() && self.stuck.contains(&neighbour.process())
     }
 
-    /// Whether a job that the progress thread may do too would find room in the queue: one for each copy thread, beside the ones being
-    /// done.
+    /// Whether a job that the progress thread may do too would find room in the queue: one for each copy thread, beside
+    /// the ones being done.
     pub(crate) fn can_help(&mut self) -> bool {
         self.helpers > 0 && self.make(self.helpers) > 0 && self.waiting() < self.helpers
     }
@@ -174,7 +205,7 @@ impl CopyPool {
         lock(&self.shared.state).waiting.len()
     }
 
-    /// CopyPool that are stuck.
+    /// Copy threads that are stuck.
     fn stuck_threads(state: &State) -> usize {
         state.running.values().filter(|running| running.stuck).count()
     }
@@ -204,8 +235,7 @@ impl CopyPool {
         job
     }
 
-    /// Takes out the jobs of a transfer that no copy thread has begun.
-    pub(crate) fn withdraw(&mut self, transfer: TransferId) -> Vec<Job> {
+    fn take_of(&mut self, transfer: TransferId) -> Vec<Job> {
         if self.outstanding == 0 {
             return Vec::new();
         }

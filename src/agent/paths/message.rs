@@ -1,19 +1,18 @@
-//! Requests that the peer answers by messages ([`served`](crate::agent::rpc::server)), where nothing moves such memory without
-//! the peer's processor, such as over TCP, where runs are short, and for digests.
+//! Requests that the peer answers by messages ([`rpc`](crate::agent::rpc)), where nothing moves such memory without the
+//! peer's processor, such as over TCP, where runs are short, and for digests.
 
 use std::time::Instant;
 
-use super::{Path, Profile};
+use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
-use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::iov::Iov;
 use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, STREAM_CHUNK_BYTES};
 use crate::agent::core::stats::AgentStats;
-use crate::agent::engine::Engine;
 use crate::agent::peers::Peer;
 use crate::agent::rpc::client::{Chunk, Service};
-use crate::agent::rpc::wire::Piece;
-use crate::agent::transfers::Transfer;
+use crate::agent::rpc::server::Payload;
+use crate::agent::rpc::wire::{Piece, StreamReader};
+use crate::agent::thread::affinity;
 use crate::error::Result;
 use crate::ucx::MAX_PARTS;
 
@@ -24,7 +23,7 @@ fn is_full(pieces: usize, bytes: u64) -> bool {
     bytes >= most_bytes || pieces >= most_pieces
 }
 
-pub(crate) struct Message;
+pub(super) struct Message;
 
 impl Path for Message {
     fn name(&self) -> &'static str {
@@ -35,42 +34,39 @@ impl Path for Message {
         &mut stats.served_bytes
     }
 
-    fn carries(&self, _peer: &Peer, _stretch: Profile) -> bool {
+    fn carries(&self, _peer: &Peer, _profile: Profile) -> bool {
         true
     }
 
     /// Posts one chunk.
-    fn post(&self, engine: &mut Engine, peer_id: PeerId, id: TransferId, profile: Profile) -> Result<u64> {
-        if engine.transfers.get(id).is_some_and(Transfer::is_streamable) {
-            engine.ask_for_stream(peer_id)?;
+    fn post(&self, turn: &mut Turn<'_>, profile: Profile) -> Result<u64> {
+        if profile.streamable {
+            turn.streams.ask(turn.peer, turn.effects);
         }
-        post_chunk(engine, peer_id, id, profile, is_full, false)
+        post_chunk(turn, profile, is_full, false)
     }
 }
 
 /// Posts one chunk, if the windows have room: as many pieces as are of `profile` and before `is_full` says that their number
 /// and their bytes are enough. Returns its bytes.
-pub(crate) fn post_chunk(
-    engine: &mut Engine,
-    peer_id: PeerId,
-    id: TransferId,
+pub(super) fn post_chunk(
+    turn: &mut Turn<'_>,
     profile: Profile,
     is_full: fn(usize, u64) -> bool,
     streamed: bool,
 ) -> Result<u64> {
-    let peer = engine.peers.get(peer_id)?;
     let most = if streamed { STREAM_CHUNK_BYTES } else { CHUNK_BYTES };
-    let has_credit = peer.bytes == 0 || peer.bytes + most <= peer.flow.window(engine.config.peer_window.bytes);
-    if !has_credit || !engine.has_room(peer_id, most) {
+    let in_flight = turn.windows.of(turn.peer.id).bytes;
+    let credit = turn.peer.flow.window(turn.windows.peer_bytes());
+    if in_flight > 0 && in_flight + most > credit || !turn.has_room(most) {
         return Ok(0);
     }
-    let Some(transfer) = engine.transfers.get_mut(id) else { return Ok(0) };
-    let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::new(), 0);
-    while !is_full(local.len(), bytes) && Profile::of(&engine.regions, peer, transfer) == Some(profile) {
-        let Some(operation) = transfer.take(most - bytes) else { break };
+    let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::<Piece>::new(), 0);
+    while !is_full(local.len(), bytes) && turn.next_of(profile).is_some() {
+        let Some(operation) = turn.transfer.take(most - bytes) else { break };
         // At most as long as a chunk, so it fits 32 bits.
         let len = operation.len as u32;
-        let range = *engine.regions.live_range(operation.local_region)?;
+        let range = *turn.regions.live_range(operation.local_region)?;
         local.push(Iov { range, offset: operation.local_offset, len });
         let piece = Piece { region: operation.remote_region, offset: operation.remote_offset, len };
         match remote.last_mut() {
@@ -80,17 +76,32 @@ pub(crate) fn post_chunk(
         }
         bytes += operation.len;
     }
-    let service = match (transfer.is_asking(), transfer.direction()) {
+    let service = match (profile.digest, turn.transfer.direction()) {
         (true, _) => Service::Digest,
         (false, Direction::Read) => Service::Read,
         (false, Direction::Write) => Service::Write,
     };
-    transfer.begin(u64::from(service != Service::Digest), Instant::now());
-    engine.request_chunk(Chunk { transfer: id, peer: peer_id, service, local, bytes, streamed }, &remote)?;
-    if let Some(transfer) = engine.transfers.get_mut(id) {
-        transfer.in_flight += 1;
-    }
-    engine.entered_flight(peer_id, bytes);
-    engine.stats.operations += 1;
+    turn.begin(u64::from(service != Service::Digest));
+    request(turn, Chunk { transfer: turn.id, peer: turn.peer.id, service, local, bytes, streamed }, &remote)?;
+    turn.enter_flight(bytes);
+    turn.stats.operations += 1;
     Ok(bytes)
+}
+
+/// Asks the peer for a chunk. `Err`: nothing was sent.
+fn request(turn: &mut Turn<'_>, chunk: Chunk, remote: &[Piece]) -> Result<()> {
+    let from = turn.peer.identity()?;
+    let departure = turn.peer.flow.depart(Instant::now());
+    let reader = chunk.streamed.then(|| StreamReader {
+        received: turn.streams.received(turn.peer.id),
+        processor: affinity::processor() as u16,
+    });
+    let (kind, data) = chunk.request(remote, reader)?;
+    let number = turn.rpc.borrow().next_number();
+    turn.peer.post_rpc(kind, number, Payload::Bytes(data), 0, turn.operations, turn.regions)?;
+    if chunk.streamed {
+        turn.streams.expect(turn.peer.id);
+    }
+    turn.rpc.borrow_mut().insert(chunk, from, departure);
+    Ok(())
 }

@@ -1,4 +1,4 @@
-//! The ways in which a transfer's bytes can go. For each profile of a transfer the first path is taken that carries it.
+//! The ways in which a transfer's bytes can go. For each part of a transfer the first path is taken that carries it.
 //!
 //! A further path is a file here and a line in [`PATHS`].
 
@@ -8,51 +8,101 @@ mod one_sided;
 mod process_vm;
 mod stream;
 
-use crate::agent::core::ids::{PeerId, TransferId};
-use crate::agent::core::regions::Regions;
-use crate::agent::core::route::Route;
-use crate::agent::core::stats::AgentStats;
-use crate::agent::engine::Engine;
-use crate::agent::peers::Peer;
-use crate::agent::transfers::Transfer;
+use std::cell::RefCell;
+use std::time::Instant;
+
+use self::copy_pool::CopyPool;
+use super::core::effect::Effects;
+use super::core::ids::TransferId;
+use super::core::in_flight::Operations;
+use super::core::regions::Regions;
+use super::core::route::Route;
+use super::core::stats::AgentStats;
+use super::peers::Peer;
+use super::rpc::client::Client;
+use super::streams::Streams;
+use super::transfers::{Transfer, Windows};
 use crate::error::Result;
 use crate::mem::MemoryRange;
+use crate::proto::plan::Operation;
 use crate::proto::wire::MemoryKind;
 
 /// What a path must know to say whether it carries an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Profile {
     /// The memory of this side.
-    pub(crate) local: MemoryKind,
+    local: MemoryKind,
     /// The peer's memory.
-    pub(crate) remote: MemoryKind,
+    remote: MemoryKind,
     /// Whether the transfer's runs are so short that messages carry them better than an operation each.
-    pub(crate) gathered: bool,
+    gathered: bool,
     /// Whether it is of a read so long that a stream is worth having.
-    pub(crate) streamable: bool,
+    streamable: bool,
     /// Whether the kernel fills missing pages of the peer's memory by itself; known of processes whose memory can be copied.
-    pub(crate) is_filled_by_kernel: bool,
+    is_filled_by_kernel: bool,
     /// Whether the peer's digest is wanted and not the bytes.
-    pub(crate) digest: bool,
+    digest: bool,
 }
 
 impl Profile {
-    /// What there is to know of the next operation of a transfer with `peer`; `None` when all are posted.
-    pub(crate) fn of(regions: &Regions, peer: &Peer, transfer: &Transfer) -> Option<Profile> {
-        let operation = transfer.next()?;
+    fn are_hosts(&self) -> bool {
+        (self.local, self.remote) == (MemoryKind::Host, MemoryKind::Host)
+    }
+}
+
+/// What a path has to post with: the transfer whose turn it is, its peer, and what operations take.
+pub(crate) struct Turn<'a> {
+    pub(crate) id: TransferId,
+    pub(crate) transfer: &'a mut Transfer,
+    pub(crate) windows: &'a mut Windows,
+    pub(crate) peer: &'a mut Peer,
+    pub(crate) regions: &'a mut Regions,
+    pub(crate) operations: &'a mut Operations,
+    pub(crate) rpc: &'a RefCell<Client>,
+    pub(crate) streams: &'a mut Streams,
+    pub(crate) copy_pool: &'a mut CopyPool,
+    pub(crate) stats: &'a mut AgentStats,
+    pub(crate) effects: &'a mut Effects,
+}
+
+impl Turn<'_> {
+    /// What there is to know of the transfer's next operation; `None` when all are posted.
+    fn profile(&self) -> Option<Profile> {
+        let operation = self.transfer.next()?;
         Some(Profile {
-            local: regions.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
-            remote: peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
-            gathered: transfer.is_gathered(),
-            streamable: transfer.is_streamable(),
-            is_filled_by_kernel: peer.is_filled_by_kernel(operation.remote_region),
-            digest: transfer.is_asking(),
+            local: self.regions.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
+            remote: self.peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
+            gathered: self.transfer.is_gathered(),
+            streamable: self.transfer.is_streamable(),
+            is_filled_by_kernel: self.peer.is_filled_by_kernel(operation.remote_region),
+            digest: self.transfer.is_asking(),
         })
+    }
+
+    /// The next operation if it is of this profile.
+    fn next_of(&self, profile: Profile) -> Option<Operation> {
+        self.transfer.next().filter(|_| self.profile() == Some(profile))
+    }
+
+    /// Whether the windows have room for an operation of `len` bytes.
+    fn has_room(&self, len: u64) -> bool {
+        self.windows.have_room(self.peer.id, len)
+    }
+
+    /// An operation of `len` bytes was posted that counts in the windows until it ends.
+    fn enter_flight(&mut self, len: u64) {
+        self.transfer.enter_flight();
+        self.windows.enter(self.peer.id, len);
+    }
+
+    /// Notes that operations are being posted.
+    fn begin(&mut self, operations: u64) {
+        self.transfer.begin(operations, Instant::now());
     }
 }
 
 /// A way in which bytes go.
-pub(crate) trait Path: Sync {
+trait Path: Sync {
     /// Its name in logs and statistics.
     fn name(&self) -> &'static str;
 
@@ -68,16 +118,29 @@ pub(crate) trait Path: Sync {
     ///
     /// # Errors
     /// The transfer cannot go on.
-    fn post(&self, engine: &mut Engine, peer: PeerId, id: TransferId, profile: Profile) -> Result<u64>;
+    fn post(&self, turn: &mut Turn<'_>, profile: Profile) -> Result<u64>;
 }
 
 /// All paths, the best first.
-pub(crate) static PATHS: [&dyn Path; 4] =
-    [&process_vm::ProcessVm, &one_sided::OneSided, &stream::Stream, &message::Message];
+static PATHS: [&dyn Path; 4] = [&process_vm::ProcessVm, &one_sided::OneSided, &stream::Stream, &message::Message];
 
-/// The path for a profile. The last one carries everything.
-pub(crate) fn choose(peer: &Peer, profile: Profile) -> &'static dyn Path {
+/// The path for what has this profile. The last one carries everything.
+fn choose(peer: &Peer, profile: Profile) -> &'static dyn Path {
     PATHS.into_iter().find(|path| path.carries(peer, profile)).unwrap_or(&message::Message)
+}
+
+/// Posts some of a transfer. Returns the bytes posted; 0 when the windows have no room.
+///
+/// # Errors
+/// The transfer cannot go on.
+pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
+    let Some(profile) = turn.profile() else { return Ok(0) };
+    let path = choose(turn.peer, profile);
+    let bytes = path.post(turn, profile)?;
+    if !profile.digest {
+        *path.counter(turn.stats) += bytes;
+    }
+    Ok(bytes)
 }
 
 /// The name of the path for long runs between memory of these kinds.
@@ -95,118 +158,4 @@ pub(crate) fn route(peer: &Peer) -> Option<Route> {
         device: between(peer, cuda, cuda),
         mixed: between(peer, cuda, MemoryKind::Host),
     })
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
-mod tests {
-    use std::sync::Arc;
-    use std::time::{Duration, Instant};
-
-    use super::*;
-    use crate::agent::command::Shared;
-    use crate::agent::{Agent, AgentConfig, Direction, Transport};
-    use crate::proto::ids::Incarnation;
-    use crate::proto::plan::{BlockPair, CopyPlan, Segment};
-
-    const LEN: usize = 256 << 10;
-    const DEVICE: MemoryKind = MemoryKind::Cuda { device: 0 };
-
-    fn config(name: &str, transport: Transport) -> AgentConfig {
-        AgentConfig { name: name.to_owned(), transport, rehearse: false, copy_threads: 1, ..AgentConfig::default() }
-    }
-
-    /// Reads region 0 of the peer into three regions one after the other, each in four runs.
-    fn plan() -> CopyPlan {
-        let run = LEN as u64 / 4;
-        let segment = |local_region: u32| Segment {
-            list: 0,
-            local_region,
-            remote_region: 0,
-            local_offset: 0,
-            remote_offset: u64::from(local_region) * LEN as u64,
-            local_stride: run,
-            remote_stride: run,
-            len: run,
-        };
-        let lists = vec![BlockPair { local: vec![3, 2, 1, 0].into(), remote: vec![2, 3, 0, 1].into() }];
-        CopyPlan { segments: (0..3).map(segment).collect(), lists }
-    }
-
-    /// Drives an engine, as its thread would, until something holds.
-    fn drive(engine: &mut Engine, mut holds: impl FnMut(&mut Engine) -> bool) {
-        let end = Instant::now() + Duration::from_secs(120);
-        while !holds(engine) {
-            let now = Instant::now();
-            assert!(now < end, "not within two minutes");
-            engine.worker.progress();
-            engine.reap_failed_endpoints(now);
-            engine.reap_completions(now);
-            engine.receive_messages(now);
-            engine.streams.note_changes();
-            engine.drive_streams(now);
-            engine.post_transfers();
-        }
-    }
-
-    fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
-        let id = engine.shared.live.ids.transfer().unwrap();
-        engine.start_transfer(id, peer, Direction::Read, plan(), Instant::now()).unwrap();
-        id
-    }
-
-    /// What was asked for by messages and streams: whether by a stream, the kind of memory here, bytes.
-    fn asked(engine: &Engine) -> Vec<(bool, Vec<MemoryKind>, u64)> {
-        let chunks = engine.rpc.borrow();
-        let kinds = |chunk: &crate::agent::rpc::client::Chunk| {
-            let mut kinds: Vec<MemoryKind> = chunk.local.iter().map(|iov| iov.range.kind()).collect();
-            kinds.dedup();
-            kinds
-        };
-        chunks.all().into_iter().map(|chunk| (chunk.streamed, kinds(chunk), chunk.bytes)).collect()
-    }
-
-    #[test]
-    fn a_transfer_is_split_where_the_kind_of_memory_changes() {
-        for transport in [Transport::Tcp, Transport::Shm] {
-            let other = Agent::start(config("b", transport)).unwrap();
-            other.register(MemoryRange::leaked(3 * LEN)).unwrap();
-            let shared = Arc::new(Shared::new(1).unwrap());
-            let mut engine = Engine::new(config("a", transport), Incarnation(77), &shared).unwrap();
-            let regions = [(); 3].map(|()| engine.register(MemoryRange::leaked(LEN)).unwrap());
-            let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-            drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
-            if transport == Transport::Tcp {
-                drive(&mut engine, |engine| {
-                    if engine.transfers.len() == 0 {
-                        read(engine, peer);
-                    }
-                    engine.peers.get(peer).unwrap().streamed
-                });
-                drive(&mut engine, |engine| engine.transfers.len() == 0);
-            } else {
-                // Until then copy threads copy, which have to be waited for.
-                drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_filled_by_kernel(0));
-            }
-            let before = engine.stats;
-            // The memory of a device could not be told from the host's by whatever moves it here, so nothing is driven.
-            engine.regions.describe_as(regions[1], DEVICE);
-            let id = read(&mut engine, peer);
-            for _ in 0..100 {
-                engine.post_transfers();
-            }
-            assert_eq!(engine.transfers.get(id).unwrap().next(), None, "all is posted");
-            let (host, device) = (vec![MemoryKind::Host], vec![DEVICE]);
-            let len = LEN as u64;
-            if transport == Transport::Tcp {
-                assert_eq!(asked(&engine), [(true, host.clone(), len), (false, device, len), (true, host, len)]);
-            } else {
-                assert_eq!(asked(&engine), [(false, device, len)]);
-                assert_eq!(engine.stats.copied_bytes - before.copied_bytes, 2 * len);
-            }
-            // With it goes the stream, for which the other side would wait.
-            drop(engine);
-            other.shutdown(Duration::from_secs(60)).unwrap();
-        }
-    }
 }

@@ -1,12 +1,11 @@
 //! Limits on what others can make an agent keep: peers that came by themselves, and bytes that wait.
 
 use std::collections::VecDeque;
-use std::time::Instant;
 
 use rustix::process::{Resource, getrlimit};
 
+use super::{Io, Peers};
 use crate::agent::core::ids::PeerId;
-use crate::agent::engine::Engine;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Peers that came by themselves and have said nothing but hello. The oldest makes room for one more; if it was in
@@ -22,13 +21,20 @@ const FREE_BYTES: usize = 1 << 20;
 
 /// Peers that came by themselves, by age; also those that have gone or have spoken since.
 #[derive(Default)]
-pub(crate) struct Admission(VecDeque<PeerId>);
+pub(super) struct Admission(VecDeque<PeerId>);
 
-impl Engine {
+impl Admission {
+    /// Notes that a peer came by itself.
+    pub(super) fn note(&mut self, id: PeerId) {
+        self.0.push_back(id);
+    }
+}
+
+impl Peers {
     /// Makes room for a peer that comes by itself. Errors: [`ErrorKind::Exhausted`] where there is none to be had.
-    pub(crate) fn make_room(&mut self, now: Instant) -> Result<()> {
+    pub(super) fn make_room(&mut self, io: &mut Io<'_>) -> Result<()> {
         let most = peers_for(descriptors());
-        let full = self.peers.len() >= most;
+        let full = self.len() >= most;
         let silent = self.silent_peers();
         if !full && silent < MAX_SILENT {
             return Ok(());
@@ -43,31 +49,23 @@ impl Engine {
             ErrorKind::Exhausted,
             format!("it has said nothing but hello, and {silent} others like it are connected"),
         );
-        self.lose(oldest, error, now);
+        self.lose(oldest, error, io);
         Ok(())
     }
 
     /// Drops from the list who has gone or spoken, if it is long; gives its length.
     fn silent_peers(&mut self) -> usize {
-        if self.admission.0.len() >= MAX_SILENT || self.peers.len() >= MAX_SILENT / 4 {
-            let peers = &self.peers;
-            self.admission.0.retain(|id| peers.get(*id).is_ok_and(|peer| peer.silent));
+        if self.admission.0.len() >= MAX_SILENT || self.len() >= MAX_SILENT / 4 {
+            let peers = &self.by_id;
+            self.admission.0.retain(|id| peers.get(id).is_some_and(|peer| peer.silent));
         }
         self.admission.0.len()
     }
 
-    /// Notes that a peer came by itself.
-    pub(crate) fn welcome(&mut self, id: PeerId) {
-        if let Ok(peer) = self.peers.get_mut(id) {
-            peer.silent = true;
-            self.admission.0.push_back(id);
-        }
-    }
-
-    /// Refuses what a peer brings when too much is waiting already.
-    pub(crate) fn check_waiting(&self, id: PeerId) -> Result<()> {
-        let peer = self.peers.get(id)?;
-        check_bytes(peer.inbox.held_bytes(), || self.peers.held_bytes(), self.shared.unread_bytes())
+    /// Refuses what a peer brings when too much is waiting already; `unread`: bytes for the agent's owner to take.
+    pub(super) fn check_waiting(&self, id: PeerId, unread: u64) -> Result<()> {
+        let all = || self.by_id.values().map(|peer| peer.inbox.held_bytes() as u64).sum();
+        check_bytes(self.get(id)?.inbox.held_bytes(), all, unread)
     }
 }
 

@@ -15,7 +15,7 @@ static LOOKS: AtomicUsize = AtomicUsize::new(0);
 
 /// By region of the peer's: whether the kernel fills its pages by itself. Nothing is known to be until a thread has looked.
 #[derive(Default)]
-pub(crate) struct Backing {
+pub(super) struct Backing {
     regions: Vec<Range<u64>>,
     /// What was known when the look began.
     before: Vec<bool>,
@@ -23,9 +23,9 @@ pub(crate) struct Backing {
 }
 
 impl Backing {
-    /// Takes the peer's regions, and starts to look if they are others than those known. That takes as long as the process has
-    /// memory, and for ever where the process holds its own locks.
-    pub(crate) fn update(&mut self, neighbour: &Arc<Neighbour>, regions: Vec<Range<u64>>) {
+    /// Takes the peer's regions, and starts to look if they are others than those known. That takes as long as the
+    /// process has memory, and for ever where the process holds its own locks.
+    pub(super) fn update(&mut self, neighbour: &Arc<Neighbour>, regions: Vec<Range<u64>>) {
         if regions == self.regions || regions.is_empty() {
             return;
         }
@@ -63,7 +63,7 @@ impl Backing {
     }
 
     /// Whether the kernel fills all of the region by itself.
-    pub(crate) fn is_kernel(&self, region: usize) -> bool {
+    pub(super) fn is_kernel(&self, region: usize) -> bool {
         self.found.get().unwrap_or(&self.before).get(region).is_some_and(|filled| *filled)
     }
 }

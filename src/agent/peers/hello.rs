@@ -1,8 +1,14 @@
-//! The first message of each connection.
+//! The first message of each connection, and what follows from it.
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use super::inbox::Inbox;
+use super::reach::{Reach, has_only_tcp};
+use super::{Io, Peers, two_addresses};
+use crate::agent::core::effect::Effect;
+use crate::agent::core::frame::{Frame, FrameKind};
+use crate::agent::core::ids::PeerId;
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::process::{Challenge, ProcessPlace};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{self, OLDEST, Versions};
@@ -59,6 +65,144 @@ impl Hello {
             )));
         }
         Ok(Hello { versions, ..hello })
+    }
+
+    /// Refuses a hello that contradicts the header that it came with.
+    pub(super) fn check(&self, frame: Frame) -> Result<()> {
+        if (frame.incarnation, frame.connection) != (self.incarnation, self.connection) || self.incarnation.0 == 0 {
+            return Err(Error::corrupt(format!("a hello of agent {} that contradicts its own header", self.name)));
+        }
+        Ok(())
+    }
+}
+
+impl Peers {
+    pub(super) fn send_hello(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
+        if self.are_keyed() {
+            return self.send_sealed_hello(id, io);
+        }
+        let hello = self.own_hello(id, self.get(id)?.remote_connection)?;
+        let peer = self.get_mut(id)?;
+        peer.post(peer.frame(FrameKind::Hello, 0), hello.encode()?, None, io.operations)
+    }
+
+    pub(super) fn own_hello(&self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
+        let peer = self.get(id)?;
+        Ok(Hello {
+            name: self.local.name.clone(),
+            incarnation: self.local.incarnation,
+            connection: peer.connection,
+            seen,
+            address: self.local.address.clone(),
+            process: peer.witness.place(),
+            // With a key there are none: what they carry is not sealed.
+            streams: self.local.streams && !self.are_keyed(),
+            challenge: Some(peer.challenge),
+            versions: Versions::OURS,
+        })
+    }
+
+    /// Refuses a hello of an agent at another address than the one that was connected to.
+    fn check_address(&self, id: PeerId, hello: &Hello) -> Result<()> {
+        if self.get(id)?.address == hello.address {
+            return Ok(());
+        }
+        Err(two_addresses(&hello.name, hello.incarnation))
+    }
+
+    /// Takes a hello that arrived.
+    pub(super) fn on_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
+        let hello = Hello::decode(data)?;
+        hello.check(frame)?;
+        let Some(id) = self.find(hello.incarnation) else {
+            return match hello.seen {
+                // An answer to a connection that was given up here meanwhile.
+                Some(_) => Err(Error::not_found(format!("a late hello of agent {}", hello.name))),
+                None => self.accept(&hello, io),
+            };
+        };
+        self.check_address(id, &hello)?;
+        let peer = self.get_mut(id)?;
+        match (hello.seen, peer.remote_connection) {
+            (Some(seen), _) if seen != peer.connection => {
+                Err(Error::not_found(format!("a hello of agent {} about an earlier connection", hello.name)))
+            }
+            (Some(_), known) => {
+                if known != Some(hello.connection) {
+                    peer.inbox = Inbox::default();
+                }
+                self.greet(id, &hello, io)
+            }
+            (None, Some(known)) if known == hello.connection => Ok(()),
+            (None, None) => {
+                self.greet(id, &hello, io)?;
+                self.send_hello(id, io)
+            }
+            (None, Some(_)) => {
+                self.lose_replaced(id, &hello, io);
+                self.accept(&hello, io)
+            }
+        }
+    }
+
+    /// Loses a peer that has made a new connection.
+    pub(super) fn lose_replaced(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) {
+        let text = format!("agent {} lost the connection and has made a new one", hello.name);
+        self.lose(id, Error::new(ErrorKind::PeerDied, text), io);
+    }
+
+    /// Makes a peer of an agent that connected to this one.
+    fn accept(&mut self, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
+        self.check_open()?;
+        let id = self.admit_new(hello, io)?;
+        self.greet(id, hello, io)?;
+        if let Err(error) = self.send_hello(id, io) {
+            io.effects.lose(id, error);
+        }
+        Ok(())
+    }
+
+    /// Connects back to an agent that said hello.
+    pub(super) fn admit_new(&mut self, hello: &Hello, io: &mut Io<'_>) -> Result<PeerId> {
+        self.make_room(io)?;
+        let mut peer = self.make(hello.name.clone(), hello.incarnation, &hello.address, io)?;
+        peer.silent = true;
+        let id = peer.id;
+        self.insert(peer, io.live);
+        self.admission.note(id);
+        Ok(id)
+    }
+
+    /// Notes that the peer is there and itself.
+    pub(super) fn greet(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
+        let is_keyed = self.are_keyed();
+        let Peers { by_id, local, .. } = self;
+        let peer = by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
+        peer.take_challenge(hello);
+        peer.deadline = None;
+        if peer.remote_connection.replace(hello.connection).is_some() {
+            return Ok(());
+        }
+        peer.version = hello.versions.common();
+        let lanes = peer.endpoint.describe();
+        peer.reach = Reach::of(&lanes, peer.incarnation == local.incarnation);
+        peer.may_stream = hello.streams && local.streams && !is_keyed && has_only_tcp(&lanes);
+        let places = hello.process.as_ref().zip(local.place.as_ref());
+        peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
+        // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
+        let is_near = lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/"));
+        peer.claimed = hello.process.clone().filter(|_| is_near);
+        if hello.challenge.is_none() && peer.claimed.take().is_some() {
+            log::info!(
+                "agent {}: agent {} is of an older kvferry and cannot prove which process it is: its memory goes by \
+                 messages",
+                local.name,
+                peer.name
+            );
+        }
+        peer.find_neighbour(&local.address);
+        io.effects.push(Effect::PeerReady { peer: id });
+        Ok(())
     }
 }
 

@@ -16,27 +16,33 @@ pub(crate) mod secure;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
-use std::time::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
+use self::admission::Admission;
+use self::backing::Backing;
+use self::close::ClosingEndpoints;
 use self::hello::Hello;
-use crate::agent::core::event::Event;
-use crate::agent::core::frame::{Frame, FrameKind};
-use crate::agent::core::ids::PeerId;
-use crate::agent::engine::Engine;
-use crate::agent::paths;
-use crate::agent::peers::inbox::Inbox;
-use crate::agent::rpc::flow_control::FlowControl;
-use crate::agent::rpc::server::Server;
+use self::inbox::{Inbox, Item, reserve};
+use self::reach::Reach;
+use self::secure::{Secrets, Session};
+use super::core::effect::{Effect, Effects};
+use super::core::event::Event;
+use super::core::frame::{AM_ID, Frame, FrameKind};
+use super::core::ids::PeerId;
+use super::core::in_flight::{InFlight, Operations};
+use super::core::live::Live;
+use super::core::regions::Regions;
+use super::core::stats::AgentStats;
+use super::rpc::flow_control::FlowControl;
+use super::rpc::server::{Payload, Server};
 use crate::error::{Error, ErrorKind, Result};
+use crate::log_limit::LogLimit;
 use crate::mem::process::{Challenge, Neighbour, ProcessPlace, Witness};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
-use crate::proto::wire::{AgentMetadata, MemoryKind, OLDEST, RegionMetadata, Versions};
-use crate::ucx::{self, Endpoint, EndpointOptions, Rkey, tells_segments};
-use backing::Backing;
-use reach::{Reach, has_only_tcp};
-use secure::Session;
+use crate::proto::wire::{AgentMetadata, MemoryKind, OLDEST, RegionMetadata};
+use crate::ucx::{self, Endpoint, EndpointOptions, Posted, Rkey, Worker, tells_segments};
 
 /// Peers that may be connected at a time. Engines of a thousand ranks on both sides stay under it; a peer that makes
 /// connections without end does not take the process down.
@@ -50,8 +56,10 @@ pub(crate) struct Peer {
     pub(crate) id: PeerId,
     pub(crate) name: String,
     pub(crate) incarnation: Incarnation,
+    /// This agent's incarnation.
+    own: Incarnation,
     /// Our number for this connection.
-    pub(crate) connection: u64,
+    connection: u64,
     /// The peer's, once it said hello. From then on it is known to be alive and itself, and transfers are posted.
     remote_connection: Option<u64>,
     /// The protocol version in which this agent writes to it; the oldest that is spoken until it said hello.
@@ -62,18 +70,15 @@ pub(crate) struct Peer {
     /// Their lengths, 0 for `None`: what plans are checked against.
     lens: Vec<u64>,
     pub(crate) endpoint: Endpoint,
-    /// Operations of transfers in flight, and their bytes.
-    pub(crate) operations: u32,
-    pub(crate) bytes: u64,
     /// Bytes of messages that UCX is not done with; the handle adds to it before it queues one.
-    pub(crate) unsent: Arc<AtomicU64>,
-    pub(crate) next_sequence: u64,
-    pub(crate) inbox: Inbox,
+    unsent: Arc<AtomicU64>,
+    next_sequence: u64,
+    inbox: Inbox,
     /// Whether it came by itself and has said nothing but hello.
-    pub(crate) silent: bool,
+    silent: bool,
     pub(crate) server: Server,
     pub(crate) flow: FlowControl,
-    pub(crate) session: Session,
+    session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     reach: Reach,
     /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
@@ -90,7 +95,7 @@ pub(crate) struct Peer {
     /// What its witness must hold.
     challenge: Challenge,
     /// By what it knows this process.
-    pub(crate) witness: Witness,
+    witness: Witness,
     /// Where it was connected to. Its hello must say the same.
     address: Vec<u8>,
     /// Whether its owner's metadata gave this address, and not only its own hello.
@@ -110,6 +115,69 @@ impl Peer {
     /// Whether a message over the peer's connection `connection` belongs to the current one.
     pub(crate) fn is_current(&self, connection: u64) -> bool {
         self.remote_connection == Some(connection)
+    }
+
+    /// The peer's incarnation and its number for the connection, once it said hello: what its replies come with.
+    pub(crate) fn identity(&self) -> Result<(Incarnation, u64)> {
+        let connection = self
+            .remote_connection
+            .ok_or_else(|| Error::new(ErrorKind::Internal, format!("agent {} has not said hello", self.name)))?;
+        Ok((self.incarnation, connection))
+    }
+
+    fn frame(&self, kind: FrameKind, sequence: u64) -> Frame {
+        Frame { kind, incarnation: self.own, connection: self.connection, sequence }
+    }
+
+    /// Hands a frame to UCX. `reserved` bytes of the send queue are given back when UCX is done with it.
+    fn post(&mut self, frame: Frame, data: Vec<u8>, reserved: Option<u64>, operations: &mut Operations) -> Result<()> {
+        if self.must_wait(frame.kind) {
+            self.wait(frame, data, reserved);
+            return Ok(());
+        }
+        let (header, data) = self.wrap(frame, data)?;
+        let token = operations.insert(InFlight::Message { peer: self.id, reserved: reserved.unwrap_or(0) });
+        let posted = self.endpoint.send_am(AM_ID, &header, data, token);
+        if !matches!(posted, Ok(Posted::Pending)) {
+            operations.remove(token);
+            self.unsent.fetch_sub(reserved.unwrap_or(0), Ordering::Relaxed);
+        }
+        posted.map(drop).map_err(|e| self.sending(e))
+    }
+
+    /// Hands a request or reply to UCX; `held` bytes of the peer's replies are accounted until UCX is done with it.
+    pub(crate) fn post_rpc(
+        &mut self,
+        kind: FrameKind,
+        sequence: u64,
+        payload: Payload,
+        held: u64,
+        operations: &mut Operations,
+        regions: &mut Regions,
+    ) -> Result<()> {
+        let frame = self.frame(kind, sequence);
+        let (posted, token) = match payload {
+            Payload::Bytes(data) => {
+                let (header, data) = self.wrap(frame, data)?;
+                let token = operations.insert(InFlight::Rpc { peer: self.id, held, regions: Vec::new() });
+                (self.endpoint.send_am(AM_ID, &header, data, token), token)
+            }
+            Payload::Parts { parts, regions: used } => {
+                regions.enter(&used);
+                let token = operations.insert(InFlight::Rpc { peer: self.id, held, regions: used });
+                (self.endpoint.send_am_parts(AM_ID, &frame.encode(), &parts, token), token)
+            }
+        };
+        if matches!(posted, Ok(Posted::Pending)) {
+            self.server.hold(held);
+        } else if let Some(InFlight::Rpc { regions: used, .. }) = operations.remove(token) {
+            regions.leave(&used);
+        }
+        posted.map(drop).map_err(|e| self.sending(e))
+    }
+
+    fn sending(&self, error: ucx::UcxError) -> Error {
+        ucx_error(error).context(format!("sending to agent {}", self.name))
     }
 
     /// Lengths of its regions by index.
@@ -232,15 +300,62 @@ impl Peer {
     }
 }
 
+/// This agent, as peers see it.
+pub(crate) struct Local {
+    pub(crate) name: String,
+    pub(crate) incarnation: Incarnation,
+    /// The worker's address in its envelope.
+    pub(crate) address: Vec<u8>,
+    /// Where this process is.
+    pub(crate) place: Option<ProcessPlace>,
+    /// Whether it wants streams.
+    pub(crate) streams: bool,
+    /// How long a peer may take to say hello.
+    pub(crate) connect_timeout: Duration,
+}
+
+/// What connecting to peers and talking to them takes, beside the peers.
+pub(crate) struct Io<'a> {
+    pub(crate) worker: &'a Worker,
+    pub(crate) operations: &'a mut Operations,
+    pub(crate) live: &'a Live,
+    /// Bytes of messages that the agent's owner has not taken yet.
+    pub(crate) unread_bytes: u64,
+    pub(crate) stats: &'a mut AgentStats,
+    pub(crate) effects: &'a mut Effects,
+    pub(crate) now: Instant,
+}
+
 /// All connections.
-#[derive(Default)]
 pub(crate) struct Peers {
+    local: Local,
+    secrets: Secrets,
     by_id: BTreeMap<PeerId, Peer>,
     by_incarnation: HashMap<Incarnation, PeerId>,
     by_endpoint: HashMap<u64, PeerId>,
+    admission: Admission,
+    closing: ClosingEndpoints,
+    /// Whether no more are connected to.
+    is_shut: bool,
+    /// Of messages that are dropped.
+    drop_log: LogLimit,
 }
 
 impl Peers {
+    pub(crate) fn new(local: Local, secrets: Secrets) -> Self {
+        Peers {
+            local,
+            secrets,
+            by_id: BTreeMap::new(),
+            by_incarnation: HashMap::new(),
+            by_endpoint: HashMap::new(),
+            admission: Admission::default(),
+            closing: ClosingEndpoints::default(),
+            is_shut: false,
+            drop_log: LogLimit::default(),
+        }
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.by_id.len()
     }
@@ -253,45 +368,68 @@ impl Peers {
         self.by_id.get_mut(&id).ok_or_else(|| id.unknown())
     }
 
-    pub(crate) fn find(&self, incarnation: Incarnation) -> Option<PeerId> {
-        self.by_incarnation.get(&incarnation).copied()
+    /// Its name, for a log line.
+    pub(crate) fn name(&self, id: PeerId) -> &str {
+        self.get(id).map_or("a lost agent", |peer| peer.name.as_str())
     }
 
-    pub(crate) fn of_endpoint(&self, endpoint: u64) -> Option<PeerId> {
-        self.by_endpoint.get(&endpoint).copied()
+    pub(crate) fn find(&self, incarnation: Incarnation) -> Option<PeerId> {
+        self.by_incarnation.get(&incarnation).copied()
     }
 
     pub(crate) fn ids(&self) -> Vec<PeerId> {
         self.by_id.keys().copied().collect()
     }
 
-    fn insert(&mut self, peer: Peer) {
+    /// This agent, as peers see it.
+    pub(crate) fn local(&self) -> &Local {
+        &self.local
+    }
+
+    /// Whether what is sent is sealed.
+    pub(crate) fn are_keyed(&self) -> bool {
+        self.secrets.is_keyed()
+    }
+
+    /// The next time at which a peer must have said hello, or an endpoint is closed by force.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.by_id.values().filter_map(|peer| peer.deadline).chain(self.closing.deadline()).min()
+    }
+
+    /// Endpoints that are open, those being closed included.
+    pub(crate) fn endpoints(&self) -> usize {
+        self.by_id.len() + self.closing.len()
+    }
+
+    /// No more peers are connected to from now on.
+    pub(crate) fn shut(&mut self) {
+        self.is_shut = true;
+    }
+
+    fn check_open(&self) -> Result<()> {
+        if self.is_shut {
+            return Err(Error::new(ErrorKind::ShutDown, "the agent is shutting down"));
+        }
+        Ok(())
+    }
+
+    fn insert(&mut self, peer: Peer, live: &Live) {
+        live.lock().peers.insert(peer.id, Arc::clone(&peer.unsent));
         self.by_incarnation.insert(peer.incarnation, peer.id);
         self.by_endpoint.insert(peer.endpoint.id(), peer.id);
         self.by_id.insert(peer.id, peer);
     }
 
-    fn remove(&mut self, id: PeerId) -> Option<Peer> {
+    fn remove(&mut self, id: PeerId, live: &Live) -> Option<Peer> {
         let peer = self.by_id.remove(&id)?;
+        live.lock().peers.remove(&id);
         self.by_incarnation.remove(&peer.incarnation);
         self.by_endpoint.remove(&peer.endpoint.id());
         Some(peer)
     }
 
-    /// Bytes of messages that wait for earlier ones, of all.
-    pub(crate) fn held_bytes(&self) -> u64 {
-        self.by_id.values().map(|peer| peer.inbox.held_bytes() as u64).sum()
-    }
-
-    /// The next time at which a peer must have said hello.
-    pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.by_id.values().filter_map(|peer| peer.deadline).min()
-    }
-}
-
-impl Engine {
     /// The peer that `metadata` describes, connected to now if it was not.
-    pub(crate) fn connect(&mut self, metadata: &AgentMetadata, now: Instant) -> Result<PeerId> {
+    pub(crate) fn connect(&mut self, metadata: &AgentMetadata, io: &mut Io<'_>) -> Result<PeerId> {
         self.check_open()?;
         if metadata.name.is_empty() || metadata.name.len() > 256 || metadata.incarnation.0 == 0 {
             return Err(Error::corrupt(format!(
@@ -300,37 +438,37 @@ impl Engine {
                 metadata.incarnation
             )));
         }
-        if let Some(id) = self.peers.find(metadata.incarnation)
-            && self.peers.get(id)?.address != metadata.address
+        if let Some(id) = self.find(metadata.incarnation)
+            && self.get(id)?.address != metadata.address
         {
-            let error = self.two_addresses(&metadata.name, metadata.incarnation);
-            if self.peers.get(id)?.vouched {
+            let error = two_addresses(&metadata.name, metadata.incarnation);
+            if self.get(id)?.vouched {
                 return Err(error);
             }
             // It came by itself and took this agent's name.
-            self.lose(id, error, now);
+            self.lose(id, error, io);
         }
-        if let Some(id) = self.peers.find(metadata.incarnation) {
-            let peer = self.peers.get_mut(id)?;
+        if let Some(id) = self.find(metadata.incarnation) {
+            let peer = self.get_mut(id)?;
             (peer.silent, peer.vouched) = (false, true);
             peer.update_regions(metadata)?;
             return Ok(id);
         }
-        let deadline = now.checked_add(self.config.connect_timeout);
-        let mut peer = self.new_peer(metadata.name.clone(), metadata.incarnation, &metadata.address)?;
+        let mut peer = self.make(metadata.name.clone(), metadata.incarnation, &metadata.address, io)?;
         peer.update_regions(metadata)?;
-        (peer.deadline, peer.vouched) = (deadline, true);
+        (peer.deadline, peer.vouched) = (io.now.checked_add(self.local.connect_timeout), true);
         let id = peer.id;
-        self.admit(peer);
-        if let Err(error) = self.send_hello(id) {
-            self.remove_peer(id);
+        self.insert(peer, io.live);
+        if let Err(error) = self.send_hello(id, io) {
+            self.remove(id, io.live);
             return Err(error);
         }
         Ok(id)
     }
 
-    fn new_peer(&mut self, name: String, incarnation: Incarnation, address: &[u8]) -> Result<Peer> {
-        if self.peers.len() >= MAX_PEERS {
+    /// An endpoint to an agent that is not connected to.
+    fn make(&self, name: String, incarnation: Incarnation, address: &[u8], io: &mut Io<'_>) -> Result<Peer> {
+        if self.len() >= MAX_PEERS {
             return Err(Error::new(
                 ErrorKind::Exhausted,
                 format!("{MAX_PEERS} peers are connected; disconnect those that are not needed"),
@@ -347,11 +485,11 @@ impl Engine {
             ));
         }
         let options = EndpointOptions { error_mode_peer: true, name: name.clone() };
-        let endpoint = self.worker.connect(address, &options).map_err(|e| {
+        let endpoint = io.worker.connect(address, &options).map_err(|e| {
             ucx_error(e).context(format!("connecting to agent {name} (is it running, and the network open?)"))
         })?;
         // UCX takes a millisecond for it. Who connects to many ranks would leave the first without an answer as long.
-        self.worker.progress();
+        io.worker.progress();
         if let Some(status) = endpoint.failure() {
             return Err(Error::new(
                 ErrorKind::Unreachable,
@@ -363,9 +501,10 @@ impl Engine {
         };
         let (connection, challenge) = (draw()?, (draw()?, draw()?));
         Ok(Peer {
-            id: self.shared.live.ids.peer()?,
+            id: io.live.ids.peer()?,
             name,
             incarnation,
+            own: self.local.incarnation,
             connection,
             remote_connection: None,
             version: OLDEST,
@@ -373,8 +512,6 @@ impl Engine {
             regions: Vec::new(),
             lens: Vec::new(),
             endpoint,
-            operations: 0,
-            bytes: 0,
             unsent: Arc::default(),
             next_sequence: 0,
             inbox: Inbox::default(),
@@ -390,235 +527,188 @@ impl Engine {
             backing: Backing::default(),
             claimed: None,
             challenge,
-            witness: Witness::new(self.incarnation.0, address),
+            witness: Witness::new(self.local.incarnation.0, address),
             address: address.to_vec(),
             vouched: false,
         })
     }
 
-    fn admit(&mut self, peer: Peer) {
-        self.shared.live.lock().peers.insert(peer.id, Arc::clone(&peer.unsent));
-        self.peers.insert(peer);
+    /// Looks again whether a peer of this host has proved which process it is.
+    pub(crate) fn find_neighbour(&mut self, id: PeerId) -> Result<()> {
+        let peer = self.by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
+        peer.find_neighbour(&self.local.address);
+        Ok(())
     }
 
-    fn send_hello(&mut self, id: PeerId) -> Result<()> {
-        if self.secrets.is_keyed() {
-            return self.send_sealed_hello(id);
-        }
-        let hello = self.own_hello(id, self.peers.get(id)?.remote_connection)?;
-        let frame =
-            Frame { kind: FrameKind::Hello, incarnation: self.incarnation, connection: hello.connection, sequence: 0 };
-        self.post_message(id, frame, hello.encode()?, None)
+    /// Reserves room for a message in the peer's send queue, as the handle does before it queues one.
+    pub(crate) fn reserve(&self, id: PeerId, len: usize, limit: u64) -> Result<()> {
+        reserve(&self.get(id)?.unsent, len, limit)
     }
 
-    pub(crate) fn own_hello(&self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
-        let peer = self.peers.get(id)?;
-        Ok(Hello {
-            name: self.config.name.clone(),
-            incarnation: self.incarnation,
-            connection: peer.connection,
-            seen,
-            address: self.address.clone(),
-            process: peer.witness.place(),
-            // With a key there are none: what they carry is not sealed.
-            streams: self.config.streams && !self.secrets.is_keyed(),
-            challenge: Some(peer.challenge),
-            versions: Versions::OURS,
+    /// Sends a message for which room was reserved.
+    pub(crate) fn send(&mut self, id: PeerId, data: Vec<u8>, io: &mut Io<'_>) -> Result<()> {
+        let peer = self.get_mut(id)?;
+        let frame = peer.frame(FrameKind::Data, peer.next_sequence);
+        let reserved = data.len() as u64;
+        peer.next_sequence += 1;
+        io.stats.messages_sent += 1;
+        peer.post(frame, data, Some(reserved), io.operations).inspect_err(|error| {
+            // A gap in the numbers would hold up all later messages for ever.
+            io.effects.lose(id, error.clone());
         })
     }
 
-    /// Refuses a hello of an agent at another address than the one that was connected to.
-    pub(crate) fn check_address(&self, id: PeerId, hello: &Hello) -> Result<()> {
-        if self.peers.get(id)?.address == hello.address {
-            return Ok(());
+    /// UCX is done with a message.
+    pub(crate) fn message_ended(&mut self, id: PeerId, reserved: u64, result: Result<()>, effects: &mut Effects) {
+        let Ok(peer) = self.get(id) else { return };
+        peer.unsent.fetch_sub(reserved, Ordering::Relaxed);
+        if let Err(error) = result {
+            // As above: the peer would wait for it for ever.
+            effects.lose(id, error.context("a message could not be sent"));
         }
-        Err(self.two_addresses(&hello.name, hello.incarnation))
     }
 
-    fn two_addresses(&self, name: &str, incarnation: Incarnation) -> Error {
-        Error::corrupt(format!(
-            "agent {name} ({incarnation}) is connected by another address than this one: one of the two is not that agent"
-        ))
-    }
-
-    /// Takes a hello that arrived.
-    pub(crate) fn on_hello(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
-        let hello = Hello::decode(data)?;
-        if (frame.incarnation, frame.connection) != (hello.incarnation, hello.connection) || hello.incarnation.0 == 0 {
-            return Err(Error::corrupt(format!("a hello of agent {} that contradicts its own header", hello.name)));
+    /// Takes a frame that arrived. Returns it if it is a request or reply.
+    ///
+    /// # Errors
+    /// The frame was dropped.
+    pub(crate) fn receive(
+        &mut self,
+        header: &[u8],
+        data: Vec<u8>,
+        io: &mut Io<'_>,
+    ) -> Result<Option<(PeerId, Frame, Vec<u8>)>> {
+        let frame = Frame::decode(header)?;
+        let Some((frame, data)) = self.unwrap(frame, header, data, io)? else { return Ok(None) };
+        if frame.kind == FrameKind::Hello {
+            return self.on_hello(frame, &data, io).map(|()| None);
         }
-        let Some(id) = self.peers.find(hello.incarnation) else {
-            return match hello.seen {
-                // An answer to a connection that was given up here meanwhile.
-                Some(_) => Err(Error::not_found(format!("a late hello of agent {}", hello.name))),
-                None => self.accept(hello, now),
-            };
+        let Some(id) = self.find(frame.incarnation) else {
+            return Err(Error::not_found(format!("agent {} did not say hello", frame.incarnation)));
         };
-        self.check_address(id, &hello)?;
-        let peer = self.peers.get_mut(id)?;
-        match (hello.seen, peer.remote_connection) {
-            (Some(seen), _) if seen != peer.connection => {
-                Err(Error::not_found(format!("a hello of agent {} about an earlier connection", hello.name)))
+        let peer = self.get_mut(id)?;
+        if !peer.is_current(frame.connection) {
+            return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
+        }
+        peer.silent = false;
+        let item = match frame.kind {
+            FrameKind::Goodbye => Item::Goodbye,
+            FrameKind::Data => Item::Data(data),
+            _ => return Ok(Some((id, frame, data))),
+        };
+        let due = peer.inbox.take(frame.sequence, item);
+        let due = due.and_then(|due| self.check_waiting(id, io.unread_bytes).map(|()| due));
+        let due = due.inspect_err(|error| {
+            if error.kind() == ErrorKind::Exhausted {
+                io.effects.lose(id, error.clone());
             }
-            (Some(_), known) => {
-                if known != Some(hello.connection) {
-                    peer.inbox = Inbox::default();
+        })?;
+        for item in due {
+            match item {
+                Item::Data(data) => {
+                    io.stats.messages_received += 1;
+                    io.effects.push(Effect::Tell(Event::Message { peer: id, data }));
                 }
-                self.greet(id, &hello)
+                Item::Goodbye => {
+                    io.effects.lose(id, Error::new(ErrorKind::PeerDied, "the peer closed the connection"));
+                }
             }
-            (None, Some(known)) if known == hello.connection => Ok(()),
-            (None, None) => {
-                self.greet(id, &hello)?;
-                self.send_hello(id)
-            }
-            (None, Some(_)) => {
-                let error = Error::new(
-                    ErrorKind::PeerDied,
-                    format!("agent {} lost the connection and has made a new one", hello.name),
-                );
-                self.lose(id, error, now);
-                self.accept(hello, now)
-            }
+        }
+        Ok(None)
+    }
+
+    /// Counts a message that was dropped.
+    pub(crate) fn dropped(&mut self, error: &Error, stats: &mut AgentStats, now: Instant) {
+        stats.messages_dropped += 1;
+        if let Some(left_out) = self.drop_log.pass(now) {
+            let name = &self.local.name;
+            log::warn!("agent {name}: a message was dropped: {error} ({left_out} such lines left out)");
         }
     }
 
-    /// Makes a peer of an agent that connected to this one.
-    fn accept(&mut self, hello: Hello, now: Instant) -> Result<()> {
-        self.check_open()?;
-        let id = self.admit_new(&hello, now)?;
-        self.greet(id, &hello)?;
-        if let Err(error) = self.send_hello(id) {
-            self.lose(id, error, now);
-        }
-        Ok(())
-    }
-
-    /// Connects back to an agent that said hello.
-    pub(crate) fn admit_new(&mut self, hello: &Hello, now: Instant) -> Result<PeerId> {
-        self.make_room(now)?;
-        let peer = self.new_peer(hello.name.clone(), hello.incarnation, &hello.address)?;
-        let id = peer.id;
-        self.admit(peer);
-        self.welcome(id);
-        Ok(id)
-    }
-
-    /// Notes that the peer is there and itself.
-    pub(crate) fn greet(&mut self, id: PeerId, hello: &Hello) -> Result<()> {
-        let peer = self.peers.get_mut(id)?;
-        peer.take_challenge(hello);
-        let first = peer.remote_connection.replace(hello.connection).is_none();
-        peer.deadline = None;
-        if first {
-            peer.version = hello.versions.common();
-            let lanes = peer.endpoint.describe();
-            peer.reach = Reach::of(&lanes, peer.incarnation == self.incarnation);
-            peer.may_stream = hello.streams && self.config.streams && !self.secrets.is_keyed() && has_only_tcp(&lanes);
-            let places = hello.process.as_ref().zip(self.place.as_ref());
-            peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
-            // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
-            let is_near = lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/"));
-            peer.claimed = hello.process.clone().filter(|_| is_near);
-            if hello.challenge.is_none() && peer.claimed.take().is_some() {
-                log::info!(
-                    "agent {}: agent {} is of an older kvferry and cannot prove which process it is: its memory goes by \
-                     messages",
-                    self.config.name,
-                    peer.name
-                );
-            }
-            peer.find_neighbour(&self.address);
-            let (name, incarnation, version) = (peer.name.clone(), peer.incarnation, peer.version);
-            let way = format!("{lanes}; host memory is {}", paths::between(peer, MemoryKind::Host, MemoryKind::Host));
-            // A driver knows more of the peer, and says it in one line.
-            let level = if self.config.tells_connections { log::Level::Info } else { log::Level::Debug };
-            log::log!(
-                level,
-                "agent {}: connected to agent {name} ({incarnation}) over {way}, protocol {version}",
-                self.config.name
+    /// Messages were refused that were announced by rendezvous.
+    pub(crate) fn announcements_refused(&mut self, now: Instant) {
+        if let Some(left_out) = self.drop_log.pass(now) {
+            log::warn!(
+                "agent {}: a message was refused: it was announced by rendezvous, which no agent does unless UCX_RNDV_THRESH \
+                 is set for an older kvferry ({left_out} such lines left out)",
+                self.local.name
             );
-            self.events.push_back(Event::PeerConnected { peer: id, name, way, incarnation, version });
         }
-        Ok(())
     }
 
-    /// The connection is broken or given up: its transfers fail, its id becomes stale, its owner is told.
-    pub(crate) fn lose(&mut self, id: PeerId, error: Error, now: Instant) {
-        if self.peers.get(id).is_err() {
-            return;
+    /// The connection is broken or given up: its id becomes stale, its owner is told. Closes the endpoint by force, which
+    /// ends its operations with errors.
+    pub(crate) fn lose(&mut self, id: PeerId, error: Error, io: &mut Io<'_>) {
+        if self.by_id.contains_key(&id) {
+            log::info!("agent {}: {id} is lost: {error}", self.local.name);
+            drop(self.remove(id, io.live));
+            io.stats.peers_lost += 1;
+            io.effects.push(Effect::Tell(Event::PeerLost { peer: id, error: error.clone() }));
+            io.effects.push(Effect::PeerGone { peer: id, error });
         }
-        log::info!("agent {}: {id} is lost: {error}", self.config.name);
-        self.stats.peers_lost += 1;
-        self.events.push_back(Event::PeerLost { peer: id, error: error.clone() });
-        self.remove_peer(id);
-        self.stop_transfers_of(id, &error, now);
-        self.fail_chunks_of(id, &error, now);
-    }
-
-    /// Drops the connection, which closes the endpoint by force: its operations end with errors.
-    fn remove_peer(&mut self, id: PeerId) {
-        self.shared.live.lock().peers.remove(&id);
-        drop(self.peers.remove(id));
-        self.close_streams(id);
     }
 
     /// Drops the connection in order.
-    pub(crate) fn part(&mut self, id: PeerId, now: Instant) {
-        self.shared.live.lock().peers.remove(&id);
-        self.close_streams(id);
-        if let Some(peer) = self.peers.remove(id) {
-            self.leave(peer, now);
-        }
-    }
-
-    pub(crate) fn disconnect(&mut self, id: PeerId, now: Instant) -> Result<()> {
-        self.peers.get(id)?;
+    pub(crate) fn disconnect(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
+        let peer = self.remove(id, io.live).ok_or_else(|| id.unknown())?;
+        self.close(peer, io);
         let error = Error::new(ErrorKind::Cancelled, "its peer was disconnected by this side");
-        self.part(id, now);
-        self.stop_transfers_of(id, &error, now);
-        self.fail_chunks_of(id, &error, now);
+        io.effects.push(Effect::PeerGone { peer: id, error });
         Ok(())
     }
 
-    /// Takes the connections that UCX gave up.
-    pub(crate) fn reap_failed_endpoints(&mut self, now: Instant) {
-        while let Some((endpoint, status)) = self.worker.poll_failed_endpoints() {
-            let Some(id) = self.peers.of_endpoint(endpoint) else { continue };
-            let (name, ready) = self.peers.get(id).map_or((String::new(), false), |p| (p.name.clone(), p.is_ready()));
-            let error = if ready {
-                Error::new(
-                    ErrorKind::PeerDied,
-                    format!("the connection to agent {name} broke ({status}): it died, restarted, or closed it"),
-                )
-            } else {
-                Error::new(
-                    ErrorKind::Unreachable,
-                    format!("agent {name} could not be reached ({status}): is it running, and the network open?"),
-                )
-            };
-            self.lose(id, error, now);
-        }
+    /// Loses the peer of an endpoint that UCX gave up.
+    pub(crate) fn endpoint_failed(&mut self, endpoint: u64, status: ucx::Status, effects: &mut Effects) {
+        let Some(id) = self.by_endpoint.get(&endpoint).copied() else { return };
+        let (name, ready) = self.get(id).map_or(("", false), |peer| (peer.name.as_str(), peer.is_ready()));
+        let error = if ready {
+            Error::new(
+                ErrorKind::PeerDied,
+                format!("the connection to agent {name} broke ({status}): it died, restarted, or closed it"),
+            )
+        } else {
+            Error::new(
+                ErrorKind::Unreachable,
+                format!("agent {name} could not be reached ({status}): is it running, and the network open?"),
+            )
+        };
+        effects.lose(id, error);
     }
 
-    /// Gives up on peers that did not say hello in time.
-    pub(crate) fn check_hello_deadlines(&mut self, now: Instant) {
-        if self.peers.deadline().is_none_or(|deadline| deadline > now) {
+    /// Gives up on peers that did not say hello in time, and on endpoints that did not close in time.
+    pub(crate) fn check_deadlines(&mut self, effects: &mut Effects, now: Instant) {
+        if self.deadline().is_none_or(|deadline| deadline > now) {
             return;
         }
-        for id in self.peers.ids() {
-            let Ok(peer) = self.peers.get(id) else { continue };
-            if peer.deadline.is_some_and(|deadline| deadline <= now) {
-                let error = Error::new(
-                    ErrorKind::Unreachable,
-                    format!(
-                        "agent {} did not answer within {:?}: is it running, and the network open?{}",
-                        peer.name,
-                        self.config.connect_timeout,
-                        self.secrets.hint()
-                    ),
-                );
-                self.lose(id, error, now);
-            }
+        for peer in self.by_id.values().filter(|peer| peer.deadline.is_some_and(|deadline| deadline <= now)) {
+            let error = Error::new(
+                ErrorKind::Unreachable,
+                format!(
+                    "agent {} did not answer within {:?}: is it running, and the network open?{}",
+                    peer.name,
+                    self.local.connect_timeout,
+                    self.secrets.hint()
+                ),
+            );
+            effects.lose(peer.id, error);
         }
+        self.closing.check(now);
     }
+
+    /// The last flush of an endpoint that is being closed has ended.
+    pub(crate) fn close_ended(&mut self, token: u64) {
+        self.closing.end(token);
+    }
+
+    /// Whether no endpoint is being closed.
+    pub(crate) fn have_closed(&self) -> bool {
+        self.closing.len() == 0
+    }
+}
+
+fn two_addresses(name: &str, incarnation: Incarnation) -> Error {
+    Error::corrupt(format!(
+        "agent {name} ({incarnation}) is connected by another address than this one: one of the two is not that agent"
+    ))
 }

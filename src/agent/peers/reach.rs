@@ -2,13 +2,13 @@
 
 /// What a connection's transports move one-sided, that is without the peer's processor.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Reach {
+pub(super) struct Reach {
     /// Between host memory and host memory.
-    pub(crate) host: bool,
+    pub(super) host: bool,
     /// Between device memory and device memory.
-    pub(crate) device: bool,
+    pub(super) device: bool,
     /// Between host and device memory.
-    pub(crate) mixed: bool,
+    pub(super) mixed: bool,
 }
 
 impl Reach {
@@ -17,7 +17,7 @@ impl Reach {
     /// UCX tells processes of a host apart by what clones of a virtual machine have in common. So host memory of a peer that
     /// UCX would reach within a host is never left to UCX: it is copied once the peer's witness was seen, else sent by
     /// messages.
-    pub(crate) fn of(lanes: &str, own: bool) -> Reach {
+    pub(super) fn of(lanes: &str, own: bool) -> Reach {
         let any = |starts: &[&str]| {
             lanes.split(", ").any(|lane| starts.iter().any(|start| lane.trim_start().starts_with(start)))
         };
@@ -28,7 +28,7 @@ impl Reach {
 }
 
 /// Whether host memory goes by TCP only, over a connection of these lanes.
-pub(crate) fn has_only_tcp(lanes: &str) -> bool {
+pub(super) fn has_only_tcp(lanes: &str) -> bool {
     let mut lanes = lanes.split(", ").map(str::trim).filter(|lane| !lane.starts_with("cuda_")).peekable();
     lanes.peek().is_some() && lanes.all(|lane| lane.starts_with("tcp/"))
 }

@@ -12,11 +12,10 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::hello::Hello;
+use super::{Io, Peer, Peers};
 use crate::agent::core::frame::{FRAME_BYTES, Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::limits::MAX_MESSAGE_BYTES;
-use crate::agent::engine::Engine;
-use crate::agent::peers::{Peer, Peers};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
 use crate::secret::{Channel, Initiator, Key, Protocol, Responder};
@@ -91,16 +90,16 @@ impl Session {
 
 impl Peer {
     /// Whether a message has to wait for the channel.
-    pub(crate) fn must_wait(&self, kind: FrameKind) -> bool {
+    pub(super) fn must_wait(&self, kind: FrameKind) -> bool {
         self.session.keyed && !self.is_ready() && kind == FrameKind::Data
     }
 
-    pub(crate) fn wait(&mut self, frame: Frame, data: Vec<u8>, reserved: Option<u64>) {
+    pub(super) fn wait(&mut self, frame: Frame, data: Vec<u8>, reserved: Option<u64>) {
         self.session.waiting.push((frame, data, reserved));
     }
 
     /// A frame and its data as they go out: as they are without a key, else sealed.
-    pub(crate) fn wrap(&mut self, frame: Frame, data: Vec<u8>) -> Result<([u8; FRAME_BYTES], Vec<u8>)> {
+    pub(super) fn wrap(&mut self, frame: Frame, data: Vec<u8>) -> Result<([u8; FRAME_BYTES], Vec<u8>)> {
         let plain = !self.session.keyed || matches!(frame.kind, FrameKind::SealedHello | FrameKind::SealedAnswer);
         if plain {
             return Ok((frame.encode(), data));
@@ -160,22 +159,15 @@ fn divide(payload: &[u8], own: Incarnation) -> Result<Hello> {
     Hello::decode(hello)
 }
 
-fn check(frame: Frame, hello: &Hello) -> Result<()> {
-    if (frame.incarnation, frame.connection) != (hello.incarnation, hello.connection) || hello.incarnation.0 == 0 {
-        return Err(Error::corrupt(format!("a hello of agent {} that contradicts its own header", hello.name)));
-    }
-    Ok(())
-}
-
-impl Engine {
+impl Peers {
     /// Makes of an arrived frame what it is in clear. `None`: it was a sealed hello or an answer to one, which is
     /// taken here.
-    pub(crate) fn unwrap(
+    pub(super) fn unwrap(
         &mut self,
         frame: Frame,
         header: &[u8],
         data: Vec<u8>,
-        now: Instant,
+        io: &mut Io<'_>,
     ) -> Result<Option<(Frame, Vec<u8>)>> {
         let sealed = matches!(frame.kind, FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed);
         if sealed != self.secrets.is_keyed() {
@@ -184,7 +176,7 @@ impl Engine {
             } else {
                 "it is in clear, and this agent has a key: give both the same one (key_file, KVFERRY_KEY_FILE)"
             });
-            self.secrets.complain(&self.config.name, &error, now);
+            self.secrets.complain(&self.local.name, &error, io.now);
             return Err(error);
         }
         if !sealed {
@@ -195,16 +187,16 @@ impl Engine {
             return Err(Error::corrupt("a header with bits set that have no meaning"));
         }
         match frame.kind {
-            FrameKind::SealedHello => self.on_sealed_hello(frame, &data, now).map(|()| None),
-            FrameKind::SealedAnswer => self.on_sealed_answer(frame, &data, now).map(|()| None),
+            FrameKind::SealedHello => self.on_sealed_hello(frame, &data, io).map(|()| None),
+            FrameKind::SealedAnswer => self.on_sealed_answer(frame, &data, io).map(|()| None),
             _ => self.open(frame, &data).map(Some),
         }
     }
 
     fn open(&mut self, outer: Frame, data: &[u8]) -> Result<(Frame, Vec<u8>)> {
         let unknown = || Error::not_found(format!("agent {} has no channel to this one", outer.incarnation));
-        let id = self.peers.find(outer.incarnation).ok_or_else(unknown)?;
-        let peer = self.peers.get_mut(id)?;
+        let id = self.find(outer.incarnation).ok_or_else(unknown)?;
+        let peer = self.get_mut(id)?;
         if !peer.is_current(outer.connection) {
             return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
         }
@@ -220,102 +212,93 @@ impl Engine {
     }
 
     /// Begins the exchange with a peer that was just made.
-    pub(crate) fn send_sealed_hello(&mut self, id: PeerId) -> Result<()> {
+    pub(super) fn send_sealed_hello(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
         let key = self.secrets.key()?;
         let hello = self.own_hello(id, None)?;
-        let peer = self.peers.get_mut(id)?;
         self.secrets.hellos += 1;
-        let frame = Frame {
-            kind: FrameKind::SealedHello,
-            incarnation: self.incarnation,
-            connection: peer.connection,
-            sequence: self.secrets.hellos,
-        };
+        let number = self.secrets.hellos;
+        let peer = self.get_mut(id)?;
+        let frame = peer.frame(FrameKind::SealedHello, number);
         let payload = join(peer.incarnation, &hello)?;
         let (initiator, message) = Initiator::start(&key, Protocol::Agent, &frame.encode(), &payload)?;
         peer.session.initiator = Some(initiator);
-        self.post_message(id, frame, message, None)
+        peer.post(frame, message, None, io.operations)
     }
 
-    fn on_sealed_hello(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+    fn on_sealed_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
         let key = self.secrets.key()?;
         let (responder, payload) =
             Responder::read(&key, Protocol::Agent, &frame.encode(), data).inspect_err(|error| {
-                self.secrets.complain(&self.config.name, error, now);
+                self.secrets.complain(&self.local.name, error, io.now);
             })?;
-        let hello = divide(&payload, self.incarnation)?;
-        check(frame, &hello)?;
-        let peers: &Peers = &self.peers;
-        self.secrets.seen.take(hello.incarnation, frame.sequence, |agent| peers.find(agent).is_some())?;
+        let hello = divide(&payload, self.local.incarnation)?;
+        hello.check(frame)?;
+        let known = &self.by_incarnation;
+        self.secrets.seen.take(hello.incarnation, frame.sequence, |agent| known.contains_key(&agent))?;
         let number = frame.sequence;
-        let Some(id) = self.peers.find(hello.incarnation) else {
-            return self.accept_sealed(hello, number, responder, now);
+        let Some(id) = self.find(hello.incarnation) else {
+            return self.accept_sealed(&hello, number, responder, io);
         };
-        let peer = self.peers.get(id)?;
+        let peer = self.get(id)?;
         match peer.remote_connection() {
             // Ours, sent at the same time, was answered already.
             Some(known) if known == hello.connection => Ok(()),
             Some(_) => {
-                let error = Error::new(
-                    ErrorKind::PeerDied,
-                    format!("agent {} lost the connection and has made a new one", hello.name),
-                );
-                self.lose(id, error, now);
-                self.accept_sealed(hello, number, responder, now)
+                self.lose_replaced(id, &hello, io);
+                self.accept_sealed(&hello, number, responder, io)
             }
             // Both connect at once, and ours counts.
-            None if self.incarnation < hello.incarnation => Ok(()),
-            None => self.answer_hello(id, &hello, number, responder),
+            None if self.local.incarnation < hello.incarnation => Ok(()),
+            None => self.answer_hello(id, &hello, number, responder, io),
         }
     }
 
-    fn accept_sealed(&mut self, hello: Hello, number: u64, responder: Responder, now: Instant) -> Result<()> {
+    fn accept_sealed(&mut self, hello: &Hello, number: u64, responder: Responder, io: &mut Io<'_>) -> Result<()> {
         self.check_open()?;
-        let id = self.admit_new(&hello, now)?;
-        self.answer_hello(id, &hello, number, responder)
+        let id = self.admit_new(hello, io)?;
+        self.answer_hello(id, hello, number, responder, io)
     }
 
-    fn answer_hello(&mut self, id: PeerId, hello: &Hello, number: u64, responder: Responder) -> Result<()> {
+    fn answer_hello(
+        &mut self,
+        id: PeerId,
+        hello: &Hello,
+        number: u64,
+        responder: Responder,
+        io: &mut Io<'_>,
+    ) -> Result<()> {
         // Before the peer reads the answer and looks.
-        self.peers.get(id)?.take_challenge(hello);
+        self.get(id)?.take_challenge(hello);
         let answer = self.own_hello(id, Some(hello.connection))?;
         let (message, channel) = responder.answer(&answer.encode()?)?;
-        let own = hello.incarnation == self.incarnation;
-        let frame = Frame {
-            kind: FrameKind::SealedAnswer,
-            incarnation: self.incarnation,
-            connection: answer.connection,
-            sequence: number,
-        };
-        self.peers.get_mut(id)?.session.channel = Some(channel);
-        if let Err(error) = self.post_message(id, frame, message, None) {
-            self.lose(id, error.clone(), Instant::now());
-            return Err(error);
-        }
+        let peer = self.get_mut(id)?;
+        peer.session.channel = Some(channel);
+        let posted = peer.post(peer.frame(FrameKind::SealedAnswer, number), message, None, io.operations);
+        posted.inspect_err(|error| io.effects.lose(id, error.clone()))?;
         // An agent that is its own peer has both ends of the channel only when it has read its own answer.
-        if own { Ok(()) } else { self.greet_sealed(id, hello) }
+        if hello.incarnation == self.local.incarnation { Ok(()) } else { self.greet_sealed(id, hello, io) }
     }
 
-    fn on_sealed_answer(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+    fn on_sealed_answer(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
         let late = || Error::not_found(format!("a late answer of agent {}", frame.incarnation));
-        let id = self.peers.find(frame.incarnation).ok_or_else(late)?;
-        let own = frame.incarnation == self.incarnation;
-        let peer = self.peers.get_mut(id)?;
+        let id = self.find(frame.incarnation).ok_or_else(late)?;
+        let own = frame.incarnation == self.local.incarnation;
+        let peer = self.get_mut(id)?;
         let initiator = peer.session.initiator.as_mut().ok_or_else(late)?;
         let (payload, channel) = initiator.finish(data)?;
         peer.session.initiator = None;
         let hello = Hello::decode(&payload)?;
-        check(frame, &hello)?;
+        hello.check(frame)?;
         if hello.seen != Some(peer.connection) {
             return Err(late());
         }
-        let peer = self.peers.get_mut(id)?;
+        let peer = self.get_mut(id)?;
         match peer.remote_connection() {
             Some(known) if known == hello.connection => Err(late()),
             // It took up our hello after we had taken up its own: it knows another connection than we do.
             Some(_) => {
                 let error = Error::new(ErrorKind::PeerDied, format!("agent {} has made a new connection", hello.name));
-                self.lose(id, error, now);
+                io.effects.lose(id, error);
                 Ok(())
             }
             None => {
@@ -324,20 +307,17 @@ impl Engine {
                     (Some(answering), true) => answering.sealer = channel.sealer,
                     _ => peer.session.channel = Some(channel),
                 }
-                self.greet_sealed(id, &hello)
+                self.greet_sealed(id, &hello, io)
             }
         }
     }
 
     /// The channel is there: what waited for it goes out.
-    fn greet_sealed(&mut self, id: PeerId, hello: &Hello) -> Result<()> {
-        self.greet(id, hello)?;
-        let waiting = std::mem::take(&mut self.peers.get_mut(id)?.session.waiting);
-        for (frame, data, reserved) in waiting {
-            if let Err(error) = self.post_message(id, frame, data, reserved) {
-                self.lose(id, error.clone(), Instant::now());
-                return Err(error);
-            }
+    fn greet_sealed(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
+        self.greet(id, hello, io)?;
+        let peer = self.get_mut(id)?;
+        for (frame, data, reserved) in std::mem::take(&mut peer.session.waiting) {
+            peer.post(frame, data, reserved, io.operations).inspect_err(|error| io.effects.lose(id, error.clone()))?;
         }
         Ok(())
     }

@@ -1,18 +1,16 @@
-//! The asking side of served transfers: what was asked for, and the replies.
+//! The asking side: what was asked of peers, and the replies. Requests and replies are matched by a chunk number that is
+//! never used twice.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
-use std::time::Instant;
 
 use super::flow_control::Departure;
-use super::server::Load;
+use super::wire::{Piece, StreamReader, encode_pieces};
+use crate::agent::core::effect::OperationEnd;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::iov::{self, Iov};
-use crate::agent::engine::Engine;
-use crate::agent::rpc::wire::{Piece, StreamReader, encode_pieces};
-use crate::agent::thread::affinity;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::MemoryKind;
@@ -38,6 +36,32 @@ pub(crate) struct Chunk {
     pub(crate) streamed: bool,
 }
 
+impl Chunk {
+    /// The request for it. `reader`: who reads by a stream, for a chunk that comes by one.
+    pub(crate) fn request(&self, remote: &[Piece], reader: Option<StreamReader>) -> Result<(FrameKind, Vec<u8>)> {
+        Ok(match (self.service, reader) {
+            (Service::Read, Some(reader)) => {
+                let mut data = encode_pieces(remote, StreamReader::BYTES);
+                reader.encode(&mut data);
+                (FrameKind::StreamRequest, data)
+            }
+            (Service::Read, None) => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
+            (Service::Digest, _) => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
+            (Service::Write, _) => {
+                let mut data = encode_pieces(remote, usize::try_from(self.bytes).unwrap_or(0));
+                iov::gather(&self.local, &mut data)?;
+                (FrameKind::WriteRequest, data)
+            }
+        })
+    }
+
+    /// The end of the operation that it is of its transfer.
+    pub(crate) fn end(&self, result: Result<()>) -> OperationEnd {
+        let moved = if result.is_ok() && self.service != Service::Digest { self.bytes } else { 0 };
+        OperationEnd { transfer: self.transfer, windowed: Some(self.bytes), moved, result }
+    }
+}
+
 struct Asked {
     chunk: Chunk,
     /// The peer's incarnation and its number for the connection, which its reply must have.
@@ -45,6 +69,13 @@ struct Asked {
     departure: Departure,
     /// What came of putting the reply in place, if that was done while it arrived.
     placed: Option<Result<()>>,
+}
+
+/// A chunk that is no longer asked for.
+pub(crate) struct Answered {
+    pub(crate) chunk: Chunk,
+    pub(crate) departure: Departure,
+    pub(crate) result: Result<()>,
 }
 
 /// The chunks under way.
@@ -63,9 +94,61 @@ impl Client {
         all.into_iter().map(|(_, asked)| &asked.chunk).collect()
     }
 
+    /// The number of the next request.
+    pub(crate) fn next_number(&self) -> u64 {
+        self.next
+    }
+
+    /// Notes that a chunk was asked for under that number, over the peer's connection `from`.
+    pub(crate) fn insert(&mut self, chunk: Chunk, from: (Incarnation, u64), departure: Departure) {
+        self.table.insert(self.next, Asked { chunk, from, departure, placed: None });
+        self.next += 1;
+    }
+
     /// A chunk that was asked of a peer by a stream.
     pub(crate) fn streamed(&self, number: u64, peer: PeerId) -> Option<&Chunk> {
         self.table.get(&number).map(|asked| &asked.chunk).filter(|chunk| chunk.streamed && chunk.peer == peer)
+    }
+
+    /// Takes a reply. With `data` of no bytes, its bytes were put in place as they arrived.
+    pub(crate) fn take_reply(&mut self, id: PeerId, frame: Frame, data: &[u8]) -> Result<Answered> {
+        let expected = match frame.kind {
+            FrameKind::ReadReply => Some(Service::Read),
+            FrameKind::WriteReply => Some(Service::Write),
+            FrameKind::DigestReply => Some(Service::Digest),
+            // A refusal, of any of them.
+            _ => None,
+        };
+        // Of what comes by a stream, only a refusal comes as a message.
+        let answers = |chunk: &Chunk| expected.is_none_or(|service| service == chunk.service && !chunk.streamed);
+        let is_expected = |asked: &Asked| asked.chunk.peer == id && answers(&asked.chunk);
+        let known = self.table.get(&frame.sequence).is_some_and(is_expected);
+        let Some(Asked { chunk, placed, departure, .. }) = known.then(|| self.table.remove(&frame.sequence)).flatten()
+        else {
+            return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
+        };
+        let result = match (placed, expected) {
+            (Some(placed), _) => placed,
+            (None, Some(Service::Read)) => iov::scatter(&chunk.local, data),
+            (None, Some(Service::Write)) => Ok(()),
+            (None, Some(Service::Digest)) => compare(&chunk, data),
+            (None, None) => Err(Error::new(
+                ErrorKind::NotFound,
+                format!("the peer refused: {}", String::from_utf8_lossy(data.get(..500).unwrap_or(data))),
+            )),
+        };
+        Ok(Answered { chunk, departure, result })
+    }
+
+    /// Takes a chunk of which all bytes have come by a stream.
+    pub(crate) fn take_streamed(&mut self, number: u64) -> Option<Answered> {
+        let Asked { chunk, departure, .. } = self.table.remove(&number)?;
+        Some(Answered { chunk, departure, result: Ok(()) })
+    }
+
+    /// Takes the chunks that a lost peer will not reply to.
+    pub(crate) fn take_all_of(&mut self, id: PeerId) -> Vec<Chunk> {
+        self.table.extract_if(|_, asked| asked.chunk.peer == id).map(|(_, asked)| asked.chunk).collect()
     }
 }
 
@@ -74,8 +157,8 @@ pub(crate) struct Placer(pub(crate) Rc<RefCell<Client>>);
 
 impl MessageSink for Placer {
     fn take(&self, header: &[u8], data: &[u8]) -> bool {
-        let (Ok(frame), Ok(mut chunks)) = (Frame::decode(header), self.0.try_borrow_mut()) else { return false };
-        let Some(asked) = chunks.table.get_mut(&frame.sequence) else { return false };
+        let (Ok(frame), Ok(mut client)) = (Frame::decode(header), self.0.try_borrow_mut()) else { return false };
+        let Some(asked) = client.table.get_mut(&frame.sequence) else { return false };
         let local = &asked.chunk.local;
         let expected = frame.kind == FrameKind::ReadReply
             && asked.chunk.service == Service::Read
@@ -93,98 +176,6 @@ impl MessageSink for Placer {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-impl Engine {
-    /// Asks the peer for a chunk. `Err`: nothing was sent.
-    pub(crate) fn request_chunk(&mut self, chunk: Chunk, remote: &[Piece]) -> Result<()> {
-        let peer = self.peers.get(chunk.peer)?;
-        let connection = peer
-            .remote_connection()
-            .ok_or_else(|| Error::new(ErrorKind::Internal, format!("agent {} has not said hello", peer.name)))?;
-        let (from, departure) = ((peer.incarnation, connection), peer.flow.depart(Instant::now()));
-        let (kind, data) = match chunk.service {
-            Service::Read if chunk.streamed => {
-                let mut data = encode_pieces(remote, StreamReader::BYTES);
-                let received = self.streams.received(chunk.peer);
-                StreamReader { received, processor: affinity::processor() as u16 }.encode(&mut data);
-                (FrameKind::StreamRequest, data)
-            }
-            Service::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
-            Service::Digest => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
-            Service::Write => {
-                let mut data = encode_pieces(remote, usize::try_from(chunk.bytes).unwrap_or(0));
-                iov::gather(&chunk.local, &mut data)?;
-                (FrameKind::WriteRequest, data)
-            }
-        };
-        let number = self.rpc.borrow().next;
-        self.post_service(chunk.peer, kind, number, Load::Bytes(data), 0)?;
-        if chunk.streamed {
-            self.expect_streamed(chunk.peer);
-        }
-        let mut chunks = self.rpc.borrow_mut();
-        chunks.next += 1;
-        chunks.table.insert(number, Asked { chunk, from, departure, placed: None });
-        Ok(())
-    }
-
-    /// Takes a reply. With `data` of no bytes, its bytes were put in place as they arrived.
-    pub(crate) fn on_reply(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
-        let expected = match frame.kind {
-            FrameKind::ReadReply => Some(Service::Read),
-            FrameKind::WriteReply => Some(Service::Write),
-            FrameKind::DigestReply => Some(Service::Digest),
-            // A refusal, of any of them.
-            _ => None,
-        };
-        let mut chunks = self.rpc.borrow_mut();
-        let known = chunks.table.get(&frame.sequence).map(|asked| &asked.chunk);
-        // Of what comes by a stream, only a refusal comes as a message.
-        let answers = |chunk: &Chunk| expected.is_none_or(|service| service == chunk.service && !chunk.streamed);
-        if !known.is_some_and(|chunk| chunk.peer == id && answers(chunk)) {
-            return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
-        }
-        let Some(Asked { chunk, placed, departure, .. }) = chunks.table.remove(&frame.sequence) else { return Ok(()) };
-        drop(chunks);
-        if chunk.streamed {
-            self.streamed_ended(id);
-        }
-        if let Ok(peer) = self.peers.get_mut(id) {
-            peer.flow.arrive(departure, chunk.bytes, now);
-        }
-        let result = match (placed, expected) {
-            (Some(placed), _) => placed,
-            (None, Some(Service::Read)) => iov::scatter(&chunk.local, data),
-            (None, Some(Service::Write)) => Ok(()),
-            (None, Some(Service::Digest)) => compare(&chunk, data),
-            (None, None) => Err(Error::new(
-                ErrorKind::NotFound,
-                format!("the peer refused: {}", String::from_utf8_lossy(data.get(..500).unwrap_or(data))),
-            )),
-        };
-        self.chunk_ended(&chunk, result, now);
-        Ok(())
-    }
-
-    /// All bytes of a chunk have come by a stream.
-    pub(crate) fn streamed_arrived(&mut self, id: PeerId, number: u64, now: Instant) {
-        let Some(Asked { chunk, departure, .. }) = self.rpc.borrow_mut().table.remove(&number) else { return };
-        if let Ok(peer) = self.peers.get_mut(id) {
-            peer.flow.arrive(departure, chunk.bytes, now);
-        }
-        self.chunk_ended(&chunk, Ok(()), now);
-        self.streamed_ended(id);
-    }
-
-    /// Ends the chunks that a lost peer will not reply to.
-    pub(crate) fn fail_chunks_of(&mut self, id: PeerId, error: &Error, now: Instant) {
-        let lost: Vec<Asked> =
-            self.rpc.borrow_mut().table.extract_if(|_, asked| asked.chunk.peer == id).map(|(_, asked)| asked).collect();
-        for asked in lost {
-            self.chunk_ended(&asked.chunk, Err(error.clone()), now);
-        }
-    }
 }
 
 /// Whether what arrived has the digest that the peer tells.

@@ -5,10 +5,10 @@
 //! where it belongs, many places a call: one copy is left, which on the peer's side no processor makes at all.
 //!
 //! The asking side connects. It asks for a stream over UCX when a transfer is worth one, is told addresses and a ticket
-//! ([`connect`]), and uses it from when the peer has answered on it; until then, and where that fails, messages carry the
-//! bytes ([`served`](crate::agent::rpc::server)). Requests still go by UCX; on the stream come the bytes of one chunk after the other,
-//! each behind its number ([`send`], [`recv`]). A stream that breaks while chunks are under way takes the peer's
-//! connection along, as its processes or the network have broken; an idle one is asked for again.
+//! ([`accept`], [`connect`]), and uses it from when the peer has answered on it; until then, and where that fails,
+//! messages carry the bytes ([`rpc`](super::rpc)). Requests still go by UCX; on the stream come the bytes of one chunk
+//! after the other, each behind its number ([`send`], [`recv`]). A stream that breaks while chunks are under way takes
+//! the peer's connection along, as its processes or the network have broken; an idle one is asked for again.
 //!
 //! The sockets are in one epoll descriptor, which wakes the loop for changes. Those with something to do are tried in each
 //! turn, which costs a system call and finds news some microseconds earlier.
@@ -16,13 +16,16 @@
 //! Pages that are lent show what is written to them until the reader has them. So the reader says which chunks it has, with
 //! its next request or by itself when it waits for none, and regions stay registered until then.
 
+mod accept;
 mod connect;
 mod recv;
 mod send;
-mod wire;
+pub(crate) mod wire;
 
+use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
 use std::net::{TcpListener, TcpStream};
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
@@ -31,22 +34,24 @@ use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::net::sockopt;
 
-use connect::{Attempt, Stranger};
-use recv::Inbound;
-use send::Outbound;
-#[cfg(feature = "fuzzing")]
-pub(crate) use wire::Offer;
-use wire::Secret;
-#[cfg(feature = "fuzzing")]
-pub(crate) use wire::{Heading, ticket_of};
-
-use crate::agent::core::ids::PeerId;
-use crate::agent::engine::Engine;
-use crate::agent::thread::affinity::KeepApart;
+use self::accept::Unidentified;
+use self::connect::Attempt;
+use self::recv::Inbound;
+use self::send::Outbound;
+use self::wire::Secret;
+use super::core::config::AgentConfig;
+use super::core::effect::Effects;
+use super::core::ids::PeerId;
+use super::core::iov::Iov;
+use super::core::regions::Regions;
+use super::peers::Peers;
+use super::rpc::client::Client;
+use super::thread::affinity::KeepApart;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::mem::socket::PagePipe;
+use crate::mem::socket::{PagePipe, Stretch, Stretches};
 use crate::mem::thread::block_broken_pipe_signals;
+use crate::proto::ids::Incarnation;
 
 /// What one stream moves before others, and the rest of the loop, have their turn.
 const TURN_BYTES: u64 = 1 << 20;
@@ -55,20 +60,25 @@ const LOOK_INTERVAL: Duration = Duration::from_micros(200);
 /// Changes taken by one look.
 const CHANGES: usize = 64;
 /// What the changes of listeners and of connections of unknown peers are known by: no peer's number.
-const DOOR: u64 = u64::MAX;
+const LISTENING: u64 = u64::MAX;
 /// Set in what the changes of a stream are known by that brings bytes; the lower bits are the peer's number.
 const INBOUND: u64 = 1 << 63;
 
 /// All streams of an agent.
-#[derive(Default)]
 pub(crate) struct Streams {
+    /// The agent's name, for log lines.
+    name: String,
+    /// The ports that may be listened at; any free one if `None`.
+    ports: Option<RangeInclusive<u16>>,
+    /// Where among them to begin, so that agents of one host do not all try the same.
+    first_port: u64,
     /// Watches the sockets. `None` until there is one.
     changes: Option<OwnedFd>,
     /// Whether they have changed since the last look.
     changed: bool,
     looked_at: Option<Instant>,
     listeners: Vec<TcpListener>,
-    strangers: Vec<Stranger>,
+    unidentified: Vec<Unidentified>,
     /// Whom a ticket was given to.
     tickets: HashMap<Secret, PeerId>,
     /// Streams from peers that are being made.
@@ -88,7 +98,39 @@ pub(crate) struct Streams {
     log: LogLimit,
 }
 
+/// What streams take of others.
+pub(crate) struct Io<'a> {
+    pub(crate) peers: &'a mut Peers,
+    pub(crate) regions: &'a mut Regions,
+    pub(crate) rpc: &'a RefCell<Client>,
+    pub(crate) effects: &'a mut Effects,
+    pub(crate) now: Instant,
+}
+
 impl Streams {
+    pub(crate) fn new(config: &AgentConfig, incarnation: Incarnation) -> Self {
+        Streams {
+            name: config.name.clone(),
+            ports: config.tcp_ports(),
+            first_port: incarnation.0,
+            changes: None,
+            changed: false,
+            looked_at: None,
+            listeners: Vec::new(),
+            unidentified: Vec::new(),
+            tickets: HashMap::new(),
+            attempts: HashMap::new(),
+            inbound: HashMap::new(),
+            outbound: HashMap::new(),
+            reading: BTreeSet::new(),
+            writing: BTreeSet::new(),
+            pipe: None,
+            keep_apart: KeepApart::default(),
+            congestion: None,
+            log: LogLimit::default(),
+        }
+    }
+
     /// What to wait on, if anything.
     pub(crate) fn fd(&self) -> Option<RawFd> {
         self.changes.as_ref().map(AsRawFd::as_raw_fd)
@@ -101,8 +143,61 @@ impl Streams {
 
     /// When something must have happened.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        let meeting = self.attempts.values().map(|attempt| attempt.deadline).min();
-        self.strangers.iter().map(|stranger| stranger.deadline).chain(meeting).min()
+        let attempts = self.attempts.values().map(|attempt| attempt.deadline);
+        self.unidentified.iter().map(|unidentified| unidentified.deadline).chain(attempts).min()
+    }
+
+    /// Streams for which there is something to send.
+    pub(crate) fn writing(&self) -> Vec<PeerId> {
+        self.writing.iter().copied().collect()
+    }
+
+    /// Streams from which something may have come.
+    pub(crate) fn reading(&self) -> Vec<PeerId> {
+        self.reading.iter().copied().collect()
+    }
+
+    /// Closes the streams to and from a peer that is gone.
+    pub(crate) fn close(&mut self, id: PeerId, regions: &mut Regions) {
+        self.attempts.remove(&id);
+        self.inbound.remove(&id);
+        self.reading.remove(&id);
+        self.close_outbound(id, regions);
+    }
+
+    /// Takes the changes of sockets if there may be any. Returns whether there were.
+    pub(crate) fn look(&mut self, io: &mut Io<'_>) -> bool {
+        let Some(descriptor) = &self.changes else { return false };
+        let due = self.looked_at.is_none_or(|at| io.now.saturating_duration_since(at) >= LOOK_INTERVAL);
+        if !(self.changed || due) {
+            return false;
+        }
+        let mut changes = Vec::with_capacity(CHANGES);
+        // A signal is no matter: what has changed is there at the next look.
+        let found = epoll::wait(descriptor, spare_capacity(&mut changes), Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        self.looked_at = Some(io.now);
+        self.changed = found.is_err() || changes.len() == CHANGES;
+        self.end_late(io);
+        let mut listening = false;
+        for change in &changes {
+            match change.data.u64() {
+                LISTENING => listening = true,
+                peer if peer & INBOUND != 0 => self.inbound_changed(PeerId::from_raw(peer & !INBOUND), io),
+                peer => self.outbound_changed(PeerId::from_raw(peer), io),
+            }
+        }
+        if listening {
+            self.accept(io);
+        }
+        !changes.is_empty()
+    }
+
+    /// Gives up on who takes too long.
+    fn end_late(&mut self, io: &mut Io<'_>) {
+        if self.deadline().is_some_and(|deadline| deadline <= io.now) {
+            self.end_late_accepts(io);
+            self.end_late_attempts(io);
+        }
     }
 
     /// Watches a socket for changes.
@@ -132,63 +227,11 @@ impl Streams {
     }
 }
 
-impl Engine {
-    /// Closes the streams to and from a peer that is gone.
-    pub(crate) fn close_streams(&mut self, id: PeerId) {
-        self.streams.attempts.remove(&id);
-        self.streams.inbound.remove(&id);
-        self.streams.reading.remove(&id);
-        self.close_outbound(id);
-    }
-
-    /// Moves what the streams have to move. Returns whether there was anything.
-    pub(crate) fn drive_streams(&mut self, now: Instant) -> bool {
-        if self.streams.changes.is_none() {
-            return false;
-        }
-        let due = self.streams.looked_at.is_none_or(|at| now.saturating_duration_since(at) >= LOOK_INTERVAL);
-        let mut any = false;
-        if self.streams.changed || due {
-            any |= self.look_at_streams(now);
-        }
-        let writing: Vec<PeerId> = self.streams.writing.iter().copied().collect();
-        for id in writing {
-            any |= self.send_stream(id, now);
-        }
-        let reading: Vec<PeerId> = self.streams.reading.iter().copied().collect();
-        for id in reading {
-            any |= self.receive_stream(id, now);
-        }
-        any
-    }
-
-    /// Takes the changes of sockets. Returns whether there were any.
-    fn look_at_streams(&mut self, now: Instant) -> bool {
-        self.streams.changed = false;
-        self.streams.looked_at = Some(now);
-        self.end_late_meetings(now);
-        let mut changes = Vec::with_capacity(CHANGES);
-        let Some(descriptor) = &self.streams.changes else { return false };
-        // A signal is no matter: what has changed is there at the next look.
-        let found = epoll::wait(descriptor, spare_capacity(&mut changes), Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-        if found.is_err() {
-            self.streams.changed = true;
-            return false;
-        }
-        self.streams.changed = changes.len() == CHANGES;
-        let mut door = false;
-        for change in &changes {
-            match change.data.u64() {
-                DOOR => door = true,
-                peer if peer & INBOUND != 0 => self.inbound_changed(PeerId::from_raw(peer & !INBOUND), now),
-                peer => self.outbound_changed(PeerId::from_raw(peer), now),
-            }
-        }
-        if door {
-            self.answer_door(now);
-        }
-        !changes.is_empty()
-    }
+/// Where the bytes of a chunk are.
+fn stretches(iovs: &[Iov]) -> Result<Stretches> {
+    let all: Result<Vec<Stretch>> =
+        iovs.iter().map(|iov| Stretch::new(&iov.range, iov.offset, iov.len.into())).collect();
+    all.map(Stretches::new)
 }
 
 /// Sets up a socket that was connected or accepted. Without these it works, worse.

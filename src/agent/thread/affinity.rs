@@ -1,10 +1,11 @@
 //! Leaving a processor that two busy threads share while another one is idle.
 //!
 //! Linux wakes a thread on the processor of the one that woke it unless it sees an idle one, and in a virtual machine a
-//! processor that the host has put to rest need not look idle (`available_idle_cpu` asks `vcpu_is_preempted`). Two context
-//! threads that answer each other, or a copy thread and its progress thread, then take turns on one processor until the kernel's
-//! balancing parts them some milliseconds later, which is longer than most transfers take. So a thread that waits for its
-//! processor steps aside: it forbids itself the processor it is on, which moves it at once, and allows it again.
+//! processor that the host has put to rest need not look idle (`available_idle_cpu` asks `vcpu_is_preempted`). Two
+//! progress threads that answer each other, or a copy thread and its progress thread, then take turns on one processor
+//! until the kernel's balancing parts them some milliseconds later, which is longer than most transfers take. So a
+//! thread that waits for its processor steps aside: it forbids itself the processor it is on, which moves it at once,
+//! and allows it again.
 //!
 //! It allows it again when it runs, and until then nothing brings it back. Where another program computes on the processor
 //! that it moves to, that can take 100 ms, even while the processor that it has left stands idle. So nobody steps aside while
@@ -28,8 +29,8 @@ const STALE: Duration = Duration::from_millis(5);
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Moves the calling thread away from processor `from`, if it is there, may run on another one of the same package, and one is
-/// likely to be idle.
+/// Moves the calling thread away from processor `from`, if it is there, may run on another one of the same package, and
+/// one is likely to be idle.
 pub(crate) fn leave(from: usize) {
     if processor() == from && room() {
         move_from(from);
@@ -157,8 +158,8 @@ impl Affinity {
         }
     }
 
-    /// Whether to step aside after a window of `passed` in which the thread has waited for `waited`; `room` says whether there
-    /// is a processor to go to.
+    /// Whether to step aside after a window of `passed` in which the thread has waited for `waited`; `room` says
+    /// whether there is a processor to go to.
     fn judge(
         &mut self,
         now: Instant,
@@ -191,8 +192,8 @@ impl Affinity {
     }
 }
 
-/// Keeps a progress thread off the processor of one that asks it for bytes: Linux wakes it there, where it waits while the other
-/// one spins, and both then take turns until [`Affinity`] parts them.
+/// Keeps a progress thread off the processor of one that asks it for bytes: Linux wakes it there, where it waits while
+/// the other one spins, and both then take turns until [`Affinity`] parts them.
 #[derive(Default)]
 pub(crate) struct KeepApart {
     next: Option<Instant>,

@@ -1,4 +1,5 @@
-//! How long the progress thread's turns on a processor are to be: short when it wakes, long when it has been busy for a while.
+//! How long the progress thread's turns on a processor are to be: short when it wakes, long when it has been busy for a
+//! while.
 //!
 //! A thread that asks for short turns gets the first one soon after it is woken, which is what a message needs that comes
 //! while engines compute. But as long as it stays busy it then also comes before threads that wake and have not asked, such

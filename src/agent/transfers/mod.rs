@@ -1,29 +1,24 @@
-//! Transfers: validated, expanded and posted in a window, ended exactly once.
+//! Transfers: validated, expanded, taken in turns, ended exactly once.
 //!
 //! A transfer is *stopped* when it is cancelled, when one of its operations fails, or when its peer is lost: nothing
-//! more is posted for it. It is *over* when in addition none of its operations is in flight. Only then is its event
-//! made and its hold on the registered regions given up.
+//! more is posted for it. It is *over* when in addition none of its operations is in flight. Only then is that told, by
+//! [`Effect::TransferEnded`], and its hold on the registered regions given up.
+
+mod window;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use crate::agent::core::config::Window;
-use crate::agent::core::event::{Direction, Event};
-use crate::agent::core::ids::{PeerId, TransferId};
-use crate::agent::core::in_flight::InFlight;
-use crate::agent::core::limits::CHUNK_BYTES;
-use crate::agent::core::limits::STREAM_BYTES;
-use crate::agent::engine::Engine;
-use crate::agent::paths::copy_pool::Copied;
-use crate::agent::paths::{self, Profile};
-use crate::agent::rpc::client::{Chunk, Service};
+pub(crate) use self::window::{Load, Windows};
+use super::core::config::AgentConfig;
+use super::core::effect::{Effect, Effects, OperationEnd, TransferEnd};
+use super::core::event::Direction;
+use super::core::ids::{PeerId, TransferId};
+use super::core::limits::{CHUNK_BYTES, STREAM_BYTES};
+use super::core::regions::Regions;
+use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::ucx_error;
 use crate::proto::plan::{CopyPlan, Expander, Operation};
-use crate::ucx::{Completion, Posted};
-
-/// How long a round of posting may last: copying happens during it, and messages, new commands and timers wait for it.
-const TURN_TIME: Duration = Duration::from_micros(100);
 
 pub(crate) struct Transfer {
     peer: PeerId,
@@ -35,10 +30,10 @@ pub(crate) struct Transfer {
     next: Option<Operation>,
     /// Local regions that it uses, each once.
     regions: Vec<u32>,
-    pub(crate) in_flight: u32,
+    in_flight: u32,
     posted: u64,
     /// Bytes moved.
-    pub(crate) bytes: u64,
+    bytes: u64,
     posted_at: Option<Instant>,
     all_posted_at: Option<Instant>,
     /// Why it was stopped, if it was.
@@ -46,7 +41,7 @@ pub(crate) struct Transfer {
     /// When its operations must have ended after it was stopped.
     grace: Option<Instant>,
     /// One-sided writes were posted that no flush covers yet.
-    pub(crate) unflushed: bool,
+    unflushed: bool,
     /// Whether its runs are so short that messages carry them better than an operation each.
     gathered: bool,
     /// Whether a stream is worth having for it.
@@ -55,7 +50,7 @@ pub(crate) struct Transfer {
     proof: Proof,
 }
 
-/// See [`AgentConfig::verify`](crate::agent::AgentConfig::verify).
+/// See [`AgentConfig::verify`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Proof {
     /// Nothing.
@@ -140,88 +135,106 @@ impl Transfer {
         }
         self.posted += operations;
     }
+
+    /// An operation was posted that has yet to end.
+    pub(crate) fn enter_flight(&mut self) {
+        self.in_flight += 1;
+    }
+
+    /// Bytes were moved by an operation that was over when it was posted.
+    pub(crate) fn add_bytes(&mut self, bytes: u64) {
+        self.bytes += bytes;
+    }
+
+    /// A one-sided write was posted: the transfer is over only after a flush.
+    pub(crate) fn needs_flush(&mut self) {
+        self.unflushed = true;
+    }
 }
 
 /// All transfers that are not over.
-#[derive(Default)]
 pub(crate) struct Transfers {
     table: HashMap<TransferId, Transfer>,
     /// Per peer, those that have something to post, in the order of their turns.
     queues: BTreeMap<PeerId, VecDeque<TransferId>>,
     /// Ends of grace.
     graces: BTreeSet<(Instant, TransferId)>,
-    /// The peer whose turn was the last before the time was up.
-    last_turn: Option<PeerId>,
-    operations: u64,
-    bytes: u64,
+    windows: Windows,
+    /// How long the operations of a stopped transfer may take to end by themselves.
+    pub(crate) cancel_grace: Duration,
+    max_operation_bytes: u64,
+    gather_below: u64,
+    verify: bool,
 }
 
 impl Transfers {
+    pub(crate) fn new(config: &AgentConfig) -> Self {
+        Transfers {
+            table: HashMap::new(),
+            queues: BTreeMap::new(),
+            graces: BTreeSet::new(),
+            windows: Windows::new(config.total_window, config.peer_window),
+            cancel_grace: config.cancel_grace,
+            max_operation_bytes: config.max_operation_bytes,
+            gather_below: config.gather_below,
+            verify: config.verify,
+        }
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.table.len()
     }
 
+    /// What is in flight for all of them.
+    pub(crate) fn in_flight(&self) -> Load {
+        self.windows.total()
+    }
+
+    #[cfg(test)]
     pub(crate) fn get(&self, id: TransferId) -> Option<&Transfer> {
         self.table.get(&id)
     }
 
-    pub(crate) fn get_mut(&mut self, id: TransferId) -> Option<&mut Transfer> {
-        self.table.get_mut(&id)
-    }
-
-    /// Operations in flight and their bytes.
-    pub(crate) fn in_flight(&self) -> (u64, u64) {
-        (self.operations, self.bytes)
-    }
-
-    pub(crate) fn ids(&self) -> Vec<TransferId> {
-        self.table.keys().copied().collect()
+    /// A transfer and the windows that its operations count in.
+    pub(crate) fn get_with_windows(&mut self, id: TransferId) -> Option<(&mut Transfer, &mut Windows)> {
+        self.table.get_mut(&id).map(|transfer| (transfer, &mut self.windows))
     }
 
     /// The next end of a grace.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.graces.first().map(|(at, _)| *at)
     }
-}
 
-/// Whether an operation of `len` bytes may join what is in flight.
-fn fits(window: Window, operations: u64, bytes: u64, len: u64) -> bool {
-    operations == 0 || (operations < u64::from(window.operations) && bytes.saturating_add(len) <= window.bytes)
-}
-
-impl Engine {
     /// Takes a transfer up. On an error nothing was.
-    pub(crate) fn start_transfer(
+    pub(crate) fn start(
         &mut self,
         id: TransferId,
-        peer: PeerId,
+        peer: &Peer,
         direction: Direction,
         plan: CopyPlan,
-        now: Instant,
+        regions: &mut Regions,
+        effects: &mut Effects,
     ) -> Result<()> {
-        self.check_open()?;
-        self.peers.get_mut(peer)?.find_neighbour(&self.address);
-        let remote = self.peers.get(peer)?;
         let (mut locals, mut remotes) = (BTreeSet::new(), BTreeSet::new());
         for segment in plan.segments.iter() {
             if locals.insert(segment.local_region) {
-                self.regions.live_range(segment.local_region)?;
+                regions.live_range(segment.local_region)?;
             }
             if remotes.insert(segment.remote_region) {
-                remote.check_region(segment.remote_region)?;
+                peer.check_region(segment.remote_region)?;
             }
         }
-        plan.check(self.regions.lens(), remote.lens())?;
+        plan.check(regions.lens(), peer.lens())?;
         let bytes = plan.bytes();
-        let regions: Vec<u32> = locals.into_iter().collect();
-        self.regions.enter(&regions);
+        let used: Vec<u32> = locals.into_iter().collect();
+        regions.enter(&used);
         let transfer = Transfer {
-            peer,
+            peer: peer.id,
             direction,
-            expander: plan.expand(self.config.max_operation_bytes),
+            expander: plan.expand(self.max_operation_bytes),
             fresh: bytes > 0,
             next: None,
-            regions,
+            regions: used,
             in_flight: 0,
             posted: 0,
             bytes: 0,
@@ -232,419 +245,194 @@ impl Engine {
             unflushed: false,
             gathered: false,
             streamable: direction == Direction::Read && bytes >= STREAM_BYTES,
-            proof: if self.config.verify && direction == Direction::Read { Proof::Due } else { Proof::No },
+            proof: if self.verify && direction == Direction::Read { Proof::Due } else { Proof::No },
         };
         if transfer.has_more() {
             // A new one goes first, once: so a small one does not wait for the turns of large ones (as "new flows" in
             // fq_codel, RFC 8290). After that they take turns.
-            self.transfers.queues.entry(peer).or_default().push_front(id);
+            self.queues.entry(peer.id).or_default().push_front(id);
         }
-        self.transfers.table.insert(id, transfer);
-        self.settle(id, now);
+        self.table.insert(id, transfer);
+        self.settle(id, effects);
         Ok(())
     }
 
-    /// Ends a transfer that could not be taken up.
-    pub(crate) fn refuse_transfer(&mut self, id: TransferId, peer: PeerId, error: Error, now: Instant) {
-        self.stats.transfers_failed += 1;
-        self.shared.live.lock().transfers.remove(&id);
-        self.events.push_back(Event::TransferDone {
-            id,
-            peer,
-            result: Err(error),
-            bytes: 0,
-            operations: 0,
-            posted_at: now,
-            all_posted_at: now,
-            finished_at: now,
-        });
+    /// The peers with transfers that have something to post; few.
+    pub(crate) fn waiting_peers(&self) -> Vec<PeerId> {
+        self.queues.keys().copied().collect()
     }
 
-    /// Posts what the windows allow, in turns. Returns whether anything was posted.
-    pub(crate) fn post_transfers(&mut self) -> bool {
-        if self.transfers.queues.is_empty() {
-            return self.copy_what_waits();
-        }
-        let end = Instant::now() + TURN_TIME;
-        let mut any = false;
-        loop {
-            let mut progressed = false;
-            // Few: the peers that have something to post. Where the last round was cut off, this one begins.
-            let mut peers: Vec<PeerId> = self.transfers.queues.keys().copied().collect();
-            let begin = peers.partition_point(|peer| Some(*peer) <= self.transfers.last_turn);
-            peers.rotate_left(begin);
-            for peer in peers {
-                let posted = self.post_turn(peer);
-                progressed |= posted;
-                if posted && Instant::now() >= end {
-                    self.transfers.last_turn = Some(peer);
-                    return true;
-                }
-            }
-            any |= progressed;
-            if !progressed {
-                return any || self.copy_what_waits();
-            }
-        }
+    pub(crate) fn is_idle(&self) -> bool {
+        self.queues.is_empty()
     }
 
-    /// Copies what no copy thread has begun. Returns whether there was anything.
-    fn copy_what_waits(&mut self) -> bool {
-        let Some(job) = self.copy_pool.take_back() else { return false };
-        self.copied_batch(job.run(), Instant::now());
-        true
-    }
-
-    /// Gives the first transfer in a peer's queue its turn. Returns whether anything was posted.
-    fn post_turn(&mut self, peer_id: PeerId) -> bool {
-        let Some(queue) = self.transfers.queues.get_mut(&peer_id) else { return false };
-        let Ok(peer) = self.peers.get(peer_id) else { return false };
-        if !peer.is_ready() {
-            return false;
-        }
+    /// Takes the transfer whose turn it is out of a peer's queue; [`Transfers::end_turn`] puts it back.
+    pub(crate) fn begin_turn(&mut self, peer: PeerId) -> Option<TransferId> {
+        let queue = self.queues.get_mut(&peer)?;
         // Those that were stopped or are gone have lost their place.
-        let table = &mut self.transfers.table;
-        let live = |id: &TransferId| table.get(id).is_some_and(|t| t.stopped.is_none() && t.has_more());
-        while queue.front().is_some_and(|id| !live(id)) {
-            queue.pop_front();
-        }
-        if let Some(transfer) = queue.front().and_then(|id| table.get_mut(id)) {
-            transfer.prepare(self.config.gather_below);
-        }
-        let next = queue.pop_front().and_then(|id| Some((id, Profile::of(&self.regions, peer, table.get(&id)?)?)));
-        let Some((id, profile)) = next else {
-            self.transfers.queues.remove(&peer_id);
-            return false;
-        };
-        let path = paths::choose(peer, profile);
-        let posted = path.post(self, peer_id, id, profile);
-        if let (Ok(bytes), false) = (&posted, profile.digest) {
-            *path.counter(&mut self.stats) += bytes;
-        }
-        let more = self.transfers.get(id).is_some_and(Transfer::has_more);
-        if let Some(queue) = self.transfers.queues.get_mut(&peer_id) {
-            match posted {
-                // It keeps its turn if the windows had no room for any of it.
-                Ok(0) if more => queue.push_front(id),
-                Ok(_) if more => queue.push_back(id),
-                _ => {}
-            }
-            if queue.is_empty() {
-                self.transfers.queues.remove(&peer_id);
+        while let Some(id) = queue.pop_front() {
+            let live = self.table.get_mut(&id).filter(|transfer| transfer.stopped.is_none() && transfer.has_more());
+            if let Some(transfer) = live {
+                transfer.prepare(self.gather_below);
+                if transfer.next.is_some() {
+                    return Some(id);
+                }
             }
         }
-        let now = Instant::now();
+        self.queues.remove(&peer);
+        None
+    }
+
+    /// Queues a transfer that has had its turn if there is more of it. It keeps its place if the windows had no room for any
+    /// of it.
+    pub(crate) fn end_turn(&mut self, peer: PeerId, id: TransferId, posted: &Result<u64>) {
+        let more = self.table.get(&id).is_some_and(Transfer::has_more);
+        let Some(queue) = self.queues.get_mut(&peer) else { return };
         match posted {
-            Ok(bytes) => {
-                self.settle(id, now);
-                bytes > 0
-            }
-            Err(error) if error.kind() == ErrorKind::PeerDied => {
-                self.lose(peer_id, error, now);
-                true
-            }
-            Err(error) => {
-                self.stop(id, error, now);
-                true
-            }
+            Ok(0) if more => queue.push_front(id),
+            Ok(_) if more => queue.push_back(id),
+            _ => {}
+        }
+        if queue.is_empty() {
+            self.queues.remove(&peer);
         }
     }
 
-    /// Whether the windows have room for an operation of `len` bytes to this peer.
-    pub(crate) fn has_room(&self, peer: PeerId, len: u64) -> bool {
-        let (operations, bytes) = self.transfers.in_flight();
-        fits(self.config.total_window, operations, bytes, len)
-            && self
-                .peers
-                .get(peer)
-                .is_ok_and(|peer| fits(self.config.peer_window, peer.operations.into(), peer.bytes, len))
-    }
-
-    /// An operation of `len` bytes is in flight.
-    pub(crate) fn entered_flight(&mut self, peer: PeerId, len: u64) {
-        self.transfers.operations += 1;
-        self.transfers.bytes += len;
-        if let Ok(peer) = self.peers.get_mut(peer) {
-            peer.operations += 1;
-            peer.bytes += len;
-        }
-    }
-
-    /// Takes the operations that UCX has ended.
-    pub(crate) fn reap_completions(&mut self, now: Instant) {
-        while let Some(Completion { token, result, .. }) = self.worker.poll_completion() {
-            match self.operations.remove(token) {
-                Some(InFlight::Copy { transfer, len }) => self.copied(transfer, len, result.map_err(ucx_error), now),
-                Some(InFlight::Flush { transfer }) => {
-                    if let Some(entry) = self.transfers.table.get_mut(&transfer) {
-                        entry.in_flight = entry.in_flight.saturating_sub(1);
-                    }
-                    self.ended(transfer, result.map_err(ucx_error), now);
-                }
-                Some(InFlight::Message { peer, reserved }) => {
-                    self.message_ended(peer, reserved, result.map_err(ucx_error), now);
-                }
-                Some(InFlight::Service { peer, held, regions }) => {
-                    self.regions.leave(&regions);
-                    self.service_ended(peer, held, result.map_err(ucx_error), now);
-                }
-                Some(InFlight::Goodbye) => {}
-                Some(InFlight::CloseFlush) => self.left(token),
-                None => log::error!("agent {}: UCX ended an unknown operation", self.config.name),
-            }
-        }
-    }
-
-    fn copied(&mut self, id: TransferId, len: u64, result: Result<()>, now: Instant) {
-        self.left_flight(id, len, if result.is_ok() { len } else { 0 });
-        self.ended(id, result, now);
-    }
-
-    /// Takes what the copy threads have done.
-    pub(crate) fn reap_copies(&mut self, now: Instant) {
-        for copied in self.copy_pool.reap() {
-            self.copied_batch(copied, now);
-        }
-    }
-
-    /// A batch was copied, or failed.
-    pub(crate) fn copied_batch(&mut self, copied: Copied, now: Instant) {
-        let Copied { transfer, peer, batch, is_filled_by_kernel, result } = copied;
-        let len = batch.bytes() as u64;
-        self.copy_pool.give_back(batch);
-        let result = result.map_err(|error| match self.peers.get(peer) {
-            Ok(peer) => error.context(format!("agent {}", peer.name)),
-            Err(_) => error,
-        });
-        self.batch_left_flight(transfer, len, is_filled_by_kernel, result.is_ok());
-        match result {
-            // Its transfers are stopped with it.
-            Err(error) if error.kind() == ErrorKind::PeerDied => {
-                self.lose(peer, error.clone(), now);
-                self.stop(transfer, error, now);
-            }
-            result => self.ended(transfer, result, now),
-        }
-    }
-
-    /// The reply to a chunk came, or will not come.
-    pub(crate) fn chunk_ended(&mut self, chunk: &Chunk, result: Result<()>, now: Instant) {
-        let moved = if result.is_ok() && chunk.service != Service::Digest { chunk.bytes } else { 0 };
-        self.left_flight(chunk.transfer, chunk.bytes, moved);
-        self.ended(chunk.transfer, result, now);
-    }
-
-    /// A batch of `len` bytes is no longer with a copy thread; it was counted in the windows or not.
-    fn batch_left_flight(&mut self, id: TransferId, len: u64, was_counted: bool, is_copied: bool) {
-        let moved = if is_copied { len } else { 0 };
-        if was_counted {
-            return self.left_flight(id, len, moved);
-        }
-        let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
+    /// Takes note of an operation that is no longer in flight.
+    pub(crate) fn operation_ended(&mut self, end: OperationEnd, effects: &mut Effects, now: Instant) {
+        let OperationEnd { transfer: id, windowed, moved, result } = end;
+        let Some(transfer) = self.table.get_mut(&id) else { return };
         transfer.in_flight = transfer.in_flight.saturating_sub(1);
         transfer.bytes += moved;
-    }
-
-    /// An operation of `len` bytes is no longer in flight, and has moved `moved` bytes.
-    fn left_flight(&mut self, id: TransferId, len: u64, moved: u64) {
-        self.transfers.operations = self.transfers.operations.saturating_sub(1);
-        self.transfers.bytes = self.transfers.bytes.saturating_sub(len);
-        let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
-        transfer.in_flight = transfer.in_flight.saturating_sub(1);
-        transfer.bytes += moved;
-        if let Ok(peer) = self.peers.get_mut(transfer.peer) {
-            peer.operations = peer.operations.saturating_sub(1);
-            peer.bytes = peer.bytes.saturating_sub(len);
+        if let Some(len) = windowed {
+            self.windows.leave(transfer.peer, len);
         }
-    }
-
-    fn ended(&mut self, id: TransferId, result: Result<()>, now: Instant) {
         match result {
-            Ok(()) => self.settle(id, now),
-            Err(error) => self.stop(id, error, now),
+            Ok(()) => self.settle(id, effects),
+            Err(error) => self.stop(id, error, effects, now),
         }
     }
 
     /// Ends a transfer if it is over.
-    fn settle(&mut self, id: TransferId, now: Instant) {
-        let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
+    pub(crate) fn settle(&mut self, id: TransferId, effects: &mut Effects) {
+        let Some(transfer) = self.table.get_mut(&id) else { return };
         if transfer.in_flight > 0 || (transfer.stopped.is_none() && transfer.has_more()) {
             return;
         }
         // A write is over when the peer's memory holds it, or certainly is not written any more.
-        if transfer.unflushed {
-            transfer.unflushed = false;
-            if let Ok(peer) = self.peers.get(transfer.peer) {
-                let token = self.operations.insert(InFlight::Flush { transfer: id });
-                match peer.endpoint.flush(token) {
-                    Ok(Posted::Pending) => {
-                        transfer.in_flight += 1;
-                        return;
-                    }
-                    Ok(Posted::Done) => drop(self.operations.remove(token)),
-                    Err(e) => {
-                        self.operations.remove(token);
-                        transfer.stopped.get_or_insert_with(|| ucx_error(e));
-                    }
-                }
-            }
+        if std::mem::take(&mut transfer.unflushed) {
+            transfer.in_flight += 1;
+            effects.push(Effect::Flush { transfer: id, peer: transfer.peer });
+            return;
         }
         if transfer.proof == Proof::Due && transfer.stopped.is_none() {
             transfer.proof = Proof::Asking;
             transfer.expander = transfer.expander.plan().clone().expand(CHUNK_BYTES);
             transfer.next = transfer.expander.next();
             if transfer.next.is_some() {
-                self.transfers.queues.entry(transfer.peer).or_default().push_back(id);
+                self.queues.entry(transfer.peer).or_default().push_back(id);
                 return;
             }
         }
-        self.finish(id, now);
+        self.finish(id, effects);
     }
 
-    fn finish(&mut self, id: TransferId, now: Instant) {
-        let Some(transfer) = self.transfers.table.remove(&id) else { return };
+    fn finish(&mut self, id: TransferId, effects: &mut Effects) {
+        let Some(transfer) = self.table.remove(&id) else { return };
         if let Some(at) = transfer.grace {
-            self.transfers.graces.remove(&(at, id));
+            self.graces.remove(&(at, id));
         }
-        self.shared.live.lock().transfers.remove(&id);
-        match (&transfer.stopped, transfer.direction) {
-            (Some(_), _) => self.stats.transfers_failed += 1,
-            (None, _) => self.stats.transfers_done += 1,
-        }
-        let posted_at = transfer.posted_at.unwrap_or(now);
-        let all_posted_at = transfer.all_posted_at.unwrap_or(posted_at);
-        if self.config.telemetry && transfer.stopped.is_none() && transfer.posted_at.is_some() {
-            let micros = |to: Instant| u64::try_from((to - posted_at).as_micros()).unwrap_or(u64::MAX);
-            self.stats.posting_time.observe(micros(all_posted_at));
-            self.stats.transfer_time.observe(micros(now));
-        }
-        match transfer.direction {
-            Direction::Read => self.stats.bytes_read += transfer.bytes,
-            Direction::Write => self.stats.bytes_written += transfer.bytes,
-        }
-        self.events.push_back(Event::TransferDone {
+        let posted = transfer.posted_at.map(|at| (at, transfer.all_posted_at.unwrap_or(at)));
+        effects.push(Effect::TransferEnded(TransferEnd {
             id,
             peer: transfer.peer,
+            direction: transfer.direction,
             result: transfer.stopped.map_or(Ok(()), Err),
             bytes: transfer.bytes,
             operations: transfer.posted,
-            posted_at,
-            all_posted_at,
-            finished_at: now,
-        });
-        self.regions.leave(&transfer.regions);
+            posted,
+            regions: transfer.regions,
+        }));
     }
 
     /// Posts nothing more for a transfer; the first reason counts.
-    pub(crate) fn stop(&mut self, id: TransferId, error: Error, now: Instant) {
-        let Some(transfer) = self.transfers.table.get_mut(&id) else { return };
+    pub(crate) fn stop(&mut self, id: TransferId, error: Error, effects: &mut Effects, now: Instant) {
+        let Some(transfer) = self.table.get_mut(&id) else { return };
         if transfer.stopped.is_none() {
             transfer.stopped = Some(error);
             (transfer.fresh, transfer.next) = (false, None);
-            if let Some(at) = now.checked_add(self.config.cancel_grace) {
+            if let Some(at) = now.checked_add(self.cancel_grace) {
                 transfer.grace = Some(at);
-                self.transfers.graces.insert((at, id));
+                self.graces.insert((at, id));
             }
-            for job in self.copy_pool.withdraw(id) {
-                self.batch_left_flight(id, job.batch.bytes() as u64, job.is_filled_by_kernel, false);
-                self.copy_pool.give_back(job.batch);
-            }
+            effects.push(Effect::TransferStopped { transfer: id });
         }
-        self.settle(id, now);
+        self.settle(id, effects);
     }
 
-    pub(crate) fn cancel(&mut self, id: TransferId, now: Instant) -> Result<()> {
-        if !self.transfers.table.contains_key(&id) {
+    pub(crate) fn cancel(&mut self, id: TransferId, effects: &mut Effects, now: Instant) -> Result<()> {
+        if !self.table.contains_key(&id) {
             return Err(id.unknown());
         }
-        self.stop(id, Error::new(ErrorKind::Cancelled, "the transfer was cancelled"), now);
+        self.stop(id, Error::new(ErrorKind::Cancelled, "the transfer was cancelled"), effects, now);
         Ok(())
     }
 
     /// Stops the transfers that use a local region.
-    pub(crate) fn cancel_users(&mut self, region: u32, now: Instant) {
-        let uses = |transfer: &Transfer| transfer.regions.contains(&region);
-        self.stop_where(uses, &Error::new(ErrorKind::Cancelled, "a region that it uses was deregistered"), now);
+    pub(crate) fn stop_users_of(&mut self, region: u32, effects: &mut Effects, now: Instant) {
+        let error = Error::new(ErrorKind::Cancelled, "a region that it uses was deregistered");
+        self.stop_where(|transfer| transfer.regions.contains(&region), &error, effects, now);
     }
 
     /// Stops the transfers with a peer.
-    pub(crate) fn stop_transfers_of(&mut self, peer: PeerId, error: &Error, now: Instant) {
-        self.transfers.queues.remove(&peer);
-        self.stop_where(|transfer| transfer.peer == peer, error, now);
+    pub(crate) fn stop_all_with(&mut self, peer: PeerId, error: &Error, effects: &mut Effects, now: Instant) {
+        self.queues.remove(&peer);
+        self.stop_where(|transfer| transfer.peer == peer, error, effects, now);
     }
 
-    fn stop_where(&mut self, which: impl Fn(&Transfer) -> bool, error: &Error, now: Instant) {
-        let ids: Vec<TransferId> = self.transfers.table.iter().filter(|(_, t)| which(t)).map(|(id, _)| *id).collect();
+    /// Stops all transfers.
+    pub(crate) fn stop_all(&mut self, error: &Error, effects: &mut Effects, now: Instant) {
+        self.stop_where(|_| true, error, effects, now);
+    }
+
+    fn stop_where(&mut self, which: impl Fn(&Transfer) -> bool, error: &Error, effects: &mut Effects, now: Instant) {
+        let ids: Vec<TransferId> = self.table.iter().filter(|(_, t)| which(t)).map(|(id, _)| *id).collect();
         for id in ids {
-            self.stop(id, error.clone(), now);
+            self.stop(id, error.clone(), effects, now);
         }
     }
 
-    /// Loses the peers that have not taken what they read of regions that are being deregistered.
-    pub(crate) fn check_borrowers(&mut self, now: Instant) {
-        for region in self.regions.take_overdue(now) {
-            let borrowers: BTreeSet<PeerId> =
-                self.streams.borrowers(region).chain(self.operations.borrowers(region)).collect();
-            for peer in borrowers {
-                let grace = self.config.cancel_grace;
-                let error = Error::new(
-                    ErrorKind::PeerDied,
-                    format!(
-                        "the peer had not taken what it reads of region {region} {grace:?} after its deregistration began, \
-                         so the connection was closed; connect again"
-                    ),
-                );
-                self.lose(peer, error, now);
-            }
-        }
-    }
-
-    /// Closes by force the connections of stopped transfers whose operations did not end by themselves.
-    pub(crate) fn check_graces(&mut self, now: Instant) {
-        while let Some((at, id)) = self.transfers.graces.first().copied().filter(|(at, _)| *at <= now) {
-            self.transfers.graces.remove(&(at, id));
-            let Some(transfer) = self.transfers.table.get_mut(&id) else { continue };
+    /// Gives up the peers of stopped transfers whose operations did not end by themselves, which ends them.
+    pub(crate) fn check_graces(&mut self, effects: &mut Effects, now: Instant) {
+        while let Some((at, id)) = self.graces.first().copied().filter(|(at, _)| *at <= now) {
+            self.graces.remove(&(at, id));
+            let Some(transfer) = self.table.get_mut(&id) else { continue };
             transfer.grace = None;
-            let (peer, left) = (transfer.peer, transfer.in_flight);
             let error = Error::new(
                 ErrorKind::PeerDied,
                 format!(
-                    "{left} operations of a stopped transfer did not end within {:?}, so the connection was closed; \
+                    "{} operations of a stopped transfer did not end within {:?}, so the connection was closed; \
                      connect again",
-                    self.config.cancel_grace
+                    transfer.in_flight, self.cancel_grace
                 ),
             );
-            self.lose(peer, error, now);
+            effects.lose(transfer.peer, error);
         }
     }
 
     /// Ends the transfers that UCX has not given up in the time that a shutdown had. Their memory is not safe, as
     /// their results say.
-    pub(crate) fn abandon_transfers(&mut self, now: Instant) {
-        for id in self.transfers.ids() {
-            if let Some(transfer) = self.transfers.table.get_mut(&id) {
+    pub(crate) fn abandon(&mut self, effects: &mut Effects) {
+        let ids: Vec<TransferId> = self.table.keys().copied().collect();
+        for id in ids {
+            if let Some(transfer) = self.table.get_mut(&id) {
                 transfer.stopped = Some(Error::new(
                     ErrorKind::Timeout,
                     "UCX had not given up the transfer's operations when the agent's shutdown ran out of time; they \
                      may still touch its memory, which must stay alive",
                 ));
             }
-            self.finish(id, now);
+            self.finish(id, effects);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_window_takes_one_operation_of_any_size_and_then_what_fits() {
-        let window = Window { operations: 2, bytes: 100 };
-        assert!(fits(window, 0, 0, 1000));
-        assert!(fits(window, 1, 60, 40));
-        assert!(!fits(window, 1, 60, 41));
-        assert!(!fits(window, 2, 2, 1));
-        assert!(!fits(window, 1, u64::MAX, u64::MAX));
     }
 }

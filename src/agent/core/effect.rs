@@ -1,0 +1,126 @@
+//! What one part asks of the others.
+//!
+//! A part changes its own state only. What it finds out that concerns others it notes as an effect, which
+//! `engine::dispatch` carries out before anything more is posted. So nothing is posted for a peer that is being lost or a
+//! transfer that is being stopped, and a transfer is reported only when it has stopped.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::event::{Direction, Event};
+use super::frame::FrameKind;
+use super::ids::{PeerId, TransferId};
+use crate::error::{Error, Result};
+
+/// Something that other parts must hear of.
+#[derive(Debug)]
+pub(crate) enum Effect {
+    /// Goes to the agent's owner.
+    Tell(Event),
+    /// The peer has said hello: its connection can be used.
+    PeerReady { peer: PeerId },
+    /// The connection is broken, or the peer misbehaves: it is to be given up.
+    LosePeer { peer: PeerId, error: Error },
+    /// The peer is out of the table: its transfers, requests and streams end.
+    PeerGone { peer: PeerId, error: Error },
+    /// A request or reply goes to a peer.
+    Send { peer: PeerId, kind: FrameKind, sequence: u64, data: Vec<u8> },
+    /// An operation of a transfer is no longer in flight.
+    OperationEnded(OperationEnd),
+    /// A transfer's writes need a flush, which counts as one of its operations.
+    Flush { transfer: TransferId, peer: PeerId },
+    /// Nothing more is posted for a transfer: its jobs that no copy thread has begun are to be withdrawn.
+    TransferStopped { transfer: TransferId },
+    /// No operation of a transfer can touch memory any more.
+    TransferEnded(TransferEnd),
+}
+
+/// How an operation ended.
+#[derive(Debug)]
+pub(crate) struct OperationEnd {
+    pub(crate) transfer: TransferId,
+    /// What it counted in the windows; `None` if it did not.
+    pub(crate) windowed: Option<u64>,
+    /// Bytes that it has moved.
+    pub(crate) moved: u64,
+    pub(crate) result: Result<()>,
+}
+
+/// What is to be said of a transfer that is over.
+#[derive(Debug)]
+pub(crate) struct TransferEnd {
+    pub(crate) id: TransferId,
+    pub(crate) peer: PeerId,
+    pub(crate) direction: Direction,
+    pub(crate) result: Result<()>,
+    /// Bytes moved.
+    pub(crate) bytes: u64,
+    /// Operations posted.
+    pub(crate) operations: u64,
+    /// When the first and the last operation were posted, if any was.
+    pub(crate) posted: Option<(Instant, Instant)>,
+    /// Local regions that it used, each once.
+    pub(crate) regions: Vec<u32>,
+}
+
+/// Effects in the order in which they came about.
+#[derive(Debug, Default)]
+pub(crate) struct Effects(VecDeque<Effect>);
+
+impl Effects {
+    pub(crate) fn push(&mut self, effect: Effect) {
+        self.0.push_back(effect);
+    }
+
+    pub(crate) fn lose(&mut self, peer: PeerId, error: Error) {
+        self.push(Effect::LosePeer { peer, error });
+    }
+
+    /// A request or reply without a payload of registered memory.
+    pub(crate) fn send(&mut self, peer: PeerId, kind: FrameKind, sequence: u64, data: Vec<u8>) {
+        self.push(Effect::Send { peer, kind, sequence, data });
+    }
+
+    /// Takes the oldest effect, and what is behind it: [`Effects::resume`] puts that back behind the effects that carrying
+    /// out the first one has, so that what follows from one effect is over before the next.
+    pub(crate) fn pop(&mut self) -> Option<(Effect, Effects)> {
+        let effect = self.0.pop_front()?;
+        Some((effect, std::mem::take(self)))
+    }
+
+    /// Puts back what was behind an effect that has been carried out.
+    pub(crate) fn resume(&mut self, mut rest: Effects) {
+        if self.0.is_empty() {
+            *self = rest;
+        } else {
+            self.0.append(&mut rest.0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_follows_from_an_effect_comes_before_the_next_one() {
+        let stopped = |n| Effect::TransferStopped { transfer: TransferId::from_raw(n) };
+        let number = |effect: &Effect| match effect {
+            Effect::TransferStopped { transfer } => transfer.raw(),
+            _ => 0,
+        };
+        let mut effects = Effects::default();
+        effects.push(stopped(1));
+        effects.push(stopped(4));
+        let mut order = Vec::new();
+        while let Some((effect, rest)) = effects.pop() {
+            order.push(number(&effect));
+            if number(&effect) == 1 {
+                effects.push(stopped(2));
+                effects.push(stopped(3));
+            }
+            effects.resume(rest);
+        }
+        assert_eq!(order, [1, 2, 3, 4]);
+    }
+}

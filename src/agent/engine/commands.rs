@@ -1,0 +1,144 @@
+//! What the handle asks for, done on the progress thread.
+
+use std::time::Instant;
+
+use super::Engine;
+use crate::agent::command::Command;
+use crate::agent::core::event::Event;
+use crate::agent::core::ids::{PeerId, RegionId, TransferId};
+use crate::agent::core::reply::Reply;
+use crate::agent::paths;
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::MemoryRange;
+use crate::proto::wire::AgentMetadata;
+
+impl Engine {
+    /// Serves one command of the handle's.
+    pub(super) fn serve(&mut self, command: Command, now: Instant) {
+        // Answers that only tell may find nobody: a caller may have given up waiting.
+        match command {
+            Command::Register { range, reply } => self.serve_register(range, reply),
+            Command::Deregister { region, reply } => self.serve_deregister(region, reply, now),
+            Command::Metadata { reply } => {
+                let _ = reply.send(Ok(self.metadata()));
+            }
+            Command::Connect { metadata, reply } => self.serve_connect(&metadata, reply, now),
+            Command::Disconnect { peer } => {
+                // It may have been lost since the handle looked.
+                let _ = self.disconnect(peer, now);
+            }
+            Command::Route { peer, reply } => {
+                let _ = reply.send(self.peers.get(peer).map(paths::route));
+            }
+            Command::Transfer { id, peer, direction, plan } => {
+                let known = self.peers.get(peer).is_ok();
+                if let Err(error) = self.start_transfer(id, peer, direction, plan, now) {
+                    // The handle found the peer alive.
+                    let gone = || Error::new(ErrorKind::PeerDied, "the peer was lost before the transfer began");
+                    self.refuse_transfer(id, peer, if known { error } else { gone() }, now);
+                }
+            }
+            Command::Cancel { id } => {
+                // It may have ended since the handle looked.
+                let _ = self.cancel(id, now);
+            }
+            Command::Send { peer, data } => {
+                if let Err(error) = self.send(peer, data, now) {
+                    log::debug!("agent {}: a message was not sent: {error}", self.config.name);
+                }
+            }
+            Command::Stats { reply } => {
+                let _ = reply.send(Ok(self.stats()));
+            }
+            // The loop's own.
+            Command::ShutDown { .. } => {}
+        }
+    }
+
+    /// Registers for a caller. Who has given up must not find the memory exported: it may be freed by now.
+    fn serve_register(&mut self, range: MemoryRange, reply: Reply<RegionId>) {
+        if !reply.is_wanted() {
+            return;
+        }
+        let registered = self.register(range);
+        self.answer_registration(range, registered, reply);
+    }
+
+    fn answer_registration(&mut self, range: MemoryRange, registered: Result<RegionId>, reply: Reply<RegionId>) {
+        if let Err(Ok(region)) = reply.send(registered) {
+            log::warn!("agent {}: {range} is unmapped again: its owner has given up waiting", self.config.name);
+            self.regions.forget(region);
+        }
+    }
+
+    fn serve_deregister(&mut self, region: RegionId, reply: Reply<()>, now: Instant) {
+        let grace = now.checked_add(self.transfers.cancel_grace);
+        if let Some(index) = self.regions.close(region, reply, grace) {
+            self.transfers.stop_users_of(index, &mut self.effects, now);
+            self.dispatch(now);
+            self.regions.unmap_if_unused(index);
+        }
+    }
+
+    /// Connects for a caller. Who has given up knows no id to disconnect by.
+    fn serve_connect(&mut self, metadata: &AgentMetadata, reply: Reply<PeerId>, now: Instant) {
+        if !reply.is_wanted() {
+            return;
+        }
+        let known = self.peers.find(metadata.incarnation).is_some();
+        let connected = self.connect(metadata, now);
+        if let (Err(Ok(peer)), false) = (reply.send(connected), known) {
+            let _ = self.disconnect(peer, now);
+        }
+    }
+
+    /// Ends a transfer that could not be taken up.
+    fn refuse_transfer(&mut self, id: TransferId, peer: PeerId, error: Error, now: Instant) {
+        self.stats.transfers_failed += 1;
+        self.shared.live.lock().transfers.remove(&id);
+        self.events.push_back(Event::TransferDone {
+            id,
+            peer,
+            result: Err(error),
+            bytes: 0,
+            operations: 0,
+            posted_at: now,
+            all_posted_at: now,
+            finished_at: now,
+        });
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::agent::AgentConfig;
+    use crate::agent::command::Shared;
+    use crate::agent::core::reply::answer;
+    use crate::proto::ids::Incarnation;
+
+    #[test]
+    fn what_nobody_takes_an_answer_for_is_undone() {
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
+        let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
+        let range = MemoryRange::leaked(4096);
+        // The caller gives up in the midst of the registration.
+        let region = engine.register(range).unwrap();
+        let (reply, caller) = answer();
+        assert!(caller.wait(Duration::ZERO).is_none());
+        engine.answer_registration(range, Ok(region), reply);
+        assert!(engine.metadata().regions.is_empty());
+        assert_eq!(engine.stats().regions, 0);
+        let region = engine.register(range).unwrap();
+        // Who gets it at the last moment has it.
+        let (reply, caller) = answer();
+        engine.answer_registration(range, Ok(region), reply);
+        assert_eq!(caller.wait(Duration::ZERO).unwrap().unwrap(), region);
+        assert_eq!(engine.stats().regions, 1);
+    }
+}

@@ -1,0 +1,339 @@
+//! What parts cannot do alone: effects are carried out, and what UCX, copy threads and peers bring goes to its part.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use super::Engine;
+use crate::agent::core::effect::{Effect, OperationEnd, TransferEnd};
+use crate::agent::core::event::{Direction, Event};
+use crate::agent::core::frame::{Frame, FrameKind};
+use crate::agent::core::ids::{PeerId, TransferId};
+use crate::agent::core::in_flight::InFlight;
+use crate::agent::paths;
+use crate::agent::rpc::server::{self, Payload};
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::ucx_error;
+use crate::proto::wire::MemoryKind;
+use crate::ucx::{Completion, Posted};
+
+impl Engine {
+    /// Carries out what parts have noted. To be called before anything more is posted.
+    pub(super) fn dispatch(&mut self, now: Instant) {
+        while let Some((effect, rest)) = self.effects.pop() {
+            self.carry_out(effect, now);
+            self.effects.resume(rest);
+        }
+    }
+
+    fn carry_out(&mut self, effect: Effect, now: Instant) {
+        match effect {
+            Effect::Tell(event) => self.events.push_back(event),
+            Effect::PeerReady { peer } => self.peer_ready(peer),
+            Effect::LosePeer { peer, error } => {
+                let (peers, mut io) = self.peers(now);
+                peers.lose(peer, error, &mut io);
+            }
+            Effect::PeerGone { peer, error } => self.peer_gone(peer, &error, now),
+            Effect::Send { peer, kind, sequence, data } => {
+                self.reply(peer, kind, sequence, Ok(Payload::Bytes(data)), 0);
+            }
+            Effect::OperationEnded(end) => self.transfers.operation_ended(end, &mut self.effects, now),
+            Effect::Flush { transfer, peer } => self.flush(transfer, peer, now),
+            Effect::TransferStopped { transfer } => self.copy_pool.withdraw(transfer, &mut self.effects),
+            Effect::TransferEnded(end) => self.transfer_ended(end, now),
+        }
+    }
+
+    fn peer_ready(&mut self, id: PeerId) {
+        let Ok(peer) = self.peers.get(id) else { return };
+        let host = paths::between(peer, MemoryKind::Host, MemoryKind::Host);
+        let way = format!("{}; host memory is {host}", peer.endpoint.describe());
+        let (name, incarnation, version) = (peer.name.clone(), peer.incarnation, peer.version);
+        // A driver knows more of the peer, and says it in one line.
+        let level = if self.config.tells_connections { log::Level::Info } else { log::Level::Debug };
+        log::log!(
+            level,
+            "agent {}: connected to agent {name} ({incarnation}) over {way}, protocol {version}",
+            self.config.name
+        );
+        self.events.push_back(Event::PeerConnected { peer: id, name, way, incarnation, version });
+    }
+
+    fn peer_gone(&mut self, id: PeerId, error: &Error, now: Instant) {
+        self.streams.close(id, &mut self.regions);
+        self.transfers.stop_all_with(id, error, &mut self.effects, now);
+        for chunk in self.rpc.borrow_mut().take_all_of(id) {
+            self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
+        }
+    }
+
+    fn flush(&mut self, transfer: TransferId, peer: PeerId, now: Instant) {
+        let token = self.operations.insert(InFlight::Flush { transfer });
+        let flushed = match self.peers.get(peer) {
+            Ok(peer) => peer.endpoint.flush(token).map_err(ucx_error),
+            // Nothing is written any more.
+            Err(_) => Ok(Posted::Done),
+        };
+        if !matches!(flushed, Ok(Posted::Pending)) {
+            self.operations.remove(token);
+            let end = OperationEnd { transfer, windowed: None, moved: 0, result: flushed.map(drop) };
+            self.transfers.operation_ended(end, &mut self.effects, now);
+        }
+    }
+
+    fn transfer_ended(&mut self, end: TransferEnd, now: Instant) {
+        let TransferEnd { id, peer, direction, result, bytes, operations, posted, regions } = end;
+        self.shared.live.lock().transfers.remove(&id);
+        match result {
+            Ok(()) => self.stats.transfers_done += 1,
+            Err(_) => self.stats.transfers_failed += 1,
+        }
+        match direction {
+            Direction::Read => self.stats.bytes_read += bytes,
+            Direction::Write => self.stats.bytes_written += bytes,
+        }
+        let (posted_at, all_posted_at) = posted.unwrap_or((now, now));
+        if self.config.telemetry && result.is_ok() && posted.is_some() {
+            let micros = |to: Instant| u64::try_from((to - posted_at).as_micros()).unwrap_or(u64::MAX);
+            self.stats.posting_time.observe(micros(all_posted_at));
+            self.stats.transfer_time.observe(micros(now));
+        }
+        self.events.push_back(Event::TransferDone {
+            id,
+            peer,
+            result,
+            bytes,
+            operations,
+            posted_at,
+            all_posted_at,
+            finished_at: now,
+        });
+        self.regions.leave(&regions);
+    }
+
+    /// Takes the connections that UCX gave up.
+    pub(super) fn reap_failed_endpoints(&mut self, now: Instant) {
+        while let Some((endpoint, status)) = self.worker.poll_failed_endpoints() {
+            self.peers.endpoint_failed(endpoint, status, &mut self.effects);
+            self.dispatch(now);
+        }
+    }
+
+    /// Takes the operations that UCX has ended.
+    pub(super) fn reap_completions(&mut self, now: Instant) {
+        while let Some(Completion { token, result, .. }) = self.worker.poll_completion() {
+            let result = result.map_err(ucx_error);
+            match self.operations.remove(token) {
+                Some(InFlight::Copy { transfer, len }) => {
+                    let moved = if result.is_ok() { len } else { 0 };
+                    let end = OperationEnd { transfer, windowed: Some(len), moved, result };
+                    self.transfers.operation_ended(end, &mut self.effects, now);
+                }
+                Some(InFlight::Flush { transfer }) => {
+                    let end = OperationEnd { transfer, windowed: None, moved: 0, result };
+                    self.transfers.operation_ended(end, &mut self.effects, now);
+                }
+                Some(InFlight::Message { peer, reserved }) => {
+                    self.peers.message_ended(peer, reserved, result, &mut self.effects);
+                }
+                Some(InFlight::Rpc { peer, held, regions }) => {
+                    self.regions.leave(&regions);
+                    self.rpc_sent(peer, held, result);
+                }
+                Some(InFlight::Goodbye) => {}
+                Some(InFlight::CloseFlush) => self.peers.close_ended(token),
+                None => log::error!("agent {}: UCX ended an unknown operation", self.config.name),
+            }
+            self.dispatch(now);
+        }
+    }
+
+    /// Takes what the copy threads have done.
+    pub(super) fn reap_copies(&mut self, now: Instant) {
+        for copied in self.copy_pool.reap() {
+            let peer = self.peers.get(copied.peer).ok();
+            self.copy_pool.finish(copied, peer.map(|peer| peer.name.as_str()), &mut self.effects);
+            self.dispatch(now);
+        }
+    }
+
+    /// Takes the messages that have arrived.
+    pub(super) fn receive_messages(&mut self, now: Instant) {
+        let refused = self.worker.refused_announcements();
+        if std::mem::replace(&mut self.refused, refused) != refused {
+            self.peers.announcements_refused(now);
+        }
+        while let Some(message) = self.worker.poll_message() {
+            let received = self.receive(&message.header, message.data, now);
+            self.dispatch(now);
+            if let Err(error) = received {
+                self.peers.dropped(&error, &mut self.stats, now);
+            }
+        }
+    }
+
+    fn receive(&mut self, header: &[u8], data: Vec<u8>, now: Instant) -> Result<()> {
+        let (peers, mut io) = self.peers(now);
+        match peers.receive(header, data, &mut io)? {
+            Some((id, frame, data)) => self.on_rpc(id, frame, &data, now),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes a request or reply that arrived from a peer over its current connection.
+    fn on_rpc(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        // After a reply or a receipt nothing more is to be expected, or what is under way tells.
+        if server::is_request(frame.kind) {
+            self.served_at = Some(now);
+        }
+        let number = frame.sequence;
+        match frame.kind {
+            FrameKind::ReadRequest => {
+                let pushed = self.peers.get_mut(id)?.server.push(number, data);
+                pushed.inspect_err(|error| {
+                    if error.kind() == ErrorKind::Exhausted {
+                        self.effects.lose(id, error.clone());
+                    }
+                })?;
+                self.serve_reads(id);
+            }
+            FrameKind::WriteRequest => {
+                let written = server::write(data, &self.regions);
+                self.reply(id, FrameKind::WriteReply, number, written, 0);
+            }
+            FrameKind::DigestRequest => {
+                let digest = server::digest(data, &self.regions);
+                self.reply(id, FrameKind::DigestReply, number, digest, 0);
+            }
+            FrameKind::ReadReply | FrameKind::WriteReply | FrameKind::DigestReply | FrameKind::Refusal => {
+                self.on_reply(id, frame, data, now)?;
+            }
+            FrameKind::StreamQuestion
+            | FrameKind::StreamOffer
+            | FrameKind::StreamRequest
+            | FrameKind::StreamReceipt => {
+                let (streams, mut io) = self.streams(now);
+                match frame.kind {
+                    FrameKind::StreamQuestion => streams.on_question(id, &mut io)?,
+                    FrameKind::StreamOffer => streams.on_offer(id, data, &mut io)?,
+                    FrameKind::StreamRequest => streams.on_request(id, number, data, &mut io)?,
+                    _ => streams.on_receipt(id, number, &mut io)?,
+                }
+            }
+            // Taken before it comes here.
+            FrameKind::Hello | FrameKind::Data | FrameKind::Goodbye => {}
+            FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed => {}
+        }
+        Ok(())
+    }
+
+    fn on_reply(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        let answered = self.rpc.borrow_mut().take_reply(id, frame, data)?;
+        if answered.chunk.streamed {
+            self.streams.ended(id);
+        }
+        if let Ok(peer) = self.peers.get_mut(id) {
+            peer.flow.arrive(answered.departure, answered.chunk.bytes, now);
+        }
+        self.effects.push(Effect::OperationEnded(answered.chunk.end(answered.result)));
+        Ok(())
+    }
+
+    /// UCX is done with a request or reply of which `held` bytes were accounted.
+    fn rpc_sent(&mut self, id: PeerId, held: u64, result: Result<()>) {
+        let Ok(peer) = self.peers.get_mut(id) else { return };
+        peer.server.release(held);
+        match result {
+            Ok(()) => self.serve_reads(id),
+            // The other side would wait for it for ever.
+            Err(error) => self.effects.lose(id, error.context("a request or reply could not be sent")),
+        }
+    }
+
+    /// Replies to reads as long as UCX does not hold too many of this peer's replies.
+    fn serve_reads(&mut self, id: PeerId) {
+        let in_place = !self.peers.are_keyed();
+        while let Some(request) = self.peers.get_mut(id).ok().and_then(|peer| peer.server.pop()) {
+            let bytes = server::read(&request, &self.regions, &self.worker, in_place);
+            if !self.reply(id, FrameKind::ReadReply, request.chunk, bytes, request.bytes) {
+                return;
+            }
+        }
+    }
+
+    /// Sends a reply, or a refusal that says why there is none; a peer that it cannot be sent to is given up. `held` bytes
+    /// are accounted until UCX is done with it. Returns whether it was sent.
+    fn reply(&mut self, id: PeerId, kind: FrameKind, number: u64, reply: Result<Payload>, held: u64) -> bool {
+        let Ok(peer) = self.peers.get_mut(id) else { return false };
+        let (kind, payload) = reply.map_or_else(
+            |error| {
+                let (kind, text) = server::refusal(&error);
+                (kind, Payload::Bytes(text))
+            },
+            |payload| (kind, payload),
+        );
+        let posted = peer.post_rpc(kind, number, payload, held, &mut self.operations, &mut self.regions);
+        posted.map_err(|error| self.effects.lose(id, error)).is_ok()
+    }
+
+    /// Moves what the streams have to move. Returns whether there was anything.
+    pub(super) fn drive_streams(&mut self, now: Instant) -> bool {
+        let (streams, mut io) = self.streams(now);
+        let mut any = streams.look(&mut io);
+        self.dispatch(now);
+        for id in self.streams.writing() {
+            let (streams, mut io) = self.streams(now);
+            if streams.send(id, &mut io) {
+                self.served_at = Some(now);
+                any = true;
+            }
+            self.dispatch(now);
+        }
+        for id in self.streams.reading() {
+            let (streams, mut io) = self.streams(now);
+            any |= streams.receive(id, &mut io);
+            self.dispatch(now);
+        }
+        any
+    }
+
+    /// Does what is due by the clock.
+    pub(super) fn check_timers(&mut self, now: Instant) {
+        self.peers.check_deadlines(&mut self.effects, now);
+        self.transfers.check_graces(&mut self.effects, now);
+        self.check_borrowers(now);
+        self.copy_pool.check(now);
+        self.dispatch(now);
+    }
+
+    /// When something is due by the clock.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let timers = [
+            self.peers.deadline(),
+            self.transfers.deadline(),
+            self.regions.deadline(),
+            self.streams.deadline(),
+            self.copy_pool.deadline(),
+        ];
+        timers.into_iter().flatten().min()
+    }
+
+    /// Loses the peers that have not taken what they read of regions that are being deregistered.
+    fn check_borrowers(&mut self, now: Instant) {
+        for region in self.regions.take_overdue(now) {
+            let borrowers: BTreeSet<PeerId> =
+                self.streams.borrowers(region).chain(self.operations.borrowers(region)).collect();
+            for peer in borrowers {
+                let error = Error::new(
+                    ErrorKind::PeerDied,
+                    format!(
+                        "the peer had not taken what it reads of region {region} {:?} after its deregistration began, so the \
+                         connection was closed; connect again",
+                        self.transfers.cancel_grace
+                    ),
+                );
+                self.effects.lose(peer, error);
+            }
+        }
+    }
+}
