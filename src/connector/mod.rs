@@ -3,6 +3,8 @@
 //! [`Worker`] is one per rank, in the process that owns the KV cache; [`Scheduler`] is one per engine, in the process
 //! that schedules, which needs neither a device nor UCX.
 
+#![forbid(unsafe_code)]
+
 mod config;
 mod driver;
 mod patience;

@@ -1,6 +1,8 @@
 //! ZMQ and addresses: the listener that serves an engine's rank metadata, the client that asks for it, and the choice
 //! of the address that other hosts are told. This layer moves bytes; what they mean is decided in `proto`.
 
+#![forbid(unsafe_code)]
+
 mod address;
 mod awaits;
 mod blocking;

@@ -5,6 +5,8 @@
 //! Diffie-Hellman keys and the pre-shared one, so that a key that leaks later does not open a recorded channel. What
 //! this protects, and what not, is in `docs/protocol.md`, section Keys.
 
+#![forbid(unsafe_code)]
+
 mod channel;
 mod exchange;
 mod key;

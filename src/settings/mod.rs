@@ -6,6 +6,8 @@
 //!
 //! A value that was given wins over the environment variable `KVFERRY_<KEY>`, which wins over the default.
 
+#![forbid(unsafe_code)]
+
 mod check;
 mod describe;
 mod parse;
