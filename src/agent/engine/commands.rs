@@ -112,14 +112,28 @@ impl Engine {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::collections::VecDeque;
     use std::sync::Arc;
     use std::time::Duration;
 
     use super::*;
     use crate::agent::AgentConfig;
     use crate::agent::command::Shared;
+    use crate::agent::core::event::Event;
+    use crate::agent::core::ids::PeerId;
     use crate::agent::core::reply::answer;
     use crate::proto::ids::Incarnation;
+
+    #[test]
+    fn messages_count_as_unread_until_they_are_polled() {
+        let shared = Shared::new(1).unwrap();
+        let peer = PeerId::from_raw(1);
+        let message = |len: usize| Event::Message { peer, data: vec![0; len] };
+        let lost = Event::PeerLost { peer, error: Error::corrupt("test") };
+        shared.publish(&mut VecDeque::from([message(10), lost, message(5)]));
+        let left = std::iter::from_fn(|| shared.poll_event().map(|_| shared.unread_bytes()));
+        assert_eq!(left.collect::<Vec<_>>(), [5, 5, 0]);
+    }
 
     #[test]
     fn what_nobody_takes_an_answer_for_is_undone() {

@@ -93,26 +93,12 @@ fn peers_for(descriptors: usize) -> usize {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::event::Event;
-    use super::super::shared::Shared;
     use super::*;
 
     #[test]
     fn half_of_the_descriptors_are_left_to_others() {
         assert_eq!([peers_for(1024), peers_for(10), peers_for(1 << 20)], [512, 64, 1 << 19]);
-    }
-
-    #[test]
-    fn messages_count_as_unread_until_they_are_polled() {
-        let shared = Shared::new(1).unwrap();
-        let peer = PeerId::from_raw(1);
-        let message = |len: usize| Event::Message { peer, data: vec![0; len] };
-        let lost = Event::PeerLost { peer, error: Error::corrupt("test") };
-        shared.publish(&mut VecDeque::from([message(10), lost, message(5)]));
-        let left = std::iter::from_fn(|| shared.poll_event().map(|_| shared.unread_bytes()));
-        assert_eq!(left.collect::<Vec<_>>(), [5, 5, 0]);
     }
 
     #[test]
