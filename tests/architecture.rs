@@ -87,7 +87,8 @@ fn are_related(a: &str, b: &str) -> bool {
 /// The paths of a `use`, such as `a::{b, c::d}`, each whole.
 fn expand(tree: &str) -> Vec<String> {
     let Some(open) = tree.find('{') else {
-        return vec![tree.split(" as ").next().unwrap_or(tree).trim().to_owned()];
+        // A long path may go on in the next line.
+        return vec![tree.split(" as ").next().unwrap_or(tree).split_whitespace().collect()];
     };
     let (head, body) = (&tree[..open], &tree[open + 1..tree.rfind('}').expect("a brace that is closed")]);
     let (mut depth, mut begin, mut parts) = (0, 0, Vec::new());
