@@ -1,5 +1,6 @@
 //! The agent's queues and its waker.
 
+#[path = "../../src/agent/core"]
 pub mod core {
     pub mod event {
         pub enum Direction {
@@ -12,9 +13,7 @@ pub mod core {
         }
     }
 
-    #[path = "../../../../src/agent/core/live.rs"]
     pub mod live;
-    #[path = "../../../../src/agent/core/reply.rs"]
     pub mod reply;
 
     pub mod ids {
@@ -40,8 +39,8 @@ pub mod core {
 
 #[path = "../../src/agent/command.rs"]
 mod shared;
+#[path = "../../src/agent/thread"]
 pub mod thread {
-    #[path = "../../../../src/agent/thread/waker.rs"]
     pub mod waker;
 }
 

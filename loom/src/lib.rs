@@ -153,6 +153,7 @@ mod proto {
         #[derive(Debug, Default)]
         pub struct WorkerReport {
             pub rank: u32,
+            pub granted: Vec<u32>,
             pub finished_sending: Vec<u32>,
             pub finished_recving: Vec<u32>,
             pub failed_recving: Vec<u32>,
