@@ -108,8 +108,9 @@ impl<'a> Context<'a> {
     /// Starts a transfer. What is wrong with the plan is an error here; then there is no event.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) for a stale peer, a region that is not registered (any more) or not exported by the
-    /// peer; [`ErrorKind::OutOfRange`](crate::ErrorKind::OutOfRange) and [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) as
+    /// [`NotFound`](crate::ErrorKind::NotFound) for a stale peer, a region that is not registered (any more) or not
+    /// exported by the peer; [`OutOfRange`](crate::ErrorKind::OutOfRange) and
+    /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) as
     /// [`CopyPlan::check`](crate::proto::plan::CopyPlan::check).
     pub fn transfer(&mut self, peer: PeerId, direction: Direction, plan: CopyPlan) -> Result<TransferId> {
         let id = self.engine.shared.live.ids.transfer()?;
