@@ -105,7 +105,8 @@ def proto_crate() -> Path:
     shutil.rmtree(tree / "src", ignore_errors=True)
     shutil.rmtree(tree / "tests", ignore_errors=True)
     copy_into(
-        tree, tracked("src/proto", "src/error.rs", "tests/proto_*", "tests/golden", "docs/protocol.md", "Cargo.lock")
+        tree,
+        tracked("src/proto", "src/error.rs", "tests/proto_*", "tests/golden", "docs/protocol.md", "Cargo.lock"),
     )
     lines = (ROOT / "Cargo.toml").read_text().splitlines()
     crates = [line for line in lines if line.split(" = ")[0] in PROTO_CRATES]
@@ -113,6 +114,11 @@ def proto_crate() -> Path:
     # Random tests take five times as long unoptimized, and a mutant is little to compile.
     profile = "\n[profile.dev]\nopt-level = 1\ndebug = 0"
     (tree / "Cargo.toml").write_text("\n".join([*manifest, *crates, profile, ""]))
+    # The repository's own speaks of tests that are not here.
+    (tree / ".config").mkdir(exist_ok=True)
+    (tree / ".config/nextest.toml").write_text(
+        '[profile.mutants]\nslow-timeout = { period = "60s", terminate-after = 1 }\n'
+    )
     (tree / "src/lib.rs").write_text("pub mod error;\npub mod proto;\npub use error::{Error, ErrorKind, Result};\n")
     return tree
 
