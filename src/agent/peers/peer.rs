@@ -1,0 +1,282 @@
+//! One connection: what is known of the other side, and how frames go to it.
+
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use super::backing::Backing;
+use super::hello::Hello;
+use super::inbox::Inbox;
+use super::reach::Reach;
+use super::secure::Session;
+use crate::agent::core::frame::{AM_ID, Frame, FrameKind};
+use crate::agent::core::ids::PeerId;
+use crate::agent::core::in_flight::{InFlight, Operations};
+use crate::agent::core::regions::Regions;
+use crate::agent::rpc::flow_control::FlowControl;
+use crate::agent::rpc::server::{Payload, Server};
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::process::{Challenge, Neighbour, ProcessPlace, Witness};
+use crate::mem::ucx_error;
+use crate::proto::ids::Incarnation;
+use crate::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
+use crate::ucx::{self, Endpoint, Posted, Rkey};
+
+/// A region of the peer's. `None` for one that the peer has deregistered.
+type RemoteRegion = Option<(RegionMetadata, Rc<Rkey>)>;
+
+/// One connection.
+pub(crate) struct Peer {
+    pub(crate) id: PeerId,
+    pub(crate) name: String,
+    pub(crate) incarnation: Incarnation,
+    /// This agent's incarnation.
+    pub(super) own: Incarnation,
+    /// Our number for this connection.
+    pub(super) connection: u64,
+    /// The peer's, once it said hello. From then on it is known to be alive and itself, and transfers are posted.
+    pub(super) remote_connection: Option<u64>,
+    /// The protocol version in which this agent writes to it; the oldest that is spoken until it said hello.
+    pub(crate) version: u16,
+    /// When the peer must have said hello.
+    pub(super) deadline: Option<Instant>,
+    pub(super) regions: Vec<RemoteRegion>,
+    /// Their lengths, 0 for `None`: what plans are checked against.
+    pub(super) lens: Vec<u64>,
+    pub(crate) endpoint: Endpoint,
+    /// Bytes of messages that UCX is not done with; the handle adds to it before it queues one.
+    pub(super) unsent: Arc<AtomicU64>,
+    pub(super) next_sequence: u64,
+    pub(super) inbox: Inbox,
+    /// Whether it came by itself and has said nothing but hello.
+    pub(super) silent: bool,
+    pub(crate) server: Server,
+    pub(crate) flow: FlowControl,
+    pub(super) session: Session,
+    /// Which pairs of memory the connection moves one-sided; known when it is ready.
+    pub(super) reach: Reach,
+    /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
+    pub(crate) may_stream: bool,
+    /// Whether there is one from the peer.
+    pub(crate) streamed: bool,
+    /// Whether the peer is on this host.
+    pub(crate) on_this_host: bool,
+    /// The peer's process, if this one may copy its memory.
+    pub(crate) neighbour: Option<Arc<Neighbour>>,
+    pub(super) backing: Backing,
+    /// Where it says that it is, until its witness there has proved that.
+    pub(super) claimed: Option<ProcessPlace>,
+    /// What its witness must hold.
+    pub(super) challenge: Challenge,
+    /// By what it knows this process.
+    pub(super) witness: Witness,
+    /// Where it was connected to. Its hello must say the same.
+    pub(super) address: Vec<u8>,
+    /// Whether its owner's metadata gave this address, and not only its own hello.
+    pub(super) vouched: bool,
+}
+
+impl Peer {
+    pub(crate) fn is_ready(&self) -> bool {
+        self.remote_connection.is_some()
+    }
+
+    /// The peer's number for the connection, once it said hello.
+    pub(crate) fn remote_connection(&self) -> Option<u64> {
+        self.remote_connection
+    }
+
+    /// Whether a message over the peer's connection `connection` belongs to the current one.
+    pub(crate) fn is_current(&self, connection: u64) -> bool {
+        self.remote_connection == Some(connection)
+    }
+
+    /// The peer's incarnation and its number for the connection, once it said hello: what its replies come with.
+    pub(crate) fn identity(&self) -> Result<(Incarnation, u64)> {
+        let connection = self
+            .remote_connection
+            .ok_or_else(|| Error::new(ErrorKind::Internal, format!("agent {} has not said hello", self.name)))?;
+        Ok((self.incarnation, connection))
+    }
+
+    pub(super) fn frame(&self, kind: FrameKind, sequence: u64) -> Frame {
+        Frame { kind, incarnation: self.own, connection: self.connection, sequence }
+    }
+
+    /// Hands a frame to UCX. `reserved` bytes of the send queue are given back when UCX is done with it.
+    pub(super) fn post(
+        &mut self,
+        frame: Frame,
+        data: Vec<u8>,
+        reserved: Option<u64>,
+        operations: &mut Operations,
+    ) -> Result<()> {
+        if self.must_wait(frame.kind) {
+            self.wait(frame, data, reserved);
+            return Ok(());
+        }
+        let (header, data) = self.wrap(frame, data)?;
+        let token = operations.insert(InFlight::Message { peer: self.id, reserved: reserved.unwrap_or(0) });
+        let posted = self.endpoint.send_am(AM_ID, &header, data, token);
+        if !matches!(posted, Ok(Posted::Pending)) {
+            operations.remove(token);
+            self.unsent.fetch_sub(reserved.unwrap_or(0), Ordering::Relaxed);
+        }
+        posted.map(drop).map_err(|e| self.sending(e))
+    }
+
+    /// Hands a request or reply to UCX; `held` bytes of the peer's replies are accounted until UCX is done with it.
+    pub(crate) fn post_rpc(
+        &mut self,
+        kind: FrameKind,
+        sequence: u64,
+        payload: Payload,
+        held: u64,
+        operations: &mut Operations,
+        regions: &mut Regions,
+    ) -> Result<()> {
+        let frame = self.frame(kind, sequence);
+        let (posted, token) = match payload {
+            Payload::Bytes(data) => {
+                let (header, data) = self.wrap(frame, data)?;
+                let token = operations.insert(InFlight::Rpc { peer: self.id, held, regions: Vec::new() });
+                (self.endpoint.send_am(AM_ID, &header, data, token), token)
+            }
+            Payload::Parts { parts, regions: used } => {
+                regions.enter(&used);
+                let token = operations.insert(InFlight::Rpc { peer: self.id, held, regions: used });
+                (self.endpoint.send_am_parts(AM_ID, &frame.encode(), &parts, token), token)
+            }
+        };
+        if matches!(posted, Ok(Posted::Pending)) {
+            self.server.hold(held);
+        } else if let Some(InFlight::Rpc { regions: used, .. }) = operations.remove(token) {
+            regions.leave(&used);
+        }
+        posted.map(drop).map_err(|e| self.sending(e))
+    }
+
+    fn sending(&self, error: ucx::UcxError) -> Error {
+        ucx_error(error).context(format!("sending to agent {}", self.name))
+    }
+
+    /// Lengths of its regions by index.
+    pub(crate) fn lens(&self) -> &[u64] {
+        &self.lens
+    }
+
+    /// Whether bytes of its memory of kind `remote` reach local memory of kind `local` one-sided.
+    pub(crate) fn is_direct(&self, remote: MemoryKind, local: MemoryKind) -> bool {
+        match (local, remote) {
+            (MemoryKind::Host, MemoryKind::Host) => self.reach.host,
+            (MemoryKind::Cuda { .. }, MemoryKind::Cuda { .. }) => self.reach.device,
+            _ => self.reach.mixed,
+        }
+    }
+
+    /// What memory its region `index` is.
+    pub(crate) fn kind(&self, index: u32) -> Option<MemoryKind> {
+        self.regions.get(index as usize)?.as_ref().map(|(region, _)| region.kind)
+    }
+
+    /// Base address and rkey of a region.
+    pub(crate) fn region(&self, index: u32) -> Option<(u64, &Rc<Rkey>)> {
+        self.regions.get(index as usize)?.as_ref().map(|(region, rkey)| (region.base, rkey))
+    }
+
+    /// Refuses an index that names no region of the peer's.
+    pub(crate) fn check_region(&self, index: u32) -> Result<()> {
+        match self.regions.get(index as usize) {
+            Some(Some(_)) => Ok(()),
+            Some(None) => Err(Error::not_found(format!(
+                "the plan names region {index} of peer {}, which had deregistered it when its metadata was made",
+                self.name
+            ))),
+            None => Err(Error::not_found(format!(
+                "the plan names region {index} of peer {}, whose metadata lists {}",
+                self.name,
+                self.regions.len()
+            ))),
+        }
+    }
+
+    /// Writes the peer's challenge where the peer looks for it.
+    pub(crate) fn take_challenge(&self, hello: &Hello) {
+        if let Some(challenge) = hello.challenge {
+            self.witness.answer(challenge);
+        }
+    }
+
+    /// Looks whether the process at the place that the peer named has answered the peer's challenge. One that was connected
+    /// to by this side has, when it says hello; one that has connected answers when it has this side's hello.
+    pub(crate) fn find_neighbour(&mut self, own_address: &[u8]) {
+        let Some(place) = &self.claimed else { return };
+        match Neighbour::find(place, self.incarnation.0, self.challenge, own_address) {
+            Ok(found) => {
+                self.claimed = None;
+                self.neighbour = found.map(Arc::new);
+                self.look_behind_regions();
+            }
+            // The kernel says so, and will again.
+            Err(error) if error.kind() == ErrorKind::Io => {
+                self.claimed = None;
+                log::warn!("memory of agent {} on this host goes by messages: {error}", self.name);
+            }
+            Err(error) => log::debug!("memory of agent {} goes by messages: {error}", self.name),
+        }
+    }
+
+    fn look_behind_regions(&mut self) {
+        let Some(neighbour) = &self.neighbour else { return };
+        let range = |region: &RemoteRegion| {
+            region.as_ref().map_or(0..0, |(region, _)| region.base..region.base.saturating_add(region.len))
+        };
+        self.backing.update(neighbour, self.regions.iter().map(range).collect());
+    }
+
+    /// Whether the kernel fills all pages of its region `index` by itself, so that a copy waits for nobody.
+    pub(crate) fn is_filled_by_kernel(&self, index: u32) -> bool {
+        self.backing.is_kernel(index as usize)
+    }
+
+    /// Takes the regions of (newer) metadata; rkeys of unchanged ones are kept.
+    pub(super) fn update_regions(&mut self, metadata: &AgentMetadata) -> Result<()> {
+        let mut regions = Vec::with_capacity(metadata.regions.len());
+        for (index, region) in metadata.regions.iter().enumerate() {
+            let known = self.regions.get(index).and_then(Option::as_ref).filter(|(known, _)| known == region);
+            regions.push(match known {
+                Some(known) => Some(known.clone()),
+                None => self
+                    .unpack(region)
+                    .map_err(|e| e.context(format!("region {index} of the metadata of agent {}", metadata.name)))?,
+            });
+        }
+        self.lens = regions.iter().map(|region| region.as_ref().map_or(0, |(region, _)| region.len)).collect();
+        self.regions = regions;
+        self.look_behind_regions();
+        Ok(())
+    }
+
+    fn unpack(&self, region: &RegionMetadata) -> Result<RemoteRegion> {
+        if region.len == 0 && region.rkey.is_empty() {
+            return Ok(None);
+        }
+        let rkey = self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?;
+        let kind = match region.kind {
+            MemoryKind::Host => ucx::MemoryKind::Host,
+            MemoryKind::Cuda { .. } => ucx::MemoryKind::Cuda,
+        };
+        if (rkey.base(), rkey.len(), rkey.kind()) != (region.base, region.len, kind) {
+            return Err(Error::corrupt(format!(
+                "the metadata says {} bytes of {kind} memory at {:#x}, the rkey inside says {} bytes of {} memory at {:#x}",
+                region.len,
+                region.base,
+                rkey.len(),
+                rkey.kind(),
+                rkey.base()
+            )));
+        }
+        Ok(Some((region.clone(), rkey)))
+    }
+}
