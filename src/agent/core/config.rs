@@ -80,14 +80,12 @@ pub struct AgentConfig {
     /// While transfers are in flight: how long the thread spins without progress before it sleeps. Default: 300 us, about
     /// the time between two completions over TCP on one host. A thread that sleeps between them costs more: Linux wakes it
     /// on the processor of the one that sent, where the two then take turns, at half the speed and no less processor time.
-    /// 10 ms is faster still where processors are idle (10.8 ms in place of 14.7 for 2,048 blocks of 16 KiB over TCP on one
-    /// host of two processors), but takes them from engines that compute: the demo's median hand-over, with its servers in
-    /// sessions of their own, took 116 ms in place of 51 to 71.
+    /// 10 ms is faster still where processors are idle, but takes them from engines that compute.
     pub spin: Duration,
     /// How many threads copy memory of other processes of this host, the progress thread among them. The others are
     /// started by the first transfer that takes longer than 200 us, at most one per further processor; memory whose
     /// pages may have to come from elsewhere (a mapped file, userfaultfd) is copied by one of them at least. Default:
-    /// 2. On two processors two threads took 0.6 of the time of one, for scattered blocks of 4 KiB as of 16 KiB.
+    /// 2, which on two processors take 0.6 of the time of one.
     pub copy_threads: u32,
     /// Whether host memory of peers that only TCP reaches is read by a connection beside UCX's: the peer's kernel sends pages
     /// from where they are, and this side's puts them where they belong. Each side decides for itself; with a key there is

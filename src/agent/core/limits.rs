@@ -6,16 +6,14 @@ use crate::error::{Error, Result};
 /// messages), low enough that one message holds up the loop for a few milliseconds at most.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
-/// Bytes moved by one chunk. Large enough that system calls and wake-ups do not count (over the loopback, 512 KiB took 10 ms
-/// for 32 MiB where 256 KiB took 13), small enough that it is still in the processor's cache when it is put in place, and
-/// that a message in between waits for a fraction of a millisecond.
+/// Bytes moved by one chunk. Large enough that system calls and wake-ups do not count, small enough that it is still in the
+/// processor's cache when it is put in place, and that a message in between waits for a fraction of a millisecond.
 pub(crate) const CHUNK_BYTES: u64 = 512 << 10;
-/// Bytes moved by one chunk whose pieces are gathered first: of 512 KiB, where TCP paces what is sent (BBR), each came
-/// as a burst that had to wait, and 32 MiB in blocks of 4 KiB took 12.5 ms in place of 7.4 to 11; without pacing it
-/// makes no difference.
+/// Bytes moved by one chunk whose pieces are gathered first. Where TCP paces what is sent (BBR), a longer one is a burst
+/// that has to wait.
 pub(crate) const GATHERED_BYTES: u64 = 256 << 10;
-/// Bytes moved by one chunk of a stream: 32 MiB in blocks of 4 KiB took 10 % longer by half of that, each of which is a
-/// message and a look at its pieces, on both sides. Three fit the least window.
+/// Bytes moved by one chunk of a stream. Each is a message and a look at its pieces on both sides. Three fit the least
+/// window.
 pub(crate) const STREAM_CHUNK_BYTES: u64 = 1 << 20;
 /// Pieces in one chunk, so that a request of scattered tiny pieces stays under 64 KiB.
 pub(crate) const CHUNK_PIECES: usize = 3000;

@@ -54,9 +54,7 @@ impl Expander {
     /// Has blocks taken in the order of the remote side's memory from here on, [`ORDERED_PAIRS`] of each list at a time. So
     /// pairs that continue each other on both sides become one operation, and blocks that lie one after the other on the
     /// remote side can be looked up and read there as one, whatever order the request has them in: engines give freed blocks
-    /// out again in reverse (vLLM's free block queue), and many blocks have neighbours by chance. Measured on a 2-core
-    /// virtual machine, TCP, 8,192 blocks of 4 KiB at random: 7.6 to 8.5 ms in place of 8.7 to 10 when every eighth block is
-    /// read, more when most are (docs/benchmarks.md).
+    /// out again in reverse (vLLM's free block queue), and many blocks have neighbours by chance.
     ///
     /// To be called before the first operation. The first pairs of each list are put in order at once, so that the plan's
     /// [`mean_run`](CopyPlan::mean_run) tells of that order.

@@ -29,11 +29,8 @@ pub use request::Wanted;
 /// bytes, as much in runs of 1 and 2 KiB (docs/benchmarks.md).
 pub const GATHER_BELOW: u64 = 1536;
 
-/// How many pairs of a list are put in order at once, for which other transfers of the agent wait: sorting 4,096 takes 36 us
-/// with empty caches, 8,192 took 116. Within a 2-core virtual machine a block behind 512 MiB, 32,768 blocks, took 0.58 to
-/// 0.64 ms with all sorted at once, 0.28 to 0.31 with 8,192, 0.22 to 0.26 with 4,096, 0.21 to 0.25 with 2,048 (three or four
-/// runs each); over TCP 8,192 blocks of 4 KiB reached 0.88 to 0.98, 0.89 to 1.01 and 0.84 to 0.95 of UCX's messages with
-/// these three.
+/// How many pairs of a list are put in order at once. Other transfers of the agent wait for that: sorting this many takes
+/// some 40 us with empty caches. Fewer would leave more neighbours apart.
 pub const ORDERED_PAIRS: usize = 4096;
 
 /// A run of bytes that repeats at every entry of a pair of block lists: entry `i` of the lists copies `len` bytes between
