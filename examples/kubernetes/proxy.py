@@ -10,7 +10,6 @@ comes. Other requests go to the decode server. It keeps no state, so several may
 from __future__ import annotations
 
 import argparse
-import json
 import uuid
 from typing import Any
 
@@ -54,9 +53,11 @@ class Proxy:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         assert self._session is not None
         try:
-            body: dict[str, Any] = await request.json()
-        except json.JSONDecodeError:
-            return web.json_response({"error": "the body is not JSON"}, status=400)
+            body = await request.json()
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            return web.json_response({"error": "the body is not a JSON object"}, status=400)
         headers = {key: value for key, value in request.headers.items() if key.lower() not in DROPPED}
         headers.setdefault("X-Request-Id", uuid.uuid4().hex)
         try:

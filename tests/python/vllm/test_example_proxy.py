@@ -156,9 +156,10 @@ def test_a_client_that_leaves_aborts_the_request_behind() -> None:
     assert between(prefill, decode, use)
 
 
-def test_a_body_that_is_not_json_is_refused() -> None:
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff"])
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     async def use(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
-        async with session.post(url + "/v1/completions", data=b"{") as answer:
+        async with session.post(url + "/v1/completions", data=body) as answer:
             return answer.status, json.loads(await answer.read())
 
     assert between(never, never, use)[0] == 400
