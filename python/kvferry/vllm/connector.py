@@ -40,7 +40,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves a prompt's KV cache from a prefill engine to a decode engine with kvferry.
 
     An instance has one of two roles: in the scheduler's process it decides what to load and send, in each worker it
-    owns the registered KV cache and the ferry thread. Every method returns without waiting for the network, except
+    owns the registered KV cache and the progress thread. Every method returns without waiting for the network, except
     `register_kv_caches`, the handshake metadata calls and `shutdown`.
     """
 

@@ -164,8 +164,8 @@ pub const METRICS: &[Metric] = &[
         "Messages dropped: malformed, too long, announced by rendezvous, from a sender that has not said hello or has \
          another key, or late ones of an earlier connection."),
     agent("peers_lost", Kind::Counter, "agent_peers_lost", "agents", "Peers that were lost."),
-    agent("sleeps", Kind::Counter, "agent_sleeps", "sleeps", "Times that the ferry thread went to sleep."),
-    agent("turns", Kind::Counter, "agent_turns", "turns", "Iterations of the ferry thread's event loop."),
+    agent("sleeps", Kind::Counter, "agent_sleeps", "sleeps", "Times that the progress thread went to sleep."),
+    agent("turns", Kind::Counter, "agent_turns", "turns", "Iterations of the progress thread's event loop."),
     agent("posting_time", Kind::Seconds, "agent_posting_seconds", "seconds",
         "Time from the first to the last operation posted of a transfer that succeeded."),
     agent("transfer_time", Kind::Seconds, "agent_transfer_seconds", "seconds",
