@@ -66,8 +66,22 @@ impl MemoryRange {
     /// Host memory of `len` bytes, all zero, that nobody else uses and that stays mapped until the process ends: for tests.
     #[cfg(test)]
     pub(crate) fn leaked(len: usize) -> Self {
-        let addr = Vec::leak(vec![0u8; len]).as_mut_ptr().expose_provenance() as u64;
-        MemoryRange { addr, len: len as u64, kind: MemoryKind::Host }
+        Self::leaked_with(vec![0; len])
+    }
+
+    /// Likewise, with these bytes.
+    #[cfg(test)]
+    pub(crate) fn leaked_with(bytes: Vec<u8>) -> Self {
+        let len = bytes.len() as u64;
+        MemoryRange { addr: bytes.leak().as_mut_ptr().expose_provenance() as u64, len, kind: MemoryKind::Host }
+    }
+
+    /// What is in a leaked range that nobody writes meanwhile.
+    #[cfg(test)]
+    pub(crate) fn leaked_bytes(&self) -> Vec<u8> {
+        let start = std::ptr::with_exposed_provenance(self.addr as usize);
+        // SAFETY: the bytes are initialized and stay mapped (see `leaked`); the caller sees to it that nobody writes them.
+        unsafe { std::slice::from_raw_parts(start, self.len as usize) }.to_vec()
     }
 
     /// The same bytes, called memory of another kind: for tests of what is decided by that. They must not be moved.

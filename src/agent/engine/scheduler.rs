@@ -101,7 +101,7 @@ mod tests {
     use crate::agent::command::Shared;
     use crate::agent::core::ids::TransferId;
     use crate::agent::rpc::client::Chunk;
-    use crate::agent::{Agent, AgentConfig, Direction, Transport};
+    use crate::agent::{Agent, AgentConfig, Direction, Transport, Window};
     use crate::mem::MemoryRange;
     use crate::proto::ids::Incarnation;
     use crate::proto::plan::{BlockPair, CopyPlan, Segment};
@@ -147,10 +147,14 @@ mod tests {
         }
     }
 
-    fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
+    fn start(engine: &mut Engine, peer: PeerId, direction: Direction) -> TransferId {
         let id = engine.shared.live.ids.transfer().unwrap();
-        engine.start_transfer(id, peer, Direction::Read, plan(), Instant::now()).unwrap();
+        engine.start_transfer(id, peer, direction, plan(), Instant::now()).unwrap();
         id
+    }
+
+    fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
+        start(engine, peer, Direction::Read)
     }
 
     /// What was asked for by messages and streams: whether by a stream, the kind of memory here, bytes.
@@ -203,6 +207,57 @@ mod tests {
                 assert_eq!(engine.stats.copied_bytes - before.copied_bytes, 2 * len);
             }
             // With it goes the stream, for which the other side would wait.
+            drop(engine);
+            other.shutdown(Duration::from_secs(60)).unwrap();
+        }
+    }
+    /// UCX carries its GET and PUT over TCP too, by messages of its own, so the path for RDMA can be taken here. What it
+    /// cannot show is that the peer's processor has no part in it.
+    #[test]
+    fn the_one_sided_path_moves_every_byte() {
+        let filled =
+            |seed: usize, len: usize| -> Vec<u8> { (0..len).map(|at| (at * 31 + at / 251 + seed) as u8).collect() };
+        for (direction, window) in [
+            (Direction::Read, AgentConfig::default().peer_window),
+            (Direction::Write, AgentConfig::default().peer_window),
+            (Direction::Read, Window { operations: 3, bytes: LEN as u64 }),
+        ] {
+            let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+            let far = MemoryRange::leaked_with(filled(7, 3 * LEN));
+            other.register(far).unwrap();
+            let shared = Arc::new(Shared::new(1).unwrap());
+            let settings = AgentConfig { peer_window: window, ..config("a", Transport::Tcp) };
+            let mut engine = Engine::new(settings, Incarnation(77), &shared).unwrap();
+            let near = [1, 2, 3].map(|seed| MemoryRange::leaked_with(filled(seed * 50, LEN)));
+            for range in near {
+                engine.register(range).unwrap();
+            }
+            let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+            drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+            engine.peers.get_mut(peer).unwrap().describe_as_one_sided();
+            assert_eq!(paths::route(engine.peers.get(peer).unwrap()).unwrap().host, "one-sided (UCX)");
+
+            let before = engine.stats;
+            let (mut locals, mut remote) = (near.map(|range| range.leaked_bytes()), far.leaked_bytes());
+            let (plan, run) = (plan(), LEN / 4);
+            for segment in &*plan.segments {
+                for (local, remote_block) in plan.lists[0].local.ids().iter().zip(plan.lists[0].remote.ids()) {
+                    let local = &mut locals[segment.local_region as usize][*local as usize * run..][..run];
+                    let at = segment.remote_offset as usize + *remote_block as usize * run;
+                    match direction {
+                        Direction::Read => local.copy_from_slice(&remote[at..][..run]),
+                        Direction::Write => remote[at..][..run].copy_from_slice(local),
+                    }
+                }
+            }
+            start(&mut engine, peer, direction);
+            drive(&mut engine, |engine| engine.transfers.len() == 0);
+            assert!(near.map(|range| range.leaked_bytes()) == locals, "{direction:?}: the bytes of this side");
+            assert!(far.leaked_bytes() == remote, "{direction:?}: the bytes of the other side");
+            let stats = engine.stats;
+            assert_eq!(stats.one_sided_bytes - before.one_sided_bytes, 3 * LEN as u64);
+            assert_eq!(stats.operations - before.operations, 12);
+            assert_eq!((stats.served_bytes, stats.transfers_done), (before.served_bytes, before.transfers_done + 1));
             drop(engine);
             other.shutdown(Duration::from_secs(60)).unwrap();
         }

@@ -185,7 +185,7 @@ impl Peers {
         }
         peer.version = hello.versions.common();
         let lanes = peer.endpoint.describe();
-        peer.reach = Reach::of(&lanes, peer.incarnation == local.incarnation);
+        peer.reach = Reach::of(&lanes);
         peer.may_stream = hello.streams && local.streams && !is_keyed && has_only_tcp(&lanes);
         let places = hello.process.as_ref().zip(local.place.as_ref());
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));

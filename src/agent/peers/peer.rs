@@ -175,6 +175,12 @@ impl Peer {
         }
     }
 
+    /// Takes the connection for one whose transports move host memory one-sided, for tests of what follows from that.
+    #[cfg(test)]
+    pub(crate) fn describe_as_one_sided(&mut self) {
+        self.reach.host = true;
+    }
+
     /// What memory its region `index` is.
     pub(crate) fn kind(&self, index: u32) -> Option<MemoryKind> {
         self.regions.get(index as usize)?.as_ref().map(|(region, _)| region.kind)

@@ -12,18 +12,18 @@ pub(super) struct Reach {
 }
 
 impl Reach {
-    /// From UCX's description of an endpoint's lanes, such as `tcp/lo, cma/memory`. `own`: the peer is this agent itself.
+    /// From UCX's description of an endpoint's lanes, such as `tcp/lo, cma/memory`.
     ///
     /// UCX tells processes of a host apart by what clones of a virtual machine have in common. So host memory of a peer that
     /// UCX would reach within a host is never left to UCX: it is copied once the peer's witness was seen, else sent by
     /// messages.
-    pub(super) fn of(lanes: &str, own: bool) -> Reach {
+    pub(super) fn of(lanes: &str) -> Reach {
         let any = |starts: &[&str]| {
             lanes.split(", ").any(|lane| starts.iter().any(|start| lane.trim_start().starts_with(start)))
         };
         let rdma = any(&["rc_", "dc_", "srd"]);
         let within = any(&["cma/", "knem/", "xpmem/", "sysv/", "posix/", "self/"]);
-        Reach { host: rdma && !within || own && any(&["self/"]), device: rdma || any(&["cuda_ipc/"]), mixed: rdma }
+        Reach { host: rdma && !within, device: rdma || any(&["cuda_ipc/"]), mixed: rdma }
     }
 }
 
@@ -50,8 +50,7 @@ mod tests {
             ("rc_mlx5/mlx5_0:1, cma/memory", reach(false, true, true)),
             ("unknown (this UCX cannot tell)", reach(false, false, false)),
         ] {
-            assert_eq!(Reach::of(lanes, false), expected, "{lanes}");
+            assert_eq!(Reach::of(lanes), expected, "{lanes}");
         }
-        assert_eq!(Reach::of("self/memory", true), reach(true, false, false));
     }
 }
