@@ -218,11 +218,11 @@ fn versions_that_are_not_neighbours_are_refused_with_both_ranges() {
         let at = reply.windows(7).position(|w| w == b"version").unwrap() + 7;
         reply[at] = version as u8;
         let failure = session(&[]).judge_bytes(&reply).unwrap_err();
-        assert_eq!((failure.cause, failure.retry), (Cause::Incompatible, false));
+        assert_eq!(failure.cause, Cause::Incompatible);
         says(&failure.message, &["listener", "this build versions 4 to 5", "upgrade the older side"]);
         let refused = HandshakeReply::Refused { id: 0, code: RefusalCode::Version, message: text };
         let failure = session(&[]).judge(refused).unwrap_err();
-        assert_eq!((failure.cause, failure.retry), (Cause::Incompatible, false));
+        assert_eq!(failure.cause, Cause::Incompatible);
     }
 }
 
@@ -311,7 +311,7 @@ fn a_query_before_all_ranks_are_there_may_be_tried_again() {
     };
     for (index, rank) in ranks().into_iter().enumerate() {
         let failure = ask(&session(&[]), &mut directory).unwrap_err();
-        assert!(failure.retry && failure.cause == Cause::HandshakeFailed, "{failure:?}");
+        assert!(failure.cause == Cause::HandshakeFailed, "{failure:?}");
         says(&failure.message, &[&format!("{} of its 4 ranks", 4 - index)]);
         assert!(!directory.is_ready());
         // A repeated push is harmless.
@@ -385,7 +385,7 @@ fn judged(change: &dyn Fn(&mut RankMetadata)) -> Result<HandshakeOutcome, Handsh
 fn incompatible_engines_learn_which_field_differs_and_both_values() {
     let incompatible = |change: &dyn Fn(&mut RankMetadata), parts: &[&str]| {
         let failure = judged(change).unwrap_err();
-        assert!(failure.cause == Cause::Incompatible && !failure.retry, "{failure:?}");
+        assert!(failure.cause == Cause::Incompatible, "{failure:?}");
         says(&failure.message, parts);
     };
     assert!(judged(&|_| ()).is_ok());
@@ -489,7 +489,7 @@ fn replies_that_do_not_answer_the_query_are_failures() {
     };
     let mine = || vec![blob("p", rank, rank)];
     let failed = |failure: HandshakeFailure, cause: Cause, parts: &[&str]| {
-        assert!(failure.cause == cause && !failure.retry, "{failure:?}");
+        assert!(failure.cause == cause, "{failure:?}");
         says(&failure.message, parts);
     };
     let bad = Cause::HandshakeFailed;
@@ -521,7 +521,7 @@ fn replies_that_do_not_answer_the_query_are_failures() {
     failed(refused(0, RefusalCode::Malformed), bad, &["refused: why"]);
     failed(refused(0, RefusalCode::Version), Cause::Incompatible, &["refused: why"]);
     failed(refused(41, RefusalCode::UnknownRank), bad, &["query 41"]);
-    assert!(refused(42, RefusalCode::NotReady).retry);
+    failed(refused(42, RefusalCode::NotReady), bad, &["refused: why"]);
 }
 
 #[test]

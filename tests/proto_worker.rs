@@ -8,12 +8,12 @@ mod rank;
 
 use std::sync::Arc;
 
-use kvferry::proto::handshake::{HandshakeFailure, HandshakeOutcome};
+use kvferry::proto::handshake::HandshakeFailure;
 use kvferry::proto::ids::{Incarnation, RankId};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
-    Blocks, Cause, EngineShape, Grant, Hold, Load, PeerMessage, Reader, Release, Remote, StepMetadata, Verdict,
-    WorkerReport,
+    Blocks, Cause, EngineShape, Grant, Hold, Load, PeerMessage, RankMetadata, Reader, Release, Remote, StepMetadata,
+    Verdict, WorkerReport,
 };
 use kvferry::proto::worker::{
     Action, Life, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
@@ -395,18 +395,17 @@ mod consuming {
         w.handle_step(Time(now), StepMetadata { loads: vec![load], ..Default::default() });
     }
 
-    fn outcome(incarnation: u64) -> HandshakeOutcome {
-        HandshakeOutcome {
-            engine: engine("p"),
-            incarnation: Incarnation(incarnation),
-            shape: SHAPE,
-            ranks: vec![metadata(engine("p"), 1_000 + incarnation, 8)],
-            notes: Vec::new(),
-        }
+    /// The ranks of the engine "p" in the life `incarnation`.
+    fn ranks(incarnation: u64) -> Vec<RankMetadata> {
+        vec![metadata(engine("p"), 1_000 + incarnation, 8)]
+    }
+
+    fn answer(w: &mut Worker, now: u64, session: SessionId, incarnation: u64, ranks: &[RankMetadata]) {
+        w.handle_handshake(Time(now), session, Ok(reply(session, incarnation, ranks)));
     }
 
     fn failure() -> HandshakeFailure {
-        HandshakeFailure { cause: Cause::HandshakeFailed, retry: false, message: "refused".into() }
+        HandshakeFailure { cause: Cause::HandshakeFailed, message: "refused".into() }
     }
 
     fn handshake(w: &mut Worker) -> SessionId {
@@ -457,7 +456,7 @@ mod consuming {
     fn reading(w: &mut Worker, name: &str) -> (PeerKey, TransferToken) {
         loads(w, 10, load(name, [&[3], &[4]]));
         let session = handshake(w);
-        w.handle_handshake(Time(20), session, Ok(outcome(9)));
+        answer(w, 20, session, 9, &ranks(9));
         let peer = connect(w);
         w.handle_connected(Time(25), &peer);
         (peer, transfer(w))
@@ -538,7 +537,7 @@ mod consuming {
             let mut w = worker(config());
             loads(&mut w, 10, load("a", lists));
             let session = handshake(&mut w);
-            w.handle_handshake(Time(20), session, Ok(outcome(9)));
+            answer(&mut w, 20, session, 9, &ranks(9));
             let peer = connect(&mut w);
             w.handle_connected(Time(25), &peer);
             let report = w.poll_report().unwrap();
@@ -566,7 +565,7 @@ mod consuming {
         assert_eq!(report.failed_recving[0].message, "group 0: nothing fits");
         assert_eq!(report.failed_recving[0].invalid_blocks.ids(), [3, 4]);
         let session = handshake(&mut w);
-        w.handle_handshake(Time(20), session, Ok(outcome(9)));
+        answer(&mut w, 20, session, 9, &ranks(9));
         let peer = connect(&mut w);
         w.handle_connected(Time(25), &peer);
         assert!(matches!(actions(&mut w)[..], [Action::Send { message: PeerMessage::Release { .. }, .. }]));
@@ -605,7 +604,7 @@ mod consuming {
         assert!(actions(&mut w).is_empty(), "a hold so soon after is not worth a handshake");
         loads(&mut w, 30, load("l2", [&[3], &[4]]));
         let session = handshake(&mut w);
-        w.handle_handshake(Time(40), session, Ok(outcome(9)));
+        answer(&mut w, 40, session, 9, &ranks(9));
         let _ = connect(&mut w);
         w.handle_step(Time(2_000 * MS), StepMetadata { holds: vec![hold("h3")], ..Default::default() });
         assert_eq!(w.gauges().holds, 1);
@@ -616,15 +615,15 @@ mod consuming {
         let mut w = worker(config());
         loads(&mut w, 10, load("a", [&[3], &[4]]));
         let session = handshake(&mut w);
-        w.handle_handshake(Time(20), session, Ok(outcome(10)));
+        answer(&mut w, 20, session, 10, &ranks(10));
         let report = w.poll_report().unwrap();
         assert_eq!(report.failed_recving[0].cause, Cause::PeerDied);
         assert!(report.failed_recving[0].message.contains("000000000000000a"), "{:?}", report.failed_recving);
         loads(&mut w, 30, load("b", [&[3], &[4]]));
         let session = handshake(&mut w);
-        let mut other = outcome(9);
-        other.ranks[0].geometry.areas[0].total_heads = 2;
-        w.handle_handshake(Time(40), session, Ok(other));
+        let mut other = ranks(9);
+        other[0].geometry.areas[0].total_heads = 2;
+        answer(&mut w, 40, session, 9, &other);
         let report = w.poll_report().unwrap();
         assert_eq!(report.failed_recving[0].cause, Cause::Incompatible);
         assert!(
@@ -642,7 +641,7 @@ mod consuming {
         }
         let found = actions(&mut w);
         assert_eq!(found.len(), 1, "{found:?}");
-        w.handle_handshake(Time(20), SessionId(1), Ok(outcome(9)));
+        answer(&mut w, 20, SessionId(1), 9, &ranks(9));
         let peer = connect(&mut w);
         w.handle_connected(Time(25), &peer);
         let posted = actions(&mut w).iter().filter(|a| matches!(a, Action::Transfer { .. })).count();
@@ -666,7 +665,7 @@ mod consuming {
                 loads(&mut w, 40, by(host, life, load(&format!("{name}-{host}"), [&[block], &[block]])));
             }
             let session = handshake(&mut w);
-            w.handle_handshake(Time(50), session, Ok(outcome(9)));
+            answer(&mut w, 50, session, 9, &ranks(9));
             let done = does(&mut w);
             assert_eq!((done.connects.len(), done.transfers.len()), (0, 2));
             assert_eq!(done.transfers[0].1, peer);
@@ -678,29 +677,33 @@ mod consuming {
 
     #[test]
     fn what_another_listener_says_of_an_engine_moves_nobody_s_requests() {
-        let impostor = |change: &dyn Fn(&mut HandshakeOutcome)| {
-            let mut outcome = outcome(9);
-            change(&mut outcome);
-            outcome
+        let impostor = |change: &dyn Fn(&mut RankMetadata)| {
+            let mut ranks = ranks(9);
+            change(&mut ranks[0]);
+            ranks
         };
         let stories = [
-            impostor(&|o| o.ranks[0].agent.incarnation = Incarnation(4711)),
-            impostor(&|o| o.ranks[0].agent.address = b"elsewhere".to_vec()),
-            impostor(&|o| o.ranks[0].geometry.areas.iter_mut().for_each(|area| area.offset += 64)),
+            impostor(&|rank| rank.agent.incarnation = Incarnation(4711)),
+            impostor(&|rank| rank.agent.address = b"elsewhere".to_vec()),
+            impostor(&|rank| {
+                for area in &mut rank.geometry.areas {
+                    (area.offset, area.num_blocks) = (area.offset + 8 * area.block_stride, area.num_blocks - 8);
+                }
+            }),
         ];
         for story in stories {
             for honest_first in [true, false] {
                 let mut w = worker(config());
                 let mut peers = Vec::new();
-                let mut hosts = [("h", outcome(9)), ("impostor", story.clone())];
+                let mut hosts = [("h", ranks(9)), ("impostor", story.clone())];
                 if !honest_first {
                     hosts.reverse();
                 }
-                for (n, (host, outcome)) in hosts.iter().enumerate() {
+                for (n, (host, ranks)) in hosts.iter().enumerate() {
                     let name = format!("first-{n}");
                     loads(&mut w, 10, by(host, (n == 1).then_some(9), load(&name, [&[3], &[4]])));
                     let session = handshake(&mut w);
-                    w.handle_handshake(Time(20), session, Ok(outcome.clone()));
+                    answer(&mut w, 20, session, 9, ranks);
                     peers.push(connect(&mut w));
                     w.handle_connected(Time(25), &peers[n]);
                     assert_eq!(does(&mut w).transfers[0].1, peers[n]);
@@ -723,8 +726,7 @@ mod consuming {
         let session = handshake(&mut w);
         // Its agents are those of the former life, as when only the listener's process started anew: the driver has one
         // connection to each, and says so.
-        let ranks = outcome(9).ranks;
-        w.handle_handshake(Time(40), session, Ok(HandshakeOutcome { ranks, ..outcome(10) }));
+        answer(&mut w, 40, session, 10, &ranks(9));
         let new = connect(&mut w);
         w.handle_peer_lost(Time(41), &PeerRef::Outbound(old), "its agent serves another session");
         w.handle_connected(Time(42), &new);
@@ -744,14 +746,14 @@ mod consuming {
         for n in 0..40 {
             loads(&mut w, 30, by(&format!("host-{n}"), None, load(&format!("b{n}"), [&[5], &[6]])));
             let session = handshake(&mut w);
-            w.handle_handshake(Time(40), session, Ok(outcome(9)));
+            answer(&mut w, 40, session, 9, &ranks(9));
             assert_eq!(does(&mut w).transfers.len(), 1);
         }
         loads(&mut w, 50, by("host-39", None, load("late", [&[5], &[6]])));
         assert_eq!(does(&mut w).transfers.len(), 1, "the latest names are known");
         loads(&mut w, 51, by("host-3", None, load("early", [&[5], &[6]])));
         let session = handshake(&mut w);
-        w.handle_handshake(Time(52), session, Ok(outcome(9)));
+        answer(&mut w, 52, session, 9, &ranks(9));
         assert_eq!((does(&mut w).transfers.len(), w.gauges().sessions), (1, 1));
     }
 
@@ -795,7 +797,7 @@ mod consuming {
         let hold = Hold { request: request("a"), remote: remote("p-a") };
         w.handle_step(Time(0), StepMetadata { holds: vec![hold], ..Default::default() });
         let session = handshake(&mut w);
-        w.handle_handshake(Time(20), session, Ok(outcome(9)));
+        answer(&mut w, 20, session, 9, &ranks(9));
         let peer = connect(&mut w);
         w.handle_connected(Time(25), &peer);
         let mut beats = 0;
@@ -830,7 +832,7 @@ mod consuming {
         w
     }
 
-    fn many_ranks() -> HandshakeOutcome {
+    fn many_ranks() -> Vec<RankMetadata> {
         let shape = EngineShape { tp: MANY, ..SHAPE };
         let rank = |tp: u32| {
             let mut remote = metadata(engine("p"), 1_000 + u64::from(tp), 8);
@@ -840,7 +842,7 @@ mod consuming {
             }
             remote
         };
-        HandshakeOutcome { shape, ranks: (0..MANY).map(rank).collect(), ..outcome(9) }
+        (0..MANY).map(rank).collect()
     }
 
     /// What a machine does about several ranks, in order.
@@ -876,7 +878,7 @@ mod consuming {
     fn meeting(w: &mut Worker) -> Vec<PeerKey> {
         loads(w, 10, load("a", [&[3], &[4]]));
         let session = handshake(w);
-        w.handle_handshake(Time(20), session, Ok(many_ranks()));
+        answer(w, 20, session, 9, &many_ranks());
         let first = does(w);
         assert_eq!((first.connects.len(), first.transfers.len(), first.beats.len()), (AT_A_TIME, 0, 0));
         first.connects

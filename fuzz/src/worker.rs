@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry::proto::handshake::{HandshakeFailure, HandshakeOutcome};
+use kvferry::proto::handshake::HandshakeFailure;
 use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
@@ -235,15 +235,9 @@ impl World {
         }
         let result = if source.rarely(6) {
             let message = "refused".into();
-            Err(HandshakeFailure { cause: Cause::HandshakeFailed, retry: source.flag(), message })
+            Err(HandshakeFailure { cause: Cause::HandshakeFailed, message })
         } else {
-            Ok(HandshakeOutcome {
-                engine: metadata.engine.clone(),
-                incarnation: Incarnation(life),
-                shape: metadata.shape,
-                ranks: vec![metadata],
-                notes: Vec::new(),
-            })
+            Ok(rank::reply(session, life, &[metadata]))
         };
         self.worker.handle_handshake(self.now, session, result);
     }

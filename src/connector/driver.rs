@@ -15,14 +15,11 @@ use crate::agent::{Context, Direction, Driver, Event, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::net::{Answer, Ask, Awaited, Client, ClientLimits, host_port, unanswered};
-use crate::proto::handshake::{HandshakeFailure, Session};
-use crate::proto::ids::Incarnation;
+use crate::proto::handshake::HandshakeFailure;
 use crate::proto::plan::CopyPlan;
 use crate::proto::stats::Stats;
 use crate::proto::time::Time;
-use crate::proto::wire::{
-    self, AgentMetadata, Cause, EngineShape, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport,
-};
+use crate::proto::wire::{self, AgentMetadata, Cause, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport};
 use crate::proto::worker::{
     Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine,
 };
@@ -46,9 +43,8 @@ struct Running {
     ask_timeout: Duration,
     epoch: Instant,
     local: Option<Arc<RankMetadata>>,
-    /// By the id that the question has on the wire.
-    sessions: HashMap<u64, Asked>,
-    questions: u64,
+    /// The listeners that sessions have asked, and whose answer is awaited.
+    asked: HashMap<SessionId, String>,
     links: HashMap<PeerId, Link>,
     ids: HashMap<PeerKey, PeerId>,
     transfers: HashMap<TransferId, TransferToken>,
@@ -62,9 +58,6 @@ struct Running {
     patience: Patience,
     /// Those who asked for figures in this turn.
     askers: Vec<SyncSender<Figures>>,
-    /// By remote agent, the shape of its engine: from a handshake's end until, in the same turn, its agents are connected
-    /// to.
-    shapes: HashMap<Incarnation, EngineShape>,
     limits: Limits,
 }
 
@@ -92,12 +85,6 @@ fn others(left_out: u64) -> String {
     if left_out == 0 { String::new() } else { format!(" ({left_out} such lines left out)") }
 }
 
-struct Asked {
-    name: SessionId,
-    session: Session,
-    at: String,
-}
-
 /// One connection of the agent.
 #[derive(Default)]
 struct Link {
@@ -106,8 +93,6 @@ struct Link {
     name: String,
     /// Which way bytes go.
     way: String,
-    /// The shape of its engine, if we asked for it.
-    shape: Option<EngineShape>,
     connected: bool,
     /// The protocol version in common with it, once it is connected.
     version: Option<u16>,
@@ -200,8 +185,7 @@ impl Running {
             ask_timeout: handshake_timeout.mul_f64(0.9),
             epoch,
             local: None,
-            sessions: HashMap::new(),
-            questions: 0,
+            asked: HashMap::new(),
             links: HashMap::new(),
             ids: HashMap::new(),
             transfers: HashMap::new(),
@@ -212,7 +196,6 @@ impl Running {
             changed: false,
             patience: Patience::default(),
             askers: Vec::new(),
-            shapes: HashMap::new(),
             limits: Limits::default(),
         }
     }
@@ -249,7 +232,6 @@ impl Running {
         while let Some(action) = self.machine.poll_action() {
             self.act(context, now, action);
         }
-        self.shapes.clear();
         self.report(context);
         self.tell_lives();
         // A question that could not be asked is answered already, and comes back in a turn of its own.
@@ -335,28 +317,24 @@ impl Running {
         stats.registered_bytes += now.registered_bytes - told.registered_bytes;
     }
 
-    fn answer(&mut self, now: Instant, answer: Answer) {
-        let Some(Asked { name, session, at }) = self.sessions.remove(&answer.id) else { return };
-        let result = match answer.result {
-            Ok(reply) => session.judge(reply),
-            Err(e) => Err(HandshakeFailure { cause: unanswered(&e), retry: true, message: e.message().to_owned() }),
-        };
-        match &result {
-            Ok(outcome) => {
-                for note in &outcome.notes {
-                    log::info!("kvferry worker: engine {} at {at}: {note}; that is no obstacle", outcome.engine);
+    fn answer(&mut self, now: Instant, Answer { id, result }: Answer) {
+        let session = SessionId(id);
+        let Some(at) = self.asked.remove(&session) else { return };
+        let reply = result.map_err(|e| HandshakeFailure { cause: unanswered(&e), message: e.message().to_owned() });
+        match self.machine.handle_handshake(self.time(now), session, reply) {
+            Some(Ok(notes)) => {
+                for note in notes {
+                    log::info!("kvferry worker: the engine at {at}: {note}; that is no obstacle");
                 }
-                let shapes = outcome.ranks.iter().map(|rank| (rank.agent.incarnation, outcome.shape));
-                self.shapes.extend(shapes);
             }
-            Err(failure) => {
+            Some(Err(failure)) => {
                 if let Some(left_out) = self.limits.handshakes.pass(now) {
                     let more = others(left_out);
                     log::warn!("kvferry worker: the handshake with {at} failed: {}{more}", failure.message);
                 }
             }
+            None => {}
         }
-        self.machine.handle_handshake(self.time(now), name, result);
     }
 
     fn event(&mut self, now: Instant, event: Event) {
@@ -425,22 +403,10 @@ impl Running {
 
     fn act(&mut self, context: &mut Context<'_>, now: Instant, action: Action) {
         match action {
-            Action::Handshake { session, engine, incarnation, host, port, ranks } => {
-                let time = self.time(now);
-                let Some(local) = &self.local else {
-                    let message = "this rank's own metadata is not complete: set the geometry before the first request";
-                    let failure =
-                        HandshakeFailure { cause: Cause::HandshakeFailed, retry: true, message: message.to_owned() };
-                    self.machine.handle_handshake(time, session, Err(failure));
-                    return;
-                };
-                self.questions += 1;
-                let id = self.questions;
-                let at = host_port(&host, port);
-                let judge = Session::new(Arc::clone(local), id, engine.clone(), incarnation, ranks.clone());
-                self.sessions.insert(id, Asked { name: session, session: judge, at });
-                let ask = Ask::Query { engine: Some(engine), ranks };
-                self.client.ask(now, id, &host, port, ask, now + self.ask_timeout);
+            Action::Handshake { session, engine, host, port } => {
+                self.asked.insert(session, host_port(&host, port));
+                let ask = Ask::Query { engine: Some(engine), ranks: Vec::new() };
+                self.client.ask(now, session.0, &host, port, ask, now + self.ask_timeout);
             }
             Action::Await { number: AwaitId(number), engine, host, port, request } => {
                 self.client.await_prefill(now, number, &host, port, engine, request, self.ask_timeout);
@@ -499,7 +465,6 @@ impl Running {
         let link = self.links.entry(id).or_insert_with(|| Link { ours: true, ..Link::default() });
         let earlier = link.key.replace(key.clone());
         let connected = link.connected;
-        link.shape = self.shapes.get(&key.incarnation).copied().or(link.shape);
         self.ids.insert(key.clone(), id);
         self.changed = true;
         // The agent has one connection to an agent. What the machine called it until now ends, so that nothing waits for it.
@@ -515,8 +480,8 @@ impl Running {
 
     /// Says who is connected, how, and of what shape its engine is.
     fn connected(&mut self, time: Time, peer: PeerId, key: &PeerKey, how: &str) {
-        if let Some(Link { name, way, shape, .. }) = self.links.get(&peer) {
-            let shape = shape.map(|shape| format!(", an engine of {shape}"));
+        if let Some(Link { name, way, .. }) = self.links.get(&peer) {
+            let shape = self.machine.shape_of(key).map(|shape| format!(", an engine of {shape}"));
             let own = self.local.as_ref().map(|local| format!("; this engine is of {}", local.shape));
             let (shape, own) = (shape.unwrap_or_default(), own.unwrap_or_default());
             log::info!("kvferry worker: connected to {key} ({name}){shape}{how}, over {way}{own}");

@@ -39,8 +39,6 @@ pub struct HandshakeOutcome {
 pub struct HandshakeFailure {
     /// Why, for programs.
     pub cause: Cause,
-    /// Whether the same query may succeed later.
-    pub retry: bool,
     /// Why, for people: what was wrong, what was expected, what to do.
     pub message: String,
 }

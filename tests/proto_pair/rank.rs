@@ -2,7 +2,11 @@
 
 use kvferry::proto::geometry::{Area, Geometry, Group, GroupKind};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
-use kvferry::proto::wire::{AgentMetadata, EngineShape, MemoryKind, RankMetadata, RegionMetadata};
+use kvferry::proto::wire::{
+    AgentMetadata, EngineShape, HandshakeReply, MemoryKind, Message, RankBlob, RankMetadata, RegionMetadata,
+};
+use kvferry::proto::worker::SessionId;
+use serde_bytes::ByteBuf;
 
 pub const BLOCKS: u32 = 200;
 pub const BLOCK_TOKENS: u32 = 2;
@@ -24,6 +28,18 @@ pub fn groups() -> Vec<Group> {
         Group::new(GroupKind::Full, BLOCK_TOKENS),
         Group::new(GroupKind::SlidingWindow { window: WINDOW }, BLOCK_TOKENS),
     ]
+}
+
+/// What the listener of these ranks' engine, in the life `incarnation`, answers a session.
+pub fn reply(session: SessionId, incarnation: u64, ranks: &[RankMetadata]) -> HandshakeReply {
+    let blob = |rank: &RankMetadata| RankBlob { rank: rank.rank, metadata: ByteBuf::from(rank.to_bytes().unwrap()) };
+    HandshakeReply::Ranks {
+        id: session.0,
+        engine: ranks[0].engine.clone(),
+        incarnation: Incarnation(incarnation),
+        shape: ranks[0].shape,
+        ranks: ranks.iter().map(blob).collect(),
+    }
 }
 
 /// One region per group; block b of a region starts at `b * stride`.

@@ -4,7 +4,6 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
-use kvferry::proto::handshake::HandshakeOutcome;
 use kvferry::proto::ids::{Incarnation, RankId};
 use kvferry::proto::plan::Holding;
 use kvferry::proto::time::Time;
@@ -35,7 +34,8 @@ struct Ranks {
     now: Time,
     p: Vec<Worker>,
     d: Vec<Worker>,
-    outcome: HandshakeOutcome,
+    /// The producer's ranks, as its listener tells them.
+    theirs: Vec<RankMetadata>,
     queues: BTreeMap<Queue, VecDeque<Event>>,
     /// By D's rank and connection, P's rank.
     links: HashMap<(usize, u64), usize>,
@@ -110,13 +110,7 @@ impl Ranks {
             now: Time(1_000_000),
             p: theirs.iter().map(worker).collect(),
             d: ours.iter().map(worker).collect(),
-            outcome: HandshakeOutcome {
-                engine: engine("p"),
-                incarnation: Incarnation(9),
-                shape: EngineShape { tp: p_tp, ..SHAPE },
-                ranks: theirs,
-                notes: Vec::new(),
-            },
+            theirs,
             queues: BTreeMap::new(),
             links: HashMap::new(),
             received: BTreeMap::new(),
@@ -158,7 +152,9 @@ impl Ranks {
         let worker = if of_p { &mut self.p[rank] } else { &mut self.d[rank] };
         match event {
             Event::Step(step) => worker.handle_step(self.now, step),
-            Event::Handshake(session) => worker.handle_handshake(self.now, session, Ok(self.outcome.clone())),
+            Event::Handshake(session) => {
+                worker.handle_handshake(self.now, session, Ok(reply(session, 9, &self.theirs)));
+            }
             Event::Connected(peer) => worker.handle_connected(self.now, &peer),
             Event::Transfer(token) => worker.handle_transfer_done(self.now, token, Ok(TransferFigures::default())),
             Event::Message(from, message) => worker.handle_message(self.now, &from, message),
@@ -190,8 +186,8 @@ impl Ranks {
                     panic!("a producer only answers: {action:?}")
                 };
                 let (d, connection) = ((number >> 32) as usize, number & 0xFFFF_FFFF);
-                let incarnation = self.outcome.ranks[rank].agent.incarnation;
-                let key = PeerKey { connection, engine: engine("p"), incarnation, rank: self.outcome.ranks[rank].rank };
+                let incarnation = self.theirs[rank].agent.incarnation;
+                let key = PeerKey { connection, engine: engine("p"), incarnation, rank: self.theirs[rank].rank };
                 self.push((false, d, connection), Event::Message(PeerRef::Outbound(key), message));
             }
             let Some(report) = self.p[rank].poll_report() else { continue };
@@ -204,7 +200,7 @@ impl Ranks {
         match action {
             Action::Handshake { session, .. } => self.push((false, d, 1 << 40), Event::Handshake(session)),
             Action::Connect { peer, .. } => {
-                let p = self.outcome.ranks.iter().position(|rank| rank.rank == peer.rank).unwrap();
+                let p = self.theirs.iter().position(|rank| rank.rank == peer.rank).unwrap();
                 self.links.insert((d, peer.connection), p);
                 self.push((false, d, peer.connection), Event::Connected(peer));
             }

@@ -8,14 +8,14 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry::proto::handshake::{Directory, HandshakeFailure, Pushes, Session};
+use kvferry::proto::handshake::{Directory, HandshakeFailure, Pushes};
 use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::plan::CopyPlan;
 use kvferry::proto::scheduler::{FinishOutcome, Notice, Scheduler, SchedulerConfig};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
-    Blocks, Cause, HandshakeReply, HandshakeRequest, Message, PeerMessage, Prefill, RankMetadata, StepMetadata,
-    TransferParams, Verdict, WorkerReport,
+    Blocks, Cause, HandshakeReply, HandshakeRequest, Message, PeerMessage, Prefill, StepMetadata, TransferParams,
+    Verdict, WorkerReport,
 };
 use kvferry::proto::worker::{
     Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
@@ -59,7 +59,7 @@ enum Event {
     StepD(StepMetadata),
     ReportP(u64, WorkerReport),
     ReportD(WorkerReport),
-    Handshake(SessionId, Option<Incarnation>),
+    Handshake(SessionId),
     /// A question reaches P's listener.
     Asked(AwaitId, RequestId),
     Prefilled(AwaitId, Result<(Incarnation, Prefill), (Cause, String)>),
@@ -126,7 +126,6 @@ pub struct Sim {
     order: u64,
     p: Producer,
     pub d: Worker,
-    d_local: Arc<RankMetadata>,
     d_scheduler: Scheduler,
     d_memory: Memory,
     d_free: Vec<u32>,
@@ -172,15 +171,13 @@ fn producer(life: u64) -> Producer {
 impl Sim {
     pub fn new() -> Sim {
         let mut d = Worker::new(worker_config("d", 77)).unwrap();
-        let d_local = Arc::new(metadata(engine("d"), 77, 8));
-        d.set_local(d_local.clone());
+        d.set_local(Arc::new(metadata(engine("d"), 77, 8)));
         Sim {
             now: Time(1_000_000),
             events: BTreeMap::new(),
             order: 0,
             p: producer(1),
             d,
-            d_local,
             d_scheduler: scheduler("d", 5),
             d_memory: Memory::new(8),
             d_free: (1..BLOCKS).collect(),
@@ -526,17 +523,13 @@ impl Sim {
             }
             Event::StepP(..) | Event::ReportP(..) => {}
             Event::ReportD(report) => self.report_d(&report),
-            Event::Handshake(id, incarnation) => {
+            Event::Handshake(id) => {
                 let result = if now < self.down_until {
-                    Err(HandshakeFailure {
-                        cause: Cause::HandshakeFailed,
-                        retry: false,
-                        message: "connection refused".into(),
-                    })
+                    Err(HandshakeFailure { cause: Cause::HandshakeFailed, message: "connection refused".into() })
                 } else {
-                    let session = Session::new(self.d_local.clone(), id.0, engine("p"), incarnation, vec![]);
-                    let reply = self.p.directory.answer(&session.request().unwrap());
-                    session.judge_bytes(&reply)
+                    let ask = HandshakeRequest::Query { id: id.0, engine: Some(engine("p")), ranks: vec![] };
+                    let reply = self.p.directory.answer(&ask.to_bytes().unwrap());
+                    Ok(HandshakeReply::from_bytes(&reply).unwrap())
                 };
                 self.d.handle_handshake(now, id, result);
             }
@@ -698,9 +691,9 @@ impl Sim {
     fn act(&mut self, action: Action) {
         let soon = (self.now + self.delay).max(self.partition_until);
         match action {
-            Action::Handshake { session, engine: name, incarnation, host, port, ranks } => {
-                assert_eq!((name, host.as_str(), port, ranks.len()), (engine("p"), "10.0.0.1", 5680, 0));
-                self.at(soon, Event::Handshake(session, incarnation));
+            Action::Handshake { session, engine: name, host, port } => {
+                assert_eq!((name, host.as_str(), port), (engine("p"), "10.0.0.1", 5680));
+                self.at(soon, Event::Handshake(session));
             }
             Action::Await { number, engine: name, host, port, request } => {
                 assert_eq!((name, host.as_str(), port), (engine("p"), "10.0.0.1", 5680));

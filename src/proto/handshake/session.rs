@@ -22,7 +22,7 @@ pub struct Session {
 }
 
 fn fail(cause: Cause, message: impl Into<String>) -> HandshakeFailure {
-    HandshakeFailure { cause, retry: false, message: message.into() }
+    HandshakeFailure { cause, message: message.into() }
 }
 
 impl Session {
@@ -136,11 +136,7 @@ impl Session {
             RefusalCode::Version => Cause::Incompatible,
             _ => Cause::HandshakeFailed,
         };
-        HandshakeFailure {
-            cause,
-            retry: code == RefusalCode::NotReady,
-            message: format!("the listener of engine {} refused: {message}", self.engine),
-        }
+        HandshakeFailure { cause, message: format!("the listener of engine {} refused: {message}", self.engine) }
     }
 
     /// What differs and need not be the same goes into `notes`.

@@ -76,21 +76,17 @@ pub struct TransferFigures {
 /// What the driver is to do. It does so in the order in which the actions come.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
-    /// Fetch and judge (`proto::handshake::Session`) the metadata of an engine's ranks; answer with
+    /// Ask an engine's listener for the metadata of all its ranks, as a query with the session's number; answer with
     /// `handle_handshake`. The machine has its own timeout: an answer that comes later is ignored.
     Handshake {
         /// Echoed in the answer.
         session: SessionId,
         /// The engine that is expected there.
         engine: EngineId,
-        /// The life that the request's params named; for information, the machine compares it itself.
-        incarnation: Option<Incarnation>,
         /// Host of the engine's listener.
         host: String,
         /// Port of the engine's listener.
         port: u16,
-        /// The ranks wanted; empty means all (which ranks are needed depends on the shape that the answer tells).
-        ranks: Vec<RankId>,
     },
     /// Await a prefill at its engine's listener; answer with `handle_prefill`.
     Await {

@@ -23,11 +23,13 @@ use super::sessions::{Due, Joined, Leased, Sessions, State, Ticket};
 use super::timers::Deadlines;
 use crate::error::ErrorKind;
 use crate::proto::geometry::GroupKind;
-use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
+use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome, Session};
 use crate::proto::ids::{Incarnation, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::time::Time;
-use crate::proto::wire::{Cause, Hold, Load, Prefill, RankMetadata, Release, Remote, Verdict};
+use crate::proto::wire::{
+    Cause, EngineShape, HandshakeReply, Hold, Load, Prefill, RankMetadata, Release, Remote, Verdict,
+};
 
 #[derive(Debug)]
 enum Kind {
@@ -303,28 +305,28 @@ impl Consumer {
         &mut self,
         now: Time,
         id: SessionId,
-        result: Result<HandshakeOutcome, HandshakeFailure>,
+        answer: Result<HandshakeReply, HandshakeFailure>,
         out: &mut Outbox,
-    ) {
-        if !self.sessions.is_handshaking(id) {
-            return;
-        }
-        let outcome = match result {
+    ) -> Option<Result<Vec<String>, HandshakeFailure>> {
+        let local = self.local.clone()?;
+        let (engine, life) = self.sessions.awaited(id)?;
+        let session = Session::new(Arc::clone(&local), id.0, engine, life, Vec::new());
+        let mut outcome = match answer.and_then(|reply| session.judge(reply)) {
             Ok(outcome) => outcome,
-            Err(failure) => return self.session_failed(now, id, failure.cause, &failure.message, out),
+            Err(failure) => {
+                self.session_failed(now, id, failure.cause, &failure.message, out);
+                return Some(Err(failure));
+            }
         };
-        // The leases of another life are gone, whoever answered now.
-        for ticket in self.users(id) {
-            let Some(want) = self.wants.get(&ticket) else { continue };
-            let Some(granted_by) = want.remote.incarnation.filter(|i| *i != outcome.incarnation) else { continue };
-            let text = format!(
-                "engine {} restarted: incarnation {granted_by} granted the lease, {} answers now",
-                outcome.engine, outcome.incarnation
-            );
-            self.strand(now, ticket, Cause::PeerDied, text, out);
-        }
+        let notes = std::mem::take(&mut outcome.notes);
+        self.met(now, id, &local, &outcome, out);
+        Some(Ok(notes))
+    }
+
+    /// An engine has told its ranks' metadata, which fits.
+    fn met(&mut self, now: Time, id: SessionId, local: &RankMetadata, outcome: &HandshakeOutcome, out: &mut Outbox) {
         let users = self.users(id);
-        if self.sessions.has_twin(id, &outcome, out) {
+        if self.sessions.has_twin(id, outcome, out) {
             // First, so that none of them finds it again.
             self.sessions.break_off(now, id, false, out);
             for ticket in users {
@@ -337,14 +339,17 @@ impl Consumer {
             self.sessions.break_off(now, id, false, out);
             return;
         }
-        let Some(local) = self.local.clone() else { return };
-        if let Err(e) = self.sessions.connect(id, &local, &self.engine, &outcome, out) {
+        if let Err(e) = self.sessions.connect(id, local, &self.engine, outcome, out) {
             let cause = match e.kind() {
                 ErrorKind::Incompatible => Cause::Incompatible,
                 _ => Cause::HandshakeFailed,
             };
             self.session_failed(now, id, cause, e.message(), out);
         }
+    }
+
+    pub(super) fn shape_of(&self, peer: &PeerKey) -> Option<EngineShape> {
+        self.sessions.get(self.sessions.session_of(peer)?)?.shape
     }
 
     pub(super) fn connected(&mut self, now: Time, key: &PeerKey, out: &mut Outbox) {

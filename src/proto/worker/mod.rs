@@ -39,10 +39,12 @@ pub use config::WorkerConfig;
 pub use life::{LeaseEnd, Life, Receive};
 
 use crate::error::Result;
-use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome};
+use crate::proto::handshake::HandshakeFailure;
 use crate::proto::ids::Incarnation;
 use crate::proto::time::Time;
-use crate::proto::wire::{Cause, PeerMessage, Prefill, RankMetadata, StepMetadata, WorkerReport};
+use crate::proto::wire::{
+    Cause, EngineShape, HandshakeReply, PeerMessage, Prefill, RankMetadata, StepMetadata, WorkerReport,
+};
 use consumer::Consumer;
 use outbox::Outbox;
 use producer::{Beat, Producer, Said};
@@ -156,15 +158,22 @@ impl Worker {
         }
     }
 
-    /// The answer to [`Action::Handshake`]. Ignored when the session does not wait for one (any more).
+    /// The answer to [`Action::Handshake`], or why there is none. Gives what came of it, for the log: the notes of
+    /// [`HandshakeOutcome`](crate::proto::handshake::HandshakeOutcome); nothing when the session does not wait for an
+    /// answer (any more).
     pub fn handle_handshake(
         &mut self,
         now: Time,
         session: SessionId,
-        result: Result<HandshakeOutcome, HandshakeFailure>,
-    ) {
+        answer: Result<HandshakeReply, HandshakeFailure>,
+    ) -> Option<Result<Vec<String>, HandshakeFailure>> {
         let now = self.advance(now);
-        self.consumer.handshake(now, session, result, &mut self.out);
+        self.consumer.handshake(now, session, answer, &mut self.out)
+    }
+
+    /// The shape of the engine that this connection leads to; nothing if the connection is not ours (any more).
+    pub fn shape_of(&self, peer: &PeerKey) -> Option<EngineShape> {
+        self.consumer.shape_of(peer)
     }
 
     /// The answer to [`Action::Await`]: the prefill, and the life of the engine that told it; or why there is none. Ignored

@@ -22,7 +22,7 @@ use crate::proto::ids::{EngineId, Incarnation, RequestId};
 use crate::proto::plan::{self, Holding, LocalRank, RankPlan};
 use crate::proto::time::Time;
 use crate::proto::wire::limits::MAX_HEARTBEAT_REQUESTS;
-use crate::proto::wire::{AgentMetadata, PeerMessage, RankMetadata, Reader, Remote};
+use crate::proto::wire::{AgentMetadata, EngineShape, PeerMessage, RankMetadata, Reader, Remote};
 
 /// Numbers a hold, load or release inside this machine.
 pub(super) type Ticket = u64;
@@ -69,6 +69,8 @@ pub(super) struct Session {
     pub(super) state: State,
     /// The life that answered.
     pub(super) incarnation: Option<Incarnation>,
+    /// The shape of its engine.
+    pub(super) shape: Option<EngineShape>,
     /// What the listener told of the engine's life and ranks, by [`Sessions::hasher`].
     told: Option<u64>,
     /// The routes that are known to lead here.
@@ -309,6 +311,7 @@ impl Sessions {
                 wanted: remote.incarnation,
                 state: State::Handshaking,
                 incarnation: None,
+                shape: None,
                 told: None,
                 routes: VecDeque::new(),
                 peers: Vec::new(),
@@ -322,17 +325,16 @@ impl Sessions {
         out.push(Action::Handshake {
             session: id,
             engine: remote.engine.clone(),
-            incarnation: remote.incarnation,
             host: remote.host.clone(),
             port: remote.port,
-            ranks: Vec::new(),
         });
         Joined::Waiting(id)
     }
 
-    /// Whether this is a handshake whose answer is still awaited.
-    pub(super) fn is_handshaking(&self, id: SessionId) -> bool {
-        self.sessions.get(&id).is_some_and(|session| session.state == State::Handshaking)
+    /// The engine that is expected to answer a handshake, and its life if that is known; nothing if no answer is awaited.
+    pub(super) fn awaited(&self, id: SessionId) -> Option<(EngineId, Option<Incarnation>)> {
+        let session = self.sessions.get(&id).filter(|session| session.state == State::Handshaking)?;
+        Some((session.route.engine.clone(), session.wanted))
     }
 
     /// Whether a handshake found only what another session is connected (or connecting) to. Its route leads there then.
@@ -405,6 +407,7 @@ impl Sessions {
         let Some(session) = self.sessions.get_mut(&id) else { return Ok(()) };
         session.state = State::Connecting;
         session.incarnation = Some(outcome.incarnation);
+        session.shape = Some(outcome.shape);
         session.told = Some(self.hasher.hash_one((&outcome.engine, outcome.incarnation, &outcome.ranks)));
         for (remote, plan, readers) in plans {
             self.next += 1;
