@@ -143,3 +143,8 @@ _CLASSES: dict[str, type[KvferryError]] = {
 def make_error(code: int, name: str, message: str) -> KvferryError:
     """The exception for an error code; `KvferryError` itself for a kind that this package does not know."""
     return _CLASSES.get(name, KvferryError)(code, name, message)
+
+
+def invalid(message: str) -> KvferryError:
+    """The exception for an argument that cannot be."""
+    return make_error(-1, "invalid_argument", message)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from . import _lib
-from ._errors import KvferryError, make_error
+from ._errors import invalid
 
 Kind = Literal["host", "cuda"]
+_KINDS = {"host": "KVF_MEMORY_HOST", "cuda": "KVF_MEMORY_CUDA"}
 _VIEW = "register the array that it is a view of, and give the place inside it by offset and stride"
 
 
@@ -21,20 +22,25 @@ class Span(NamedTuple):
     owner: object | None
 
 
-def _invalid(text: str) -> KvferryError:
-    return make_error(-1, "invalid_argument", text)
+def memory_arguments(address: int, nbytes: int, kind: str, device: int) -> tuple[Any, int, int, int]:
+    """Memory as functions that register it take it."""
+    if not isinstance(address, int) or not 0 <= address < 1 << 64:
+        raise invalid(f"an address must be an int from 0 to 2**64 - 1, not {address!r}")
+    number = _lib.constant(_KINDS, "memory kind", kind)
+    pointer = _lib.load().ffi.cast("void *", address)
+    return pointer, _lib.whole("nbytes", nbytes), number, _lib.whole("device", device, 32)
 
 
 def _not_empty(nbytes: int, what: str) -> None:
     if not nbytes:
-        raise _invalid(f"{what} is empty, so there is nothing to register; register memory after it is allocated")
+        raise invalid(f"{what} is empty, so there is nothing to register; register memory after it is allocated")
 
 
 def span_of(memory: Any, kind: Kind | None, device: int | None) -> Span:
     """The bytes of `memory`, see `Agent.register`. `kind` and `device` override what the object itself says."""
     if isinstance(memory, tuple):
         if len(memory) != 2 or not all(isinstance(part, int) for part in memory):
-            raise _invalid("memory given as a tuple must be (address, nbytes), both int")
+            raise invalid("memory given as a tuple must be (address, nbytes), both int")
         return Span(memory[0], memory[1], kind or "host", device or 0, None)
     if hasattr(memory, "data_ptr") and hasattr(memory, "element_size"):
         return _of_tensor(memory, kind, device)
@@ -46,7 +52,7 @@ def span_of(memory: Any, kind: Kind | None, device: int | None) -> Span:
 
 def _of_tensor(tensor: Any, kind: Kind | None, device: int | None) -> Span:
     if not tensor.is_contiguous():
-        raise _invalid(
+        raise invalid(
             f"the tensor of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} is not contiguous; "
             "register the storage that it is a view of"
         )
@@ -60,7 +66,7 @@ def _of_tensor(tensor: Any, kind: Kind | None, device: int | None) -> Span:
 def _of_cuda_array(memory: Any, interface: dict[str, Any], device: int | None) -> Span:
     address, read_only = interface["data"]
     if read_only:
-        raise _invalid("the CUDA array is read-only; register memory that may be written")
+        raise invalid("the CUDA array is read-only; register memory that may be written")
     itemsize = int(interface["typestr"][2:])
     nbytes = itemsize
     for extent in interface["shape"]:
@@ -70,7 +76,7 @@ def _of_cuda_array(memory: Any, interface: dict[str, Any], device: int | None) -
     if strides is not None:
         for extent, stride in zip(reversed(interface["shape"]), reversed(strides), strict=True):
             if extent > 1 and stride != expected:
-                raise _invalid(f"the CUDA array with strides {strides} is not contiguous in C order; {_VIEW}")
+                raise invalid(f"the CUDA array with strides {strides} is not contiguous in C order; {_VIEW}")
             expected *= extent
     _not_empty(nbytes, "the CUDA array")
     return Span(address, nbytes, "cuda", device or 0, memory)
@@ -80,18 +86,19 @@ def _of_buffer(memory: Any, kind: Kind | None) -> Span:
     try:
         view = memoryview(memory)
     except TypeError:
-        raise _invalid(
+        raise invalid(
             f"cannot register an object of type {type(memory).__name__}: expected a writable buffer, a tensor, an "
             "object with __cuda_array_interface__, or (address, nbytes)"
         ) from None
     if view.readonly:
-        raise _invalid(f"the buffer of the {type(memory).__name__} is read-only; register memory that may be written")
+        raise invalid(f"the buffer of the {type(memory).__name__} is read-only; register memory that may be written")
     if not view.c_contiguous:
-        raise _invalid(
+        raise invalid(
             f"the buffer of the {type(memory).__name__} of shape {view.shape} and strides {view.strides} is not "
             f"contiguous in C order; {_VIEW}"
         )
     _not_empty(view.nbytes, f"the buffer of the {type(memory).__name__}")
-    address = _lib.address_of(view)
+    ffi = _lib.load().ffi
+    address = int(ffi.cast("uintptr_t", ffi.from_buffer(view)))
     # The view, not only the object, is kept: it stops a bytearray from being resized under the transfer.
     return Span(address, view.nbytes, kind or "host", 0, view)

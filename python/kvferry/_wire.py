@@ -5,27 +5,30 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
 from . import _lib
-from ._errors import make_error
+from ._errors import invalid, make_error
 from ._find import with_packaged_ucx
 
 
 def pack(what: str, value: Mapping[str, object]) -> bytes:
     """`value` as msgpack; what msgpack cannot hold raises `InvalidArgumentError` that says so."""
     if not isinstance(value, Mapping):
-        raise make_error(-1, "invalid_argument", f"{what} must be a mapping, not {type(value).__name__}")
+        raise invalid(f"{what} must be a mapping, not {type(value).__name__}")
     try:
         packed: bytes = msgpack.packb(dict(value), use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
-        raise make_error(-1, "invalid_argument", f"{what} holds a value that cannot be passed on: {error}") from error
+        raise invalid(f"{what} holds a value that cannot be passed on: {error}") from error
     return packed
 
 
-def start_with_ucx(start: Callable[[bytes], _lib.Handle], config: Mapping[str, object]) -> _lib.Handle:
+_Started = TypeVar("_Started")
+
+
+def start_with_ucx(start: Callable[[bytes], _Started], config: Mapping[str, object]) -> _Started:
     """Starts an object that needs UCX, see `_find.with_packaged_ucx`."""
     packed = pack("config", config)
     chosen = config.get("ucx_lib")
@@ -57,7 +60,7 @@ def ids_to_bytes(ids: list[int]) -> bytes:
     try:
         words = array("I", ids)
     except (TypeError, OverflowError) as error:
-        raise make_error(-1, "invalid_argument", f"block ids must be integers of 32 bits: {error}") from error
+        raise invalid(f"block ids must be integers of 32 bits: {error}") from error
     if sys.byteorder == "big":
         words.byteswap()
     return words.tobytes()
@@ -76,17 +79,16 @@ def decode_outcome(data: bytes) -> dict[str, Any]:
 
 def decode_report(data: bytes) -> dict[str, Any]:
     """An encoded worker report as a dict, checked by libkvferry."""
-    return _with_ids(unpack_map("a worker report", _lib.report_decode(data)))
+    return _with_ids(unpack_map("a worker report", _lib.ask("kvf_report_decode", _lib.data("a report", data))))
 
 
 def encode_report(report: dict[str, Any]) -> bytes:
     """A worker report in its versioned envelope."""
     if not isinstance(report, Mapping):
-        text = f"a report must be bytes, or a dict as decode_report makes it, not {type(report).__name__}"
-        raise make_error(-1, "invalid_argument", text)
+        raise invalid(f"a report must be bytes, or a dict as decode_report makes it, not {type(report).__name__}")
     body = dict(report)
     body["failed_recving"] = [
         {**failure, "invalid_blocks": ids_to_bytes(failure["invalid_blocks"])}
         for failure in report.get("failed_recving", ())
     ]
-    return _lib.report_encode(pack("report", body))
+    return _lib.ask("kvf_report_encode", pack("report", body))

@@ -7,8 +7,10 @@ from types import TracebackType
 from typing import Literal, TypedDict, cast
 
 from . import _lib, _wire
-from ._errors import make_error
+from ._errors import invalid
 from .worker import Rank, RecvFailure, RecvRecord, Report, encode_report
+
+SIDES = {"sending": "KVF_SENDING", "recving": "KVF_RECVING"}
 
 
 class RankRecord(TypedDict):
@@ -46,28 +48,29 @@ class Aggregator:
         try:
             config = {"ranks": [{"pp": pp, "tp": tp} for pp, tp in ranks]}
         except (TypeError, ValueError):
-            text = f"ranks must be pairs (pp_rank, tp_rank), as in [(0, 0), (0, 1)], not {ranks!r:.80}"
-            raise make_error(-1, "invalid_argument", text) from None
-        self._handle = _lib.aggregator_start(_wire.pack("config", config))
+            expected = "pairs (pp_rank, tp_rank), as in [(0, 0), (0, 1)]"
+            raise invalid(f"ranks must be {expected}, not {ranks!r:.80}") from None
+        self._handle = _lib.Handle("aggregator", _wire.pack("config", config))
 
     def add(self, report: bytes | Report) -> None:
         """Takes in one rank's report, or several as `merge_reports` made them.
 
         A report that comes again changes nothing; one of a rank that is not expected raises `InvalidArgumentError`.
         """
-        _lib.aggregator_add(self._handle, report if isinstance(report, bytes) else encode_report(report))
+        self._handle.call("add", report if isinstance(report, bytes) else encode_report(report))
 
     def expect(self, request: str, side: Literal["sending", "recving"], count: int) -> None:
         """From now on `count` ranks, whichever, end `request` on that side, in place of all."""
-        _lib.aggregator_expect(self._handle, request, side, count)
+        number = _lib.constant(SIDES, "side", side)
+        self._handle.call("expect", _lib.text("a request id", request), number, _lib.whole("count", count, 32))
 
     def forget(self, request: str) -> None:
         """Forgets a request, so that its id can be used again."""
-        _lib.aggregator_forget(self._handle, request)
+        self._handle.call("forget", _lib.text("a request id", request))
 
     def take(self) -> Outcome:
         """What has become known since the last call."""
-        return cast(Outcome, _wire.decode_outcome(_lib.aggregator_take(self._handle)))
+        return cast(Outcome, _wire.decode_outcome(self._handle.ask("take")))
 
     def close(self) -> None:
         """Frees the aggregator. Calling it again does nothing."""

@@ -17,16 +17,16 @@ class Listener:
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self._handle = _lib.listener_start(_wire.pack("config", config))
+        self._handle = _lib.Handle("listener", _wire.pack("config", config))
 
     def offer(self, metadata: bytes) -> int:
         """Adds one rank's metadata and returns how many ranks are still missing."""
-        return _lib.listener_offer(self._handle, metadata)
+        return self._handle.number("uint32_t", "offer", _lib.data("metadata", metadata))
 
     @property
     def address(self) -> tuple[str, int]:
         """The host and port that other engines are to be told."""
-        return _lib.listener_address(self._handle)
+        return self._handle.address("address")
 
     def close(self) -> None:
         """Stops and frees the listener. Calling it again does nothing."""

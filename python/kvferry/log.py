@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+from typing import Any
 
 from . import _lib
 
 _LEVELS = {1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO, 4: logging.DEBUG, 5: 5}
 _NUMBERS = {"error": 1, "warn": 2, "info": 3, "debug": 4, "trace": 5}
+_callback: Any = None
 _routed = False
-
-
-def _emit(level: int, target: str, text: str) -> None:
-    # Targets are Rust module paths such as kvferry::agent::engine: the logger is kvferry.agent.engine.
-    logging.getLogger(target.replace("::", ".")).log(_LEVELS.get(level, logging.INFO), "%s", text)
 
 
 def route(level: str = "info") -> None:
@@ -22,11 +19,21 @@ def route(level: str = "info") -> None:
 
     Lines come from any of the library's threads. Undone by `unroute`, and at interpreter exit.
     """
-    global _routed
+    global _callback, _routed
     number = _NUMBERS.get(level)
     if number is None:
         raise ValueError(f"unknown log level {level!r}, expected one of {', '.join(_NUMBERS)}")
-    _lib.log_set(_emit, number)
+    ffi = _lib.load().ffi
+
+    def emit(level: int, target: Any, message: Any, _user: Any) -> None:
+        # Targets are Rust module paths such as kvferry::agent::engine: the logger is kvferry.agent.engine.
+        name, text = (ffi.string(part).decode("utf-8", "replace") for part in (target, message))
+        logging.getLogger(name.replace("::", ".")).log(_LEVELS.get(level, logging.INFO), "%s", text)
+
+    callback = ffi.callback("void(uint32_t, const char *, const char *, void *)", emit)
+    _lib.call("kvf_log_set", callback, ffi.NULL, number)
+    # Only now may the callback that was set before be collected: the library has stopped calling it.
+    _callback = callback
     if not _routed:
         atexit.register(unroute)
         _routed = True
@@ -34,4 +41,7 @@ def route(level: str = "info") -> None:
 
 def unroute() -> None:
     """Stops what `route` started: lines go to standard error as `KVFERRY_LOG` says."""
-    _lib.log_unset()
+    global _callback
+    _lib.call("kvf_log_unset")
+    # Only now: when the call returns, no callback is running or will be called.
+    _callback = None

@@ -73,7 +73,7 @@ def describe(deployment: Mapping[str, object]) -> Description:
     Raises `InvalidArgumentError` or `ExhaustedError` that names the key for what cannot be, and `IncompatibleError`
     where the engines do not fit each other, with the text that their handshake would give.
     """
-    described = _wire.unpack_map("a description", _lib.plan_describe(_wire.pack("deployment", deployment)))
+    described = _wire.unpack_map("a description", _lib.ask("kvf_plan_describe", _wire.pack("deployment", deployment)))
     return cast(Description, _ranges_as_tuples(described))
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from . import _lib, _wire
+from ._errors import invalid
+from .aggregator import SIDES
 from .aggregator import Outcome as OutcomeDict
 
 Outcome = Literal["complete", "aborted"]
 BlockLists = Sequence[_lib.Ids]
+_OUTCOMES = {"complete": "KVF_COMPLETE", "aborted": "KVF_ABORTED"}
 
 
 class Scheduler:
@@ -37,25 +40,27 @@ class Scheduler:
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self._handle = _lib.scheduler_start(_wire.pack("config", config))
+        self._handle = _lib.Handle("scheduler", _wire.pack("config", config))
 
     def set_engine(self, ranks: Mapping[tuple[int, int], bytes]) -> None:
         """Takes the metadata of all ranks, by (pp_rank, tp_rank), without serving it.
 
         Enough for an engine that only receives. One of several ranks needs it before its first load.
         """
-        _lib.scheduler_set_engine(self._handle, ranks)
+        blobs, _keep = _rank_list(ranks)
+        self._handle.call("set_engine", blobs, len(ranks))
 
     def serve(self, ranks: Mapping[tuple[int, int], bytes]) -> tuple[str, int]:
         """Starts the handshake listener with `{(pp_rank, tp_rank): Worker.metadata()}` of all ranks.
 
         Returns the host and port that other engines are told. It is bound when this returns.
         """
-        return _lib.scheduler_serve(self._handle, ranks)
+        blobs, _keep = _rank_list(ranks)
+        return self._handle.address("serve", blobs, len(ranks))
 
     def arrived(self, request: str, params: Mapping[str, object]) -> None:
         """Consumer: a request with a remote prefill has arrived. Connect early and keep its lease alive."""
-        _lib.scheduler_arrived(self._handle, request, _wire.pack("kv_transfer_params", params))
+        self._handle.call("arrived", *_of(request, params))
 
     def matched(
         self, request: str, params: Mapping[str, object], prompt_tokens: int, computed_tokens: int
@@ -64,9 +69,10 @@ class Scheduler:
 
         Has no side effects.
         """
-        return _lib.scheduler_matched(
-            self._handle, request, _wire.pack("kv_transfer_params", params), prompt_tokens, computed_tokens
-        )
+        tokens, asynchronous = _lib.new("uint64_t *"), _lib.new("uint8_t *")
+        prompt, computed = _lib.whole("prompt_tokens", prompt_tokens), _lib.whole("computed_tokens", computed_tokens)
+        self._handle.call("matched", *_of(request, params), prompt, computed, tokens, asynchronous)
+        return tokens[0], asynchronous[0] != 0
 
     def allocated(
         self,
@@ -82,9 +88,9 @@ class Scheduler:
 
         A second call for the same request does nothing.
         """
-        _lib.scheduler_allocated(
-            self._handle, request, _wire.pack("kv_transfer_params", params), blocks, prompt_tokens, external_tokens
-        )
+        lists = _lib.Lists(blocks, "blocks")
+        prompt, external = _lib.whole("prompt_tokens", prompt_tokens), _lib.whole("external_tokens", external_tokens)
+        self._handle.call("allocated", *_of(request, params), lists.ids, lists.offsets, lists.count, prompt, external)
 
     def finished(
         self,
@@ -96,18 +102,22 @@ class Scheduler:
     ) -> tuple[bool, dict[str, object] | None]:
         """A request ended. Returns whether its blocks must be kept until `finished_sending`, and the
         `kv_transfer_params` to return to the client (None if there are none)."""
-        keep, answer = _lib.scheduler_finished(
-            self._handle, request, _wire.pack("kv_transfer_params", params), outcome, blocks, computed_tokens
+        number, lists = _lib.constant(_OUTCOMES, "outcome", outcome), _lib.Lists(blocks, "blocks")
+        computed = _lib.whole("computed_tokens", computed_tokens)
+        keep, out = _lib.new("uint8_t *"), _lib.new("kvf_buffer *")
+        self._handle.call(
+            "finished", *_of(request, params), number, lists.ids, lists.offsets, lists.count, computed, keep, out
         )
-        return keep, None if answer is None else _wire.unpack_map("kv_transfer_params", answer)
+        answer = _lib.take(out)
+        return keep[0] != 0, _wire.unpack_map("kv_transfer_params", answer) if answer else None
 
     def step(self) -> bytes:
         """What is new for the workers, for `Worker.submit` of every rank. Each piece of work is handed out once."""
-        return _lib.scheduler_step(self._handle)
+        return self._handle.ask("step")
 
     def has_pending(self) -> bool:
         """Whether there is work that `step` would hand out."""
-        return _lib.scheduler_has_pending(self._handle)
+        return bool(self._handle.number("uint8_t", "has_pending"))
 
     def report(self, report: bytes) -> OutcomeDict:
         """Takes in one rank's encoded report (`Worker.poll_encoded`), or several as `merge_reports` made them, and
@@ -116,11 +126,12 @@ class Scheduler:
         Every rank's reports are needed, each as it comes; their order does not matter. One that comes again ends
         nothing twice; one of a rank that the engine has not (`tp_size`, `pp_size`) raises `InvalidArgumentError`.
         """
-        return cast(OutcomeDict, _wire.decode_outcome(_lib.scheduler_report(self._handle, report)))
+        outcome = self._handle.ask("report", _lib.data("a report", report))
+        return cast(OutcomeDict, _wire.decode_outcome(outcome))
 
     def note(self, report: bytes) -> None:
         """As `report`, for hosts that know by themselves what all ranks have ended: the outcome is not made."""
-        _lib.scheduler_note(self._handle, report)
+        self._handle.call("report", _lib.data("a report", report), _lib.load().ffi.NULL)
 
     def over(self, request: str, side: Literal["sending", "recving"]) -> None:
         """Every rank is done with a request on that side, as the host knows by its own count.
@@ -128,11 +139,11 @@ class Scheduler:
         It is over then, also where the ranks' reports come later or never. One that is over already, or not known, is
         no error. Its id must not be used again before the reports have come, which would count for the new request.
         """
-        _lib.scheduler_over(self._handle, request, side)
+        self._handle.call("over", _lib.text("a request id", request), _lib.constant(SIDES, "side", side))
 
     def stats(self) -> dict[str, object]:
         """Counters since the start, and gauges; `kvferry.stats.metrics` tells what each is."""
-        return _wire.unpack_map("stats", _lib.scheduler_stats(self._handle))
+        return _wire.unpack_map("stats", self._handle.ask("stats"))
 
     def shutdown(self) -> None:
         """Stops the listener and frees the scheduler. Calling it again does nothing."""
@@ -145,3 +156,28 @@ class Scheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+def _of(request: str, params: Mapping[str, object]) -> tuple[bytes, bytes]:
+    return _lib.text("a request id", request), _wire.pack("kv_transfer_params", params)
+
+
+def _rank_list(ranks: Mapping[tuple[int, int], bytes]) -> tuple[Any, list[Any]]:
+    """The ranks' metadata as a C array, and what must live as long as it."""
+    ffi = _lib.load().ffi
+    if not isinstance(ranks, Mapping):
+        raise invalid(f"ranks must map (pp_rank, tp_rank) to metadata, not {type(ranks).__name__}")
+    for rank in ranks:
+        if not isinstance(rank, tuple) or len(rank) != 2:
+            raise invalid(f"ranks: the key {rank!r} must be a pair (pp_rank, tp_rank)")
+    blobs = ffi.new("kvf_rank_metadata[]", len(ranks))
+    keep = []
+    for blob, ((pp, tp), metadata) in zip(blobs, ranks.items(), strict=True):
+        data = ffi.from_buffer(_lib.data(f"the metadata of rank (pp {pp}, tp {tp})", metadata))
+        keep.append(data)
+        try:
+            blob.pp_rank, blob.tp_rank = pp, tp
+        except (TypeError, OverflowError) as error:
+            raise invalid(f"ranks must be integers from 0: {error}") from error
+        blob.data, blob.len = ffi.cast("uint8_t *", data), len(data)
+    return blobs, keep

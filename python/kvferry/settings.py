@@ -52,4 +52,4 @@ def describe(given: Mapping[str, object] | None = None) -> Description:
     the nearest known one.
     """
     packed = _wire.pack("kv_connector_extra_config", given or {})
-    return cast(Description, _wire.unpack_map("a description", _lib.settings_describe(packed)))
+    return cast(Description, _wire.unpack_map("a description", _lib.ask("kvf_settings_describe", packed)))

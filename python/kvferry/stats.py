@@ -38,7 +38,7 @@ class Metric(NamedTuple):
 @cache
 def metrics() -> tuple[Metric, ...]:
     """Every figure, in the order in which they are documented."""
-    table: list[dict[str, Any]] = _wire.unpack_map("metrics", _lib.stats_metrics())["metrics"]
+    table: list[dict[str, Any]] = _wire.unpack_map("metrics", _lib.ask("kvf_stats_metrics"))["metrics"]
     return tuple(
         Metric(**{**entry, "causes": tuple(entry["causes"]), "bounds": tuple(entry["bounds"])}) for entry in table
     )
@@ -49,7 +49,8 @@ def merge(left: Mapping[str, object], right: Mapping[str, object]) -> dict[str, 
 
     Associative and commutative; the empty map is the identity. Gauges in them are changes, so they add too.
     """
-    return _wire.unpack_map("stats", _lib.stats_merge(_wire.pack("stats", left), _wire.pack("stats", right)))
+    merged = _lib.ask("kvf_stats_merge", _wire.pack("stats", left), _wire.pack("stats", right))
+    return _wire.unpack_map("stats", merged)
 
 
 def prometheus(rows: Iterable[Mapping[str, object]]) -> str:
@@ -63,4 +64,4 @@ def prometheus(rows: Iterable[Mapping[str, object]]) -> str:
     Raises `InvalidArgumentError` that names a label or value that cannot be.
     """
     packed = _wire.pack("rows", {"rows": [dict(row) for row in rows]})
-    return _lib.stats_prometheus(packed).decode()
+    return _lib.ask("kvf_stats_prometheus", packed).decode()

@@ -7,6 +7,8 @@ from types import TracebackType
 from typing import Literal, TypedDict, cast
 
 from . import _lib, _wire
+from ._memory import memory_arguments
+from ._outbox import WorkerHandle
 
 MemoryKind = Literal["host", "cuda"]
 
@@ -69,14 +71,14 @@ class Worker:
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self._handle = _wire.start_with_ucx(_lib.worker_start, config)
+        self._handle = _wire.start_with_ucx(WorkerHandle, config)
 
     def register(self, addr: int, nbytes: int, kind: MemoryKind = "host", device: int = 0) -> int:
         """Registers `nbytes` bytes at `addr` and returns the region's index, counted from 0 in order of registration.
 
         The memory must stay valid until `shutdown` returns. `device` is the CUDA ordinal when `kind` is "cuda".
         """
-        return _lib.worker_register(self._handle, addr, nbytes, kind, device)
+        return self._handle.number("uint32_t", "register", *memory_arguments(addr, nbytes, kind, device))
 
     def set_geometry(self, geometry: Mapping[str, object]) -> None:
         """States where the rank keeps which part of the cache.
@@ -99,11 +101,11 @@ class Worker:
                   of an element. Two engines' formats of a layer must be equal; where one side states none, they are not
                   compared.
         """
-        _lib.worker_set_geometry(self._handle, _wire.pack("geometry", geometry))
+        self._handle.call("set_geometry", _wire.pack("geometry", geometry))
 
     def metadata(self) -> bytes:
         """The rank's encoded metadata, for `Scheduler.serve`. Needs the regions and the geometry to be set."""
-        return _lib.worker_metadata(self._handle)
+        return self._handle.ask("metadata")
 
     def push_metadata(self, host: str, port: int, expected: int, timeout: float = 30.0) -> int:
         """Sends the metadata to the engine's listener, for engines without an RPC of their own.
@@ -111,7 +113,9 @@ class Worker:
         Waits up to `timeout` seconds, also for a listener that is not up yet. `expected` is the engine's number of
         ranks; returns how many the listener still lacks.
         """
-        return _lib.worker_push_metadata(self._handle, host, port, expected, timeout)
+        name, number = _lib.text("host", host), _lib.whole("port", port, 16)
+        ranks, limit = _lib.whole("expected", expected, 32), _lib.milliseconds(timeout)
+        return self._handle.number("uint32_t", "push_metadata", name, number, ranks, limit)
 
     def submit(self, step: bytes) -> None:
         """Hands over one step made by `Scheduler.step`. Returns at once.
@@ -120,14 +124,14 @@ class Worker:
         that the finished requests write is in memory, on a GPU when its kernels are over: consumers that await these
         requests read them then.
         """
-        _lib.worker_submit(self._handle, step)
+        self._handle.submit(_lib.data("a step", step))
 
     def poll_encoded(self) -> bytes | None:
         """What has happened since the last poll, as bytes for `Scheduler.report`; None if
         nothing."""
         handle = self._handle
         # Most polls find nothing, and a look costs a fraction of what more code does.
-        return _lib.worker_poll(handle) if handle.news[0] else None
+        return handle.poll() if handle.news[0] else None
 
     def poll(self) -> Report | None:
         """What has happened since the last poll, decoded; None if nothing. Takes from the same queue as
@@ -137,7 +141,7 @@ class Worker:
 
     def wait_encoded(self, timeout: float) -> bytes | None:
         """Like `poll_encoded`, but waits up to `timeout` seconds for something to happen."""
-        return _lib.worker_wait(self._handle, timeout)
+        return self._handle.wait(timeout)
 
     def wait(self, timeout: float) -> Report | None:
         """Like `poll`, but waits up to `timeout` seconds for something to happen."""
@@ -148,14 +152,14 @@ class Worker:
         """Since the start: `totals` (figures as in `Report["stats"]`), `gauges`, `agent` (as of `Agent.stats`),
         `malformed_steps` and `malformed_messages`. Polls do not reset them. `kvferry.stats.metrics` tells what each
         is."""
-        return _wire.unpack_map("stats", _lib.worker_stats(self._handle))
+        return _wire.unpack_map("stats", self._handle.ask("stats"))
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """Ends every request with a report, gives all memory back to the caller and frees the worker.
 
         Waits at most `timeout` seconds for transfers in flight to be given up. Calling it again does nothing.
         """
-        _lib.shutdown(self._handle, timeout)
+        self._handle.shutdown(timeout)
 
     def __enter__(self) -> Worker:
         return self
@@ -177,7 +181,7 @@ def merge_reports(left: bytes, right: bytes) -> bytes:
 
     Associative and commutative, so that a host can merge the reports of ranks in any order and grouping.
     """
-    return _lib.report_merge(left, right)
+    return _lib.ask("kvf_report_merge", _lib.data("a report", left), _lib.data("a report", right))
 
 
 def encode_report(report: Report) -> bytes:

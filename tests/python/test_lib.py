@@ -9,9 +9,9 @@ import subprocess
 import sys
 
 import kvferry
-import msgpack
 import pytest
 from kvferry import _errors, _find, _lib
+from kvferry.doctor import inside
 
 
 def test_versions() -> None:
@@ -37,29 +37,29 @@ def test_stale_and_foreign_handles_are_errors_in_the_library_itself() -> None:
     agent.shutdown()
     for name in ("kvf_agent_free", "kvf_agent_free"):
         with pytest.raises(kvferry.NotFoundError, match="no live agent handle"):
-            _lib._call(name, pointer)
+            _lib.call(name, pointer)
     with pytest.raises(kvferry.InvalidArgumentError, match="NULL"):
-        _lib._call("kvf_agent_free", _lib._load().ffi.NULL)
+        _lib.call("kvf_agent_free", _lib.load().ffi.NULL)
     aggregator = kvferry.Aggregator([(0, 0)])
-    foreign = _lib._load().ffi.cast("kvf_agent *", aggregator._handle.get())
+    foreign = _lib.load().ffi.cast("kvf_agent *", aggregator._handle.get())
     with pytest.raises(kvferry.InvalidArgumentError, match="of the kind aggregator, expected agent"):
-        _lib._call("kvf_agent_free", foreign)
+        _lib.call("kvf_agent_free", foreign)
     aggregator.close()
 
 
 def test_memory_that_can_be_no_outbox_is_refused() -> None:
-    ffi = _lib._load().ffi
+    ffi = _lib.load().ffi
     memory = ffi.new("uint64_t[]", 8)
     address = int(ffi.cast("uintptr_t", memory))
     with kvferry.Worker({"engine_id": "outbox", "transport": "shm"}) as worker:
         pointer = worker._handle.get()
         for at, capacity in [(0, 64), (address + 1, 56), (address, 15), (address, 0)]:
             with pytest.raises(kvferry.InvalidArgumentError, match="expected at least 16 bytes at a multiple of 8"):
-                _lib._call("kvf_worker_set_outbox", pointer, ffi.cast("kvf_outbox *", at), capacity)
+                _lib.call("kvf_worker_set_outbox", pointer, ffi.cast("kvf_outbox *", at), capacity)
         assert worker.poll() is None
-        _lib._call("kvf_worker_set_outbox", pointer, ffi.NULL, 0)
+        _lib.call("kvf_worker_set_outbox", pointer, ffi.NULL, 0)
     with pytest.raises(kvferry.NotFoundError):
-        _lib._call("kvf_worker_set_outbox", pointer, ffi.NULL, 0)
+        _lib.call("kvf_worker_set_outbox", pointer, ffi.NULL, 0)
     assert not any(memory), "what was refused was not written to"
 
 
@@ -105,21 +105,21 @@ def test_declarations_leave_out_what_is_for_other_compilers() -> None:
 
 
 def test_every_candidate_for_ucx_is_told_and_one_is_chosen() -> None:
-    found = _lib.ucx_candidates()
+    found = inside.candidates(None)["candidates"]
     (chosen,) = (candidate for candidate in found if candidate["fate"] == "chosen")
     assert {key: chosen[key] for key in ("path", "version")} == {
         key: value for key, value in kvferry.ucx_info().items() if key != "source"
     }
     # Once UCX is open, the answer is that of the search which found it.
-    assert _lib.ucx_candidates("/no/such/libucp.so.0") == found
+    assert inside.candidates("/no/such/libucp.so.0")["candidates"] == found
 
 
 def test_an_outlook_and_a_survey_refuse_keys_that_do_not_exist() -> None:
-    outlook = msgpack.unpackb(_lib.ucx_outlook(msgpack.packb({"transport": "tcp"})))
-    assert {"transport": "tcp", "device": "lo"} in outlook["resources"]
-    with pytest.raises(kvferry.InvalidArgumentError, match="transprt"):
-        _lib.ucx_outlook(msgpack.packb({"transprt": "tcp"}))
-    with pytest.raises(kvferry.InvalidArgumentError, match="timeout"):
-        _lib.handshake_survey("127.0.0.1", 1, msgpack.packb({"timeout": 1}))
-    with pytest.raises(kvferry.InvalidArgumentError, match="is not a host"):
-        _lib.handshake_survey("a b", 1, msgpack.packb({"timeout_ms": 1000}))
+    assert {"transport": "tcp", "device": "lo"} in inside.outlook({"transport": "tcp"})["resources"]
+    for refused, part in [
+        (inside.outlook({"transprt": "tcp"}), "transprt"),
+        (inside.survey("127.0.0.1", 1, {"timeout": 1}, None), "timeout"),
+        (inside.survey("a b", 1, {"timeout_ms": 1000}, None), "is not a host"),
+    ]:
+        assert refused["error"] == "invalid_argument"
+        assert part in refused["message"]

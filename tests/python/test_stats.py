@@ -15,7 +15,7 @@ from typing import Any
 import kvferry
 import numpy as np
 import pytest
-from kvferry import ShutDownError, _lib, stats
+from kvferry import ShutDownError, stats
 from pair import BLOCK, BLOCKS, Pair, pair, until
 from peer import GENEROUS, freeze
 from prometheus_client import Metric
@@ -238,7 +238,7 @@ def test_a_report_comes_whole_whatever_the_outbox_takes(capacity: int) -> None:
     """16: only told of; 24: too long for it."""
     with pair() as both:
         handle = both.worker._handle
-        _lib.worker_set_outbox(handle, capacity)
+        handle.set_outbox(capacity)
         assert handle.outbox is not None
         news, turns = handle.news, handle.outbox.turns
         until("nothing is new", lambda: both.worker.poll() is None and news[0] == 0)
@@ -267,7 +267,7 @@ def test_what_waits_in_an_outbox_comes_with_what_came_later_and_outlives_it() ->
         until("a report is in the outbox", lambda: news[0] & 1 == 1)
         both.load(*requests[1])
         until("another is not", lambda: news[0] == 257)
-        _lib.worker_set_outbox(worker._handle, 1 << 16)
+        worker._handle.set_outbox(1 << 16)
         both.load(*requests[2])
         got: list[str] = []
         deadline = time.monotonic() + GENEROUS

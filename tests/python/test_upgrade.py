@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import kvferry
-import msgpack
 import numpy as np
 import pytest
 from commands import ROOT
@@ -128,14 +127,14 @@ def test_requests_are_handed_over_between_neighbouring_versions(
 def test_each_release_understands_the_others_listener(previous: Path) -> None:
     with ExitStack() as stack:
         producer, consumer, (host, port) = engines(stack, previous, True, (2, 1), transport="tcp")
-        survey = msgpack.unpackb(consumer.survey(host, port))["survey"]
+        survey = consumer.survey(host, port)
         assert (survey["protocol"], survey["engine"], len(survey["ranks"])) == (OLD, "prefill", 2)
         assert kvferry.protocol_versions() == (OLD, NEW)
     with ExitStack() as stack:
         producer, consumer, (host, port) = engines(stack, previous, False, (2, 1), transport="tcp")
-        survey = msgpack.unpackb(consumer.survey(host, port))["survey"]
+        survey = consumer.survey(host, port)
         assert (survey["protocol"], survey["engine"], len(survey["ranks"])) == (OLD, "prefill", 2)
-        own = msgpack.unpackb(producer.survey(host, port))["survey"]
+        own = producer.survey(host, port)
         assert own["protocol"] == NEW
 
 

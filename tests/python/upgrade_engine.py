@@ -20,6 +20,7 @@ from typing import Any
 import kvferry
 import numpy as np
 from kvferry import Aggregator, Scheduler, Worker
+from kvferry.doctor import inside
 from numpy.typing import NDArray
 
 LAYERS, BLOCKS, TOKENS, HEADS, CONTENT = 2, 48, 16, 2, 2048
@@ -150,9 +151,10 @@ class Engine:
     def cache(self, rank: int) -> NDArray[np.uint8]:
         return self.caches[rank]
 
-    def survey(self, host: str, port: int) -> bytes:
-        """What the handshake with another engine's listener tells, msgpack."""
-        return kvferry._lib.handshake_survey(host, port, b"")
+    def survey(self, host: str, port: int) -> dict[str, Any]:
+        """What the handshake with another engine's listener tells."""
+        survey: dict[str, Any] = inside.survey(host, port, {}, None)["survey"]
+        return survey
 
     def where(self) -> tuple[str, str]:
         return str(Path(kvferry.__file__).resolve()), str(kvferry.library_path())

@@ -32,8 +32,28 @@ def library() -> Result:
 
 
 def candidates(ucx_lib: str | None) -> Result:
-    """Every libucp that the search comes by."""
-    return _told(lambda: {"candidates": _lib.ucx_candidates(ucx_lib)})
+    """Every libucp that the search for a UCX comes by, in its order, and what became of each.
+
+    Maps of `path`, `source`, `fate` ("chosen", "refused", "not_tried"), `version` and `why`. Opens the one that is
+    chosen; that there is none is no error.
+    """
+
+    def ask(path: str | None) -> list[Result]:
+        found: list[Result] = _wire.unpack_map(
+            "candidates", _lib.ask("kvf_ucx_candidates", _lib.text("ucx_lib", path or ""))
+        )["candidates"]
+        return found
+
+    def search() -> Result:
+        found = ask(ucx_lib)
+        source = "of the Python package libucx"
+        if all(one["fate"] != "chosen" for one in found) and (packaged := _find.last_resort(ucx_lib)) is not None:
+            found.append({**ask(packaged)[0], "source": source})
+        elif (packaged := _find.packaged_ucx()) is not None and all(one["path"] != packaged for one in found):
+            found.append({"path": packaged, "source": source, "fate": "not_tried", "version": None, "why": None})
+        return {"candidates": found}
+
+    return _told(search)
 
 
 def outlook(config: Mapping[str, object]) -> Result:
@@ -41,8 +61,8 @@ def outlook(config: Mapping[str, object]) -> Result:
 
     def look() -> Result:
         found = _find.with_packaged_ucx(
-            lambda path: _lib.ucx_outlook(
-                _wire.pack("config", config if path is None else {**config, "ucx_lib": path})
+            lambda path: _lib.ask(
+                "kvf_ucx_outlook", _wire.pack("config", config if path is None else {**config, "ucx_lib": path})
             ),
             str(config["ucx_lib"]) if "ucx_lib" in config else None,
         )
@@ -90,14 +110,15 @@ def listen(config: Mapping[str, object]) -> Result:
 
 
 def survey(
-    host: str, port: int, config: Mapping[str, object], agent: Mapping[str, object] | None, connect_s: float
+    host: str, port: int, config: Mapping[str, object], agent: Mapping[str, object] | None, connect_s: float = 0.0
 ) -> Result:
     """Asks a listener who it is; with `agent`, the configuration of one, also which way bytes would go to each rank.
     Those have `connect_s` seconds from the call on."""
     deadline = time.monotonic() + connect_s
 
     def look() -> Result:
-        answer = _wire.unpack_map("a survey", _lib.handshake_survey(host, port, _wire.pack("config", config)))
+        packed = _wire.pack("config", config)
+        answer = _wire.unpack_map("a survey", _lib.ask("kvf_handshake_survey", _lib.text("host", host), port, packed))
         result: Result = {"survey": answer["survey"]}
         if agent is not None:
             result["routes"] = _told(lambda: {"ranks": _routes(agent, answer["agents"], deadline)})
