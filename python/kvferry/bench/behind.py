@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from .engines import Setup
+from .engines.engine import Setup
+from .engines.nixl import NIXL_THREADS
 from .figures import Row, best, columns, number, percentile, row
 from .sizes import size_text
-from .transfer import NIXL_THREADS, Plan, Samples, alternate
+from .transfer import Plan, Samples, alternate
 
 
 def measure(plan: Plan) -> list[Samples]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
 
-from .engines import Setup, Took, make
+from .engines.engine import Other, Setup, Starter, Took
 from .memory import Memory
 
 _WATCH_S = 0.0001
@@ -22,6 +23,27 @@ def memory_of(setup: Setup, is_written: bool) -> Memory:
     from .cuda import CudaMemory
 
     return CudaMemory(setup.work)
+
+
+def make(setup: Setup, memory: Memory, starts: bool, other: int) -> Starter | Other:
+    """The engine's starting or other side. Modules are imported only when their engine is asked for; `NAME@FILE` is the
+    engine NAME of ours with the library FILE."""
+    name, _, library = setup.engine.partition("@")
+    if library:
+        os.environ["KVFERRY_LIBRARY"] = library
+    if name == "agent":
+        from .engines import agent as module
+    elif name == "worker":
+        from .engines import worker as module  # type: ignore[no-redef]
+    elif name == "counting":
+        from .engines import counting as module  # type: ignore[no-redef]
+    elif name.startswith("behind"):
+        from .engines import behind as module  # type: ignore[no-redef]
+    elif name.startswith("nixl"):
+        from .engines import nixl as module  # type: ignore[no-redef]
+    else:
+        from .engines import medium as module  # type: ignore[no-redef]
+    return module.starter(setup, memory, other) if starts else module.other(setup, memory)
 
 
 class Process:

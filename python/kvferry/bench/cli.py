@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .errors import UsageError
 from .sizes import parse_size
 
 EPILOG = """example:
@@ -19,14 +20,6 @@ EPILOG = """example:
 
 PATTERNS = ("random", "contiguous", "strided")
 """As in `work.Work`."""
-
-
-class UsageError(Exception):
-    """What was typed cannot be."""
-
-
-class BenchError(RuntimeError):
-    """A measurement that could not be taken: what failed, and the process's own words."""
 
 
 def _number(least: int, most: int) -> Callable[[str], int]:

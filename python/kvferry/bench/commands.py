@@ -12,8 +12,8 @@ from statistics import median
 
 from . import cuda
 from . import transfer as transfers
-from .cli import UsageError
 from .engines import nixl
+from .errors import UsageError
 from .figures import Row, about, json_text
 from .plot import svg
 from .sizes import size_text

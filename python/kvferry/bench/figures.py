@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import TypedDict
 
-from .. import _lib
+from .. import ucx_info, version
 
 
 class Row(TypedDict):
@@ -91,8 +91,8 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) 
 def about() -> dict[str, object]:
     """What the figures depend on."""
     return {
-        "kvferry": _lib.version(),
-        "ucx": _lib.ucx_info()["version"],
+        "kvferry": version(),
+        "ucx": ucx_info()["version"],
         "cpus": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),

@@ -23,16 +23,15 @@ from typing import Any
 import numpy as np
 
 from .. import Scheduler, Worker
-from .engines.nixl import block_table, plain_agent
+from .engines.nixl import NIXL_THREADS, block_table, plain_agent
 from .figures import Progress, Row, best, columns, number, percentile, row
 from .remote import Remote
-from .transfer import NIXL_THREADS
 
 LAYERS = 64
 _TOKENS, _CONTENT, _LIMIT_S = 16, 64, 120.0
 _RUN = _TOKENS * _CONTENT
 """Bytes of a block's one head in one layer."""
-_GROUPS = [{"kind": "full", "block_size": _TOKENS}]
+GROUPS = [{"kind": "full", "block_size": _TOKENS}]
 _BLOCK = 3
 """The block that is read."""
 _LEASE_MS = 600_000
@@ -54,7 +53,7 @@ def _geometry(blocks: int, heads: int, first: int, total: int) -> dict[str, obje
         "content": _CONTENT,
     }
     step = blocks * heads * _RUN
-    return {"groups": _GROUPS, "areas": [{**area, "layer": f"layer.{i}", "offset": i * step} for i in range(LAYERS)]}
+    return {"groups": GROUPS, "areas": [{**area, "layer": f"layer.{i}", "offset": i * step} for i in range(LAYERS)]}
 
 
 def _cache(blocks: int, heads: int) -> Any:
@@ -76,7 +75,7 @@ def _worker(engine: str, transport: str, rank: int, ranks: int) -> Worker:
 
 def _scheduler(engine: str, ranks: int) -> Scheduler:
     where = {"host": "127.0.0.1", "port": 0, "advertise_local": True}
-    more = {"groups": _GROUPS, "null_block": None, "lease_ms": _LEASE_MS}
+    more = {"groups": GROUPS, "null_block": None, "lease_ms": _LEASE_MS}
     return Scheduler({"engine_id": engine, "tp_size": ranks, **where, **more})
 
 

@@ -13,11 +13,10 @@ import numpy as np
 
 from .. import Agent
 from ..agent import PeerConnected
-from .engines import cpu_of
-from .engines.nixl import plain_agent
+from .engines.engine import cpu_of
+from .engines.nixl import NIXL_THREADS, plain_agent
 from .figures import Row, columns, number, row
 from .remote import Remote
-from .transfer import NIXL_THREADS
 
 _BYTES = 1 << 20
 _LIMIT_S = 120.0

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import Listener, Worker
-from .engines import cpu_of
+from .engines.engine import cpu_of
 from .figures import Row, columns, number, row
-from .handshake import _GROUPS as GROUPS
+from .handshake import GROUPS
 from .remote import Remote
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 from .child import Process
-from .cli import BenchError
-from .engines import Setup, Took
+from .engines.engine import Setup, Took
+from .errors import BenchError
 from .remote import Remote
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from .cli import BenchError
+from .errors import BenchError
 
 ANSWER_S = 300.0
 """How long an answer may take before the measurement is given up."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from .engines import Setup
+from .engines.engine import Setup
 from .figures import columns, number, percentile
 from .transfer import Samples, alternate
 from .work import Work

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from .engines import Setup
+from .engines.engine import Setup
+from .engines.nixl import NIXL_THREADS
 from .figures import Progress, Row, best, columns, number, percentile, row
 from .memory import Pages
 from .pair import Pair, Round
@@ -17,8 +18,6 @@ from .work import Work
 
 WARM_UP = 2
 """Rounds of every engine that are not counted: connections, caches and allocators are cold."""
-NIXL_THREADS = (0, 4)
-"""The settings of `num_threads` that are tried: none, and what vLLM sets."""
 MEDIA = {"shm": ("vm", "memcpy"), "tcp": ("socket",), "cuda": ("device",)}
 """What stands for the medium. The first is the one that ratios are made with."""
 _INSIDE = ("memcpy", "device")

@@ -12,6 +12,7 @@ from typing import NoReturn
 from .._errors import KvferryError, UcxMissingError
 from .._lib import protocol_versions, ucx_info, version
 from ..bench import cli as bench
+from ..bench.errors import BenchError, UsageError
 from . import config, doctor, key, plan, trace
 
 BAD_INPUT, FAILED, CLOSED_PIPE = 2, 1, 141
@@ -116,7 +117,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _bench(command: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         return bench.run(options)
-    except bench.UsageError as error:
+    except UsageError as error:
         command.exit(BAD_INPUT, f"{command.prog} {options.bench}: error: {error}\n")
-    except (KvferryError, bench.BenchError) as error:
+    except (KvferryError, BenchError) as error:
         command.exit(FAILED, f"{command.prog} {options.bench}: failed: {error}\n")

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from ..bench.cli import BenchError
+from ..bench.errors import BenchError
 from ..bench.remote import ANSWER_S, Remote
 from ..bench.sizes import size_text
 from . import system

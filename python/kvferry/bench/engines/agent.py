@@ -9,7 +9,7 @@ from typing import Any
 from ... import Agent, Segment
 from ...agent import Message, PeerLost, TransferDone
 from ..memory import Memory
-from . import CallerClock, Setup, Stopwatch, Took, transport_of
+from .engine import CallerClock, Setup, Stopwatch, Took, transport_of
 
 _LIMIT_S = 120.0
 

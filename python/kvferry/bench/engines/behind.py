@@ -16,7 +16,8 @@ import numpy as np
 from ...agent import PeerLost, TransferDone
 from ..memory import Memory
 from ..work import Ids, Work
-from . import CallerClock, Setup, Stopwatch, Took, agent, nixl
+from . import agent, nixl
+from .engine import CallerClock, Setup, Stopwatch, Took
 
 _LIMIT_S = 120.0
 

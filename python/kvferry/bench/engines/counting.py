@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..memory import Memory
-from . import Setup, Took, worker
+from . import worker
+from .engine import Setup, Took
 
 
 def _setups(setup: Setup) -> list[Setup]:

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ... import _lib
+from ... import ucx_info
 from ..memory import Memory
 from ..work import Ids
-from . import Setup, Stopwatch, Took
+from .engine import Setup, Stopwatch, Took
 
 _IOV_MAX = 1024
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
@@ -262,7 +262,7 @@ class _Messages(_Bare):
             stdout=subprocess.PIPE,
             text=True,
             # The same UCX as kvferry's, wherever that was found.
-            env={**os.environ, "KVFERRY_UCX_LIB": str(_lib.ucx_info()["path"])},
+            env={**os.environ, "KVFERRY_UCX_LIB": str(ucx_info()["path"])},
         )
 
     def meet(self, hello: Any) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..memory import Memory
-from . import CallerClock, Setup, Stopwatch, Took
+from .engine import CallerClock, Setup, Stopwatch, Took
 
+NIXL_THREADS = (0, 4)
+"""The settings of `num_threads` that are tried: none, and what vLLM sets."""
 _LIMIT_S = 120.0
 _MEMORY = {"host": "DRAM", "cuda": "VRAM"}
 TARGET_POLL_S = 0.001

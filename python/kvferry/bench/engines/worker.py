@@ -14,7 +14,7 @@ from typing import Any
 from ... import Scheduler, Worker
 from ...worker import decode_report
 from ..memory import Memory
-from . import CallerClock, Setup, Stopwatch, Took, transport_of
+from .engine import CallerClock, Setup, Stopwatch, Took, transport_of
 
 _LIMIT_S = 120.0
 _TOKENS = 16

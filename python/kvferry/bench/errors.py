@@ -1,0 +1,11 @@
+"""The errors of `kvferry bench`."""
+
+from __future__ import annotations
+
+
+class UsageError(Exception):
+    """What was typed cannot be."""
+
+
+class BenchError(RuntimeError):
+    """A measurement that could not be taken: what failed, and the process's own words."""
