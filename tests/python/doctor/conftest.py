@@ -1,0 +1,14 @@
+"""What tests of `kvferry doctor` have in common."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from doctor_command import Told, doctor, free_port
+
+
+@pytest.fixture(scope="session")
+def here() -> Told:
+    """This machine as it is, with the transfers, and a port that is free."""
+    return doctor("--transfers", "--config", json.dumps({"port": free_port()}))
