@@ -8,8 +8,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use ucx_sys::{ucp_config_t, ucp_context_attr_t, ucp_context_h, ucp_params_t};
 
+use super::candidate::OLDEST;
 use super::library::{self, Library};
-use super::memory::{Memory, MemoryKind};
+use super::memory_kind::MemoryTypes;
 use super::status::{Status, UcxError};
 
 /// What a context is made from. The environment's `UCX_*` variables hold where nothing is set here.
@@ -28,34 +29,6 @@ pub struct ContextConfig {
     pub messages_only: bool,
     /// Names the context in UCX's own logs and traces. May be empty; at most 31 bytes are kept.
     pub name: String,
-}
-
-/// The kinds of memory that a context can move.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct MemoryTypes(u64);
-
-impl MemoryTypes {
-    /// True when memory of this kind can be moved.
-    pub fn contains(self, kind: MemoryKind) -> bool {
-        1u64.checked_shl(kind.code()).is_some_and(|bit| self.0 & bit != 0)
-    }
-}
-
-impl fmt::Display for MemoryTypes {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut between = "";
-        for code in (0..u64::BITS).filter(|code| self.0 >> code & 1 == 1) {
-            write!(out, "{between}{}", MemoryKind::from_code(code))?;
-            between = ", ";
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Debug for MemoryTypes {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{{{self}}}")
-    }
 }
 
 /// A UCX context. May be used from several threads: it is made with `mt_workers_shared`, and a UCX that
@@ -112,15 +85,8 @@ impl Context {
         let mut handle = ptr::null_mut();
         // SAFETY: the configuration and the parameters live during the call, which copies them. The interface
         // version is the oldest accepted one, because no field newer than that is used.
-        let status = unsafe {
-            library.api().ucp_init_version(
-                library::OLDEST.0,
-                library::OLDEST.1,
-                &params,
-                ucx_config.handle,
-                &mut handle,
-            )
-        };
+        let status =
+            unsafe { library.api().ucp_init_version(OLDEST.0, OLDEST.1, &params, ucx_config.handle, &mut handle) };
         let status = Status::from_raw(status);
         if !status.is_ok() {
             check_known(library, &settings)?;
@@ -141,24 +107,6 @@ impl Context {
     /// The kinds of memory that this context can move.
     pub fn memory_types(&self) -> MemoryTypes {
         self.memory_types
-    }
-
-    /// Registers `len` bytes at the address `addr` for transfers in both directions, local and remote.
-    ///
-    /// UCX looks at the memory itself to find its kind. Where that is not `kind` the registration is refused:
-    /// UCX taking device memory for host memory would crash in the first transfer. Memory that CUDA manages
-    /// counts as CUDA memory.
-    ///
-    /// # Safety
-    /// The range must be memory of this process that stays mapped, and may be read and written by UCX and by
-    /// peers that got its rkey, until the last [`Arc`] of the result is dropped. Operations under way hold one.
-    ///
-    /// # Errors
-    /// [`Status::INVALID_PARAM`] for an empty or wrapping range; [`Status::UNSUPPORTED`] when this UCX cannot
-    /// move memory of that kind or finds another kind; UCX's own status when it cannot register.
-    pub unsafe fn map(self: &Arc<Self>, addr: usize, len: usize, kind: MemoryKind) -> Result<Arc<Memory>, UcxError> {
-        // SAFETY: the caller promises what `Memory::map` asks for.
-        unsafe { Memory::map(self, addr, len, kind) }
     }
 
     pub(super) fn handle(&self) -> ucp_context_h {
@@ -327,14 +275,5 @@ mod tests {
         assert!(alike("TLSS", "TLS"));
         assert!(!alike("TCP_RX_SEG_SIZ", "TCP_TX_SEG_SIZE"));
         assert!(!alike("NOTHING_LIKE_IT", "TCP_TX_SEG_SIZE"));
-    }
-
-    #[test]
-    fn memory_types_are_named() {
-        let types = MemoryTypes(0b11);
-        assert!(types.contains(MemoryKind::Host) && types.contains(MemoryKind::Cuda));
-        assert!(!types.contains(MemoryKind::CudaManaged));
-        assert!(!types.contains(MemoryKind::Other(200)));
-        assert_eq!(types.to_string(), "host, cuda");
     }
 }

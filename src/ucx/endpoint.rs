@@ -10,17 +10,17 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ucx_sys::{
-    Ucp, ucp_dt_iov_t, ucp_ep_attr_t, ucp_ep_h, ucp_ep_params_t, ucp_request_param_t, ucp_transport_entry_t,
-    ucs_status_ptr_t, ucs_status_t,
+    ucp_dt_iov_t, ucp_ep_attr_t, ucp_ep_h, ucp_ep_params_t, ucp_request_param_t, ucp_transport_entry_t,
+    ucs_status_ptr_t,
 };
 
 use super::context::c_string;
+use super::cores::{EndpointCore, Held, Rkey, State, WorkerCore, on_error};
 use super::envelope::{self, Kind};
-use super::memory::{Memory, MemoryKind};
+use super::memory::Memory;
+use super::memory_kind::MemoryKind;
 use super::request::{Buffers, Operation, Posted, Purpose};
-use super::rkey::Rkey;
 use super::status::{Status, UcxError};
-use super::worker::WorkerCore;
 
 /// The parts that one message may have: UCX sends up to `UCP_MAX_IOV`, which is 16, in one piece without copying them, and the
 /// header is one of them. With one more it cuts the message in two, and the receiver copies the halves together.
@@ -61,111 +61,6 @@ impl Default for EndpointOptions {
     /// Errors of the peer are noticed; no name.
     fn default() -> Self {
         Self { error_mode_peer: true, name: String::new() }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
-    Open,
-    Closing,
-    /// UCX has released it.
-    Closed(Status),
-}
-
-/// What lives until UCX and all operations are done with the endpoint. The worker holds one too, until UCX has
-/// closed the endpoint, because UCX's error callback may come until then.
-pub(super) struct EndpointCore {
-    worker: Rc<WorkerCore>,
-    id: u64,
-    name: String,
-    peer_errors: bool,
-    /// Null before it is made and from the moment it is being closed.
-    handle: Cell<ucp_ep_h>,
-    state: Cell<State>,
-    /// What UCX's error callback said, OK as long as it did not.
-    failed: Cell<Status>,
-    in_flight: Cell<usize>,
-}
-
-impl EndpointCore {
-    pub(super) fn api(&self) -> &'static Ucp {
-        self.worker.api()
-    }
-
-    pub(super) fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// UCX's handle while operations may be posted.
-    pub(super) fn open_handle(&self, op: &'static str) -> Result<ucp_ep_h, UcxError> {
-        if self.state.get() != State::Open {
-            return Err(UcxError::new(op, Status::NOT_CONNECTED, format!("{self:?} is closed")));
-        }
-        match self.failed.get() {
-            Status::OK => Ok(self.handle.get()),
-            status => Err(UcxError::new(op, status, format!("{self:?} has failed; close it and connect again"))),
-        }
-    }
-
-    /// One operation of the owner's has ended.
-    pub(super) fn ended(&self) {
-        self.in_flight.set(self.in_flight.get().saturating_sub(1));
-    }
-
-    /// Starts closing, unless that was done before.
-    pub(super) fn start_close(self: &Rc<Self>, force: bool) {
-        if self.state.get() != State::Open {
-            return;
-        }
-        self.state.set(State::Closing);
-        // UCX refuses force without peer error handling. Waiting for a failed peer's flush would serve nobody.
-        let force = self.peer_errors && (force || !self.failed.get().is_ok());
-        let handle = self.handle.replace(ptr::null_mut());
-        let posted = self.worker.operations().post(
-            Purpose::Close,
-            |operation| operation.endpoint = Some(Rc::clone(self)),
-            |_, param| {
-                if force {
-                    param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_FLAGS.0;
-                    param.flags = ucx_sys::UCP_EP_CLOSE_FLAG_FORCE.0;
-                }
-                // SAFETY: the endpoint was open until now and is closed once: the handle is gone from the core.
-                unsafe { self.api().ucp_ep_close_nbx(handle, param) }
-            },
-        );
-        match posted {
-            Ok(Posted::Pending) => {}
-            Ok(Posted::Done) => self.closed(Status::OK),
-            // "Resources are released and the endpoint can no longer be used", says UCX of a failed close.
-            Err(status) => self.closed(status),
-        }
-    }
-
-    /// UCX has released the endpoint; no error callback will come.
-    pub(super) fn closed(&self, status: Status) {
-        self.state.set(State::Closed(status));
-        self.worker.forget_endpoint(self.id);
-    }
-}
-
-impl fmt::Debug for EndpointCore {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.name.is_empty() {
-            write!(out, "endpoint {}", self.id)
-        } else {
-            write!(out, "endpoint {} ({})", self.id, self.name)
-        }
-    }
-}
-
-/// UCX's callback when the connection failed. Notes it and nothing more.
-unsafe extern "C" fn on_error(core: *mut c_void, _endpoint: ucp_ep_h, status: ucs_status_t) {
-    // SAFETY: the argument is the core's address, and the worker holds the core until UCX has closed the
-    // endpoint, after which this is not called. All that is changed lies in cells.
-    let core = unsafe { &*core.cast::<EndpointCore>() };
-    if core.failed.get().is_ok() {
-        core.failed.set(Status::from_raw(status));
-        core.worker.push_failure(core.id, Status::from_raw(status));
     }
 }
 
@@ -364,9 +259,9 @@ impl Endpoint {
         self.post(
             op,
             token,
+            Some(Rc::clone(rkey)),
             |operation| {
                 operation.memory = Some(Arc::clone(local));
-                operation.rkey = Some(Rc::clone(rkey));
             },
             |_, param| {
                 param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_MEMH.0 | ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0;
@@ -392,6 +287,7 @@ impl Endpoint {
         self.post(
             AM,
             token,
+            None,
             |operation| {
                 operation.header.extend_from_slice(header);
                 operation.data = data;
@@ -429,6 +325,7 @@ impl Endpoint {
         self.post(
             AM,
             token,
+            None,
             |operation| {
                 operation.header.extend_from_slice(header);
                 operation.parts.extend(parts.iter().map(|part| Arc::clone(&part.memory)));
@@ -483,6 +380,7 @@ impl Endpoint {
         self.post(
             OP,
             token,
+            None,
             |_| {},
             |_, param| {
                 // SAFETY: the endpoint is open.
@@ -495,13 +393,14 @@ impl Endpoint {
         &self,
         op: &'static str,
         token: u64,
-        fill: impl FnOnce(&mut Operation),
+        rkey: Option<Rc<Rkey>>,
+        fill: impl FnOnce(&mut Operation<Held>),
         start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
     ) -> Result<Posted, UcxError> {
         let posted = self.core.worker.operations().post(
             Purpose::User { op, token },
             |operation| {
-                operation.endpoint = Some(Rc::clone(&self.core));
+                operation.owner = Some(Held { endpoint: Rc::clone(&self.core), rkey });
                 fill(operation);
             },
             start,

@@ -1,87 +1,26 @@
 //! Opening libucp at run time: one per process, opened once, never unloaded.
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ucx_sys::Ucp;
-use ucx_sys::libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
+use super::candidate::{Candidate, LibraryInfo, Usable};
 use super::print::printed;
-use super::search::{self, Candidate, Refusal};
+use super::raw;
+use super::search::{self, OPEN};
 use super::status::UcxError;
-
-/// The environment variable that names the libucp to open.
-pub const PATH_VARIABLE: &str = "KVFERRY_UCX_LIB";
-/// The oldest UCX that is taken, as (major, minor): it has every function used here.
-pub const OLDEST: (u32, u32) = (1, 18);
 
 /// The first UCX in which a read over CMA from a process that has died is an error. With 1.18.1, 1.19.0, 1.20.1 and
 /// 1.21.0 it aborts the reading process.
 const UNWATCHED_SINCE: (u32, u32) = (1, 22);
 
-pub(super) const OPEN: &str = "open UCX";
-pub(super) const HOW_TO_GET: &str = "run `pip install libucx-cu12`, or install UCX 1.18 or newer on the system, or name a \
-                          libucp.so.0 in KVFERRY_UCX_LIB";
-
-/// How the libucp in use was found.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Source {
-    /// The caller named it.
-    Configured,
-    /// The environment variable KVFERRY_UCX_LIB named it.
-    Environment,
-    /// The process had loaded it before.
-    AlreadyLoaded,
-    /// The dynamic linker found it.
-    System,
-    /// It is that of a Python package `libucx`.
-    PythonPackage,
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.write_str(match self {
-            Self::Configured => "configured",
-            Self::Environment => "named by KVFERRY_UCX_LIB",
-            Self::AlreadyLoaded => "already loaded in the process",
-            Self::System => "the system's",
-            Self::PythonPackage => "of the Python package libucx",
-        })
-    }
-}
-
-impl Source {
-    /// Whether somebody named the file; nothing else is tried then.
-    pub(super) fn is_named(self) -> bool {
-        matches!(self, Self::Configured | Self::Environment)
-    }
-}
-
-/// Which libucp is in use.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct LibraryInfo {
-    /// Where it lies.
-    pub path: PathBuf,
-    /// What it says its version is, for example `1.22.0`.
-    pub version: String,
-    /// The version as major, minor, release.
-    pub number: (u32, u32, u32),
-    /// How it was found.
-    pub source: Source,
-}
-
-impl fmt::Display for LibraryInfo {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "UCX {} at {} ({})", self.version, self.path.display(), self.source)
-    }
-}
-
 /// The process's libucp.
 pub struct Library {
-    raw: Ucp,
+    raw: &'static Ucp,
     info: LibraryInfo,
     /// What the search that found it came by.
     candidates: Vec<Candidate>,
@@ -157,9 +96,9 @@ impl Library {
         search::loaded().into_iter().filter(|path| Some(real(path)) != ours).collect()
     }
 
-    /// The functions. All that [`missing`] lists are there, so their methods cannot panic.
-    pub(super) fn api(&self) -> &Ucp {
-        &self.raw
+    /// The functions. All that [`raw::missing`] lists are there, so their methods cannot panic.
+    pub(super) fn api(&self) -> &'static Ucp {
+        self.raw
     }
 }
 
@@ -172,130 +111,10 @@ impl fmt::Debug for Library {
 /// Searches, and keeps what was found for the life of the process. The caller holds [`OPENING`].
 fn search_and_keep(path: Option<&Path>) -> (Result<&'static Library, UcxError>, Vec<Candidate>) {
     let (found, candidates) = search::find(path);
-    let kept = found.map(|library| OPENED.get_or_init(|| Library { candidates: candidates.clone(), ..library }));
+    let kept = found.map(|Usable { raw, info }| {
+        OPENED.get_or_init(|| Library { raw: raw::keep(raw), info, candidates: candidates.clone() })
+    });
     (kept, candidates)
-}
-
-/// Opens one candidate and checks it.
-pub(super) fn take(path: &Path, source: Source) -> Result<Library, Refusal> {
-    let unusable = Refusal::unusable;
-    if source.is_named() {
-        let kind = fs::metadata(path).map_err(|error| unusable(format!("{}: {error}", path.display())))?;
-        if kind.is_dir() {
-            return Err(unusable(format!("{} is a folder, expected the file libucp.so.0", path.display())));
-        }
-    }
-    let only_if_loaded = if source == Source::AlreadyLoaded { libc::RTLD_NOLOAD } else { 0 };
-    // SAFETY: opening runs the library's constructors. Those of UCX read the environment and install no
-    // handlers by themselves; a foreign library under UCX's name is the user's own choice.
-    let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL | only_if_loaded) }
-        .map_err(|error| unusable(format!("{} ({source}): {error}", path.display())))?;
-    // SAFETY: only looks up symbols; each is used with the type that UCX's headers give it, and the interface
-    // of UCP has been stable since 1.0 within its major version.
-    let raw = unsafe { Ucp::from_library(handle) }
-        .map_err(|error| unusable(format!("{} ({source}): {error}", path.display())))?;
-    let missing = missing(&raw);
-    if !missing.is_empty() {
-        let why = format!("{} ({source}) lacks {}", path.display(), missing.join(", "));
-        // Unloading UCX is not safe once its constructors ran, so what was refused stays loaded.
-        std::mem::forget(raw);
-        return Err(unusable(why));
-    }
-    let (mut major, mut minor, mut release) = (0, 0, 0);
-    // SAFETY: the function writes three integers and always succeeds.
-    unsafe { raw.ucp_get_version(&mut major, &mut minor, &mut release) };
-    // SAFETY: the function returns a static NUL-terminated string.
-    let version = unsafe { CStr::from_ptr(raw.ucp_get_version_string()) }.to_string_lossy().into_owned();
-    let path = symbol_file(&raw).unwrap_or_else(|| path.to_path_buf());
-    if major != OLDEST.0 || minor < OLDEST.1 {
-        let why = format!(
-            "{} ({source}) is UCX {version}, and kvferry needs UCX {}.{} or a newer {}.x",
-            path.display(),
-            OLDEST.0,
-            OLDEST.1,
-            OLDEST.0
-        );
-        std::mem::forget(raw);
-        let in_the_way = source == Source::AlreadyLoaded;
-        let why = if in_the_way {
-            format!(
-                "{why}; two UCX in one process disturb each other, so update the one that loads it, or name a \
-                 newer libucp.so.0 in {PATH_VARIABLE} to use that all the same"
-            )
-        } else {
-            why
-        };
-        return Err(Refusal { why, version: Some(version), in_the_way });
-    }
-    let info = LibraryInfo { path, version, number: (major, minor, release), source };
-    Ok(Library { raw, info, candidates: Vec::new() })
-}
-
-macro_rules! list_missing {
-    ($raw:expr, $($name:ident),+ $(,)?) => {{
-        let mut names: Vec<&'static str> = Vec::new();
-        $(if $raw.$name.is_err() { names.push(stringify!($name)); })+
-        names
-    }};
-}
-
-/// The functions that this layer calls without asking whether they exist.
-fn missing(raw: &Ucp) -> Vec<&'static str> {
-    list_missing!(
-        raw,
-        ucs_status_string,
-        ucp_get_version,
-        ucp_get_version_string,
-        ucp_config_read,
-        ucp_config_modify,
-        ucp_config_release,
-        ucp_init_version,
-        ucp_cleanup,
-        ucp_context_query,
-        ucp_worker_create,
-        ucp_worker_destroy,
-        ucp_worker_query,
-        ucp_worker_release_address,
-        ucp_worker_progress,
-        ucp_worker_get_efd,
-        ucp_worker_arm,
-        ucp_worker_signal,
-        ucp_worker_set_am_recv_handler,
-        ucp_ep_create,
-        ucp_ep_close_nbx,
-        ucp_ep_flush_nbx,
-        ucp_ep_rkey_unpack,
-        ucp_rkey_destroy,
-        ucp_rkey_pack,
-        ucp_rkey_buffer_release,
-        ucp_mem_map,
-        ucp_mem_unmap,
-        ucp_mem_query,
-        ucp_get_nbx,
-        ucp_put_nbx,
-        ucp_am_send_nbx,
-        ucp_request_free,
-    )
-}
-
-/// The file that holds the loaded library's code, told by the dynamic linker.
-fn symbol_file(raw: &Ucp) -> Option<PathBuf> {
-    let function = raw.ucp_get_version_string.as_ref().ok()?;
-    file_of(*function as *const c_void)
-}
-
-pub(super) fn file_of(address: *const c_void) -> Option<PathBuf> {
-    let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: dladdr takes any address and fills the structure, which is valid when all zero, on success.
-    let known = unsafe { libc::dladdr(address, found.as_mut_ptr()) } != 0;
-    // SAFETY: zeroed above, and every field is a pointer, for which zero is valid.
-    let found = unsafe { found.assume_init() };
-    if !known || found.dli_fname.is_null() {
-        return None;
-    }
-    // SAFETY: dladdr returns the NUL-terminated file name of a loaded object; ours is never unloaded.
-    let name = unsafe { CStr::from_ptr(found.dli_fname) };
-    Some(PathBuf::from(name.to_str().ok()?))
 }
 
 fn real(path: &Path) -> PathBuf {

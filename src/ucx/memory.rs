@@ -5,57 +5,12 @@ use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::Arc;
 
-use ucx_sys::{ucp_mem_attr_t, ucp_mem_h, ucp_mem_map_params_t, ucs_memory_type_t};
+use ucx_sys::{ucp_mem_attr_t, ucp_mem_h, ucp_mem_map_params_t};
 
 use super::context::Context;
 use super::envelope::{self, Kind};
+use super::memory_kind::MemoryKind;
 use super::status::{Status, UcxError};
-
-/// What kind of memory UCX takes a range for.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum MemoryKind {
-    /// Memory of the host.
-    Host,
-    /// Memory of a CUDA device.
-    Cuda,
-    /// Memory that the CUDA driver moves between host and device.
-    CudaManaged,
-    /// Any other of UCX's `ucs_memory_type_t`, by its number.
-    Other(u32),
-}
-
-impl MemoryKind {
-    /// The number that UCX gives it.
-    pub const fn code(self) -> u32 {
-        match self {
-            Self::Host => ucx_sys::UCS_MEMORY_TYPE_HOST.0,
-            Self::Cuda => ucx_sys::UCS_MEMORY_TYPE_CUDA.0,
-            Self::CudaManaged => ucx_sys::UCS_MEMORY_TYPE_CUDA_MANAGED.0,
-            Self::Other(code) => code,
-        }
-    }
-
-    /// The kind of the number that UCX gives it.
-    pub const fn from_code(code: u32) -> Self {
-        match ucs_memory_type_t(code) {
-            ucx_sys::UCS_MEMORY_TYPE_HOST => Self::Host,
-            ucx_sys::UCS_MEMORY_TYPE_CUDA => Self::Cuda,
-            ucx_sys::UCS_MEMORY_TYPE_CUDA_MANAGED => Self::CudaManaged,
-            _ => Self::Other(code),
-        }
-    }
-}
-
-impl fmt::Display for MemoryKind {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Host => out.write_str("host"),
-            Self::Cuda => out.write_str("cuda"),
-            Self::CudaManaged => out.write_str("cuda-managed"),
-            Self::Other(code) => write!(out, "type {code}"),
-        }
-    }
-}
 
 /// A registered range of memory. Unmapped when the last [`Arc`] goes, on whatever thread that is; operations
 /// under way hold one each.
@@ -73,15 +28,30 @@ unsafe impl Send for Memory {}
 // SAFETY: as for Send.
 unsafe impl Sync for Memory {}
 
+impl Context {
+    /// Registers `len` bytes at the address `addr` for transfers in both directions, local and remote.
+    ///
+    /// UCX looks at the memory itself to find its kind. Where that is not `kind` the registration is refused:
+    /// UCX taking device memory for host memory would crash in the first transfer. Memory that CUDA manages
+    /// counts as CUDA memory.
+    ///
+    /// # Safety
+    /// The range must be memory of this process that stays mapped, and may be read and written by UCX and by
+    /// peers that got its rkey, until the last [`Arc`] of the result is dropped. Operations under way hold one.
+    ///
+    /// # Errors
+    /// [`Status::INVALID_PARAM`] for an empty or wrapping range; [`Status::UNSUPPORTED`] when this UCX cannot
+    /// move memory of that kind or finds another kind; UCX's own status when it cannot register.
+    pub unsafe fn map(self: &Arc<Self>, addr: usize, len: usize, kind: MemoryKind) -> Result<Arc<Memory>, UcxError> {
+        // SAFETY: the caller promises what `Memory::map` asks for.
+        unsafe { Memory::map(self, addr, len, kind) }
+    }
+}
+
 impl Memory {
     /// # Safety
     /// As [`Context::map`] says.
-    pub(super) unsafe fn map(
-        context: &Arc<Context>,
-        addr: usize,
-        len: usize,
-        wanted: MemoryKind,
-    ) -> Result<Arc<Self>, UcxError> {
+    unsafe fn map(context: &Arc<Context>, addr: usize, len: usize, wanted: MemoryKind) -> Result<Arc<Self>, UcxError> {
         let range = || format!("{len} bytes of {wanted} memory at {addr:#x}");
         if addr == 0 || len == 0 || addr.checked_add(len).is_none() {
             let detail = format!("{} cannot be registered: expected a length above 0 and an end below 2^64", range());

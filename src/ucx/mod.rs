@@ -15,29 +15,33 @@
 //! (ucp_request_cancel does nothing for them): closing the endpoint by force ends all of its operations.
 
 mod am;
+mod candidate;
 mod context;
+mod cores;
 mod endpoint;
 mod envelope;
 mod library;
 mod memory;
+mod memory_kind;
 mod print;
 mod queue;
+mod raw;
 mod request;
 mod resources;
-mod rkey;
 mod search;
 mod status;
 mod worker;
 
 pub use am::{AmMessage, MessageSink};
-pub use context::{Context, ContextConfig, MemoryTypes};
+pub use candidate::{Candidate, Fate, LibraryInfo, OLDEST, PATH_VARIABLE, Source};
+pub use context::{Context, ContextConfig};
+pub use cores::Rkey;
 pub use endpoint::{CloseRequest, Endpoint, EndpointOptions, MAX_PARTS, Part};
 pub use envelope::tells_segments;
-pub use library::{Library, LibraryInfo, OLDEST, PATH_VARIABLE, Source};
-pub use memory::{Memory, MemoryKind};
+pub use library::Library;
+pub use memory::Memory;
+pub use memory_kind::{MemoryKind, MemoryTypes};
 pub use request::{Completion, Posted};
 pub use resources::{Resource, UnknownVariable};
-pub use rkey::Rkey;
-pub use search::{Candidate, Fate};
 pub use status::{Status, UcxError};
 pub use worker::{Armed, Worker, WorkerOptions};

@@ -8,10 +8,8 @@ use std::sync::Arc;
 
 use ucx_sys::{ucp_dt_iov_t, ucp_request_param_t, ucs_status_ptr_t, ucs_status_t};
 
-use super::endpoint::EndpointCore;
 use super::memory::Memory;
 use super::queue::Queue;
-use super::rkey::Rkey;
 use super::status::{Reply, Status, UcxError, reply};
 
 /// What posting an operation came to.
@@ -44,26 +42,25 @@ pub(super) enum Purpose {
     Close,
 }
 
-/// One operation, from posting until it was reaped. Its address is UCX's `user_data`.
-pub(super) struct Operation {
+/// One operation, from posting until it was reaped, of an owner `O` that it holds. Its address is UCX's `user_data`.
+pub(super) struct Operation<O> {
     /// Where the callback puts this operation.
-    done: Rc<Queue<*mut Operation>>,
+    done: Rc<Queue<*mut Operation<O>>>,
     /// Its place in [`Operations::live`].
     index: usize,
     request: *mut c_void,
     status: ucs_status_t,
     pub(super) purpose: Purpose,
     // Kept alive until UCX is done with them.
-    pub(super) endpoint: Option<Rc<EndpointCore>>,
+    pub(super) owner: Option<O>,
     pub(super) memory: Option<Arc<Memory>>,
     pub(super) parts: Vec<Arc<Memory>>,
     pub(super) iov: Vec<ucp_dt_iov_t>,
-    pub(super) rkey: Option<Rc<Rkey>>,
     pub(super) header: Vec<u8>,
     pub(super) data: Vec<u8>,
 }
 
-impl Operation {
+impl<O> Operation<O> {
     pub(super) fn status(&self) -> Status {
         Status::from_raw(self.status)
     }
@@ -71,11 +68,10 @@ impl Operation {
     fn clear(&mut self) {
         self.request = ptr::null_mut();
         self.status = ucx_sys::UCS_OK;
-        self.endpoint = None;
+        self.owner = None;
         self.memory = None;
         self.parts.clear();
         self.iov.clear();
-        self.rkey = None;
         self.header = Vec::new();
         self.data = Vec::new();
     }
@@ -98,16 +94,16 @@ pub(super) struct Buffers {
 
 /// All operations of a worker. One that is still live when this is dropped is leaked with all that it keeps
 /// alive, because UCX may still use it.
-pub(super) struct Operations {
-    done: Rc<Queue<*mut Operation>>,
-    live: Cell<Vec<*mut Operation>>,
+pub(super) struct Operations<O> {
+    done: Rc<Queue<*mut Operation<O>>>,
+    live: Cell<Vec<*mut Operation<O>>>,
     // Boxed because an operation's address is given to UCX, so it must not move when it is taken from here.
     #[allow(clippy::vec_box)]
-    spare: Cell<Vec<Box<Operation>>>,
+    spare: Cell<Vec<Box<Operation<O>>>>,
     buffers: Cell<Vec<Vec<u8>>>,
 }
 
-impl Operations {
+impl<O> Operations<O> {
     pub(super) fn new() -> Self {
         Self { done: Rc::new(Queue::new()), live: Cell::default(), spare: Cell::default(), buffers: Cell::default() }
     }
@@ -129,13 +125,13 @@ impl Operations {
         only
     }
 
-    /// Makes all live operations let go of their endpoints. They are never reaped: UCX keeps their addresses.
+    /// Makes all live operations let go of their owners. They are never reaped: UCX keeps their addresses.
     pub(super) fn abandon(&self) {
         let live = self.live.take();
         // SAFETY: as in `only_closes`.
-        let endpoints: Vec<_> = live.iter().map(|raw| unsafe { (**raw).endpoint.take() }).collect();
+        let owners: Vec<_> = live.iter().map(|raw| unsafe { (**raw).owner.take() }).collect();
         self.live.set(live);
-        drop(endpoints);
+        drop(owners);
     }
 
     /// True when a callback has come that was not reaped.
@@ -148,7 +144,7 @@ impl Operations {
     pub(super) fn post(
         &self,
         purpose: Purpose,
-        fill: impl FnOnce(&mut Operation),
+        fill: impl FnOnce(&mut Operation<O>),
         start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
     ) -> Result<Posted, Status> {
         let mut spare = self.spare.take();
@@ -161,11 +157,10 @@ impl Operations {
                 request: ptr::null_mut(),
                 status: ucx_sys::UCS_OK,
                 purpose,
-                endpoint: None,
+                owner: None,
                 memory: None,
                 parts: Vec::new(),
                 iov: Vec::new(),
-                rkey: None,
                 header: Vec::new(),
                 data: Vec::new(),
             })
@@ -182,7 +177,7 @@ impl Operations {
         let mut param: ucp_request_param_t = unsafe { std::mem::MaybeUninit::zeroed().assume_init() };
         param.op_attr_mask = ucx_sys::UCP_OP_ATTR_FIELD_USER_DATA.0 | ucx_sys::UCP_OP_ATTR_FIELD_CALLBACK.0;
         param.user_data = raw.cast();
-        param.cb.send = Some(on_sent);
+        param.cb.send = Some(on_sent::<O>);
         match reply(start(&buffers, &mut param)) {
             Reply::Pending(request) => {
                 // SAFETY: the operation is live, as only `reap` and the two arms below end it; nothing borrows it.
@@ -202,14 +197,14 @@ impl Operations {
 
     /// Takes one finished operation out. The caller gives it to [`Self::recycle`] when it has used it, and
     /// frees its request first.
-    pub(super) fn reap(&self) -> Option<(Box<Operation>, *mut c_void)> {
+    pub(super) fn reap(&self) -> Option<(Box<Operation<O>>, *mut c_void)> {
         let operation = self.leave(self.done.pop()?);
         let request = operation.request;
         Some((operation, request))
     }
 
     /// Lets go of what the operation kept alive. Calls UCX when that was the last owner.
-    pub(super) fn recycle(&self, mut operation: Box<Operation>) {
+    pub(super) fn recycle(&self, mut operation: Box<Operation<O>>) {
         self.keep_buffer(std::mem::take(&mut operation.data));
         operation.clear();
         let mut spare = self.spare.take();
@@ -240,7 +235,7 @@ impl Operations {
         found.unwrap_or_else(|| Vec::with_capacity(len))
     }
 
-    fn enter(&self, mut operation: Box<Operation>) -> *mut Operation {
+    fn enter(&self, mut operation: Box<Operation<O>>) -> *mut Operation<O> {
         let mut live = self.live.take();
         operation.index = live.len();
         let raw = Box::into_raw(operation);
@@ -249,7 +244,7 @@ impl Operations {
         raw
     }
 
-    fn leave(&self, raw: *mut Operation) -> Box<Operation> {
+    fn leave(&self, raw: *mut Operation<O>) -> Box<Operation<O>> {
         let mut live = self.live.take();
         // SAFETY: every pointer given here came from `enter` and is given once: by `post` when UCX took no
         // callback, else by `reap`, from the queue to which its one callback pushed it.
@@ -267,17 +262,17 @@ impl Operations {
 }
 
 /// UCX's callback at the end of an operation that sends, reads, writes, flushes or closes.
-unsafe extern "C" fn on_sent(_request: *mut c_void, status: ucs_status_t, user_data: *mut c_void) {
-    // SAFETY: `user_data` is the operation's address from `post`.
-    unsafe { finish(user_data, status) };
+unsafe extern "C" fn on_sent<O>(_request: *mut c_void, status: ucs_status_t, user_data: *mut c_void) {
+    // SAFETY: `user_data` is the operation's address from `post`, which names the callback with its own `O`.
+    unsafe { finish::<O>(user_data, status) };
 }
 
 /// Notes the end and nothing more: no call of UCX, nothing dropped, nothing that unwinds.
 ///
 /// # Safety
-/// `user_data` is the address of a live operation, and this is its one callback, on the worker's thread.
-unsafe fn finish(user_data: *mut c_void, status: ucs_status_t) {
-    let operation = user_data.cast::<Operation>();
+/// `user_data` is the address of a live operation of an owner `O`, and this is its one callback, on the worker's thread.
+unsafe fn finish<O>(user_data: *mut c_void, status: ucs_status_t) {
+    let operation = user_data.cast::<Operation<O>>();
     // SAFETY: promised by the caller. Nothing borrows a live operation while UCX runs.
     unsafe {
         (*operation).status = status;

@@ -5,55 +5,16 @@ use std::ffi::c_void;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::library::{HOW_TO_GET, Library, OPEN, PATH_VARIABLE, Source, file_of, take};
+use super::candidate::{Candidate, Fate, PATH_VARIABLE, Refusal, Source, Usable, take};
+use super::raw::file_of;
 use super::status::{Status, UcxError};
+
+pub(super) const OPEN: &str = "open UCX";
+const HOW_TO_GET: &str = "run `pip install libucx-cu12`, or install UCX 1.18 or newer on the system, or name a \
+                          libucp.so.0 in KVFERRY_UCX_LIB";
 
 const SONAME: &str = "libucp.so.0";
 const IN_PACKAGE: &str = "libucx/lib/libucp.so.0";
-
-/// A libucp that the search came by.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Candidate {
-    /// Its file; only its name where the dynamic linker was to find it and did not.
-    pub path: PathBuf,
-    /// How the search came by it.
-    pub source: Source,
-    /// What became of it.
-    pub fate: Fate,
-}
-
-/// What became of a [`Candidate`].
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Fate {
-    /// It is the one in use.
-    Chosen {
-        /// Its version.
-        version: String,
-    },
-    /// It was opened, or could not be, and is not used.
-    Refused {
-        /// Its version where it could be opened and is too old.
-        version: Option<String>,
-        /// Why it is not used.
-        why: String,
-    },
-    /// The search had ended before. It was not opened: a second UCX would disturb the first.
-    NotTried,
-}
-
-/// Why a candidate was not taken.
-pub(super) struct Refusal {
-    pub(super) why: String,
-    pub(super) version: Option<String>,
-    /// Another UCX beside this one would disturb it, so the search ends.
-    pub(super) in_the_way: bool,
-}
-
-impl Refusal {
-    pub(super) fn unusable(why: String) -> Refusal {
-        Refusal { why, version: None, in_the_way: false }
-    }
-}
 
 /// The candidates in their order, and how many of them are tried: where a path is named, only that one.
 fn candidates(path: Option<&Path>) -> (Vec<(PathBuf, Source)>, usize) {
@@ -72,11 +33,11 @@ fn candidates(path: Option<&Path>) -> (Vec<(PathBuf, Source)>, usize) {
     (all, tried)
 }
 
-/// Looks for a usable libucp, see [`Library::open`]; also tells what became of every candidate.
-pub(super) fn find(path: Option<&Path>) -> (Result<Library, UcxError>, Vec<Candidate>) {
+/// Looks for a usable libucp, see [`Library::open`](super::Library::open); also tells what became of every candidate.
+pub(super) fn find(path: Option<&Path>) -> (Result<Usable, UcxError>, Vec<Candidate>) {
     let (all, tried) = candidates(path);
     let mut judged = Vec::with_capacity(all.len());
-    let mut outcome: Option<Result<Library, UcxError>> = None;
+    let mut outcome: Option<Result<Usable, UcxError>> = None;
     let none = |detail: String| UcxError::new(OPEN, Status::NO_LIBRARY, detail);
     let named = tried < all.len() && all.first().is_some_and(|(_, source)| source.is_named());
     let mut refused = Vec::new();
@@ -86,10 +47,10 @@ pub(super) fn find(path: Option<&Path>) -> (Result<Library, UcxError>, Vec<Candi
             continue;
         }
         match take(&path, source) {
-            Ok(library) => {
-                let info = library.info().clone();
+            Ok(usable) => {
+                let info = usable.info.clone();
                 judged.push(Candidate { path: info.path, source, fate: Fate::Chosen { version: info.version } });
-                outcome = Some(Ok(library));
+                outcome = Some(Ok(usable));
             }
             Err(Refusal { why, version, in_the_way }) => {
                 judged.push(Candidate { path, source, fate: Fate::Refused { version, why: why.clone() } });

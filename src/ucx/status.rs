@@ -6,7 +6,7 @@ use std::os::raw::c_void;
 
 use ucx_sys::{ucs_status_ptr_t, ucs_status_t};
 
-use super::library::Library;
+use super::raw;
 
 /// A status of UCX: 0 is success, negative is an error. An integer and not an enum, because a newer UCX may
 /// return codes unknown to this build.
@@ -67,11 +67,11 @@ impl fmt::Display for Status {
             Self::MALFORMED => return out.write_str("malformed bytes"),
             _ => {}
         }
-        match (Library::opened(), i8::try_from(self.0)) {
-            (Some(library), Ok(code)) => {
+        match (raw::opened(), i8::try_from(self.0)) {
+            (Some(raw), Ok(code)) => {
                 // SAFETY: ucs_status_string accepts any code and returns a NUL-terminated string that is
                 // static or thread-local; it is read before any other call of UCX.
-                let text = unsafe { CStr::from_ptr(library.api().ucs_status_string(ucs_status_t(code as _))) };
+                let text = unsafe { CStr::from_ptr(raw.ucs_status_string(ucs_status_t(code as _))) };
                 write!(out, "{} (UCX status {})", text.to_string_lossy(), self.0)
             }
             _ => write!(out, "UCX status {}", self.0),

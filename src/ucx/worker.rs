@@ -1,33 +1,28 @@
 //! A UCX worker: the engine that one thread drives.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::BorrowedFd;
 use std::ptr;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ucx_sys::{Ucp, ucp_am_handler_param_t, ucp_worker_attr_t, ucp_worker_h, ucp_worker_params_t};
 
 use super::am::{AmMessage, MessageSink, Messages, Slot, on_message};
 use super::context::{Context, c_string};
-use super::endpoint::{Endpoint, EndpointCore, EndpointOptions};
+use super::cores::WorkerCore;
+use super::endpoint::{Endpoint, EndpointOptions};
 use super::envelope::{self, Kind};
 use super::queue::Queue;
-use super::request::{Completion, Operations, Purpose};
+use super::request::{Completion, Operations};
 use super::status::{Status, UcxError};
 
 /// How long dropping a worker waits for UCX to end what is under way. Forced closes end within milliseconds;
 /// what needs longer waits for a peer that gives no sign.
 const DRAIN_LIMIT: Duration = Duration::from_secs(10);
-
-/// How long endpoints without peer error handling get to say goodbye when the worker is closed and nothing else is
-/// under way: their closing cannot be forced and never ends when the peer is gone.
-const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
 
 /// How a worker is made.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -53,150 +48,6 @@ pub enum Armed {
     Yes,
     /// There is work: call [`Worker::progress`] and empty the queues before trying again.
     Busy,
-}
-
-/// What lives until the last endpoint, rkey and operation of the worker is gone.
-pub(super) struct WorkerCore {
-    context: Arc<Context>,
-    handle: ucp_worker_h,
-    event_fd: RawFd,
-    max_header: usize,
-    operations: Operations,
-    /// Those that UCX has not closed yet. They hold this core in turn; `Worker`'s drop ends that.
-    endpoints: Cell<BTreeMap<u64, Rc<EndpointCore>>>,
-    next_endpoint: Cell<u64>,
-    failures: Queue<(u64, Status)>,
-    completions: Queue<Completion>,
-    messages: Rc<Messages>,
-    /// Raw because UCX has their addresses; freed when the worker is gone.
-    slots: Cell<Vec<(u16, *mut Slot)>>,
-}
-
-impl WorkerCore {
-    pub(super) fn api(&self) -> &'static Ucp {
-        self.context.library().api()
-    }
-
-    pub(super) fn handle(&self) -> ucp_worker_h {
-        self.handle
-    }
-
-    pub(super) fn context(&self) -> &Arc<Context> {
-        &self.context
-    }
-
-    pub(super) fn operations(&self) -> &Operations {
-        &self.operations
-    }
-
-    pub(super) fn max_header(&self) -> usize {
-        self.max_header
-    }
-
-    pub(super) fn push_failure(&self, endpoint: u64, status: Status) {
-        self.failures.push((endpoint, status));
-    }
-
-    pub(super) fn remember_endpoint(&self, id: u64, core: Rc<EndpointCore>) {
-        let mut endpoints = self.endpoints.take();
-        endpoints.insert(id, core);
-        self.endpoints.set(endpoints);
-    }
-
-    pub(super) fn forget_endpoint(&self, id: u64) {
-        let mut endpoints = self.endpoints.take();
-        let forgotten = endpoints.remove(&id);
-        self.endpoints.set(endpoints);
-        // Dropped only now, when the map is back in its place.
-        drop(forgotten);
-    }
-
-    fn endpoints(&self) -> Vec<Rc<EndpointCore>> {
-        let endpoints = self.endpoints.take();
-        let list = endpoints.values().cloned().collect();
-        self.endpoints.set(endpoints);
-        list
-    }
-
-    fn progress(&self) -> bool {
-        // SAFETY: the worker is alive, this is its thread, and no callback of UCX's calls this.
-        let events = unsafe { self.api().ucp_worker_progress(self.handle) };
-        let reaped = self.reap();
-        events != 0 || reaped
-    }
-
-    /// Turns what UCX's callbacks noted into completions, messages and closed endpoints.
-    fn reap(&self) -> bool {
-        let mut any = false;
-        while let Some((operation, request)) = self.operations.reap() {
-            any = true;
-            if !request.is_null() {
-                // SAFETY: UCX returned the request and has called its callback; it is freed once.
-                unsafe { self.api().ucp_request_free(request) };
-            }
-            let status = operation.status();
-            match (operation.purpose, &operation.endpoint) {
-                (Purpose::User { op, token }, Some(endpoint)) => {
-                    endpoint.ended();
-                    let result = status.check(op, || format!("{endpoint:?}"));
-                    self.completions.push(Completion { token, endpoint: endpoint.id(), result });
-                }
-                (Purpose::Close, Some(endpoint)) => endpoint.closed(status),
-                // Both are always posted with their endpoint.
-                (Purpose::User { .. } | Purpose::Close, None) => {}
-            }
-            self.operations.recycle(operation);
-        }
-        any
-    }
-
-    fn has_news(&self) -> bool {
-        self.operations.has_done()
-            || !self.messages.is_empty()
-            || !self.completions.is_empty()
-            || !self.failures.is_empty()
-    }
-
-    /// Closes all endpoints and waits until UCX has ended everything. False when the limit passed before.
-    fn drain(&self, limit: Duration) -> bool {
-        for endpoint in self.endpoints() {
-            endpoint.start_close(true);
-        }
-        let start = Instant::now();
-        loop {
-            let progressed = self.progress();
-            if self.operations.live() == 0 && self.endpoints().is_empty() {
-                break;
-            }
-            let passed = start.elapsed();
-            if passed >= limit.min(GOODBYE_LIMIT) && self.operations.only_closes() {
-                // No memory is at stake, and destroying the worker destroys its endpoints whatever their state.
-                log::debug!("{} connections were left without a goodbye", self.operations.live());
-                self.operations.abandon();
-                drop(self.endpoints.take());
-                break;
-            }
-            if passed >= limit {
-                return false;
-            }
-            if !progressed {
-                thread::sleep(Duration::from_micros(50));
-            }
-        }
-        true
-    }
-}
-
-impl Drop for WorkerCore {
-    fn drop(&mut self) {
-        // SAFETY: endpoints, rkeys and operations hold an Rc of this core, so none is left, and the thread is the
-        // worker's, because Rc keeps them all on it. The handle is not used again.
-        unsafe { self.api().ucp_worker_destroy(self.handle) };
-        for (_, slot) in self.slots.take() {
-            // SAFETY: made by Box::into_raw; UCX, which had the address, no longer has the worker.
-            drop(unsafe { Box::from_raw(slot) });
-        }
-    }
 }
 
 /// A UCX worker and all that happens on it. Made, driven and dropped on one thread: it is `!Send`.

@@ -1,7 +1,7 @@
 //! A request's block ids: what they may be.
 
-use super::Wanted;
 use super::rank::{GroupPair, RankPlan};
+use super::wanted::Wanted;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::Blocks;
 

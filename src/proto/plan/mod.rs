@@ -12,6 +12,7 @@ mod meeting;
 mod rank;
 mod request;
 mod template;
+mod wanted;
 
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ use crate::proto::wire::Blocks;
 pub use expand::{Expander, Operation};
 pub use holding::{Cell, HeldPart, Holding, Share, assign};
 pub use rank::{LocalRank, RankIndex, RankPlan, check_ranks};
-pub use request::Wanted;
+pub use wanted::Wanted;
 
 /// Under how many bytes per run, on average, a transfer between host memories is gathered into messages instead of
 /// moving run by run. Measured with `cargo bench --bench transfer -- runs` between two processes of a 2-core virtual

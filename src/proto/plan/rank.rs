@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::holding::unpacked;
 use super::meeting::{Meeting, TokenRun};
 use super::template::{self, Pair, Steps, Unlike};
-use super::{Cell, CopyPlan, Segment, Wanted, request};
+use super::{Cell, Segment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::{Area, Geometry, Group, GroupKind, MAX_RUNS};
 use crate::proto::wire::RankMetadata;
@@ -326,16 +326,6 @@ impl RankPlan {
     /// The runs that repeat at every block, or at every block's part of a phase.
     pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
-    }
-
-    /// The plan for one request. Pairs of blocks may be put into another order where that makes more of them
-    /// contiguous.
-    ///
-    /// Errors: [`ErrorKind::InvalidArgument`] for list counts or lengths that do not fit, for a block that the other side
-    /// does not have, and for a local block named twice, which would be written twice; [`ErrorKind::OutOfRange`] for an
-    /// id that is not a block.
-    pub fn request(&self, wanted: &Wanted<'_>) -> Result<CopyPlan> {
-        request::plan(self, wanted)
     }
 }
 

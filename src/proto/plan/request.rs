@@ -5,42 +5,10 @@ use std::ops::Range;
 use super::ids::{check_ids, check_shared, ids};
 use super::rank::{GroupPair, RankPlan};
 use super::template::{self, Steps};
+use super::wanted::Wanted;
 use super::{BlockPair, CopyPlan, Segment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::GroupKind;
-use crate::proto::wire::Blocks;
-
-/// What one request loads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Wanted<'a> {
-    /// Per local KV-cache group, the blocks to be filled in token order. The last one holds the token before
-    /// `tokens.1`; in a group without a window or chunks the first one holds the token `tokens.0`.
-    pub local: &'a [Blocks],
-    /// Per remote KV-cache group, the blocks that the other side holds in token order. The last one holds the token
-    /// before `remote_tokens`.
-    pub remote: &'a [Blocks],
-    /// The tokens to load: from the first up to, not including, the second. What follows the second in its block is
-    /// copied along, because neither side has anything there yet.
-    pub tokens: (u64, u64),
-    /// The tokens that the other side holds.
-    pub remote_tokens: u64,
-    /// The block id that stands for "no block here" on either side.
-    pub null_block: Option<u32>,
-    /// What is to be done where the other side has dropped tokens in front of a sliding window or chunk that share a
-    /// local block with tokens in it: true leaves them as they are (nobody will read them), false is an error (a host that
-    /// reuses whole blocks for other requests would read them).
-    pub window_only: bool,
-}
-
-impl Wanted<'_> {
-    pub(super) fn is_null(&self, id: u32) -> bool {
-        self.null_block == Some(id)
-    }
-
-    fn tokens(&self) -> Range<u64> {
-        self.tokens.0..self.tokens.1
-    }
-}
 
 /// A block list with its place in the sequence.
 struct Placed<'a> {
@@ -55,7 +23,19 @@ impl Placed<'_> {
     }
 }
 
-pub(super) fn plan(rank: &RankPlan, wanted: &Wanted<'_>) -> Result<CopyPlan> {
+impl RankPlan {
+    /// The plan for one request. Pairs of blocks may be put into another order where that makes more of them
+    /// contiguous.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for list counts or lengths that do not fit, for a block that the other side
+    /// does not have, and for a local block named twice, which would be written twice; [`ErrorKind::OutOfRange`] for an
+    /// id that is not a block.
+    pub fn request(&self, wanted: &Wanted<'_>) -> Result<CopyPlan> {
+        plan(self, wanted)
+    }
+}
+
+fn plan(rank: &RankPlan, wanted: &Wanted<'_>) -> Result<CopyPlan> {
     for (side, lists, groups) in
         [("local", wanted.local, rank.local_groups), ("remote", wanted.remote, rank.remote_groups)]
     {

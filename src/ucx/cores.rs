@@ -1,0 +1,367 @@
+//! What UCX uses of a worker, of its endpoints and of their rkeys. They hold each other, and the operations under way hold
+//! them, so that each lives as long as UCX may use it.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::RawFd;
+use std::os::raw::c_void;
+use std::ptr;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ucx_sys::{Ucp, ucp_ep_h, ucp_rkey_h, ucp_worker_h, ucs_status_t};
+
+use super::am::{Messages, Slot};
+use super::context::Context;
+use super::memory;
+use super::memory_kind::MemoryKind;
+use super::queue::Queue;
+use super::request::{Completion, Operations, Posted, Purpose};
+use super::status::{Status, UcxError};
+
+/// How long endpoints without peer error handling get to say goodbye when the worker is closed and nothing else is
+/// under way: their closing cannot be forced and never ends when the peer is gone.
+const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
+
+/// What an operation holds of its worker's, besides memory and buffers.
+pub(super) struct Held {
+    pub(super) endpoint: Rc<EndpointCore>,
+    #[expect(dead_code, reason = "held and never looked at")]
+    pub(super) rkey: Option<Rc<Rkey>>,
+}
+
+/// What lives until the last endpoint, rkey and operation of the worker is gone.
+pub(super) struct WorkerCore {
+    pub(super) context: Arc<Context>,
+    pub(super) handle: ucp_worker_h,
+    pub(super) event_fd: RawFd,
+    pub(super) max_header: usize,
+    pub(super) operations: Operations<Held>,
+    /// Those that UCX has not closed yet. They hold this core in turn; `Worker`'s drop ends that.
+    pub(super) endpoints: Cell<BTreeMap<u64, Rc<EndpointCore>>>,
+    pub(super) next_endpoint: Cell<u64>,
+    pub(super) failures: Queue<(u64, Status)>,
+    pub(super) completions: Queue<Completion>,
+    pub(super) messages: Rc<Messages>,
+    /// Raw because UCX has their addresses; freed when the worker is gone.
+    pub(super) slots: Cell<Vec<(u16, *mut Slot)>>,
+}
+
+impl WorkerCore {
+    pub(super) fn api(&self) -> &'static Ucp {
+        self.context.library().api()
+    }
+
+    pub(super) fn handle(&self) -> ucp_worker_h {
+        self.handle
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(super) fn operations(&self) -> &Operations<Held> {
+        &self.operations
+    }
+
+    pub(super) fn max_header(&self) -> usize {
+        self.max_header
+    }
+
+    pub(super) fn push_failure(&self, endpoint: u64, status: Status) {
+        self.failures.push((endpoint, status));
+    }
+
+    pub(super) fn remember_endpoint(&self, id: u64, core: Rc<EndpointCore>) {
+        let mut endpoints = self.endpoints.take();
+        endpoints.insert(id, core);
+        self.endpoints.set(endpoints);
+    }
+
+    pub(super) fn forget_endpoint(&self, id: u64) {
+        let mut endpoints = self.endpoints.take();
+        let forgotten = endpoints.remove(&id);
+        self.endpoints.set(endpoints);
+        // Dropped only now, when the map is back in its place.
+        drop(forgotten);
+    }
+
+    fn endpoints(&self) -> Vec<Rc<EndpointCore>> {
+        let endpoints = self.endpoints.take();
+        let list = endpoints.values().cloned().collect();
+        self.endpoints.set(endpoints);
+        list
+    }
+
+    pub(super) fn progress(&self) -> bool {
+        // SAFETY: the worker is alive, this is its thread, and no callback of UCX's calls this.
+        let events = unsafe { self.api().ucp_worker_progress(self.handle) };
+        let reaped = self.reap();
+        events != 0 || reaped
+    }
+
+    /// Turns what UCX's callbacks noted into completions, messages and closed endpoints.
+    fn reap(&self) -> bool {
+        let mut any = false;
+        while let Some((operation, request)) = self.operations.reap() {
+            any = true;
+            if !request.is_null() {
+                // SAFETY: UCX returned the request and has called its callback; it is freed once.
+                unsafe { self.api().ucp_request_free(request) };
+            }
+            let status = operation.status();
+            match (operation.purpose, &operation.owner) {
+                (Purpose::User { op, token }, Some(Held { endpoint, .. })) => {
+                    endpoint.ended();
+                    let result = status.check(op, || format!("{endpoint:?}"));
+                    self.completions.push(Completion { token, endpoint: endpoint.id(), result });
+                }
+                (Purpose::Close, Some(Held { endpoint, .. })) => endpoint.closed(status),
+                // Both are always posted with their endpoint.
+                (Purpose::User { .. } | Purpose::Close, None) => {}
+            }
+            self.operations.recycle(operation);
+        }
+        any
+    }
+
+    pub(super) fn has_news(&self) -> bool {
+        self.operations.has_done()
+            || !self.messages.is_empty()
+            || !self.completions.is_empty()
+            || !self.failures.is_empty()
+    }
+
+    /// Closes all endpoints and waits until UCX has ended everything. False when the limit passed before.
+    pub(super) fn drain(&self, limit: Duration) -> bool {
+        for endpoint in self.endpoints() {
+            endpoint.start_close(true);
+        }
+        let start = Instant::now();
+        loop {
+            let progressed = self.progress();
+            if self.operations.live() == 0 && self.endpoints().is_empty() {
+                break;
+            }
+            let passed = start.elapsed();
+            if passed >= limit.min(GOODBYE_LIMIT) && self.operations.only_closes() {
+                // No memory is at stake, and destroying the worker destroys its endpoints whatever their state.
+                log::debug!("{} connections were left without a goodbye", self.operations.live());
+                self.operations.abandon();
+                drop(self.endpoints.take());
+                break;
+            }
+            if passed >= limit {
+                return false;
+            }
+            if !progressed {
+                thread::sleep(Duration::from_micros(50));
+            }
+        }
+        true
+    }
+}
+
+impl Drop for WorkerCore {
+    fn drop(&mut self) {
+        // SAFETY: endpoints, rkeys and operations hold an Rc of this core, so none is left, and the thread is the
+        // worker's, because Rc keeps them all on it. The handle is not used again.
+        unsafe { self.api().ucp_worker_destroy(self.handle) };
+        for (_, slot) in self.slots.take() {
+            // SAFETY: made by Box::into_raw; UCX, which had the address, no longer has the worker.
+            drop(unsafe { Box::from_raw(slot) });
+        }
+    }
+}
+
+/// How far an endpoint is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    Open,
+    Closing,
+    /// UCX has released it.
+    Closed(Status),
+}
+
+/// What lives until UCX and all operations are done with the endpoint. The worker holds one too, until UCX has
+/// closed the endpoint, because UCX's error callback may come until then.
+pub(super) struct EndpointCore {
+    pub(super) worker: Rc<WorkerCore>,
+    pub(super) id: u64,
+    pub(super) name: String,
+    pub(super) peer_errors: bool,
+    /// Null before it is made and from the moment it is being closed.
+    pub(super) handle: Cell<ucp_ep_h>,
+    pub(super) state: Cell<State>,
+    /// What UCX's error callback said, OK as long as it did not.
+    pub(super) failed: Cell<Status>,
+    pub(super) in_flight: Cell<usize>,
+}
+
+impl EndpointCore {
+    pub(super) fn api(&self) -> &'static Ucp {
+        self.worker.api()
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// UCX's handle while operations may be posted.
+    pub(super) fn open_handle(&self, op: &'static str) -> Result<ucp_ep_h, UcxError> {
+        if self.state.get() != State::Open {
+            return Err(UcxError::new(op, Status::NOT_CONNECTED, format!("{self:?} is closed")));
+        }
+        match self.failed.get() {
+            Status::OK => Ok(self.handle.get()),
+            status => Err(UcxError::new(op, status, format!("{self:?} has failed; close it and connect again"))),
+        }
+    }
+
+    /// One operation of the owner's has ended.
+    pub(super) fn ended(&self) {
+        self.in_flight.set(self.in_flight.get().saturating_sub(1));
+    }
+
+    /// Starts closing, unless that was done before.
+    pub(super) fn start_close(self: &Rc<Self>, force: bool) {
+        if self.state.get() != State::Open {
+            return;
+        }
+        self.state.set(State::Closing);
+        // UCX refuses force without peer error handling. Waiting for a failed peer's flush would serve nobody.
+        let force = self.peer_errors && (force || !self.failed.get().is_ok());
+        let handle = self.handle.replace(ptr::null_mut());
+        let posted = self.worker.operations().post(
+            Purpose::Close,
+            |operation| operation.owner = Some(Held { endpoint: Rc::clone(self), rkey: None }),
+            |_, param| {
+                if force {
+                    param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_FLAGS.0;
+                    param.flags = ucx_sys::UCP_EP_CLOSE_FLAG_FORCE.0;
+                }
+                // SAFETY: the endpoint was open until now and is closed once: the handle is gone from the core.
+                unsafe { self.api().ucp_ep_close_nbx(handle, param) }
+            },
+        );
+        match posted {
+            Ok(Posted::Pending) => {}
+            Ok(Posted::Done) => self.closed(Status::OK),
+            // "Resources are released and the endpoint can no longer be used", says UCX of a failed close.
+            Err(status) => self.closed(status),
+        }
+    }
+
+    /// UCX has released the endpoint; no error callback will come.
+    pub(super) fn closed(&self, status: Status) {
+        self.state.set(State::Closed(status));
+        self.worker.forget_endpoint(self.id);
+    }
+}
+
+impl fmt::Debug for EndpointCore {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.name.is_empty() {
+            write!(out, "endpoint {}", self.id)
+        } else {
+            write!(out, "endpoint {} ({})", self.id, self.name)
+        }
+    }
+}
+
+/// UCX's callback when the connection failed. Notes it and nothing more.
+pub(super) unsafe extern "C" fn on_error(core: *mut c_void, _endpoint: ucp_ep_h, status: ucs_status_t) {
+    // SAFETY: the argument is the core's address, and the worker holds the core until UCX has closed the
+    // endpoint, after which this is not called. All that is changed lies in cells.
+    let core = unsafe { &*core.cast::<EndpointCore>() };
+    if core.failed.get().is_ok() {
+        core.failed.set(Status::from_raw(status));
+        core.worker.push_failure(core.id, Status::from_raw(status));
+    }
+}
+
+/// The right to read and write one registered range of a peer's memory, over the endpoint that unpacked it.
+///
+/// Operations under way hold it. It keeps the worker alive, not the connection: after the endpoint was
+/// closed it is useless and harmless.
+pub struct Rkey {
+    endpoint: Rc<EndpointCore>,
+    handle: ucp_rkey_h,
+    base: u64,
+    len: u64,
+    kind: MemoryKind,
+}
+
+impl Rkey {
+    pub(super) fn unpack(endpoint: &Rc<EndpointCore>, bytes: &[u8]) -> Result<Rc<Self>, UcxError> {
+        const OP: &str = "ucp_ep_rkey_unpack";
+        let (base, len, kind, packed) = memory::parse_rkey(bytes)?;
+        let ep = endpoint.open_handle(OP)?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the endpoint is open. UCX reads as many bytes as they themselves say, without knowing their
+        // length: the envelope's checksum vouches that they are what a UCX packed.
+        let status = unsafe { endpoint.api().ucp_ep_rkey_unpack(ep, packed.as_ptr().cast(), &mut handle) };
+        Status::from_raw(status).check(OP, || {
+            format!(
+                "{len} bytes of {kind} memory at {base:#x} of {endpoint:?}; do both sides share a transport for it?"
+            )
+        })?;
+        Ok(Rc::new(Self { endpoint: Rc::clone(endpoint), handle, base, len, kind }))
+    }
+
+    /// The first address, in the peer's address space.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// The length in bytes; never 0.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// The kind of the peer's memory.
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    pub(super) fn handle(&self) -> ucp_rkey_h {
+        self.handle
+    }
+
+    pub(super) fn endpoint(&self) -> &Rc<EndpointCore> {
+        &self.endpoint
+    }
+
+    /// Refuses a range that leaves the peer's memory: UCX's emulation of one-sided operations over TCP does
+    /// not check it, and the peer would crash.
+    pub(super) fn check(&self, op: &'static str, addr: u64, len: usize) -> Result<(), UcxError> {
+        let end = addr.checked_add(len as u64);
+        match end {
+            // base + len does not wrap: `parse_rkey` checked it.
+            Some(end) if addr >= self.base && end <= self.base + self.len => Ok(()),
+            _ => Err(UcxError::new(
+                op,
+                Status::OUT_OF_RANGE,
+                format!("{len} bytes at the remote address {addr:#x} leave {self:?}"),
+            )),
+        }
+    }
+}
+
+impl Drop for Rkey {
+    fn drop(&mut self) {
+        // SAFETY: unpacked by ucp_ep_rkey_unpack, destroyed once; operations that use it would hold an Rc. UCX
+        // keeps rkeys per worker, and the endpoint's core keeps the worker, so a closed endpoint is no matter.
+        unsafe { self.endpoint.api().ucp_rkey_destroy(self.handle) };
+    }
+}
+
+impl fmt::Debug for Rkey {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "the peer's {} bytes of {} memory at {:#x}", self.len, self.kind, self.base)
+    }
+}
