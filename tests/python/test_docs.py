@@ -176,6 +176,59 @@ def test_configurations_that_are_shown_are_right(document: str, words: list[str]
     assert done.returncode == 0, f"{document}: {done.stderr}"
 
 
+# --- the life of a block id
+
+
+def _defines(text: str, function: str) -> bool:
+    """Whether a Rust or Python file has a function, such as `Owner::name`, and names its owner as a type or class."""
+    *owner, name = re.split(r"::|\.", function)
+    defined = re.search(
+        rf"^ *(?:pub(?:\([^)]*\))? )?(?:unsafe )?(?:extern \"C\" )?(?:fn|def) {name}\b", text, re.MULTILINE
+    )
+    return defined is not None and all(
+        re.search(rf"^(?:impl\b.*|class )\b{one}\b", text, re.MULTILINE) for one in owner
+    )
+
+
+def _functions(text: str) -> list[tuple[str, str]]:
+    """Every function that a text names after its file."""
+    named = re.findall(r"`([\w./]+\.(?:rs|py))`:\s((?:`[\w:.]+`(?:, )?)+)", text)
+    return [(file, function) for file, functions in named for function in re.findall(r"`([\w:.]+)`", functions)]
+
+
+def test_the_functions_on_the_way_of_a_block_id_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    section = page.split("\n## The life of a block id\n")[1].split("\n## ")[0]
+    alone = set(re.findall(r"`([\w./]+\.(?:rs|py))`(?!:\s`)", section))
+    assert not alone, f"named without a function: {alone}"
+    assert len(_functions(section)) > 50
+    for file, function in _functions(section):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert _defines(text, function), f"{file} has no {function}"
+    assert not _defines("impl Other {\n    fn get() {}\n}\n", "Endpoint::get")
+    assert not _defines("impl Endpoint {\n    fn gets() {}\n}\n", "Endpoint::get")
+
+
+def test_the_copies_of_a_list_of_block_ids_are_counted() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    section = page.split("\n## The life of a block id\n")[1].split("\n## ")[0]
+    told = re.search(
+        r"D's list passes (\d+) functions in (\d+) files.*?"
+        r"D's list is copied or converted (\d+) times, P's (\d+) times",
+        section,
+        re.DOTALL,
+    )
+    assert told is not None
+    # Of the two lists' tables.
+    rows = [row for row in section.splitlines() if row.startswith("|") and row.count("|") == 5]
+    way = {named for row in rows for named in _functions(row)}
+    copies = [int(number) for row in rows for number in re.findall(r"\*\*(\d+)\*\*", row.split("|")[4])]
+    assert copies == list(range(1, int(told[3]) + 1))
+    everywhere = {int(number) for number in re.findall(r"\*\*(\d+)\*\*", section)}
+    assert everywhere == set(range(1, int(told[4]) + 1))
+    assert (len(way), len({file for file, _ in way})) == (int(told[1]), int(told[2]))
+
+
 # --- tables
 
 
