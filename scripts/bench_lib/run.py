@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvferry.bench.figures import about, columns
 
+from . import compare
 from .measure import Measurements, Settings, grow
 from .table import LINES, Line, Verdict
 
@@ -33,6 +34,12 @@ def parser() -> argparse.ArgumentParser:
     add("--vllm", action="store_true", help="also the lines with real vLLM servers (scripts/demo --compare, 15 min)")
     add("--plots", type=Path, metavar="FOLDER", help="also draw how each grows with blocks, size, requests and peers")
     add("--json", type=Path, metavar="FILE", help="also write rows and verdicts as JSON")
+    add(
+        "--compare",
+        metavar="COMMIT",
+        help="instead of all that: which lines differ from COMMIT's library by more than noise. --only, --rounds and",
+    )
+    add("--setups", type=int, default=8, metavar="N", help="so many set-ups of each line (default %(default)s) apply")
     return made
 
 
@@ -51,6 +58,8 @@ def main(arguments: list[str]) -> int:
     """Exit code."""
     os.environ.setdefault("KVFERRY_LOG", "error")
     options = parser().parse_args(arguments)
+    if options.compare is not None:
+        return _compare(options)
     lines = chosen(options.only, options.vllm)
     if not lines:
         parser().error(f"no line matches {', '.join(options.only)}; --list names them")
@@ -80,6 +89,17 @@ def main(arguments: list[str]) -> int:
         options.plots.mkdir(parents=True, exist_ok=True)
         grow(settings, options.plots)
     return 1 if broke else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """With the two builds that scripts/bench has made."""
+    names = [name for name in compare.LINES if any(fnmatch.fnmatch(name, p) for p in options.only or ["*"])]
+    if not names:
+        parser().error(f"--compare has none of {', '.join(options.only)}, only {', '.join(compare.LINES)}")
+    if options.setups < 2 or options.rounds < 1:
+        parser().error("--compare needs at least two set-ups of one round")
+    tree, other = Path(os.environ["KVFERRY_LIBRARY"]), Path(os.environ["KVFERRY_COMPARED_LIBRARY"])
+    return compare.compare(names, options.rounds, options.setups, tree, other, options.compare)
 
 
 def _save(path: Path, taken: Measurements, verdicts: list[tuple[Line, Verdict]]) -> None:

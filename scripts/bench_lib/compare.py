@@ -1,0 +1,93 @@
+"""Two builds of the library beside each other: which lines differ by more than noise."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from kvferry.bench import transfer
+from kvferry.bench.cli import BenchError
+from kvferry.bench.figures import columns
+from kvferry.bench.transfer import Plan
+from kvferry.bench.work import Work
+
+from .measure import SHM, TCP, Shape
+
+LINES: dict[str, Shape] = {
+    "shm-4k": SHM[1],
+    "shm-16k": SHM[0],
+    "shm-64k": SHM[2],
+    "shm-contiguous": SHM[3],
+    "tcp-4k": TCP[1],
+    "tcp-16k": TCP[0],
+    "tcp-64k": TCP[2],
+}
+"""What is compared, named as the lines of the table."""
+ERRORS, LEAST = 2.0, 0.05
+"""A line has moved if it differs by more than so many standard errors, and by more than this part."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """The tree's time divided by the other build's: the geometric mean over all set-ups, and the standard error of its
+    logarithm; NaN where one set-up does not tell."""
+
+    ratio: float
+    error: float
+
+    @property
+    def verdict(self) -> str:
+        """In a word, empty where it may be noise."""
+        # The logarithm's, in which slower and faster are the same.
+        away = abs(math.log(self.ratio))
+        if not (away > ERRORS * self.error and away > math.log1p(LEAST)):
+            return ""
+        return "slower" if self.ratio > 1 else "faster"
+
+
+def change(ratios: Sequence[float]) -> Change:
+    """What the ratios of all set-ups say together. Raises `ValueError` without any."""
+    logs = [math.log(ratio) for ratio in ratios]
+    if not logs:
+        raise ValueError("no set-up was measured")
+    mean = sum(logs) / len(logs)
+    if len(logs) == 1:
+        return Change(math.exp(mean), math.nan)
+    variance = sum((one - mean) ** 2 for one in logs) / (len(logs) - 1)
+    return Change(math.exp(mean), math.sqrt(variance / len(logs)))
+
+
+def _ratio(shape: Shape, rounds: int, tree: Path, other: Path, swapped: bool) -> float:
+    """The tree's median divided by the other build's, in a set-up of its own."""
+    transport, pattern, blocks, size = shape
+    first, second = (other, tree) if swapped else (tree, other)
+    # The processes of the first engine take it from the environment.
+    os.environ["KVFERRY_LIBRARY"] = str(first)
+    work = Work(pattern, size, blocks)  # type: ignore[arg-type]
+    one, two = (median(s.of("ms")) for s in transfer.measure(Plan(work, transport, rounds, library=second)))
+    return two / one if swapped else one / two
+
+
+def compare(names: Sequence[str], rounds: int, setups: int, tree: Path, other: Path, commit: str) -> int:
+    """Measures the lines and prints them. Exit code."""
+    for library, whose in ((tree, "this tree"), (other, commit)):
+        try:
+            _ratio(("shm", "random", 16, 4096), 1, library, library, False)
+        except BenchError as error:
+            print(f"error: the library of {whose} does not work with this tree's Python package:\n{error}")
+            return 1
+    cells = []
+    for name in names:
+        ratios = [_ratio(LINES[name], rounds, tree, other, bool(number % 2)) for number in range(setups)]
+        found = change(ratios)
+        each = " ".join(f"{ratio:.2f}" for ratio in ratios)
+        cells.append((name, each, f"{found.ratio:.3f}", f"{found.error:.3f}", found.verdict))
+        print(f"{name}: {found.ratio:.3f} +- {found.error:.3f}  {found.verdict}", flush=True)
+    print(f"\nthis tree's time divided by that of {commit}, {setups} set-ups of {rounds} rounds")
+    print(columns(("line", "set-ups", "ratio", "error", ""), cells, texts=2))
+    print(f"\nA line moved if it differs by more than {ERRORS:.0f} errors and by more than {LEAST:.0%}.")
+    return 0
