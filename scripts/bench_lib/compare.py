@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from kvferry.bench import transfer
-from kvferry.bench.cli import BenchError
+from kvferry.bench.errors import BenchError
 from kvferry.bench.figures import columns
 from kvferry.bench.transfer import Plan
 from kvferry.bench.work import Work
