@@ -11,7 +11,7 @@ import pytest
 from bench_lib import compare, run, table
 from commands import GENEROUS, ROOT
 from kvferry.bench import transfer
-from kvferry.bench.engines import Took
+from kvferry.bench.engines.engine import Took
 from kvferry.bench.errors import BenchError
 from kvferry.bench.pair import Round
 from kvferry.bench.transfer import Plan, Samples
