@@ -11,20 +11,40 @@ from __future__ import annotations
 
 import argparse
 import uuid
+from collections.abc import MutableMapping
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+REQUEST_ID = "X-Request-Id"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
-DROPPED = {"content-length", "host", "transfer-encoding", "connection", "content-encoding"}
+DROPPED = ("content-length", "host", "transfer-encoding", "connection", "content-encoding")
+Headers = MutableMapping[str, str]
 
 
-def of_prefill(body: dict[str, Any]) -> dict[str, Any]:
+def open_session() -> aiohttp.ClientSession:
+    """An HTTP client for servers that may be slow: a request has no time limit.
+
+    Each has a connection of its own: vLLM closes idle ones after a few seconds, which may hit a request on its way.
+    """
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector)
+
+
+def passed_on(headers: Any) -> Headers:
+    """The headers that mean something to the next side too. Names in them are equal in any case of letters."""
+    kept = headers.copy()
+    for name in DROPPED:
+        kept.popall(name, None)
+    return kept  # type: ignore[no-any-return]
+
+
+def of_prefill(body: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """The request for the prefill server: one token, one sample, no stream."""
     left_out = ("stream_options", "min_tokens", "max_completion_tokens")
     short = {key: value for key, value in body.items() if key not in left_out}
-    return {**short, "max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+    return {**short, "max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": asked}
 
 
 class Proxy:
@@ -44,38 +64,53 @@ class Proxy:
         return app
 
     async def _client(self, _: web.Application) -> Any:
-        # A connection per request: vLLM closes idle ones after a few seconds, which may hit a request on its way.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector)
+        self._session = open_session()
         yield
         await self._session.close()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        assert self._session is not None
         try:
             body = await request.json()
         except ValueError:
             body = None
         if not isinstance(body, dict):
             return web.json_response({"error": "the body is not a JSON object"}, status=400)
-        headers = {key: value for key, value in request.headers.items() if key.lower() not in DROPPED}
-        headers.setdefault("X-Request-Id", uuid.uuid4().hex)
+        headers = passed_on(request.headers)
+        headers.setdefault(REQUEST_ID, uuid.uuid4().hex)
         try:
-            url = self._prefill + request.path
-            async with self._session.post(url, json=of_prefill(body), headers=headers) as answer:
-                if answer.status != 200:
-                    return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
-                params = (await answer.json()).get("kv_transfer_params")
-            if params:
-                body["kv_transfer_params"] = params
-            async with self._session.post(self._decode + request.path, json=body, headers=headers) as answer:
-                return await self._relay(request, answer)
+            return await self.hand_over(request, body, headers)
         except aiohttp.ClientError as error:
             return web.json_response({"error": f"a server behind the proxy failed: {error!r}"}, status=502)
 
+    async def hand_over(self, request: web.Request, body: dict[str, Any], headers: Headers) -> web.StreamResponse:
+        """The prefill server first, then the decode server."""
+        params = await self.prefill(request.path, body, headers, {"do_remote_decode": True})
+        if isinstance(params, web.Response):
+            return params
+        return await self.decode(request, body, headers, params)
+
+    async def prefill(
+        self, path: str, body: dict[str, Any], headers: Headers, asked: dict[str, Any]
+    ) -> dict[str, Any] | web.Response:
+        """The `kv_transfer_params` that `asked` gets, empty where there are none; a failure as the client gets it."""
+        assert self._session is not None
+        async with self._session.post(self._prefill + path, json=of_prefill(body, asked), headers=headers) as answer:
+            if answer.status != 200:
+                return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+            return (await answer.json()).get("kv_transfer_params") or {}
+
+    async def decode(
+        self, request: web.Request, body: dict[str, Any], headers: Headers, params: dict[str, Any]
+    ) -> web.StreamResponse:
+        """The decode server's answer to the whole request."""
+        assert self._session is not None
+        whole = {**body, "kv_transfer_params": params} if params else body
+        async with self._session.post(self._decode + request.path, json=whole, headers=headers) as answer:
+            return await self._relay(request, answer)
+
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         assert self._session is not None
-        headers = {key: value for key, value in request.headers.items() if key.lower() not in DROPPED}
+        headers = passed_on(request.headers)
         url = self._decode + str(request.rel_url)
         try:
             async with self._session.request(request.method, url, data=await request.read(), headers=headers) as answer:
@@ -85,11 +120,22 @@ class Proxy:
 
     async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         """Passes an answer on as it comes. When the client leaves, the connection behind is closed, which aborts."""
-        headers = {key: value for key, value in answer.headers.items() if key.lower() not in DROPPED}
-        response = web.StreamResponse(status=answer.status, headers=headers)
-        await response.prepare(request)
-        async for chunk in answer.content.iter_any():
-            await response.write(chunk)
+        response = web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
+        try:
+            async for chunk in answer.content.iter_any():
+                # Not before there is something to pass on: until then the request can still end with an error.
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(chunk)
+        except aiohttp.ClientError:
+            if not response.prepared:
+                raise
+            # No other answer can follow a part of this one: the client must see it end, or would wait for ever.
+            if request.transport is not None:
+                request.transport.abort()
+            return response
+        if not response.prepared:
+            await response.prepare(request)
         await response.write_eof()
         return response
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +14,7 @@ pytest.importorskip("aiohttp", reason="aiohttp comes with vLLM")
 import aiohttp
 from aiohttp import web
 
-SOURCE = Path(__file__).resolve().parents[3] / "examples/kubernetes/proxy.py"
-SPEC = importlib.util.spec_from_file_location("example_proxy", SOURCE)
-assert SPEC is not None
-assert SPEC.loader is not None
-example = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(example)
+from examples.kubernetes.proxy import Proxy
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ENDS_WITHIN_S = 60.0
@@ -48,7 +41,7 @@ def between(prefill: Handler, decode: Handler, use: Callable[[aiohttp.ClientSess
     async def whole() -> Any:
         first, first_url = await serve(server(prefill))
         second, second_url = await serve(server(decode))
-        proxy, url = await serve(example.Proxy(first_url, second_url).application())
+        proxy, url = await serve(Proxy(first_url, second_url).application())
         try:
             async with aiohttp.ClientSession() as session:
                 return await use(session, url)
@@ -88,9 +81,25 @@ def test_a_request_goes_to_both_servers(path: str) -> None:
     (first_path, first, first_id), (second_path, second, second_id) = seen
     assert (first_path, second_path) == (path, path)
     assert first_id == second_id
+    assert len(first_id) == 32
     assert first["kv_transfer_params"] == {"do_remote_decode": True}
     assert (first["max_tokens"], first["n"], first["stream"], "stream_options" in first) == (1, 1, False, False)
     assert second == {**second, "max_tokens": 9, "n": 3, "stream": True, "kv_transfer_params": PARAMS}
+
+
+def test_the_clients_own_request_id_goes_to_both_servers() -> None:
+    seen: list[list[str]] = []
+
+    async def both(request: web.Request) -> web.Response:
+        seen.append(request.headers.getall("X-Request-Id"))
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def use(session: aiohttp.ClientSession, url: str) -> int:
+        async with session.post(url + "/v1/completions", json={}, headers={"x-request-id": "mine"}) as answer:
+            return answer.status
+
+    assert between(both, both, use) == 200
+    assert seen == [["mine"], ["mine"]]
 
 
 def test_a_prefill_that_fails_ends_the_request() -> None:
@@ -116,6 +125,28 @@ def test_an_error_of_the_decode_server_is_passed_on() -> None:
             return answer.status
 
     assert between(prefill, decode, use) == 500
+
+
+def test_a_server_that_dies_in_its_answer_ends_the_clients_too() -> None:
+    async def prefill(_: web.Request) -> web.Response:
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def decode(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        await answer.write(b"data: 1\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return answer
+
+    async def use(session: aiohttp.ClientSession, url: str) -> bytes:
+        async with session.post(url + "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+            first = await answer.content.readexactly(9)
+            with pytest.raises(aiohttp.ClientError):
+                await answer.content.read()
+            return first
+
+    assert between(prefill, decode, use) == b"data: 1\n\n"
 
 
 def test_other_requests_go_to_the_decode_server_alone() -> None:
