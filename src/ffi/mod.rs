@@ -9,6 +9,7 @@
 #[macro_use]
 mod boundary;
 pub mod agent;
+mod agent_config;
 pub mod aggregator;
 pub mod buffer;
 mod decode;

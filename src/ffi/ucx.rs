@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::agent::Config;
+use super::agent_config::Config;
 use super::boundary::{slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::{decode, log};

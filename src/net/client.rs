@@ -1,6 +1,6 @@
 //! The handshake client: DEALER sockets that never block, to be driven by the progress thread's loop.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -8,14 +8,15 @@ use serde_bytes::ByteBuf;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::awaits::{Awaited, Awaits, Place};
-use crate::net::request::{Phase, Request, no_answer};
+use crate::net::request::{Phase, Request};
+use crate::net::requests::{Answer, Requests};
 use crate::net::resolver::Resolver;
-use crate::net::sealed::{self, Kind, MAX_SEALED_REPLY};
+use crate::net::sealed::MAX_SEALED_REPLY;
 use crate::net::way::{PROBE_AFTER, PROBE_SILENT_AFTER, Step, Way};
 use crate::net::{endpoint, host_port, unbracketed};
 use crate::proto::ids::{EngineId, RankId, RequestId};
 use crate::proto::wire::limits::MAX_REPLY_BYTES;
-use crate::proto::wire::{HandshakeReply, HandshakeRequest, Message, RefusalCode};
+use crate::proto::wire::{HandshakeRequest, Message};
 use crate::secret::Key;
 
 /// Set in the ids of questions that the client asks by itself.
@@ -49,15 +50,6 @@ pub enum Ask {
         /// The encoded `RankMetadata`.
         metadata: Vec<u8>,
     },
-}
-
-/// What came of an [`Ask`].
-#[derive(Debug, Clone, PartialEq)]
-pub struct Answer {
-    /// The id that the question was asked under.
-    pub id: u64,
-    /// The listener's reply (a refusal included), or why there was none in time.
-    pub result: Result<HandshakeReply>,
 }
 
 /// Waiting times and bounds of a [`Client`].
@@ -100,13 +92,11 @@ impl Default for ClientLimits {
 /// With a key it sends nothing in clear, and takes nothing from an answer in clear but that it is a refusal.
 pub struct Client {
     limits: ClientLimits,
-    key: Option<Key>,
     // Sockets go before the context, whose drop waits for them.
     connections: HashMap<(String, u16), Connection>,
     resolver: Resolver,
     context: Option<zmq::Context>,
-    requests: BTreeMap<u64, Request>,
-    answers: VecDeque<Answer>,
+    requests: Requests,
     awaits: Awaits,
     /// Questions that were asked for `awaits`.
     asked: u64,
@@ -146,13 +136,11 @@ impl Client {
     /// As [`Client::new`]; with a key, requests and replies are sealed with it.
     pub fn with_key(limits: ClientLimits, key: Option<Key>) -> Client {
         Client {
+            requests: Requests::new(key, limits.retry_max),
             limits,
-            key,
             connections: HashMap::new(),
             resolver: Resolver::default(),
             context: None,
-            requests: BTreeMap::new(),
-            answers: VecDeque::new(),
             awaits: Awaits::default(),
             asked: 0,
         }
@@ -161,9 +149,9 @@ impl Client {
     /// Asks the listener at `host`:`port`. `id` is the request's id on the wire and comes back in the answer: not 0, below
     /// 2^63, and not that of another question without an answer. Errors are answers too.
     pub fn ask(&mut self, now: Instant, id: u64, host: &str, port: u16, ask: Ask, deadline: Instant) {
-        if id == 0 || self.requests.contains_key(&id) {
+        if id == 0 || self.requests.contains(id) {
             let e = Error::invalid(format!("handshake request id {id} is 0 or in use"));
-            self.answers.push_back(Answer { id, result: Err(e) });
+            self.requests.answer(id, Err(e));
             return;
         }
         let request = match ask {
@@ -188,14 +176,12 @@ impl Client {
                 rest: self.limits.retry_min,
                 refusal: None,
             };
-            request.begin(self.key.as_ref())?;
+            request.begin(self.requests.secret())?;
             Ok(request)
         });
         match ready {
-            Ok(request) => {
-                self.requests.insert(id, request);
-            }
-            Err(e) => self.answers.push_back(Answer { id, result: Err(e) }),
+            Ok(request) => self.requests.insert(id, request),
+            Err(e) => self.requests.answer(id, Err(e)),
         }
     }
 
@@ -239,9 +225,9 @@ impl Client {
 
     /// Takes the answers to what was asked for prefills, and asks on.
     fn turn_awaits(&mut self, now: Instant) {
-        for Answer { id, result } in std::mem::take(&mut self.answers) {
+        for Answer { id, result } in self.requests.take_answers() {
             if let Some(result) = self.awaits.answered(now, id, result) {
-                self.answers.push_back(Answer { id, result });
+                self.requests.answer(id, result);
             }
         }
         self.ask_awaits(now);
@@ -249,8 +235,7 @@ impl Client {
 
     /// Drops a question; it gets no answer.
     pub fn forget(&mut self, id: u64) {
-        self.requests.remove(&id);
-        self.answers.retain(|a| a.id != id);
+        self.requests.forget(id);
     }
 
     /// Sends and receives what can be without waiting, and lets deadlines pass.
@@ -272,7 +257,7 @@ impl Client {
 
     /// The next answer.
     pub fn poll_answer(&mut self) -> Option<Answer> {
-        self.answers.pop_front()
+        self.requests.poll_answer()
     }
 
     /// Adds the sockets to wait on, in the form that [`zmq::poll`] takes.
@@ -280,8 +265,7 @@ impl Client {
         for (key, c) in &self.connections {
             c.way.poll_items(items);
             let Some(socket) = &c.socket else { continue };
-            let unsent = self.requests.values().any(|r| matches!(r.phase, Phase::Unsent) && r.key == *key)
-                && self.outstanding(key) < PIPELINE;
+            let unsent = self.requests.has_unsent(key) && self.requests.outstanding(key) < PIPELINE;
             items.push(socket.as_poll_item(if unsent { zmq::POLLIN | zmq::POLLOUT } else { zmq::POLLIN }));
         }
         items.extend(self.resolver.fd().map(|fd| zmq::PollItem::from_fd(fd, zmq::POLLIN)));
@@ -289,32 +273,22 @@ impl Client {
 
     /// How long a request that waits may do so before it is looked for what is in the way, if one does.
     fn patience(&self, key: &(String, u16), heard: bool) -> Option<Duration> {
-        let of = |wanted: fn(&Phase) -> bool| self.requests.values().any(|r| r.key == *key && wanted(&r.phase));
-        if of(|phase| matches!(phase, Phase::Sent(_))) {
+        if self.requests.has_sent(key) {
             return (!heard).then_some(PROBE_SILENT_AFTER);
         }
-        of(|phase| matches!(phase, Phase::Unsent)).then_some(PROBE_AFTER)
-    }
-
-    /// Requests that were sent to a listener and are not answered.
-    fn outstanding(&self, key: &(String, u16)) -> usize {
-        self.requests.values().filter(|r| r.key == *key && matches!(r.phase, Phase::Sent(_))).count()
+        self.requests.has_unsent(key).then_some(PROBE_AFTER)
     }
 
     /// When [`Client::turn`] must run even if no socket is ready.
     pub fn next_deadline(&self) -> Option<Instant> {
-        if !self.answers.is_empty() {
+        if self.requests.has_answers() {
             return Some(Instant::now());
         }
-        let requests = self.requests.values().map(|r| match r.phase {
-            Phase::Resting(until) => until.min(r.deadline),
-            _ => r.deadline,
-        });
         let connections = self.connections.values().filter_map(|c| {
             let idle = c.idle_since.map(|since| since + self.limits.idle);
             [c.renew_at, idle, c.way.due()].into_iter().flatten().min()
         });
-        requests.chain(connections).chain(self.awaits.due(Instant::now())).min()
+        self.requests.deadlines().chain(connections).chain(self.awaits.due(Instant::now())).min()
     }
 
     /// Connections that are open.
@@ -367,13 +341,13 @@ impl Client {
                         (c.socket, c.heard) = (Some(socket), false);
                     }
                     // What was sent by another address is not answered any more.
-                    self.ask_again(&key);
+                    self.requests.ask_again(&key);
                 }),
                 Some(Step::Fail(e)) => Err(e),
             };
             if let Err(e) = outcome {
                 self.connections.remove(&key);
-                self.fail_all(&key, &e);
+                self.requests.fail_all(&key, &e);
             }
         }
     }
@@ -387,7 +361,7 @@ impl Client {
             socket.set_ipv6(address.is_ipv6())?;
             // Without a connection nothing is queued, so that it is known whether a request has left.
             socket.set_immediate(true)?;
-            let limit = if self.key.is_some() { MAX_SEALED_REPLY } else { MAX_REPLY_BYTES };
+            let limit = if self.requests.secret().is_some() { MAX_SEALED_REPLY } else { MAX_REPLY_BYTES };
             socket.set_maxmsgsize(i64::try_from(limit).unwrap_or(i64::MAX))?;
             socket.set_connect_timeout(3_000)?;
             socket.set_reconnect_ivl(50)?;
@@ -400,29 +374,14 @@ impl Client {
     }
 
     fn expire(&mut self, now: Instant) {
-        let mut failed = Vec::new();
-        for (id, r) in &mut self.requests {
-            if let Phase::Resting(until) = r.phase
-                && until <= now
-                && let Err(e) = r.begin(self.key.as_ref())
-            {
-                failed.push((*id, e));
-            }
-        }
-        failed.into_iter().for_each(|(id, e)| self.end(id, Err(e)));
-        let late: Vec<u64> = self.requests.iter().filter(|(_, r)| r.deadline <= now).map(|(id, _)| *id).collect();
-        for id in late {
-            let Some(r) = self.requests.remove(&id) else { continue };
-            let way = self.connections.get(&r.key).map(|c| &c.way);
-            let result = r.refusal.clone().map_or_else(|| Err(no_answer(&r, way, now)), Ok);
-            self.answers.push_back(Answer { id, result });
-        }
+        let connections = &self.connections;
+        self.requests.expire(now, |key| connections.get(key).map(|c| &c.way));
         for (key, c) in &mut self.connections {
-            if !self.requests.values().any(|r| r.key == *key) {
+            if !self.requests.has(key) {
                 c.idle_since.get_or_insert(now);
             }
             // ZMQ connects again by itself where it knows that it has to.
-            if self.requests.values().any(|r| r.key == *key && matches!(r.phase, Phase::Sent(_))) {
+            if self.requests.has_sent(key) {
                 c.renew_at.get_or_insert(now + c.pause);
             } else {
                 c.renew_at = None;
@@ -448,41 +407,16 @@ impl Client {
         let pause = (old.pause * 2).min(Duration::from_secs(60));
         drop(old);
         self.connections.insert(key.clone(), Connection::new(now, key, pause));
-        self.ask_again(key);
-    }
-
-    /// Makes all requests to `key` ready to be sent by a new socket.
-    fn ask_again(&mut self, key: &(String, u16)) {
-        let mut failed = Vec::new();
-        for (id, r) in self.requests.iter_mut().filter(|(_, r)| r.key == *key) {
-            if !matches!(r.phase, Phase::Resting(_))
-                && let Err(e) = r.begin(self.key.as_ref())
-            {
-                failed.push((*id, e));
-            }
-        }
-        failed.into_iter().for_each(|(id, e)| self.end(id, Err(e)));
-    }
-
-    fn fail_all(&mut self, key: &(String, u16), error: &Error) {
-        let lost: Vec<u64> = self.requests.iter().filter(|(_, r)| r.key == *key).map(|(id, _)| *id).collect();
-        lost.into_iter().for_each(|id| self.end(id, Err(error.clone())));
-    }
-
-    /// The request is over.
-    fn end(&mut self, id: u64, result: Result<HandshakeReply>) {
-        if self.requests.remove(&id).is_some() {
-            self.answers.push_back(Answer { id, result });
-        }
+        self.requests.ask_again(key);
     }
 
     fn turn_connection(&mut self, now: Instant, key: &(String, u16)) {
         let outcome = loop {
             let Some(socket) = self.connections.get(key).and_then(|c| c.socket.as_ref()) else { return };
             let mut blocked = false;
-            let room = PIPELINE.saturating_sub(self.outstanding(key));
+            let room = PIPELINE.saturating_sub(self.requests.outstanding(key));
             let mut sent = 0;
-            for r in self.requests.values_mut().filter(|r| r.key == *key && matches!(r.phase, Phase::Unsent)) {
+            for r in self.requests.unsent(key) {
                 if sent == room {
                     break;
                 }
@@ -521,7 +455,12 @@ impl Client {
                 c.heard = true;
             }
             for bytes in replies {
-                self.judge(now, key, &bytes);
+                if self.requests.judge(now, key, &bytes)
+                    && let Some(c) = self.connections.get_mut(key)
+                {
+                    c.pause = self.limits.resend;
+                    c.renew_at = None;
+                }
             }
             if let Err(e) = received {
                 break Err(e);
@@ -534,107 +473,8 @@ impl Client {
         if let Err(e) = outcome {
             self.connections.remove(key);
             let text = format!("the connection to {} failed: {e}", host_port(&key.0, key.1));
-            self.fail_all(key, &Error::new(ErrorKind::Io, text));
+            self.requests.fail_all(key, &Error::new(ErrorKind::Io, text));
         }
-    }
-
-    /// Takes a frame that arrived.
-    fn judge(&mut self, now: Instant, key: &(String, u16), bytes: &[u8]) {
-        if self.key.is_none() {
-            return self.judge_clear(now, key, bytes, None);
-        }
-        let at = host_port(&key.0, key.1);
-        let Some((kind, exchange, message)) = sealed::split(bytes) else {
-            let Some(id) = self.oldest(key) else { return };
-            if let Some(e) = sealed::check_version(bytes) {
-                return self.end(id, Err(e.context(format!("what listens on {at} answered"))));
-            }
-            let said = match HandshakeReply::from_bytes(bytes) {
-                Ok(HandshakeReply::Refused { code: RefusalCode::Version, message, .. }) => {
-                    let text = format!("the listener at {at} refused: {message}");
-                    return self.end(id, Err(Error::new(ErrorKind::VersionMismatch, text)));
-                }
-                Ok(HandshakeReply::Refused { message, .. }) => message,
-                _ => "something else than a refusal, which is not looked at".to_owned(),
-            };
-            let text = format!(
-                "the listener at {at} answered a sealed request in clear: {said:?}; both engines need the same key \
-                 (key_file, KVFERRY_KEY_FILE)"
-            );
-            return self.end(id, Err(Error::new(ErrorKind::Incompatible, text)));
-        };
-        let found = self.requests.iter_mut().find(|(_, r)| {
-            r.key == *key
-                && r.exchange.as_ref().is_some_and(|(n, _)| *n == exchange)
-                && matches!(r.phase, Phase::Sent(_))
-        });
-        let Some((&id, r)) = found else {
-            log::debug!("kvferry client: a reply that nobody waits for came from {at}");
-            return;
-        };
-        let Some((_, state)) = r.exchange.as_mut() else { return };
-        let step = match kind {
-            Kind::Opened => state.ask(exchange, message, &r.clear).map(|bytes| {
-                r.bytes = bytes;
-                r.phase = Phase::Unsent;
-            }),
-            Kind::Reply => match state.reply(message) {
-                Ok(clear) => return self.judge_clear(now, key, &clear, Some(id)),
-                Err(e) => Err(e),
-            },
-            Kind::Again => {
-                r.phase = Phase::Resting(now + r.rest);
-                r.rest = (r.rest * 2).min(self.limits.retry_max);
-                Ok(())
-            }
-            Kind::Open | Kind::Ask => Err(Error::corrupt("a frame that only clients send")),
-        };
-        if let Err(e) = step {
-            self.end(id, Err(e.context(format!("what listens on {at} answered"))));
-        }
-    }
-
-    /// The request to `key` that was sent first.
-    fn oldest(&self, key: &(String, u16)) -> Option<u64> {
-        let sent = self.requests.iter().filter(|(_, r)| r.key == *key);
-        sent.filter_map(|(id, r)| if let Phase::Sent(at) = r.phase { Some((at, *id)) } else { None })
-            .min()
-            .map(|(_, id)| id)
-    }
-
-    /// Takes a reply in clear. `expected`: the request that it came for, if the channel tells.
-    fn judge_clear(&mut self, now: Instant, key: &(String, u16), bytes: &[u8], expected: Option<u64>) {
-        let reply = HandshakeReply::from_bytes(bytes);
-        let id = match &reply {
-            Ok(
-                HandshakeReply::Ranks { id, .. }
-                | HandshakeReply::Pushed { id, .. }
-                | HandshakeReply::Prefills { id, .. }
-                | HandshakeReply::Refused { id, .. },
-            ) => *id,
-            Err(_) => 0,
-        };
-        // A listener that could not read a request cannot name it, but it answers in order: it means the oldest.
-        let id = expected.unwrap_or_else(|| if id == 0 { self.oldest(key).unwrap_or(0) } else { id });
-        let Some(r) = self.requests.get_mut(&id).filter(|r| r.key == *key) else {
-            log::debug!("kvferry client: a reply that nobody waits for came from {}", host_port(&key.0, key.1));
-            return;
-        };
-        if let Some(c) = self.connections.get_mut(key) {
-            c.pause = self.limits.resend;
-            c.renew_at = None;
-        }
-        if let Ok(HandshakeReply::Refused { code: RefusalCode::NotReady, .. }) = &reply
-            && now + r.rest < r.deadline
-        {
-            r.phase = Phase::Resting(now + r.rest);
-            r.rest = (r.rest * 2).min(self.limits.retry_max);
-            r.refusal = reply.ok();
-            return;
-        }
-        let result = reply.map_err(|e| e.context(format!("what listens on {} answered", host_port(&key.0, key.1))));
-        self.requests.remove(&id);
-        self.answers.push_back(Answer { id, result });
     }
 }
 

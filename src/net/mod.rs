@@ -11,6 +11,7 @@ mod connections;
 mod listener;
 mod probe;
 mod request;
+mod requests;
 mod resolver;
 mod sealed;
 mod shared;
@@ -19,8 +20,9 @@ mod way;
 pub use address::{Address, LocalAddress, choose, local_addresses};
 pub use awaits::{Awaited, unanswered};
 pub use blocking::{push_blocking, push_sealed, query_blocking, query_now, query_sealed};
-pub use client::{Answer, Ask, Client, ClientLimits};
+pub use client::{Ask, Client, ClientLimits};
 pub use listener::{Desk, Listener, ListenerConfig};
+pub use requests::Answer;
 pub use sealed::Gate;
 
 use std::net::Ipv6Addr;

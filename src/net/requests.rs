@@ -1,0 +1,259 @@
+//! The questions of a client that have no answer yet, and the answers that were not fetched.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::net::host_port;
+use crate::net::request::{Phase, Request, no_answer};
+use crate::net::sealed::{self, Kind};
+use crate::net::way::Way;
+use crate::proto::wire::{HandshakeReply, Message, RefusalCode};
+use crate::secret::Key;
+
+/// What came of an [`Ask`](super::Ask).
+#[derive(Debug, Clone, PartialEq)]
+pub struct Answer {
+    /// The id that the question was asked under.
+    pub id: u64,
+    /// The listener's reply (a refusal included), or why there was none in time.
+    pub result: Result<HandshakeReply>,
+}
+
+/// The questions by their ids, and the answers.
+pub(super) struct Requests {
+    /// What they are sealed with.
+    secret: Option<Key>,
+    /// The longest pause before asking again a listener that is not ready.
+    retry_max: Duration,
+    open: BTreeMap<u64, Request>,
+    answers: VecDeque<Answer>,
+}
+
+impl Requests {
+    /// None yet.
+    pub(super) fn new(secret: Option<Key>, retry_max: Duration) -> Requests {
+        Requests { secret, retry_max, open: BTreeMap::new(), answers: VecDeque::new() }
+    }
+
+    /// What they are sealed with.
+    pub(super) fn secret(&self) -> Option<&Key> {
+        self.secret.as_ref()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    pub(super) fn contains(&self, id: u64) -> bool {
+        self.open.contains_key(&id)
+    }
+
+    pub(super) fn insert(&mut self, id: u64, request: Request) {
+        self.open.insert(id, request);
+    }
+
+    /// Answers a question that is not among these (any more).
+    pub(super) fn answer(&mut self, id: u64, result: Result<HandshakeReply>) {
+        self.answers.push_back(Answer { id, result });
+    }
+
+    pub(super) fn forget(&mut self, id: u64) {
+        self.open.remove(&id);
+        self.answers.retain(|a| a.id != id);
+    }
+
+    pub(super) fn poll_answer(&mut self) -> Option<Answer> {
+        self.answers.pop_front()
+    }
+
+    pub(super) fn take_answers(&mut self) -> VecDeque<Answer> {
+        std::mem::take(&mut self.answers)
+    }
+
+    pub(super) fn has_answers(&self) -> bool {
+        !self.answers.is_empty()
+    }
+
+    fn any(&self, key: &(String, u16), wanted: impl Fn(&Phase) -> bool) -> bool {
+        self.open.values().any(|r| r.key == *key && wanted(&r.phase))
+    }
+
+    /// Whether any is to `key`.
+    pub(super) fn has(&self, key: &(String, u16)) -> bool {
+        self.any(key, |_| true)
+    }
+
+    pub(super) fn has_unsent(&self, key: &(String, u16)) -> bool {
+        self.any(key, |phase| matches!(phase, Phase::Unsent))
+    }
+
+    pub(super) fn has_sent(&self, key: &(String, u16)) -> bool {
+        self.any(key, |phase| matches!(phase, Phase::Sent(_)))
+    }
+
+    /// Those to `key` that are to be sent.
+    pub(super) fn unsent(&mut self, key: &(String, u16)) -> impl Iterator<Item = &mut Request> {
+        self.open.values_mut().filter(move |r| r.key == *key && matches!(r.phase, Phase::Unsent))
+    }
+
+    /// Requests that were sent to a listener and are not answered.
+    pub(super) fn outstanding(&self, key: &(String, u16)) -> usize {
+        self.open.values().filter(|r| r.key == *key && matches!(r.phase, Phase::Sent(_))).count()
+    }
+
+    /// When [`Requests::expire`] must run.
+    pub(super) fn deadlines(&self) -> impl Iterator<Item = Instant> {
+        self.open.values().map(|r| match r.phase {
+            Phase::Resting(until) => until.min(r.deadline),
+            _ => r.deadline,
+        })
+    }
+
+    /// Makes those ready to be sent again whose pause is over, and gives up those whose deadline has come. `way` is the
+    /// connection to a listener, if there is one.
+    pub(super) fn expire<'a>(&mut self, now: Instant, way: impl Fn(&(String, u16)) -> Option<&'a Way>) {
+        let mut failed = Vec::new();
+        for (id, r) in &mut self.open {
+            if let Phase::Resting(until) = r.phase
+                && until <= now
+                && let Err(e) = r.begin(self.secret.as_ref())
+            {
+                failed.push((*id, e));
+            }
+        }
+        failed.into_iter().for_each(|(id, e)| self.end(id, Err(e)));
+        let late: Vec<u64> = self.open.iter().filter(|(_, r)| r.deadline <= now).map(|(id, _)| *id).collect();
+        for id in late {
+            let Some(r) = self.open.remove(&id) else { continue };
+            let result = r.refusal.clone().map_or_else(|| Err(no_answer(&r, way(&r.key), now)), Ok);
+            self.answers.push_back(Answer { id, result });
+        }
+    }
+
+    /// Makes all requests to `key` ready to be sent by a new socket.
+    pub(super) fn ask_again(&mut self, key: &(String, u16)) {
+        let mut failed = Vec::new();
+        for (id, r) in self.open.iter_mut().filter(|(_, r)| r.key == *key) {
+            if !matches!(r.phase, Phase::Resting(_))
+                && let Err(e) = r.begin(self.secret.as_ref())
+            {
+                failed.push((*id, e));
+            }
+        }
+        failed.into_iter().for_each(|(id, e)| self.end(id, Err(e)));
+    }
+
+    /// All requests to `key` are over.
+    pub(super) fn fail_all(&mut self, key: &(String, u16), error: &Error) {
+        let lost: Vec<u64> = self.open.iter().filter(|(_, r)| r.key == *key).map(|(id, _)| *id).collect();
+        lost.into_iter().for_each(|id| self.end(id, Err(error.clone())));
+    }
+
+    /// The request is over.
+    pub(super) fn end(&mut self, id: u64, result: Result<HandshakeReply>) {
+        if self.open.remove(&id).is_some() {
+            self.answers.push_back(Answer { id, result });
+        }
+    }
+
+    /// Takes a frame that arrived from `key`. Whether it holds the reply to a request.
+    pub(super) fn judge(&mut self, now: Instant, key: &(String, u16), bytes: &[u8]) -> bool {
+        if self.secret.is_none() {
+            return self.judge_clear(now, key, bytes, None);
+        }
+        let at = host_port(&key.0, key.1);
+        let Some((kind, exchange, message)) = sealed::split(bytes) else {
+            let Some(id) = self.oldest(key) else { return false };
+            if let Some(e) = sealed::check_version(bytes) {
+                self.end(id, Err(e.context(format!("what listens on {at} answered"))));
+                return false;
+            }
+            let said = match HandshakeReply::from_bytes(bytes) {
+                Ok(HandshakeReply::Refused { code: RefusalCode::Version, message, .. }) => {
+                    let text = format!("the listener at {at} refused: {message}");
+                    self.end(id, Err(Error::new(ErrorKind::VersionMismatch, text)));
+                    return false;
+                }
+                Ok(HandshakeReply::Refused { message, .. }) => message,
+                _ => "something else than a refusal, which is not looked at".to_owned(),
+            };
+            let text = format!(
+                "the listener at {at} answered a sealed request in clear: {said:?}; both engines need the same key \
+                 (key_file, KVFERRY_KEY_FILE)"
+            );
+            self.end(id, Err(Error::new(ErrorKind::Incompatible, text)));
+            return false;
+        };
+        let found = self.open.iter_mut().find(|(_, r)| {
+            r.key == *key
+                && r.exchange.as_ref().is_some_and(|(n, _)| *n == exchange)
+                && matches!(r.phase, Phase::Sent(_))
+        });
+        let Some((&id, r)) = found else {
+            log::debug!("kvferry client: a reply that nobody waits for came from {at}");
+            return false;
+        };
+        let Some((_, state)) = r.exchange.as_mut() else { return false };
+        let step = match kind {
+            Kind::Opened => state.ask(exchange, message, &r.clear).map(|bytes| {
+                r.bytes = bytes;
+                r.phase = Phase::Unsent;
+            }),
+            Kind::Reply => match state.reply(message) {
+                Ok(clear) => return self.judge_clear(now, key, &clear, Some(id)),
+                Err(e) => Err(e),
+            },
+            Kind::Again => {
+                r.phase = Phase::Resting(now + r.rest);
+                r.rest = (r.rest * 2).min(self.retry_max);
+                Ok(())
+            }
+            Kind::Open | Kind::Ask => Err(Error::corrupt("a frame that only clients send")),
+        };
+        if let Err(e) = step {
+            self.end(id, Err(e.context(format!("what listens on {at} answered"))));
+        }
+        false
+    }
+
+    /// The request to `key` that was sent first.
+    fn oldest(&self, key: &(String, u16)) -> Option<u64> {
+        let sent = self.open.iter().filter(|(_, r)| r.key == *key);
+        sent.filter_map(|(id, r)| if let Phase::Sent(at) = r.phase { Some((at, *id)) } else { None })
+            .min()
+            .map(|(_, id)| id)
+    }
+
+    /// Takes a reply in clear. `expected`: the request that it came for, if the channel tells. Whether it is a request's.
+    fn judge_clear(&mut self, now: Instant, key: &(String, u16), bytes: &[u8], expected: Option<u64>) -> bool {
+        let reply = HandshakeReply::from_bytes(bytes);
+        let id = match &reply {
+            Ok(
+                HandshakeReply::Ranks { id, .. }
+                | HandshakeReply::Pushed { id, .. }
+                | HandshakeReply::Prefills { id, .. }
+                | HandshakeReply::Refused { id, .. },
+            ) => *id,
+            Err(_) => 0,
+        };
+        // A listener that could not read a request cannot name it, but it answers in order: it means the oldest.
+        let id = expected.unwrap_or_else(|| if id == 0 { self.oldest(key).unwrap_or(0) } else { id });
+        let Some(r) = self.open.get_mut(&id).filter(|r| r.key == *key) else {
+            log::debug!("kvferry client: a reply that nobody waits for came from {}", host_port(&key.0, key.1));
+            return false;
+        };
+        if let Ok(HandshakeReply::Refused { code: RefusalCode::NotReady, .. }) = &reply
+            && now + r.rest < r.deadline
+        {
+            r.phase = Phase::Resting(now + r.rest);
+            r.rest = (r.rest * 2).min(self.retry_max);
+            r.refusal = reply.ok();
+            return true;
+        }
+        let result = reply.map_err(|e| e.context(format!("what listens on {} answered", host_port(&key.0, key.1))));
+        self.open.remove(&id);
+        self.answers.push_back(Answer { id, result });
+        true
+    }
+}
