@@ -19,6 +19,7 @@ pub mod proto;
 pub mod secret;
 pub mod settings;
 mod sync;
+pub mod sys;
 pub mod ucx;
 
 pub use error::{Error, ErrorKind, Result};

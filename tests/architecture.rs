@@ -16,6 +16,7 @@ const LAYERS: &[&[&str]] = &[
     &["proto", "secret"],
     &["settings", "ucx", "net"],
     &["mem"],
+    &["sys"],
     &["agent"],
     &["connector"],
     &["ffi"],

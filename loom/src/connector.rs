@@ -13,8 +13,8 @@ use loom::sync::Arc;
 use loom::thread;
 use shared::{Command, Shared};
 
-use crate::mem::{Outbox, OutboxMemory};
 use crate::proto::wire::WorkerReport;
+use crate::sys::{Outbox, OutboxMemory};
 
 fn report(id: u32) -> WorkerReport {
     WorkerReport { finished_recving: vec![id], ..WorkerReport::default() }

@@ -49,15 +49,17 @@ mod sync {
 }
 
 mod mem {
+    pub struct MemoryRange;
+}
+
+mod sys {
     use std::sync::atomic::Ordering;
 
     use loom::cell::UnsafeCell;
     use loom::sync::Arc;
     use loom::sync::atomic::AtomicU8;
 
-    pub struct MemoryRange;
-
-    /// What `src/mem/outbox.rs` keeps in a caller's memory, in a form whose every access loom sees.
+    /// What `src/sys/outbox.rs` keeps in a caller's memory, in a form whose every access loom sees.
     #[derive(Default)]
     pub struct OutboxMemory {
         full: AtomicU8,
@@ -90,7 +92,7 @@ mod mem {
     /// The library's side.
     pub struct Outbox(pub Arc<OutboxMemory>);
 
-    // SAFETY: as `src/mem/outbox.rs` says; loom looks for races.
+    // SAFETY: as `src/sys/outbox.rs` says; loom looks for races.
     unsafe impl Send for Outbox {}
     // SAFETY: the same.
     unsafe impl Sync for OutboxMemory {}

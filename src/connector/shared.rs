@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use super::trace::Tracer;
 use crate::error::Result;
-use crate::mem::Outbox;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{Message, RankMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Condvar, Mutex, MutexGuard};
+use crate::sys::Outbox;
 
 /// What the handle asks of the driver.
 pub(super) enum Command {

@@ -15,13 +15,14 @@ use super::shared::{Command, Shared, lock};
 use super::trace::{Source, TraceFile};
 use crate::agent::{Agent, AgentConfig, AgentStats, Window};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::{MemoryRange, Outbox};
+use crate::mem::MemoryRange;
 use crate::net;
 use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
 use crate::proto::wire::{self, Message, RankMetadata, StepMetadata, WorkerReport};
 use crate::proto::worker::{Gauges, Worker as Machine, WorkerConfig as MachineConfig};
 use crate::secret::Key;
+use crate::sys::Outbox;
 
 /// Up to this length an encoded step is decoded by the caller to see whether it is empty, which costs less than waking
 /// the progress thread for nothing. An empty step takes about 100 bytes.

@@ -14,10 +14,11 @@ use super::{decode, log};
 use crate::agent::AgentStats;
 use crate::connector::{Worker, WorkerConfig, WorkerStats};
 use crate::error::Result;
-use crate::mem::{MemoryRange, Outbox};
+use crate::mem::MemoryRange;
 use crate::proto::geometry::Geometry;
 use crate::proto::stats::Stats;
 use crate::settings::{Part, parse_config};
+use crate::sys::Outbox;
 
 /// One rank's worker. Opaque.
 pub struct kvf_worker {

@@ -3,19 +3,19 @@
 use std::ops::Range;
 
 /// A mapping of a process's memory. The kernel lists them in the order of their addresses.
-pub(super) struct Mapping {
-    pub(super) addresses: Range<u64>,
-    pub(super) is_readable: bool,
-    pub(super) is_writable: bool,
+pub(crate) struct Mapping {
+    pub(crate) addresses: Range<u64>,
+    pub(crate) is_readable: bool,
+    pub(crate) is_writable: bool,
     /// Inode 0 is memory without a file.
-    pub(super) has_inode: bool,
+    pub(crate) has_inode: bool,
     /// Of its file, as far as it goes without a blank; in any encoding there, so with what is no text replaced.
-    pub(super) name: String,
+    pub(crate) name: String,
 }
 
 impl Mapping {
     /// `None` for a line that begins no mapping. Addresses, access, offset, device, inode and name (proc_pid_maps(5)).
-    pub(super) fn parse(line: &[u8]) -> Option<Mapping> {
+    pub(crate) fn parse(line: &[u8]) -> Option<Mapping> {
         let line = String::from_utf8_lossy(line);
         let mut words = line.split_whitespace();
         let (start, end) = words.next()?.split_once('-')?;

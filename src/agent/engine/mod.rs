@@ -39,12 +39,12 @@ use super::rpc::client::{Client, Placer};
 use super::streams::{self, Streams};
 use super::transfers::Transfers;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::process::ProcessPlace;
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
 use crate::secret::{Key, sealed_len};
+use crate::sys::process::ProcessPlace;
 use crate::ucx::{self, MessageSink, Worker, WorkerOptions};
 
 /// Everything that the progress thread owns. Fields are dropped in the order in which they stand: what uses UCX's

@@ -20,8 +20,8 @@ use crate::agent::core::live::lock;
 use crate::agent::thread::affinity;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::process::{Batch, Neighbour, Process, Way};
 use crate::sync::{Arc, AtomicBool, Condvar, Mutex};
+use crate::sys::process::{Batch, Neighbour, Process, Way};
 
 /// A call that takes longer is stuck. Half a megabyte takes less than a millisecond where its pages are there.
 const STUCK: Duration = Duration::from_millis(250);
@@ -398,7 +398,7 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
 mod tests {
     use super::*;
     use crate::agent::core::live::Live;
-    use crate::mem::process::Witness;
+    use crate::sys::process::Witness;
 
     #[test]
     fn without_a_job_nothing_is_looked_at() {

@@ -12,7 +12,7 @@ use crate::agent::core::stats::AgentStats;
 use crate::agent::peers::Peer;
 use crate::agent::thread::affinity;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::process::Way;
+use crate::sys::process::Way;
 
 /// What one call copies: some 50 us of work, so that others and new commands wait for little, and enough that the call
 /// itself does not count.

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crate::mem::process::Neighbour;
+use crate::sys::process::Neighbour;
 
 /// Looks of this process that may be under way at a time. One does not end where the other process holds its own locks.
 const MAX_LOOKS: usize = 64;

@@ -9,9 +9,9 @@ use crate::agent::core::effect::Effect;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::process::{Challenge, ProcessPlace};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{self, OLDEST, Versions};
+use crate::sys::process::{Challenge, ProcessPlace};
 
 /// The first message on a connection, from either side.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -210,8 +210,8 @@ impl Peers {
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
-    use crate::mem::process::Witness;
     use crate::proto::wire::VERSION;
+    use crate::sys::process::Witness;
 
     /// The hello of a build that knows no streams and no challenges.
     #[derive(Serialize)]

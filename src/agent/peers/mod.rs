@@ -37,10 +37,10 @@ use super::rpc::flow_control::FlowControl;
 use super::rpc::server::Server;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::mem::process::{ProcessPlace, Witness};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, OLDEST};
+use crate::sys::process::{ProcessPlace, Witness};
 use crate::ucx::{self, EndpointOptions, Worker, tells_segments};
 
 /// Peers that may be connected at a time. Engines of a thousand ranks on both sides stay under it; a peer that makes

@@ -17,10 +17,10 @@ use crate::agent::core::regions::Regions;
 use crate::agent::rpc::flow_control::FlowControl;
 use crate::agent::rpc::server::{Payload, Server};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::process::{Challenge, Neighbour, ProcessPlace, Witness};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
+use crate::sys::process::{Challenge, Neighbour, ProcessPlace, Witness};
 use crate::ucx::{self, Endpoint, Posted, Rkey};
 
 /// A region of the peer's. `None` for one that the peer has deregistered.

@@ -49,9 +49,9 @@ use super::rpc::client::Client;
 use super::thread::affinity::KeepApart;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::mem::socket::{PagePipe, Stretch, Stretches};
-use crate::mem::thread::block_broken_pipe_signals;
 use crate::proto::ids::Incarnation;
+use crate::sys::socket::{PagePipe, Stretch, Stretches};
+use crate::sys::thread::block_broken_pipe_signals;
 
 /// What one stream moves before others, and the rest of the loop, have their turn.
 const TURN_BYTES: u64 = 1 << 20;

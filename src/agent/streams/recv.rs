@@ -11,7 +11,7 @@ use crate::agent::core::frame::FrameKind;
 use crate::agent::core::ids::PeerId;
 use crate::agent::rpc::client::{Answered, Client};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::socket::{self, Stretches};
+use crate::sys::socket::{self, Stretches};
 
 /// A stream from a peer.
 pub(crate) enum Inbound {

@@ -17,7 +17,7 @@ use crate::agent::core::regions::Regions;
 use crate::agent::rpc::server::{locate, refusal};
 use crate::agent::rpc::wire::{Piece, stream_request, total};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::socket::{self, PagePipe, Refusal, Stretches};
+use crate::sys::socket::{self, PagePipe, Refusal, Stretches};
 
 /// Pieces shorter than this on average are copied into the socket: to look up a page costs as much as to copy so much.
 const PAGES_FROM: u64 = 4 << 10;

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-pub(crate) use crate::mem::thread::processor;
+pub(crate) use crate::sys::thread::processor;
 
 /// How long the wait for the processor is measured, some hundred times what looking costs.
 const WINDOW: Duration = Duration::from_micros(500);

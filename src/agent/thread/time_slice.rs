@@ -10,7 +10,7 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use crate::mem::thread::ask_for_turns;
+use crate::sys::thread::ask_for_turns;
 
 /// The shortest that there are. Threads that compute have some milliseconds each.
 const SHORT: Duration = Duration::from_micros(100);

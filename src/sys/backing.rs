@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::ops::Range;
 
-use super::mapping::Mapping;
+use crate::mem::mapping::Mapping;
 
 /// Names of mappings that have an inode and yet no server: shared memory of every kind.
 const SHARED_MEMORY: [&str; 5] = ["/dev/shm/", "/memfd:", "/SYSV", "/dev/zero", "/anon_hugepage"];

@@ -1,4 +1,4 @@
-//! How the kernel schedules a thread. Here for its calls, which need `unsafe`.
+//! How the kernel schedules and signals a thread.
 
 use std::io;
 use std::mem::size_of;

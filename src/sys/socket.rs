@@ -13,8 +13,8 @@ use rustix::io::Errno;
 use rustix::net::sockopt;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 
-use super::MemoryRange;
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::MemoryRange;
 use crate::proto::wire::MemoryKind;
 
 /// Stretches that one system call takes (UIO_MAXIOV, linux/uio.h).

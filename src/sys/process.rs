@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::MemoryRange;
 use super::backing::is_filled_by_kernel;
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::MemoryRange;
 use crate::proto::wire::MemoryKind;
 
 /// Pieces in one call besides the witness: Linux takes at most 1024 (UIO_MAXIOV, linux/uio.h).

@@ -1,0 +1,10 @@
+//! The operating system: memory of other processes, sockets, threads, and memory that a caller shares with the library. Calls
+//! that need `unsafe` are here, so that the modules above need none.
+
+pub mod backing;
+mod outbox;
+pub mod process;
+pub mod socket;
+pub mod thread;
+
+pub use outbox::Outbox;
