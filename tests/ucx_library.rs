@@ -10,12 +10,16 @@ use std::process::{Command, Stdio};
 use kvferry::ucx::{Candidate, Context, ContextConfig, Fate, Library, OLDEST, PATH_VARIABLE, Source};
 
 const CASE: &str = "KVFERRY_TEST_CASE";
+const HINT: &str = "KVFERRY_TEST_HINT";
 
 /// Not a test by itself: opens UCX as the environment says and tells the outcome in one line.
 #[test]
 #[ignore = "started by the other tests"]
 fn case() {
     let configured = env::var_os(CASE).filter(|path| !path.is_empty()).map(PathBuf::from);
+    if let Some(hint) = env::var_os(HINT) {
+        Library::hint(Path::new(&hint));
+    }
     for Candidate { path, source, fate } in Library::candidates(configured.as_deref()) {
         let fate = match fate {
             Fate::Chosen { version } => format!("chosen {version}"),
@@ -143,6 +147,27 @@ fn candidates_are_told_in_their_order() {
     let found = candidates("", &NOWHERE);
     assert_eq!(found[0], "AlreadyLoaded libucp.so.0 refused");
     assert!(found[1].starts_with("System "), "{found:?}");
+}
+
+#[test]
+fn a_hint_is_the_last_candidate() {
+    // A path that the search does not come by itself: a link to the folder of a usable one.
+    let folder = env::temp_dir().join(format!("kvferry-hint-{}", std::process::id()));
+    std::os::unix::fs::symlink(usable().parent().unwrap(), &folder).unwrap();
+    let hint = folder.join("libucp.so.0");
+    let with = |name, value| nowhere_but(name, value).into_iter().chain([(HINT, hint.to_str())]).collect::<Vec<_>>();
+
+    let found = candidates("", &with(PATH_VARIABLE, "/nowhere/libucp.so.0"));
+    assert_eq!(found.last().unwrap(), &format!("PythonPackage {} not tried", hint.display()));
+
+    let told = outcome("", &with(PATH_VARIABLE, ""));
+    let (system, package) = (format!("ok {:?}", Source::System), format!("ok {:?}", Source::PythonPackage));
+    assert!(told.starts_with(&system) || told.starts_with(&package), "{told}");
+    std::fs::remove_file(&folder).unwrap();
+
+    // Without its file it is no candidate.
+    let found = candidates("", &with(PATH_VARIABLE, "/nowhere/libucp.so.0"));
+    assert!(!found.iter().any(|one| one.contains(hint.to_str().unwrap())), "{found:?}");
 }
 
 #[test]

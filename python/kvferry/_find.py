@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
-from ._errors import UcxMissingError, make_error
+from ._errors import make_error
 
 _HERE = Path(__file__).resolve().parent
 
@@ -56,9 +53,11 @@ def declarations(header: str) -> str:
     return "\n".join(lines)
 
 
-@cache
 def packaged_ucx() -> str | None:
-    """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when this Python has it."""
+    """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when this Python has it.
+
+    The library searches for UCX; only this process's module path knows of a package elsewhere.
+    """
     try:
         spec = importlib.util.find_spec("libucx")
     except (ImportError, ValueError):
@@ -68,26 +67,3 @@ def packaged_ucx() -> str | None:
         if path.is_file():
             return str(path)
     return None
-
-
-def last_resort(chosen: str | None) -> str | None:
-    """The libucp to try when the library has found none: of this Python's packages, where nobody named another."""
-    return None if chosen is not None or os.environ.get("KVFERRY_UCX_LIB") else packaged_ucx()
-
-
-_Result = TypeVar("_Result")
-
-
-def with_packaged_ucx(start: Callable[[str | None], _Result], chosen: str | None) -> _Result:
-    """`start(chosen)`; where nothing was chosen and no UCX found, `start` with that of this Python's packages.
-
-    The library looks for UCX itself and keeps the order (loaded already, the system's, a package beside it). Only this
-    process's module path may know of a package elsewhere.
-    """
-    try:
-        return start(chosen)
-    except UcxMissingError:
-        packaged = last_resort(chosen)
-        if packaged is None:
-            raise
-        return start(packaged)

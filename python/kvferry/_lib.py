@@ -16,7 +16,7 @@ import cffi
 import msgpack
 
 from ._errors import KvferryError, invalid, make_error
-from ._find import declarations, header_path, library_path, with_packaged_ucx
+from ._find import declarations, header_path, library_path, packaged_ucx
 
 ABI_VERSION = 1
 """The `kvf_abi_version` that this package was written for."""
@@ -58,6 +58,10 @@ def _open() -> Library:
             f"{path} has C ABI {found}, this package was written for {ABI_VERSION}; install the library and the "
             "package of one release",
         )
+    if (ucx := packaged_ucx()) is not None:
+        # A path that the library cannot take is no hint.
+        hint = ucx.encode(errors="surrogateescape")
+        functions.kvf_ucx_hint(hint, len(hint))
     return Library(ffi, functions)
 
 
@@ -323,6 +327,5 @@ def ucx_info(ucx_lib: str | None = None) -> dict[str, Any]:
 
     Opens it. Raises `UcxMissingError` when there is none; the message says where it was looked for.
     """
-    found = with_packaged_ucx(lambda path: ask("kvf_ucx_info", text("ucx_lib", path or "")), ucx_lib)
-    info: dict[str, Any] = msgpack.unpackb(found)
+    info: dict[str, Any] = msgpack.unpackb(ask("kvf_ucx_info", text("ucx_lib", ucx_lib or "")))
     return info

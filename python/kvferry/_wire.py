@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import msgpack
 
 from . import _lib
 from ._errors import invalid, make_error
-from ._find import with_packaged_ucx
 
 
 def pack(what: str, value: Mapping[str, object]) -> bytes:
@@ -23,20 +22,6 @@ def pack(what: str, value: Mapping[str, object]) -> bytes:
     except (TypeError, ValueError, OverflowError) as error:
         raise invalid(f"{what} holds a value that cannot be passed on: {error}") from error
     return packed
-
-
-_Started = TypeVar("_Started")
-
-
-def start_with_ucx(start: Callable[[bytes], _Started], config: Mapping[str, object]) -> _Started:
-    """Starts an object that needs UCX, see `_find.with_packaged_ucx`."""
-    packed = pack("config", config)
-    chosen = config.get("ucx_lib")
-    if chosen is not None:
-        return start(packed)
-    return with_packaged_ucx(
-        lambda path: start(packed if path is None else pack("config", {**config, "ucx_lib": path})), None
-    )
 
 
 def unpack_map(what: str, data: bytes) -> dict[str, Any]:

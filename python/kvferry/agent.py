@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -145,7 +144,7 @@ class Agent:
     """
 
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
-        self._handle = _wire.start_with_ucx(partial(_lib.Handle, "agent"), {} if config is None else config)
+        self._handle = _lib.Handle("agent", _wire.pack("config", {} if config is None else config))
         self._lock = threading.Lock()
         self._polling = threading.Lock()
         self._events: deque[Event] = deque()

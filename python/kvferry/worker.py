@@ -71,7 +71,7 @@ class Worker:
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self._handle = _wire.start_with_ucx(WorkerHandle, config)
+        self._handle = WorkerHandle(_wire.pack("config", config))
 
     def register(self, addr: int, nbytes: int, kind: MemoryKind = "host", device: int = 0) -> int:
         """Registers `nbytes` bytes at `addr` and returns the region's index, counted from 0 in order of registration.

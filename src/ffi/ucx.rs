@@ -51,6 +51,20 @@ fn ucx_info(path: Option<&Path>) -> Result<Vec<u8>> {
     decode::encode("ucx info", &UcxInfo::from(Library::open(path).map_err(ucx_error)?.info()))
 }
 
+/// Tells the search for a UCX where a Python package libucx lies that only the host's own module path leads to: `path` is
+/// that of its libucp.so.0, which the searches from now on try last. The last path counts. Opens nothing.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_ucx_hint(path: *const c_char, path_len: usize) -> i32 {
+    boundary!(kvf_ucx_hint, {
+        // SAFETY: the caller's promise for arrays.
+        Library::hint(Path::new(unsafe { text(path, path_len, "path")? }));
+        Ok(())
+    })
+}
+
 #[derive(Serialize)]
 struct CandidateMap {
     path: String,

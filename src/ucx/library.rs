@@ -34,8 +34,8 @@ impl Library {
     ///
     /// The search stops at the first that is usable: `path`, the file in KVFERRY_UCX_LIB, one that the process
     /// has loaded already, the dynamic linker's `libucp.so.0`, that of a Python package `libucx` (beside
-    /// kvferry's own package, then in PYTHONPATH, VIRTUAL_ENV and CONDA_PREFIX). Where a path is named,
-    /// nothing else is tried. A failure is not remembered, so a later call may succeed.
+    /// kvferry's own package, then in PYTHONPATH, VIRTUAL_ENV and CONDA_PREFIX, then where [`Library::hint`] says).
+    /// Where a path is named, nothing else is tried. A failure is not remembered, so a later call may succeed.
     ///
     /// # Errors
     /// [`Status::NO_LIBRARY`](super::Status::NO_LIBRARY) when none is usable, with the reason for each that was tried and the fix;
@@ -59,6 +59,12 @@ impl Library {
             )),
             _ => Ok(library),
         }
+    }
+
+    /// Tells the searches from now on where the host has a Python package `libucx` that only its own module path leads to:
+    /// the path of its libucp, which is tried last. The last hint counts.
+    pub fn hint(path: &Path) {
+        search::hint(path);
     }
 
     /// Every libucp that the search comes by, in its order, and what became of each. Opens libucp as [`Library::open`]

@@ -4,6 +4,7 @@ use std::env;
 use std::ffi::c_void;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use super::candidate::{Candidate, Fate, PATH_VARIABLE, Refusal, Source, Usable, take};
 use super::raw::file_of;
@@ -15,6 +16,14 @@ const HOW_TO_GET: &str = "run `pip install libucx-cu12`, or install UCX 1.18 or 
 
 const SONAME: &str = "libucp.so.0";
 const IN_PACKAGE: &str = "libucx/lib/libucp.so.0";
+
+/// What [`hint`] was told last.
+static HINT: Mutex<Option<PathBuf>> = Mutex::new(None);
+
+/// Names the libucp of a package that the host's own module path leads to. The search tries it last.
+pub(super) fn hint(path: &Path) {
+    *HINT.lock().unwrap_or_else(PoisonError::into_inner) = Some(path.to_path_buf());
+}
 
 /// The candidates in their order, and how many of them are tried: where a path is named, only that one.
 fn candidates(path: Option<&Path>) -> (Vec<(PathBuf, Source)>, usize) {
@@ -29,6 +38,10 @@ fn candidates(path: Option<&Path>) -> (Vec<(PathBuf, Source)>, usize) {
     all.extend(loaded().into_iter().map(|path| (path, Source::AlreadyLoaded)));
     all.push((PathBuf::from(SONAME), Source::System));
     all.extend(packaged().into_iter().map(|path| (path, Source::PythonPackage)));
+    let hint = HINT.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    if let Some(path) = hint.filter(|path| path.is_file() && !all.iter().any(|(known, _)| known == path)) {
+        all.push((path, Source::PythonPackage));
+    }
     let tried = if named > 0 { named } else { all.len() };
     (all, tried)
 }

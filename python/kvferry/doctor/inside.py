@@ -38,35 +38,16 @@ def candidates(ucx_lib: str | None) -> Result:
     chosen; that there is none is no error.
     """
 
-    def ask(path: str | None) -> list[Result]:
-        found: list[Result] = _wire.unpack_map(
-            "candidates", _lib.ask("kvf_ucx_candidates", _lib.text("ucx_lib", path or ""))
-        )["candidates"]
-        return found
-
-    def search() -> Result:
-        found = ask(ucx_lib)
-        source = "of the Python package libucx"
-        if all(one["fate"] != "chosen" for one in found) and (packaged := _find.last_resort(ucx_lib)) is not None:
-            found.append({**ask(packaged)[0], "source": source})
-        elif (packaged := _find.packaged_ucx()) is not None and all(one["path"] != packaged for one in found):
-            found.append({"path": packaged, "source": source, "fate": "not_tried", "version": None, "why": None})
-        return {"candidates": found}
-
-    return _told(search)
+    return _told(
+        lambda: _wire.unpack_map("candidates", _lib.ask("kvf_ucx_candidates", _lib.text("ucx_lib", ucx_lib or "")))
+    )
 
 
 def outlook(config: Mapping[str, object]) -> Result:
     """What an agent of this configuration would have. Other UCX in the process are given with their versions."""
 
     def look() -> Result:
-        found = _find.with_packaged_ucx(
-            lambda path: _lib.ask(
-                "kvf_ucx_outlook", _wire.pack("config", config if path is None else {**config, "ucx_lib": path})
-            ),
-            str(config["ucx_lib"]) if "ucx_lib" in config else None,
-        )
-        result = _wire.unpack_map("an outlook", found)
+        result = _wire.unpack_map("an outlook", _lib.ask("kvf_ucx_outlook", _wire.pack("config", config)))
         # They are loaded, so that this opens nothing.
         result["others"] = [{"path": path, **ucx_version(path)} for path in result["others"]]
         return result
