@@ -342,7 +342,8 @@ int32_t kvf_ucx_info(const char *ucx_lib,
 
 // Tells the search for a UCX where a Python package libucx lies that only the host's own module path leads to: `path` is
 // that of its libucp.so.0, which the searches from now on try last. The last path counts. Opens nothing.
-int32_t kvf_ucx_hint(const char *path, size_t path_len);
+int32_t kvf_ucx_hint(const char *path,
+                     size_t path_len);
 
 // Every libucp that the search for a UCX comes by, in its order: a msgpack map with candidates, a list of maps with path,
 // source (how the search came by it), fate ("chosen", "refused" or "not_tried": the search had ended), version (str or
