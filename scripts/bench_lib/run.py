@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
         help="instead of all that: which lines differ from COMMIT's library by more than noise. --only, --rounds and",
     )
     add("--setups", type=int, default=8, metavar="N", help="so many set-ups of each line (default %(default)s) apply")
+    # Given by scripts/bench.
+    add("--compared-library", type=Path, help=argparse.SUPPRESS)
     return made
 
 
@@ -98,7 +100,7 @@ def _compare(options: argparse.Namespace) -> int:
         parser().error(f"--compare has none of {', '.join(options.only)}, only {', '.join(compare.LINES)}")
     if options.setups < 2 or options.rounds < 1:
         parser().error("--compare needs at least two set-ups of one round")
-    tree, other = Path(os.environ["KVFERRY_LIBRARY"]), Path(os.environ["KVFERRY_COMPARED_LIBRARY"])
+    tree, other = Path(os.environ["KVFERRY_LIBRARY"]), options.compared_library
     return compare.compare(names, options.rounds, options.setups, tree, other, options.compare)
 
 
