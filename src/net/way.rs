@@ -263,19 +263,21 @@ mod tests {
         }
     }
 
-    /// A listener, as far as a probe can see.
-    fn router(context: &zmq::Context, at: SocketAddr) -> (zmq::Socket, SocketAddr) {
+    /// A listener, as far as a probe can see; none where somebody else has the port.
+    fn router(context: &zmq::Context, at: SocketAddr) -> Option<(zmq::Socket, SocketAddr)> {
         let socket = context.socket(zmq::ROUTER).unwrap();
-        socket
-            .bind(&format!("tcp://{}:{}", at.ip(), if at.port() == 0 { "*".to_owned() } else { at.port().to_string() }))
-            .unwrap();
+        let port = if at.port() == 0 { "*".to_owned() } else { at.port().to_string() };
+        match socket.bind(&format!("tcp://{}:{port}", at.ip())) {
+            Err(zmq::Error::EADDRINUSE) => return None,
+            bound => bound.unwrap(),
+        }
         let bound = socket.get_last_endpoint().unwrap().unwrap();
-        (socket, bound.trim_start_matches("tcp://").parse().unwrap())
+        Some((socket, bound.trim_start_matches("tcp://").parse().unwrap()))
     }
 
     /// A way by a name of two addresses, of which the first is in use; its listener is gone.
     fn way_to_a_listener_that_is_gone(context: &zmq::Context) -> (Way, SocketAddr, SocketAddr) {
-        let (listener, first) = router(context, SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2), 0)));
+        let (listener, first) = router(context, SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2), 0))).unwrap();
         let second = SocketAddr::from((Ipv4Addr::LOCALHOST, first.port()));
         let mut way = Way::new(Instant::now(), ("head.example".to_owned(), first.port()));
         assert!(matches!(next(&mut way), Step::Resolve));
@@ -288,8 +290,13 @@ mod tests {
     #[test]
     fn a_dead_address_of_a_name_is_left_for_one_that_fits() {
         let context = zmq::Context::new();
-        let (mut way, _, second) = way_to_a_listener_that_is_gone(&context);
-        let (_new, _) = router(&context, second);
+        // The port is free at the first address; at the second one it may be in use.
+        let (mut way, second, _new) = loop {
+            let (way, _, second) = way_to_a_listener_that_is_gone(&context);
+            if let Some(new) = router(&context, second) {
+                break (way, second, new);
+            }
+        };
         assert!(matches!(next(&mut way), Step::Open(at) if at == second), "{way:?}");
         // It stays there as long as it is right.
         way.wake(Instant::now());
@@ -302,16 +309,21 @@ mod tests {
     #[test]
     fn an_address_that_says_nothing_is_left_for_one_that_fits() {
         let context = zmq::Context::new();
-        let (mut way, first, second) = way_to_a_listener_that_is_gone(&context);
         let begin = Instant::now();
-        let _silent = loop {
-            match std::net::TcpListener::bind(first) {
-                Ok(listener) => break listener,
-                Err(e) => assert!(begin.elapsed() < LONG, "{e}"),
+        // The old listener goes in its own time, and somebody else may have the port at the second address.
+        let (mut way, second, _silent, _new) = loop {
+            let (way, first, second) = way_to_a_listener_that_is_gone(&context);
+            let silent = loop {
+                match std::net::TcpListener::bind(first) {
+                    Ok(listener) => break listener,
+                    Err(e) => assert!(begin.elapsed() < LONG, "{e}"),
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            };
+            if let Some((new, _)) = router(&context, second) {
+                break (way, second, silent, new);
             }
-            std::thread::sleep(Duration::from_millis(1));
         };
-        let (_new, _) = router(&context, second);
         assert!(matches!(next(&mut way), Step::Open(at) if at == second), "{way:?}");
     }
 }
