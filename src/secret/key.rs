@@ -185,7 +185,7 @@ mod tests {
             ("65", format!("{HEX}0")),
             ("letters", format!("{secret}{}", "z".repeat(58))),
             ("long", secret.repeat(1000)),
-            ("base64", format!("{}!{secret}", "A".repeat(37))),
+            ("not-base64", format!("{}!{secret}", "A".repeat(37))),
             ("two", format!("{HEX}\n{HEX}\n")),
         ] {
             let path = file(name, text.as_bytes(), 0o600);
