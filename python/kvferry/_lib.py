@@ -58,6 +58,14 @@ def _open() -> Library:
             f"{path} has C ABI {found}, this package was written for {ABI_VERSION}; install the library and the "
             "package of one release",
         )
+    # An older one of the same ABI number lacks what was added to it since.
+    if missing := [name for name in dir(functions) if not hasattr(functions, name)]:
+        raise make_error(
+            -6,
+            "unsupported",
+            f"{path} has no {', '.join(missing)}, which this package calls; install the library and the package of one "
+            "release",
+        )
     if (ucx := packaged_ucx()) is not None:
         # A path that the library cannot take is no hint.
         hint = ucx.encode(errors="surrogateescape")

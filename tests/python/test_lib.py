@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import kvferry
 import pytest
@@ -19,6 +20,23 @@ def test_versions() -> None:
     assert kvferry.abi_version() == _lib.ABI_VERSION
     header = kvferry.header_path().read_text()
     assert f"#define KVF_ABI_VERSION {_lib.ABI_VERSION}\n" in header
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(_lib.ABI_VERSION + 1, "has C ABI"), (_lib.ABI_VERSION, "has no kvf_.*, which this package calls")],
+)
+def test_a_library_of_another_release_is_refused_by_name(number: int, told: str, tmp_path: Path) -> None:
+    source, library = tmp_path / "other.c", tmp_path / "libother.so"
+    source.write_text(f"unsigned kvf_abi_version(void) {{ return {number}; }}\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", "import kvferry; kvferry.version()"],
+        env={**os.environ, "KVFERRY_LIBRARY": str(library)},
+        capture_output=True,
+        text=True,
+    )
+    assert re.search(f"unsupported: {library} {told}.*of one release", found.stderr), found.stderr
 
 
 def test_every_code_of_the_header_has_its_class_and_survives_pickling() -> None:
