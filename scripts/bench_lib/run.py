@@ -98,8 +98,8 @@ def _compare(options: argparse.Namespace) -> int:
     names = [name for name in compare.LINES if any(fnmatch.fnmatch(name, p) for p in options.only or ["*"])]
     if not names:
         parser().error(f"--compare has none of {', '.join(options.only)}, only {', '.join(compare.LINES)}")
-    if options.setups < 2 or options.rounds < 1:
-        parser().error("--compare needs at least two set-ups of one round")
+    if options.setups < compare.FEWEST or options.setups % 2 or options.rounds < 1:
+        parser().error(f"--compare needs an even number of set-ups, at least {compare.FEWEST}, and at least one round")
     tree, other = Path(os.environ["KVFERRY_LIBRARY"]), options.compared_library
     return compare.compare(names, options.rounds, options.setups, tree, other, options.compare)
 

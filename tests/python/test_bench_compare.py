@@ -35,10 +35,10 @@ def test_the_mean_is_geometric_and_has_the_standard_error_of_its_logarithm() -> 
     [
         (1.10, 0.02, "slower"),
         (1 / 1.10, 0.02, "faster"),
-        # Within two errors.
-        (1.10, 0.05, ""),
-        (1 / 1.10, 0.05, ""),
-        # Beyond two errors, but within 5 %.
+        # Within three errors.
+        (1.10, 0.035, ""),
+        (1 / 1.10, 0.035, ""),
+        # Beyond three errors, but within 5 %.
         (1.04, 0.001, ""),
         (1 / 1.04, 0.001, ""),
         (1.0, 0.0, ""),
@@ -101,7 +101,8 @@ def test_a_build_that_the_package_cannot_drive_is_named(
 def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         (["--only", "listener"], "--compare has none of listener, only shm-4k"),
-        (["--setups", "1"], "--compare needs at least two set-ups"),
+        (["--setups", "4"], "--compare needs an even number of set-ups, at least 6"),
+        (["--setups", "7"], "--compare needs an even number of set-ups, at least 6"),
     ):
         with pytest.raises(SystemExit):
             run.main(["--compare", "HEAD", *words])
