@@ -28,11 +28,10 @@ LINES: dict[str, Shape] = {
 }
 """What is compared, named as the lines of the table."""
 ERRORS, LEAST = 3.0, 0.05
-"""A line has moved if it differs by more than so many standard errors, and by more than this part. Of eight set-ups of equal
-builds, one in fifty differs by three errors (Student's t), and there are seven lines."""
+"""A line has moved if it differs by more than so many standard errors, and by more than this part. With eight
+set-ups of equal builds, one line in fifty differs by three errors (Student's t), and there are seven lines."""
 FEWEST = 6
-"""Set-ups, of which the standard error is not to be had from fewer. Their number is even, so that each build has either role
-as often."""
+"""Set-ups: fewer give no standard error to rely on. Their number is even, so that the roles are even."""
 
 
 @dataclass(frozen=True)
