@@ -65,15 +65,14 @@ impl Witness {
         }
     }
 
-    /// What to tell the peer. `None` where `/proc` does not say it.
-    pub fn place(&self) -> Option<ProcessPlace> {
-        let witness = self.0.as_ptr().expose_provenance() as u64;
-        ProcessPlace::here().map(|place| ProcessPlace { witness, ..place })
+    /// What to tell the peer, of this process, which is at `here`.
+    pub fn place(&self, here: &ProcessPlace) -> ProcessPlace {
+        ProcessPlace { witness: self.0.as_ptr().expose_provenance() as u64, ..here.clone() }
     }
 }
 
 impl ProcessPlace {
-    /// This process, without a witness. `None` where `/proc` does not say it.
+    /// This process, without a witness. `None` where `/proc` does not say it. Takes several system calls, and stays the same.
     pub fn here() -> Option<ProcessPlace> {
         let (host, pid_namespace) = here()?;
         Some(ProcessPlace { host, pid_namespace, pid: std::process::id(), witness: 0 })
@@ -393,14 +392,15 @@ mod tests {
     fn neighbour() -> (Witness, Neighbour) {
         let witness = Witness::new(7, ADDRESS);
         witness.answer(CHALLENGE);
-        let neighbour = Neighbour::find(&witness.place().unwrap(), 7, CHALLENGE, ADDRESS).unwrap().unwrap();
+        let neighbour =
+            Neighbour::find(&witness.place(&ProcessPlace::here().unwrap()), 7, CHALLENGE, ADDRESS).unwrap().unwrap();
         (witness, neighbour)
     }
 
     #[test]
     fn a_witness_is_of_one_process_one_connection_and_one_address() {
         let witness = Witness::new(7, ADDRESS);
-        let place = witness.place().unwrap();
+        let place = witness.place(&ProcessPlace::here().unwrap());
         let find = |incarnation, challenge, own| Neighbour::find(&place, incarnation, challenge, own);
         let refused = |incarnation, challenge, own| {
             let error = find(incarnation, challenge, own).unwrap_err();
@@ -498,7 +498,7 @@ mod tests {
     #[test]
     fn a_dead_process_another_host_and_unmapped_memory_are_noticed() {
         let (witness, neighbour) = neighbour();
-        let place = witness.place().unwrap();
+        let place = witness.place(&ProcessPlace::here().unwrap());
         let find = |place| Neighbour::find(place, 7, CHALLENGE, ADDRESS);
         let elsewhere = ProcessPlace { host: "another".to_owned(), ..place.clone() };
         assert!(find(&elsewhere).unwrap().is_none());

@@ -398,13 +398,14 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
 mod tests {
     use super::*;
     use crate::agent::core::live::Live;
-    use crate::sys::process::Witness;
+    use crate::sys::process::{ProcessPlace, Witness};
 
     #[test]
     fn without_a_job_nothing_is_looked_at() {
         let witness = Witness::new(7, b"address");
         witness.answer((3, 4));
-        let neighbour = Neighbour::find(&witness.place().unwrap(), 7, (3, 4), b"address").unwrap().unwrap();
+        let neighbour =
+            Neighbour::find(&witness.place(&ProcessPlace::here().unwrap()), 7, (3, 4), b"address").unwrap().unwrap();
         let ids = Live::new(1).ids;
         let mut pool = CopyPool::new(2, Waker::new().unwrap());
         pool.submit(Job {

@@ -94,7 +94,7 @@ impl Peers {
             connection: peer.connection,
             seen,
             address: self.local.address.clone(),
-            process: peer.witness.place(),
+            process: self.local.place.as_ref().map(|here| peer.witness.place(here)),
             // With a key there are none: what they carry is not sealed.
             streams: self.local.streams && !self.are_keyed(),
             challenge: Some(peer.challenge),
@@ -232,7 +232,7 @@ mod tests {
             connection: 4,
             seen: Some(5),
             address: vec![1, 2, 3],
-            process: Witness::new(3, &[1]).place(),
+            process: ProcessPlace::here().map(|here| Witness::new(3, &[1]).place(&here)),
             streams: true,
             challenge: Some((6, 7)),
             versions: Versions::OURS,
