@@ -3,9 +3,9 @@
 //! Linux wakes a thread on the processor of the one that woke it unless it sees an idle one, and in a virtual machine a
 //! processor that the host has put to rest need not look idle (`available_idle_cpu` asks `vcpu_is_preempted`). Two
 //! progress threads that answer each other, or a copy thread and its progress thread, then take turns on one processor
-//! until the kernel's balancing parts them some milliseconds later, which is longer than most transfers take. So a
-//! thread that waits for its processor steps aside: it forbids itself the processor it is on, which moves it at once,
-//! and allows it again.
+//! until the kernel's balancing parts them some milliseconds later, which is longer than most transfers take. So the
+//! thread that was woken steps aside when it finds itself on the processor of the one that waits for it: it forbids itself
+//! that processor, which moves it at once, and allows it again.
 //!
 //! It allows it again when it runs, and until then nothing brings it back. Where another program computes on the processor
 //! that it moves to, that can take 100 ms, even while the processor that it has left stands idle. So nobody steps aside while
@@ -21,10 +21,6 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 pub(crate) use crate::sys::thread::processor;
 
-/// How long the wait for the processor is measured, some hundred times what looking costs.
-const WINDOW: Duration = Duration::from_micros(500);
-/// A window that became longer says nothing of now.
-const STALE: Duration = Duration::from_millis(5);
 /// After a step: how long until the next one, doubled whenever the last one was of no use because all processors are busy.
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -117,83 +113,8 @@ fn parse(text: &str) -> Option<Vec<usize>> {
     Some(all)
 }
 
-/// Whether a progress thread should step aside.
-pub(crate) struct Affinity {
-    /// The kernel's account of the thread; `None` where it keeps none.
-    account: Option<File>,
-    /// When the window began, and what the thread had waited for processors then, in ns.
-    begin: Option<(Instant, u64)>,
-    /// Crowded windows in a row.
-    crowded: u32,
-    /// When it may step again, and the pause after that.
-    next: Option<Instant>,
-    pause: Duration,
-}
-
-impl Affinity {
-    /// For the calling thread.
-    pub(crate) fn new() -> Self {
-        let account = File::open("/proc/thread-self/schedstat").ok();
-        Affinity { account, begin: None, crowded: 0, next: None, pause: PAUSE }
-    }
-
-    /// To be called again and again by a thread that moves bytes. Of two threads that are in each other's way only one should
-    /// go: the `first` one goes at once, the other one if that did not help.
-    pub(crate) fn look(&mut self, now: Instant, first: bool) {
-        let Some((at, waited)) = self.begin else {
-            self.begin = self.waited().map(|waited| (now, waited));
-            return;
-        };
-        let passed = now.saturating_duration_since(at);
-        if passed < WINDOW {
-            return;
-        }
-        let Some(total) = self.waited() else { return };
-        self.begin = Some((now, total));
-        if passed > STALE {
-            return;
-        }
-        if self.judge(now, passed, Duration::from_nanos(total.saturating_sub(waited)), first, room) {
-            move_from(processor());
-        }
-    }
-
-    /// Whether to step aside after a window of `passed` in which the thread has waited for `waited`; `room` says
-    /// whether there is a processor to go to.
-    fn judge(
-        &mut self,
-        now: Instant,
-        passed: Duration,
-        waited: Duration,
-        first: bool,
-        room: impl FnOnce() -> bool,
-    ) -> bool {
-        if waited < passed / 4 {
-            self.crowded = 0;
-            self.pause = PAUSE;
-            return false;
-        }
-        self.crowded += 1;
-        if self.crowded < if first { 1 } else { 3 } || self.next.is_some_and(|at| now < at) || !room() {
-            return false;
-        }
-        self.next = now.checked_add(self.pause);
-        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
-        self.crowded = 0;
-        true
-    }
-
-    /// What the thread has waited for processors, in ns.
-    fn waited(&self) -> Option<u64> {
-        let mut text = [0; 64];
-        let len = self.account.as_ref()?.read_at(&mut text, 0).ok()?;
-        // Time on a processor, time waiting for one, and how often.
-        std::str::from_utf8(text.get(..len)?).ok()?.split_whitespace().nth(1)?.parse().ok()
-    }
-}
-
 /// Keeps a progress thread off the processor of one that asks it for bytes: Linux wakes it there, where it waits while
-/// the other one spins, and both then take turns until [`Affinity`] parts them.
+/// the other one spins, and both then take turns until the kernel parts them.
 #[derive(Default)]
 pub(crate) struct KeepApart {
     next: Option<Instant>,
@@ -274,31 +195,16 @@ mod tests {
     }
 
     #[test]
-    fn one_of_two_crowded_threads_goes_first_and_vain_steps_become_rare() {
+    fn two_threads_are_parted_once_and_in_vain_less_and_less_often() {
         let free = || true;
         let start = Instant::now();
         let at = |micros| start + Duration::from_micros(micros);
-        let window = Duration::from_micros(500);
-        let (mut one, mut other) = (Affinity::new(), Affinity::new());
-        assert!(!one.judge(at(0), window, window / 5, true, free));
-        assert!(one.judge(at(500), window, window / 2, true, free));
-        assert!(!other.judge(at(500), window, window / 2, false, free));
-        // The other one goes when that was of no use.
-        assert!(!other.judge(at(1000), window, window / 2, false, free));
-        assert!(other.judge(at(1500), window, window / 2, false, free));
-        // Pauses of 5, 10, 20 ms and so on.
-        let steps = (3..2000).filter(|n| one.judge(at(n * 500), window, window / 2, true, free)).count();
-        assert!((5..10).contains(&steps), "{steps}");
-        // A free processor makes it quick again.
-        assert!(!one.judge(at(2_000_000), window, Duration::ZERO, true, free));
-        assert!(one.judge(at(3_000_000), window, window, true, free));
-        assert!(one.judge(at(3_005_000), window, window, true, free));
-        // Without a processor to go to it stays, and goes as soon as there is one.
-        assert!(!one.judge(at(4_000_000), window, window, true, || false));
-        assert!(one.judge(at(4_000_500), window, window, true, free));
         let mut parting = KeepApart::default();
         assert!(!parting.judge(true, at(0), || false));
         assert!(parting.judge(true, at(10), free) && !parting.judge(true, at(20), free));
         assert!(!parting.judge(false, at(6_000), free) && parting.judge(true, at(6_000), free));
+        // Pauses of 5, 10, 20 ms and so on: with only one processor in fact, a step is of no use.
+        let steps = (20..2000).filter(|n| parting.judge(true, at(n * 500), free)).count();
+        assert!((5..10).contains(&steps), "{steps}");
     }
 }
