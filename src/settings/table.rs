@@ -156,7 +156,7 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
     ("KVFERRY_UCX_INCLUDE", "Folder of UCX's headers for a build."),
     ("KVFERRY_CXX", "`zig` makes `scripts/setup` install a C++ compiler from PyPI also where there is one."),
     ("KVFERRY_REQUIRE", "What tests must not skip for want of, separated by commas without blanks: `cuda`, `netns`, \
-      `browser`, `history` (the commits of which `scripts/build-previous` builds the previous protocol version), a program \
+      `history` (the commits of which `scripts/build-previous` builds the previous protocol version), a program \
       such as `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
     ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
     ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),

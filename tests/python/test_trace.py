@@ -1,4 +1,4 @@
-"""Traces of real hand-overs: the file, what `kvferry trace` says of it, and its page in a real browser."""
+"""Traces of real hand-overs: the file, and what `kvferry trace` says of it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,9 @@ from typing import Any
 
 import kvferry
 import pytest
-from browser import Page, browser, require_browser
 from kvferry import cli, trace
 from pair import BLOCK, BLOCKS, Pair, pair, until
 from peer import freeze, process
-
-HOSTILE = [
-    "</script><script>document.title='owned'</script>",
-    "<img src=x onerror=\"document.title='owned'\">",
-    "\u2028 ${alert(1)} `x` \\u003c",
-    "$data $script ${digest}",
-    "&lt;b&gt; 'quoted' \"twice\" \U0001f600",
-]
-"""Names of requests that break out of a page which takes them for more than text."""
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -173,10 +163,6 @@ def test_places_that_cannot_be_are_named(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         cli.main(["trace", str(tmp_path / "none.json")])
     assert "cannot be read: No such file" in capsys.readouterr().err
-    files = traced(tmp_path)
-    with pytest.raises(SystemExit):
-        cli.main(["trace", str(files[0]), "--html", str(tmp_path / "no" / "page.html")])
-    assert "--html" in capsys.readouterr().err
     for bad in ("/no/such/folder/t.json", str(tmp_path), "/proc/none/t.json"):
         with pytest.raises(kvferry.OsError, match=re.escape(bad)):
             kvferry.Worker({"engine_id": "e", "transport": "tcp", "trace": bad})
@@ -245,112 +231,3 @@ def test_no_process_writes_over_the_file_of_another(tmp_path: Path) -> None:
         "same.json",
     ]
     assert len(trace.read([tmp_path / f"same.{number}.json" for number in (2, 3, 4)]).processes) == 3
-
-
-# --- the page
-
-
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    require_browser()
-    with browser(tmp_path_factory.mktemp("browser")) as page:
-        yield page
-
-
-def colours(page: Page) -> dict[str, int]:
-    """How many pixels of each colour the timeline has."""
-    counted: dict[str, int] = page.run(
-        """(() => {
-          const canvas = document.getElementById("timeline"), found = {};
-          const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-          for (let i = 0; i < data.length; i += 4) {
-            const name = "#" + [0, 1, 2].map((k) => data[i + k].toString(16).padStart(2, "0")).join("");
-            found[name] = (found[name] || 0) + 1;
-          }
-          return found;
-        })()"""
-    )
-    return counted
-
-
-def test_the_page_shows_the_run(opened: Page, tmp_path: Path) -> None:
-    files = traced(tmp_path)
-    html = tmp_path / "page.html"
-    assert cli.main(["trace", *map(str, files), "--html", str(html)]) == 0
-    opened.open(html)
-    assert opened.errors == []
-    assert opened.requests == [html.as_uri()]
-    tiles = opened.text("#tiles")
-    assert "3\nreceived" in tiles
-    assert "1\nfailed" in tiles
-    assert opened.text("#source").startswith(str(files[0]))
-    stages = opened.text("#stages")
-    for name in ("total", "handshake", "transfer", "confirm"):
-        assert re.search(rf"^{name}\b.*bytes|^{name}\b", stages, re.MULTILINE), stages
-    assert "invalid_request" in opened.text("#failures")
-    assert str(BLOCKS + 7) in opened.text("#failures")
-    assert opened.run("document.querySelectorAll('#slowest tbody tr').length") == 4
-    seen = colours(opened)
-    # The lease's, and the failed one's, which are the widest or have a row of their own.
-    assert seen.get("#8fb8d6", 0) > 50, seen
-    assert seen.get("#d55e00", 0) > 0, seen
-    # A row leads to its bar: now its transfer is wide enough to be seen, and its details stand below.
-    opened.run("[...document.querySelectorAll('#slowest tbody tr')].find((r) => r.cells[0].innerText === 'c').click()")
-    details = opened.text("#details")
-    assert "received" in details
-    assert "engine prefill, where it is p-c" in details
-    assert "192 KiB, 3 blocks" in details
-    assert colours(opened).get("#0072b2", 0) > 50
-    zoomed = opened.run("document.getElementById('details').innerText")
-    opened.run("document.getElementById('whole').click()")
-    assert opened.run("document.getElementById('details').innerText") == zoomed
-    assert opened.errors == []
-
-
-def test_the_mouse_finds_a_bar(opened: Page, tmp_path: Path) -> None:
-    html = tmp_path / "page.html"
-    assert cli.main(["trace", *map(str, traced(tmp_path)), "--html", str(html)]) == 0
-    opened.open(html)
-    opened.run("[...document.querySelectorAll('#slowest tbody tr')].find((r) => r.cells[0].innerText === 'a').click()")
-    box = opened.run(
-        "(({left, top, width}) => ({left, top, width}))(document.getElementById('timeline').getBoundingClientRect())"
-    )
-    # The bar of the request that was looked up spans the middle of the first row below the axis and the heading.
-    x, y = box["left"] + box["width"] / 2, box["top"] + 26 + 22 + 8
-    opened.mouse("mouseMoved", x, y)
-    assert "request: a" in opened.text("#tip")
-    before = colours(opened)
-    for _ in range(5):
-        opened.mouse("mouseWheel", x, y, deltaX=0, deltaY=-100)
-    assert colours(opened) != before
-    opened.run("document.getElementById('details').hidden = true")
-    opened.click(x, y)
-    assert opened.text("#details").startswith("a")
-    assert opened.errors == []
-
-
-def test_names_stay_text(opened: Page, tmp_path: Path) -> None:
-    files = traced(tmp_path, tuple(HOSTILE))
-    html = tmp_path / "page.html"
-    assert cli.main(["trace", *map(str, files), "--html", str(html)]) == 0
-    source = html.read_text(encoding="utf-8")
-    assert source.count("<script") == source.count("</script>") == 2
-    opened.open(html)
-    assert opened.run("document.title") == "kvferry trace"
-    shown = opened.run("[...document.querySelectorAll('#slowest tbody tr')].map((r) => r.cells[0].textContent)")
-    assert set(HOSTILE) <= set(shown)
-    assert opened.run("document.images.length + document.scripts.length") == 2
-    # What gets in all the same is not run.
-    opened.run("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"document.title=1\">')")
-    opened.run("new Promise((done) => setTimeout(done, 100))")
-    assert opened.run("document.title") == "kvferry trace"
-    opened.errors.clear()
-
-
-def test_a_page_of_nothing(opened: Page, tmp_path: Path) -> None:
-    kvferry.Worker({"engine_id": "e", "transport": "tcp", "trace": str(tmp_path / "t.json")}).shutdown()
-    html = tmp_path / "page.html"
-    assert cli.main(["trace", str(tmp_path / "t.json"), "--html", str(html)]) == 0
-    opened.open(html)
-    assert "0\nreceived" in opened.text("#tiles")
-    assert opened.errors == []

@@ -13,11 +13,10 @@ from pathlib import Path
 from .. import trace
 from ..bench.figures import columns, number
 from .table import bytes_text
-from .trace_page import page
 
 
 class UsageError(ValueError):
-    """A file is no trace, or the page cannot be written."""
+    """A file is no trace."""
 
 
 def _count(text: str) -> int:
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("files", nargs="+", type=Path, metavar="FILE", help="traces, of as many workers as wanted")
     add("--slowest", type=_count, default=10, metavar="N", help="how many of the slowest to list (default %(default)s)")
     add("--json", action="store_true", help="print the summary as JSON instead")
-    add("--html", type=Path, metavar="OUT", help="also write a page with a timeline, which needs nothing but a browser")
 
 
 def _printable(text: str, longest: int = 60) -> str:
@@ -104,10 +102,5 @@ def run(options: argparse.Namespace) -> int:
     except trace.TraceError as error:
         raise UsageError(str(error)) from None
     summary = trace.summarize(read, options.slowest)
-    if options.html is not None:
-        try:
-            options.html.write_text(page(read, summary), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--html: {options.html} cannot be written: {error.strerror or error}") from None
     print(json.dumps(summary, indent=2) if options.json else text(summary))
     return 0
