@@ -4,7 +4,8 @@
 //! found no news sleep on the fd. Three states decide how long:
 //!
 //! - operations of transfers in flight, or a peer's request served just now: spin for [`AgentConfig::spin`] after the last
-//!   progress, because the next news is some microseconds away and to be woken takes longer; then sleep in steps of a millisecond, because some transports (CUDA IPC) do not
+//!   progress, because the next news is some microseconds away and to be woken takes longer, unless too many threads of the
+//!   process spin already ([`Spinner`]); then sleep in steps of a millisecond, because some transports (CUDA IPC) do not
 //!   wake the fd;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
@@ -21,6 +22,7 @@ use super::driver::{Context, Driver, MakeDriver};
 use crate::agent::command::{Command, Shared};
 use crate::agent::core::config::AgentConfig;
 use crate::agent::thread::edge_wait::EdgeWait;
+use crate::agent::thread::spin::Spinner;
 use crate::agent::thread::time_slice::TimeSlice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
@@ -73,6 +75,7 @@ pub(crate) fn run(
     if let Err(error) = asked {
         log::debug!("agent {}: the kernel gives no shorter turns: {error}", engine.config.name);
     }
+    let spinner = Spinner::new();
     let context = Loop {
         engine,
         driver,
@@ -81,6 +84,7 @@ pub(crate) fn run(
         looked_at: now,
         edges,
         vain: 0,
+        spinner,
         time_slice,
         lends_until: None,
     };
@@ -101,6 +105,7 @@ struct Loop {
     progressed_at: Instant,
     /// When the sockets were looked at last.
     looked_at: Instant,
+    spinner: Spinner,
     time_slice: TimeSlice,
     /// While the agent shuts down: until when pages are left to the sockets that have them.
     lends_until: Option<Instant>,
@@ -191,7 +196,10 @@ impl Loop {
         let spin = self.engine.config.spin;
         let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
         let moving = serving || self.engine.transfers.in_flight().operations > 0;
-        let spins = moving && now.saturating_duration_since(self.progressed_at) < spin;
+        let spins = moving && now.saturating_duration_since(self.progressed_at) < spin && self.spinner.may_spin();
+        if !spins {
+            self.spinner.rest();
+        }
         if any {
             self.time_slice.work(now);
         }
@@ -248,6 +256,7 @@ impl Loop {
         self.looked_at = Instant::now();
         if sleeps {
             self.time_slice.wake(self.looked_at);
+            self.spinner.wake(self.looked_at, self.engine.config.spin);
         }
         if let Err(error) = polled {
             // A signal is no matter. Anything else (a socket that was closed under us) must not become a busy loop.
