@@ -203,8 +203,11 @@ mod tests {
         assert!(!parting.judge(true, at(0), || false));
         assert!(parting.judge(true, at(10), free) && !parting.judge(true, at(20), free));
         assert!(!parting.judge(false, at(6_000), free) && parting.judge(true, at(6_000), free));
-        // Pauses of 5, 10, 20 ms and so on: with only one processor in fact, a step is of no use.
+        // Pauses of 5, 10, 20 ms and so on where a step does not part them.
         let steps = (20..2000).filter(|n| parting.judge(true, at(n * 500), free)).count();
         assert!((5..10).contains(&steps), "{steps}");
+        // Once they were apart, the pauses are short again.
+        assert!(!parting.judge(false, at(3_000_000), free));
+        assert!(parting.judge(true, at(3_000_000), free) && parting.judge(true, at(3_005_000), free));
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! Spinning pays while a processor has nothing better to do. An agent spins alone in most processes; where a process
 //! has many, such as an engine of 64 ranks, all of them are asked at once when a peer first comes, and each would then
-//! keep a processor from those that have work. On two processors, first contact took a sixth longer when all spun, and
-//! a tenth longer when one spun at a time while the others were being woken.
+//! keep a processor from those that have work. On two processors, first contact with 64 ranks took a third longer until
+//! all was reported when all spun, and a tenth longer when one spun at a time while the others were being woken.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
