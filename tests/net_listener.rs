@@ -150,6 +150,30 @@ fn the_listener_survives_any_bytes() {
 }
 
 #[test]
+fn a_client_that_asks_four_questions_at_a_time_gets_every_answer() {
+    // As many as clients of earlier releases ask.
+    const AT_A_TIME: usize = 4;
+    let listener = Listener::bind(&loopback(0), |request| {
+        // So that a question always waits, and ZMQ is never asked what else there is.
+        std::thread::sleep(Duration::from_micros(50));
+        echo(request)
+    })
+    .unwrap();
+    let context = zmq::Context::new();
+    let socket = context.socket(zmq::DEALER).unwrap();
+    socket.set_linger(0).unwrap();
+    socket.set_rcvtimeo(20_000).unwrap();
+    socket.connect(&format!("tcp://127.0.0.1:{}", listener.port())).unwrap();
+    let question = |number: usize| number.to_string().into_bytes();
+    for number in 0..5_000 {
+        socket.send(question(number), 0).unwrap();
+        if let Some(answered) = number.checked_sub(AT_A_TIME - 1) {
+            assert_eq!(socket.recv_bytes(0), Ok(echo(&question(answered))));
+        }
+    }
+}
+
+#[test]
 fn a_port_in_use_is_an_error_with_a_remedy() {
     let first = Listener::bind(&loopback(0), echo).unwrap();
     let error = Listener::bind(&loopback(first.port()), echo).unwrap_err();
@@ -352,6 +376,32 @@ fn one_client_asks_many_over_one_socket_each() {
 }
 
 #[test]
+fn an_answer_that_came_before_the_deadline_counts_however_late_it_is_read() {
+    let (may_answer, wait) = std::sync::mpsc::channel::<()>();
+    let listener = Listener::bind(&loopback(0), move |bytes| {
+        wait.recv().unwrap();
+        reply(&ranks(id_of(&request(bytes)), "e"))
+    })
+    .unwrap();
+    let mut client = Client::new(ClientLimits::default());
+    let begin = Instant::now();
+    client.ask(begin, 1, "127.0.0.1", listener.port(), all(), begin + LONG);
+    while listener.requests() == 0 {
+        assert!(begin.elapsed() < LONG);
+        client.turn(Instant::now());
+    }
+    may_answer.send(()).unwrap();
+    let mut items = Vec::new();
+    client.poll_items(&mut items);
+    zmq::poll(&mut items, 60_000).unwrap();
+    drop(items);
+    // As after a pause of the whole process.
+    client.turn(begin + 2 * LONG);
+    let answer = client.poll_answer().unwrap();
+    assert!(matches!(answer.result, Ok(HandshakeReply::Ranks { id: 1, .. })), "{:?}", answer.result);
+}
+
+#[test]
 fn a_lost_request_is_sent_again_on_a_new_connection() {
     // The first head takes the request and dies with it; the second, on the same port, answers.
     let context = zmq::Context::new();
@@ -374,6 +424,46 @@ fn a_lost_request_is_sent_again_on_a_new_connection() {
     drop(context);
     let _second = Listener::bind(&loopback(port), |b| reply(&ranks(id_of(&request(b)), "second"))).unwrap();
     assert_eq!(answers(&mut client, 1)[0].1, Ok(ranks(1, "second")));
+}
+
+/// Loses the question of id 1 until it has answered three others, at once.
+struct Loses {
+    answered: u32,
+}
+
+impl Desk for Loses {
+    fn answer(&mut self, _: &[u8], bytes: &[u8]) -> Option<Vec<u8>> {
+        let id = id_of(&request(bytes));
+        self.answered += u32::from(id != 1);
+        (id != 1 || self.answered >= 3).then(|| reply(&ranks(id, "e")))
+    }
+}
+
+#[test]
+fn a_lost_answer_is_asked_for_again_while_others_come() {
+    let listener = Listener::bind_desk(&loopback(0), Loses { answered: 0 }).unwrap();
+    let limits = ClientLimits { resend: Duration::from_millis(200), ..ClientLimits::default() };
+    let mut client = Client::new(limits);
+    let begin = Instant::now();
+    let ask = |client: &mut Client, id| {
+        client.ask(Instant::now(), id, "127.0.0.1", listener.port(), all(), begin + 2 * LONG);
+    };
+    ask(&mut client, 1);
+    ask(&mut client, 2);
+    let mut last = 2;
+    while begin.elapsed() < LONG {
+        client.turn(Instant::now());
+        while let Some(answer) = client.poll_answer() {
+            assert!(answer.result.is_ok(), "{:?}", answer.result);
+            if answer.id == 1 {
+                return;
+            }
+            last += 1;
+            ask(&mut client, last);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    panic!("not asked again, with {last} answers in between");
 }
 
 #[test]

@@ -22,9 +22,12 @@ use crate::secret::Key;
 /// Set in the ids of questions that the client asks by itself.
 const OWN: u64 = 1 << 63;
 
-/// Requests of one client to one listener that wait for an answer at a time; the others wait for their turn. A listener
-/// holds so many replies for a client that does not read them, and drops more.
-pub(super) const PIPELINE: usize = 4;
+/// Requests of one client to one listener that wait for an answer at a time; the others wait for their turn. Listeners of
+/// protocol version 4 may lose the fourth of four replies at once.
+pub(super) const PIPELINE: usize = 3;
+
+/// The longest that an answer is waited for before it is asked for again.
+const LONGEST_PATIENCE: Duration = Duration::from_secs(60);
 
 /// What to ask a listener.
 #[derive(Debug, Clone, PartialEq)]
@@ -62,7 +65,7 @@ pub struct ClientLimits {
     /// How long addresses that refuse connections, and names that do not resolve, are tried again before that is the
     /// answer. A listener that begins anew is back sooner.
     pub grace: Duration,
-    /// A connection on which a sent request stays unanswered for so long is replaced by a new one (doubling).
+    /// A connection on which a request stays unanswered for so long is replaced by a new one (doubling for that request).
     pub resend: Duration,
     /// A connection without requests is closed after so long.
     pub idle: Duration,
@@ -109,21 +112,11 @@ struct Connection {
     /// Whether anything has come by this socket.
     heard: bool,
     idle_since: Option<Instant>,
-    /// When to replace the socket, and the pause that led there.
-    renew_at: Option<Instant>,
-    pause: Duration,
 }
 
 impl Connection {
-    fn new(now: Instant, key: &(String, u16), pause: Duration) -> Connection {
-        Connection {
-            socket: None,
-            way: Way::new(now, key.clone()),
-            heard: false,
-            idle_since: None,
-            renew_at: None,
-            pause,
-        }
+    fn new(now: Instant, key: &(String, u16)) -> Connection {
+        Connection { socket: None, way: Way::new(now, key.clone()), heard: false, idle_since: None }
     }
 }
 
@@ -173,6 +166,7 @@ impl Client {
                 deadline,
                 phase: Phase::Unsent,
                 sends: 0,
+                patience: self.limits.resend,
                 rest: self.limits.retry_min,
                 refusal: None,
             };
@@ -244,12 +238,14 @@ impl Client {
             self.turn_awaits(now);
             return;
         }
+        // After a pause of this process: an answer that came before its deadline counts, and a connection that has one is
+        // not replaced.
+        if self.requests.has_late(now) || self.stuck(now).next().is_some() {
+            self.turn_connections(now);
+        }
         self.expire(now);
         self.turn_ways(now);
-        let keys: Vec<_> = self.connections.keys().cloned().collect();
-        for key in keys {
-            self.turn_connection(now, &key);
-        }
+        self.turn_connections(now);
         // Whether a request could be sent is known now.
         self.turn_ways(now);
         self.turn_awaits(now);
@@ -284,9 +280,9 @@ impl Client {
         if self.requests.has_answers() {
             return Some(Instant::now());
         }
-        let connections = self.connections.values().filter_map(|c| {
+        let connections = self.connections.iter().filter_map(|(key, c)| {
             let idle = c.idle_since.map(|since| since + self.limits.idle);
-            [c.renew_at, idle, c.way.due()].into_iter().flatten().min()
+            [self.requests.renew_at(key), idle, c.way.due()].into_iter().flatten().min()
         });
         self.requests.deadlines().chain(connections).chain(self.awaits.due(Instant::now())).min()
     }
@@ -316,7 +312,7 @@ impl Client {
                 ),
             ));
         }
-        self.connections.insert(key.clone(), Connection::new(now, key, self.limits.resend));
+        self.connections.insert(key.clone(), Connection::new(now, key));
         Ok(())
     }
 
@@ -380,34 +376,27 @@ impl Client {
             if !self.requests.has(key) {
                 c.idle_since.get_or_insert(now);
             }
-            // ZMQ connects again by itself where it knows that it has to.
-            if self.requests.has_sent(key) {
-                c.renew_at.get_or_insert(now + c.pause);
-            } else {
-                c.renew_at = None;
-            }
         }
         let idle = self.limits.idle;
         self.connections.retain(|_, c| c.idle_since.is_none_or(|since| since + idle > now));
-        let stuck: Vec<_> = self
-            .connections
-            .iter()
-            .filter(|(_, c)| c.renew_at.is_some_and(|at| at <= now))
-            .map(|(k, _)| k.clone())
-            .collect();
-        for key in stuck {
-            self.renew(now, &key);
+        for key in self.stuck(now).cloned().collect::<Vec<_>>() {
+            self.requests.wait_longer(now, &key, LONGEST_PATIENCE);
+            self.connections.insert(key.clone(), Connection::new(now, &key));
+            self.requests.ask_again(&key);
         }
     }
 
-    /// Replaces a socket whose requests get no answer: the head may have died without closing its side, or its name may
-    /// have got another address.
-    fn renew(&mut self, now: Instant, key: &(String, u16)) {
-        let Some(old) = self.connections.remove(key) else { return };
-        let pause = (old.pause * 2).min(Duration::from_secs(60));
-        drop(old);
-        self.connections.insert(key.clone(), Connection::new(now, key, pause));
-        self.requests.ask_again(key);
+    /// The connections with a request that gets no answer: the head may have died without closing its side (where that is
+    /// known, ZMQ connects again by itself), its name may have got another address, or it lost the answer.
+    fn stuck(&self, now: Instant) -> impl Iterator<Item = &(String, u16)> {
+        self.connections.keys().filter(move |key| self.requests.renew_at(key).is_some_and(|at| at <= now))
+    }
+
+    fn turn_connections(&mut self, now: Instant) {
+        let keys: Vec<_> = self.connections.keys().cloned().collect();
+        for key in keys {
+            self.turn_connection(now, &key);
+        }
     }
 
     fn turn_connection(&mut self, now: Instant, key: &(String, u16)) {
@@ -416,7 +405,8 @@ impl Client {
             let mut blocked = false;
             let room = PIPELINE.saturating_sub(self.requests.outstanding(key));
             let mut sent = 0;
-            for r in self.requests.unsent(key) {
+            // One whose time is over is answered so, and not sent any more.
+            for r in self.requests.unsent(key).filter(|r| r.deadline > now) {
                 if sent == room {
                     break;
                 }
@@ -455,12 +445,7 @@ impl Client {
                 c.heard = true;
             }
             for bytes in replies {
-                if self.requests.judge(now, key, &bytes)
-                    && let Some(c) = self.connections.get_mut(key)
-                {
-                    c.pause = self.limits.resend;
-                    c.renew_at = None;
-                }
+                self.requests.judge(now, key, &bytes);
             }
             if let Err(e) = received {
                 break Err(e);

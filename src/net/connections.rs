@@ -12,7 +12,7 @@ const MOST: usize = 16_384;
 /// The fewest that are allowed, however scarce descriptors are.
 const FEWEST: usize = 64;
 /// What the replies that clients do not read may take all together.
-const UNREAD_BYTES: usize = 2 << 30;
+const UNREAD_BYTES: usize = 3 << 30;
 
 /// The connections of one listening socket.
 pub(super) struct Connections {

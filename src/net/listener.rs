@@ -25,8 +25,11 @@ const BATCH: usize = 64;
 /// Requests queued per client; ZMQ reads no more of its connection until some are answered.
 const REQUESTS: i32 = 8;
 
-/// Replies queued per client. Ours never waits for more ([`PIPELINE`]); one that does not read loses them and asks again.
-const REPLIES: i32 = PIPELINE as i32;
+/// Replies queued per client; one that does not read loses more, and asks again. Our clients wait for at most 4 at a time
+/// ([`PIPELINE`], and 4 in protocol version 4). ZMQ learns of what was read only when that is half of the bound, so that of
+/// 6 there is room for 4 at any time.
+const REPLIES: i32 = 6;
+const _: () = assert!(REPLIES as usize / 2 + 1 >= 4 && 4 >= PIPELINE);
 
 /// The longest request where none brings metadata. A query over its own limit gets a refusal, up to here; who sends more
 /// is cut off.
@@ -190,6 +193,8 @@ fn configure(router: &zmq::Socket, config: &ListenerConfig) -> zmq::Result<()> {
     router.set_sndhwm(REPLIES)?;
     router.set_rcvhwm(REQUESTS)?;
     router.set_handshake_ivl(GREETING_MS)?;
+    // What is dropped is an error and not silence.
+    router.set_router_mandatory(true)?;
     let (idle, interval, count) = KEEPALIVE;
     router.set_tcp_keepalive(1)?;
     router.set_tcp_keepalive_idle(idle)?;
@@ -422,7 +427,12 @@ fn send(router: &zmq::Socket, connections: &mut Connections, asker: &[u8], reply
         out.push(&[]);
     }
     out.push(reply);
-    if let Err(e) = router.send_multipart(out, zmq::DONTWAIT) {
+    let mut sent = router.send_multipart(out.as_slice(), zmq::DONTWAIT);
+    // ZMQ looks about once in a millisecond for what clients have read, and whenever it is asked for events.
+    if sent == Err(zmq::Error::EAGAIN) {
+        sent = router.get_events().and_then(|_| router.send_multipart(out, zmq::DONTWAIT));
+    }
+    if let Err(e) = sent {
         log::debug!("kvferry listener: a reply was dropped, its client is gone or does not read: {e}");
     }
 }

@@ -28,6 +28,8 @@ pub(super) struct Request {
     pub(super) deadline: Instant,
     pub(super) phase: Phase,
     pub(super) sends: u32,
+    /// How long its answer may take before it is asked for again by a new connection.
+    pub(super) patience: Duration,
     pub(super) rest: Duration,
     /// The last "not ready", given as the answer if the deadline comes first.
     pub(super) refusal: Option<HandshakeReply>,

@@ -97,6 +97,21 @@ impl Requests {
         self.open.values_mut().filter(move |r| r.key == *key && matches!(r.phase, Phase::Unsent))
     }
 
+    /// When the first of those that were sent to `key` has waited for long enough.
+    pub(super) fn renew_at(&self, key: &(String, u16)) -> Option<Instant> {
+        let sent = self.open.values().filter(|r| r.key == *key);
+        sent.filter_map(|r| if let Phase::Sent(at) = r.phase { Some(at + r.patience) } else { None }).min()
+    }
+
+    /// Those that have waited for long enough wait for twice as long the next time, up to `most`.
+    pub(super) fn wait_longer(&mut self, now: Instant, key: &(String, u16), most: Duration) {
+        for r in self.open.values_mut().filter(|r| r.key == *key) {
+            if matches!(r.phase, Phase::Sent(at) if at + r.patience <= now) {
+                r.patience = (r.patience * 2).min(most);
+            }
+        }
+    }
+
     /// Requests that were sent to a listener and are not answered.
     pub(super) fn outstanding(&self, key: &(String, u16)) -> usize {
         self.open.values().filter(|r| r.key == *key && matches!(r.phase, Phase::Sent(_))).count()
@@ -131,6 +146,11 @@ impl Requests {
         }
     }
 
+    /// Whether the deadline of a request has passed.
+    pub(super) fn has_late(&self, now: Instant) -> bool {
+        self.open.values().any(|r| r.deadline <= now)
+    }
+
     /// Makes all requests to `key` ready to be sent by a new socket.
     pub(super) fn ask_again(&mut self, key: &(String, u16)) {
         let mut failed = Vec::new();
@@ -157,23 +177,24 @@ impl Requests {
         }
     }
 
-    /// Takes a frame that arrived from `key`. Whether it holds the reply to a request.
-    pub(super) fn judge(&mut self, now: Instant, key: &(String, u16), bytes: &[u8]) -> bool {
+    /// Takes a frame that arrived from `key`.
+    pub(super) fn judge(&mut self, now: Instant, key: &(String, u16), bytes: &[u8]) {
         if self.secret.is_none() {
-            return self.judge_clear(now, key, bytes, None);
+            self.judge_clear(now, key, bytes, None);
+            return;
         }
         let at = host_port(&key.0, key.1);
         let Some((kind, exchange, message)) = sealed::split(bytes) else {
-            let Some(id) = self.oldest(key) else { return false };
+            let Some(id) = self.oldest(key) else { return };
             if let Some(e) = sealed::check_version(bytes) {
                 self.end(id, Err(e.context(format!("what listens on {at} answered"))));
-                return false;
+                return;
             }
             let said = match HandshakeReply::from_bytes(bytes) {
                 Ok(HandshakeReply::Refused { code: RefusalCode::Version, message, .. }) => {
                     let text = format!("the listener at {at} refused: {message}");
                     self.end(id, Err(Error::new(ErrorKind::VersionMismatch, text)));
-                    return false;
+                    return;
                 }
                 Ok(HandshakeReply::Refused { message, .. }) => message,
                 _ => "something else than a refusal, which is not looked at".to_owned(),
@@ -183,7 +204,7 @@ impl Requests {
                  (key_file, KVFERRY_KEY_FILE)"
             );
             self.end(id, Err(Error::new(ErrorKind::Incompatible, text)));
-            return false;
+            return;
         };
         let found = self.open.iter_mut().find(|(_, r)| {
             r.key == *key
@@ -192,16 +213,19 @@ impl Requests {
         });
         let Some((&id, r)) = found else {
             log::debug!("kvferry client: a reply that nobody waits for came from {at}");
-            return false;
+            return;
         };
-        let Some((_, state)) = r.exchange.as_mut() else { return false };
+        let Some((_, state)) = r.exchange.as_mut() else { return };
         let step = match kind {
             Kind::Opened => state.ask(exchange, message, &r.clear).map(|bytes| {
                 r.bytes = bytes;
                 r.phase = Phase::Unsent;
             }),
             Kind::Reply => match state.reply(message) {
-                Ok(clear) => return self.judge_clear(now, key, &clear, Some(id)),
+                Ok(clear) => {
+                    self.judge_clear(now, key, &clear, Some(id));
+                    Ok(())
+                }
                 Err(e) => Err(e),
             },
             Kind::Again => {
@@ -214,7 +238,6 @@ impl Requests {
         if let Err(e) = step {
             self.end(id, Err(e.context(format!("what listens on {at} answered"))));
         }
-        false
     }
 
     /// The request to `key` that was sent first.
@@ -225,8 +248,8 @@ impl Requests {
             .map(|(_, id)| id)
     }
 
-    /// Takes a reply in clear. `expected`: the request that it came for, if the channel tells. Whether it is a request's.
-    fn judge_clear(&mut self, now: Instant, key: &(String, u16), bytes: &[u8], expected: Option<u64>) -> bool {
+    /// Takes a reply in clear. `expected`: the request that it came for, if the channel tells.
+    fn judge_clear(&mut self, now: Instant, key: &(String, u16), bytes: &[u8], expected: Option<u64>) {
         let reply = HandshakeReply::from_bytes(bytes);
         let id = match &reply {
             Ok(
@@ -241,7 +264,7 @@ impl Requests {
         let id = expected.unwrap_or_else(|| if id == 0 { self.oldest(key).unwrap_or(0) } else { id });
         let Some(r) = self.open.get_mut(&id).filter(|r| r.key == *key) else {
             log::debug!("kvferry client: a reply that nobody waits for came from {}", host_port(&key.0, key.1));
-            return false;
+            return;
         };
         if let Ok(HandshakeReply::Refused { code: RefusalCode::NotReady, .. }) = &reply
             && now + r.rest < r.deadline
@@ -249,11 +272,10 @@ impl Requests {
             r.phase = Phase::Resting(now + r.rest);
             r.rest = (r.rest * 2).min(self.retry_max);
             r.refusal = reply.ok();
-            return true;
+            return;
         }
         let result = reply.map_err(|e| e.context(format!("what listens on {} answered", host_port(&key.0, key.1))));
         self.open.remove(&id);
         self.answers.push_back(Answer { id, result });
-        true
     }
 }
