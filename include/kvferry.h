@@ -340,8 +340,9 @@ int32_t kvf_ucx_info(const char *ucx_lib,
                      size_t ucx_lib_len,
                      struct kvf_buffer *out);
 
-// Tells the search for a UCX where a Python package libucx lies that only the host's own module path leads to: `path` is
-// that of its libucp.so.0, which the searches from now on try last. The last path counts. Opens nothing.
+// Tells the search for a UCX where a Python package kvferry-ucx or libucx lies that only the host's own module path leads
+// to: `path` is that of its libucp.so.0, which the searches from now on try after those of the same package that they find
+// by themselves. The last path for either package counts. Opens nothing.
 int32_t kvf_ucx_hint(const char *path,
                      size_t path_len);
 

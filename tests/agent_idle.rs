@@ -6,7 +6,7 @@ mod agent_support;
 
 use std::time::Duration;
 
-use agent_support::{Node, TRANSPORTS, assert_same, config, plan, until};
+use agent_support::{Node, assert_same, config, plan, transports, until};
 use kvferry::agent::Direction;
 
 /// Clock ticks of processor time that this process's thread `name` has used.
@@ -28,7 +28,7 @@ fn ticks(name: &str) -> u64 {
 /// Both sides are connected and have moved bytes both ways; then nothing happens for ten seconds.
 #[test]
 fn connected_idle_agents_use_no_processor_time() {
-    for transport in TRANSPORTS {
+    for transport in transports() {
         let mut a = Node::start(config("a", transport), 1, &[1 << 20]);
         let mut b = Node::start(config("b", transport), 2, &[1 << 20]);
         let peer = a.connect(&b.agent.metadata().unwrap());

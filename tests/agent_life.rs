@@ -8,7 +8,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use agent_support::child::{Remote, serve};
-use agent_support::{Buffer, LIMIT, Node, assert_same, config, pattern_bytes, plan};
+use agent_support::{Buffer, LIMIT, Node, assert_same, config, pattern_bytes, plan, wire};
 use kvferry::ErrorKind;
 use kvferry::agent::{
     Agent, AgentConfig, Context, Direction, Driver, Event, PeerId, RegionId, Transport, Window, encode_metadata,
@@ -26,7 +26,7 @@ fn child_process() {
 fn metadata_does_not_grow_with_blocks() {
     // One million blocks of 64 bytes against a thousand of them, in as many regions.
     let size = |blocks: usize| {
-        let node = Node::start(config("a", Transport::Tcp), 1, &[]);
+        let node = Node::start(config("a", wire()), 1, &[]);
         let buffer = vec![0u8; blocks * 64];
         // SAFETY: the buffer outlives the agent, which is shut down below.
         let range = unsafe { MemoryRange::new(buffer.as_ptr() as u64, buffer.len() as u64, MemoryKind::Host) }.unwrap();
@@ -42,7 +42,7 @@ fn metadata_does_not_grow_with_blocks() {
 
 #[test]
 fn bad_memory_is_refused_and_the_agent_goes_on() {
-    let node = Node::start(config("a", Transport::Tcp), 1, &[64 << 10]);
+    let node = Node::start(config("a", wire()), 1, &[64 << 10]);
     let refuse = |range: MemoryRange, kind: ErrorKind, text: &str| {
         let error = node.agent.register(range).unwrap_err();
         assert_eq!(error.kind(), kind, "{error}");
@@ -103,11 +103,11 @@ fn settings_that_cannot_work_are_refused_by_name() {
 fn shutting_down_ends_what_is_in_flight_with_one_event_each() {
     for hangs in [false, true] {
         let mut a = Node::start(
-            AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", Transport::Tcp) },
+            AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", wire()) },
             1,
             &[8 << 20],
         );
-        let b = Remote::spawn(Transport::Tcp, 2, &[8 << 20]);
+        let b = Remote::spawn(wire(), 2, &[8 << 20]);
         let peer = a.connect(&b.metadata);
         a.wait_connected();
         if hangs {
@@ -145,8 +145,8 @@ fn shutting_down_ends_what_is_in_flight_with_one_event_each() {
 
 #[test]
 fn dropping_the_last_handle_shuts_down() {
-    let mut a = Node::start(config("a", Transport::Tcp), 1, &[4096]);
-    let b = Node::start(config("b", Transport::Tcp), 2, &[4096]);
+    let mut a = Node::start(config("a", wire()), 1, &[4096]);
+    let b = Node::start(config("b", wire()), 2, &[4096]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     a.wait_connected();
     let clone = b.agent.clone();
@@ -216,7 +216,7 @@ impl Driver for Rider {
 
 #[test]
 fn a_driver_runs_with_events_sockets_and_timers() {
-    let mut other = Node::start(config("other", Transport::Tcp), 5, &[8192]);
+    let mut other = Node::start(config("other", wire()), 5, &[8192]);
     let metadata = other.agent.metadata().unwrap();
     let (seen, sights) = channel();
     let context = zmq::Context::new();
@@ -225,7 +225,7 @@ fn a_driver_runs_with_events_sockets_and_timers() {
     let in_thread = context.clone();
     let (go, ready) = channel::<()>();
     let agent = Agent::start_with(
-        config("carrier", Transport::Tcp),
+        config("carrier", wire()),
         Box::new(move |_waker| {
             let socket = in_thread.socket(zmq::PAIR).unwrap();
             socket.connect("inproc://rider").unwrap();
@@ -307,7 +307,7 @@ fn a_driver_that_panics_takes_nothing_but_its_agent_down() {
             panic!("on purpose");
         }
     }
-    let agent = Agent::start_with(config("a", Transport::Tcp), Box::new(|_| Box::new(Bad))).unwrap();
+    let agent = Agent::start_with(config("a", wire()), Box::new(|_| Box::new(Bad))).unwrap();
     assert!(agent.wait_event(LIMIT).is_none());
     assert_eq!(agent.metadata().unwrap_err().kind(), ErrorKind::ShutDown);
     let error = agent.shutdown(LIMIT).unwrap_err();

@@ -7,7 +7,7 @@ mod agent_support;
 use std::time::{Duration, Instant};
 
 use agent_support::child::{Remote, serve};
-use agent_support::{LIMIT, Node, TRANSPORTS, assert_same, config, model, pattern_bytes, plan, until};
+use agent_support::{LIMIT, Node, assert_same, config, model, pattern_bytes, plan, transports, until, wire};
 use kvferry::ErrorKind;
 use kvferry::agent::Window;
 use kvferry::agent::{AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, Transport, decode_metadata, encode_metadata};
@@ -23,7 +23,7 @@ const SIZES: [usize; 9] = [0, 1, 100, 5000, 70_000, 300_000, 1 << 20, 4 << 20, 1
 
 #[test]
 fn messages_of_all_sizes_arrive_in_order_both_ways_between_processes() {
-    for transport in TRANSPORTS {
+    for transport in transports() {
         let mut a = Node::start(config("a", transport), 1, &[]);
         let b = Remote::spawn(transport, 2, &[]);
         let peer = a.connect(&b.metadata);
@@ -45,8 +45,8 @@ fn messages_of_all_sizes_arrive_in_order_both_ways_between_processes() {
 
 #[test]
 fn the_side_that_is_connected_to_learns_who_it_is_and_can_answer_and_read() {
-    let mut a = Node::start(config("the one", Transport::Tcp), 1, &[8192]);
-    let mut b = Node::start(config("the other", Transport::Tcp), 2, &[8192]);
+    let mut a = Node::start(config("the one", wire()), 1, &[8192]);
+    let mut b = Node::start(config("the other", wire()), 2, &[8192]);
     let to_b = a.connect(&b.agent.metadata().unwrap());
     assert_eq!(a.wait_connected(), (to_b, "the other".to_owned()));
     let (to_a, name) = b.wait_connected();
@@ -69,8 +69,8 @@ fn the_side_that_is_connected_to_learns_who_it_is_and_can_answer_and_read() {
 #[test]
 fn two_that_connect_to_each_other_at_once_have_one_connection() {
     for round in 0..10 {
-        let mut a = Node::start(config("a", Transport::Tcp), 1, &[]);
-        let mut b = Node::start(config("b", Transport::Tcp), 2, &[]);
+        let mut a = Node::start(config("a", wire()), 1, &[]);
+        let mut b = Node::start(config("b", wire()), 2, &[]);
         let (of_a, of_b) = (a.agent.metadata().unwrap(), b.agent.metadata().unwrap());
         let (a_agent, b_agent) = (a.agent.clone(), b.agent.clone());
         let (to_b, to_a) = std::thread::scope(|scope| {
@@ -104,7 +104,7 @@ fn an_agent_that_cannot_rehearse_starts_all_the_same() {
 
 #[test]
 fn an_agent_can_be_its_own_peer() {
-    for transport in TRANSPORTS {
+    for transport in transports() {
         let mut a = Node::start(config("a", transport), 1, &[8192, 8192]);
         let peer = a.connect(&a.agent.metadata().unwrap());
         a.wait_connected();
@@ -120,7 +120,7 @@ fn an_agent_can_be_its_own_peer() {
 
 #[test]
 fn a_killed_peer_fails_its_transfers_and_its_successor_works() {
-    for transport in TRANSPORTS {
+    for transport in transports() {
         let settings = AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", transport) };
         let mut a = Node::start(settings, 1, &[8 << 20]);
         let b = Remote::spawn(transport, 2, &[8 << 20]);
@@ -153,9 +153,9 @@ fn a_killed_peer_fails_its_transfers_and_its_successor_works() {
 /// The peer is stopped before it is met. UCX's event fd is readable all the time then, for nothing.
 #[test]
 fn a_peer_that_does_not_answer_keeps_the_thread_asleep() {
-    let settings = AgentConfig { connect_timeout: LIMIT, ..config("a", Transport::Tcp) };
+    let settings = AgentConfig { connect_timeout: LIMIT, ..config("a", wire()) };
     let mut a = Node::start(settings, 1, &[64 << 10]);
-    let b = Remote::spawn(Transport::Tcp, 2, &[64 << 10]);
+    let b = Remote::spawn(wire(), 2, &[64 << 10]);
     b.signal("STOP");
     let peer = a.connect(&b.metadata);
     let (begun, before) = (Instant::now(), a.agent.stats().unwrap().turns);
@@ -198,8 +198,8 @@ fn a_cancelled_transfer_with_a_peer_that_hangs_is_ended_by_force() {
 
 #[test]
 fn a_disconnected_side_loses_the_peer_and_both_can_connect_again() {
-    let mut a = Node::start(config("a", Transport::Tcp), 1, &[4096]);
-    let mut b = Node::start(config("b", Transport::Tcp), 2, &[4096]);
+    let mut a = Node::start(config("a", wire()), 1, &[4096]);
+    let mut b = Node::start(config("b", wire()), 2, &[4096]);
     let of_b = b.agent.metadata().unwrap();
     let mut last = None;
     for _ in 0..3 {
@@ -218,9 +218,9 @@ fn a_disconnected_side_loses_the_peer_and_both_can_connect_again() {
 
 #[test]
 fn an_agent_that_is_gone_is_unreachable() {
-    let mut a = Node::start(config("a", Transport::Tcp), 1, &[4096]);
+    let mut a = Node::start(config("a", wire()), 1, &[4096]);
     let gone = {
-        let b = Node::start(config("b", Transport::Tcp), 2, &[4096]);
+        let b = Node::start(config("b", wire()), 2, &[4096]);
         let metadata = b.agent.metadata().unwrap();
         b.agent.shutdown(LIMIT).unwrap();
         metadata
@@ -247,9 +247,9 @@ fn an_agent_that_is_gone_is_unreachable() {
 /// The address answers, but is not that of the expected incarnation: nothing is read from it.
 #[test]
 fn metadata_of_an_earlier_life_never_reaches_the_present_one() {
-    let settings = AgentConfig { connect_timeout: Duration::from_millis(500), ..config("a", Transport::Tcp) };
+    let settings = AgentConfig { connect_timeout: Duration::from_millis(500), ..config("a", wire()) };
     let mut a = Node::start(settings, 1, &[4096]);
-    let b = Node::start(config("b", Transport::Tcp), 2, &[4096]);
+    let b = Node::start(config("b", wire()), 2, &[4096]);
     let mut stale = b.agent.metadata().unwrap();
     stale.incarnation.0 ^= 1;
     let peer = a.connect(&stale);
@@ -261,8 +261,8 @@ fn metadata_of_an_earlier_life_never_reaches_the_present_one() {
 
 #[test]
 fn damaged_and_foreign_metadata_is_refused_with_the_reason() {
-    let a = Node::start(config("a", Transport::Tcp), 1, &[4096]);
-    let b = Node::start(config("b", Transport::Tcp), 2, &[4096]);
+    let a = Node::start(config("a", wire()), 1, &[4096]);
+    let b = Node::start(config("b", wire()), 2, &[4096]);
     let good = b.agent.metadata().unwrap();
     let bytes = encode_metadata(&good).unwrap();
     assert_eq!(decode_metadata(&bytes).unwrap(), good);
@@ -306,9 +306,9 @@ fn replace(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
 
 #[test]
 fn messages_over_the_limits_are_refused_and_smaller_ones_go_on() {
-    let settings = AgentConfig { send_queue_bytes: 1 << 20, ..config("a", Transport::Tcp) };
+    let settings = AgentConfig { send_queue_bytes: 1 << 20, ..config("a", wire()) };
     let mut a = Node::start(settings, 1, &[]);
-    let b = Remote::spawn(Transport::Tcp, 2, &[]);
+    let b = Remote::spawn(wire(), 2, &[]);
     let peer = a.connect(&b.metadata);
     a.wait_connected();
     let error = a.agent.send(peer, vec![0; MAX_MESSAGE_BYTES + 1]).unwrap_err();
@@ -330,8 +330,8 @@ fn messages_over_the_limits_are_refused_and_smaller_ones_go_on() {
 
 #[test]
 fn every_event_of_a_lost_peer_comes_once() {
-    let mut a = Node::start(config("a", Transport::Tcp), 1, &[4096]);
-    let b = Remote::spawn(Transport::Tcp, 2, &[4096]);
+    let mut a = Node::start(config("a", wire()), 1, &[4096]);
+    let b = Remote::spawn(wire(), 2, &[4096]);
     let peer = a.connect(&b.metadata);
     a.wait_connected();
     b.kill();
@@ -343,7 +343,7 @@ fn every_event_of_a_lost_peer_comes_once() {
 
 #[test]
 fn a_consumer_that_dies_while_it_reads_leaves_the_producer_alive() {
-    for transport in TRANSPORTS {
+    for transport in transports() {
         let mut producer = Remote::spawn(transport, 1, &[1 << 20]);
         for round in 0..6 {
             let mut consumer = Remote::spawn(transport, 2, &[1 << 20]);

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use agent_support::child::{Remote, serve};
 use agent_support::{
-    LIMIT, Node, RICH, Random, TRANSPORTS, assert_same, config, model, pattern_bytes, plan, rich_plan, until,
+    LIMIT, Node, RICH, Random, assert_same, config, direct, model, pattern_bytes, plan, rich_plan, transports, until,
+    ways, wire,
 };
 use kvferry::ErrorKind;
 use kvferry::agent::{Agent, AgentConfig, Direction, Event, PeerId, TransferId, Transport, Window};
@@ -21,9 +22,6 @@ fn child_process() {
 }
 
 const DIRECTIONS: [Direction; 2] = [Direction::Read, Direction::Write];
-
-/// Over TCP everything is served by messages; over CMA, an operation per run or gathered into messages.
-const WAYS: [(Transport, u64); 3] = [(Transport::Tcp, 0), (Transport::Shm, 0), (Transport::Shm, u64::MAX)];
 
 /// Moves what the plan says and compares every byte of both sides. Returns the operations, at least one.
 fn a_moves(a: &mut Node, b: &Node, peer: PeerId, direction: Direction, plan: CopyPlan) -> u64 {
@@ -41,14 +39,14 @@ fn a_moves(a: &mut Node, b: &Node, peer: PeerId, direction: Direction, plan: Cop
 fn agents_whose_tcp_segments_differ_in_length_understand_each_other() {
     let mut random = Random(31);
     let short = |side: &str| {
-        let mut config = config(side, Transport::Tcp);
+        let mut config = config(side, wire());
         for name in ["TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"] {
             config.ucx.insert(name.to_owned(), "8k".to_owned());
         }
         config
     };
     for swap in [false, true] {
-        let (first, second) = (short("a"), config("b", Transport::Tcp));
+        let (first, second) = (short("a"), config("b", wire()));
         let (first, second) = if swap { (second, first) } else { (first, second) };
         let mut a = Node::start(first, 100, &RICH);
         let mut b = Node::start(second, 200, &RICH);
@@ -65,7 +63,7 @@ fn agents_whose_tcp_segments_differ_in_length_understand_each_other() {
 #[test]
 fn every_byte_of_rich_plans_arrives_within_one_process() {
     let mut random = Random(11);
-    for ((transport, gather_below), verify) in WAYS.into_iter().flat_map(|way| [(way, false), (way, true)]) {
+    for ((transport, gather_below), verify) in ways().into_iter().flat_map(|way| [(way, false), (way, true)]) {
         let mut a = Node::start(AgentConfig { gather_below, verify, ..config("a", transport) }, 100, &RICH);
         let b = Node::start(config("b", transport), 200, &RICH);
         let peer = a.connect(&b.agent.metadata().unwrap());
@@ -81,7 +79,7 @@ fn every_byte_of_rich_plans_arrives_within_one_process() {
 #[test]
 fn every_byte_of_rich_plans_arrives_between_processes() {
     let mut random = Random(12);
-    for (transport, gather_below) in WAYS {
+    for (transport, gather_below) in ways() {
         let mut a = Node::start(AgentConfig { gather_below, ..config("a", transport) }, 300, &RICH);
         let mut b = Remote::spawn(transport, 400, &RICH);
         let peer = a.connect(&b.metadata);
@@ -102,10 +100,10 @@ fn every_byte_of_rich_plans_arrives_between_processes() {
 /// Contiguous blocks are one operation per bound, scattered ones one each.
 #[test]
 fn operations_are_merged_up_to_the_bound() {
-    // Over CMA, where each operation is one-sided; what the peer serves is counted in chunks.
-    let settings = AgentConfig { max_operation_bytes: 64 << 10, ..config("a", Transport::Shm) };
+    // Where each operation is one-sided; what the peer serves is counted in chunks.
+    let settings = AgentConfig { max_operation_bytes: 64 << 10, ..config("a", direct()) };
     let mut a = Node::start(settings, 1, &[1 << 20]);
-    let b = Node::start(config("b", Transport::Shm), 2, &[1 << 20]);
+    let b = Node::start(config("b", direct()), 2, &[1 << 20]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let ids: Vec<u32> = (0..256).collect();
     assert_eq!(a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, ids.clone(), ids.clone())), 16);
@@ -120,9 +118,9 @@ fn operations_are_merged_up_to_the_bound() {
 /// Runs under the limit travel in chunks of many, others in an operation each; the mean of a transfer decides.
 #[test]
 fn short_runs_are_gathered() {
-    let settings = AgentConfig { gather_below: 100, ..config("a", Transport::Shm) };
+    let settings = AgentConfig { gather_below: 100, ..config("a", direct()) };
     let mut a = Node::start(settings, 1, &[1 << 16]);
-    let b = Node::start(config("b", Transport::Shm), 2, &[1 << 16]);
+    let b = Node::start(config("b", direct()), 2, &[1 << 16]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let every_other: Vec<u32> = (0..128).map(|i| i * 2).collect();
     for (len, operations) in [(99, 1), (100, 128)] {
@@ -144,10 +142,10 @@ fn a_window_of_one_moves_everything() {
     let settings = AgentConfig {
         peer_window: Window { operations: 1, bytes: 1 },
         total_window: Window { operations: 1, bytes: 1 },
-        ..config("a", Transport::Tcp)
+        ..config("a", wire())
     };
     let mut a = Node::start(settings, 1, &[1 << 20]);
-    let b = Node::start(config("b", Transport::Tcp), 2, &[1 << 20]);
+    let b = Node::start(config("b", wire()), 2, &[1 << 20]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let plan = plan(0, 0, 8192, 5000, Random(3).blocks(128, 128), Random(4).blocks(128, 128));
     a_moves(&mut a, &b, peer, Direction::Read, plan);
@@ -196,9 +194,9 @@ fn a_region_that_its_owner_deregistered_is_refused_by_the_owner() {
 /// Threads spin for the next request or reply. A reader that has all that it asked for expects neither.
 #[test]
 fn a_reader_that_has_everything_sleeps_however_long_threads_spin() {
-    let spins = AgentConfig { spin: Duration::from_secs(600), ..config("a", Transport::Tcp) };
+    let spins = AgentConfig { spin: Duration::from_secs(600), ..config("a", wire()) };
     let mut a = Node::start(spins, 1, &[1 << 20]);
-    let b = Node::start(config("b", Transport::Tcp), 2, &[1 << 20]);
+    let b = Node::start(config("b", wire()), 2, &[1 << 20]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     // By messages, and so much that a stream is asked for.
     for blocks in [1, 256] {
@@ -277,9 +275,9 @@ fn order(node: &mut Node, count: usize) -> Vec<TransferId> {
 #[test]
 fn a_small_transfer_does_not_wait_for_a_large_one_before_it() {
     // The large one has 16 chunks of which 2 may be in flight.
-    let settings = AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", Transport::Tcp) };
+    let settings = AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", wire()) };
     let mut a = Node::start(settings, 1, &[8 << 20, 4096]);
-    let b = Node::start(config("b", Transport::Tcp), 5, &[8 << 20, 4096]);
+    let b = Node::start(config("b", wire()), 5, &[8 << 20, 4096]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let ids: Vec<u32> = (0..4096).collect();
     let large = a.agent.transfer(peer, Direction::Read, plan(0, 0, 2048, 2000, ids.clone(), ids)).unwrap();
@@ -295,7 +293,7 @@ fn a_small_transfer_does_not_wait_for_a_large_one_before_it() {
 
 #[test]
 fn a_cancelled_transfer_ends_once_and_its_memory_stays_as_it_was_then() {
-    for transport in TRANSPORTS {
+    for transport in transports() {
         let settings = AgentConfig { peer_window: Window { operations: 2, bytes: 1 << 20 }, ..config("a", transport) };
         let mut a = Node::start(settings, 1, &[16 << 20]);
         let mut b = Remote::spawn(transport, 2, &[16 << 20]);
@@ -377,8 +375,8 @@ fn deregistering_ends_the_transfers_that_use_the_region_and_spares_the_others() 
 
 #[test]
 fn plans_that_leave_their_regions_move_nothing() {
-    let mut a = Node::start(config("a", Transport::Tcp), 1, &[64 << 10]);
-    let b = Node::start(config("b", Transport::Tcp), 2, &[32 << 10]);
+    let mut a = Node::start(config("a", wire()), 1, &[64 << 10]);
+    let b = Node::start(config("b", wire()), 2, &[32 << 10]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let (mut local, mut remote) = (a.contents(), b.contents());
     let good = |l, r| plan(0, 0, 4096, 4096, l, r);
@@ -411,8 +409,8 @@ fn plans_that_leave_their_regions_move_nothing() {
 
 #[test]
 fn stale_and_foreign_ids_are_not_found() {
-    let a = Node::start(config("a", Transport::Tcp), 1, &[4096]);
-    let b = Node::start(config("b", Transport::Tcp), 2, &[4096]);
+    let a = Node::start(config("a", wire()), 1, &[4096]);
+    let b = Node::start(config("b", wire()), 2, &[4096]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let one = || plan(0, 0, 1, 1, vec![0], vec![0]);
     let not_found = |result: kvferry::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::NotFound);

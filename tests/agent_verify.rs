@@ -6,16 +6,14 @@ mod agent_support;
 
 use std::time::Instant;
 
-use agent_support::{LIMIT, Node, assert_same, config, plan};
+use agent_support::{LIMIT, Node, assert_same, config, plan, ways};
 use kvferry::ErrorKind;
-use kvferry::agent::{AgentConfig, Direction, Event, Transport};
-
-const WAYS: [(Transport, u64); 3] = [(Transport::Tcp, 0), (Transport::Shm, 0), (Transport::Shm, u64::MAX)];
+use kvferry::agent::{AgentConfig, Direction, Event};
 
 /// The peer's memory changes all the time, so sooner or later it does between the read and its digest.
 #[test]
 fn bytes_that_are_not_the_peers_any_more_are_refused() {
-    for (transport, gather_below) in WAYS {
+    for (transport, gather_below) in ways() {
         let mut a = Node::start(AgentConfig { gather_below, verify: true, ..config("a", transport) }, 1, &[1 << 20]);
         let b = Node::start(config("b", transport), 2, &[1 << 20]);
         let peer = a.connect(&b.agent.metadata().unwrap());

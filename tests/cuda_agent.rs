@@ -7,7 +7,7 @@ mod agent_support;
 
 use agent_support::child::{Remote, serve};
 use agent_support::{
-    Buffer, LIMIT, Node, RICH, Random, TRANSPORTS, assert_same, config, model, pattern_bytes, rich_plan,
+    Buffer, LIMIT, Node, RICH, Random, assert_same, config, model, pattern_bytes, rich_plan, transports,
 };
 use cudarc::driver::sys;
 use kvferry::ErrorKind;
@@ -144,7 +144,7 @@ fn device_and_host_memory_of_two_agents_in_one_process() {
         return;
     }
     let mut random = Random(21);
-    for transport in TRANSPORTS {
+    for transport in transports() {
         let mut a = DeviceNode::start("a", transport, 10);
         let b = DeviceNode::start("b", transport, 20);
         let c = Node::start(config("c", transport), 30, &RICH);
@@ -177,7 +177,7 @@ fn device_memory_and_a_host_in_another_process() {
         return;
     }
     let mut random = Random(22);
-    for transport in TRANSPORTS {
+    for transport in transports() {
         let mut a = DeviceNode::start("a", transport, 10);
         let mut b = Remote::spawn(transport, 20, &RICH);
         let peer = a.node.connect(&b.metadata);

@@ -97,7 +97,7 @@ fn a_wrong_path_is_told_with_the_fix() {
         let path = path.to_str().unwrap();
         for told in [outcome(path, &NOWHERE), outcome("", &nowhere_but(PATH_VARIABLE, path))] {
             assert!(told.starts_with("error true"), "{told}");
-            assert!(told.contains(path) && told.contains("pip install libucx-cu12"), "{told}");
+            assert!(told.contains(path) && told.contains("kvferry-ucx"), "{told}");
         }
     }
     std::fs::remove_file(&text_file).unwrap();
@@ -130,6 +130,22 @@ fn a_python_package_is_found() {
         let told = outcome("", &nowhere_but("VIRTUAL_ENV", environment.to_str().unwrap()));
         assert!(told.starts_with(&system) || told.starts_with(&package), "{told}");
     }
+}
+
+#[test]
+fn the_package_kvferry_ucx_comes_before_the_systems() {
+    let folder = env::temp_dir().join(format!("kvferry-own-package-{}", std::process::id()));
+    std::fs::create_dir_all(folder.join("kvferry_ucx")).unwrap();
+    std::os::unix::fs::symlink(usable().parent().unwrap(), folder.join("kvferry_ucx/lib")).unwrap();
+    let own = folder.join("kvferry_ucx/lib/libucp.so.0");
+    let found = candidates("", &nowhere_but("PYTHONPATH", folder.to_str().unwrap()));
+    assert!(found[1].starts_with("OwnPackage ") && found[1].contains(" chosen "), "{found:?}");
+    assert!(found[2].starts_with("System "), "{found:?}");
+    // And where only the host's module path leads there.
+    let hinted: Vec<_> = nowhere_but(PATH_VARIABLE, "").into_iter().chain([(HINT, own.to_str())]).collect();
+    let found = candidates("", &hinted);
+    assert!(found[1].starts_with("OwnPackage ") && found[1].contains(" chosen "), "{found:?}");
+    std::fs::remove_dir_all(&folder).unwrap();
 }
 
 #[test]
@@ -187,7 +203,7 @@ fn no_ucx_is_an_error_with_the_fix() {
         return;
     }
     assert!(told.starts_with("error true"), "{told}");
-    assert!(told.contains("pip install libucx-cu12") && told.contains(PATH_VARIABLE), "{told}");
+    assert!(told.contains("kvferry-ucx") && told.contains(PATH_VARIABLE), "{told}");
 }
 
 #[test]

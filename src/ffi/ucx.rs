@@ -51,8 +51,9 @@ fn ucx_info(path: Option<&Path>) -> Result<Vec<u8>> {
     decode::encode("ucx info", &UcxInfo::from(Library::open(path).map_err(ucx_error)?.info()))
 }
 
-/// Tells the search for a UCX where a Python package libucx lies that only the host's own module path leads to: `path` is
-/// that of its libucp.so.0, which the searches from now on try last. The last path counts. Opens nothing.
+/// Tells the search for a UCX where a Python package kvferry-ucx or libucx lies that only the host's own module path leads
+/// to: `path` is that of its libucp.so.0, which the searches from now on try after those of the same package that they find
+/// by themselves. The last path for either package counts. Opens nothing.
 ///
 /// # Safety
 /// As the header's top says.

@@ -55,9 +55,9 @@ pub const TABLE: &[Setting] = &[
     row(OperatorWithoutVariable, "ucx", &[Agent, Worker], Ucx, "", Empty,
         "UCX settings by name without the `UCX_` prefix, such as `{\"NET_DEVICES\": \"mlx5_0:1\"}`. They win over UCX's own \
          variables, `UCX_<NAME>`, which count for what is not given here. `TLS` is refused beside a `transport` that is not \
-         `auto`. `RNDV_THRESH`, `ADDRESS_VERSION`, `TCP_RX_SEG_SIZE`, `TCP_PUT_ENABLE` and, with `PROTO_ENABLE` off, \
-         `TCP_TX_SEG_SIZE` always have kvferry's values, on which peers rely."),
-    late(row(Operator, "ucx_lib", &[Agent, Worker], Text, "", Absent("found: loaded already, the system's, a package's"),
+         `auto`. `RNDV_THRESH`, `ADDRESS_VERSION`, `TCP_RX_SEG_SIZE`, `TCP_PUT_ENABLE`, `RCACHE_ENABLE`, `PROTO_EMULATION_ENABLE`, `RMA_PPLN_ENABLE` and, with `PROTO_ENABLE` off, \
+         `TCP_TX_SEG_SIZE` always have kvferry's values, on which peers or owners of memory rely."),
+    late(row(Operator, "ucx_lib", &[Agent, Worker], Text, "", Absent("found: loaded already, kvferry-ucx, the system's, libucx"),
         "Path of the libucp.so.0 to open.")),
     row(Operator, "window", &[Agent, Worker], Whole(1, 1024), "operations", Number(64),
         "UCX operations in flight to one peer."),
@@ -156,8 +156,9 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
     ("KVFERRY_UCX_INCLUDE", "Folder of UCX's headers for a build."),
     ("KVFERRY_CXX", "`zig` makes `scripts/setup` install a C++ compiler from PyPI also where there is one."),
     ("KVFERRY_REQUIRE", "What tests must not skip for want of, separated by commas without blanks: `cuda`, `netns`, \
-      `history` (the commits of which `scripts/build-previous` builds the previous protocol version), a program \
-      such as `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
+      `history` (the commits of which `scripts/build-previous` builds the previous protocol version), \
+      `rdma` (the tests over RDMA, which `scripts/test` runs in a virtual machine), a program such as \
+      `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
     ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
     ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),
     ("KVFERRY_SHAPE", "`cargo test --test connector_shapes` runs the pairs of shapes whose names contain it."),

@@ -26,6 +26,8 @@ pub enum Source {
     AlreadyLoaded,
     /// The dynamic linker found it.
     System,
+    /// It is that of the Python package `kvferry-ucx`.
+    OwnPackage,
     /// It is that of a Python package `libucx`.
     PythonPackage,
 }
@@ -37,6 +39,7 @@ impl fmt::Display for Source {
             Self::Environment => "named by KVFERRY_UCX_LIB",
             Self::AlreadyLoaded => "already loaded in the process",
             Self::System => "the system's",
+            Self::OwnPackage => "of the Python package kvferry-ucx",
             Self::PythonPackage => "of the Python package libucx",
         })
     }

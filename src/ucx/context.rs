@@ -122,8 +122,8 @@ impl Context {
         Status::from_raw(status).check("ucp_context_query", String::new)?;
         if attr.thread_mode != ucx_sys::UCS_THREAD_MODE_MULTI {
             let detail = format!(
-                "{} was built without support for threads; use one built with --enable-mt, as `pip install \
-                 libucx-cu12` brings",
+                "{} was built without support for threads; use one built with --enable-mt, as the wheel \
+                 kvferry-ucx has it",
                 self.library.info()
             );
             return Err(UcxError::new("ucp_init", Status::UNSUPPORTED, detail));

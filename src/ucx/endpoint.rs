@@ -89,7 +89,7 @@ impl Endpoint {
         if !options.error_mode_peer && !library.allows_unwatched_peers() {
             let detail = format!(
                 "an endpoint that does not watch its peer needs UCX 1.22 or newer, because {} may abort this process \
-                 when the peer dies; set error_mode_peer or update UCX (`pip install -U libucx-cu12`)",
+                 when the peer dies; set error_mode_peer or update UCX (the wheel kvferry-ucx has it)",
                 library.info()
             );
             return Err(UcxError::new(OP, Status::UNSUPPORTED, detail));

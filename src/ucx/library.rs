@@ -33,8 +33,9 @@ impl Library {
     /// Opens libucp, or returns the one that this process has opened.
     ///
     /// The search stops at the first that is usable: `path`, the file in KVFERRY_UCX_LIB, one that the process
-    /// has loaded already, the dynamic linker's `libucp.so.0`, that of a Python package `libucx` (beside
-    /// kvferry's own package, then in PYTHONPATH, VIRTUAL_ENV and CONDA_PREFIX, then where [`Library::hint`] says).
+    /// has loaded already, that of the Python package `kvferry-ucx`, the dynamic linker's `libucp.so.0`, that of a Python
+    /// package `libucx` (either package beside kvferry's own, then in PYTHONPATH, VIRTUAL_ENV and CONDA_PREFIX, then where
+    /// [`Library::hint`] says).
     /// Where a path is named, nothing else is tried. A failure is not remembered, so a later call may succeed.
     ///
     /// # Errors
@@ -61,8 +62,9 @@ impl Library {
         }
     }
 
-    /// Tells the searches from now on where the host has a Python package `libucx` that only its own module path leads to:
-    /// the path of its libucp, which is tried last. The last hint counts.
+    /// Tells the searches from now on where the host has a Python package `kvferry-ucx` or `libucx` that only its own module
+    /// path leads to: the path of its libucp, which is tried after those of the same package that the search finds. The
+    /// last hint for either package counts.
     pub fn hint(path: &Path) {
         search::hint(path);
     }

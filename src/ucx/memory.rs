@@ -60,7 +60,7 @@ impl Memory {
         let unsupported = |found: &str| {
             let detail = format!(
                 "{}: {found}; {} moves these kinds: {}. Device memory needs a UCX with its device's support, such \
-                 as `pip install libucx-cu12` for CUDA 12, and transports that include it (UCX_TLS)",
+                 as the wheel kvferry-ucx, and transports that include it (UCX_TLS)",
                 range(),
                 context.library().info(),
                 context.memory_types()

@@ -11,18 +11,23 @@ use super::raw::file_of;
 use super::status::{Status, UcxError};
 
 pub(super) const OPEN: &str = "open UCX";
-const HOW_TO_GET: &str = "run `pip install libucx-cu12`, or install UCX 1.18 or newer on the system, or name a \
-                          libucp.so.0 in KVFERRY_UCX_LIB";
+const HOW_TO_GET: &str = "install the wheel kvferry-ucx (scripts/build-ucx makes it), or run `pip install libucx-cu12`, \
+                          which has no RDMA, or install UCX 1.18 or newer on the system, or name a libucp.so.0 in \
+                          KVFERRY_UCX_LIB";
 
 const SONAME: &str = "libucp.so.0";
-const IN_PACKAGE: &str = "libucx/lib/libucp.so.0";
+/// Where Python packages have their libucp. Who installed kvferry-ucx wants that one, so it comes before the system's.
+const OWN_PACKAGE: &str = "kvferry_ucx/lib/libucp.so.0";
+const LIBUCX: &str = "libucx/lib/libucp.so.0";
 
-/// What [`hint`] was told last.
-static HINT: Mutex<Option<PathBuf>> = Mutex::new(None);
+/// What [`hint`] was told last, for either package.
+static HINTS: Mutex<[Option<PathBuf>; 2]> = Mutex::new([None, None]);
 
-/// Names the libucp of a package that the host's own module path leads to. The search tries it last.
+/// Names the libucp of a package that the host's own module path leads to. The search tries it after those that it
+/// found by itself for the same package.
 pub(super) fn hint(path: &Path) {
-    *HINT.lock().unwrap_or_else(PoisonError::into_inner) = Some(path.to_path_buf());
+    let [own, other] = &mut *HINTS.lock().unwrap_or_else(PoisonError::into_inner);
+    *(if path.ends_with(OWN_PACKAGE) { own } else { other }) = Some(path.to_path_buf());
 }
 
 /// The candidates in their order, and how many of them are tried: where a path is named, only that one.
@@ -36,12 +41,11 @@ fn candidates(path: Option<&Path>) -> (Vec<(PathBuf, Source)>, usize) {
     let named = all.len();
     all.push((PathBuf::from(SONAME), Source::AlreadyLoaded));
     all.extend(loaded().into_iter().map(|path| (path, Source::AlreadyLoaded)));
+    let folders = package_folders();
+    let [own_hint, other_hint] = HINTS.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    all.extend(packaged(&folders, OWN_PACKAGE, own_hint).into_iter().map(|path| (path, Source::OwnPackage)));
     all.push((PathBuf::from(SONAME), Source::System));
-    all.extend(packaged().into_iter().map(|path| (path, Source::PythonPackage)));
-    let hint = HINT.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    if let Some(path) = hint.filter(|path| path.is_file() && !all.iter().any(|(known, _)| known == path)) {
-        all.push((path, Source::PythonPackage));
-    }
+    all.extend(packaged(&folders, LIBUCX, other_hint).into_iter().map(|path| (path, Source::PythonPackage)));
     let tried = if named > 0 { named } else { all.len() };
     (all, tried)
 }
@@ -109,11 +113,22 @@ fn mapped_libucp(maps: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The places where a Python package `libucx` may lie, those that exist.
-fn packaged() -> Vec<PathBuf> {
+/// The libucp of a Python package in those of `folders` that have it, and then that of the hint.
+fn packaged(folders: &[PathBuf], in_package: &str, hint: Option<PathBuf>) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    for path in folders.iter().map(|folder| folder.join(in_package)).chain(hint) {
+        if path.is_file() && !found.contains(&path) {
+            found.push(path);
+        }
+    }
+    found
+}
+
+/// The folders where Python packages may lie.
+fn package_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = Vec::new();
     // Beside kvferry's own package: <site-packages>/kvferry/libkvferry.so.
-    if let Some(own) = file_of(packaged as *const c_void) {
+    if let Some(own) = file_of(package_folders as *const c_void) {
         folders.extend(own.ancestors().skip(1).take(3).map(Path::to_path_buf));
     }
     if let Some(list) = env::var_os("PYTHONPATH") {
@@ -132,10 +147,7 @@ fn packaged() -> Vec<PathBuf> {
             }
         }
     }
-    let mut found: Vec<PathBuf> =
-        folders.into_iter().map(|folder| folder.join(IN_PACKAGE)).filter(|path| path.is_file()).collect();
-    found.dedup();
-    found
+    folders
 }
 
 #[cfg(test)]

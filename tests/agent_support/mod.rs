@@ -17,8 +17,33 @@ use kvferry::proto::wire::{AgentMetadata, MemoryKind};
 /// Far above what any wait here needs on a busy machine; reaching it fails the test.
 pub const LIMIT: Duration = Duration::from_secs(120);
 
-/// The transports that every host has.
-pub const TRANSPORTS: [Transport; 2] = [Transport::Tcp, Transport::Shm];
+/// Set where the tests of RDMA run (scripts/rdma-test): the transports that UCX may use there, such as `rc`.
+const RDMA: &str = "KVFERRY_TEST_RDMA";
+
+/// The transport that reaches other hosts: TCP, or RDMA where its tests run.
+pub fn wire() -> Transport {
+    if std::env::var_os(RDMA).is_some() { Transport::Auto } else { Transport::Tcp }
+}
+
+/// The transport that moves memory without the peer's processor: CMA, or RDMA where its tests run.
+pub fn direct() -> Transport {
+    if wire() == Transport::Tcp { Transport::Shm } else { wire() }
+}
+
+/// The transports that every host has; where the tests of RDMA run, that.
+pub fn transports() -> Vec<Transport> {
+    match wire() {
+        Transport::Tcp => vec![Transport::Tcp, Transport::Shm],
+        rdma => vec![rdma],
+    }
+}
+
+/// Over TCP everything is served by messages; over CMA and RDMA, an operation per run or gathered into messages.
+pub fn ways() -> Vec<(Transport, u64)> {
+    let gathered = |transport: &Transport| *transport != Transport::Tcp;
+    let each = |transport| [0, u64::MAX].map(|gather_below| (transport, gather_below));
+    transports().into_iter().flat_map(each).filter(|(transport, below)| gathered(transport) || *below == 0).collect()
+}
 
 /// The byte at `index` of the pattern `seed`: other seeds and other places give other bytes.
 pub fn pattern(seed: u64, index: usize) -> u8 {
@@ -100,7 +125,11 @@ pub struct Node {
 }
 
 pub fn config(name: &str, transport: Transport) -> AgentConfig {
-    AgentConfig { name: name.to_owned(), transport, ..AgentConfig::default() }
+    let mut config = AgentConfig { name: name.to_owned(), transport, ..AgentConfig::default() };
+    if let (Transport::Auto, Ok(rdma)) = (transport, std::env::var(RDMA)) {
+        config.ucx.insert("TLS".to_owned(), rdma);
+    }
+    config
 }
 
 /// Shows the library's log where KVFERRY_TEST_LOG is set: `cargo test ... -- --nocapture`.

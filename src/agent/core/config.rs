@@ -51,8 +51,8 @@ pub struct AgentConfig {
     pub transport: Transport,
     /// UCX settings, with or without the `UCX_` prefix; they win over the environment's.
     pub ucx: BTreeMap<String, String>,
-    /// The libucp to open; by default one already loaded in the process, else the system's, else that of an installed
-    /// Python package `libucx`.
+    /// The libucp to open; by default one already loaded in the process, else that of the Python package `kvferry-ucx`, else
+    /// the system's, else that of a Python package `libucx`.
     pub ucx_lib: Option<PathBuf>,
     /// The file of the key that all agents share: see [`Key`](crate::secret::Key). `None` leaves it to the environment
     /// variable `KVFERRY_KEY_FILE`, an empty path means no key. Default: `None`.

@@ -1,12 +1,13 @@
 //! What each UCX operation in flight belongs to.
 
 use super::ids::{PeerId, TransferId};
+use crate::proto::plan::Operation;
 
 /// The owner of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum InFlight {
-    /// A read or write of `len` bytes for a transfer.
-    Copy { transfer: TransferId, len: u64 },
+    /// A read or write for a transfer.
+    Copy { transfer: TransferId, peer: PeerId, operation: Operation },
     /// The flush after a transfer's last write: when it ends, the peer's memory holds all of it.
     Flush { transfer: TransferId },
     /// A message, for which this much of the peer's send queue was reserved.

@@ -9,10 +9,12 @@ use crate::agent::core::event::{Direction, Event};
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::in_flight::InFlight;
-use crate::agent::paths;
+use crate::agent::paths::{self, one_sided};
+use crate::agent::peers::reach::Pair;
 use crate::agent::rpc::server::{self, Payload};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::ucx_error;
+use crate::mem::{MemoryRange, ucx_error};
+use crate::proto::plan::Operation;
 use crate::proto::wire::MemoryKind;
 use crate::ucx::{Completion, Posted};
 
@@ -119,13 +121,29 @@ impl Engine {
         }
     }
 
+    /// UCX has no lane for this: notes it for what follows. False if the peer is gone, whose operations end that way too.
+    fn refuse(&mut self, peer: PeerId, operation: Operation) -> bool {
+        let Ok(peer) = self.peers.get_mut(peer) else { return false };
+        let local = self.regions.range(operation.local_region).map(MemoryRange::kind);
+        // Where a region is gone, posting it again says so.
+        if let (Some(local), Some(remote)) = (local, peer.kind(operation.remote_region)) {
+            peer.refuse(Pair::of(local, remote), operation.remote_region);
+        }
+        true
+    }
+
     /// Takes the operations that UCX has ended.
     pub(super) fn reap_completions(&mut self, now: Instant) {
         while let Some(Completion { token, result, .. }) = self.worker.poll_completion() {
+            let is_refusal = result.as_ref().is_err_and(one_sided::is_refusal);
             let result = result.map_err(ucx_error);
             match self.operations.remove(token) {
-                Some(InFlight::Copy { transfer, len }) => {
+                Some(InFlight::Copy { transfer, peer, operation }) if is_refusal && self.refuse(peer, operation) => {
+                    self.transfers.take_back(transfer, operation, &mut self.effects);
+                }
+                Some(InFlight::Copy { transfer, operation: Operation { len, .. }, .. }) => {
                     let moved = if result.is_ok() { len } else { 0 };
+                    self.stats.one_sided_bytes += moved;
                     let end = OperationEnd { transfer, windowed: Some(len), moved, result };
                     self.transfers.operation_ended(end, &mut self.effects, now);
                 }

@@ -11,6 +11,9 @@ use crate::ucx::{Context, ContextConfig, Library, MAX_PARTS};
 /// Room in a segment for what a message has beside a chunk's bytes: headers, the list of pieces of a write, a seal.
 const SEGMENT_EXTRA: u64 = 64 << 10;
 
+/// The first UCX that can be told not to emulate one-sided operations. Older ones warn of the setting at each worker.
+pub(super) const CAN_REFUSE: (u32, u32, u32) = (1, 21, 0);
+
 /// The length of UCX's TCP segments by default, in bytes.
 const SHORT_SEGMENT: &str = "8192";
 
@@ -25,7 +28,7 @@ pub(crate) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
         config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
     let messages_only = is_keyed && config.transport == Transport::Tcp;
     let name = config.name.clone();
-    let if_known = settings_if_known(config);
+    let if_known = settings_if_known(config, library.info().number);
     let context =
         Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, if_known, messages_only, name })
             .map_err(ucx_error)?;
@@ -48,10 +51,7 @@ pub(crate) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
 
 /// UCX's settings by name and value that every agent has where its UCX knows them: what nobody has set otherwise, and what
 /// nobody may.
-fn settings_if_known(config: &AgentConfig) -> Vec<(String, String)> {
-    // UCX keeps the registration of every buffer that it has sent from, also after the buffer is gone, and by default as
-    // many as there come. What an agent has registered itself is in use and does not count.
-    //
+fn settings_if_known(config: &AgentConfig, ucx: (u32, u32, u32)) -> Vec<(String, String)> {
     // With UCX's segments of 8 KiB, a message of a chunk goes over TCP in pieces that are put together again, at a third of
     // the speed. So a segment holds a whole one.
     let segment = (CHUNK_BYTES + SEGMENT_EXTRA).to_string();
@@ -66,8 +66,7 @@ fn settings_if_known(config: &AgentConfig) -> Vec<(String, String)> {
     //
     // UCX's TCP connects with a blocking connect(2) by default, which a firewall that drops what it should refuse lets last
     // two minutes: as long as that nothing else happens on the thread.
-    let mut defaults =
-        vec![("RCACHE_MAX_REGIONS", "1024"), ("TCP_MAX_IOV", &parts), ("TCP_CONN_NB", "y"), ("USE_MT_MUTEX", "y")];
+    let mut defaults = vec![("TCP_MAX_IOV", &*parts), ("TCP_CONN_NB", "y"), ("USE_MT_MUTEX", "y")];
     if !has_older_protocols {
         defaults.push(("TCP_TX_SEG_SIZE", &segment));
     }
@@ -78,32 +77,54 @@ fn settings_if_known(config: &AgentConfig) -> Vec<(String, String)> {
     // TCP, which carries all messages of these transports, asks for a silent peer by itself (after 10 s, as UCX sets its
     // sockets). A lane for UCX's own asking costs every connection a look at the properties of each network device, on both
     // sides: some 60 system calls, a sixth of the time to meet an engine of 64 ranks.
-    if config.transport != Transport::Auto {
+    //
+    // An RDMA device says nothing of a peer that died, so UCX asks, and unreliable datagrams (UD), which carry the messages,
+    // give up after a time of their own. With UCX's 20 s and 30 s a killed peer was noticed after 63 to 69 s over soft RoCE,
+    // twice as long as a lease; with these after 4 to 8 s. Linux' soft RoCE takes 7 retries, UCX's default, for endless: a
+    // read of a dead peer's memory ended a minute after its connection, or never.
+    if config.transport == Transport::Auto {
+        defaults.extend([("KEEPALIVE_INTERVAL", "2s"), ("UD_VERBS_TIMEOUT", "3s"), ("UD_MLX5_TIMEOUT", "3s")]);
+        defaults.push(("RC_VERBS_RETRY_COUNT", "6"));
+        // UCX's default of one leaves all devices but one idle. As NIXL has it.
+        defaults.push(("MAX_RMA_RAILS", "2"));
+    } else {
         defaults.push(("KEEPALIVE_INTERVAL", "inf"));
     }
-    // What peers rely on. A segment that is longer than the receiver's is written over the receiver's memory; addresses of
-    // version 2 say how long those are, which version 1, UCX's default, does not. A message by rendezvous is refused.
+    // What peers and owners of memory rely on. A segment that is longer than the receiver's is written over the receiver's
+    // memory; addresses of version 2 say how long those are, which version 1, UCX's default, does not. A message by
+    // rendezvous is refused.
     //
     // An endpoint that watches its peer, as ours do, may with rendezvous use only transports that can revoke a peer's access
     // to memory. CMA cannot, so UCX would have no lane for it.
     //
     // UCX's TCP writes into memory for any peer whose UCX finds that ability in the address, whatever features the
     // context has and whichever rkey the peer was given.
+    //
+    // What UCX has unmapped stays registered in its cache, and an RDMA device goes on serving whoever has the rkey. Without
+    // the cache, unmapping ends remote access before it returns.
+    //
+    // Where no lane moves memory without the peer's processor, UCX would have it move the bytes by messages of its own. One
+    // that serves such a read is aborted by UCX when the reader dies. Refused, the bytes go by the agents' messages.
     let mut relied_on = vec![
+        ("RCACHE_ENABLE", "n"),
         ("RNDV_THRESH", "inf"),
         ("ADDRESS_VERSION", "v2"),
         ("TCP_RX_SEG_SIZE", &*segment),
         ("TCP_PUT_ENABLE", "n"),
     ];
+    if ucx >= CAN_REFUSE {
+        relied_on.push(("PROTO_EMULATION_ENABLE", "n"));
+    }
+    // Off by default: a second way to have the peer's processor take part, for device memory.
+    if ucx >= (1, 22, 0) {
+        relied_on.push(("RMA_PPLN_ENABLE", "n"));
+    }
     if has_older_protocols {
         relied_on.push(("TCP_TX_SEG_SIZE", SHORT_SEGMENT));
     }
     for (name, value) in &relied_on {
         if let Some(other) = config.ucx_setting(name).filter(|other| other != value) {
-            log::warn!(
-                "agent {}: UCX_{name}={other} is set, and not used: kvferry's peers rely on {value}",
-                config.name
-            );
+            log::warn!("agent {}: UCX_{name}={other} is set, and not used: kvferry relies on {value}", config.name);
         }
     }
     let free = defaults.into_iter().filter(|(setting, _)| config.ucx_setting(setting).is_none());
@@ -141,7 +162,7 @@ mod tests {
     #[test]
     fn segments_are_long_on_both_sides_unless_older_protocols_send() {
         let of = |config: &AgentConfig, name: &str| {
-            let settings = settings_if_known(config);
+            let settings = settings_if_known(config, CAN_REFUSE);
             let mut values = settings.into_iter().filter_map(|(known, value)| (known == name).then_some(value));
             (values.next(), values.next())
         };
@@ -155,6 +176,19 @@ mod tests {
         config.ucx.insert("PROTO_ENABLE".to_owned(), "n".to_owned());
         assert_eq!(of(&config, "TCP_TX_SEG_SIZE"), (Some(SHORT_SEGMENT.to_owned()), None));
         assert_eq!(of(&config, "TCP_RX_SEG_SIZE"), (Some(long), None));
+    }
+
+    #[test]
+    fn nobody_can_have_unmapped_memory_stay_registered() {
+        let mut config = AgentConfig::default();
+        for value in ["y", "try"] {
+            config.ucx.insert("RCACHE_ENABLE".to_owned(), value.to_owned());
+            let set: Vec<_> = settings_if_known(&config, CAN_REFUSE)
+                .into_iter()
+                .filter(|(name, _)| name == "RCACHE_ENABLE")
+                .collect();
+            assert_eq!(set, [("RCACHE_ENABLE".to_owned(), "n".to_owned())]);
+        }
     }
 
     #[test]

@@ -30,8 +30,8 @@ impl Path for Message {
         "served by messages"
     }
 
-    fn counter<'a>(&self, stats: &'a mut AgentStats) -> &'a mut u64 {
-        &mut stats.served_bytes
+    fn count(&self, bytes: u64, stats: &mut AgentStats) {
+        stats.served_bytes += bytes;
     }
 
     fn carries(&self, _peer: &Peer, _profile: Profile) -> bool {

@@ -4,7 +4,7 @@
 
 pub(crate) mod copy_pool;
 mod message;
-mod one_sided;
+pub(crate) mod one_sided;
 mod process_vm;
 mod stream;
 
@@ -19,6 +19,7 @@ use super::core::regions::Regions;
 use super::core::route::Route;
 use super::core::stats::AgentStats;
 use super::peers::Peer;
+use super::peers::reach::Pair;
 use super::rpc::client::Client;
 use super::streams::Streams;
 use super::transfers::{Transfer, Windows};
@@ -40,13 +41,19 @@ pub(crate) struct Profile {
     streamable: bool,
     /// Whether the kernel fills missing pages of the peer's memory by itself; known of processes whose memory can be copied.
     is_filled_by_kernel: bool,
+    /// Whether UCX has refused to move the peer's memory one-sided.
+    is_refused: bool,
     /// Whether the peer's digest is wanted and not the bytes.
     digest: bool,
 }
 
 impl Profile {
+    fn pair(&self) -> Pair {
+        Pair::of(self.local, self.remote)
+    }
+
     fn are_hosts(&self) -> bool {
-        (self.local, self.remote) == (MemoryKind::Host, MemoryKind::Host)
+        self.pair() == Pair::Host
     }
 }
 
@@ -69,11 +76,14 @@ impl Turn<'_> {
     /// What there is to know of the transfer's next operation; `None` when all are posted.
     fn profile(&self) -> Option<Profile> {
         let operation = self.transfer.next()?;
+        let local = self.regions.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind);
+        let remote = self.peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host);
         Some(Profile {
-            local: self.regions.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind),
-            remote: self.peer.kind(operation.remote_region).unwrap_or(MemoryKind::Host),
+            local,
+            remote,
             gathered: self.transfer.is_gathered(),
             streamable: self.transfer.is_streamable(),
+            is_refused: self.peer.has_refused(Pair::of(local, remote), operation.remote_region),
             is_filled_by_kernel: self.peer.is_filled_by_kernel(operation.remote_region),
             digest: self.transfer.is_asking(),
         })
@@ -106,8 +116,8 @@ trait Path: Sync {
     /// Its name in logs and statistics.
     fn name(&self) -> &'static str;
 
-    /// Where the bytes are counted that went this way.
-    fn counter<'a>(&self, stats: &'a mut AgentStats) -> &'a mut u64;
+    /// Counts bytes that were posted to go this way. One that may be refused counts them when they have gone.
+    fn count(&self, bytes: u64, stats: &mut AgentStats);
 
     /// Whether it carries this over the connection to `peer`.
     fn carries(&self, peer: &Peer, profile: Profile) -> bool;
@@ -134,19 +144,33 @@ fn choose(peer: &Peer, profile: Profile) -> &'static dyn Path {
 /// # Errors
 /// The transfer cannot go on.
 pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
-    let Some(profile) = turn.profile() else { return Ok(0) };
-    let path = choose(turn.peer, profile);
-    let bytes = path.post(turn, profile)?;
-    if !profile.digest {
-        *path.counter(turn.stats) += bytes;
+    let mut total = 0;
+    while let Some(profile) = turn.profile() {
+        let path = choose(turn.peer, profile);
+        let bytes = path.post(turn, profile)?;
+        if !profile.digest {
+            path.count(bytes, turn.stats);
+        }
+        total += bytes;
+        // Where UCX has refused the first operation, the next path's turn is now.
+        if bytes > 0 || turn.profile() == Some(profile) {
+            break;
+        }
     }
-    Ok(bytes)
+    Ok(total)
 }
 
 /// The name of the path for long runs between memory of these kinds.
 pub(crate) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
-    let kinds = Profile { local, remote, gathered: false, streamable: true, is_filled_by_kernel: true, digest: false };
-    choose(peer, kinds).name()
+    let through = |is_refused| {
+        let (is_filled_by_kernel, gathered, streamable, digest) = (true, false, true, false);
+        choose(peer, Profile { local, remote, gathered, streamable, is_filled_by_kernel, is_refused, digest }).name()
+    };
+    match peer.refused(Pair::of(local, remote), remote) {
+        (refused, all) if refused == all => through(all > 0),
+        (1.., _) if through(false) == one_sided::NAME => "one-sided (UCX), some regions served by messages",
+        _ => through(false),
+    }
 }
 
 /// How a peer that has said hello is reached; what its connection can do is not known before.

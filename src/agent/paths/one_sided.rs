@@ -1,6 +1,8 @@
 //! UCX's GET and PUT, where the connection has a lane that moves such memory without the peer's processor (RDMA, CUDA
 //! IPC): merged operations, posted in a window.
 
+use std::time::Instant;
+
 use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
 use crate::agent::core::in_flight::InFlight;
@@ -8,27 +10,33 @@ use crate::agent::core::stats::AgentStats;
 use crate::agent::peers::Peer;
 use crate::error::{Error, Result};
 use crate::mem::ucx_error;
-use crate::ucx::Posted;
+use crate::ucx::{Posted, Status, UcxError};
 
 /// What one transfer may post before the next one of the same peer gets its turn.
 const QUANTUM_OPERATIONS: u32 = 8;
 const QUANTUM_BYTES: u64 = 1 << 20;
 
+/// Whether UCX has ended an operation because it has no lane that would not need the peer's processor, having moved nothing.
+/// It says cancelled, as of those of a connection that was closed; its older protocols say unsupported.
+pub(crate) fn is_refusal(error: &UcxError) -> bool {
+    matches!(error.status, Status::CANCELED | Status::UNSUPPORTED)
+}
+
+pub(super) const NAME: &str = "one-sided (UCX)";
+
 pub(super) struct OneSided;
 
 impl Path for OneSided {
     fn name(&self) -> &'static str {
-        "one-sided (UCX)"
+        NAME
     }
 
-    fn counter<'a>(&self, stats: &'a mut AgentStats) -> &'a mut u64 {
-        &mut stats.one_sided_bytes
-    }
+    fn count(&self, _bytes: u64, _stats: &mut AgentStats) {}
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {
         // Device memory would have to be gathered by a copy per run as well.
         let gathered = profile.gathered && profile.are_hosts();
-        !(profile.digest || gathered) && peer.is_direct(profile.remote, profile.local)
+        !(profile.digest || gathered || profile.is_refused) && peer.is_direct(profile.pair())
     }
 
     fn post(&self, turn: &mut Turn<'_>, profile: Profile) -> Result<u64> {
@@ -46,7 +54,10 @@ impl Path for OneSided {
             };
             let remote = base.saturating_add(operation.remote_offset);
             let direction = turn.transfer.direction();
-            let token = turn.operations.insert(InFlight::Copy { transfer: turn.id, len: operation.len });
+            // Posting can be all of the copying, as over soft RoCE.
+            let now = Instant::now();
+            turn.transfer.begin(0, now);
+            let token = turn.operations.insert(InFlight::Copy { transfer: turn.id, peer: turn.peer.id, operation });
             let endpoint = &turn.peer.endpoint;
             let posted = match direction {
                 Direction::Read => endpoint.get(rkey, remote, memory, offset, len, token),
@@ -55,12 +66,19 @@ impl Path for OneSided {
             if !matches!(posted, Ok(Posted::Pending)) {
                 turn.operations.remove(token);
             }
+            if posted.as_ref().is_err_and(is_refusal) {
+                turn.peer.refuse(profile.pair(), operation.remote_region);
+                break;
+            }
             match posted.map_err(ucx_error)? {
                 Posted::Pending => turn.enter_flight(operation.len),
-                Posted::Done => turn.transfer.add_bytes(operation.len),
+                Posted::Done => {
+                    turn.transfer.add_bytes(operation.len);
+                    turn.stats.one_sided_bytes += operation.len;
+                }
             }
+            turn.transfer.begin(1, now);
             turn.transfer.take(operation.len);
-            turn.begin(1);
             if direction == Direction::Write {
                 turn.transfer.needs_flush();
             }

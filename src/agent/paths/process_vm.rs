@@ -30,8 +30,8 @@ impl Path for ProcessVm {
         "copied (process_vm_readv)"
     }
 
-    fn counter<'a>(&self, stats: &'a mut AgentStats) -> &'a mut u64 {
-        &mut stats.copied_bytes
+    fn count(&self, bytes: u64, stats: &mut AgentStats) {
+        stats.copied_bytes += bytes;
     }
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {

@@ -18,8 +18,8 @@ impl Path for Stream {
         "read by streams"
     }
 
-    fn counter<'a>(&self, stats: &'a mut AgentStats) -> &'a mut u64 {
-        &mut stats.streamed_bytes
+    fn count(&self, bytes: u64, stats: &mut AgentStats) {
+        stats.streamed_bytes += bytes;
     }
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {

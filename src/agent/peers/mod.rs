@@ -14,7 +14,7 @@ mod peer;
 pub(crate) mod reach;
 pub(crate) mod secure;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -267,6 +267,7 @@ impl Peers {
             flow: FlowControl::default(),
             session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
+            refused: BTreeSet::new(),
             may_stream: false,
             streamed: false,
             on_this_host: false,

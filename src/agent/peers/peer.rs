@@ -1,5 +1,6 @@
 //! One connection: what is known of the other side, and how frames go to it.
 
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +9,7 @@ use std::time::Instant;
 use super::backing::Backing;
 use super::hello::Hello;
 use super::inbox::Inbox;
-use super::reach::Reach;
+use super::reach::{Pair, Reach};
 use super::secure::Session;
 use crate::agent::core::frame::{AM_ID, Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
@@ -25,6 +26,9 @@ use crate::ucx::{self, Endpoint, Posted, Rkey};
 
 /// A region of the peer's. `None` for one that the peer has deregistered.
 type RemoteRegion = Option<(RegionMetadata, Rc<Rkey>)>;
+
+/// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
+const REFUSALS: usize = 4;
 
 /// One connection.
 pub(crate) struct Peer {
@@ -56,6 +60,8 @@ pub(crate) struct Peer {
     pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     pub(super) reach: Reach,
+    /// Regions of the peer's that UCX has refused to move one-sided, though there are lanes for such memory.
+    pub(super) refused: BTreeSet<(Pair, u32)>,
     /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
     pub(crate) may_stream: bool,
     /// Whether there is one from the peer.
@@ -166,19 +172,61 @@ impl Peer {
         &self.lens
     }
 
-    /// Whether bytes of its memory of kind `remote` reach local memory of kind `local` one-sided.
-    pub(crate) fn is_direct(&self, remote: MemoryKind, local: MemoryKind) -> bool {
-        match (local, remote) {
-            (MemoryKind::Host, MemoryKind::Host) => self.reach.host,
-            (MemoryKind::Cuda { .. }, MemoryKind::Cuda { .. }) => self.reach.device,
-            _ => self.reach.mixed,
-        }
+    /// Whether the connection has lanes that move such memory one-sided.
+    pub(crate) fn is_direct(&self, pair: Pair) -> bool {
+        self.reach.has(pair)
     }
 
-    /// Takes the connection for one whose transports move host memory one-sided, for tests of what follows from that.
+    /// Whether UCX has refused to move the memory of its region `index` one-sided.
+    pub(crate) fn has_refused(&self, pair: Pair, index: u32) -> bool {
+        self.refused.contains(&(pair, index)) || self.has_refused_all(pair)
+    }
+
+    fn has_refused_all(&self, pair: Pair) -> bool {
+        self.refused.iter().filter(|(known, _)| *known == pair).count() >= REFUSALS
+    }
+
+    /// UCX does not move the memory of its region `index` one-sided: what the two devices can register, for one, is known
+    /// to nobody else.
+    pub(crate) fn refuse(&mut self, pair: Pair, index: u32) {
+        if !self.refused.iter().any(|(known, _)| *known == pair) {
+            let memory = match pair {
+                Pair::Host => "host memory",
+                Pair::Device => "device memory",
+                Pair::Mixed => "host and device memory",
+            };
+            log::warn!(
+                "agent {} has {memory} that no transport of the connection ({}) moves without its processor, first region \
+                 {index}: it goes by messages, which are slower; `kvferry doctor` and docs/rdma.md say what is missing",
+                self.name,
+                self.endpoint.describe()
+            );
+        }
+        self.refused.insert((pair, index));
+    }
+
+    /// How many of its regions UCX has refused to move one-sided, of how many that have memory of this kind.
+    pub(crate) fn refused(&self, pair: Pair, remote: MemoryKind) -> (usize, usize) {
+        let kind = std::mem::discriminant(&remote);
+        let is_of = |region: &&RemoteRegion| {
+            region.as_ref().is_some_and(|(region, _)| std::mem::discriminant(&region.kind) == kind)
+        };
+        let all = self.regions.iter().filter(is_of).count();
+        if self.has_refused_all(pair) {
+            return (all, all);
+        }
+        let refused = self.refused.iter().filter(|(known, index)| {
+            *known == pair && self.regions.get(*index as usize).is_some_and(|region| is_of(&region))
+        });
+        (refused.count(), all)
+    }
+
+    /// Takes the connection for one whose transports move host memory one-sided, and the peer for a stranger to this host,
+    /// for tests of what follows from that.
     #[cfg(test)]
     pub(crate) fn describe_as_one_sided(&mut self) {
         self.reach.host = true;
+        (self.claimed, self.neighbour) = (None, None);
     }
 
     /// What memory its region `index` is.
@@ -249,10 +297,14 @@ impl Peer {
     /// Takes the regions of (newer) metadata; rkeys of unchanged ones are kept.
     pub(super) fn update_regions(&mut self, metadata: &AgentMetadata) -> Result<()> {
         let mut regions = Vec::with_capacity(metadata.regions.len());
+        let mut kept = BTreeSet::new();
         for (index, region) in metadata.regions.iter().enumerate() {
             let known = self.regions.get(index).and_then(Option::as_ref).filter(|(known, _)| known == region);
             regions.push(match known {
-                Some(known) => Some(known.clone()),
+                Some(known) => {
+                    kept.extend(u32::try_from(index));
+                    Some(known.clone())
+                }
                 None => self
                     .unpack(region)
                     .map_err(|e| e.context(format!("region {index} of the metadata of agent {}", metadata.name)))?,
@@ -260,6 +312,7 @@ impl Peer {
         }
         self.lens = regions.iter().map(|region| region.as_ref().map_or(0, |(region, _)| region.len)).collect();
         self.regions = regions;
+        self.refused.retain(|(_, index)| kept.contains(index));
         self.look_behind_regions();
         Ok(())
     }

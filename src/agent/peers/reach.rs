@@ -1,5 +1,28 @@
 //! What the transports of a connection reach, read from UCX's description of its lanes.
 
+use crate::proto::wire::MemoryKind;
+
+/// What the memory on the two sides of an operation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Pair {
+    /// Host memory on both sides.
+    Host,
+    /// Device memory on both sides.
+    Device,
+    /// One of each.
+    Mixed,
+}
+
+impl Pair {
+    pub(crate) fn of(local: MemoryKind, remote: MemoryKind) -> Pair {
+        match (local, remote) {
+            (MemoryKind::Host, MemoryKind::Host) => Pair::Host,
+            (MemoryKind::Cuda { .. }, MemoryKind::Cuda { .. }) => Pair::Device,
+            _ => Pair::Mixed,
+        }
+    }
+}
+
 /// What a connection's transports move one-sided, that is without the peer's processor.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Reach {
@@ -24,6 +47,14 @@ impl Reach {
         let rdma = any(&["rc_", "dc_", "srd"]);
         let within = any(&["cma/", "knem/", "xpmem/", "sysv/", "posix/", "self/"]);
         Reach { host: rdma && !within, device: rdma || any(&["cuda_ipc/"]), mixed: rdma }
+    }
+
+    pub(super) fn has(self, pair: Pair) -> bool {
+        match pair {
+            Pair::Host => self.host,
+            Pair::Device => self.device,
+            Pair::Mixed => self.mixed,
+        }
     }
 }
 

@@ -28,6 +28,8 @@ pub(crate) struct Transfer {
     fresh: bool,
     /// The operation to post next; `None` when all are posted, and before the first turn.
     next: Option<Operation>,
+    /// Operations to post again, by another path, after all others.
+    again: Vec<Operation>,
     /// Local regions that it uses, each once.
     regions: Vec<u32>,
     in_flight: u32,
@@ -110,7 +112,7 @@ impl Transfer {
         let operation = self.next?;
         let len = operation.len.min(most);
         self.next = match operation.len - len {
-            0 => self.expander.next(),
+            0 => self.expander.next().or_else(|| self.again.pop()),
             left => Some(Operation {
                 local_offset: operation.local_offset + len,
                 remote_offset: operation.remote_offset + len,
@@ -234,6 +236,7 @@ impl Transfers {
             expander: plan.expand(self.max_operation_bytes),
             fresh: bytes > 0,
             next: None,
+            again: Vec::new(),
             regions: used,
             in_flight: 0,
             posted: 0,
@@ -311,6 +314,22 @@ impl Transfers {
             Ok(()) => self.settle(id, effects),
             Err(error) => self.stop(id, error, effects, now),
         }
+    }
+
+    /// Takes an operation back that has moved nothing, for another path to post it.
+    pub(crate) fn take_back(&mut self, id: TransferId, operation: Operation, effects: &mut Effects) {
+        let Some(transfer) = self.table.get_mut(&id) else { return };
+        transfer.in_flight = transfer.in_flight.saturating_sub(1);
+        self.windows.leave(transfer.peer, operation.len);
+        if transfer.stopped.is_none() {
+            if transfer.has_more() {
+                transfer.again.push(operation);
+            } else {
+                transfer.next = Some(operation);
+                self.queues.entry(transfer.peer).or_default().push_back(id);
+            }
+        }
+        self.settle(id, effects);
     }
 
     /// Ends a transfer if it is over.

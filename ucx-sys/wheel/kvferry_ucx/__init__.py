@@ -1,0 +1,1 @@
+"""UCX's libraries, in the folder `lib`; kvferry finds them by itself."""
