@@ -53,17 +53,18 @@ def declarations(header: str) -> str:
     return "\n".join(lines)
 
 
-def packaged_ucx() -> str | None:
-    """libucp of the Python package `libucx` (from libucx-cu12 and its likes), when this Python has it.
+def packaged_ucx() -> list[str]:
+    """libucp of the Python packages `kvferry-ucx` and `libucx` (libucx-cu12 and its likes), where this Python has them.
 
     The library searches for UCX; only this process's module path knows of a package elsewhere.
     """
-    try:
-        spec = importlib.util.find_spec("libucx")
-    except (ImportError, ValueError):
-        return None
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(folder) / "lib" / "libucp.so.0"
-        if path.is_file():
-            return str(path)
-    return None
+    found = []
+    for name in ("kvferry_ucx", "libucx"):
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):
+            continue
+        folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+        paths = (Path(folder) / "lib" / "libucp.so.0" for folder in folders)
+        found += [str(path) for path in paths if path.is_file()][:1]
+    return found

@@ -66,7 +66,7 @@ def _open() -> Library:
             f"{path} has no {', '.join(missing)}, which this package calls; install the library and the package of one "
             "release",
         )
-    if (ucx := packaged_ucx()) is not None:
+    for ucx in packaged_ucx():
         # A path that the library cannot take is no hint.
         hint = ucx.encode(errors="surrogateescape")
         functions.kvf_ucx_hint(hint, len(hint))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from kvferry.cli import main as make_key
 
 from .options import Options
 
@@ -29,6 +34,8 @@ WHOLE = {"garbage": ("garbage", 1_000_000), "auth": ("auth", 1), "vllm": ("vllm"
 """Series with a module of their own, whose `run` does all: module, rounds."""
 
 TRANSPORTS = ("tcp", "shm")
+RDMA = ("rc", "ud")
+"""Where there is an RDMA device, as in scripts/rdma-vm."""
 
 LONG = ("table", "cells")
 """Figures that are not shown as JSON, but written to the file of --json."""
@@ -47,7 +54,7 @@ def _run(series: str, parsed: argparse.Namespace) -> dict[str, Any]:
         return _function(module, "run")(options)
     module, name, usual = BY_TRANSPORT[series]
     parts = {}
-    for transport in (parsed.transport,) if parsed.transport else TRANSPORTS:
+    for transport in parsed.transport or TRANSPORTS:
         options = Options(f"{series} {transport}", rounds or usual, seed)
         parts[transport] = _function(module, name)(options, transport)
     zeros = {f"{key}_{transport}": n for transport, part in parts.items() for key, n in part["zeros"].items()}
@@ -80,7 +87,13 @@ def main() -> int:
     parser.add_argument("series", nargs="+", choices=[*names, "all"], metavar="SERIES", help=", ".join(names) + ", all")
     parser.add_argument("--rounds", type=int, help="how often (default: as docs/reliability.md has it)")
     parser.add_argument("--seed", type=int, default=1, help="of the random moments and sizes")
-    parser.add_argument("--transport", choices=TRANSPORTS, help="only this one")
+    parser.add_argument(
+        "--transport",
+        choices=(*TRANSPORTS, *RDMA),
+        action="append",
+        help="this one, may be repeated (default: tcp and shm); rc and ud need an RDMA device, see scripts/rdma-vm",
+    )
+    parser.add_argument("--key", action="store_true", help="all engines have one key")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     matrix = parser.add_argument_group("of the series matrix")
     matrix.add_argument("--only", action="append", metavar="ROW", help="only this row; may be repeated")
@@ -89,6 +102,11 @@ def main() -> int:
     _check(parser, options)
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected at least 1")
+    if options.key:
+        folder = tempfile.TemporaryDirectory(prefix="kvferry-chaos-")
+        atexit.register(folder.cleanup)
+        os.environ["KVFERRY_KEY_FILE"] = f"{folder.name}/key"
+        make_key(["key", os.environ["KVFERRY_KEY_FILE"]])
     chosen = names if "all" in options.series else options.series
     results = {}
     failed = False

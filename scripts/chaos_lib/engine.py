@@ -23,6 +23,9 @@ from .cache import TOKENS, Cache
 
 _CLONE_NEWNET = 0x40000000
 
+TRANSPORTS = {name: {"transport": "auto", "ucx": {"TLS": f"{name},self"}} for name in ("rc", "ud")}
+"""Settings for transports that kvferry has no name of its own for."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -103,7 +106,7 @@ class Engine:
         self.worker = Worker(
             {
                 "engine_id": setup.name,
-                "transport": setup.transport,
+                **TRANSPORTS.get(setup.transport, {"transport": setup.transport}),
                 "compat": [["model", "chaos"], ["dtype", "uint8"]],
                 # Times for a fault to be over soon; what is told of each is that it ends, not when.
                 "handshake_timeout_ms": 10_000,

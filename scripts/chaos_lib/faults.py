@@ -97,7 +97,7 @@ def _pair_summary(tally: Tally, levels: Levels, **more: Any) -> dict[str, Any]:
 def kill_consumer(options: Options, transport: str) -> dict[str, Any]:
     """A decode engine is killed in the middle of its loads; the prefill engine goes on with the next one."""
     rounds = options.rounds
-    warm = max(5, rounds // 4)
+    warm = max(min(5, rounds), rounds // 4)
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
     producer = Child(_setup("prefill", transport, True))
     spare = Child(_setup("decode", transport, False))
@@ -149,7 +149,7 @@ def kill_consumer(options: Options, transport: str) -> dict[str, Any]:
 def kill_producer(options: Options, transport: str) -> dict[str, Any]:
     """A prefill engine is killed while it is read; the decode engine goes on with its successor of the same name."""
     rounds = options.rounds
-    warm = max(5, rounds // 4)
+    warm = max(min(5, rounds), rounds // 4)
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
     consumer = Child(_setup("decode", transport, False))
     spare = Child(_setup("prefill", transport, True))

@@ -17,7 +17,8 @@ from kvferry.cli import main
 from upgrade_engine import GENEROUS, Remote, cache_of, release
 
 OLD, NEW = 4, 5
-LEASE_MS = 4000
+SHORT_LEASE_MS, LEASE_MS = 8000, 100_000
+PATIENT = {"handshake_timeout_ms": 100_000}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def until_over(engine: Remote, side: str, request: str) -> None:
 
 
 def engines(
-    stack: ExitStack, previous: Path, old_produces: bool, shapes: tuple[int, int], **worker: object
+    stack: ExitStack, previous: Path, old_produces: bool, shapes: tuple[int, int], lease_ms: int, **worker: object
 ) -> tuple[Remote, Remote, Any]:
     """A producer and a consumer, one of them old, and where the producer listens."""
     producer = stack.enter_context(release(previous if old_produces else None))
@@ -48,8 +49,8 @@ def engines(
     for engine, old in ((producer, old_produces), (consumer, not old_produces)):
         package, library = engine.where()
         assert [Path(part).is_relative_to(previous) for part in (package, library)] == [old, old], (package, library)
-    address = producer.start("prefill", 1, shapes[0], LEASE_MS, worker)
-    consumer.start("decode", 2, shapes[1], LEASE_MS, worker)
+    address = producer.start("prefill", 1, shapes[0], lease_ms, {**PATIENT, **worker})
+    consumer.start("decode", 2, shapes[1], lease_ms, {**PATIENT, **worker})
     return producer, consumer, address
 
 
@@ -90,7 +91,8 @@ def test_requests_are_handed_over_between_neighbouring_versions(
         worker["key_file"] = str(tmp_path / "key")
         assert main(["key", str(tmp_path / "key")]) == 0
     with ExitStack() as stack:
-        producer, consumer, (host, port) = engines(stack, previous, old_produces, shapes, **worker)
+        lease_ms = SHORT_LEASE_MS if waits else LEASE_MS
+        producer, consumer, (host, port) = engines(stack, previous, old_produces, shapes, lease_ms, **worker)
         # Two that are read at once, and one that waits for its blocks.
         held = producer.prefill("p-held", [1, 2, 3])
         since = time.monotonic()
@@ -111,12 +113,13 @@ def test_requests_are_handed_over_between_neighbouring_versions(
             until_over(consumer, "finished_recving", request)
         if waits:
             # Without heartbeats that the other side understands, the lease would be over.
-            time.sleep(max(0.0, since + 1.5 * LEASE_MS / 1000 - time.monotonic()))
+            time.sleep(max(0.0, since + 1.5 * lease_ms / 1000 - time.monotonic()))
             assert not producer.is_over("finished_sending", "p-held")
         consumer.load("d-held", held, [44, 45, 46])
         until_over(consumer, "finished_recving", "d-held")
         failures = consumer.failures()
-        assert {request: cause for request, (cause, _) in failures.items()} == {"d-gone": "lease_expired"}, failures
+        causes = {request: cause for request, (cause, _) in failures.items()}
+        assert causes == {"d-gone": "lease_expired"}, "\n".join(map(str, failures.items()))
         # The producer frees its blocks: it understood what it was told, and its verdicts were understood.
         for request in ("p-held", "p-long", "p-one", "p-name"):
             until_over(producer, "finished_sending", request)
@@ -126,12 +129,12 @@ def test_requests_are_handed_over_between_neighbouring_versions(
 
 def test_each_release_understands_the_others_listener(previous: Path) -> None:
     with ExitStack() as stack:
-        producer, consumer, (host, port) = engines(stack, previous, True, (2, 1), transport="tcp")
+        producer, consumer, (host, port) = engines(stack, previous, True, (2, 1), LEASE_MS, transport="tcp")
         survey = consumer.survey(host, port)
         assert (survey["protocol"], survey["engine"], len(survey["ranks"])) == (OLD, "prefill", 2)
         assert kvferry.protocol_versions() == (OLD, NEW)
     with ExitStack() as stack:
-        producer, consumer, (host, port) = engines(stack, previous, False, (2, 1), transport="tcp")
+        producer, consumer, (host, port) = engines(stack, previous, False, (2, 1), LEASE_MS, transport="tcp")
         survey = consumer.survey(host, port)
         assert (survey["protocol"], survey["engine"], len(survey["ranks"])) == (OLD, "prefill", 2)
         own = producer.survey(host, port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 from ..bench import driver
@@ -11,10 +12,11 @@ from ..bench.sizes import size_text
 from . import system
 from .findings import Finding, found
 from .ucx import Seen
+from .verbs import Verbs, verbs
 
 
-def rdma(seen: Seen, root: Path = system.ROOT) -> Finding:
-    """RDMA devices, and whether UCX uses them."""
+def rdma(seen: Seen, root: Path = system.ROOT, look: Callable[[Seen], Verbs] = verbs) -> Finding:
+    """RDMA devices, and whether UCX uses them. `look` is asked what stands in the way where nothing else does."""
     devices = system.rdma_devices(root)
     evidence = [device.text for device in devices]
     used = sorted(seen.devices("rdma"))
@@ -33,7 +35,15 @@ def rdma(seen: Seen, root: Path = system.ROOT) -> Finding:
         return found("rdma", "unknown", evidence)
     if "rdma" in seen.lost:
         return found("rdma", "off", evidence, settings=seen.settings_text)
-    return found("rdma", "unused", evidence)
+    way = look(seen)
+    if way.module is None:
+        info = seen.info or {}
+        return found("rdma", "no-verbs", [*evidence, f"UCX {info['version']} at {info['path']} has no {way.text}"])
+    if way.error:
+        return found("rdma", "no-libibverbs", [*evidence, way.error])
+    if not way.devices:
+        return found("rdma", "no-provider", [*evidence, f"{way.libibverbs} sees no device"])
+    return found("rdma", "unused", [*evidence, f"{way.libibverbs} sees {', '.join(way.devices)}"])
 
 
 def gpu(seen: Seen, root: Path = system.ROOT) -> Finding:

@@ -47,8 +47,8 @@ class Finding:
 
 
 _GET_UCX = (
-    "run `pip install libucx-cu12`, or install UCX 1.18 or newer on the system, or name a libucp.so.0 in "
-    "KVFERRY_UCX_LIB"
+    "install the wheel kvferry-ucx (scripts/build-ucx makes it), or run `pip install libucx-cu12`, which has no RDMA, "
+    "or install UCX 1.18 or newer on the system, or name a libucp.so.0 in KVFERRY_UCX_LIB"
 )
 _UNREADABLE = Case("not applicable", "libkvferry or UCX is missing or cannot be used, so this cannot be looked at.")
 _UNTRIED = "or the key file cannot be used"
@@ -138,7 +138,7 @@ KINDS: dict[str, Kind] = {
             "crashed": Case(
                 "problem",
                 "The process that opened UCX died, or did not answer in time.",
-                "use another UCX: `pip install libucx-cu12`, and name its libucp.so.0 in KVFERRY_UCX_LIB",
+                "use another UCX: install the wheel kvferry-ucx, and name its libucp.so.0 in KVFERRY_UCX_LIB",
             ),
             "unknown": _UNREADABLE,
         },
@@ -187,12 +187,16 @@ KINDS: dict[str, Kind] = {
                 "have a network interface that is up (`ip link set lo up` will do on one host), and let UCX use "
                 "tcp: unset {settings}",
             ),
+            "no-wireup": Case(
+                "problem",
+                "Of RDMA only RC is allowed, which cannot set up a connection by itself: it needs UD for that.",
+                "in UCX_TLS, write rc in place of rc_verbs or rc_mlx5, which brings UD along, or add ud",
+            ),
             "no-copies": Case(
                 "warning",
                 "This UCX has no transport cma, without which bytes between engines of this host go by messages and "
                 "streams.",
-                "where the finding `same-host` is ok, use a UCX that has the module libuct_cma (`pip install "
-                "libucx-cu12`)",
+                "where the finding `same-host` is ok, use a UCX that has the module libuct_cma (the wheel kvferry-ucx)",
             ),
             "none": Case(
                 "problem",
@@ -231,11 +235,29 @@ KINDS: dict[str, Kind] = {
                 "let this user read and write /dev/infiniband/uverbs* (a udev rule or a group)",
             ),
             "off": Case("problem", "Settings keep UCX from using an RDMA device that is up.", "unset {settings}"),
+            "no-verbs": Case(
+                "problem",
+                "An RDMA device is up, and the UCX in use has no verbs: it was built without RDMA.",
+                "install the wheel kvferry-ucx (scripts/build-ucx makes it), or name a libucp.so.0 that has verbs in "
+                "KVFERRY_UCX_LIB",
+            ),
+            "no-libibverbs": Case(
+                "problem",
+                "An RDMA device is up, and UCX's module for verbs cannot be loaded.",
+                "install what is missing (Debian, Ubuntu: libibverbs1 and ibverbs-providers; RHEL: libibverbs), "
+                "or use a UCX that was made for this system (the wheel kvferry-ucx)",
+            ),
+            "no-provider": Case(
+                "problem",
+                "An RDMA device is up, and libibverbs does not see it: it has no provider for that device.",
+                "install the providers (Debian, Ubuntu: ibverbs-providers; RHEL: libibverbs); a libibverbs that a "
+                "Python package brought looks for them in another folder: use a UCX that takes the system's (the wheel "
+                "kvferry-ucx)",
+            ),
             "unused": Case(
                 "problem",
                 "An RDMA device is up, and UCX does not use it.",
-                "install libibverbs1, librdmacm1 and the device's provider (ibverbs-providers) and look at "
-                "`ucx_info -d`; the UCX in use must have been built with verbs",
+                "look at what UCX says with UCX_LOG_LEVEL=debug",
             ),
             "unknown": Case(
                 "not applicable",
@@ -258,7 +280,7 @@ KINDS: dict[str, Kind] = {
             "no-transport": Case(
                 "problem",
                 "CUDA works, but this UCX cannot move memory of GPUs.",
-                "use a UCX with CUDA (`pip install libucx-cu12`), and let UCX_TLS have cuda_copy and cuda_ipc",
+                "use a UCX with CUDA (the wheel kvferry-ucx has it), and let UCX_TLS have cuda_copy and cuda_ipc",
             ),
             "unknown": Case(
                 "not applicable",

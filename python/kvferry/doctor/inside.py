@@ -9,6 +9,7 @@ import ctypes
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from .. import Agent, Listener, _find, _lib, _wire
@@ -88,6 +89,26 @@ def listen(config: Mapping[str, object]) -> Result:
         return {"host": host, "port": port}
 
     return _told(look)
+
+
+def verbs(libucp: str, module: str) -> dict[str, Any]:
+    """What UCX's module for verbs loads: why it cannot be, its libibverbs, and the devices that this one knows."""
+    told: dict[str, Any] = {"error": "", "libibverbs": "libibverbs", "devices": []}
+    try:
+        # The module needs libraries that lie beside libucp.
+        ctypes.CDLL(libucp)
+        ctypes.CDLL(module)
+    except OSError as error:
+        return {**told, "error": str(error)}
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    path = next((line[line.index("/") :] for line in maps.splitlines() if "/libibverbs" in line), "libibverbs.so.1")
+    library = ctypes.CDLL(path)
+    library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    library.ibv_get_device_name.restype, library.ibv_get_device_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    number = ctypes.c_int()
+    devices = library.ibv_get_device_list(ctypes.byref(number))
+    names = [library.ibv_get_device_name(devices[at]).decode(errors="replace") for at in range(number.value)]
+    return {**told, "libibverbs": path, "devices": names}
 
 
 def survey(

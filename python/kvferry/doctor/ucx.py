@@ -243,6 +243,12 @@ def _transports(seen: Seen) -> Finding:
     evidence = [_listed(seen.resources), *given]
     lost = sorted(seen.lost)
     evidence += [f"switched off: {_listed(_of(seen.available, CLASSES[kind]))}: {COSTS[kind]}" for kind in lost]
+    if (
+        "tcp" not in seen.classes
+        and seen.transports("rdma")
+        and all(name.startswith("rc_") for name in seen.transports("rdma"))
+    ):
+        return found("transports", "no-wireup", evidence)
     if not seen.classes & {"tcp", "rdma"}:
         return found("transports", "no-network", evidence, settings=seen.settings_text)
     if lost:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvferry.doctor import devices, system, ucx
 from kvferry.doctor.ucx import Seen
+from kvferry.doctor.verbs import Verbs
 
 
 def file(root: Path, path: str, text: str = "") -> Path:
@@ -62,6 +64,26 @@ def seen(*resources: tuple[str, str], **more: Any) -> Seen:
 TCP, RC = ("tcp", "eth0"), ("rc_mlx5", "mlx5_0:1")
 
 
+def test_what_stands_between_ucx_and_a_device(machine: Path, tmp_path: Path) -> None:
+    file(machine, "dev/infiniband/uverbs0")
+    info = {"path": str(file(tmp_path, "lib/libucp.so.0")), "version": "1.22.0", "source": "the system's"}
+    file(tmp_path, "lib/ucx/libuct_ib_efa.so.0")
+    without = Seen(info=info, resources=[TCP], available=[TCP])
+    told = devices.rdma(without, machine)
+    assert (told.case, told.state) == ("no-verbs", "problem")
+    assert f"UCX 1.22.0 at {info['path']} has no {tmp_path}/lib/ucx/libuct_ib.so.0" in told.evidence
+    assert "kvferry-ucx" in told.remedy
+    file(tmp_path, "lib/ucx/libuct_ib-1a2b3c4d.so.0.0.0", "no library")
+    told = devices.rdma(without, machine)
+    assert told.case == "no-libibverbs"
+    assert "lib/libucp.so.0" in told.evidence[-1]
+    found = Verbs("libuct_ib.so.0", libibverbs="/private/libibverbs.so.1")
+    told = devices.rdma(without, machine, lambda _: found)
+    assert (told.case, told.evidence[-1]) == ("no-provider", "/private/libibverbs.so.1 sees no device")
+    told = devices.rdma(without, machine, lambda _: replace(found, devices=("mlx5_0",)))
+    assert (told.case, told.evidence[-1]) == ("unused", "/private/libibverbs.so.1 sees mlx5_0")
+
+
 def test_why_rdma_is_not_used(machine: Path) -> None:
     assert devices.rdma(seen(TCP, RC), machine).case == "used"
     hidden = devices.rdma(seen(TCP), machine)
@@ -72,9 +94,6 @@ def test_why_rdma_is_not_used(machine: Path) -> None:
         verbs.chmod(0)
         assert devices.rdma(seen(TCP), machine).case == "forbidden"
         verbs.chmod(0o600)
-    unused = devices.rdma(seen(TCP), machine)
-    assert unused.case == "unused"
-    assert "ibverbs-providers" in unused.remedy
     off = Seen(seen(TCP).candidates, seen().info, resources=[TCP], available=[TCP, RC], settings={"UCX_TLS": "tcp"})
     told = devices.rdma(off, machine)
     assert (told.case, told.remedy) == ("off", "unset UCX_TLS")

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from contextlib import ExitStack, suppress
 
 from doctor_command import Told, doctor, free_port, skip
@@ -24,8 +25,17 @@ def unshared(*flags: str) -> list[str]:
     return command
 
 
+LOOPBACK_UP = """
+import fcntl, os, socket, struct, sys
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+fcntl.ioctl(socket.socket(), SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""`ip link set lo up` and then a command, where there is no `ip`."""
+
+
 def test_a_network_namespace_without_a_route(here: Told) -> None:
-    within = [*unshared("-n"), "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    within = [*unshared("-n"), sys.executable, "-c", LOOPBACK_UP]
     told = doctor("--transfers", "--config", '{"port": 0}', within=within)
     assert told["address"]["case"] == "local-only", told.troubles
     assert told["address"]["evidence"] == ["127.0.0.1"]

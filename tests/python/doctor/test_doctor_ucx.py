@@ -103,7 +103,7 @@ def test_without_any_ucx_the_remedy_names_the_package(tmp_path: Path, here: Told
     nowhere = {"VIRTUAL_ENV": None, "CONDA_PREFIX": None, "CARGO_MANIFEST_DIR": None}
     told = doctor("--config", '{"port": 0}', KVFERRY_LIBRARY=str(library), PYTHONPATH=path, **nowhere)
     assert told.troubles == {"ucx": "missing"}
-    assert "pip install libucx-cu12" in told["ucx"]["remedy"]
+    assert "kvferry-ucx" in told["ucx"]["remedy"]
     assert told.cases("ucx-versions", "transports", "transfer-tcp") == ["unknown", "unknown", "skipped"]
     assert [one["fate"] for one in told.map["ucx"]["candidates"]] == ["refused", "refused"]
 
