@@ -1,0 +1,221 @@
+/* Virtual memory management: physical handles, reservations and what is mapped where. */
+#define _GNU_SOURCE
+#include "cuda_double.h"
+
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+
+struct location {
+    int type, id;
+};
+struct properties {
+    int type;
+    int handle_types;
+    struct location location;
+    void *win32;
+    unsigned char compression, gpu_direct;
+    unsigned short usage;
+    unsigned char reserved[4];
+};
+struct access {
+    struct location location;
+    int flags;
+};
+
+static CUresult check(const struct properties *properties) {
+    if (properties == NULL || properties->type != 1) return INVALID_VALUE;
+    if (properties->location.type != 1) return NOT_SUPPORTED;
+    if (properties->location.id < 0 || properties->location.id >= cd_device_count) return INVALID_DEVICE;
+    /* Fabric handles need a service that no machine for tests has. */
+    if (properties->handle_types & ~HANDLE_POSIX_FD) return NOT_PERMITTED;
+    return OK;
+}
+
+static struct block *block_of(CUhandle handle) {
+    struct block *block = (struct block *)handle;
+    return block != NULL && block->magic == BLOCK_MAGIC && block->handles > 0 ? block : NULL;
+}
+
+API CUresult cuMemGetAllocationGranularity(size_t *out, const struct properties *properties, int option) {
+    ENTER("cuMemGetAllocationGranularity");
+    if (out == NULL || (option != 0 && option != 1)) return INVALID_VALUE;
+    CUresult result = check(properties);
+    if (result == OK) *out = GRANULARITY;
+    return result;
+}
+
+API CUresult cuMemCreate(CUhandle *handle, size_t size, const struct properties *properties, unsigned long long flags) {
+    ENTER("cuMemCreate");
+    LOCKED;
+    CUresult result = check(properties);
+    if (result != OK) return result;
+    if (handle == NULL || flags != 0 || size == 0 || size % GRANULARITY != 0) return INVALID_VALUE;
+    if (size > DEVICE_MEMORY) return OUT_OF_MEMORY;
+    struct block *block = cd_block_new(size, properties->location.id, (unsigned)properties->handle_types);
+    if (block == NULL) return OUT_OF_MEMORY;
+    block->handles = 1;
+    *handle = (CUhandle)block;
+    return OK;
+}
+
+API CUresult cuMemRelease(CUhandle handle) {
+    ENTER("cuMemRelease");
+    LOCKED;
+    struct block *block = block_of(handle);
+    if (block == NULL) return INVALID_VALUE;
+    block->handles--;
+    cd_block_settle(block);
+    return OK;
+}
+
+API CUresult cuMemRetainAllocationHandle(CUhandle *handle, void *address) {
+    ENTER("cuMemRetainAllocationHandle");
+    LOCKED;
+    struct range *range = cd_find((uint64_t)address);
+    if (handle == NULL || range == NULL || range->kind != VMM) return INVALID_VALUE;
+    range->block->handles++;
+    *handle = (CUhandle)range->block;
+    return OK;
+}
+
+API CUresult cuMemGetAllocationPropertiesFromHandle(struct properties *out, CUhandle handle) {
+    ENTER("cuMemGetAllocationPropertiesFromHandle");
+    LOCKED;
+    struct block *block = block_of(handle);
+    if (out == NULL || block == NULL) return INVALID_VALUE;
+    memset(out, 0, sizeof *out);
+    out->type = 1;
+    out->handle_types = (int)(block->handle_types & HANDLE_POSIX_FD);
+    out->location = (struct location){1, block->device};
+    return OK;
+}
+
+API CUresult cuMemExportToShareableHandle(void *out, CUhandle handle, int type, unsigned long long flags) {
+    ENTER("cuMemExportToShareableHandle");
+    LOCKED;
+    struct block *block = block_of(handle);
+    if (out == NULL || block == NULL || flags != 0) return INVALID_VALUE;
+    if (type != HANDLE_POSIX_FD || !(block->handle_types & HANDLE_POSIX_FD)) return INVALID_VALUE;
+    int fd = fcntl(block->fd, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0) return OPERATING_SYSTEM;
+    *(int *)out = fd;
+    return OK;
+}
+
+/* The descriptor stays the caller's. */
+API CUresult cuMemImportFromShareableHandle(CUhandle *handle, void *descriptor, int type) {
+    ENTER("cuMemImportFromShareableHandle");
+    LOCKED;
+    if (handle == NULL || type != HANDLE_POSIX_FD) return INVALID_VALUE;
+    int fd = fcntl((int)(intptr_t)descriptor, F_DUPFD_CLOEXEC, 0);
+    struct block *block = fd < 0 ? NULL : cd_block_adopt(fd);
+    if (block == NULL) return INVALID_VALUE;
+    block->handles = 1;
+    if (!(block->handle_types & HANDLE_POSIX_FD) || block->device < 0) {
+        CUresult result = block->device < 0 ? INVALID_DEVICE : INVALID_VALUE;
+        block->handles = 0;
+        cd_block_settle(block);
+        return result;
+    }
+    *handle = (CUhandle)block;
+    return OK;
+}
+
+API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t size, size_t align, CUdeviceptr wish,
+                                 unsigned long long flags) {
+    ENTER("cuMemAddressReserve");
+    LOCKED;
+    if (out == NULL || size == 0 || size % GRANULARITY != 0 || flags != 0) return INVALID_VALUE;
+    if (align & (align - 1)) return INVALID_VALUE;
+    uint64_t base = cd_arena_take(size, align < GRANULARITY ? GRANULARITY : align, wish);
+    if (base == 0) return OUT_OF_MEMORY;
+    cd_arena_reserved(base, size, NULL);
+    *out = base;
+    return OK;
+}
+
+/* Whether any mapped piece lies in [base, base+size). */
+static bool anything(uint64_t base, size_t size) {
+    struct range *range = cd_find(base);
+    if (range != NULL) return true;
+    struct range before = {.base = base, .size = 0};
+    range = cd_next(&before);
+    return range != NULL && range->base < base + size;
+}
+
+API CUresult cuMemAddressFree(CUdeviceptr base, size_t size) {
+    ENTER("cuMemAddressFree");
+    LOCKED;
+    size_t whole = 0;
+    if (!cd_arena_reserved(base, size, &whole) || whole != size) return INVALID_VALUE;
+    if (anything(base, size)) return INVALID_VALUE;
+    cd_arena_give(base);
+    return OK;
+}
+
+API CUresult cuMemMap(CUdeviceptr base, size_t size, size_t offset, CUhandle handle, unsigned long long flags) {
+    ENTER("cuMemMap");
+    LOCKED;
+    struct block *block = block_of(handle);
+    size_t whole;
+    if (block == NULL || flags != 0 || size == 0 || base % GRANULARITY != 0 || size % GRANULARITY != 0) {
+        return INVALID_VALUE;
+    }
+    /* The documentation allows no other offset than 0. */
+    if (offset != 0 || size > block->size) return INVALID_VALUE;
+    if (!cd_arena_reserved(base, size, &whole) || anything(base, size)) return INVALID_VALUE;
+    cd_add(VMM, base, size, block, 0, NULL);
+    return OK;
+}
+
+/* Whether whole pieces cover [base, base+size) without a hole. */
+static bool covered(uint64_t base, size_t size) {
+    struct range *range = cd_find(base);
+    uint64_t at = base;
+    while (range != NULL && range->kind == VMM && range->base == at && at < base + size) {
+        at += range->size;
+        range = cd_next(range);
+    }
+    return size > 0 && at == base + size;
+}
+
+API CUresult cuMemUnmap(CUdeviceptr base, size_t size) {
+    ENTER("cuMemUnmap");
+    LOCKED;
+    if (!covered(base, size)) return INVALID_VALUE;
+    for (uint64_t at = base; at < base + size;) {
+        struct range *range = cd_find(at);
+        at += range->size;
+        cd_remove(range, "cuMemUnmap");
+    }
+    return OK;
+}
+
+API CUresult cuMemSetAccess(CUdeviceptr base, size_t size, const struct access *access, size_t count) {
+    ENTER("cuMemSetAccess");
+    LOCKED;
+    if (access == NULL || count == 0 || !covered(base, size)) return INVALID_VALUE;
+    for (size_t i = 0; i < count; i++) {
+        int device = access[i].location.id;
+        if (access[i].location.type != 1 || device < 0 || device >= cd_device_count) return INVALID_DEVICE;
+        if (access[i].flags != 0 && access[i].flags != 1 && access[i].flags != 3) return INVALID_VALUE;
+        for (uint64_t at = base; at < base + size;) {
+            struct range *range = cd_find(at);
+            if (device != range->device && !cd_peer) return PEER_ACCESS_UNSUPPORTED;
+            range->access[device] = (uint8_t)access[i].flags;
+            at += range->size;
+        }
+    }
+    return OK;
+}
+
+API CUresult cuMemGetAccess(unsigned long long *flags, const struct location *location, CUdeviceptr address) {
+    ENTER("cuMemGetAccess");
+    LOCKED;
+    struct range *range = cd_find(address);
+    if (flags == NULL || location == NULL || range == NULL || range->kind != VMM) return INVALID_VALUE;
+    if (location->type != 1 || location->id < 0 || location->id >= cd_device_count) return INVALID_DEVICE;
+    *flags = range->access[location->id];
+    return OK;
+}
