@@ -28,7 +28,8 @@ const REMOTE_TP: u32 = 4;
 const ROUNDS: usize = 31;
 
 fn metadata(spec: &EngineSpec, rank: &RankCache) -> RankMetadata {
-    let region = |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1; 64] };
+    let region =
+        |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1; 64], handle: None };
     RankMetadata {
         engine: EngineId::new("engine").unwrap(),
         rank: rank.rank,

@@ -204,6 +204,7 @@ fn memory_of_a_process_without_a_witness_is_not_copied_by_ucx_either() {
             len: LEN as u64,
             kind: MemoryKind::Host,
             rkey: raw.side.memory.pack_rkey().unwrap(),
+            handle: None,
         };
         let metadata = AgentMetadata {
             name: "raw".into(),

@@ -58,7 +58,13 @@ fn metadata(name: &str, rank: RankId) -> RankMetadata {
             incarnation: Incarnation(7),
             ucx_version: "1.22.0".into(),
             address: vec![9; 40],
-            regions: vec![RegionMetadata { base: 1 << 40, len: 4096, kind: MemoryKind::Host, rkey: vec![3; 30] }],
+            regions: vec![RegionMetadata {
+                base: 1 << 40,
+                len: 4096,
+                kind: MemoryKind::Host,
+                rkey: vec![3; 30],
+                handle: None,
+            }],
         },
     }
 }

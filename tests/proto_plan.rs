@@ -60,7 +60,7 @@ fn heads_that_one_rank_has_are_one_cell_wherever_another_rank_begins() {
 /// The metadata of an engine's only rank.
 fn only_rank(spec: &EngineSpec, model: &ModelSpec) -> RankMetadata {
     let rank = spec.ranks(model).unwrap().remove(0);
-    let region = |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1] };
+    let region = |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1], handle: None };
     RankMetadata {
         engine: EngineId::new("engine").unwrap(),
         rank: rank.rank,

@@ -39,8 +39,20 @@ fn agent() -> AgentMetadata {
         ucx_version: "1.22.0".into(),
         address: vec![1, 2, 3],
         regions: vec![
-            RegionMetadata { base: 0x7f00_0000_0000, len: 4096, kind: MemoryKind::Host, rkey: vec![4, 5] },
-            RegionMetadata { base: 0x1000, len: 8192, kind: MemoryKind::Cuda { device: 3 }, rkey: vec![] },
+            RegionMetadata {
+                base: 0x7f00_0000_0000,
+                len: 4096,
+                kind: MemoryKind::Host,
+                rkey: vec![4, 5],
+                handle: None,
+            },
+            RegionMetadata {
+                base: 0x1000,
+                len: 8192,
+                kind: MemoryKind::Cuda { device: 3 },
+                rkey: vec![],
+                handle: None,
+            },
         ],
     }
 }

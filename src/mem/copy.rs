@@ -1,67 +1,115 @@
 //! Copying out of and into registered memory by the processor, where no transport does it one-sided.
 
-use cudarc::driver::sys;
-
 use super::MemoryRange;
-use super::cuda::ok;
-use crate::error::{Error, ErrorKind, Result};
+use super::cuda::staging;
+use crate::error::{Error, Result};
 use crate::proto::wire::MemoryKind;
 
-/// The address of `len` bytes at `offset`, if they lie inside `range`.
-fn slice(range: &MemoryRange, offset: u64, len: usize) -> Result<u64> {
-    match offset.checked_add(len as u64) {
-        Some(end) if end <= range.len() => Ok(range.addr() + offset),
-        _ => Err(Error::new(ErrorKind::OutOfRange, format!("{len} bytes at offset {offset} leave {range}"))),
+/// Part of a registered range: offset and length in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct Iov {
+    /// The range.
+    pub range: MemoryRange,
+    /// Offset of the part, in bytes.
+    pub offset: u64,
+    /// Its length in bytes.
+    pub len: u32,
+}
+
+/// Places of one device that follow each other in a list.
+struct Run<'a> {
+    device: u32,
+    iovs: &'a [Iov],
+    bytes: usize,
+}
+
+/// Bytes in all of them.
+pub fn total(iovs: &[Iov]) -> u64 {
+    iovs.iter().map(|iov| u64::from(iov.len)).sum()
+}
+
+/// The parts of device memory at the beginning of `iovs`, of one device; `None` where host memory or nothing is there.
+fn run_of(iovs: &[Iov]) -> Option<Run<'_>> {
+    let MemoryKind::Cuda { device } = iovs.first()?.range.kind() else { return None };
+    let count = iovs.iter().take_while(|iov| iov.range.kind() == MemoryKind::Cuda { device }).count();
+    let iovs = iovs.get(..count)?;
+    Some(Run { device, iovs, bytes: usize::try_from(total(iovs)).ok()? })
+}
+
+impl Run<'_> {
+    fn places(&self) -> Result<Vec<(u64, usize)>> {
+        let place = |iov: &Iov| Ok((iov.range.slice(iov.offset, iov.len.into())?, iov.len as usize));
+        self.iovs.iter().map(place).collect()
     }
 }
 
-/// Appends `len` bytes at `offset` of a registered range to `out`.
+/// Appends the bytes of all to `out`.
 ///
 /// # Errors
-/// [`ErrorKind::OutOfRange`] when they leave the range, [`ErrorKind::Cuda`] where the driver refuses.
-pub fn read(range: &MemoryRange, offset: u64, len: usize, out: &mut Vec<u8>) -> Result<()> {
-    let from = slice(range, offset, len)?;
-    out.reserve(len);
-    let to = out.spare_capacity_mut().as_mut_ptr().cast::<u8>();
-    match range.kind() {
-        MemoryKind::Host => {
-            // SAFETY: whoever made the range promised that it is mapped while it is registered; `to` has room for
-            // `len` bytes and is not part of it, because it is the vector's own.
-            unsafe { std::ptr::copy_nonoverlapping(std::ptr::with_exposed_provenance(from as usize), to, len) };
+/// [`ErrorKind::OutOfRange`](crate::ErrorKind::OutOfRange) for what leaves its range,
+/// [`ErrorKind::Cuda`](crate::ErrorKind::Cuda) where the driver refuses.
+pub fn gather(mut iovs: &[Iov], out: &mut Vec<u8>) -> Result<()> {
+    while let [first, rest @ ..] = iovs {
+        if let Some(run) = run_of(iovs) {
+            // SAFETY: whoever made the ranges promised that they are mapped while they are registered.
+            unsafe { staging::read(run.device, &run.places()?, out) }?;
+            iovs = iovs.get(run.iovs.len()..).unwrap_or_default();
+        } else {
+            read_host(first, out)?;
+            iovs = rest;
         }
-        // SAFETY: as above, for device memory; the driver has copied when it returns.
-        MemoryKind::Cuda { .. } => ok("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(to.cast(), from, len) })?,
     }
-    // SAFETY: these bytes were reserved and have just been written.
-    unsafe { out.set_len(out.len() + len) };
     Ok(())
 }
 
-/// Writes `data` at `offset` of a registered range.
+fn read_host(iov: &Iov, out: &mut Vec<u8>) -> Result<()> {
+    let len = iov.len as usize;
+    let from = iov.range.slice(iov.offset, iov.len.into())?;
+    out.reserve(len);
+    let to = out.spare_capacity_mut().as_mut_ptr().cast::<u8>();
+    // SAFETY: whoever made the range promised that it is mapped while it is registered; `to` has room for `len` bytes and is
+    // not part of it, because it is the vector's own. These bytes of the vector are written by it.
+    unsafe {
+        std::ptr::copy_nonoverlapping(std::ptr::with_exposed_provenance(from as usize), to, len);
+        out.set_len(out.len() + len);
+    }
+    Ok(())
+}
+
+/// Puts `data` in place. Nothing is written unless it has the right length.
 ///
 /// # Errors
-/// As [`read`].
-pub fn write(range: &MemoryRange, offset: u64, data: &[u8]) -> Result<()> {
-    let to = slice(range, offset, data.len())?;
-    match range.kind() {
-        MemoryKind::Host => {
+/// As [`gather`]; [`ErrorKind::Corrupt`](crate::ErrorKind::Corrupt) for another length.
+pub fn scatter(mut iovs: &[Iov], mut data: &[u8]) -> Result<()> {
+    if total(iovs) != data.len() as u64 {
+        return Err(Error::corrupt(format!("{} bytes arrived, expected {}", data.len(), total(iovs))));
+    }
+    while let [first, rest @ ..] = iovs {
+        let run = run_of(iovs);
+        let bytes = run.as_ref().map_or(first.len as usize, |run| run.bytes);
+        let Some((part, behind)) = data.split_at_checked(bytes) else { break };
+        data = behind;
+        if let Some(run) = run {
+            // SAFETY: whoever made the ranges promised that they may be written while they are registered.
+            unsafe { staging::write(run.device, &run.places()?, part) }?;
+            iovs = iovs.get(run.iovs.len()..).unwrap_or_default();
+        } else {
+            let to = first.range.slice(first.offset, first.len.into())?;
             let to = std::ptr::with_exposed_provenance_mut(to as usize);
-            // SAFETY: whoever made the range promised that it may be written while it is registered, and that no
-            // reference to it is in use meanwhile; `data`, a live reference, is thus no part of it.
-            unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), to, data.len()) };
-            Ok(())
-        }
-        MemoryKind::Cuda { .. } => {
-            // SAFETY: as above, for device memory; the driver has taken the bytes when it returns.
-            ok("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(to, data.as_ptr().cast(), data.len()) })
+            // SAFETY: whoever made the range promised that it may be written while it is registered, and that no reference to
+            // it is in use meanwhile; `part`, a live reference, is thus no part of it.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to, part.len()) };
+            iovs = rest;
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn bytes_are_copied_within_the_range_only() {
@@ -69,15 +117,17 @@ mod tests {
         // SAFETY: `memory` outlives the range and is not used while it is copied.
         let range = unsafe { MemoryRange::new(memory.as_mut_ptr().expose_provenance() as u64, 100, MemoryKind::Host) };
         let range = range.unwrap();
+        let iov = |offset, len| Iov { range, offset, len };
         let mut out = vec![255];
-        read(&range, 10, 3, &mut out).unwrap();
-        read(&range, 99, 1, &mut out).unwrap();
+        gather(&[iov(10, 3), iov(99, 1)], &mut out).unwrap();
         assert_eq!(out, [255, 10, 11, 12, 99]);
-        write(&range, 97, &[1, 2, 3]).unwrap();
+        scatter(&[iov(97, 1), iov(98, 2)], &[1, 2, 3]).unwrap();
         for (offset, len) in [(98, 3), (100, 1), (u64::MAX, 2), (0, 101)] {
-            assert_eq!(read(&range, offset, len, &mut out).unwrap_err().kind(), ErrorKind::OutOfRange);
-            assert_eq!(write(&range, offset, &vec![0; len]).unwrap_err().kind(), ErrorKind::OutOfRange);
+            assert_eq!(gather(&[iov(offset, len)], &mut out).unwrap_err().kind(), ErrorKind::OutOfRange);
+            let bytes = vec![0; len as usize];
+            assert_eq!(scatter(&[iov(offset, len)], &bytes).unwrap_err().kind(), ErrorKind::OutOfRange);
         }
+        assert_eq!(scatter(&[iov(0, 3)], &[0, 0]).unwrap_err().kind(), ErrorKind::Corrupt);
         assert_eq!(out.len(), 5);
         assert_eq!(memory.get(95..), Some(&[95, 96, 1, 2, 3][..]));
     }

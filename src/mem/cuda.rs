@@ -1,10 +1,15 @@
 //! CUDA memory, through the driver library that is opened at run time. Everything here works, with clear errors, on a
 //! machine that has no CUDA driver.
 
+pub mod copier;
+pub mod ipc;
+pub(super) mod staging;
+
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
 
 use cudarc::driver::sys;
+use sys::CUpointer_attribute as Attribute;
 
 use super::MemoryRange;
 use crate::error::{Error, ErrorKind, Result};
@@ -93,7 +98,7 @@ pub fn available() -> bool {
 }
 
 /// Reads one attribute of the pointer `addr`; `None` where the driver does not know the pointer.
-fn attribute<T: Copy + Default>(addr: u64, which: sys::CUpointer_attribute) -> Result<Option<T>> {
+fn attribute<T: Copy + Default>(addr: u64, which: Attribute) -> Result<Option<T>> {
     let mut value = T::default();
     // SAFETY: `T` is the type that the driver's documentation states for the attribute (callers below), so the
     // driver writes within `value`; any address may be asked about.
@@ -106,7 +111,6 @@ fn attribute<T: Copy + Default>(addr: u64, which: sys::CUpointer_attribute) -> R
 
 /// What the driver knows about `addr`. Without a driver every address is [`Pointer::Unknown`].
 pub fn pointer(addr: u64) -> Result<Pointer> {
-    use sys::CUpointer_attribute as Attribute;
     if !available() {
         return Ok(Pointer::Unknown);
     }
@@ -207,6 +211,15 @@ impl PrimaryContext {
     /// The device's ordinal.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
+    }
+
+    /// How many processors (SMs) the device has.
+    pub fn processors(&self) -> Result<u32> {
+        let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let mut count: c_int = 0;
+        // SAFETY: writes one integer; the device is valid.
+        ok("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut count, which, self.device) })?;
+        Ok(u32::try_from(count).unwrap_or(0))
     }
 
     /// Makes the context the calling thread's current one and leaves it so.

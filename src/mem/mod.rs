@@ -14,3 +14,12 @@ mod registered;
 pub use convert::ucx_error;
 pub use range::{MemoryRange, check};
 pub use registered::map;
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// From the other process to this one.
+    Read,
+    /// From this process to the other one.
+    Write,
+}

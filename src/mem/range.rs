@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::{cuda, host};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::MemoryKind;
 
 /// A range of this process's memory that its owner keeps alive: see [`MemoryRange::new`].
@@ -56,6 +56,17 @@ impl MemoryRange {
     /// Address after the last byte.
     pub fn end(&self) -> u64 {
         self.addr.saturating_add(self.len)
+    }
+
+    /// The address of `len` bytes at `offset`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfRange`] when they leave the range.
+    pub(super) fn slice(&self, offset: u64, len: u64) -> Result<u64> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(self.addr + offset),
+            _ => Err(Error::new(ErrorKind::OutOfRange, format!("{len} bytes at offset {offset} leave {self}"))),
+        }
     }
 
     /// Where the bytes live.
@@ -127,7 +138,6 @@ pub fn check(range: &MemoryRange) -> Result<()> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::error::ErrorKind;
 
     fn range(addr: u64, len: u64) -> Result<MemoryRange> {
         // SAFETY: nothing is registered, so nothing is accessed.

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::backing::is_filled_by_kernel;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::MemoryRange;
+use crate::mem::{MemoryRange, Way};
 use crate::proto::wire::MemoryKind;
 
 /// Pieces in one call besides the witness: Linux takes at most 1024 (UIO_MAXIOV, linux/uio.h).
@@ -99,15 +99,6 @@ fn here() -> Option<(String, (u64, u64))> {
     let host = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?.trim().to_owned();
     let namespace = fs::metadata("/proc/self/ns/pid").ok()?;
     Some((host, (namespace.dev(), namespace.ino())))
-}
-
-/// Which way bytes go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    /// From the other process to this one.
-    Read,
-    /// From this process to the other one.
-    Write,
 }
 
 /// Pieces to be copied by one call.

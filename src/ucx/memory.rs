@@ -162,6 +162,14 @@ impl Memory {
 /// The length of base, length and kind before the packed rkey.
 const RKEY_PREFIX: usize = 8 + 8 + 4;
 
+/// What an exported rkey says about the memory: base, length and kind. UCX has no part in this.
+///
+/// # Errors
+/// [`Status::MALFORMED`] when the bytes are not an exported rkey or are damaged.
+pub fn rkey_range(bytes: &[u8]) -> Result<(u64, u64, MemoryKind), UcxError> {
+    parse_rkey(bytes).map(|(base, len, kind, _)| (base, len, kind))
+}
+
 /// What an exported rkey says about the memory, and UCX's packed rkey.
 pub(super) fn parse_rkey(bytes: &[u8]) -> Result<(u64, u64, MemoryKind, &[u8]), UcxError> {
     let payload = envelope::open(Kind::Rkey, bytes)?;

@@ -39,7 +39,7 @@ pub use cores::Rkey;
 pub use endpoint::{CloseRequest, Endpoint, EndpointOptions, MAX_PARTS, Part};
 pub use envelope::tells_segments;
 pub use library::Library;
-pub use memory::Memory;
+pub use memory::{Memory, rkey_range};
 pub use memory_kind::{MemoryKind, MemoryTypes};
 pub use request::{Completion, Posted};
 pub use resources::{Resource, UnknownVariable};

@@ -8,12 +8,16 @@ which tests this program where there is no GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import beside
 import cuda
 import kvferry
 import numpy as np
@@ -68,6 +72,41 @@ def same(what: str, actual: list[cuda.Bytes], expected: list[cuda.Bytes]) -> Non
             )
 
 
+def ways_of(agent: kvferry.Agent) -> str:
+    """How an agent's bytes have gone."""
+    counts = agent.stats()
+    ways = {"copied by the device": "device_copied_bytes", "one-sided": "one_sided_bytes", "by messages": "served_bytes"}
+    ways |= {"copied by the kernel": "copied_bytes", "by streams": "streamed_bytes"}
+    return ", ".join(f"{counts[key]} bytes {way}" for way, key in ways.items() if counts[key])
+
+
+@contextlib.contextmanager
+def computing(is_on: bool) -> Iterator[None]:
+    """Keeps the device busy with matrix products on PyTorch's own stream meanwhile."""
+    if not is_on:
+        yield
+        return
+    import torch  # noqa: PLC0415  # the other tests need none
+
+    done = threading.Event()
+
+    def compute() -> None:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+            while not done.is_set():
+                for _ in range(20):
+                    a = torch.nn.functional.normalize(a @ a)
+                torch.cuda.default_stream().synchronize()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 class Checks:
     """The tests. `device` is the kind of memory that stands for the device."""
 
@@ -96,16 +135,16 @@ class Checks:
         return 1 if self._failed else 0
 
     def kind(self, name: str) -> str:
-        """The kind of memory that "device" or "host" stands for."""
-        return self._device if name == "device" else "host"
+        """The kind of memory that "device" stands for; others are called what they are."""
+        return self._device if name == "device" else name
 
-    def move(self, transport: str, local: str, remote: str) -> str:
-        """Reads and writes between `local` memory here and `remote` memory in another process."""
+    def move(self, transport: str, local: str, remote: str, compute: bool = False) -> str:
+        """Reads and writes between `local` memory here and `remote` memory in another process, while this one computes or not."""
         random = np.random.default_rng(5)
         here = [allocate(self.kind(local), nbytes, self._driver) for nbytes in SIZES]
         peer = Peer(transport, self.kind(remote), SIZES, 100)
         operations = 0
-        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+        with computing(compute), kvferry.Agent({"name": "check", "transport": transport}) as agent:
             for index, memory in enumerate(here):
                 memory.put(cuda.pattern(index, memory.nbytes))
                 register(agent, memory, self.kind(local))
@@ -120,8 +159,37 @@ class Checks:
                 operations += done.operations
                 same(f"{direction}, here", [memory.get() for memory in here], ours)
                 same(f"{direction}, there", peer.contents(), theirs)
+            ways = ways_of(agent)
         peer.end()
-        return f"{operations} operations"
+        return f"{operations} operations, {ways}"
+
+    def revoked(self, transport: str) -> str:
+        """Memory that its owner deregisters and frees is free, though this process had it mapped, and not read any more."""
+        nbytes = 64 << 20
+        memory = allocate(self._device, nbytes, self._driver)
+        whole = [[Segment(0, 0, index, 0, 0, nbytes, nbytes, nbytes)] for index in range(2)]
+        peer = Peer(transport, self._device, [nbytes, nbytes], 1)
+        assert self._driver is not None
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            register(agent, memory, self._device)
+            connected = agent.connect(peer.metadata)
+            for index in range(2):
+                agent.read(connected, whole[index], [([0], [0])]).wait(GENEROUS)
+                same("before", [memory.get()], [cuda.pattern(1 + index, nbytes)])
+            before = self._driver.free_bytes()
+            grown = peer.drop(0) - before
+            if grown < nbytes:
+                raise AssertionError(f"{grown} bytes are free after {nbytes} were freed")
+            try:
+                agent.read(connected, whole[0], [([0], [0])]).wait(GENEROUS)
+            except kvferry.KvferryError as error:
+                note = type(error).__name__
+            else:
+                raise AssertionError("memory that was deregistered was read")
+            agent.read(connected, whole[1], [([0], [0])]).wait(GENEROUS)
+            same("after", [memory.get()], [cuda.pattern(2, nbytes)])
+        peer.end()
+        return note
 
     def killed(self, transport: str) -> str:
         """A peer that is killed in mid-transfer ends the transfer, and a new one works."""
@@ -196,6 +264,21 @@ class Checks:
         return ", ".join(rates)
 
 
+def torch_checks(checks: Checks) -> None:
+    """Tensors, under PyTorch's allocators, while it computes and while it does not."""
+    if importlib.util.find_spec("torch") is None:
+        print("SKIPPED: no torch, so no tensors under its allocators")
+        return
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    checks.run("auto: tensors here and there", lambda: checks.move("auto", "torch", "torch"))
+    checks.run("auto: tensors, while computing", lambda: checks.move("auto", "torch", "torch", compute=True))
+    checks.run("tcp: tensors, while computing", lambda: checks.move("tcp", "torch", "torch", compute=True))
+    # The allocator is chosen when a process begins: the peer's, here.
+    os.environ[name] = "expandable_segments:True"
+    checks.run("auto: tensors here, in expandable segments there", lambda: checks.move("auto", "torch", "torch"))
+    del os.environ[name]
+
+
 def main() -> int:
     """Runs everything; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -219,6 +302,11 @@ def main() -> int:
     pairs = (("device", "device"), ("device", "host"), ("host", "device"))
     if driver is not None:
         checks.run("refusals", checks.refusals)
+        for kind in ("pieces", "sealed pieces"):
+            checks.run(f"auto: {kind} here and there", lambda k=kind: checks.move("auto", k, k))  # type: ignore[misc]
+        checks.run("auto: memory that is freed", lambda: checks.revoked("auto"))
+        checks.run("tcp: memory that is freed", lambda: checks.revoked("tcp"))
+        torch_checks(checks)
     for transport in TRANSPORTS:
         for local, remote in pairs:
             checks.run(
@@ -226,6 +314,8 @@ def main() -> int:
                 lambda t=transport, a=local, b=remote: checks.move(t, a, b),  # type: ignore[misc]
             )
         checks.run(f"{transport}: killed peer", lambda t=transport: checks.killed(t))  # type: ignore[misc]
+    if not options.no_benchmark and driver is not None:
+        checks.run("benchmark between device memories", lambda: beside.benchmark(driver, print))
     if not options.no_benchmark:
         for transport in TRANSPORTS:
             for local, remote in pairs:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.integer[Any]]
 
 
 class NoCuda(Exception):
@@ -74,6 +75,12 @@ class Driver:
         if result != 0:
             raise RuntimeError(f"{name} returned CUDA error {result}")
 
+    def free_bytes(self) -> int:
+        """Device memory that nobody has."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
     def describe(self) -> str:
         """The device's name and the driver's CUDA version."""
         name = ctypes.create_string_buffer(256)
@@ -114,6 +121,83 @@ class DeviceMemory:
             ctypes.c_uint64(self.address),
             ctypes.c_size_t(self.nbytes),
         )
+        return data
+
+
+    def free(self) -> None:
+        """Gives it back to the device."""
+        self._driver.call("cuMemFree_v2", ctypes.c_uint64(self.address))
+
+
+class PiecewiseMemory(DeviceMemory):
+    """A range of device memory made of several allocations, as PyTorch's expandable segments and vLLM's sleep mode have."""
+
+    def __init__(self, driver: Driver, nbytes: int, exportable: bool) -> None:
+        self._driver = driver
+        properties = _Properties(type=1, handle_types=1 if exportable else 0, location=_Location(type=1, id=0))
+        grain = ctypes.c_size_t()
+        driver.call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(properties), ctypes.c_int(0))
+        self.nbytes = nbytes
+        pieces = max(-(-nbytes // grain.value), 2)
+        address = ctypes.c_uint64()
+        zero = ctypes.c_uint64(0)
+        whole = ctypes.c_size_t(pieces * grain.value)
+        driver.call("cuMemAddressReserve", ctypes.byref(address), whole, ctypes.c_size_t(0), zero, zero)
+        self.address = address.value
+        for piece in range(pieces):
+            handle = ctypes.c_uint64()
+            driver.call("cuMemCreate", ctypes.byref(handle), grain, ctypes.byref(properties), zero)
+            at = ctypes.c_uint64(self.address + piece * grain.value)
+            driver.call("cuMemMap", at, grain, ctypes.c_size_t(0), handle, zero)
+        access = _Access(location=properties.location, flags=3)
+        driver.call("cuMemSetAccess", address, whole, ctypes.byref(access), ctypes.c_size_t(1))
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class TorchMemory:
+    """A tensor's memory, from whichever allocator the environment names."""
+
+    def __init__(self, nbytes: int) -> None:
+        import torch  # noqa: PLC0415  # the other tests need none
+
+        # Not at the beginning of its allocation.
+        self._torch = torch
+        self._tensor = torch.zeros(nbytes + 512, dtype=torch.uint8, device="cuda")[512:]
+        torch.cuda.synchronize()
+        self.address: int = self._tensor.data_ptr()
+        self.nbytes = nbytes
+
+    def put(self, data: Bytes) -> None:
+        """Replaces all bytes."""
+        self._tensor.copy_(self._torch.from_numpy(np.array(data)))
+        self._torch.cuda.synchronize()
+
+    def get(self) -> Bytes:
+        """A copy of all bytes."""
+        data: Bytes = self._tensor.cpu().numpy()
         return data
 
 

@@ -14,19 +14,23 @@ import numpy as np
 
 
 def allocate(kind: str, nbytes: int, driver: cuda.Driver | None) -> cuda.Memory:
-    """Memory of `kind`: "cuda" (device 0) or "host"."""
-    if kind == "cuda":
+    """Memory of `kind`: of device 0 ("cuda"; "pieces", "sealed pieces": of several allocations, which other processes can map or
+    cannot; "torch": a tensor's), or "host"."""
+    if kind == "torch":
+        return cuda.TorchMemory(nbytes)
+    if kind != "host":
         assert driver is not None
-        return cuda.DeviceMemory(driver, nbytes)
+        if kind == "cuda":
+            return cuda.DeviceMemory(driver, nbytes)
+        return cuda.PiecewiseMemory(driver, nbytes, kind == "pieces")
     return cuda.HostMemory(nbytes)
 
 
-def register(agent: kvferry.Agent, memory: cuda.Memory, kind: str) -> None:
+def register(agent: kvferry.Agent, memory: cuda.Memory, kind: str) -> kvferry.Region:
     """Registers memory by its address."""
-    if kind == "cuda":
-        agent.register((memory.address, memory.nbytes), kind="cuda", device=0)
-    else:
-        agent.register((memory.address, memory.nbytes), kind="host")
+    if kind == "host":
+        return agent.register((memory.address, memory.nbytes), kind="host")
+    return agent.register((memory.address, memory.nbytes), kind="cuda", device=0)
 
 
 class Peer:
@@ -54,6 +58,11 @@ class Peer:
         self._ask("dump")
         return [np.frombuffer(base64.b64decode(text), dtype=np.uint8) for text in json.loads(self._answer())]
 
+    def drop(self, index: int) -> int:
+        """Has it deregister and free a region; what its device has free then."""
+        self._ask(f"drop {index}")
+        return int(self._answer())
+
     def _ask(self, command: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(command + "\n")
@@ -75,16 +84,25 @@ class Peer:
 def main() -> None:
     """The child's life."""
     transport, kind, sizes, seed = json.loads(sys.argv[1])
-    driver = cuda.Driver() if kind == "cuda" else None
+    driver = cuda.Driver() if kind != "host" else None
     memories = [allocate(kind, nbytes, driver) for nbytes in sizes]
+    regions = []
     with kvferry.Agent({"name": "peer", "transport": transport}) as agent:
         for index, memory in enumerate(memories):
             memory.put(cuda.pattern(seed + index, memory.nbytes))
-            register(agent, memory, kind)
+            regions.append(register(agent, memory, kind))
         print("ANSWER " + base64.b64encode(agent.metadata()).decode(), flush=True)
         for line in sys.stdin:
             if line.strip() == "end":
                 break
+            if line.startswith("drop"):
+                index = int(line.split()[1])
+                agent.deregister(regions[index])
+                memory = memories[index]
+                assert driver is not None and isinstance(memory, cuda.DeviceMemory)
+                memory.free()
+                print(f"ANSWER {driver.free_bytes()}", flush=True)
+                continue
             dumps = [base64.b64encode(memory.get().tobytes()).decode() for memory in memories]
             print("ANSWER " + json.dumps(dumps), flush=True)
 

@@ -62,8 +62,13 @@ pub fn metadata(engine: EngineId, agent: u64, stride: u64) -> RankMetadata {
         content: BLOCK_BYTES as u64 / u64::from(BLOCK_TOKENS),
         ..Area::default()
     };
-    let region =
-        |i: u64| RegionMetadata { base: (i + 1) << 32, len, kind: MemoryKind::Host, rkey: vec![1, 2, 3, i as u8] };
+    let region = |i: u64| RegionMetadata {
+        base: (i + 1) << 32,
+        len,
+        kind: MemoryKind::Host,
+        rkey: vec![1, 2, 3, i as u8],
+        handle: None,
+    };
     RankMetadata {
         engine,
         rank: RANK,

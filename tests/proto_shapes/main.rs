@@ -29,7 +29,7 @@ const CASES: u64 = 20_500;
 
 /// What a test would send to the other side for a rank.
 fn metadata(spec: &EngineSpec, rank: &RankCache) -> RankMetadata {
-    let region = |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1] };
+    let region = |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1], handle: None };
     RankMetadata {
         engine: EngineId::new("engine").unwrap(),
         rank: rank.rank,

@@ -209,7 +209,7 @@ def _transfers(asked: Asked, seen: ucx.Seen, can_start: bool) -> Iterable[Findin
     else:
         findings.append(found(ids[2], "absent"))
     if seen.moves_cuda and driver.why_not() is None:
-        findings.append(transfer.moved(ids[3], agent, ("one_sided_bytes",), "cuda"))
+        findings.append(transfer.moved(ids[3], agent, ("device_copied_bytes", "one_sided_bytes"), "cuda"))
     else:
         findings.append(found(ids[3], "absent"))
     return findings

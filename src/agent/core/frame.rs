@@ -49,6 +49,10 @@ pub(crate) enum FrameKind {
     StreamRequest,
     /// Says how many chunks have come by the stream.
     StreamReceipt,
+    /// Asks to let go of a region of the sender's, by its index, that the receiver may have mapped.
+    RegionRevoked,
+    /// Says that nothing of it is mapped any more.
+    RegionReleased,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -61,7 +65,7 @@ pub(crate) struct Frame {
     /// The sender's number for the connection, drawn when it made its endpoint.
     pub(crate) connection: u64,
     /// Counts the connection's messages of kind data and the goodbye after them from 0; in requests and replies, the
-    /// chunk's number; in sealed hellos and their answers, which of the sender's hellos it is or answers; in sealed
+    /// chunk's number; in revocations, the region's index; in sealed hellos and their answers, which of the sender's hellos it is or answers; in sealed
     /// frames, their number.
     pub(crate) sequence: u64,
 }
@@ -86,6 +90,8 @@ impl Frame {
             FrameKind::StreamOffer => 15,
             FrameKind::StreamRequest => 16,
             FrameKind::StreamReceipt => 17,
+            FrameKind::RegionRevoked => 18,
+            FrameKind::RegionReleased => 19,
         };
         let mut bytes = [0; FRAME_BYTES];
         let fields = MAGIC
@@ -133,6 +139,8 @@ impl Frame {
             15 => FrameKind::StreamOffer,
             16 => FrameKind::StreamRequest,
             17 => FrameKind::StreamReceipt,
+            18 => FrameKind::RegionRevoked,
+            19 => FrameKind::RegionReleased,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));

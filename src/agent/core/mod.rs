@@ -12,5 +12,6 @@ pub(crate) mod live;
 pub(crate) mod metadata;
 pub(crate) mod regions;
 pub(crate) mod reply;
+pub(crate) mod revocations;
 pub(crate) mod route;
 pub(crate) mod stats;

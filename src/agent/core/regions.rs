@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::ids::RegionId;
 use super::reply::Reply;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::cuda::PrimaryContext;
+use crate::mem::cuda::{PrimaryContext, ipc};
 use crate::mem::{self, MemoryRange};
 use crate::proto::wire::{MemoryKind, RegionMetadata};
 use crate::ucx;
@@ -20,6 +20,7 @@ pub const MAX_REGIONS: usize = 65_536;
 struct Region {
     range: MemoryRange,
     memory: Arc<ucx::Memory>,
+    _exported: Option<ipc::Exported>,
     metadata: RegionMetadata,
     /// Transfers that name it and are not over.
     users: u32,
@@ -87,8 +88,13 @@ impl Regions {
     fn map(&self, context: &Arc<ucx::Context>, range: MemoryRange) -> Result<Region> {
         let memory = mem::map(context, &range)?;
         let rkey = memory.pack_rkey().map_err(|e| mem::ucx_error(e).context(format!("exporting {range}")))?;
-        let metadata = RegionMetadata { base: range.addr(), len: range.len(), kind: range.kind(), rkey };
-        Ok(Region { range, memory, metadata, users: 0, closing: None, grace: None })
+        let exported = ipc::export(&range).unwrap_or_else(|error| {
+            log::warn!("{range} cannot be mapped by other processes, and goes to them by UCX or by messages: {error}");
+            None
+        });
+        let handle = exported.as_ref().map(|exported| exported.handle.clone());
+        let metadata = RegionMetadata { base: range.addr(), len: range.len(), kind: range.kind(), rkey, handle };
+        Ok(Region { range, memory, _exported: exported, metadata, users: 0, closing: None, grace: None })
     }
 
     fn iter(&self) -> impl Iterator<Item = (usize, &Region)> {
@@ -97,6 +103,11 @@ impl Regions {
 
     fn live(&self, index: u32) -> Option<&Region> {
         self.slots.get(index as usize)?.as_ref().filter(|region| region.closing.is_none())
+    }
+
+    /// Whether other processes of the host may have mapped the memory of a region.
+    pub(crate) fn is_exported(&self, index: u32) -> bool {
+        self.slots.get(index as usize).is_some_and(|slot| slot.as_ref().is_some_and(|r| r.metadata.handle.is_some()))
     }
 
     /// Lengths by index.
@@ -203,7 +214,7 @@ impl Regions {
 
     /// The regions as peers see them. An index that is gone stays as an empty entry if a live one follows.
     pub(crate) fn metadata(&self) -> Vec<RegionMetadata> {
-        let gone = || RegionMetadata { base: 0, len: 0, kind: MemoryKind::Host, rkey: Vec::new() };
+        let gone = || RegionMetadata { base: 0, len: 0, kind: MemoryKind::Host, rkey: Vec::new(), handle: None };
         let count = (0..self.slots.len()).rev().find(|index| self.live(*index as u32).is_some()).map_or(0, |i| i + 1);
         (0..count).map(|index| self.live(index as u32).map_or_else(gone, |region| region.metadata.clone())).collect()
     }

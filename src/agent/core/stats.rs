@@ -25,6 +25,8 @@ pub struct AgentStats {
     pub operations: u64,
     /// Bytes copied from or to processes of this host by the kernel (`process_vm_readv`, `process_vm_writev`).
     pub copied_bytes: u64,
+    /// Bytes copied by a device from or to device memory of processes of this host.
+    pub device_copied_bytes: u64,
     /// Bytes posted as one-sided operations of UCX.
     pub one_sided_bytes: u64,
     /// Bytes asked for, or sent, by messages.

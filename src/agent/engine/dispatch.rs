@@ -67,6 +67,31 @@ impl Engine {
         for chunk in self.rpc.borrow_mut().take_all_of(id) {
             self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
         }
+        let released = self.revocations.forget(id);
+        self.regions.leave(&released);
+    }
+
+    /// Asks peers of this host to let go of a region that is being deregistered, which counts as used until they have.
+    pub(super) fn revoke(&mut self, region: u32) {
+        if !self.regions.is_exported(region) {
+            return;
+        }
+        for id in self.peers.ids() {
+            let takes =
+                self.peers.get(id).is_ok_and(|peer| peer.is_ready() && peer.on_this_host && peer.takes_revocations);
+            if takes && self.revocations.ask(id, region) {
+                self.regions.enter(&[region]);
+                self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
+            }
+        }
+    }
+
+    /// Tells peers of the regions that they have asked for back and that nothing here has mapped any more.
+    fn answer_revocations(&mut self, now: Instant) {
+        for (peer, region) in self.revocations.take_due() {
+            self.effects.send(peer, FrameKind::RegionReleased, u64::from(region), Vec::new());
+        }
+        self.dispatch(now);
     }
 
     fn flush(&mut self, transfer: TransferId, peer: PeerId, now: Instant) {
@@ -175,6 +200,16 @@ impl Engine {
         }
     }
 
+    /// Takes what devices have copied. Returns whether there was anything.
+    pub(super) fn reap_device_copies(&mut self, now: Instant) -> bool {
+        let any = self.device_copies.reap(&mut self.effects);
+        if any {
+            self.dispatch(now);
+            self.answer_revocations(now);
+        }
+        any
+    }
+
     /// Takes the messages that have arrived.
     pub(super) fn receive_messages(&mut self, now: Instant) {
         let refused = self.worker.refused_announcements();
@@ -236,6 +271,18 @@ impl Engine {
                     FrameKind::StreamOffer => streams.on_offer(id, data, &mut io)?,
                     FrameKind::StreamRequest => streams.on_request(id, number, data, &mut io)?,
                     _ => streams.on_receipt(id, number, &mut io)?,
+                }
+            }
+            FrameKind::RegionRevoked => {
+                let region = region_of(frame)?;
+                let mappings = self.peers.get_mut(id)?.revoke(region);
+                self.revocations.owe(id, region, mappings);
+                self.answer_revocations(now);
+            }
+            FrameKind::RegionReleased => {
+                let region = region_of(frame)?;
+                if self.revocations.answered(id, region) {
+                    self.regions.leave(&[region]);
                 }
             }
             // Taken before it comes here.
@@ -339,8 +386,9 @@ impl Engine {
     /// Loses the peers that have not taken what they read of regions that are being deregistered.
     fn check_borrowers(&mut self, now: Instant) {
         for region in self.regions.take_overdue(now) {
+            let mapped = self.revocations.borrowers(region);
             let borrowers: BTreeSet<PeerId> =
-                self.streams.borrowers(region).chain(self.operations.borrowers(region)).collect();
+                self.streams.borrowers(region).chain(self.operations.borrowers(region)).chain(mapped).collect();
             for peer in borrowers {
                 let error = Error::new(
                     ErrorKind::PeerDied,
@@ -354,4 +402,9 @@ impl Engine {
             }
         }
     }
+}
+
+/// The region that a revocation or its answer names.
+fn region_of(frame: Frame) -> Result<u32> {
+    u32::try_from(frame.sequence).map_err(|_| Error::corrupt(format!("a revocation of region {}", frame.sequence)))
 }

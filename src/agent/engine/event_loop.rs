@@ -6,7 +6,7 @@
 //! - operations of transfers in flight, or a peer's request served just now: spin for [`AgentConfig::spin`] after the last
 //!   progress, because the next news is some microseconds away and to be woken takes longer, unless too many threads of the
 //!   process spin already ([`Spinner`]); then sleep in steps of a millisecond, because some transports (CUDA IPC) do not
-//!   wake the fd;
+//!   wake the fd, nor do our own copies on devices;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
 //!
@@ -165,6 +165,7 @@ impl Loop {
         self.engine.reap_failed_endpoints(now);
         self.engine.reap_completions(now);
         self.engine.reap_copies(now);
+        any |= self.engine.reap_device_copies(now);
         self.engine.receive_messages(now);
         any
     }
@@ -218,7 +219,8 @@ impl Loop {
             }
         };
         let edges = (self.vain >= VAIN_WAKES).then(|| now + EDGE_SLEEP);
-        let busy = (self.engine.worker.in_flight() > 0 || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
+        let works = self.engine.worker.in_flight() > 0 || self.engine.device_copies.are_running();
+        let busy = (works || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
         let timers = [limit, busy, edges, wish, self.engine.deadline()];
         self.engine.stats.sleeps += 1;
         self.sleep(timers.into_iter().flatten().min(), now)

@@ -31,8 +31,10 @@ use super::core::ids::{PeerId, RegionId, TransferId};
 use super::core::in_flight::Operations;
 use super::core::limits::MAX_MESSAGE_BYTES;
 use super::core::regions::Regions;
+use super::core::revocations::Revocations;
 use super::core::stats::AgentStats;
 use super::paths::copy_pool::CopyPool;
+use super::paths::device_copies::DeviceCopies;
 use super::peers::secure::Secrets;
 use super::peers::{self, Local, Peers};
 use super::rpc::client::{Client, Placer};
@@ -71,6 +73,8 @@ pub(crate) struct Engine {
     peers: Peers,
     streams: Streams,
     copy_pool: CopyPool,
+    device_copies: DeviceCopies,
+    revocations: Revocations,
     worker: Worker,
     regions: Regions,
     context: Arc<ucx::Context>,
@@ -114,6 +118,8 @@ impl Engine {
             peers: Peers::new(local, secrets),
             streams: Streams::new(&config, incarnation),
             copy_pool: CopyPool::new(config.copy_threads, shared.waker.clone()),
+            device_copies: DeviceCopies::default(),
+            revocations: Revocations::default(),
             regions: Regions::new(shared.live.ids.salt()),
             config,
             worker,

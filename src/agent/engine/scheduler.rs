@@ -91,6 +91,7 @@ impl Engine {
             rpc: &self.rpc,
             streams: &mut self.streams,
             copy_pool: &mut self.copy_pool,
+            device_copies: &mut self.device_copies,
             stats: &mut self.stats,
             effects: &mut self.effects,
         })

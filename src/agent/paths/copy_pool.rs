@@ -20,8 +20,9 @@ use crate::agent::core::live::lock;
 use crate::agent::thread::affinity;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::Way;
 use crate::sync::{Arc, AtomicBool, Condvar, Mutex};
-use crate::sys::process::{Batch, Neighbour, Process, Way};
+use crate::sys::process::{Batch, Neighbour, Process};
 
 /// A call that takes longer is stuck. Half a megabyte takes less than a millisecond where its pages are there.
 const STUCK: Duration = Duration::from_millis(250);

@@ -3,6 +3,8 @@
 //! A further path is a file here and a line in [`PATHS`].
 
 pub(crate) mod copy_pool;
+pub(crate) mod device_copies;
+mod device_copy;
 mod message;
 pub(crate) mod one_sided;
 mod process_vm;
@@ -12,7 +14,9 @@ use std::cell::RefCell;
 use std::time::Instant;
 
 use self::copy_pool::CopyPool;
+use self::device_copies::DeviceCopies;
 use super::core::effect::Effects;
+use super::core::event::Direction;
 use super::core::ids::TransferId;
 use super::core::in_flight::Operations;
 use super::core::regions::Regions;
@@ -24,7 +28,7 @@ use super::rpc::client::Client;
 use super::streams::Streams;
 use super::transfers::{Transfer, Windows};
 use crate::error::Result;
-use crate::mem::MemoryRange;
+use crate::mem::{MemoryRange, Way};
 use crate::proto::plan::Operation;
 use crate::proto::wire::MemoryKind;
 
@@ -41,6 +45,8 @@ pub(crate) struct Profile {
     streamable: bool,
     /// Whether the kernel fills missing pages of the peer's memory by itself; known of processes whose memory can be copied.
     is_filled_by_kernel: bool,
+    /// Whether it is device memory on both sides, and this process can map the peer's.
+    is_importable: bool,
     /// Whether UCX has refused to move the peer's memory one-sided.
     is_refused: bool,
     /// Whether the peer's digest is wanted and not the bytes.
@@ -68,6 +74,7 @@ pub(crate) struct Turn<'a> {
     pub(crate) rpc: &'a RefCell<Client>,
     pub(crate) streams: &'a mut Streams,
     pub(crate) copy_pool: &'a mut CopyPool,
+    pub(crate) device_copies: &'a mut DeviceCopies,
     pub(crate) stats: &'a mut AgentStats,
     pub(crate) effects: &'a mut Effects,
 }
@@ -85,8 +92,17 @@ impl Turn<'_> {
             streamable: self.transfer.is_streamable(),
             is_refused: self.peer.has_refused(Pair::of(local, remote), operation.remote_region),
             is_filled_by_kernel: self.peer.is_filled_by_kernel(operation.remote_region),
+            is_importable: local != MemoryKind::Host && self.peer.is_importable(operation.remote_region),
             digest: self.transfer.is_asking(),
         })
+    }
+
+    /// Which way the bytes go.
+    fn way(&self) -> Way {
+        match self.transfer.direction() {
+            Direction::Read => Way::Read,
+            Direction::Write => Way::Write,
+        }
     }
 
     /// The next operation if it is of this profile.
@@ -132,7 +148,8 @@ trait Path: Sync {
 }
 
 /// All paths, the best first.
-static PATHS: [&dyn Path; 4] = [&process_vm::ProcessVm, &one_sided::OneSided, &stream::Stream, &message::Message];
+static PATHS: [&dyn Path; 5] =
+    [&process_vm::ProcessVm, &device_copy::DeviceCopy, &one_sided::OneSided, &stream::Stream, &message::Message];
 
 /// The path for what has this profile. The last one carries everything.
 fn choose(peer: &Peer, profile: Profile) -> &'static dyn Path {
@@ -164,7 +181,10 @@ pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
 pub(crate) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
     let through = |is_refused| {
         let (is_filled_by_kernel, gathered, streamable, digest) = (true, false, true, false);
-        choose(peer, Profile { local, remote, gathered, streamable, is_filled_by_kernel, is_refused, digest }).name()
+        let is_importable = Pair::of(local, remote) == Pair::Device && peer.is_all_importable();
+        let profile =
+            Profile { local, remote, gathered, streamable, is_filled_by_kernel, is_importable, is_refused, digest };
+        choose(peer, profile).name()
     };
     match peer.refused(Pair::of(local, remote), remote) {
         (refused, all) if refused == all => through(all > 0),

@@ -44,9 +44,10 @@ impl Path for OneSided {
         while operations < QUANTUM_OPERATIONS && bytes < QUANTUM_BYTES {
             let next = turn.next_of(profile).filter(|operation| turn.has_room(operation.len));
             let Some(operation) = next else { break };
-            let (Some(memory), Some((base, rkey)), Ok(offset), Ok(len)) = (
+            let (Some(memory), Some(base), Some(rkey), Ok(offset), Ok(len)) = (
                 turn.regions.memory(operation.local_region),
-                turn.peer.region(operation.remote_region),
+                turn.peer.base(operation.remote_region),
+                turn.peer.rkey(operation.remote_region)?,
                 usize::try_from(operation.local_offset),
                 usize::try_from(operation.len),
             ) else {
@@ -60,8 +61,8 @@ impl Path for OneSided {
             let token = turn.operations.insert(InFlight::Copy { transfer: turn.id, peer: turn.peer.id, operation });
             let endpoint = &turn.peer.endpoint;
             let posted = match direction {
-                Direction::Read => endpoint.get(rkey, remote, memory, offset, len, token),
-                Direction::Write => endpoint.put(rkey, remote, memory, offset, len, token),
+                Direction::Read => endpoint.get(&rkey, remote, memory, offset, len, token),
+                Direction::Write => endpoint.put(&rkey, remote, memory, offset, len, token),
             };
             if !matches!(posted, Ok(Posted::Pending)) {
                 turn.operations.remove(token);

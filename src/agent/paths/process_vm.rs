@@ -7,12 +7,10 @@ use std::time::{Duration, Instant};
 
 use super::copy_pool::Job;
 use super::{Path, Profile, Turn};
-use crate::agent::core::event::Direction;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::peers::Peer;
 use crate::agent::thread::affinity;
 use crate::error::{Error, ErrorKind, Result};
-use crate::sys::process::Way;
 
 /// What one call copies: some 50 us of work, so that others and new commands wait for little, and enough that the call
 /// itself does not count.
@@ -51,7 +49,7 @@ impl Path for ProcessVm {
         let mut batch = turn.copy_pool.batch();
         while let Some(operation) = turn.next_of(profile) {
             let range = turn.regions.range(operation.local_region);
-            let (Some(range), Some((base, _))) = (range, turn.peer.region(operation.remote_region)) else {
+            let (Some(range), Some(base)) = (range, turn.peer.base(operation.remote_region)) else {
                 return Err(Error::not_found("a region of the plan is gone"));
             };
             let room = QUANTUM_BYTES.saturating_sub(batch.bytes() as u64);
@@ -65,10 +63,7 @@ impl Path for ProcessVm {
         turn.transfer.begin(batch.len() as u64, now);
         turn.stats.operations += batch.len() as u64;
         let bytes = batch.bytes() as u64;
-        let way = match turn.transfer.direction() {
-            Direction::Read => Way::Read,
-            Direction::Write => Way::Write,
-        };
+        let way = turn.way();
         let helped = turn.transfer.next().is_some() && turn.transfer.age(now) >= HELP_AFTER;
         // What may be stuck for ever takes no room in the windows of others; copy threads take little of it at a time.
         if alone {

@@ -34,6 +34,9 @@ pub(crate) struct Hello {
     /// Whether the sender may be asked for a stream.
     #[serde(default)]
     pub(crate) streams: bool,
+    /// Whether the sender knows revocations of regions.
+    #[serde(default)]
+    pub(crate) revocations: bool,
     /// What the receiver is to write into its witness for this connection, before the sender copies its memory. `None` of a
     /// sender that knows nothing of it: its own witness has no answers either.
     #[serde(default)]
@@ -97,6 +100,7 @@ impl Peers {
             process: self.local.place.as_ref().map(|here| peer.witness.place(here)),
             // With a key there are none: what they carry is not sealed.
             streams: self.local.streams && !self.are_keyed(),
+            revocations: true,
             challenge: Some(peer.challenge),
             versions: Versions::OURS,
         })
@@ -186,6 +190,7 @@ impl Peers {
         peer.version = hello.versions.common();
         let lanes = peer.endpoint.describe();
         peer.reach = Reach::of(&lanes);
+        peer.takes_revocations = hello.revocations;
         peer.may_stream = hello.streams && local.streams && !is_keyed && has_only_tcp(&lanes);
         let places = hello.process.as_ref().zip(local.place.as_ref());
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
@@ -213,7 +218,7 @@ mod tests {
     use crate::proto::wire::VERSION;
     use crate::sys::process::Witness;
 
-    /// The hello of a build that knows no streams and no challenges.
+    /// The hello of a build that knows no streams, no challenges and no revocations.
     #[derive(Serialize)]
     struct Older {
         name: &'static str,
@@ -234,6 +239,7 @@ mod tests {
             address: vec![1, 2, 3],
             process: ProcessPlace::here().map(|here| Witness::new(3, &[1]).place(&here)),
             streams: true,
+            revocations: true,
             challenge: Some((6, 7)),
             versions: Versions::OURS,
         };
@@ -242,7 +248,7 @@ mod tests {
         let older = Older { name: "a", incarnation: Incarnation(3), connection: 4, seen: None, address: vec![1, 2, 3] };
         let older = wire::encode("hello", OLDEST, &older).unwrap();
         let decoded = Hello::decode(&older).unwrap();
-        assert_eq!((decoded.streams, decoded.challenge), (false, None));
+        assert_eq!((decoded.streams, decoded.revocations, decoded.challenge), (false, false, None));
         // What a build of version 4 says speaks only that.
         let text = older.windows(7).position(|bytes| bytes == b"\xa6speaks").unwrap();
         let before = [&[0x84], &older[1..text], &older[text + 10..]].concat();

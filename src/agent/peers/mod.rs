@@ -9,6 +9,7 @@ pub(crate) mod admission;
 pub(crate) mod backing;
 pub(crate) mod close;
 pub(crate) mod hello;
+mod imports;
 pub(crate) mod inbox;
 mod peer;
 pub(crate) mod reach;
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 use self::admission::Admission;
 use self::backing::Backing;
 use self::close::ClosingEndpoints;
+use self::imports::Imports;
 use self::inbox::{Inbox, Item, reserve};
 pub(crate) use self::peer::Peer;
 use self::reach::Reach;
@@ -268,6 +270,8 @@ impl Peers {
             session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
             refused: BTreeSet::new(),
+            imports: Imports::default(),
+            takes_revocations: false,
             may_stream: false,
             streamed: false,
             on_this_host: false,

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use super::backing::Backing;
 use super::hello::Hello;
+use super::imports::Imports;
 use super::inbox::Inbox;
 use super::reach::{Pair, Reach};
 use super::secure::Session;
@@ -24,8 +25,8 @@ use crate::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
 use crate::sys::process::{Challenge, Neighbour, ProcessPlace, Witness};
 use crate::ucx::{self, Endpoint, Posted, Rkey};
 
-/// A region of the peer's. `None` for one that the peer has deregistered.
-type RemoteRegion = Option<(RegionMetadata, Rc<Rkey>)>;
+/// A region of the peer's, and its rkey if UCX has it. `None` for one that the peer has deregistered.
+type RemoteRegion = Option<(RegionMetadata, Option<Rc<Rkey>>)>;
 
 /// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
 const REFUSALS: usize = 4;
@@ -62,6 +63,10 @@ pub(crate) struct Peer {
     pub(super) reach: Reach,
     /// Regions of the peer's that UCX has refused to move one-sided, though there are lanes for such memory.
     pub(super) refused: BTreeSet<(Pair, u32)>,
+    /// What this process has mapped of its device memory.
+    pub(super) imports: Imports,
+    /// Whether it lets go of memory that it has mapped when it is asked to.
+    pub(crate) takes_revocations: bool,
     /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
     pub(crate) may_stream: bool,
     /// Whether there is one from the peer.
@@ -234,9 +239,21 @@ impl Peer {
         self.regions.get(index as usize)?.as_ref().map(|(region, _)| region.kind)
     }
 
-    /// Base address and rkey of a region.
-    pub(crate) fn region(&self, index: u32) -> Option<(u64, &Rc<Rkey>)> {
-        self.regions.get(index as usize)?.as_ref().map(|(region, rkey)| (region.base, rkey))
+    /// Base address of a region.
+    pub(crate) fn base(&self, index: u32) -> Option<u64> {
+        self.regions.get(index as usize)?.as_ref().map(|(region, _)| region.base)
+    }
+
+    /// The rkey of a region; `None` where the region is gone.
+    ///
+    /// # Errors
+    /// UCX's, where it is to be unpacked.
+    pub(crate) fn rkey(&mut self, index: u32) -> Result<Option<Rc<Rkey>>> {
+        let Some(Some((region, rkey))) = self.regions.get_mut(index as usize) else { return Ok(None) };
+        if rkey.is_none() {
+            *rkey = Some(self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?);
+        }
+        Ok(rkey.clone())
     }
 
     /// Refuses an index that names no region of the peer's.
@@ -313,6 +330,7 @@ impl Peer {
         self.lens = regions.iter().map(|region| region.as_ref().map_or(0, |(region, _)| region.len)).collect();
         self.regions = regions;
         self.refused.retain(|(_, index)| kept.contains(index));
+        self.imports.retain(&kept);
         self.look_behind_regions();
         Ok(())
     }
@@ -321,21 +339,25 @@ impl Peer {
         if region.len == 0 && region.rkey.is_empty() {
             return Ok(None);
         }
-        let rkey = self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?;
+        let said = ucx::rkey_range(&region.rkey).map_err(ucx_error)?;
         let kind = match region.kind {
             MemoryKind::Host => ucx::MemoryKind::Host,
             MemoryKind::Cuda { .. } => ucx::MemoryKind::Cuda,
         };
-        if (rkey.base(), rkey.len(), rkey.kind()) != (region.base, region.len, kind) {
+        if said != (region.base, region.len, kind) {
+            let (base, len, other) = said;
             return Err(Error::corrupt(format!(
-                "the metadata says {} bytes of {kind} memory at {:#x}, the rkey inside says {} bytes of {} memory at {:#x}",
-                region.len,
-                region.base,
-                rkey.len(),
-                rkey.kind(),
-                rkey.base()
+                "the metadata says {} bytes of {kind} memory at {:#x}, the rkey inside says {len} bytes of {other} memory at \
+                 {base:#x}",
+                region.len, region.base,
             )));
         }
+        // UCX maps memory of another process as soon as it sees an rkey of it, and lets it go with the connection only. So it
+        // sees none of memory that this process can map by itself until it is asked to move it.
+        let rkey = match region.handle {
+            Some(_) => None,
+            None => Some(self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?),
+        };
         Ok(Some((region.clone(), rkey)))
     }
 }

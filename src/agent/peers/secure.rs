@@ -365,6 +365,7 @@ mod tests {
             address: vec![1, 2, 3],
             process: None,
             streams: false,
+            revocations: false,
             challenge: None,
             versions: Versions::OURS,
         };

@@ -19,6 +19,7 @@ use super::core::regions::Regions;
 use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::plan::{CopyPlan, Expander, Operation};
+use crate::proto::wire::MemoryKind;
 
 pub(crate) struct Transfer {
     peer: PeerId,
@@ -26,6 +27,8 @@ pub(crate) struct Transfer {
     expander: Expander,
     /// Whether it had no turn yet.
     fresh: bool,
+    /// Whether its blocks are to be put in the order of the peer's memory.
+    is_ordered: bool,
     /// The operation to post next; `None` when all are posted, and before the first turn.
     next: Option<Operation>,
     /// Operations to post again, by another path, after all others.
@@ -94,7 +97,9 @@ impl Transfer {
             return;
         }
         self.fresh = false;
-        self.expander.order();
+        if self.is_ordered {
+            self.expander.order();
+        }
         let plan = self.expander.plan();
         // Counting runs is saved where none can be short.
         self.gathered = plan.segments.iter().any(|segment| segment.len < gather_below)
@@ -228,6 +233,8 @@ impl Transfers {
         }
         plan.check(regions.lens(), peer.lens())?;
         let bytes = plan.bytes();
+        let is_device = |index: &u32| regions.range(*index).is_some_and(|range| range.kind() != MemoryKind::Host);
+        let by_device = locals.iter().all(is_device) && remotes.iter().all(|region| peer.is_importable(*region));
         let used: Vec<u32> = locals.into_iter().collect();
         regions.enter(&used);
         let transfer = Transfer {
@@ -235,6 +242,8 @@ impl Transfers {
             direction,
             expander: plan.expand(self.max_operation_bytes),
             fresh: bytes > 0,
+            // A device copies blocks in any order as fast, and faster than they are put in order.
+            is_ordered: !by_device,
             next: None,
             again: Vec::new(),
             regions: used,

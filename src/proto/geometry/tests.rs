@@ -9,7 +9,9 @@ use crate::ErrorKind;
 use crate::proto::wire::MemoryKind;
 
 fn regions(lens: &[u64]) -> Vec<RegionMetadata> {
-    lens.iter().map(|&len| RegionMetadata { base: 4096, len, kind: MemoryKind::Host, rkey: vec![] }).collect()
+    lens.iter()
+        .map(|&len| RegionMetadata { base: 4096, len, kind: MemoryKind::Host, rkey: vec![], handle: None })
+        .collect()
 }
 
 /// Blocks of 4 heads by 2 tokens by 8 bytes, dense: 64 bytes.

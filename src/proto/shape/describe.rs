@@ -297,7 +297,7 @@ struct Side {
 }
 
 pub(super) fn metadata(engine: &EngineId, shape: EngineShape, cache: &RankCache) -> RankMetadata {
-    let region = |&len: &u64| RegionMetadata { base: 0, len, kind: MemoryKind::Host, rkey: Vec::new() };
+    let region = |&len: &u64| RegionMetadata { base: 0, len, kind: MemoryKind::Host, rkey: Vec::new(), handle: None };
     let agent = AgentMetadata {
         name: engine.to_string(),
         incarnation: Incarnation(1),

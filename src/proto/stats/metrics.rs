@@ -148,6 +148,8 @@ pub const METRICS: &[Metric] = &[
         "Operations posted: of UCX, pieces copied, requests to peers."),
     agent("copied_bytes", Kind::Counter, "agent_copied_bytes", "bytes",
         "Bytes copied from or to processes of this host by the kernel (process_vm_readv, process_vm_writev)."),
+    agent("device_copied_bytes", Kind::Counter, "agent_device_copied_bytes", "bytes",
+        "Bytes copied by a device from or to device memory of processes of this host (CUDA IPC)."),
     agent("one_sided_bytes", Kind::Counter, "agent_one_sided_bytes", "bytes",
         "Bytes posted as one-sided operations of UCX."),
     agent("served_bytes", Kind::Counter, "agent_served_bytes", "bytes", "Bytes asked for, or sent, by messages."),

@@ -24,7 +24,9 @@ pub use codec::{MAX_DEPTH, OLDEST, VERSION, Versions, decode, encode};
 pub(crate) use codec::{begins_as, version_for_answer};
 pub use handshake::{HandshakeReply, HandshakeRequest, Prefill, RankBlob, RefusalCode};
 pub use message::{Message, kind};
-pub use metadata::{AgentMetadata, CompatField, EngineShape, MemoryKind, RankMetadata, RegionMetadata};
+pub use metadata::{
+    AgentMetadata, CompatField, DeviceHandle, DevicePiece, EngineShape, MemoryKind, RankMetadata, RegionMetadata,
+};
 pub use params::TransferParams;
 pub use peer::{PeerMessage, Reader, Verdict};
 pub use report::{Cause, RecvFailure, RecvRecord, WorkerReport};

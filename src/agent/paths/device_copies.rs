@@ -1,0 +1,79 @@
+//! Copies between device memories that are under way.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use crate::agent::core::effect::{Effect, Effects, OperationEnd};
+use crate::agent::core::ids::TransferId;
+use crate::error::Result;
+use crate::mem::cuda::PrimaryContext;
+use crate::mem::cuda::copier::Copier;
+
+/// From this length on the driver's copy within a device, or between two, is as fast.
+const LONG_BYTES: u64 = 1 << 20;
+
+/// What one device has under way.
+struct Device {
+    copier: Copier,
+    /// Of each batch, in the order of their ends: the transfer, and bytes.
+    running: VecDeque<(TransferId, u64)>,
+}
+
+/// The copiers of one agent, made when there is something for them.
+#[derive(Default)]
+pub(crate) struct DeviceCopies {
+    devices: BTreeMap<u32, Device>,
+    running: usize,
+}
+
+impl DeviceCopies {
+    /// The copier for a device.
+    ///
+    /// # Errors
+    /// What the driver says when it is to be made.
+    pub(super) fn copier(&mut self, device: u32) -> Result<&mut Copier> {
+        use std::collections::btree_map::Entry;
+        match self.devices.entry(device) {
+            Entry::Occupied(made) => Ok(&mut made.into_mut().copier),
+            Entry::Vacant(place) => {
+                let copier = Copier::new(Arc::new(PrimaryContext::retain(device)?), LONG_BYTES)?;
+                Ok(&mut place.insert(Device { copier, running: VecDeque::new() }).copier)
+            }
+        }
+    }
+
+    /// Hands a device's batch to it. Returns the bytes, of which the transfer's operation in flight is, and what the driver said.
+    pub(super) fn launch(&mut self, device: u32, transfer: TransferId) -> (u64, Result<()>) {
+        let Some(Device { copier, running }) = self.devices.get_mut(&device) else { return (0, Ok(())) };
+        let bytes = copier.bytes();
+        if bytes == 0 {
+            return (0, Ok(()));
+        }
+        running.push_back((transfer, bytes));
+        self.running += 1;
+        (bytes, copier.launch())
+    }
+
+    /// Whether anything is under way.
+    pub(crate) fn are_running(&self) -> bool {
+        self.running > 0
+    }
+
+    /// Takes note of the batches that have ended. Returns whether there were any.
+    pub(crate) fn reap(&mut self, effects: &mut Effects) -> bool {
+        if self.running == 0 {
+            return false;
+        }
+        let mut any = false;
+        for Device { copier, running } in self.devices.values_mut() {
+            while let Some(result) = copier.next_ended() {
+                let Some((transfer, bytes)) = running.pop_front() else { break };
+                self.running = self.running.saturating_sub(1);
+                any = true;
+                let moved = if result.is_ok() { bytes } else { 0 };
+                effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed: Some(bytes), moved, result }));
+            }
+        }
+        any
+    }
+}

@@ -1,0 +1,290 @@
+//! Device memory of other processes of this host, by CUDA's handles for that.
+//!
+//! A mapping keeps the memory that it shows alive, whatever its owner does: it stays until the owner has freed the memory and
+//! the mapping is gone. So whoever maps a region must let go of it when its owner deregisters it.
+
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use cudarc::driver::sys;
+use rustix::process::{ForeignRawFd, Pid, PidfdFlags, PidfdGetfdFlags, Resource};
+
+use super::{Attribute, PrimaryContext, attribute, ok};
+use crate::error::{Error, ErrorKind, Result};
+use crate::mem::MemoryRange;
+use crate::proto::wire::{DeviceHandle, DevicePiece, MemoryKind};
+
+const BY_DESCRIPTOR: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+/// The same as the driver states it among those that memory may have.
+const DESCRIPTOR_BIT: u64 = 1;
+
+/// Descriptors that this process has exported.
+static EXPORTED: AtomicUsize = AtomicUsize::new(0);
+
+/// How other processes map a range, and what that takes here until it is dropped.
+pub struct Exported {
+    /// For their agents.
+    pub handle: DeviceHandle,
+    descriptors: Vec<OwnedFd>,
+}
+
+impl Drop for Exported {
+    fn drop(&mut self) {
+        EXPORTED.fetch_sub(self.descriptors.len(), Ordering::Relaxed);
+    }
+}
+
+/// How other processes of this host can map the memory of `range`. `None` for memory that they cannot: of a pool, or made
+/// without a handle that can be passed on.
+///
+/// # Errors
+/// [`ErrorKind::Cuda`] when the driver knows of a handle and does not give it, [`ErrorKind::Exhausted`] when its pieces would
+/// take more than a quarter of the descriptors that this process may have.
+pub fn export(range: &MemoryRange) -> Result<Option<Exported>> {
+    if !matches!(range.kind(), MemoryKind::Cuda { .. }) {
+        return Ok(None);
+    }
+    if attribute::<u32>(range.addr(), Attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)?.unwrap_or(0) == 0 {
+        return export_pieces(range);
+    }
+    let base = attribute::<u64>(range.addr(), Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?.unwrap_or(0);
+    let Some(offset) = range.addr().checked_sub(base).filter(|_| base > 0) else { return Ok(None) };
+    let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+    // SAFETY: writes the handle; the address lies in an allocation of this process.
+    ok("cuIpcGetMemHandle", unsafe { sys::cuIpcGetMemHandle(&mut handle, base) })?;
+    let handle = handle.reserved.iter().map(|byte| byte.to_ne_bytes()[0]).collect();
+    Ok(Some(Exported { handle: DeviceHandle { handle, offset, pieces: Vec::new() }, descriptors: Vec::new() }))
+}
+
+/// Memory of virtual memory management: PyTorch's expandable segments, for one.
+fn export_pieces(range: &MemoryRange) -> Result<Option<Exported>> {
+    let room = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX) / 4;
+    let handle = DeviceHandle { handle: Vec::new(), offset: 0, pieces: Vec::new() };
+    let mut exported = Exported { handle, descriptors: Vec::new() };
+    let mut at = range.addr();
+    while at < range.end() {
+        let types = attribute::<u64>(at, Attribute::CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES)?.unwrap_or(0);
+        if types & DESCRIPTOR_BIT == 0 {
+            return Ok(None);
+        }
+        let (start, len) = allocation(at)?;
+        if exported.descriptors.is_empty() {
+            exported.handle.offset = at.saturating_sub(start);
+        }
+        if EXPORTED.load(Ordering::Relaxed) as u64 >= room {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!(
+                    "its pieces take more than {room} descriptors, a quarter of what this process may have (ulimit -n)"
+                ),
+            ));
+        }
+        let descriptor = export_piece(at)?;
+        let fd = descriptor.as_raw_fd();
+        exported.descriptors.push(descriptor);
+        EXPORTED.fetch_add(1, Ordering::Relaxed);
+        exported.handle.pieces.push(DevicePiece { fd, len });
+        at = start.saturating_add(len).max(at + 1);
+    }
+    Ok(Some(exported))
+}
+
+/// Start and length of the allocation at an address.
+fn allocation(addr: u64) -> Result<(u64, u64)> {
+    let (mut start, mut len) = (0, 0);
+    // SAFETY: writes two numbers.
+    ok("cuMemGetAddressRange", unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut len, addr) })?;
+    Ok((start, len as u64))
+}
+
+fn export_piece(addr: u64) -> Result<OwnedFd> {
+    let mut handle = 0;
+    let at = std::ptr::without_provenance_mut::<c_void>(addr as usize);
+    // SAFETY: writes a handle, which is released below; the driver only looks the address up.
+    ok("cuMemRetainAllocationHandle", unsafe { sys::cuMemRetainAllocationHandle(&mut handle, at) })?;
+    let mut fd: c_int = -1;
+    // SAFETY: writes a descriptor, as it does for this type of handle.
+    let made = ok("cuMemExportToShareableHandle", unsafe {
+        sys::cuMemExportToShareableHandle((&raw mut fd).cast(), handle, BY_DESCRIPTOR, 0)
+    });
+    // SAFETY: retained above; the mapping and the descriptor keep the memory.
+    let _ = unsafe { sys::cuMemRelease(handle) };
+    made?;
+    // SAFETY: the driver has just made it for the caller.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A region of device memory of another agent, as a device of this process reaches it.
+pub struct Imported {
+    context: Arc<PrimaryContext>,
+    mapping: Mapping,
+    addr: u64,
+    len: u64,
+}
+
+/// What is to be undone.
+enum Mapping {
+    /// Memory of this process.
+    None,
+    /// An allocation that was opened by its handle.
+    Whole(u64),
+    /// Reserved addresses, and the pieces mapped there: address, length.
+    Pieces { base: u64, len: usize, pieces: Vec<(u64, usize)> },
+}
+
+impl Imported {
+    /// Maps the `len` bytes of a region that its owner, process `pid`, has exported, for the device of `context`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Corrupt`] for what is no handle, or of memory that ends before the region; [`ErrorKind::Cuda`] when the
+    /// driver maps it not: its owner is gone, the devices do not reach one another; [`ErrorKind::Io`] when the kernel does not
+    /// pass the owner's descriptors on.
+    pub fn open(context: &Arc<PrimaryContext>, exported: &DeviceHandle, len: u64, pid: i32) -> Result<Imported> {
+        let _entered = context.enter()?;
+        let (mapping, base, room) = if exported.pieces.is_empty() {
+            let base = open_whole(&exported.handle)?;
+            let (start, size) = allocation(base)?;
+            (Mapping::Whole(base), base, start.saturating_add(size).saturating_sub(base))
+        } else {
+            let mapping = map_pieces(context, &exported.pieces, pid)?;
+            let (base, room) = match mapping {
+                Mapping::Pieces { base, len, .. } => (base, len as u64),
+                _ => (0, 0),
+            };
+            (mapping, base, room)
+        };
+        // From here on dropping it undoes it.
+        let mut imported = Imported { context: Arc::clone(context), mapping, addr: 0, len };
+        if exported.offset.checked_add(len).is_none_or(|end| end > room) {
+            return Err(Error::corrupt(format!(
+                "a handle of {room} bytes of device memory, of a region of {len} bytes that begins at {}",
+                exported.offset
+            )));
+        }
+        // No more than the end, which is an address.
+        imported.addr = base + exported.offset;
+        Ok(imported)
+    }
+
+    /// A region of another agent in this process, of which every device reaches what it reaches for its owner.
+    ///
+    /// # Errors
+    /// Those of [`check_device`](super::check_device): it is not (any more) memory of device `device`.
+    pub fn of_this_process(context: &Arc<PrimaryContext>, device: u32, addr: u64, len: u64) -> Result<Imported> {
+        // SAFETY: the range is only looked up. Its owner has promised for it what is promised for any (`MemoryRange::new`).
+        super::check_device(&unsafe { MemoryRange::new(addr, len, MemoryKind::Cuda { device }) }?, device)?;
+        Ok(Imported { context: Arc::clone(context), mapping: Mapping::None, addr, len })
+    }
+
+    /// The address here of `len` bytes at `offset` of the region.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfRange`] when they leave it.
+    pub(super) fn slice(&self, offset: u64, len: u64) -> Result<u64> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => Ok(self.addr + offset),
+            _ => Err(Error::new(
+                ErrorKind::OutOfRange,
+                format!("{len} bytes at offset {offset} leave a region of {} bytes", self.len),
+            )),
+        }
+    }
+}
+
+impl Drop for Imported {
+    fn drop(&mut self) {
+        let closed = self.context.enter().and_then(|_entered| match &self.mapping {
+            Mapping::None => Ok(()),
+            // SAFETY: opened by `open`, closed once. Whoever copies from or to it holds it (`Copier`).
+            Mapping::Whole(base) => ok("cuIpcCloseMemHandle", unsafe { sys::cuIpcCloseMemHandle(*base) }),
+            Mapping::Pieces { base, len, pieces } => unmap_pieces(*base, *len, pieces),
+        });
+        if let Err(error) = closed {
+            // At the end of the process the driver may be down already.
+            log::debug!("unmapping device memory of another process: {error}");
+        }
+    }
+}
+
+fn open_whole(bytes: &[u8]) -> Result<u64> {
+    let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+    if bytes.len() != handle.reserved.len() {
+        return Err(Error::corrupt(format!(
+            "a handle of device memory of {} bytes, expected {}",
+            bytes.len(),
+            handle.reserved.len()
+        )));
+    }
+    for (to, from) in handle.reserved.iter_mut().zip(bytes) {
+        *to = std::ffi::c_char::from_ne_bytes([*from]);
+    }
+    let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+    let mut base = 0;
+    // SAFETY: writes an address; the driver judges the handle.
+    ok("cuIpcOpenMemHandle", unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, handle, flags) })?;
+    Ok(base)
+}
+
+/// Maps pieces one behind the other.
+fn map_pieces(context: &PrimaryContext, pieces: &[DevicePiece], pid: i32) -> Result<Mapping> {
+    let too_long = || Error::corrupt("pieces of device memory that do not fit the address space together");
+    let total = pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.len)).ok_or_else(too_long)?;
+    let len = usize::try_from(total).map_err(|_| too_long())?;
+    let refused = |what: &str, error: rustix::io::Errno| {
+        Error::new(ErrorKind::Io, format!("{what} process {pid}, which exports device memory: {error}"))
+    };
+    let owner = Pid::from_raw(pid).ok_or_else(|| Error::corrupt("process 0 exports no memory"))?;
+    let owner = rustix::process::pidfd_open(owner, PidfdFlags::empty()).map_err(|e| refused("opening", e))?;
+    let mut base = 0;
+    // SAFETY: writes an address.
+    ok("cuMemAddressReserve", unsafe { sys::cuMemAddressReserve(&mut base, len, 0, 0, 0) })?;
+    let mut mapped: Vec<(u64, usize)> = Vec::new();
+    let mut map = || -> Result<()> {
+        let mut at = base;
+        for piece in pieces {
+            let size = usize::try_from(piece.len).map_err(|_| too_long())?;
+            let fd = rustix::process::pidfd_getfd(owner.as_fd(), piece.fd as ForeignRawFd, PidfdGetfdFlags::empty())
+                .map_err(|e| refused("taking a descriptor of", e))?;
+            let mut handle = 0;
+            let passed = std::ptr::without_provenance_mut::<c_void>(fd.as_raw_fd() as usize);
+            // SAFETY: writes a handle, which is released below; the descriptor is this process's.
+            ok("cuMemImportFromShareableHandle", unsafe {
+                sys::cuMemImportFromShareableHandle(&mut handle, passed, BY_DESCRIPTOR)
+            })?;
+            // SAFETY: the addresses were reserved for this and are mapped to nothing.
+            let done = ok("cuMemMap", unsafe { sys::cuMemMap(at, size, 0, handle, 0) });
+            // SAFETY: imported above; the mapping keeps the memory.
+            let _ = unsafe { sys::cuMemRelease(handle) };
+            done?;
+            mapped.push((at, size));
+            at += piece.len;
+        }
+        let location = sys::CUmemLocation {
+            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+            id: c_int::try_from(context.ordinal()).unwrap_or(-1),
+        };
+        let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let access = sys::CUmemAccessDesc { location, flags };
+        // SAFETY: all of these addresses are mapped.
+        ok("cuMemSetAccess", unsafe { sys::cuMemSetAccess(base, len, &access, 1) })
+    };
+    if let Err(error) = map() {
+        let _ = unmap_pieces(base, len, &mapped);
+        return Err(error);
+    }
+    Ok(Mapping::Pieces { base, len, pieces: mapped })
+}
+
+fn unmap_pieces(base: u64, len: usize, pieces: &[(u64, usize)]) -> Result<()> {
+    let mut result = Ok(());
+    for (at, size) in pieces {
+        // SAFETY: mapped by `map_pieces`, unmapped once. Whoever copies from or to it holds it (`Copier`).
+        result = result.and(ok("cuMemUnmap", unsafe { sys::cuMemUnmap(*at, *size) }));
+    }
+    // SAFETY: reserved by `map_pieces`, with nothing mapped any more.
+    result.and(ok("cuMemAddressFree", unsafe { sys::cuMemAddressFree(base, len) }))
+}

@@ -1,0 +1,239 @@
+"""Reads between device memories of two processes: kvferry, NIXL's UCX backend where it is installed, and a plain device copy.
+
+The engines take turns, round by round. After each round every byte of the destination is compared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import cuda
+import kvferry
+import numpy as np
+from kvferry import Segment
+from peer import Peer, register
+
+NBYTES = 64 << 20
+ROUNDS = 9
+WARM_UP = 2
+GENEROUS = 120.0
+WORK = (
+    ("2,048 blocks of 16 KiB at random", 2048, 16 << 10, True),
+    ("8,192 blocks of 4 KiB at random", 8192, 4 << 10, True),
+    ("32 MiB, contiguous", 2048, 16 << 10, False),
+)
+
+
+class Engine(Protocol):
+    """One that reads blocks of another process's memory."""
+
+    name: str
+    seed: int
+    numbers: type
+    """What it takes block numbers as."""
+
+    def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
+        """Reads; returns the seconds of the calling thread until it could go on."""
+
+    def end(self) -> None:
+        """Lets go of everything."""
+
+
+class Kvferry:
+    """Two agents."""
+
+    name = "kvferry"
+    seed = 100
+    numbers = np.uint32
+
+    def __init__(self, memory: cuda.Memory) -> None:
+        self._peer = Peer("auto", "cuda", [NBYTES], self.seed)
+        self._agent = kvferry.Agent({"name": "bench", "transport": "auto"})
+        register(self._agent, memory, "cuda")
+        self._connected = self._agent.connect(self._peer.metadata)
+
+    def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
+        """See Engine."""
+        segments = [Segment(0, 0, 0, 0, 0, length, length, length)]
+        start = time.perf_counter()
+        transfer = self._agent.read(self._connected, segments, [(here, there)])
+        called = time.perf_counter() - start
+        transfer.wait(GENEROUS)
+        return called
+
+    def end(self) -> None:
+        """See Engine."""
+        self._agent.shutdown()
+        self._peer.end()
+
+
+def _nixl() -> Any | None:
+    """NIXL's Python module, if there is one."""
+    for name in ("nixl", "nixl_cu13", "nixl_cu12"):
+        try:
+            return importlib.import_module(f"{name}._api")
+        except ImportError:
+            continue
+    return None
+
+
+def _nixl_owner(pipe: Any, seed: int) -> None:
+    """NIXL's other process."""
+    driver = cuda.Driver()
+    memory = cuda.DeviceMemory(driver, NBYTES)
+    memory.put(cuda.pattern(seed, NBYTES))
+    api = _nixl()
+    assert api is not None
+    agent = api.nixl_agent("owner", api.nixl_agent_config(backends=["UCX"]))
+    agent.register_memory([(memory.address, NBYTES, 0, "")], "VRAM")
+    pipe.send((agent.get_agent_metadata(), memory.address))
+    pipe.recv()
+
+
+class Nixl:
+    """Two agents of NIXL, used as vLLM does: prepared descriptors, and a look at the state without a pause."""
+
+    name = "nixl"
+    seed = 200
+    numbers = np.int32
+
+    def __init__(self, memory: cuda.Memory) -> None:
+        api = _nixl()
+        assert api is not None
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._owner = spawn.Process(target=_nixl_owner, args=(theirs, self.seed), daemon=True)
+        self._owner.start()
+        self._agent = api.nixl_agent("reader", api.nixl_agent_config(backends=["UCX"]))
+        self._agent.register_memory([(memory.address, NBYTES, 0, "")], "VRAM")
+        metadata, self._there = self._pipe.recv()
+        self._here = memory.address
+        self._remote = self._agent.add_remote_agent(metadata)
+        self._lists: dict[int, tuple[Any, Any]] = {}
+
+    def _prepared(self, length: int) -> tuple[Any, Any]:
+        if length not in self._lists:
+            count = NBYTES // length
+            here = [(self._here + block * length, length, 0) for block in range(count)]
+            there = [(self._there + block * length, length, 0) for block in range(count)]
+            own = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, "VRAM")
+            self._lists[length] = (own, self._agent.prep_xfer_dlist(self._remote, there, "VRAM"))
+        return self._lists[length]
+
+    def prepare(self, length: int) -> None:
+        """Before the clock runs."""
+        self._prepared(length)
+
+    def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
+        """See Engine."""
+        own, other = self._prepared(length)
+        start = time.perf_counter()
+        handle = self._agent.make_prepped_xfer("READ", own, here, other, there, b"")
+        state = self._agent.transfer(handle)
+        called = time.perf_counter() - start
+        while state != "DONE":
+            if state == "ERR":
+                raise RuntimeError("NIXL failed")
+            state = self._agent.check_xfer_state(handle)
+        self._agent.release_xfer_handle(handle)
+        return called
+
+    def end(self) -> None:
+        """See Engine."""
+        self._pipe.send(None)
+        self._owner.join(30)
+        self._owner.kill()
+
+
+class Plain:
+    """One copy of the same size within this process, which no engine can be faster than."""
+
+    name = "plain copy"
+    seed = 300
+    numbers = np.int32
+
+    def __init__(self, driver: cuda.Driver, memory: cuda.Memory) -> None:
+        self._driver, self._memory = driver, memory
+        self._source = cuda.DeviceMemory(driver, NBYTES)
+        self._source.put(cuda.pattern(self.seed, NBYTES))
+        self._stream = ctypes.c_void_p()
+        driver.call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(1))
+
+    def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
+        """Copies as many bytes, from the beginning."""
+        start = time.perf_counter()
+        self._driver.call(
+            "cuMemcpyDtoDAsync_v2",
+            ctypes.c_uint64(self._memory.address),
+            ctypes.c_uint64(self._source.address),
+            ctypes.c_size_t(length * len(here)),
+            self._stream,
+        )
+        called = time.perf_counter() - start
+        self._driver.call("cuStreamSynchronize", self._stream)
+        return called
+
+    def end(self) -> None:
+        """See Engine."""
+
+
+def _expected(seed: int, length: int, here: cuda.Numbers, there: cuda.Numbers) -> cuda.Bytes:
+    bytes_there = cuda.pattern(seed, NBYTES).reshape(-1, length)
+    expected = cuda.pattern(8, NBYTES).reshape(-1, length)
+    expected[here] = bytes_there[there]
+    return expected.reshape(-1)
+
+
+def _rounds(
+    engines: list[Engine], memory: cuda.Memory, count: int, length: int, scattered: bool
+) -> dict[str, tuple[float, float]]:
+    """Medians in seconds of each engine: until the bytes are there, and of the calling thread."""
+    random = np.random.default_rng(11)
+    times: dict[str, list[tuple[float, float]]] = {engine.name: [] for engine in engines}
+    fresh = cuda.pattern(8, NBYTES)
+    for turn in range(WARM_UP + ROUNDS):
+        for engine in engines if turn % 2 else engines[::-1]:
+            is_plain = isinstance(engine, Plain)
+            whole = NBYTES // length
+            here, there = (random.permutation(whole)[:count].astype(engine.numbers) for _ in range(2))
+            if not scattered or is_plain:
+                here = there = np.arange(count, dtype=engine.numbers)
+            if isinstance(engine, Nixl):
+                engine.prepare(length)
+            memory.put(fresh)
+            # What is first after a pause finds clocks that are low.
+            time.sleep(0.005)
+            start = time.perf_counter()
+            called = engine.read(length, here, there)
+            taken = time.perf_counter() - start
+            if not np.array_equal(memory.get(), _expected(engine.seed, length, here, there)):
+                raise AssertionError(f"{engine.name}: wrong bytes")
+            if turn >= WARM_UP:
+                times[engine.name].append((taken, called))
+    return {name: (statistics.median(t for t, _ in all), statistics.median(c for _, c in all)) for name, all in times.items()}
+
+
+def benchmark(driver: cuda.Driver, say: Callable[[str], None]) -> str:
+    """Prints a line for each kind of work; returns what there was to compare with."""
+    memory = cuda.DeviceMemory(driver, NBYTES)
+    engines: list[Engine] = [Kvferry(memory), Plain(driver, memory)]
+    if _nixl() is not None:
+        engines.append(Nixl(memory))
+    for text, count, length, scattered in WORK:
+        medians = _rounds(engines, memory, count, length, scattered)
+        ours = medians["kvferry"][0]
+        parts = [
+            f"{name} {taken * 1e6:.0f} us ({count * length / taken / 1e9:.1f} GB/s, caller {called * 1e6:.0f} us)"
+            for name, (taken, called) in medians.items()
+        ]
+        ratios = [f"{ours / taken:.3f} of {name}'s time" for name, (taken, _) in medians.items() if name != "kvferry"]
+        say(f"  {text}: {'; '.join(parts)}; kvferry takes {' and '.join(ratios)}")
+    for engine in engines:
+        engine.end()
+    return f"beside {', '.join(engine.name for engine in engines[1:])}"
