@@ -1,4 +1,4 @@
-"""Reads between device memories of two processes: kvferry, NIXL's UCX backend where it is installed, and a plain device copy.
+"""Reads between device memories of two processes: kvferry, NIXL where it is installed, a plain copy.
 
 The engines take turns, round by round. After each round every byte of the destination is compared.
 """
@@ -6,11 +6,13 @@ The engines take turns, round by round. After each round every byte of the desti
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
+import importlib.util
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import cuda
@@ -24,10 +26,12 @@ ROUNDS = 9
 WARM_UP = 2
 GENEROUS = 120.0
 WORK = (
-    ("2,048 blocks of 16 KiB at random", 2048, 16 << 10, True),
-    ("8,192 blocks of 4 KiB at random", 8192, 4 << 10, True),
-    ("32 MiB, contiguous", 2048, 16 << 10, False),
+    ("2,048 blocks of 16 KiB at random", 2048, 16 << 10, True, False),
+    ("8,192 blocks of 4 KiB at random", 8192, 4 << 10, True, False),
+    ("32 MiB, contiguous", 2048, 16 << 10, False, False),
+    ("2,048 blocks of 16 KiB at random, while the reader computes", 2048, 16 << 10, True, True),
 )
+"""What it is; blocks, their bytes, whether at random; whether the device computes meanwhile."""
 
 
 class Engine(Protocol):
@@ -35,7 +39,7 @@ class Engine(Protocol):
 
     name: str
     seed: int
-    numbers: type
+    numbers: type[np.integer[Any]]
     """What it takes block numbers as."""
 
     def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
@@ -50,13 +54,15 @@ class Kvferry:
 
     name = "kvferry"
     seed = 100
-    numbers = np.uint32
+    numbers: type[np.integer[Any]] = np.uint32
 
     def __init__(self, memory: cuda.Memory) -> None:
         self._peer = Peer("auto", "cuda", [NBYTES], self.seed)
         self._agent = kvferry.Agent({"name": "bench", "transport": "auto"})
         register(self._agent, memory, "cuda")
         self._connected = self._agent.connect(self._peer.metadata)
+        self.moving: list[float] = []
+        """Seconds from the first launch to the end, of each read."""
 
     def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
         """See Engine."""
@@ -64,7 +70,7 @@ class Kvferry:
         start = time.perf_counter()
         transfer = self._agent.read(self._connected, segments, [(here, there)])
         called = time.perf_counter() - start
-        transfer.wait(GENEROUS)
+        self.moving.append(transfer.wait(GENEROUS).duration)
         return called
 
     def end(self) -> None:
@@ -101,7 +107,7 @@ class Nixl:
 
     name = "nixl"
     seed = 200
-    numbers = np.int32
+    numbers: type[np.integer[Any]] = np.int32
 
     def __init__(self, memory: cuda.Memory) -> None:
         api = _nixl()
@@ -156,7 +162,7 @@ class Plain:
 
     name = "plain copy"
     seed = 300
-    numbers = np.int32
+    numbers: type[np.integer[Any]] = np.int32
 
     def __init__(self, driver: cuda.Driver, memory: cuda.Memory) -> None:
         self._driver, self._memory = driver, memory
@@ -183,11 +189,21 @@ class Plain:
         """See Engine."""
 
 
+@functools.cache
+def _pattern(seed: int) -> cuda.Bytes:
+    return cuda.pattern(seed, NBYTES)
+
+
 def _expected(seed: int, length: int, here: cuda.Numbers, there: cuda.Numbers) -> cuda.Bytes:
-    bytes_there = cuda.pattern(seed, NBYTES).reshape(-1, length)
-    expected = cuda.pattern(8, NBYTES).reshape(-1, length)
-    expected[here] = bytes_there[there]
-    return expected.reshape(-1)
+    expected = _pattern(8).copy().reshape(-1, length)
+    expected[here] = _pattern(seed).reshape(-1, length)[there]
+    flat: cuda.Bytes = expected.reshape(-1)
+    return flat
+
+
+def _columns(times: dict[str, list[tuple[float, float]]]) -> Iterator[tuple[str, Iterable[tuple[float, ...]]]]:
+    """Per engine, all first figures and all second ones."""
+    return ((name, zip(*all, strict=True)) for name, all in times.items())
 
 
 def _rounds(
@@ -196,12 +212,13 @@ def _rounds(
     """Medians in seconds of each engine: until the bytes are there, and of the calling thread."""
     random = np.random.default_rng(11)
     times: dict[str, list[tuple[float, float]]] = {engine.name: [] for engine in engines}
-    fresh = cuda.pattern(8, NBYTES)
+    fresh = _pattern(8)
     for turn in range(WARM_UP + ROUNDS):
         for engine in engines if turn % 2 else engines[::-1]:
             is_plain = isinstance(engine, Plain)
             whole = NBYTES // length
-            here, there = (random.permutation(whole)[:count].astype(engine.numbers) for _ in range(2))
+            here: cuda.Numbers = random.permutation(whole)[:count].astype(engine.numbers)
+            there: cuda.Numbers = random.permutation(whole)[:count].astype(engine.numbers)
             if not scattered or is_plain:
                 here = there = np.arange(count, dtype=engine.numbers)
             if isinstance(engine, Nixl):
@@ -216,23 +233,29 @@ def _rounds(
                 raise AssertionError(f"{engine.name}: wrong bytes")
             if turn >= WARM_UP:
                 times[engine.name].append((taken, called))
-    return {name: (statistics.median(t for t, _ in all), statistics.median(c for _, c in all)) for name, all in times.items()}
+    return {name: (statistics.median(t), statistics.median(c)) for name, (t, c) in _columns(times)}
 
 
 def benchmark(driver: cuda.Driver, say: Callable[[str], None]) -> str:
     """Prints a line for each kind of work; returns what there was to compare with."""
     memory = cuda.DeviceMemory(driver, NBYTES)
-    engines: list[Engine] = [Kvferry(memory), Plain(driver, memory)]
+    ours = Kvferry(memory)
+    engines: list[Engine] = [ours, Plain(driver, memory)]
     if _nixl() is not None:
         engines.append(Nixl(memory))
-    for text, count, length, scattered in WORK:
-        medians = _rounds(engines, memory, count, length, scattered)
-        ours = medians["kvferry"][0]
+    for text, count, length, scattered, computes in WORK:
+        if computes and importlib.util.find_spec("torch") is None:
+            continue
+        with cuda.computing(computes):
+            medians = _rounds(engines, memory, count, length, scattered)
+        own = medians["kvferry"][0]
         parts = [
             f"{name} {taken * 1e6:.0f} us ({count * length / taken / 1e9:.1f} GB/s, caller {called * 1e6:.0f} us)"
             for name, (taken, called) in medians.items()
         ]
-        ratios = [f"{ours / taken:.3f} of {name}'s time" for name, (taken, _) in medians.items() if name != "kvferry"]
+        ratios = [f"{own / taken:.3f} of {name}'s time" for name, (taken, _) in medians.items() if name != "kvferry"]
+        moving = statistics.median(ours.moving[-ROUNDS:])
+        parts.append(f"{moving * 1e6:.0f} us of kvferry's from the first launch on")
         say(f"  {text}: {'; '.join(parts)}; kvferry takes {' and '.join(ratios)}")
     for engine in engines:
         engine.end()

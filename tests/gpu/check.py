@@ -12,10 +12,9 @@ import contextlib
 import importlib.util
 import os
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import beside
 import cuda
@@ -75,36 +74,13 @@ def same(what: str, actual: list[cuda.Bytes], expected: list[cuda.Bytes]) -> Non
 def ways_of(agent: kvferry.Agent) -> str:
     """How an agent's bytes have gone."""
     counts = agent.stats()
-    ways = {"copied by the device": "device_copied_bytes", "one-sided": "one_sided_bytes", "by messages": "served_bytes"}
+    ways = {
+        "copied by the device": "device_copied_bytes",
+        "one-sided": "one_sided_bytes",
+        "by messages": "served_bytes",
+    }
     ways |= {"copied by the kernel": "copied_bytes", "by streams": "streamed_bytes"}
     return ", ".join(f"{counts[key]} bytes {way}" for way, key in ways.items() if counts[key])
-
-
-@contextlib.contextmanager
-def computing(is_on: bool) -> Iterator[None]:
-    """Keeps the device busy with matrix products on PyTorch's own stream meanwhile."""
-    if not is_on:
-        yield
-        return
-    import torch  # noqa: PLC0415  # the other tests need none
-
-    done = threading.Event()
-
-    def compute() -> None:
-        with torch.cuda.stream(torch.cuda.default_stream()):
-            a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-            while not done.is_set():
-                for _ in range(20):
-                    a = torch.nn.functional.normalize(a @ a)
-                torch.cuda.default_stream().synchronize()
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 class Checks:
@@ -138,13 +114,13 @@ class Checks:
         """The kind of memory that "device" stands for; others are called what they are."""
         return self._device if name == "device" else name
 
-    def move(self, transport: str, local: str, remote: str, compute: bool = False) -> str:
-        """Reads and writes between `local` memory here and `remote` memory in another process, while this one computes or not."""
+    def move(self, transport: str, local: str, remote: str, compute: bool = False, device: int | None = None) -> str:
+        """Reads and writes between `local` memory and another process' `remote` memory, while computing or idle."""
         random = np.random.default_rng(5)
         here = [allocate(self.kind(local), nbytes, self._driver) for nbytes in SIZES]
-        peer = Peer(transport, self.kind(remote), SIZES, 100)
+        peer = Peer(transport, self.kind(remote), SIZES, 100, device)
         operations = 0
-        with computing(compute), kvferry.Agent({"name": "check", "transport": transport}) as agent:
+        with cuda.computing(compute), kvferry.Agent({"name": "check", "transport": transport}) as agent:
             for index, memory in enumerate(here):
                 memory.put(cuda.pattern(index, memory.nbytes))
                 register(agent, memory, self.kind(local))
@@ -164,7 +140,7 @@ class Checks:
         return f"{operations} operations, {ways}"
 
     def revoked(self, transport: str) -> str:
-        """Memory that its owner deregisters and frees is free, though this process had it mapped, and not read any more."""
+        """Memory that its owner frees is free, though it was mapped here, and is not read again."""
         nbytes = 64 << 20
         memory = allocate(self._device, nbytes, self._driver)
         whole = [[Segment(0, 0, index, 0, 0, nbytes, nbytes, nbytes)] for index in range(2)]
@@ -214,6 +190,48 @@ class Checks:
             same("after", [memory.get()], [cuda.pattern(2, nbytes)])
             peer.end()
         return f"{failures} of 8 transfers failed"
+
+    def disconnected(self, transport: str) -> str:
+        """What is under way when the peer is disconnected ends before its memory is let go."""
+        nbytes = 64 << 20
+        memory = allocate(self._device, nbytes, self._driver)
+        ids = list(range(nbytes // 65536))
+        scattered = [Segment(0, 0, 0, 0, 0, 65536, 65536, 65000)]
+        peer = Peer(transport, self._device, [nbytes], 1)
+        ended = 0
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            register(agent, memory, self._device)
+            for _ in range(5):
+                connected = agent.connect(peer.metadata)
+                agent.read(connected, scattered, [(ids[:1], ids[:1])]).wait(GENEROUS)
+                transfers = [agent.read(connected, scattered, [(ids, ids[::-1])]) for _ in range(4)]
+                agent.disconnect(connected)
+                for transfer in transfers:
+                    with contextlib.suppress(kvferry.KvferryError):
+                        transfer.wait(GENEROUS)
+                        ended += 1
+        peer.end()
+        return f"{ended} of 20 transfers ended well"
+
+    def unhindered(self, transport: str) -> str:
+        """No transfer waits for what the engine has the device do on its own streams."""
+        driver = self._driver
+        assert driver is not None
+        nbytes = 4 << 20
+        ids = list(range(nbytes // 16384))
+        memory = allocate(self._device, nbytes, driver)
+        peer = Peer(transport, self._device, [nbytes], 1)
+        segments = [Segment(0, 0, 0, 0, 0, 16384, 16384, 16384)]
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            register(agent, memory, self._device)
+            connected = agent.connect(peer.metadata)
+            agent.read(connected, segments, [(ids, ids[::-1])]).wait(GENEROUS)
+            with driver.blocked_default_stream():
+                agent.read(connected, segments, [(ids, ids)]).wait(GENEROUS)
+            same("after", [memory.get()], [cuda.pattern(1, nbytes)])
+            ways = ways_of(agent)
+        peer.end()
+        return ways
 
     def refusals(self) -> str:
         """Memory that is not what it is said to be is refused with an explanation."""
@@ -283,6 +301,8 @@ def main() -> int:
     """Runs everything; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--host", action="store_true", help="use host memory in place of device memory")
+    parser.add_argument("--transports", default=",".join(TRANSPORTS), help="which to test, with commas")
+    parser.add_argument("--short", action="store_true", help="only the first test between device memories")
     parser.add_argument("--no-benchmark", action="store_true", help="leave out the benchmark")
     options = parser.parse_args()
     driver: cuda.Driver | None = None
@@ -300,24 +320,32 @@ def main() -> int:
         os.environ["KVFERRY_LOG"] = "info"
     checks = Checks(driver)
     pairs = (("device", "device"), ("device", "host"), ("host", "device"))
+    if options.short:
+        checks.run("auto: device here, device there", lambda: checks.move("auto", "device", "device"))
+        return checks.finish()
     if driver is not None:
         checks.run("refusals", checks.refusals)
         for kind in ("pieces", "sealed pieces"):
             checks.run(f"auto: {kind} here and there", lambda k=kind: checks.move("auto", k, k))  # type: ignore[misc]
+        if driver.devices > 1:
+            checks.run("auto: device 0 here, device 1 there", lambda: checks.move("auto", "device", "device", device=1))
+        for transport in ("auto", "tcp"):
+            checks.run(f"{transport}: beside a stream that waits", lambda t=transport: checks.unhindered(t))  # type: ignore[misc]
         checks.run("auto: memory that is freed", lambda: checks.revoked("auto"))
         checks.run("tcp: memory that is freed", lambda: checks.revoked("tcp"))
         torch_checks(checks)
-    for transport in TRANSPORTS:
+    for transport in options.transports.split(","):
         for local, remote in pairs:
             checks.run(
                 f"{transport}: {local} here, {remote} there",
                 lambda t=transport, a=local, b=remote: checks.move(t, a, b),  # type: ignore[misc]
             )
+        checks.run(f"{transport}: disconnected", lambda t=transport: checks.disconnected(t))  # type: ignore[misc]
         checks.run(f"{transport}: killed peer", lambda t=transport: checks.killed(t))  # type: ignore[misc]
     if not options.no_benchmark and driver is not None:
         checks.run("benchmark between device memories", lambda: beside.benchmark(driver, print))
     if not options.no_benchmark:
-        for transport in TRANSPORTS:
+        for transport in options.transports.split(","):
             for local, remote in pairs:
                 checks.run(
                     f"benchmark, {transport}: read into {local} from {remote}",

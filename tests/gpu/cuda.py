@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,6 +64,8 @@ class Driver:
             raise NoCuda(str(error)) from None
         count = ctypes.c_int()
         self.call("cuDeviceGetCount", ctypes.byref(count))
+        self.devices = count.value
+        """How many this process sees."""
         if count.value == 0:
             raise NoCuda("the CUDA driver sees no device")
         self._device = ctypes.c_int()
@@ -80,6 +85,24 @@ class Driver:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
+
+    @contextlib.contextmanager
+    def blocked_default_stream(self) -> Iterator[None]:
+        """Keeps the default stream, and all that wait for it, from going on meanwhile."""
+        go_on, has_begun = threading.Event(), threading.Event()
+
+        def wait(_: object) -> None:
+            has_begun.set()
+            go_on.wait()
+
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(wait)
+        self.call("cuLaunchHostFunc", None, function, None)
+        has_begun.wait()
+        try:
+            yield
+        finally:
+            go_on.set()
+            self.call("cuCtxSynchronize")
 
     def describe(self) -> str:
         """The device's name and the driver's CUDA version."""
@@ -123,14 +146,13 @@ class DeviceMemory:
         )
         return data
 
-
     def free(self) -> None:
         """Gives it back to the device."""
         self._driver.call("cuMemFree_v2", ctypes.c_uint64(self.address))
 
 
 class PiecewiseMemory(DeviceMemory):
-    """A range of device memory made of several allocations, as PyTorch's expandable segments and vLLM's sleep mode have."""
+    """A range of several allocations, as PyTorch's expandable segments and vLLM's sleep mode have."""
 
     def __init__(self, driver: Driver, nbytes: int, exportable: bool) -> None:
         self._driver = driver
@@ -181,7 +203,7 @@ class TorchMemory:
     """A tensor's memory, from whichever allocator the environment names."""
 
     def __init__(self, nbytes: int) -> None:
-        import torch  # noqa: PLC0415  # the other tests need none
+        import torch  # the other tests need none
 
         # Not at the beginning of its allocation.
         self._torch = torch
@@ -199,6 +221,33 @@ class TorchMemory:
         """A copy of all bytes."""
         data: Bytes = self._tensor.cpu().numpy()
         return data
+
+
+@contextlib.contextmanager
+def computing(is_on: bool) -> Iterator[None]:
+    """Keeps the device busy with matrix products on PyTorch's own stream meanwhile."""
+    if not is_on:
+        yield
+        return
+    import torch  # the other tests need none
+
+    done = threading.Event()
+
+    def compute() -> None:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+            while not done.is_set():
+                for _ in range(20):
+                    a = torch.nn.functional.normalize(a @ a)
+                torch.cuda.default_stream().synchronize()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def pattern(seed: int, nbytes: int) -> Bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ import numpy as np
 
 
 def allocate(kind: str, nbytes: int, driver: cuda.Driver | None) -> cuda.Memory:
-    """Memory of `kind`: of device 0 ("cuda"; "pieces", "sealed pieces": of several allocations, which other processes can map or
-    cannot; "torch": a tensor's), or "host"."""
+    """Memory of `kind`: "host", or of device 0: "cuda"; "torch", a tensor's; several allocations, which other processes
+    can map ("pieces") or cannot ("sealed pieces")."""
     if kind == "torch":
         return cuda.TorchMemory(nbytes)
     if kind != "host":
@@ -36,12 +37,15 @@ def register(agent: kvferry.Agent, memory: cuda.Memory, kind: str) -> kvferry.Re
 class Peer:
     """The parent's end of the pipe."""
 
-    def __init__(self, transport: str, kind: str, sizes: list[int], seed: int) -> None:
+    def __init__(self, transport: str, kind: str, sizes: list[int], seed: int, device: int | None = None) -> None:
+        """With `device`, that is the only one that the process sees, as its device 0."""
+        visible = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
         arguments = json.dumps([transport, kind, sizes, seed])
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, **visible},
             text=True,
         )
         self.metadata = base64.b64decode(self._answer())
@@ -99,7 +103,8 @@ def main() -> None:
                 index = int(line.split()[1])
                 agent.deregister(regions[index])
                 memory = memories[index]
-                assert driver is not None and isinstance(memory, cuda.DeviceMemory)
+                assert driver is not None
+                assert isinstance(memory, cuda.DeviceMemory)
                 memory.free()
                 print(f"ANSWER {driver.free_bytes()}", flush=True)
                 continue

@@ -496,8 +496,8 @@ KINDS: dict[str, Kind] = {
             "slow": Case(
                 "warning",
                 "It worked, but by way of host memory.",
-                "let UCX use cuda_ipc (UCX_TLS), and give both engines the same view of the GPUs (in containers: "
-                "one PID namespace)",
+                "give both engines one PID namespace and the same view of the GPUs, and let them see each other's memory "
+                "(ptrace), or let UCX use cuda_ipc (UCX_TLS)",
             ),
         },
     ),

@@ -25,8 +25,8 @@ const BATCHES: usize = 8;
 /// A block of threads copies this much in four loads and stores a thread. Longer pieces are split, for all to have work.
 const PIECE_BYTES: u64 = 16 << 10;
 const THREADS: c_uint = 256;
-/// As many as a processor has room for.
-const BLOCKS_PER_PROCESSOR: u32 = 4;
+/// As many as a processor has room for: 2,048 threads.
+const BLOCKS_PER_PROCESSOR: u32 = 8;
 
 /// An entry of the kernel's table.
 #[repr(C)]

@@ -17,8 +17,9 @@ use crate::error::Result;
 /// Bytes of pinned memory per device: two chunks of a transfer.
 const STAGE_BYTES: usize = 1 << 20;
 
-/// From this length on the driver's copy between host and device is faster than processors that wait for the bus.
-const LONG_BYTES: u64 = 64 << 10;
+/// From this length on the driver copies a piece: its copies between host and device have engines of their own, and wait for
+/// nothing that computes.
+const LONG_BYTES: u64 = 16 << 10;
 
 /// One device's. Of all agents of the process, until it ends.
 struct Stage {

@@ -1,0 +1,84 @@
+"""The device tests on the double of the CUDA driver: results here are the double's, not a GPU's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DOUBLE = ROOT / "tests" / "cuda_double"
+LIMIT_S = 600
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the double's libraries."""
+    folder = tmp_path_factory.mktemp("cuda_double")
+    subprocess.run([DOUBLE / "build", folder], check=True, timeout=LIMIT_S)
+    return folder
+
+
+def run(double: Path, *command: object, **variables: str) -> str:
+    """What a program prints on the double; it must succeed."""
+    path = os.pathsep.join(str(folder) for folder in (ROOT / "tests" / "gpu", ROOT / "python"))
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(double),
+        "PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH")))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "KVFERRY_REQUIRE": "cuda",
+        # Beside other tests' memory on the same double.
+        "KVFERRY_CUDA_DOUBLE_MACHINE": f"test_{os.getpid()}",
+        **variables,
+    }
+    arguments = [sys.executable, *map(str, command)]
+    ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+def check(double: Path, *options: str, **variables: str) -> str:
+    """Runs gpu-check's tests."""
+    return run(double, ROOT / "tests" / "gpu" / "check.py", "--no-benchmark", *options, **variables)
+
+
+def way(printed: str, test: str) -> str:
+    """The path that a test's bytes have gone."""
+    line = next(line for line in printed.splitlines() if line.startswith(f"passed  {test} ("))
+    return line.rpartition(" bytes ")[2]
+
+
+def test_the_double_is_as_strict_as_it_says(double: Path) -> None:
+    assert "23 passed, 0 failed" in run(double, DOUBLE / "selftest.py", double)
+
+
+def test_gpu_check_passes(double: Path) -> None:
+    printed = check(double, "--transports", "auto", KVFERRY_CUDA_DOUBLE_DEVICES="2")
+    for test, expected in (
+        ("auto: device here, device there", "copied by the device"),
+        ("auto: pieces here and there", "copied by the device"),
+        ("auto: device 0 here, device 1 there", "copied by the device"),
+        ("auto: sealed pieces here and there", "by messages"),
+        ("auto: device here, host there", "by messages"),
+        ("auto: host here, device there", "by messages"),
+        ("tcp: beside a stream that waits", "by messages"),
+    ):
+        assert way(printed, test) == expected, printed
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        # UCX opens the handle after that.
+        ("cuIpcOpenMemHandle_v2:1:999", "one-sided"),
+        ("cuIpcOpenMemHandle_v2:1+:999", "by messages"),
+        ("cuModuleLoadData:1+:218", "copied by the device"),
+    ],
+)
+def test_another_path_is_taken_where_the_driver_refuses(double: Path, failing: str, expected: str) -> None:
+    printed = check(double, "--short", KVFERRY_CUDA_DOUBLE_FAIL=failing)
+    assert way(printed, "auto: device here, device there") == expected, printed
