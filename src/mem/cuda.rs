@@ -3,7 +3,7 @@
 
 pub mod copier;
 pub mod ipc;
-pub(super) mod staging;
+pub mod staging;
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;

@@ -160,16 +160,19 @@ class PiecewiseMemory(DeviceMemory):
         grain = ctypes.c_size_t()
         driver.call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(properties), ctypes.c_int(0))
         self.nbytes = nbytes
-        pieces = max(-(-nbytes // grain.value), 2)
+        # The range lies across the end of the first piece.
+        before = min(nbytes // 2, grain.value // 2) // 512 * 512
+        pieces = 1 + -(-(nbytes - before) // grain.value)
         address = ctypes.c_uint64()
         zero = ctypes.c_uint64(0)
         whole = ctypes.c_size_t(pieces * grain.value)
         driver.call("cuMemAddressReserve", ctypes.byref(address), whole, ctypes.c_size_t(0), zero, zero)
-        self.address = address.value
+        base = address.value
+        self.address = base + grain.value - before
         for piece in range(pieces):
             handle = ctypes.c_uint64()
             driver.call("cuMemCreate", ctypes.byref(handle), grain, ctypes.byref(properties), zero)
-            at = ctypes.c_uint64(self.address + piece * grain.value)
+            at = ctypes.c_uint64(base + piece * grain.value)
             driver.call("cuMemMap", at, grain, ctypes.c_size_t(0), handle, zero)
         access = _Access(location=properties.location, flags=3)
         driver.call("cuMemSetAccess", address, whole, ctypes.byref(access), ctypes.c_size_t(1))

@@ -1,7 +1,7 @@
 //! The agent's own regions.
 
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -36,13 +36,15 @@ pub(crate) struct Regions {
     slots: Vec<Option<Region>>,
     /// Length by index, 0 for what is gone or going: what plans are checked against.
     lens: Vec<u64>,
+    /// Those that other processes of the host could map, whether they are still registered or not.
+    exported: BTreeSet<u32>,
     /// The primary contexts of the devices in use; the first is the progress thread's current one.
     cuda: BTreeMap<u32, PrimaryContext>,
 }
 
 impl Regions {
     pub(crate) fn new(salt: u64) -> Self {
-        Regions { salt, slots: Vec::new(), lens: Vec::new(), cuda: BTreeMap::new() }
+        Regions { salt, slots: Vec::new(), lens: Vec::new(), exported: BTreeSet::new(), cuda: BTreeMap::new() }
     }
 
     /// Checks and registers a range; the thread that calls is the one that drives UCX.
@@ -70,6 +72,9 @@ impl Regions {
             first.make_current()?;
         }
         let region = mapped?;
+        if region.metadata.handle.is_some() {
+            self.exported.insert(index);
+        }
         self.lens.push(range.len());
         self.slots.push(Some(region));
         Ok(RegionId::of_index(self.salt, index))
@@ -107,7 +112,12 @@ impl Regions {
 
     /// Whether other processes of the host may have mapped the memory of a region.
     pub(crate) fn is_exported(&self, index: u32) -> bool {
-        self.slots.get(index as usize).is_some_and(|slot| slot.as_ref().is_some_and(|r| r.metadata.handle.is_some()))
+        self.exported.contains(&index)
+    }
+
+    /// Those that other processes could map and must not any more.
+    pub(crate) fn withdrawn(&self) -> Vec<u32> {
+        self.exported.iter().copied().filter(|index| self.live(*index).is_none()).collect()
     }
 
     /// Lengths by index.

@@ -47,6 +47,10 @@ impl Engine {
     }
 
     fn peer_ready(&mut self, id: PeerId) {
+        // Its metadata of this agent may be older than their deregistration.
+        for region in self.regions.withdrawn() {
+            self.revoke_from(id, region);
+        }
         let Ok(peer) = self.peers.get(id) else { return };
         let host = paths::between(peer, MemoryKind::Host, MemoryKind::Host);
         let way = format!("{}; host memory is {host}", peer.endpoint.describe());
@@ -71,18 +75,22 @@ impl Engine {
         self.regions.leave(&released);
     }
 
-    /// Asks peers of this host to let go of a region that is being deregistered, which counts as used until they have.
+    /// Asks peers of this host to let go of a region that is being deregistered.
     pub(super) fn revoke(&mut self, region: u32) {
-        if !self.regions.is_exported(region) {
-            return;
-        }
-        for id in self.peers.ids() {
-            let takes =
-                self.peers.get(id).is_ok_and(|peer| peer.is_ready() && peer.on_this_host && peer.takes_revocations);
-            if takes && self.revocations.ask(id, region) {
-                self.regions.enter(&[region]);
-                self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
+        if self.regions.is_exported(region) {
+            for id in self.peers.ids() {
+                self.revoke_from(id, region);
             }
+        }
+    }
+
+    /// Asks a peer to let go of a region, which counts as used, if it is there, until it has.
+    fn revoke_from(&mut self, id: PeerId, region: u32) {
+        let Ok(peer) = self.peers.get(id) else { return };
+        let may_map = peer.is_ready() && peer.on_this_host && peer.takes_revocations;
+        if may_map && self.revocations.ask(id, region) {
+            self.regions.enter(&[region]);
+            self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
         }
     }
 

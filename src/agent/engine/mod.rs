@@ -44,7 +44,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
-use crate::proto::wire::AgentMetadata;
+use crate::proto::wire::{AgentMetadata, MemoryKind};
 use crate::secret::{Key, sealed_len};
 use crate::sys::process::ProcessPlace;
 use crate::ucx::{self, MessageSink, Worker, WorkerOptions};
@@ -173,7 +173,11 @@ impl Engine {
 
     fn register(&mut self, range: MemoryRange) -> Result<RegionId> {
         self.check_open()?;
-        self.regions.register(&self.context, range)
+        let region = self.regions.register(&self.context, range)?;
+        if let MemoryKind::Cuda { device } = range.kind() {
+            self.device_copies.prepare(device);
+        }
+        Ok(region)
     }
 
     fn connect(&mut self, metadata: &AgentMetadata, now: Instant) -> Result<PeerId> {

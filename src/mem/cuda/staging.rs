@@ -43,6 +43,14 @@ fn with<T>(device: u32, act: impl FnOnce(&mut Stage) -> Result<T>) -> Result<T> 
     act(stage)
 }
 
+/// Makes a device's stage, which takes time and may wait for the device.
+///
+/// # Errors
+/// What the driver says.
+pub fn prepare(device: u32) -> Result<()> {
+    with(device, |_| Ok(()))
+}
+
 /// Appends the bytes at some addresses (with lengths) in memory of `device` to `out`. They are there when this returns; it
 /// waits for no stream but our own.
 ///
