@@ -271,7 +271,10 @@ impl Neighbour {
     }
 
     /// Whether the process is still the one that it was.
-    fn check(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`ErrorKind::PeerDied`] when it is not.
+    pub fn check(&self) -> Result<()> {
         self.read_checked(&mut Batch::default())
     }
 

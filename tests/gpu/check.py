@@ -152,16 +152,22 @@ class Checks:
             for index in range(2):
                 agent.read(connected, whole[index], [([0], [0])]).wait(GENEROUS)
                 same("before", [memory.get()], [cuda.pattern(1 + index, nbytes)])
+            peer.deregister(0)
+            with kvferry.Agent({"name": "late", "transport": transport}) as late:
+                register(late, allocate(self._device, nbytes, self._driver), self._device)
+                # By metadata that is older than the deregistration, again and for the first time.
+                for reader, other in ((agent, connected), (agent, agent.connect(peer.metadata)), (late, None)):
+                    known = late.connect(peer.metadata) if other is None else other
+                    try:
+                        reader.read(known, whole[0], [([0], [0])]).wait(GENEROUS)
+                    except kvferry.KvferryError as error:
+                        note = type(error).__name__
+                    else:
+                        raise AssertionError("memory that was deregistered was read")
             before = self._driver.free_bytes()
-            grown = peer.drop(0) - before
+            grown = peer.free(0) - before
             if grown < nbytes:
                 raise AssertionError(f"{grown} bytes are free after {nbytes} were freed")
-            try:
-                agent.read(connected, whole[0], [([0], [0])]).wait(GENEROUS)
-            except kvferry.KvferryError as error:
-                note = type(error).__name__
-            else:
-                raise AssertionError("memory that was deregistered was read")
             agent.read(connected, whole[1], [([0], [0])]).wait(GENEROUS)
             same("after", [memory.get()], [cuda.pattern(2, nbytes)])
         peer.end()
@@ -190,6 +196,35 @@ class Checks:
             same("after", [memory.get()], [cuda.pattern(2, nbytes)])
             peer.end()
         return f"{failures} of 8 transfers failed"
+
+    def mixed(self, transport: str) -> str:
+        """Long runs and short ones in one transfer, so that a launch is full of both."""
+        mib = 1 << 20
+        nbytes, long, short = 80 * mib, 4 * mib, 512
+        memory = allocate(self._device, nbytes, self._driver)
+        peer = Peer(transport, self._device, [nbytes], 1)
+        random = np.random.default_rng(3)
+
+        def runs(number: int, length: int) -> Segment:
+            return Segment(number, 0, 0, 8 * mib, 8 * mib, long, long, length)
+
+        # In the first 8 MiB short blocks, behind them long ones; 64 MiB in one launch.
+        blocks = Segment(1, 0, 0, 0, 0, 2 * short, 2 * short, short)
+        segments = [runs(0, long - 4096), runs(2, 13 * mib // 4), blocks, runs(3, long - 4096)]
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            register(agent, memory, self._device)
+            connected = agent.connect(peer.metadata)
+            for count in (1000, 1020, 1023, 4000):
+                memory.put(cuda.pattern(50, nbytes))
+                ours, theirs = [cuda.pattern(50, nbytes)], [cuda.pattern(1, nbytes)]
+                ids = [random.permutation(8192)[:count].tolist() for _ in range(2)]
+                lists = [(list(range(15)), list(range(15))), (ids[0], ids[1]), ([15], [15]), ([16], [16])]
+                model("read", segments, lists, ours, theirs)
+                agent.read(connected, segments, lists).wait(GENEROUS)
+                same(f"{count} short ones", [memory.get()], ours)
+            ways = ways_of(agent)
+        peer.end()
+        return ways
 
     def disconnected(self, transport: str) -> str:
         """What is under way when the peer is disconnected ends before its memory is let go."""
@@ -340,6 +375,7 @@ def main() -> int:
                 f"{transport}: {local} here, {remote} there",
                 lambda t=transport, a=local, b=remote: checks.move(t, a, b),  # type: ignore[misc]
             )
+        checks.run(f"{transport}: long and short runs", lambda t=transport: checks.mixed(t))  # type: ignore[misc]
         checks.run(f"{transport}: disconnected", lambda t=transport: checks.disconnected(t))  # type: ignore[misc]
         checks.run(f"{transport}: killed peer", lambda t=transport: checks.killed(t))  # type: ignore[misc]
     if not options.no_benchmark and driver is not None:

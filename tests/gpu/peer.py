@@ -53,7 +53,7 @@ class Peer:
     def _answer(self) -> str:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith("ANSWER "):
+            if line.startswith("ANSWER"):
                 return line[7:].strip()
         raise RuntimeError(f"the peer process ended with status {self._process.wait()}")
 
@@ -62,9 +62,14 @@ class Peer:
         self._ask("dump")
         return [np.frombuffer(base64.b64decode(text), dtype=np.uint8) for text in json.loads(self._answer())]
 
-    def drop(self, index: int) -> int:
-        """Has it deregister and free a region; what its device has free then."""
-        self._ask(f"drop {index}")
+    def deregister(self, index: int) -> None:
+        """Has it deregister a region."""
+        self._ask(f"deregister {index}")
+        self._answer()
+
+    def free(self, index: int) -> int:
+        """Has it free the memory of a region that it has deregistered; what its device has free then."""
+        self._ask(f"free {index}")
         return int(self._answer())
 
     def _ask(self, command: str) -> None:
@@ -99,10 +104,12 @@ def main() -> None:
         for line in sys.stdin:
             if line.strip() == "end":
                 break
-            if line.startswith("drop"):
-                index = int(line.split()[1])
-                agent.deregister(regions[index])
-                memory = memories[index]
+            if line.startswith("deregister"):
+                agent.deregister(regions[int(line.split()[1])])
+                print("ANSWER", flush=True)
+                continue
+            if line.startswith("free"):
+                memory = memories[int(line.split()[1])]
                 assert driver is not None
                 assert isinstance(memory, cuda.DeviceMemory)
                 memory.free()

@@ -496,7 +496,7 @@ KINDS: dict[str, Kind] = {
             "slow": Case(
                 "warning",
                 "It worked, but by way of host memory.",
-                "give both engines one PID namespace and the same view of the GPUs, and let them see each other's memory "
+                "give both engines one PID namespace and one view of the GPUs, and let them read each other's memory "
                 "(ptrace), or let UCX use cuda_ipc (UCX_TLS)",
             ),
         },

@@ -36,7 +36,7 @@ pub(crate) struct Regions {
     slots: Vec<Option<Region>>,
     /// Length by index, 0 for what is gone or going: what plans are checked against.
     lens: Vec<u64>,
-    /// Those that other processes of the host could map, whether they are still registered or not.
+    /// Those that other agents of the host could map, whether they are still registered or not.
     exported: BTreeSet<u32>,
     /// The primary contexts of the devices in use; the first is the progress thread's current one.
     cuda: BTreeMap<u32, PrimaryContext>,
@@ -72,7 +72,8 @@ impl Regions {
             first.make_current()?;
         }
         let region = mapped?;
-        if region.metadata.handle.is_some() {
+        // Without a handle, an agent of this process may still use its addresses.
+        if region.range.kind() != MemoryKind::Host {
             self.exported.insert(index);
         }
         self.lens.push(range.len());
@@ -110,14 +111,26 @@ impl Regions {
         self.slots.get(index as usize)?.as_ref().filter(|region| region.closing.is_none())
     }
 
-    /// Whether other processes of the host may have mapped the memory of a region.
+    /// Whether other agents of the host may have mapped the memory of a region.
     pub(crate) fn is_exported(&self, index: u32) -> bool {
         self.exported.contains(&index)
     }
 
-    /// Those that other processes could map and must not any more.
-    pub(crate) fn withdrawn(&self) -> Vec<u32> {
-        self.exported.iter().copied().filter(|index| self.live(*index).is_none()).collect()
+    /// Registered regions that other agents of the host may have mapped.
+    pub(crate) fn exported(&self) -> Vec<u32> {
+        self.exported.iter().copied().filter(|index| self.live(*index).is_some()).collect()
+    }
+
+    /// Those that other agents could map and must not any more: first and last of each run, the latest at the end.
+    pub(crate) fn withdrawn(&self) -> Vec<(u32, u32)> {
+        let mut runs: Vec<(u32, u32)> = Vec::new();
+        for index in self.exported.iter().copied().filter(|index| self.live(*index).is_none()) {
+            match runs.last_mut() {
+                Some((_, last)) if last.checked_add(1) == Some(index) => *last = index,
+                _ => runs.push((index, index)),
+            }
+        }
+        runs
     }
 
     /// Lengths by index.

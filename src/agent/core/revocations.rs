@@ -37,12 +37,26 @@ impl Revocations {
     /// A peer is gone. Returns the regions that it need not let go any more.
     pub(crate) fn forget(&mut self, peer: PeerId) -> Vec<u32> {
         self.owed.retain(|(owed, _, _)| *owed != peer);
-        self.asked.extract_if(.., |(asked, _)| *asked == peer).map(|(_, region)| region).collect()
+        let freed = self.asked_of(peer);
+        self.asked.retain(|(asked, _)| *asked != peer);
+        freed
     }
 
     /// This side is to let a peer's region go, of which these mappings were made.
     pub(crate) fn owe(&mut self, peer: PeerId, region: u32, mappings: Vec<Weak<Imported>>) {
-        self.owed.push((peer, region, mappings));
+        if !self.owed.iter().any(|(owed, known, _)| (*owed, *known) == (peer, region)) {
+            self.owed.push((peer, region, mappings));
+        }
+    }
+
+    /// Whether any peer has not let a region go that it was asked to.
+    pub(crate) fn are_open(&self) -> bool {
+        !self.asked.is_empty()
+    }
+
+    /// Own regions that a peer was asked to let go and has not.
+    pub(crate) fn asked_of(&self, peer: PeerId) -> Vec<u32> {
+        self.asked.iter().filter(|(asked, _)| *asked == peer).map(|(_, region)| *region).collect()
     }
 
     /// Takes what can be answered: of which no mapping is left.

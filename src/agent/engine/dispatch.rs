@@ -10,6 +10,7 @@ use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::in_flight::InFlight;
 use crate::agent::paths::{self, one_sided};
+use crate::agent::peers::Peer;
 use crate::agent::peers::reach::Pair;
 use crate::agent::rpc::server::{self, Payload};
 use crate::error::{Error, ErrorKind, Result};
@@ -47,9 +48,9 @@ impl Engine {
     }
 
     fn peer_ready(&mut self, id: PeerId) {
-        // Its metadata of this agent may be older than their deregistration.
-        for region in self.regions.withdrawn() {
-            self.revoke_from(id, region);
+        // What was deregistered since this side said hello.
+        for region in self.revocations.asked_of(id) {
+            self.ask_back(id, region);
         }
         let Ok(peer) = self.peers.get(id) else { return };
         let host = paths::between(peer, MemoryKind::Host, MemoryKind::Host);
@@ -75,22 +76,36 @@ impl Engine {
         self.regions.leave(&released);
     }
 
-    /// Asks peers of this host to let go of a region that is being deregistered.
+    /// Asks peers of this host to let go of a region that is being deregistered, which counts as used until they have.
     pub(super) fn revoke(&mut self, region: u32) {
-        if self.regions.is_exported(region) {
-            for id in self.peers.ids() {
-                self.revoke_from(id, region);
+        if !self.regions.is_exported(region) {
+            return;
+        }
+        self.peers.set_withdrawn(self.regions.withdrawn());
+        for id in self.peers.ids() {
+            if self.revocations.ask(id, region) {
+                self.regions.enter(&[region]);
+                // One that has not said hello is asked when it has.
+                if self.peers.get(id).is_ok_and(Peer::is_ready) {
+                    self.ask_back(id, region);
+                }
             }
         }
     }
 
-    /// Asks a peer to let go of a region, which counts as used, if it is there, until it has.
-    fn revoke_from(&mut self, id: PeerId, region: u32) {
-        let Ok(peer) = self.peers.get(id) else { return };
-        let may_map = peer.is_ready() && peer.on_this_host && peer.takes_revocations;
-        if may_map && self.revocations.ask(id, region) {
-            self.regions.enter(&[region]);
+    /// Asks a peer that has said hello to let go of a region, if it can have it.
+    fn ask_back(&mut self, id: PeerId, region: u32) {
+        if self.peers.get(id).is_ok_and(|peer| peer.on_this_host && peer.takes_revocations) {
             self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
+        } else if self.revocations.answered(id, region) {
+            self.regions.leave(&[region]);
+        }
+    }
+
+    /// Asks for all regions back, of which nothing more may be read or written when the agent is gone.
+    pub(super) fn revoke_all(&mut self) {
+        for region in self.regions.exported() {
+            self.revoke(region);
         }
     }
 
@@ -283,8 +298,11 @@ impl Engine {
             }
             FrameKind::RegionRevoked => {
                 let region = region_of(frame)?;
-                let mappings = self.peers.get_mut(id)?.revoke(region);
-                self.revocations.owe(id, region, mappings);
+                match self.peers.get_mut(id)?.revoke(region) {
+                    Ok(mappings) => self.revocations.owe(id, region, mappings),
+                    Err(error) if error.kind() == ErrorKind::PeerDied => self.effects.lose(id, error),
+                    Err(error) => return Err(error),
+                }
                 self.answer_revocations(now);
             }
             FrameKind::RegionReleased => {

@@ -196,7 +196,8 @@ impl Loop {
         let now = Instant::now();
         let spin = self.engine.config.spin;
         let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
-        let moving = serving || self.engine.transfers.in_flight().operations > 0;
+        let copying = self.engine.device_copies.are_running();
+        let moving = serving || copying || self.engine.transfers.in_flight().operations > 0;
         let spins = moving && now.saturating_duration_since(self.progressed_at) < spin && self.spinner.may_spin();
         if !spins {
             self.spinner.rest();
@@ -219,7 +220,7 @@ impl Loop {
             }
         };
         let edges = (self.vain >= VAIN_WAKES).then(|| now + EDGE_SLEEP);
-        let works = self.engine.worker.in_flight() > 0 || self.engine.device_copies.are_running();
+        let works = self.engine.worker.in_flight() > 0 || copying;
         let busy = (works || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
         let timers = [limit, busy, edges, wish, self.engine.deadline()];
         self.engine.stats.sleeps += 1;
@@ -298,13 +299,15 @@ impl Loop {
         self.engine.transfers.cancel_grace = self.engine.transfers.cancel_grace.min(half);
         let error = Error::new(ErrorKind::ShutDown, "the agent was shut down");
         self.engine.transfers.stop_all(&error, &mut self.engine.effects, now);
+        self.engine.revoke_all();
         self.engine.dispatch(now);
     }
 
     /// Whether nothing is left to wait for.
     fn may_end(&mut self, now: Instant) -> bool {
         // Half of the time for peers to take what is on its way to them.
-        let lends = self.lends_until.is_some_and(|until| now < until) && self.engine.streams.lend();
+        let has_borrowers = self.engine.streams.lend() || self.engine.revocations.are_open();
+        let lends = self.lends_until.is_some_and(|until| now < until) && has_borrowers;
         let idle = self.engine.transfers.len() == 0
             && !lends
             && self.engine.events.is_empty()

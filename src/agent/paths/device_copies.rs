@@ -51,16 +51,23 @@ impl DeviceCopies {
         }
     }
 
-    /// Hands a device's batch to it. Returns the bytes, of which the transfer's operation in flight is, and what the driver said.
+    /// Hands a device's batch to it. Returns how many bytes are under way now, an operation of the transfer, and what the driver
+    /// said.
     pub(super) fn launch(&mut self, device: u32, transfer: TransferId) -> (u64, Result<()>) {
         let Some(Device { copier, running }) = self.devices.get_mut(&device) else { return (0, Ok(())) };
         let bytes = copier.bytes();
         if bytes == 0 {
+            copier.discard();
             return (0, Ok(()));
         }
-        running.push_back((transfer, bytes));
-        self.running += 1;
-        (bytes, copier.launch())
+        match copier.launch() {
+            (true, launched) => {
+                running.push_back((transfer, bytes));
+                self.running += 1;
+                (bytes, launched)
+            }
+            (false, launched) => (0, launched),
+        }
     }
 
     /// Whether anything is under way.
@@ -80,7 +87,7 @@ impl DeviceCopies {
                 self.running = self.running.saturating_sub(1);
                 any = true;
                 let moved = if result.is_ok() { bytes } else { 0 };
-                effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed: Some(bytes), moved, result }));
+                effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed: None, moved, result }));
             }
         }
         any

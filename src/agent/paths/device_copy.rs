@@ -32,14 +32,14 @@ impl Path for DeviceCopy {
         let MemoryKind::Cuda { device } = profile.local else {
             return Err(Error::new(ErrorKind::Internal, "host memory is not copied by a device"));
         };
-        if !turn.has_room(1) {
-            return Ok(0);
-        }
-        turn.begin(0);
-        let filled = fill(turn, profile, device);
+        let mut operations = 0;
+        let filled = fill(turn, profile, device, &mut operations);
         let (bytes, launched) = turn.device_copies.launch(device, turn.id);
         if bytes > 0 {
-            turn.enter_flight(bytes);
+            turn.transfer.begin(operations, Instant::now());
+            turn.stats.operations += operations;
+            // Batches are few, and take no room in the windows from what goes to other hosts.
+            turn.transfer.enter_flight();
         }
         filled.and(launched)?;
         Ok(bytes)
@@ -47,9 +47,8 @@ impl Path for DeviceCopy {
 }
 
 /// Adds operations to a device's batch until it is full.
-fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32) -> Result<()> {
+fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64) -> Result<()> {
     let way = turn.way();
-    let mut operations = 0;
     while let Some(first) = turn.next_of(profile) {
         let (local, remote) = (first.local_region, first.remote_region);
         let imported = match turn.device_copies.copier(device) {
@@ -59,20 +58,18 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32) -> Result<()> {
         // The next path's turn is now.
         let (Ok(there), Some(here)) = (imported, turn.regions.range(local)) else { break };
         let mut between = turn.device_copies.copier(device)?.between(way, *here, &there)?;
-        let posted = operations;
+        let posted = *operations;
         while let Some(next) = turn.transfer.next()
             && (next.local_region, next.remote_region) == (local, remote)
         {
             let room = between.fits(next.len, QUANTUM_BYTES);
             let Some(part) = turn.transfer.take(room).filter(|part| part.len > 0) else { break };
             between.push(part.local_offset, part.remote_offset, part.len)?;
-            operations += 1;
+            *operations += 1;
         }
-        if operations == posted {
+        if *operations == posted {
             break;
         }
     }
-    turn.transfer.begin(operations, Instant::now());
-    turn.stats.operations += operations;
     Ok(())
 }

@@ -37,6 +37,10 @@ pub(crate) struct Hello {
     /// Whether the sender knows revocations of regions.
     #[serde(default)]
     pub(crate) revocations: bool,
+    /// The sender's regions of device memory that it has deregistered, whatever metadata the receiver has: first and last of
+    /// each run.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) withdrawn: Vec<(u32, u32)>,
     /// What the receiver is to write into its witness for this connection, before the sender copies its memory. `None` of a
     /// sender that knows nothing of it: its own witness has no answers either.
     #[serde(default)]
@@ -49,6 +53,9 @@ pub(crate) struct Hello {
 fn ours() -> Versions {
     Versions::OURS
 }
+
+/// Runs of withdrawn regions that a hello names at most: they fit it.
+pub(super) const MAX_WITHDRAWN: usize = 4096;
 
 /// A hello is a name, an address of a few hundred bytes and some numbers.
 const MAX_HELLO_BYTES: usize = 64 << 10;
@@ -101,6 +108,7 @@ impl Peers {
             // With a key there are none: what they carry is not sealed.
             streams: self.local.streams && !self.are_keyed(),
             revocations: true,
+            withdrawn: self.withdrawn.clone(),
             challenge: Some(peer.challenge),
             versions: Versions::OURS,
         })
@@ -191,6 +199,7 @@ impl Peers {
         let lanes = peer.endpoint.describe();
         peer.reach = Reach::of(&lanes);
         peer.takes_revocations = hello.revocations;
+        peer.withdraw(&hello.withdrawn);
         peer.may_stream = hello.streams && local.streams && !is_keyed && has_only_tcp(&lanes);
         let places = hello.process.as_ref().zip(local.place.as_ref());
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
@@ -240,6 +249,7 @@ mod tests {
             process: ProcessPlace::here().map(|here| Witness::new(3, &[1]).place(&here)),
             streams: true,
             revocations: true,
+            withdrawn: vec![(3, 5)],
             challenge: Some((6, 7)),
             versions: Versions::OURS,
         };

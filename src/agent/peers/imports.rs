@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 
 use super::Peer;
+use crate::agent::core::regions::MAX_REGIONS;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::ipc::Imported;
@@ -14,8 +15,12 @@ use crate::proto::wire::MemoryKind;
 pub(crate) struct Imports {
     /// By region and device of this side.
     mapped: BTreeMap<(u32, u32), Arc<Imported>>,
+    /// Every mapping that was made of a region, as long as a copy under way holds it.
+    made: BTreeMap<u32, Vec<Weak<Imported>>>,
     /// Regions that the driver did not map.
     refused: BTreeSet<u32>,
+    /// Regions that the peer has deregistered, whatever its metadata says; none above [`MAX_REGIONS`].
+    revoked: BTreeSet<u32>,
 }
 
 impl Imports {
@@ -23,6 +28,11 @@ impl Imports {
     pub(super) fn retain(&mut self, regions: &BTreeSet<u32>) {
         self.mapped.retain(|(region, _), _| regions.contains(region));
         self.refused.retain(|region| regions.contains(region));
+    }
+
+    /// Whether the peer has deregistered its region `index`.
+    pub(super) fn is_revoked(&self, index: usize) -> bool {
+        u32::try_from(index).is_ok_and(|index| self.revoked.contains(&index))
     }
 }
 
@@ -37,14 +47,16 @@ impl Peer {
         let Some(Some((region, _))) = self.regions.get(index as usize) else { return false };
         matches!(region.kind, MemoryKind::Cuda { .. })
             && self.neighbour.is_some()
+            // Else it does not ask for its memory back.
+            && self.on_this_host
             && (region.handle.is_some() || self.is_in_this_process())
             && !self.imports.refused.contains(&index)
     }
 
-    /// Whether that is so of all its device memory, as far as it is known.
+    /// Whether it has device memory and that is so of all of it.
     pub(crate) fn is_all_importable(&self) -> bool {
-        let is_device = |region: &RemoteKind| matches!(region.1, MemoryKind::Cuda { .. });
-        self.neighbour.is_some() && self.kinds().filter(is_device).all(|(index, _)| self.is_importable(index))
+        let mut devices = self.kinds().filter(|(_, kind)| matches!(kind, MemoryKind::Cuda { .. })).peekable();
+        devices.peek().is_some() && devices.all(|(index, _)| self.is_importable(index))
     }
 
     fn kinds(&self) -> impl Iterator<Item = RemoteKind> {
@@ -62,6 +74,9 @@ impl Peer {
         }
         let mapped = Arc::new(self.open(index, context).map_err(|error| self.refuse_import(index, error))?);
         self.imports.mapped.insert(key, Arc::clone(&mapped));
+        let made = self.imports.made.entry(index).or_default();
+        made.retain(|mapping| mapping.strong_count() > 0);
+        made.push(Arc::downgrade(&mapped));
         Ok(mapped)
     }
 
@@ -86,19 +101,47 @@ impl Peer {
             (_, MemoryKind::Cuda { device }) if self.is_in_this_process() => {
                 Imported::of_this_process(context, device, region.base, region.len)
             }
-            (Some(handle), _) => Imported::open(context, handle, region.len, neighbour.process().0),
+            (Some(handle), _) => {
+                let imported = Imported::open(context, handle, region.len, neighbour.process().0)?;
+                // Whose descriptors these are: a number of a process can have become another's meanwhile.
+                neighbour.check()?;
+                Ok(imported)
+            }
             (None, _) => Err(Error::new(ErrorKind::Unsupported, "the region has no handle for other processes")),
         }
     }
 
     /// The peer deregisters its region `index`: nothing more is read or written there. Returns what is to be gone before that
-    /// can be said.
-    pub(crate) fn revoke(&mut self, index: u32) -> Vec<Weak<Imported>> {
-        if let (Some(region), Some(len)) = (self.regions.get_mut(index as usize), self.lens.get_mut(index as usize)) {
-            (*region, *len) = (None, 0);
+    /// can be said, nothing where it was revoked before.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PeerDied`] where UCX has mapped the region, which it goes on doing until the connection ends;
+    /// [`ErrorKind::Corrupt`] for an index that no region can have.
+    pub(crate) fn revoke(&mut self, index: u32) -> Result<Vec<Weak<Imported>>> {
+        if index as usize >= MAX_REGIONS {
+            return Err(Error::corrupt(format!("agent {} revokes its region {index}", self.name)));
         }
-        let gone = self.imports.mapped.extract_if(.., |(region, _), _| *region == index);
-        gone.map(|(_, mapped)| Arc::downgrade(&mapped)).collect()
+        self.imports.revoked.insert(index);
+        if let (Some(region), Some(len)) = (self.regions.get_mut(index as usize), self.lens.get_mut(index as usize)) {
+            *len = 0;
+            if region.take().is_some_and(|(region, rkey)| region.handle.is_some() && rkey.is_some()) {
+                return Err(Error::new(
+                    ErrorKind::PeerDied,
+                    format!("the peer has deregistered its region {index}, which UCX has mapped; connect again"),
+                ));
+            }
+        }
+        self.imports.mapped.retain(|(region, _), _| *region != index);
+        Ok(self.imports.made.remove(&index).unwrap_or_default())
+    }
+
+    /// Takes note of the regions that the peer's hello calls withdrawn, before anything of them is mapped.
+    pub(super) fn withdraw(&mut self, runs: &[(u32, u32)]) {
+        let regions = runs.iter().flat_map(|(first, last)| *first..=*last);
+        for region in regions.take(MAX_REGIONS).filter(|region| (*region as usize) < MAX_REGIONS) {
+            // What UCX has mapped, a peer without device memory of its own for one, is gone with the connection.
+            let _ = self.revoke(region);
+        }
     }
 }
 

@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use self::admission::Admission;
 use self::backing::Backing;
 use self::close::ClosingEndpoints;
+use self::hello::MAX_WITHDRAWN;
 use self::imports::Imports;
 use self::inbox::{Inbox, Item, reserve};
 pub(crate) use self::peer::Peer;
@@ -84,6 +85,8 @@ pub(crate) struct Peers {
     by_endpoint: HashMap<u64, PeerId>,
     admission: Admission,
     closing: ClosingEndpoints,
+    /// What hellos say of regions that were deregistered.
+    withdrawn: Vec<(u32, u32)>,
     /// Whether no more are connected to.
     is_shut: bool,
     /// Of messages that are dropped.
@@ -100,6 +103,7 @@ impl Peers {
             by_endpoint: HashMap::new(),
             admission: Admission::default(),
             closing: ClosingEndpoints::default(),
+            withdrawn: Vec::new(),
             is_shut: false,
             drop_log: LogLimit::default(),
         }
@@ -128,6 +132,12 @@ impl Peers {
 
     pub(crate) fn ids(&self) -> Vec<PeerId> {
         self.by_id.keys().copied().collect()
+    }
+
+    /// What later hellos say of regions that were deregistered, as far as it fits: the latest ones.
+    pub(crate) fn set_withdrawn(&mut self, mut runs: Vec<(u32, u32)>) {
+        runs.drain(..runs.len().saturating_sub(MAX_WITHDRAWN));
+        self.withdrawn = runs;
     }
 
     /// This agent, as peers see it.

@@ -261,7 +261,7 @@ impl Peer {
         match self.regions.get(index as usize) {
             Some(Some(_)) => Ok(()),
             Some(None) => Err(Error::not_found(format!(
-                "the plan names region {index} of peer {}, which had deregistered it when its metadata was made",
+                "the plan names region {index} of peer {}, which has deregistered it",
                 self.name
             ))),
             None => Err(Error::not_found(format!(
@@ -323,7 +323,7 @@ impl Peer {
                     Some(known.clone())
                 }
                 None => self
-                    .unpack(region)
+                    .unpack(index, region)
                     .map_err(|e| e.context(format!("region {index} of the metadata of agent {}", metadata.name)))?,
             });
         }
@@ -335,8 +335,9 @@ impl Peer {
         Ok(())
     }
 
-    fn unpack(&self, region: &RegionMetadata) -> Result<RemoteRegion> {
-        if region.len == 0 && region.rkey.is_empty() {
+    fn unpack(&self, index: usize, region: &RegionMetadata) -> Result<RemoteRegion> {
+        // Metadata may be older than a revocation, and an index is never used again.
+        if region.len == 0 && region.rkey.is_empty() || self.imports.is_revoked(index) {
             return Ok(None);
         }
         let said = ucx::rkey_range(&region.rkey).map_err(ucx_error)?;

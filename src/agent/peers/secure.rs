@@ -366,6 +366,7 @@ mod tests {
             process: None,
             streams: false,
             revocations: false,
+            withdrawn: Vec::new(),
             challenge: None,
             versions: Versions::OURS,
         };

@@ -12,7 +12,7 @@ use cudarc::driver::sys;
 
 use super::ipc::Imported;
 use super::{PrimaryContext, ok};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, Way};
 use crate::proto::wire::MemoryKind;
 
@@ -41,7 +41,10 @@ struct Piece {
 struct Batch {
     /// [`BATCH_PIECES`] entries in pinned host memory, which the kernel reads.
     table: *mut Piece,
+    /// Entries.
     len: usize,
+    /// Pieces that are left to the driver, which it has.
+    by_driver: usize,
     bytes: u64,
     done: sys::CUevent,
     /// Whether it was launched and has not been seen to end.
@@ -120,24 +123,16 @@ impl Copier {
         &self.context
     }
 
-    /// Whether a batch can be made.
-    pub fn has_room(&self) -> bool {
-        self.batches.get(self.making).is_some_and(|batch| !batch.launched)
-    }
-
-    /// Pieces that the batch being made has room for.
-    pub fn room(&self) -> usize {
-        self.batches.get(self.making).filter(|batch| !batch.launched).map_or(0, |batch| BATCH_PIECES - batch.len)
-    }
-
     /// Bytes in the batch that is being made.
     pub fn bytes(&self) -> u64 {
-        self.batches.get(self.making).map_or(0, |batch| batch.bytes)
+        self.batches.get(self.making).filter(|batch| !batch.launched).map_or(0, |batch| batch.bytes)
     }
 
-    /// How much of a piece of `len` bytes fits the batch.
+    /// How much of a piece of `len` bytes fits the batch. Nothing does while all batches are under way.
     pub fn fits(&self, len: u64) -> u64 {
-        match self.room() as u64 {
+        let taken = |batch: &Batch| batch.len + batch.by_driver;
+        let room = self.batches.get(self.making).filter(|batch| !batch.launched).map_or(0, |b| BATCH_PIECES - taken(b));
+        match room as u64 {
             0 => 0,
             _ if len >= self.long => len,
             room => len.min(room.saturating_mul(PIECE_BYTES)),
@@ -155,19 +150,29 @@ impl Copier {
         if here.kind() != (MemoryKind::Cuda { device: self.context.ordinal() }) {
             return Err(Error::invalid(format!("{here} is not of CUDA device {}", self.context.ordinal())));
         }
-        if let Some(batch) = self.batches.get_mut(self.making).filter(|batch| !batch.launched)
-            && !batch.holds.iter().rev().any(|held| Arc::ptr_eq(held, there))
-        {
-            batch.holds.push(Arc::clone(there));
-        }
-        Ok(Between { copier: self, way, here, there: Arc::clone(there) })
+        Ok(Between { copier: self, way, here, there: Arc::clone(there), is_held: false })
     }
 
-    /// Adds a piece that fits.
+    /// Keeps a mapping until the batch that is being made has ended.
+    fn hold(&mut self, mapping: &Arc<Imported>) {
+        if let Some(batch) = self.batches.get_mut(self.making).filter(|batch| !batch.launched)
+            && !batch.holds.iter().rev().any(|held| Arc::ptr_eq(held, mapping))
+        {
+            batch.holds.push(Arc::clone(mapping));
+        }
+    }
+
+    /// Adds a piece.
     ///
     /// # Safety
     /// Until the batch has ended, the device reaches both places, and nobody else writes to either.
+    ///
+    /// # Errors
+    /// [`Exhausted`](crate::ErrorKind::Exhausted) for more than fits, of which nothing was added; what the driver says.
     pub(super) unsafe fn add(&mut self, from: u64, to: u64, len: u64) -> Result<()> {
+        if self.fits(len) < len {
+            return Err(Error::new(ErrorKind::Exhausted, format!("a piece of {len} bytes does not fit the batch")));
+        }
         let by_driver = len >= self.long;
         let Some(batch) = self.batches.get_mut(self.making) else { return Ok(()) };
         if by_driver {
@@ -175,11 +180,13 @@ impl Copier {
             let size = usize::try_from(len).unwrap_or(usize::MAX);
             // SAFETY: both places are there until the batch has ended, and this copy is before its end on the stream.
             ok("cuMemcpyAsync", unsafe { sys::cuMemcpyAsync(to, from, size, self.stream) })?;
+            batch.by_driver += 1;
         } else {
             let mut at = 0;
-            while at < len && batch.len < BATCH_PIECES {
+            while at < len {
                 let part = (len - at).min(PIECE_BYTES);
-                // SAFETY: the table has room for `BATCH_PIECES` entries, and the kernel that read it last has ended.
+                // SAFETY: the table has room for `BATCH_PIECES` entries, as many as `fits` has seen to, and the kernel that read it
+                // last has ended.
                 unsafe { batch.table.add(batch.len).write(Piece { from: from + at, to: to + at, len: part }) };
                 batch.len += 1;
                 at += part;
@@ -189,15 +196,26 @@ impl Copier {
         Ok(())
     }
 
-    /// Hands the batch to the device. Batches end in this order.
-    ///
-    /// # Errors
-    /// What the driver says. The batch counts as launched nevertheless if any of it may be under way.
-    pub fn launch(&mut self) -> Result<()> {
-        let Some(batch) = self.batches.get_mut(self.making) else { return Ok(()) };
-        let _entered = self.context.enter()?;
-        batch.launched = true;
-        self.making = (self.making + 1) % BATCHES;
+    /// Gives up the batch that is being made, which nothing was added to.
+    pub fn discard(&mut self) {
+        if let Some(batch) = self.batches.get_mut(self.making).filter(|batch| !batch.launched && batch.by_driver == 0) {
+            batch.clear();
+        }
+    }
+
+    /// Hands the batch to the device. Batches end in this order. Returns whether any of it is under way, so that
+    /// [`Copier::next_ended`] will tell its end, and what the driver says.
+    pub fn launch(&mut self) -> (bool, Result<()>) {
+        let making = self.making;
+        let Some(batch) = self.batches.get_mut(making).filter(|batch| !batch.launched) else { return (false, Ok(())) };
+        let entered = match self.context.enter() {
+            Ok(entered) => entered,
+            Err(error) => {
+                wait_for(self.stream);
+                batch.clear();
+                return (false, Err(error));
+            }
+        };
         let launched = if batch.len == 0 {
             Ok(())
         } else {
@@ -205,7 +223,7 @@ impl Copier {
             let (mut table, mut count) = (batch.table, u32::try_from(batch.len).unwrap_or(0));
             let mut parameters: [*mut c_void; 2] = [(&raw mut table).cast(), (&raw mut count).cast()];
             // SAFETY: the kernel takes an address and a 32-bit number, which are copied before the call returns. It reads
-            // `count` entries of the table, which lives until the batch has ended, and copies what they say, of which `push`
+            // `count` entries of the table, which lives until the batch has ended, and copies what they say, of which `add`
             // was promised that it may.
             ok("cuLaunchKernel", unsafe {
                 sys::cuLaunchKernel(
@@ -225,7 +243,16 @@ impl Copier {
         };
         // SAFETY: the event and the stream are of this context.
         let recorded = ok("cuEventRecord", unsafe { sys::cuEventRecord(batch.done, self.stream) });
-        launched.and(recorded)
+        drop(entered);
+        if let Err(error) = recorded {
+            // An event that was not recorded says that all is done.
+            wait_for(self.stream);
+            batch.clear();
+            return (false, launched.and(Err(error)));
+        }
+        batch.launched = true;
+        self.making = (making + 1) % BATCHES;
+        (true, launched)
     }
 
     /// Whether the oldest batch that was launched has ended, and how; `None` while it has not, or there is none.
@@ -236,6 +263,9 @@ impl Copier {
             sys::CUresult::CUDA_ERROR_NOT_READY => return None,
             other => ok("copying device memory", other),
         };
+        if result.is_err() {
+            wait_for(self.stream);
+        }
         batch.clear();
         self.oldest = (self.oldest + 1) % BATCHES;
         Some(result)
@@ -248,12 +278,14 @@ pub struct Between<'a> {
     way: Way,
     here: MemoryRange,
     there: Arc<Imported>,
+    /// Whether the batch has the mapping.
+    is_held: bool,
 }
 
 impl Between<'_> {
     /// How much of a piece of `len` bytes fits the batch if that is not to have more than `most` bytes.
     pub fn fits(&self, len: u64, most: u64) -> u64 {
-        self.copier.fits(len).min(most.saturating_sub(self.copier.bytes()))
+        self.copier.fits(len.min(most.saturating_sub(self.copier.bytes())))
     }
 
     /// Adds `len` bytes at offset `here` of the range and `there` of the region, no more than fits. The pieces of a batch are
@@ -269,7 +301,12 @@ impl Between<'_> {
             Way::Read => (there, here),
             Way::Write => (here, there),
         };
-        // SAFETY: both places are there until the batch has ended (`Copier::between`).
+        if !self.is_held {
+            self.copier.hold(&self.there);
+            self.is_held = true;
+        }
+        // SAFETY: both places are there until the batch has ended: their owners promised that, the caller keeps the range
+        // registered, and the batch holds the mapping.
         unsafe { self.copier.add(from, to, len) }
     }
 }
@@ -281,7 +318,8 @@ impl Batch {
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
         // SAFETY: writes one handle.
         ok("cuEventCreate", unsafe { sys::cuEventCreate(&mut done, flags) })?;
-        let mut batch = Batch { table: ptr::null_mut(), len: 0, bytes: 0, done, launched: false, holds: Vec::new() };
+        let mut batch =
+            Batch { table: ptr::null_mut(), len: 0, by_driver: 0, bytes: 0, done, launched: false, holds: Vec::new() };
         let mut table = ptr::null_mut();
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: writes one address.
@@ -291,8 +329,16 @@ impl Batch {
     }
 
     fn clear(&mut self) {
-        (self.len, self.bytes, self.launched) = (0, 0, false);
+        (self.len, self.by_driver, self.bytes, self.launched) = (0, 0, 0, false);
         self.holds.clear();
+    }
+}
+
+/// Waits for all that a stream has to do; where the driver cannot even do that, nothing is done any more.
+fn wait_for(stream: sys::CUstream) {
+    // SAFETY: a stream of this process.
+    if let Err(error) = ok("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) }) {
+        log::error!("waiting for copies of device memory: {error}");
     }
 }
 

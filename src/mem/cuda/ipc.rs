@@ -115,7 +115,11 @@ fn export_piece(addr: u64) -> Result<OwnedFd> {
     let _ = unsafe { sys::cuMemRelease(handle) };
     made?;
     // SAFETY: the driver has just made it for the caller.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // A child that inherited it would keep the memory.
+    rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
+        .map_err(|e| Error::new(ErrorKind::Io, format!("marking a descriptor of device memory: {e}")))?;
+    Ok(fd)
 }
 
 /// A region of device memory of another agent, as a device of this process reaches it.
@@ -170,11 +174,18 @@ impl Imported {
         Ok(imported)
     }
 
-    /// A region of another agent in this process, of which every device reaches what it reaches for its owner.
+    /// A region of another agent in this process.
     ///
     /// # Errors
     /// Those of [`check_device`](super::check_device): it is not (any more) memory of device `device`.
+    /// [`ErrorKind::Unsupported`] for memory of another device, which this one reaches only if somebody has enabled that.
     pub fn of_this_process(context: &Arc<PrimaryContext>, device: u32, addr: u64, len: u64) -> Result<Imported> {
+        if device != context.ordinal() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("memory of device {device} of this process is not copied by device {}", context.ordinal()),
+            ));
+        }
         // SAFETY: the range is only looked up. Its owner has promised for it what is promised for any (`MemoryRange::new`).
         super::check_device(&unsafe { MemoryRange::new(addr, len, MemoryKind::Cuda { device }) }?, device)?;
         Ok(Imported { context: Arc::clone(context), mapping: Mapping::None, addr, len })

@@ -21,6 +21,9 @@ const STAGE_BYTES: usize = 1 << 20;
 /// nothing that computes.
 const LONG_BYTES: u64 = 16 << 10;
 
+/// Looks at a copy that is under way before others are let have the processor.
+const SPINS: u64 = 1000;
+
 /// One device's. Of all agents of the process, until it ends.
 struct Stage {
     copier: Copier,
@@ -28,19 +31,20 @@ struct Stage {
     pinned: *mut u8,
 }
 
-// SAFETY: the address may be used by any thread, one at a time, which the lock around all stages sees to.
+// SAFETY: the address may be used by any thread, one at a time, which the stage's lock sees to.
 unsafe impl Send for Stage {}
 
-static STAGES: Mutex<BTreeMap<u32, Stage>> = Mutex::new(BTreeMap::new());
+static STAGES: Mutex<BTreeMap<u32, Arc<Mutex<Stage>>>> = Mutex::new(BTreeMap::new());
 
 /// Lends a device's stage.
 fn with<T>(device: u32, act: impl FnOnce(&mut Stage) -> Result<T>) -> Result<T> {
     let mut stages = STAGES.lock().unwrap_or_else(PoisonError::into_inner);
     let stage = match stages.entry(device) {
-        Entry::Occupied(made) => made.into_mut(),
-        Entry::Vacant(place) => place.insert(Stage::new(device)?),
+        Entry::Occupied(made) => Arc::clone(made.get()),
+        Entry::Vacant(place) => Arc::clone(place.insert(Arc::new(Mutex::new(Stage::new(device)?)))),
     };
-    act(stage)
+    drop(stages);
+    act(&mut stage.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// Makes a device's stage, which takes time and may wait for the device.
@@ -162,13 +166,17 @@ impl Stage {
 
     /// Has the batch copied, and waits for that.
     fn run(&mut self) -> Result<()> {
-        let launched = self.copier.launch();
-        let ended = loop {
-            match self.copier.next_ended() {
-                Some(ended) => break ended,
-                None => std::hint::spin_loop(),
+        let (is_under_way, launched) = self.copier.launch();
+        if !is_under_way {
+            return launched;
+        }
+        for turn in 0u64.. {
+            if let Some(ended) = self.copier.next_ended() {
+                return launched.and(ended);
             }
-        };
-        launched.and(ended)
+            // Others may have the processor where it takes longer than usual.
+            if turn < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
+        }
+        launched
     }
 }
