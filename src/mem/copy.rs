@@ -36,11 +36,9 @@ fn run_of(iovs: &[Iov]) -> Option<Run<'_>> {
     Some(Run { device, iovs, bytes: usize::try_from(total(iovs)).ok()? })
 }
 
-impl Run<'_> {
-    fn places(&self) -> Result<Vec<(u64, usize)>> {
-        let place = |iov: &Iov| Ok((iov.range.slice(iov.offset, iov.len.into())?, iov.len as usize));
-        self.iovs.iter().map(place).collect()
-    }
+/// The device whose memory all of them are; `None` where there is none such.
+pub fn device_of(iovs: &[Iov]) -> Option<u32> {
+    run_of(iovs).filter(|run| run.iovs.len() == iovs.len()).map(|run| run.device)
 }
 
 /// Appends the bytes of all to `out`.
@@ -51,8 +49,7 @@ impl Run<'_> {
 pub fn gather(mut iovs: &[Iov], out: &mut Vec<u8>) -> Result<()> {
     while let [first, rest @ ..] = iovs {
         if let Some(run) = run_of(iovs) {
-            // SAFETY: whoever made the ranges promised that they are mapped while they are registered.
-            unsafe { staging::read(run.device, &run.places()?, out) }?;
+            staging::read(run.device, run.iovs, out)?;
             iovs = iovs.get(run.iovs.len()..).unwrap_or_default();
         } else {
             read_host(first, out)?;
@@ -90,8 +87,7 @@ pub fn scatter(mut iovs: &[Iov], mut data: &[u8]) -> Result<()> {
         let Some((part, behind)) = data.split_at_checked(bytes) else { break };
         data = behind;
         if let Some(run) = run {
-            // SAFETY: whoever made the ranges promised that they may be written while they are registered.
-            unsafe { staging::write(run.device, &run.places()?, part) }?;
+            staging::write(run.device, run.iovs, part)?;
             iovs = iovs.get(run.iovs.len()..).unwrap_or_default();
         } else {
             let to = first.range.slice(first.offset, first.len.into())?;

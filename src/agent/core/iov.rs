@@ -3,7 +3,7 @@
 use twox_hash::XxHash3_128;
 
 use crate::error::Result;
-pub(crate) use crate::mem::copy::{Iov, gather, scatter};
+pub(crate) use crate::mem::copy::{Iov, device_of, gather, scatter};
 
 /// Bytes of a digest.
 const DIGEST_LEN: usize = 16;

@@ -9,10 +9,14 @@ use crate::agent::core::event::{Direction, Event};
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::in_flight::InFlight;
+use crate::agent::core::iov;
 use crate::agent::paths::{self, one_sided};
 use crate::agent::peers::Peer;
 use crate::agent::peers::reach::Pair;
-use crate::agent::rpc::server::{self, Payload};
+use crate::agent::rpc::client::Answered;
+use crate::agent::rpc::server::{self, Payload, ReadRequest};
+use crate::agent::rpc::staged::{Ended, Then};
+use crate::agent::rpc::wire::decode_pieces;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::plan::Operation;
@@ -233,6 +237,65 @@ impl Engine {
         any
     }
 
+    /// Goes on with what was on its way between devices and messages. Returns whether there was anything.
+    pub(super) fn reap_staged(&mut self, now: Instant) -> bool {
+        if !self.staged.is_running() {
+            return false;
+        }
+        let ended = self.staged.reap(|len| self.worker.buffer(len));
+        let any = !ended.is_empty();
+        self.go_on(ended, now);
+        any
+    }
+
+    fn go_on(&mut self, ended: Vec<Ended>, now: Instant) {
+        for (then, result) in ended {
+            match then {
+                Then::Reply { peer, number, bytes, regions } => {
+                    self.regions.leave(&regions);
+                    if let Ok(peer) = self.peers.get_mut(peer) {
+                        peer.server.release(bytes);
+                    }
+                    if self.reply(peer, FrameKind::ReadReply, number, result.map(Payload::Bytes), bytes) {
+                        self.serve_reads(peer);
+                    }
+                }
+                Then::Written { peer, number, regions } => {
+                    self.regions.leave(&regions);
+                    self.reply(peer, FrameKind::WriteReply, number, result.map(Payload::Bytes), 0);
+                }
+                Then::Placed(chunk) => self.effects.push(Effect::OperationEnded(chunk.end(result.map(drop)))),
+            }
+            self.dispatch(now);
+        }
+    }
+
+    /// Has a device copy what a read asked for, for a reply when it has. Whether it does.
+    fn stage_read(&mut self, id: PeerId, request: &ReadRequest) -> bool {
+        // What is wrong with another one is said where it is served.
+        let Ok(iovs) = server::locate(&self.regions, &request.pieces) else { return false };
+        let Some(device) = self.staged.device_for(&iovs) else { return false };
+        let regions: Vec<u32> = request.pieces.iter().map(|piece| piece.region).collect();
+        self.regions.enter(&regions);
+        if let Ok(peer) = self.peers.get_mut(id) {
+            peer.server.hold(request.bytes);
+        }
+        let then = Then::Reply { peer: id, number: request.chunk, bytes: request.bytes, regions };
+        self.staged.read(device, iovs, then);
+        true
+    }
+
+    /// Has a device put in place what a peer writes, for a reply when it has. Whether it does.
+    fn stage_write(&mut self, id: PeerId, number: u64, data: &[u8]) -> bool {
+        let Ok((pieces, bytes)) = decode_pieces(data) else { return false };
+        let Ok(iovs) = server::locate(&self.regions, &pieces) else { return false };
+        let Some(device) = self.staged.device_for(&iovs) else { return false };
+        let regions: Vec<u32> = pieces.iter().map(|piece| piece.region).collect();
+        self.regions.enter(&regions);
+        self.staged.write(device, iovs, bytes, Then::Written { peer: id, number, regions });
+        true
+    }
+
     /// Takes the messages that have arrived.
     pub(super) fn receive_messages(&mut self, now: Instant) {
         let refused = self.worker.refused_announcements();
@@ -274,8 +337,10 @@ impl Engine {
                 self.serve_reads(id);
             }
             FrameKind::WriteRequest => {
-                let written = server::write(data, &self.regions);
-                self.reply(id, FrameKind::WriteReply, number, written, 0);
+                if !self.stage_write(id, number, data) {
+                    let written = server::write(data, &self.regions);
+                    self.reply(id, FrameKind::WriteReply, number, written, 0);
+                }
             }
             FrameKind::DigestRequest => {
                 let digest = server::digest(data, &self.regions);
@@ -326,7 +391,15 @@ impl Engine {
         if let Ok(peer) = self.peers.get_mut(id) {
             peer.flow.arrive(answered.departure, answered.chunk.bytes, now);
         }
-        self.effects.push(Effect::OperationEnded(answered.chunk.end(answered.result)));
+        let Answered { chunk, mut result, is_unplaced, .. } = answered;
+        if is_unplaced {
+            if let Some(device) = self.staged.device_for(&chunk.local) {
+                self.staged.write(device, chunk.local.clone(), data, Then::Placed(chunk));
+                return Ok(());
+            }
+            result = iov::scatter(&chunk.local, data);
+        }
+        self.effects.push(Effect::OperationEnded(chunk.end(result)));
         Ok(())
     }
 
@@ -345,6 +418,9 @@ impl Engine {
     fn serve_reads(&mut self, id: PeerId) {
         let in_place = !self.peers.are_keyed();
         while let Some(request) = self.peers.get_mut(id).ok().and_then(|peer| peer.server.pop()) {
+            if self.stage_read(id, &request) {
+                continue;
+            }
             let bytes = server::read(&request, &self.regions, &self.worker, in_place);
             if !self.reply(id, FrameKind::ReadReply, request.chunk, bytes, request.bytes) {
                 return;

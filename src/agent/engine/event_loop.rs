@@ -165,7 +165,7 @@ impl Loop {
         self.engine.reap_failed_endpoints(now);
         self.engine.reap_completions(now);
         self.engine.reap_copies(now);
-        any |= self.engine.reap_device_copies(now);
+        any |= self.engine.reap_device_copies(now) | self.engine.reap_staged(now);
         self.engine.receive_messages(now);
         any
     }
@@ -196,7 +196,7 @@ impl Loop {
         let now = Instant::now();
         let spin = self.engine.config.spin;
         let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
-        let copying = self.engine.device_copies.are_running();
+        let copying = self.engine.device_copies.are_running() || self.engine.staged.is_running();
         let moving = serving || copying || self.engine.transfers.in_flight().operations > 0;
         let spins = moving && now.saturating_duration_since(self.progressed_at) < spin && self.spinner.may_spin();
         if !spins {

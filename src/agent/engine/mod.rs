@@ -38,6 +38,7 @@ use super::paths::device_copies::DeviceCopies;
 use super::peers::secure::Secrets;
 use super::peers::{self, Local, Peers};
 use super::rpc::client::{Client, Placer};
+use super::rpc::staged::Staged;
 use super::streams::{self, Streams};
 use super::transfers::Transfers;
 use crate::error::{Error, ErrorKind, Result};
@@ -74,6 +75,7 @@ pub(crate) struct Engine {
     streams: Streams,
     copy_pool: CopyPool,
     device_copies: DeviceCopies,
+    staged: Staged,
     revocations: Revocations,
     worker: Worker,
     regions: Regions,
@@ -119,6 +121,7 @@ impl Engine {
             streams: Streams::new(&config, incarnation),
             copy_pool: CopyPool::new(config.copy_threads, shared.waker.clone()),
             device_copies: DeviceCopies::default(),
+            staged: Staged::default(),
             revocations: Revocations::default(),
             regions: Regions::new(shared.live.ids.salt()),
             config,
@@ -176,6 +179,9 @@ impl Engine {
         let region = self.regions.register(&self.context, range)?;
         if let MemoryKind::Cuda { device } = range.kind() {
             self.device_copies.prepare(device);
+            if let Err(error) = self.staged.prepare(device) {
+                log::debug!("agent {}: CUDA device {device}: {error}", self.config.name);
+            }
         }
         Ok(region)
     }

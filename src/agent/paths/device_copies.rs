@@ -8,7 +8,6 @@ use crate::agent::core::ids::TransferId;
 use crate::error::Result;
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::copier::Copier;
-use crate::mem::cuda::staging;
 
 /// From this length on the driver's copy within a device, or between two, is as fast.
 const LONG_BYTES: u64 = 1 << 20;
@@ -31,7 +30,7 @@ impl DeviceCopies {
     /// Makes what is needed for copies on a device: the driver compiles a kernel, and what it gives memory for can wait for all
     /// that the device computes. An error is told when there is something to copy.
     pub(crate) fn prepare(&mut self, device: u32) {
-        if let Err(error) = self.copier(device).map(drop).and_then(|()| staging::prepare(device)) {
+        if let Err(error) = self.copier(device) {
             log::debug!("CUDA device {device}: {error}");
         }
     }

@@ -76,6 +76,8 @@ pub(crate) struct Answered {
     pub(crate) chunk: Chunk,
     pub(crate) departure: Departure,
     pub(crate) result: Result<()>,
+    /// Whether its bytes, which are of a device's memory, are still to be put in place.
+    pub(crate) is_unplaced: bool,
 }
 
 /// The chunks under way.
@@ -110,7 +112,8 @@ impl Client {
         self.table.get(&number).map(|asked| &asked.chunk).filter(|chunk| chunk.streamed && chunk.peer == peer)
     }
 
-    /// Takes a reply. With `data` of no bytes, its bytes were put in place as they arrived.
+    /// Takes a reply. With `data` of no bytes, its bytes were put in place as they arrived. Bytes for a device's memory are left
+    /// to the caller.
     pub(crate) fn take_reply(&mut self, id: PeerId, frame: Frame, data: &[u8]) -> Result<Answered> {
         let expected = match frame.kind {
             FrameKind::ReadReply => Some(Service::Read),
@@ -127,7 +130,9 @@ impl Client {
         else {
             return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
         };
+        let is_unplaced = placed.is_none() && expected == Some(Service::Read) && iov::device_of(&chunk.local).is_some();
         let result = match (placed, expected) {
+            _ if is_unplaced => Ok(()),
             (Some(placed), _) => placed,
             (None, Some(Service::Read)) => iov::scatter(&chunk.local, data),
             (None, Some(Service::Write)) => Ok(()),
@@ -137,13 +142,13 @@ impl Client {
                 format!("the peer refused: {}", String::from_utf8_lossy(data.get(..500).unwrap_or(data))),
             )),
         };
-        Ok(Answered { chunk, departure, result })
+        Ok(Answered { chunk, departure, result, is_unplaced })
     }
 
     /// Takes a chunk of which all bytes have come by a stream.
     pub(crate) fn take_streamed(&mut self, number: u64) -> Option<Answered> {
         let Asked { chunk, departure, .. } = self.table.remove(&number)?;
-        Some(Answered { chunk, departure, result: Ok(()) })
+        Some(Answered { chunk, departure, result: Ok(()), is_unplaced: false })
     }
 
     /// Takes the chunks that a lost peer will not reply to.

@@ -3,4 +3,5 @@
 pub(crate) mod client;
 pub(crate) mod flow_control;
 pub(crate) mod server;
+pub(crate) mod staged;
 pub(crate) mod wire;

@@ -29,7 +29,7 @@ const REPLY_BYTES: u64 = 4 << 20;
 /// A read that a peer asked for.
 pub(crate) struct ReadRequest {
     pub(crate) chunk: u64,
-    pieces: Vec<Piece>,
+    pub(crate) pieces: Vec<Piece>,
     pub(crate) bytes: u64,
 }
 

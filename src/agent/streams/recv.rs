@@ -102,7 +102,7 @@ impl Streams {
                 log::debug!("agent {}: the stream from {id} has ended: {error}", self.name);
             }
         }
-        if let Some(Answered { chunk, departure, result }) =
+        if let Some(Answered { chunk, departure, result, .. }) =
             complete.and_then(|number| io.rpc.borrow_mut().take_streamed(number))
         {
             if let Ok(peer) = io.peers.get_mut(id) {

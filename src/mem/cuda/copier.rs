@@ -21,7 +21,7 @@ const KERNEL: &str = concat!(include_str!("copy_pieces.ptx"), "\0");
 /// Pieces in one launch: few enough that the first launch of a transfer is under way while the next is being made.
 pub const BATCH_PIECES: usize = 1024;
 /// Batches under way at a time.
-const BATCHES: usize = 8;
+pub(super) const BATCHES: usize = 8;
 /// A block of threads copies this much in four loads and stores a thread. Longer pieces are split, for all to have work.
 const PIECE_BYTES: u64 = 16 << 10;
 const THREADS: c_uint = 256;
@@ -126,6 +126,11 @@ impl Copier {
     /// Bytes in the batch that is being made.
     pub fn bytes(&self) -> u64 {
         self.batches.get(self.making).filter(|batch| !batch.launched).map_or(0, |batch| batch.bytes)
+    }
+
+    /// Batches that are not under way.
+    pub(super) fn free_batches(&self) -> usize {
+        self.batches.iter().filter(|batch| !batch.launched).count()
     }
 
     /// How much of a piece of `len` bytes fits the batch. Nothing does while all batches are under way.
@@ -255,6 +260,16 @@ impl Copier {
         (true, launched)
     }
 
+    /// Waits for all that is under way.
+    pub(super) fn finish(&mut self) {
+        let context = Arc::clone(&self.context);
+        if !self.stream.is_null()
+            && let Ok(_entered) = context.enter()
+        {
+            wait_for(self.stream);
+        }
+    }
+
     /// Whether the oldest batch that was launched has ended, and how; `None` while it has not, or there is none.
     pub fn next_ended(&mut self) -> Option<Result<()>> {
         let batch = self.batches.get_mut(self.oldest).filter(|batch| batch.launched)?;
@@ -358,13 +373,11 @@ impl Drop for Batch {
 impl Drop for Copier {
     /// Waits for what is under way.
     fn drop(&mut self) {
+        self.finish();
         let context = Arc::clone(&self.context);
         let Ok(_entered) = context.enter() else { return };
         // SAFETY: handles of this context, each made at most once by `new` and destroyed once.
         unsafe {
-            if !self.stream.is_null() {
-                let _ = sys::cuStreamSynchronize(self.stream);
-            }
             self.batches.clear();
             if !self.module.is_null() {
                 let _ = sys::cuModuleUnload(self.module);
