@@ -160,6 +160,8 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
       `rdma` (the tests over RDMA, which `scripts/test` runs in a virtual machine), a program such as \
       `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
     ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
+    ("KVFERRY_NIXL", "A folder with NIXL's Python package, for the benchmark of `gpu-check`."),
+    ("KVFERRY_CUDA_DOUBLE_", "Settings of the double of the CUDA driver: `tests/cuda_double/README.md`."),
     ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),
     ("KVFERRY_SHAPE", "`cargo test --test connector_shapes` runs the pairs of shapes whose names contain it."),
     ("KVFERRY_SHAPES_SEED", "Seed of the random pairs in `cargo test --test proto_shapes`."),

@@ -545,7 +545,7 @@ def main() -> int:
     failed = []
     for name, (_, settings, status) in TESTS.items():
         start = time.monotonic()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVFERRY_CUDA_DOUBLE", "CUDA_"))}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVFERRY_CUDA_DOUBLE_", "CUDA_"))}
         command = [sys.executable, __file__, OUTDIR, name]
         try:
             ended = subprocess.run(command, env={**environment, **settings}, capture_output=True, text=True, timeout=60)
