@@ -1,31 +1,15 @@
 //! Copying out of and into registered memory by the processor, where no transport does it one-sided.
 
-use super::MemoryRange;
 use super::cuda::staging;
+use super::iov::{Iov, total};
 use crate::error::{Error, Result};
 use crate::proto::wire::MemoryKind;
-
-/// Part of a registered range: offset and length in bytes.
-#[derive(Debug, Clone, Copy)]
-pub struct Iov {
-    /// The range.
-    pub range: MemoryRange,
-    /// Offset of the part, in bytes.
-    pub offset: u64,
-    /// Its length in bytes.
-    pub len: u32,
-}
 
 /// Places of one device that follow each other in a list.
 struct Run<'a> {
     device: u32,
     iovs: &'a [Iov],
     bytes: usize,
-}
-
-/// Bytes in all of them.
-pub fn total(iovs: &[Iov]) -> u64 {
-    iovs.iter().map(|iov| u64::from(iov.len)).sum()
 }
 
 /// The parts of device memory at the beginning of `iovs`, of one device; `None` where host memory or nothing is there.
@@ -106,6 +90,7 @@ pub fn scatter(mut iovs: &[Iov], mut data: &[u8]) -> Result<()> {
 mod tests {
     use super::*;
     use crate::error::ErrorKind;
+    use crate::mem::MemoryRange;
 
     #[test]
     fn bytes_are_copied_within_the_range_only() {

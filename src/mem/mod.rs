@@ -7,11 +7,13 @@ mod convert;
 pub mod copy;
 pub mod cuda;
 pub mod host;
+mod iov;
 pub(crate) mod mapping;
 mod range;
 mod registered;
 
 pub use convert::ucx_error;
+pub use iov::Iov;
 pub use range::{MemoryRange, check};
 pub use registered::map;
 

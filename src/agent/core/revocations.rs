@@ -37,7 +37,8 @@ impl Revocations {
     /// A peer is gone. Returns the regions that it need not let go any more.
     pub(crate) fn forget(&mut self, peer: PeerId) -> Vec<u32> {
         self.owed.retain(|(owed, _, _)| *owed != peer);
-        let freed = self.asked_of(peer);
+        let is_its = |(asked, _): &&(PeerId, u32)| *asked == peer;
+        let freed = self.asked.iter().filter(is_its).map(|(_, region)| *region).collect();
         self.asked.retain(|(asked, _)| *asked != peer);
         freed
     }
@@ -52,11 +53,6 @@ impl Revocations {
     /// Whether any peer has not let a region go that it was asked to.
     pub(crate) fn are_open(&self) -> bool {
         !self.asked.is_empty()
-    }
-
-    /// Own regions that a peer was asked to let go and has not.
-    pub(crate) fn asked_of(&self, peer: PeerId) -> Vec<u32> {
-        self.asked.iter().filter(|(asked, _)| *asked == peer).map(|(_, region)| *region).collect()
     }
 
     /// Takes what can be answered: of which no mapping is left.

@@ -10,13 +10,13 @@ use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::in_flight::InFlight;
 use crate::agent::core::iov;
+use crate::agent::core::limits::CHUNK_PIECES;
 use crate::agent::paths::{self, one_sided};
-use crate::agent::peers::Peer;
 use crate::agent::peers::reach::Pair;
 use crate::agent::rpc::client::Answered;
 use crate::agent::rpc::server::{self, Payload, ReadRequest};
 use crate::agent::rpc::staged::{Ended, Then};
-use crate::agent::rpc::wire::decode_pieces;
+use crate::agent::rpc::wire::{decode_pieces, total};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::plan::Operation;
@@ -52,9 +52,12 @@ impl Engine {
     }
 
     fn peer_ready(&mut self, id: PeerId) {
-        // What was deregistered since this side said hello.
-        for region in self.revocations.asked_of(id) {
-            self.ask_back(id, region);
+        // What was deregistered since this side said hello. The peer's answers are not waited for.
+        if let Ok(peer) = self.peers.get_mut(id) {
+            let takes = peer.on_this_host && peer.takes_revocations;
+            for region in std::mem::take(&mut peer.untold).into_iter().filter(|_| takes) {
+                self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
+            }
         }
         let Ok(peer) = self.peers.get(id) else { return };
         let host = paths::between(peer, MemoryKind::Host, MemoryKind::Host);
@@ -76,33 +79,26 @@ impl Engine {
         for chunk in self.rpc.borrow_mut().take_all_of(id) {
             self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
         }
-        let released = self.revocations.forget(id);
+        let mut released = self.revocations.forget(id);
+        released.extend(self.staged.forget(id));
         self.regions.leave(&released);
     }
 
-    /// Asks peers of this host to let go of a region that is being deregistered, which counts as used until they have.
+    /// Asks peers of this host to let go of a region that is being deregistered, which counts as used until they have. One that
+    /// has not said hello has mapped nothing, and is told when it has.
     pub(super) fn revoke(&mut self, region: u32) {
         if !self.regions.is_exported(region) {
             return;
         }
         self.peers.set_withdrawn(self.regions.withdrawn());
         for id in self.peers.ids() {
-            if self.revocations.ask(id, region) {
+            let Ok(peer) = self.peers.get_mut(id) else { continue };
+            if !peer.is_ready() {
+                peer.untold.push(region);
+            } else if peer.on_this_host && peer.takes_revocations && self.revocations.ask(id, region) {
                 self.regions.enter(&[region]);
-                // One that has not said hello is asked when it has.
-                if self.peers.get(id).is_ok_and(Peer::is_ready) {
-                    self.ask_back(id, region);
-                }
+                self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
             }
-        }
-    }
-
-    /// Asks a peer that has said hello to let go of a region, if it can have it.
-    fn ask_back(&mut self, id: PeerId, region: u32) {
-        if self.peers.get(id).is_ok_and(|peer| peer.on_this_host && peer.takes_revocations) {
-            self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
-        } else if self.revocations.answered(id, region) {
-            self.regions.leave(&[region]);
         }
     }
 
@@ -288,6 +284,9 @@ impl Engine {
     /// Has a device put in place what a peer writes, for a reply when it has. Whether it does.
     fn stage_write(&mut self, id: PeerId, number: u64, data: &[u8]) -> bool {
         let Ok((pieces, bytes)) = decode_pieces(data) else { return false };
+        if pieces.len() > CHUNK_PIECES || total(&pieces) != bytes.len() as u64 {
+            return false;
+        }
         let Ok(iovs) = server::locate(&self.regions, &pieces) else { return false };
         let Some(device) = self.staged.device_for(&iovs) else { return false };
         let regions: Vec<u32> = pieces.iter().map(|piece| piece.region).collect();

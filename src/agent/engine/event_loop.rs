@@ -306,7 +306,8 @@ impl Loop {
     /// Whether nothing is left to wait for.
     fn may_end(&mut self, now: Instant) -> bool {
         // Half of the time for peers to take what is on its way to them.
-        let has_borrowers = self.engine.streams.lend() || self.engine.revocations.are_open();
+        let lends = self.engine.streams.lend() || self.engine.revocations.are_open();
+        let has_borrowers = lends || self.engine.staged.is_running();
         let lends = self.lends_until.is_some_and(|until| now < until) && has_borrowers;
         let idle = self.engine.transfers.len() == 0
             && !lends
@@ -335,7 +336,9 @@ impl Loop {
         self.driver = None;
         self.shared.publish(&mut self.engine.events);
         let limit = self.engine.closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(now)).max(LAST_CHANCE);
-        let Engine { peers, worker, regions, context, config, .. } = self.engine;
+        let Engine { peers, worker, regions, context, config, staged, device_copies, .. } = self.engine;
+        // What they have under way is waited for before its memory is given up.
+        drop((staged, device_copies));
         drop(peers);
         match worker.close(limit) {
             Ok(()) if in_time => Ok(()),

@@ -282,6 +282,7 @@ impl Peers {
             refused: BTreeSet::new(),
             imports: Imports::default(),
             takes_revocations: false,
+            untold: Vec::new(),
             may_stream: false,
             streamed: false,
             on_this_host: false,

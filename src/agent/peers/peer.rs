@@ -67,6 +67,8 @@ pub(crate) struct Peer {
     pub(super) imports: Imports,
     /// Whether it lets go of memory that it has mapped when it is asked to.
     pub(crate) takes_revocations: bool,
+    /// Regions of this side that were deregistered since it was sent a hello, before it has said its own.
+    pub(crate) untold: Vec<u32>,
     /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
     pub(crate) may_stream: bool,
     /// Whether there is one from the peer.

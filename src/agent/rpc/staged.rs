@@ -33,7 +33,12 @@ struct Device {
     stage: Stage,
     under_way: BTreeMap<Ticket, Then>,
     waiting: VecDeque<Waiting>,
+    /// Bytes that those hold.
+    held: usize,
 }
+
+/// Bytes of writes and replies that may wait for a device, as many as the windows have of a few peers.
+const MAX_HELD: usize = 64 << 20;
 
 /// All such bytes of one agent.
 #[derive(Default)]
@@ -51,7 +56,7 @@ impl Staged {
     pub(crate) fn prepare(&mut self, device: u32) -> Result<()> {
         if let Entry::Vacant(place) = self.devices.entry(device) {
             let stage = Stage::new(device)?;
-            place.insert(Device { stage, under_way: BTreeMap::new(), waiting: VecDeque::new() });
+            place.insert(Device { stage, under_way: BTreeMap::new(), waiting: VecDeque::new(), held: 0 });
         }
         Ok(())
     }
@@ -60,7 +65,7 @@ impl Staged {
     pub(crate) fn device_for(&self, iovs: &[Iov]) -> Option<u32> {
         let device = iov::device_of(iovs)?;
         let bytes: u64 = iovs.iter().map(|iov| u64::from(iov.len)).sum();
-        let has_room = self.devices.get(&device).is_some_and(|device| device.waiting.len() < MAX_WAITING);
+        let has_room = self.devices.get(&device).is_some_and(|d| d.waiting.len() < MAX_WAITING && d.held < MAX_HELD);
         (has_room && bytes <= STAGED_BYTES as u64).then_some(device)
     }
 
@@ -74,7 +79,7 @@ impl Staged {
         if device.waiting.is_empty() {
             device.take_up(work, &mut self.failed);
         } else {
-            device.waiting.push_back(work);
+            device.wait(work);
         }
     }
 
@@ -86,12 +91,29 @@ impl Staged {
         if device.waiting.is_empty() {
             match device.stage.write(&iovs, data) {
                 Ok(Some(ticket)) => drop(device.under_way.insert(ticket, then)),
-                Ok(None) => device.waiting.push_back(Waiting { iovs, data: Some(data.to_vec()), then }),
+                Ok(None) => device.wait(Waiting { iovs, data: Some(data.to_vec()), then }),
                 Err(error) => self.failed.push((then, Err(error))),
             }
         } else {
-            device.waiting.push_back(Waiting { iovs, data: Some(data.to_vec()), then });
+            device.wait(Waiting { iovs, data: Some(data.to_vec()), then });
         }
+    }
+
+    /// Begins nothing more that a lost peer has asked for. Returns the regions that are not used for it any more.
+    pub(crate) fn forget(&mut self, lost: PeerId) -> Vec<u32> {
+        let mut freed = Vec::new();
+        for device in self.devices.values_mut() {
+            for work in std::mem::take(&mut device.waiting) {
+                match work.then {
+                    Then::Reply { peer, regions, .. } | Then::Written { peer, regions, .. } if peer == lost => {
+                        freed.extend(regions);
+                    }
+                    then => device.waiting.push_back(Waiting { then, ..work }),
+                }
+            }
+            device.held = device.waiting.iter().map(Waiting::held).sum();
+        }
+        freed
     }
 
     /// Whether anything is under way.
@@ -116,7 +138,7 @@ impl Staged {
                 });
                 ended.push((then, bytes));
             }
-            while let Some(waiting) = device.waiting.pop_front() {
+            while let Some(waiting) = device.next_waiting() {
                 if !device.take_up(waiting, &mut ended) {
                     break;
                 }
@@ -133,7 +155,25 @@ fn not_prepared(device: u32) -> Error {
     Error::new(ErrorKind::Internal, format!("CUDA device {device} was not prepared"))
 }
 
+impl Waiting {
+    fn held(&self) -> usize {
+        self.data.as_ref().map_or(0, Vec::len)
+    }
+}
+
 impl Device {
+    /// Puts something behind all that waits.
+    fn wait(&mut self, work: Waiting) {
+        self.held += work.held();
+        self.waiting.push_back(work);
+    }
+
+    fn next_waiting(&mut self) -> Option<Waiting> {
+        let work = self.waiting.pop_front()?;
+        self.held = self.held.saturating_sub(work.held());
+        Some(work)
+    }
+
     /// Begins what nothing waits before, if there is room; else it waits at the front. Returns whether there was room.
     fn take_up(&mut self, work: Waiting, ended: &mut Vec<Ended>) -> bool {
         let begun = match &work.data {
@@ -143,6 +183,7 @@ impl Device {
         match begun {
             Ok(Some(ticket)) => drop(self.under_way.insert(ticket, work.then)),
             Ok(None) => {
+                self.held += work.held();
                 self.waiting.push_front(work);
                 return false;
             }

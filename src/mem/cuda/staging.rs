@@ -13,7 +13,7 @@ use cudarc::driver::sys;
 use super::copier::{BATCH_PIECES, BATCHES, Copier};
 use super::{PrimaryContext, ok};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::copy::Iov;
+use crate::mem::Iov;
 
 /// Bytes of one staged copy: as long as a chunk of a transfer.
 pub const STAGED_BYTES: usize = 512 << 10;
@@ -227,7 +227,7 @@ fn with<T>(device: u32, act: impl FnOnce(&mut Stage) -> Result<T>) -> Result<T> 
 pub(in crate::mem) fn read(device: u32, iovs: &[Iov], out: &mut Vec<u8>) -> Result<()> {
     with(device, |stage| {
         for iovs in portions(iovs) {
-            stage.read(&iovs)?;
+            stage.read(&iovs)?.ok_or_else(no_room)?;
             let ticket = stage.wait()?;
             stage.take(ticket, out);
         }
@@ -246,11 +246,15 @@ pub(in crate::mem) fn write(device: u32, iovs: &[Iov], mut data: &[u8]) -> Resul
             let len: usize = iovs.iter().map(|iov| iov.len as usize).sum();
             let Some((part, rest)) = data.split_at_checked(len) else { break };
             data = rest;
-            stage.write(&iovs, part)?;
+            stage.write(&iovs, part)?.ok_or_else(no_room)?;
             stage.wait()?;
         }
         Ok(())
     })
+}
+
+fn no_room() -> Error {
+    Error::new(ErrorKind::Internal, "a copy that is waited for has left another one under way")
 }
 
 /// The same places in portions that are staged at a time.
