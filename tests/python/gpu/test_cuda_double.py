@@ -24,11 +24,12 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(double: Path, *command: object, **variables: str) -> str:
     """What a program prints on the double; it must succeed."""
-    path = os.pathsep.join(str(folder) for folder in (ROOT / "tests" / "gpu", ROOT / "python"))
+    # The kvferry of whoever runs the tests, installed or named in their environment.
+    folders = (str(ROOT / "tests" / "gpu"), os.environ.get("PYTHONPATH"))
     environment = {
         **os.environ,
         "LD_LIBRARY_PATH": str(double),
-        "PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "PYTHONDONTWRITEBYTECODE": "1",
         "KVFERRY_REQUIRE": "cuda",
         # Beside other tests' memory on the same double.
