@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import beside
 import cuda
@@ -197,12 +197,20 @@ class Checks:
             peer.end()
         return f"{failures} of 8 transfers failed"
 
+    @contextlib.contextmanager
+    def reader(self, transport: str, nbytes: int) -> Iterator[tuple[kvferry.Agent, Peer, cuda.Memory]]:
+        """An agent with so much memory on the device, and a peer with as much, full of pattern 1."""
+        memory = allocate(self._device, nbytes, self._driver)
+        peer = Peer(transport, self._device, [nbytes], 1)
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            register(agent, memory, self._device)
+            yield agent, peer, memory
+        peer.end()
+
     def mixed(self, transport: str) -> str:
         """Long runs and short ones in one transfer, so that a launch is full of both."""
         mib = 1 << 20
         nbytes, long, short = 80 * mib, 4 * mib, 512
-        memory = allocate(self._device, nbytes, self._driver)
-        peer = Peer(transport, self._device, [nbytes], 1)
         random = np.random.default_rng(3)
 
         def runs(number: int, length: int) -> Segment:
@@ -211,8 +219,7 @@ class Checks:
         # In the first 8 MiB short blocks, behind them long ones; 64 MiB in one launch.
         blocks = Segment(1, 0, 0, 0, 0, 2 * short, 2 * short, short)
         segments = [runs(0, long - 4096), runs(2, 13 * mib // 4), blocks, runs(3, long - 4096)]
-        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
-            register(agent, memory, self._device)
+        with self.reader(transport, nbytes) as (agent, peer, memory):
             connected = agent.connect(peer.metadata)
             for count in (1000, 1020, 1023, 4000):
                 memory.put(cuda.pattern(50, nbytes))
@@ -222,20 +229,15 @@ class Checks:
                 model("read", segments, lists, ours, theirs)
                 agent.read(connected, segments, lists).wait(GENEROUS)
                 same(f"{count} short ones", [memory.get()], ours)
-            ways = ways_of(agent)
-        peer.end()
-        return ways
+            return ways_of(agent)
 
     def disconnected(self, transport: str) -> str:
         """What is under way when the peer is disconnected ends before its memory is let go."""
         nbytes = 64 << 20
-        memory = allocate(self._device, nbytes, self._driver)
         ids = list(range(nbytes // 65536))
         scattered = [Segment(0, 0, 0, 0, 0, 65536, 65536, 65000)]
-        peer = Peer(transport, self._device, [nbytes], 1)
         ended = 0
-        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
-            register(agent, memory, self._device)
+        with self.reader(transport, nbytes) as (agent, peer, _):
             for _ in range(5):
                 connected = agent.connect(peer.metadata)
                 agent.read(connected, scattered, [(ids[:1], ids[:1])]).wait(GENEROUS)
@@ -245,7 +247,6 @@ class Checks:
                     with contextlib.suppress(kvferry.KvferryError):
                         transfer.wait(GENEROUS)
                         ended += 1
-        peer.end()
         return f"{ended} of 20 transfers ended well"
 
     def unhindered(self, transport: str) -> str:
@@ -254,19 +255,14 @@ class Checks:
         assert driver is not None
         nbytes = 4 << 20
         ids = list(range(nbytes // 16384))
-        memory = allocate(self._device, nbytes, driver)
-        peer = Peer(transport, self._device, [nbytes], 1)
         segments = [Segment(0, 0, 0, 0, 0, 16384, 16384, 16384)]
-        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
-            register(agent, memory, self._device)
+        with self.reader(transport, nbytes) as (agent, peer, memory):
             connected = agent.connect(peer.metadata)
             agent.read(connected, segments, [(ids, ids[::-1])]).wait(GENEROUS)
             with driver.blocked_default_stream():
                 agent.read(connected, segments, [(ids, ids)]).wait(GENEROUS)
             same("after", [memory.get()], [cuda.pattern(1, nbytes)])
-            ways = ways_of(agent)
-        peer.end()
-        return ways
+            return ways_of(agent)
 
     def refusals(self) -> str:
         """Memory that is not what it is said to be is refused with an explanation."""

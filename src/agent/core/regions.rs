@@ -247,6 +247,9 @@ impl Regions {
     pub(crate) fn describe_as(&mut self, id: RegionId, kind: MemoryKind) {
         if let Some(Some(region)) = self.slots.get_mut(id.index() as usize) {
             region.range = region.range.described_as(kind);
+            if kind != MemoryKind::Host {
+                self.exported.insert(id.index());
+            }
         }
     }
 

@@ -106,7 +106,8 @@ mod tests {
 
     use super::super::ucx_settings::CAN_REFUSE;
     use super::*;
-    use crate::agent::command::Shared;
+    use crate::agent::command::{Command, Shared};
+    use crate::agent::core::reply::answer;
     use crate::agent::core::stats::AgentStats;
     use crate::agent::rpc::client::Chunk;
     use crate::agent::transfers::Load;
@@ -324,6 +325,34 @@ mod tests {
         assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
         drop(engine);
         other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
+    /// Whoever cannot have it mapped need not be waited for, and does not end the waiting for others.
+    #[test]
+    fn a_device_region_is_registered_until_all_who_may_have_it_mapped_have_let_go() {
+        let others = ["b", "c", "d"].map(|name| Agent::start(config(name, Transport::Tcp)).unwrap());
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
+        let region = engine.register(MemoryRange::leaked(LEN)).unwrap();
+        engine.regions.describe_as(region, DEVICE);
+        for other in &others {
+            let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+            drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        }
+        let peers = engine.peers.ids();
+        for stranger in [peers[0], peers[2]] {
+            engine.peers.get_mut(stranger).unwrap().on_this_host = false;
+        }
+        let (reply, caller) = answer();
+        engine.serve(Command::Deregister { region, reply }, Instant::now());
+        assert_eq!(engine.revocations.borrowers(region.index()).collect::<Vec<_>>(), [peers[1]]);
+        assert_eq!(engine.stats().regions, 1);
+        drive(&mut engine, |engine| engine.stats().regions == 0);
+        caller.wait(Duration::ZERO).unwrap().unwrap();
+        drop(engine);
+        for other in others {
+            other.shutdown(Duration::from_secs(60)).unwrap();
+        }
     }
 
     const NARROW: Window = Window { operations: 3, bytes: LEN as u64 };

@@ -139,7 +139,7 @@ impl Peer {
     pub(super) fn withdraw(&mut self, runs: &[(u32, u32)]) {
         let regions = runs.iter().flat_map(|(first, last)| *first..=*last);
         for region in regions.take(MAX_REGIONS).filter(|region| (*region as usize) < MAX_REGIONS) {
-            // What UCX has mapped, a peer without device memory of its own for one, is gone with the connection.
+            // UCX is given none of them before the hello, so there is no connection to be ended for that.
             let _ = self.revoke(region);
         }
     }

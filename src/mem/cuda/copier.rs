@@ -1,7 +1,7 @@
 //! Copies from and to device memory, many pieces at a time: by a kernel that takes a table of them, on a stream of our own.
 //!
-//! The driver takes some 3 us for each copy of its own, batched ones (`cuMemcpyBatchAsync`) too, in which an H100 copies
-//! several MiB. The kernel takes the first free processors (the stream has the highest priority), and no stream of the process
+//! The driver takes microseconds for each copy of its own, batched ones (`cuMemcpyBatchAsync`) too, in which a large device
+//! copies several MiB. The kernel takes the first free processors (the stream has the highest priority), and no stream of the process
 //! waits for it, nor it for them.
 
 use std::ffi::{c_uint, c_void};
@@ -136,7 +136,11 @@ impl Copier {
     /// How much of a piece of `len` bytes fits the batch. Nothing does while all batches are under way.
     pub fn fits(&self, len: u64) -> u64 {
         let taken = |batch: &Batch| batch.len + batch.by_driver;
-        let room = self.batches.get(self.making).filter(|batch| !batch.launched).map_or(0, |b| BATCH_PIECES - taken(b));
+        let room = self
+            .batches
+            .get(self.making)
+            .filter(|batch| !batch.launched)
+            .map_or(0, |b| BATCH_PIECES.saturating_sub(taken(b)));
         match room as u64 {
             0 => 0,
             _ if len >= self.long => len,
