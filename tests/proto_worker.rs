@@ -989,16 +989,19 @@ mod consuming {
         assert_eq!((begun.beats.len(), begun.transfers.len()), (1, 2));
         connecting.extend(begun.connects);
         w.handle_step(Time(40), StepMetadata { aborts: vec![request("a")], ..Default::default() });
-        for token in does(&mut w).cancels {
-            w.handle_transfer_done(Time(50), token, Err((Cause::Aborted, "cancelled".into())));
-        }
+        let cancelled = does(&mut w).cancels;
         let mut beats = 1;
-        while let Some(peer) = connecting.pop_front() {
-            w.handle_connected(Time(60), &peer);
+        // The next rank is connected while what was cancelled is under way, the others when it has ended.
+        for (index, now) in (41..).enumerate() {
+            let Some(peer) = connecting.pop_front() else { break };
+            w.handle_connected(Time(now), &peer);
             let done = does(&mut w);
             assert!(done.releases.is_empty());
             beats += done.beats.len();
             connecting.extend(done.connects);
+            for token in cancelled.iter().filter(|_| index == 0) {
+                w.handle_transfer_done(Time(now), *token, Err((Cause::Aborted, "cancelled".into())));
+            }
         }
         assert_eq!(beats, MANY as usize);
         // And goes on, on every rank.

@@ -261,7 +261,7 @@ impl Consumer {
         }
         // Until now heartbeats could not name the lease, and its length was a guess.
         if let (true, Some(id)) = (std::mem::take(&mut want.beating), want.session) {
-            self.sessions.stop_beat(id, &(want.remote.request.clone(), want.remote.lease_id));
+            self.sessions.stop_beat(id, ticket, &(want.remote.request.clone(), want.remote.lease_id));
         }
         (want.remote.incarnation, want.remote.lease_id) = (Some(incarnation), prefill.lease_id);
         want.remote.lease_ms = prefill.lease_ms;

@@ -124,11 +124,11 @@ impl Peer {
     }
 }
 
-/// A lease that is kept alive, for `users` of ours.
+/// A lease that is kept alive, for `users` of ours. By name: not every user of the lease wants it from every rank.
 #[derive(Debug)]
 struct Beat {
     period: Duration,
-    users: usize,
+    users: BTreeSet<Ticket>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -481,17 +481,25 @@ impl Sessions {
         }
     }
 
-    /// Keeps the lease alive on the connected ones of these peers, from this moment on.
-    pub(super) fn beat(&mut self, now: Time, connections: &[u64], lease: &Leased, period: Duration, out: &mut Outbox) {
+    /// Keeps the lease alive for `user` on the connected ones of these peers, from this moment on.
+    pub(super) fn beat(
+        &mut self,
+        now: Time,
+        connections: &[u64],
+        user: Ticket,
+        lease: &Leased,
+        period: Duration,
+        out: &mut Outbox,
+    ) {
         for connection in connections {
             let Some(peer) = self.peers.get_mut(connection).filter(|peer| peer.connected) else { continue };
             match peer.beats.get_mut(lease) {
                 Some(beat) => {
-                    beat.users += 1;
+                    beat.users.insert(user);
                     beat.period = beat.period.min(period);
                 }
                 None => {
-                    peer.beats.insert(lease.clone(), Beat { period, users: 1 });
+                    peer.beats.insert(lease.clone(), Beat { period, users: BTreeSet::from([user]) });
                     let message = heartbeat([lease], &self.reader);
                     out.send(PeerRef::Outbound(peer.key.clone()), message);
                 }
@@ -504,14 +512,14 @@ impl Sessions {
         }
     }
 
-    /// One user of ours no longer needs the lease.
-    pub(super) fn stop_beat(&mut self, id: SessionId, lease: &Leased) {
+    /// `user` no longer needs the lease.
+    pub(super) fn stop_beat(&mut self, id: SessionId, user: Ticket, lease: &Leased) {
         let Some(session) = self.sessions.get(&id) else { return };
         for connection in &session.peers {
             let Some(peer) = self.peers.get_mut(connection) else { continue };
             let Some(beat) = peer.beats.get_mut(lease) else { continue };
-            beat.users = beat.users.saturating_sub(1);
-            if beat.users > 0 {
+            beat.users.remove(&user);
+            if !beat.users.is_empty() {
                 continue;
             }
             peer.beats.remove(lease);

@@ -116,7 +116,7 @@ impl Consumer {
         }
         // It would not keep the lease alive on the ranks that are still to come.
         if let (true, Some(id)) = (std::mem::take(&mut want.beating), want.session) {
-            self.sessions.stop_beat(id, &want.leased());
+            self.sessions.stop_beat(id, ticket, &want.leased());
         }
         self.turn_into(now, ticket, Kind::Release, out);
     }
@@ -151,7 +151,7 @@ impl Consumer {
         }
         let Some(id) = want.session else { return };
         if want.beating {
-            self.sessions.stop_beat(id, &want.leased());
+            self.sessions.stop_beat(id, ticket, &want.leased());
         }
         if tell && !self.is_wanted(ticket, &want.remote) {
             let reader = self.sessions.reader();

@@ -43,7 +43,7 @@ impl Consumer {
         let beating = std::mem::replace(&mut want.beating, true);
         if !beating || newly.is_some() {
             let period = self.config.heartbeat_period(want.remote.lease_ms);
-            self.sessions.beat(now, of_these(beating), &want.leased(), period, out);
+            self.sessions.beat(now, of_these(beating), ticket, &want.leased(), period, out);
         }
         if let Some(begun) = begun
             && (!begun || newly.is_some())
@@ -103,7 +103,7 @@ impl Consumer {
         self.serials.insert(serial, ticket);
         // Without it, a request that comes for the lease from now on tells the producer at once that it wants it again.
         if !more && std::mem::take(&mut want.beating) {
-            self.sessions.stop_beat(id, &leased);
+            self.sessions.stop_beat(id, ticket, &leased);
         }
         let reader = self.sessions.reader();
         for peer in self.sessions.peers_of(id) {
