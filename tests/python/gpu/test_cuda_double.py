@@ -83,3 +83,12 @@ def test_gpu_check_passes(double: Path) -> None:
 def test_another_path_is_taken_where_the_driver_refuses(double: Path, failing: str, expected: str) -> None:
     printed = check(double, "--short", KVFERRY_CUDA_DOUBLE_FAIL=failing)
     assert way(printed, "auto: device here, device there") == expected, printed
+
+
+def test_an_agent_can_be_shut_down_though_its_device_hangs(double: Path, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    calls.touch()
+    # An hour until a copy begins.
+    late = {"KVFERRY_CUDA_DOUBLE_DELAY_US": str(3600 * 10**6), "KVFERRY_CUDA_DOUBLE_CALLS": str(calls)}
+    printed = run(double, Path(__file__).parent / "hung_device.py", **late)
+    assert "keep registered memory alive" in printed, printed
