@@ -1,0 +1,82 @@
+//! Prefills that are awaited.
+
+use super::*;
+
+/// A directory at a listener.
+struct Reception(Arc<Mutex<Directory>>);
+
+impl Desk for Reception {
+    fn answer(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>> {
+        self.0.lock().unwrap().answer_to(asker, request)
+    }
+
+    fn poll_reply(&mut self) -> Option<(Vec<u8>, Vec<u8>)> {
+        self.0.lock().unwrap().poll_answer()
+    }
+}
+
+/// What comes next of what a client awaits, within `limit`.
+fn next_prefill(client: &mut Client, limit: Duration) -> Option<Awaited> {
+    let end = Instant::now() + limit;
+    loop {
+        client.turn(Instant::now());
+        if let Some(awaited) = client.poll_prefill() {
+            return Some(awaited);
+        }
+        if Instant::now() > end {
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn prefills_are_told_when_they_are_over() {
+    let name = |name: &str| RequestId::new(name).unwrap();
+    let engine = || EngineId::new("p").unwrap();
+    let shape = EngineShape { tp: 1, pp: 1, dcp: 1 };
+    let directory = Directory::new(engine(), Incarnation(5), shape, Pushes::Refused).unwrap();
+    let directory = Arc::new(Mutex::new(directory));
+    let mut listener = Listener::bind_desk(&loopback(0), Reception(directory.clone())).unwrap();
+    let (host, port) = (listener.host().to_owned(), listener.port());
+    let mut clients = [(); 2].map(|()| Client::new(ClientLimits::default()));
+    for client in &mut clients {
+        for (number, request) in (1u64..).zip(["a", "b", "c"]) {
+            client.await_prefill(Instant::now(), number, &host, port, engine(), name(request), LONG);
+        }
+        // Longer than a question stays open: it is asked anew, and nothing comes of it.
+        assert_eq!(next_prefill(client, Duration::from_millis(2_500)), None);
+    }
+    let over = Prefill { request: name("b"), blocks: vec![vec![7, 8].into()], tokens: 8, lease_ms: 9, lease_id: 3 };
+    directory.lock().unwrap().prefilled(over.clone());
+    directory.lock().unwrap().prefill_gone(name("a"));
+    listener.wake();
+    for client in &mut clients {
+        let mut told = [(); 2].map(|()| next_prefill(client, LONG).expect("two are over"));
+        told.sort_by_key(|awaited| awaited.number);
+        assert_eq!(told[1].result, Ok((Incarnation(5), over.clone())));
+        assert_eq!(told[0].result.as_ref().unwrap_err().0, Cause::LeaseExpired);
+    }
+    // Queries go their own way meanwhile, and what is no more awaited is not told.
+    let client = &mut clients[0];
+    let ask = Ask::Query { engine: Some(EngineId::new("q").unwrap()), ranks: vec![] };
+    client.ask(Instant::now(), 7, &host, port, ask, Instant::now() + LONG);
+    let answer = loop {
+        client.turn(Instant::now());
+        if let Some(answer) = client.poll_answer() {
+            break answer;
+        }
+    };
+    assert!(matches!(answer.result, Ok(HandshakeReply::Refused { code: RefusalCode::WrongEngine, .. })));
+    client.forget_prefill(3);
+    directory.lock().unwrap().prefill_gone(name("c"));
+    listener.wake();
+    assert_eq!(next_prefill(&mut clients[1], LONG).expect("the other still wants it").number, 3);
+    assert_eq!(next_prefill(&mut clients[0], Duration::from_millis(50)), None);
+    // A listener that is gone.
+    clients[0].await_prefill(Instant::now(), 9, &host, port, engine(), name("d"), Duration::from_secs(4));
+    listener.shutdown();
+    let (cause, text) = next_prefill(&mut clients[0], LONG).expect("an end").result.unwrap_err();
+    assert_eq!(cause, Cause::HandshakeFailed);
+    assert!(text.contains(&format!("{host}:{port}")), "{text}");
+}
