@@ -68,7 +68,7 @@ fn read(agent: &Agent, peer: PeerId, block: usize, ids: &[u32]) -> (u64, Duratio
     };
     let lists = vec![BlockPair { local: ids.into(), remote: ids.into() }];
     let start = Instant::now();
-    agent.transfer(peer, Direction::Read, CopyPlan { segments: [segment].into(), lists }).unwrap();
+    agent.transfer(peer, Direction::Read, CopyPlan { segments: [segment].into(), lists }, 0).unwrap();
     loop {
         match agent.wait_event(Duration::from_secs(60)).expect("the read ends") {
             Event::TransferDone { result, operations, .. } => {

@@ -49,7 +49,7 @@ int main(void)
   const uint32_t local[] = {3, 1, 4, 15, 9}, remote[] = {26, 5, 35, 8, 60};
   const uint64_t offsets[] = {0, 5};
   uint64_t transfer;
-  check(kvf_agent_transfer(consumer, peer, KVF_READ, &whole_block, 1, local, remote, offsets, 1, &transfer), "transfer");
+  check(kvf_agent_transfer(consumer, peer, KVF_READ, &whole_block, 1, local, remote, offsets, 1, 0, &transfer), "transfer");
 
   kvf_event event = {0};
   for (int waits = 0; event.kind != KVF_EVENT_TRANSFER_DONE && waits < 60; waits++) {

@@ -41,7 +41,7 @@ fn main() -> kvferry::Result<()> {
     };
     let (local, remote) = ([3u32, 1, 4, 15, 9], [26u32, 5, 35, 8, 60]);
     let lists = vec![BlockPair { local: local.to_vec().into(), remote: remote.to_vec().into() }];
-    let id = consumer.transfer(peer, Direction::Read, CopyPlan { segments: [whole_block].into(), lists })?;
+    let id = consumer.transfer(peer, Direction::Read, CopyPlan { segments: [whole_block].into(), lists }, 0)?;
     while let Some(event) = consumer.wait_event(Duration::from_secs(60)) {
         if let Event::TransferDone { id: done, result, bytes, operations, .. } = event {
             assert_eq!(done, id);

@@ -264,6 +264,8 @@ typedef struct kvf_event {
   uint64_t peer;
   // The transfer.
   uint64_t transfer;
+  // What was given with the transfer.
+  uint64_t user_data;
   // Bytes whose operations succeeded.
   uint64_t bytes;
   // UCX operations posted.
@@ -427,7 +429,7 @@ int32_t kvf_agent_route(struct kvf_agent *agent,
 // Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
 // lie one list after the other in `local_ids` and in `remote_ids`; list `i` is the entries from `list_offsets[i]` to
 // before `list_offsets[i + 1]` of both, so that `list_offsets` has `lists + 1` entries. All arrays may be freed when
-// this returns.
+// this returns. `user_data` means nothing to kvferry, and comes back in the transfer's event.
 //
 // What is wrong with the blocks (an id out of range, an unknown region) is the status of the transfer's
 // KVF_EVENT_TRANSFER_DONE.
@@ -440,6 +442,7 @@ int32_t kvf_agent_transfer(struct kvf_agent *agent,
                            const uint32_t *remote_ids,
                            const uint64_t *list_offsets,
                            size_t lists,
+                           uint64_t user_data,
                            uint64_t *transfer);
 
 // Stops a transfer. Its KVF_EVENT_TRANSFER_DONE still follows, with KVF_CANCELLED unless it was complete.

@@ -94,7 +94,7 @@ fn every_byte_arrives_and_the_threads_end_with_their_agent() {
 /// A transfer that has begun to copy.
 fn begun(a: &Node, peer: PeerId, random: &mut Random) -> TransferId {
     let before = a.agent.stats().unwrap().copied_bytes;
-    let id = a.agent.transfer(peer, Direction::Read, shuffled(random)).unwrap();
+    let id = a.agent.transfer(peer, Direction::Read, shuffled(random), 0).unwrap();
     until("the first bytes", || a.agent.stats().unwrap().copied_bytes > before + (1 << 20));
     id
 }
@@ -256,8 +256,8 @@ fn a_page_that_never_comes_holds_up_nobody_else_and_keeps_its_memory() {
     let ids: Vec<u32> = (0..(LEN / BLOCK) as u32).collect();
     let all = |local, remote| plan(local, remote, BLOCK as u64, BLOCK as u64, ids.clone(), ids.clone());
     // Enough for all copiers, and more than one transfer.
-    let stuck =
-        [Direction::Read, Direction::Write, Direction::Read].map(|way| a.agent.transfer(bad, way, all(0, 0)).unwrap());
+    let stuck = [Direction::Read, Direction::Write, Direction::Read]
+        .map(|way| a.agent.transfer(bad, way, all(0, 0), 0).unwrap());
     unresolved.wait_for_a_touch();
     for seed in 50..53 {
         good.buffers[1].fill(seed);
@@ -296,7 +296,7 @@ fn a_shutdown_says_that_memory_must_stay_which_the_kernel_may_still_write() {
     let mut a = node("a", 2, 1);
     let hung = unresolved.node();
     let peer = a.connect(&hung.agent.metadata().unwrap());
-    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0])).unwrap();
+    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0).unwrap();
     // One that no copier has begun would be withdrawn.
     unresolved.wait_for_a_touch();
     let error = a.agent.shutdown(Duration::from_secs(1)).unwrap_err();
@@ -319,9 +319,9 @@ fn a_page_that_comes_late_stops_nobody_for_good() {
         let slow = unresolved.node();
         let peer = a.connect(&slow.agent.metadata().unwrap());
         let one = |block: u32| plan(0, 0, 4096, 4096, vec![block], vec![block]);
-        let late = a.agent.transfer(peer, Direction::Read, one(0)).unwrap();
+        let late = a.agent.transfer(peer, Direction::Read, one(0), 0).unwrap();
         unresolved.wait_for_a_touch();
-        let waits = a.agent.transfer(peer, Direction::Read, one(1)).unwrap();
+        let waits = a.agent.transfer(peer, Direction::Read, one(1), 0).unwrap();
         std::thread::sleep(LATE);
         unresolved.faults = None;
         a.wait_done(late).0.unwrap();
@@ -351,7 +351,7 @@ fn a_process_that_hangs_holds_one_copier_however_often_it_connects_and_no_room_o
     let hung = unresolved.node();
     for connection in 0..6 {
         let peer = a.connect(&hung.agent.metadata().unwrap());
-        let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0])).unwrap();
+        let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0).unwrap();
         if connection == 0 {
             unresolved.wait_for_a_touch();
         }

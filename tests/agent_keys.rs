@@ -228,7 +228,7 @@ fn another_key_or_none_does_not_connect_and_others_go_on() {
             let peer = a.connect(&of_b);
             // On a busy machine the peer may be given up before these.
             let sent = a.agent.send(peer, b"let me in".to_vec());
-            let read = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]));
+            let read = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0);
             assert!(
                 [sent.err(), read.as_ref().err().cloned()].iter().flatten().all(|e| e.kind() == ErrorKind::NotFound)
             );

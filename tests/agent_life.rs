@@ -116,7 +116,7 @@ fn shutting_down_ends_what_is_in_flight_with_one_event_each() {
         let ids: Vec<u32> = (0..8192).collect();
         let mut transfers: Vec<_> = [Direction::Read, Direction::Write, Direction::Read]
             .into_iter()
-            .map(|way| a.agent.transfer(peer, way, plan(0, 0, 1024, 1000, ids.clone(), ids.clone())).unwrap())
+            .map(|way| a.agent.transfer(peer, way, plan(0, 0, 1024, 1000, ids.clone(), ids.clone()), 0).unwrap())
             .collect();
         // A peer that hangs is left by force in the middle of the time.
         a.agent.shutdown(Duration::from_secs(6)).unwrap();
@@ -172,10 +172,10 @@ impl Driver for Rider {
             let peer = context.connect(&metadata).unwrap();
             // Bad plans are refused here, good ones end with an event.
             assert_eq!(
-                context.transfer(peer, Direction::Read, plan(5, 0, 1, 1, vec![0], vec![0])).unwrap_err().kind(),
+                context.transfer(peer, Direction::Read, plan(5, 0, 1, 1, vec![0], vec![0]), 0).unwrap_err().kind(),
                 ErrorKind::NotFound
             );
-            context.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![1])).unwrap();
+            context.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![1]), 0).unwrap();
             self.peer = Some(peer);
         }
         while let Some(event) = context.poll_event() {

@@ -54,7 +54,7 @@ fn the_side_that_is_connected_to_learns_who_it_is_and_can_answer_and_read() {
     b.agent.send(to_a, b"hello there".to_vec()).unwrap();
     assert_eq!(a.wait_message(), (to_b, b"hello there".to_vec()));
     // Without a's metadata b knows no region of it; with it, the peer is the same.
-    let id = b.agent.transfer(to_a, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0])).unwrap();
+    let id = b.agent.transfer(to_a, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0]), 0).unwrap();
     assert_eq!(b.wait_done(id).0.unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(b.connect(&a.agent.metadata().unwrap()), to_a);
     b.move_all(to_a, Direction::Read, plan(0, 0, 4096, 4096, vec![1], vec![0]));
@@ -128,8 +128,8 @@ fn a_killed_peer_fails_its_transfers_and_its_successor_works() {
         a.wait_connected();
         let ids: Vec<u32> = (0..8192).collect();
         let long = || plan(0, 0, 1024, 1000, ids.clone(), ids.clone());
-        let before = a.agent.transfer(peer, Direction::Read, long()).unwrap();
-        let also = a.agent.transfer(peer, Direction::Write, long()).unwrap();
+        let before = a.agent.transfer(peer, Direction::Read, long(), 0).unwrap();
+        let also = a.agent.transfer(peer, Direction::Write, long(), 0).unwrap();
         b.kill();
         let error = a.wait_lost(peer);
         assert_eq!(error.kind(), ErrorKind::PeerDied, "{error}");
@@ -179,7 +179,7 @@ fn a_cancelled_transfer_with_a_peer_that_hangs_is_ended_by_force() {
     let peer = a.connect(&b.metadata);
     a.wait_connected();
     b.signal("STOP");
-    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 64 << 10, 64 << 10, vec![0], vec![0])).unwrap();
+    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 64 << 10, 64 << 10, vec![0], vec![0]), 0).unwrap();
     // In flight: it was posted before the cancellation.
     until("a transfer in flight", || a.agent.stats().unwrap().operations_in_flight > 0);
     a.agent.cancel(id).unwrap();
@@ -234,7 +234,7 @@ fn an_agent_that_is_gone_is_unreachable() {
             return;
         }
     };
-    let started = a.agent.transfer(peer, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0]));
+    let started = a.agent.transfer(peer, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0]), 0);
     assert_eq!(a.wait_lost(peer).kind(), ErrorKind::Unreachable);
     // Lost while it waited, before it was taken up, or before it was given.
     let kind = match started {
@@ -253,7 +253,7 @@ fn metadata_of_an_earlier_life_never_reaches_the_present_one() {
     let mut stale = b.agent.metadata().unwrap();
     stale.incarnation.0 ^= 1;
     let peer = a.connect(&stale);
-    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0])).unwrap();
+    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0).unwrap();
     assert_eq!(a.wait_lost(peer).kind(), ErrorKind::Unreachable);
     assert_eq!(a.wait_done(id).0.unwrap_err().kind(), ErrorKind::Unreachable);
     assert_same("untouched", &a.contents(), &[pattern_bytes(1, 4096)]);

@@ -57,7 +57,7 @@ fn until_streamed(a: &mut Node, peer: PeerId, random: &mut Random) {
 /// A read of which bytes have been asked for by a stream.
 fn begun(a: &Node, peer: PeerId, random: &mut Random) -> TransferId {
     let before = a.agent.stats().unwrap().streamed_bytes;
-    let id = a.agent.transfer(peer, Direction::Read, shuffled(random, 4096)).unwrap();
+    let id = a.agent.transfer(peer, Direction::Read, shuffled(random, 4096), 0).unwrap();
     until("the first bytes", || a.agent.stats().unwrap().streamed_bytes > before + (1 << 20));
     id
 }
@@ -122,7 +122,7 @@ fn one_read_of_several_regions_puts_every_byte_in_its_region() {
     let before = a.agent.stats().unwrap().streamed_bytes;
     let (mut local, mut remote) = (a.contents(), b.contents());
     model(&all, Direction::Read, &mut local, &mut remote);
-    let moved = a.agent.transfer(peer, Direction::Read, all).unwrap();
+    let moved = a.agent.transfer(peer, Direction::Read, all, 0).unwrap();
     let (result, bytes, _) = a.wait_done(moved);
     result.unwrap();
     assert_same("local", &a.contents(), &local);
@@ -148,7 +148,7 @@ fn both_sides_read_from_each_other_and_one_from_several_at_once() {
         .zip(&peers)
         .map(|(region, peer)| {
             let plan = plan(region, 0, 4096, 4096, ids.clone(), ids.clone());
-            a.agent.transfer(*peer, Direction::Read, plan).unwrap()
+            a.agent.transfer(*peer, Direction::Read, plan, 0).unwrap()
         })
         .collect();
     for id in started {
@@ -235,7 +235,7 @@ fn a_deregistration_waits_for_the_reader_to_have_what_was_lent_and_refuses_the_r
         let (mut local, mut remote) = (a.contents(), b.contents());
         model(&plan, Direction::Read, &mut local, &mut remote);
         let before = a.agent.stats().unwrap().streamed_bytes;
-        let id = a.agent.transfer(peer, Direction::Read, plan).unwrap();
+        let id = a.agent.transfer(peer, Direction::Read, plan, 0).unwrap();
         until("the first bytes", || a.agent.stats().unwrap().streamed_bytes > before);
         b.agent.deregister(b.regions[0]).unwrap();
         // From now on the memory is its owner's.

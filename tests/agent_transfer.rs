@@ -180,7 +180,7 @@ fn a_region_that_its_owner_deregistered_is_refused_by_the_owner() {
     let peer = a.connect(&b.agent.metadata().unwrap());
     b.agent.deregister(b.regions[0]).unwrap();
     for direction in DIRECTIONS {
-        let id = a.agent.transfer(peer, direction, plan(0, 0, 4096, 4096, vec![0], vec![0])).unwrap();
+        let id = a.agent.transfer(peer, direction, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0).unwrap();
         let error = a.wait_done(id).0.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert!(error.message().contains("the peer refused"), "{error}");
@@ -231,9 +231,9 @@ fn a_deregistration_waits_for_the_replies_that_are_sent_from_the_region() {
         // Once before the first request, and then at different moments: at once, or when it has been asked for blocks.
         let id = if round == 0 {
             b.agent.deregister(b.regions[0]).unwrap();
-            a.agent.transfer(peer, Direction::Read, plan).unwrap()
+            a.agent.transfer(peer, Direction::Read, plan, 0).unwrap()
         } else {
-            let id = a.agent.transfer(peer, Direction::Read, plan).unwrap();
+            let id = a.agent.transfer(peer, Direction::Read, plan, 0).unwrap();
             until("the first request", || round < 3 || a.agent.stats().unwrap().served_bytes > 0);
             b.agent.deregister(b.regions[0]).unwrap();
             id
@@ -280,14 +280,33 @@ fn a_small_transfer_does_not_wait_for_a_large_one_before_it() {
     let b = Node::start(config("b", wire()), 5, &[8 << 20, 4096]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let ids: Vec<u32> = (0..4096).collect();
-    let large = a.agent.transfer(peer, Direction::Read, plan(0, 0, 2048, 2000, ids.clone(), ids)).unwrap();
-    let small = a.agent.transfer(peer, Direction::Read, plan(1, 1, 4096, 4096, vec![0], vec![0])).unwrap();
+    let large = a.agent.transfer(peer, Direction::Read, plan(0, 0, 2048, 2000, ids.clone(), ids), 0).unwrap();
+    let small = a.agent.transfer(peer, Direction::Read, plan(1, 1, 4096, 4096, vec![0], vec![0]), 0).unwrap();
     assert_eq!(order(&mut a, 2), [small, large]);
     assert_same("small", &a.contents()[1..], &b.contents()[1..]);
     let (here, there, before) = (a.contents(), b.contents(), pattern_bytes(1, 8 << 20));
     for from in (0..8 << 20).step_by(2048) {
         assert_eq!(here[0][from..from + 2000], there[0][from..from + 2000], "block at {from}");
         assert_eq!(here[0][from + 2000..from + 2048], before[from + 2000..from + 2048], "gap at {from}");
+    }
+}
+
+#[test]
+fn the_end_of_a_transfer_has_what_was_given_with_it() {
+    let mut a = Node::start(config("a", wire()), 1, &[1 << 20]);
+    let b = Node::start(config("b", wire()), 2, &[1 << 20]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    // The second one is refused.
+    for (user_data, region) in [(u64::MAX, 0), (7, 5), (7, 0), (0, 0)] {
+        let plan = plan(0, region, 4096, 4096, vec![1], vec![2]);
+        let id = a.agent.transfer(peer, Direction::Read, plan, user_data).unwrap();
+        let (told, is_good) = a.wait_for("the end of a transfer", |event| match event {
+            Event::TransferDone { id: ended, user_data, result, .. } if *ended == id => {
+                Some((*user_data, result.is_ok()))
+            }
+            _ => None,
+        });
+        assert_eq!((told, is_good), (user_data, region == 0));
     }
 }
 
@@ -303,7 +322,7 @@ fn a_cancelled_transfer_ends_once_and_its_memory_stays_as_it_was_then() {
         // On a machine that is busy enough a transfer can end before it is cancelled; not every time.
         let cancelled = (0..100).find_map(|_| {
             let plan = plan(0, 0, 1024, 1023, ids.clone(), ids.clone());
-            let id = a.agent.transfer(peer, Direction::Read, plan).unwrap();
+            let id = a.agent.transfer(peer, Direction::Read, plan, 0).unwrap();
             let in_time = a.agent.cancel(id).is_ok();
             match a.wait_done(id) {
                 (Err(error), bytes, _) => {
@@ -345,9 +364,9 @@ fn deregistering_ends_the_transfers_that_use_the_region_and_spares_the_others() 
     a.wait_connected();
     hanging.signal("STOP");
     let ids: Vec<u32> = (0..4096).collect();
-    let doomed = a.agent.transfer(other, Direction::Read, plan(0, 0, 2048, 2000, ids.clone(), ids)).unwrap();
+    let doomed = a.agent.transfer(other, Direction::Read, plan(0, 0, 2048, 2000, ids.clone(), ids), 0).unwrap();
     until("a transfer in flight", || a.agent.stats().unwrap().operations_in_flight > 0);
-    let spared = a.agent.transfer(peer, Direction::Read, plan(1, 1, 1 << 20, 1 << 20, vec![0], vec![0])).unwrap();
+    let spared = a.agent.transfer(peer, Direction::Read, plan(1, 1, 1 << 20, 1 << 20, vec![0], vec![0]), 0).unwrap();
     a.agent.deregister(a.regions[0]).unwrap();
     // From here on nothing writes region 0.
     a.buffers[0].fill(9);
@@ -361,7 +380,7 @@ fn deregistering_ends_the_transfers_that_use_the_region_and_spares_the_others() 
     assert_same("region 1", &a.contents()[1..], &b.contents()[1..]);
     // The region's id, its index, and its place in the metadata are gone; region 1 keeps its index.
     assert_eq!(a.agent.deregister(a.regions[0]).unwrap_err().kind(), ErrorKind::NotFound);
-    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0])).unwrap();
+    let id = a.agent.transfer(peer, Direction::Read, plan(0, 0, 1, 1, vec![0], vec![0]), 0).unwrap();
     assert_eq!(a.wait_done(id).0.unwrap_err().kind(), ErrorKind::NotFound);
     let metadata = a.agent.metadata().unwrap();
     assert_eq!(metadata.regions.len(), 2);
@@ -392,7 +411,7 @@ fn plans_that_leave_their_regions_move_nothing() {
     ];
     for direction in DIRECTIONS {
         for (bad, kind, text) in cases.clone() {
-            let id = a.agent.transfer(peer, direction, bad).unwrap();
+            let id = a.agent.transfer(peer, direction, bad, 0).unwrap();
             let (result, bytes, operations) = a.wait_done(id);
             let error = result.unwrap_err();
             assert_eq!((error.kind(), bytes, operations), (kind, 0, 0), "{error}");
@@ -416,14 +435,14 @@ fn stale_and_foreign_ids_are_not_found() {
     let not_found = |result: kvferry::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::NotFound);
     not_found(b.agent.send(peer, vec![1]));
     not_found(b.agent.disconnect(peer));
-    not_found(b.agent.transfer(peer, Direction::Read, one()).map(drop));
+    not_found(b.agent.transfer(peer, Direction::Read, one(), 0).map(drop));
     not_found(b.agent.deregister(a.regions[0]));
     not_found(a.agent.cancel(TransferId::from_raw(peer.raw())));
     not_found(a.agent.cancel(TransferId::from_raw(0)));
     a.agent.disconnect(peer).unwrap();
     not_found(a.agent.disconnect(peer));
     not_found(a.agent.send(peer, vec![1]));
-    not_found(a.agent.transfer(peer, Direction::Read, one()).map(drop));
+    not_found(a.agent.transfer(peer, Direction::Read, one(), 0).map(drop));
     let over = |result: kvferry::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::ShutDown);
     let agent: &Agent = &a.agent;
     agent.shutdown(LIMIT).unwrap();

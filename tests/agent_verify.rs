@@ -24,7 +24,7 @@ fn bytes_that_are_not_the_peers_any_more_are_refused() {
         let mut seed = 10;
         let error = loop {
             assert!(start.elapsed() < LIMIT, "no digest ever differed");
-            let id = a.agent.transfer(peer, Direction::Read, moved()).unwrap();
+            let id = a.agent.transfer(peer, Direction::Read, moved(), 0).unwrap();
             let result = loop {
                 seed += 1;
                 b.buffers[0].fill(seed);

@@ -216,7 +216,7 @@ class Agent:
         start = _lib.whole("peer", peer), getattr(functions, direction), array, count, *lists
         # Held over the call, so that the event of a transfer that ends at once finds it in the table.
         with self._lock:
-            id = self._handle.number("uint64_t", "transfer", *start)
+            id = self._handle.number("uint64_t", "transfer", *start, 0)
             transfer = self._transfers[id] = Transfer(self, id)
         return transfer
 

@@ -5,16 +5,16 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::agent::core::event::{Direction, Event};
+use crate::agent::core::event::Event;
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
 use crate::agent::core::live::{Live, lock};
 use crate::agent::core::reply::Reply;
+use crate::agent::core::request::TransferRequest;
 use crate::agent::core::route::Route;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::thread::waker::Waker;
 use crate::error::Result;
 use crate::mem::MemoryRange;
-use crate::proto::plan::CopyPlan;
 use crate::proto::wire::AgentMetadata;
 use crate::sync::{AtomicU64, Condvar, Mutex};
 
@@ -26,7 +26,7 @@ pub(crate) enum Command {
     Connect { metadata: Box<AgentMetadata>, reply: Reply<PeerId> },
     Disconnect { peer: PeerId },
     Route { peer: PeerId, reply: Reply<Option<Route>> },
-    Transfer { id: TransferId, peer: PeerId, direction: Direction, plan: CopyPlan },
+    Transfer(TransferRequest),
     Cancel { id: TransferId },
     Send { peer: PeerId, data: Vec<u8> },
     Stats { reply: Reply<AgentStats> },

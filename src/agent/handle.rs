@@ -12,6 +12,7 @@ use crate::agent::core::event::{Direction, Event};
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
 use crate::agent::core::limits::check_message;
 use crate::agent::core::reply::{Reply, answer};
+use crate::agent::core::request::TransferRequest;
 use crate::agent::core::route::Route;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::engine::driver::MakeDriver;
@@ -220,11 +221,12 @@ impl Agent {
         self.ask(None, |reply| Command::Route { peer, reply })
     }
 
-    /// Starts a transfer. Never waits: what is wrong with the plan is the result in its [`Event::TransferDone`].
+    /// Starts a transfer. Never waits: what is wrong with the plan is the result in its [`Event::TransferDone`], which has
+    /// `user_data` too, whatever that means to the caller.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for a stale peer id.
-    pub fn transfer(&self, peer: PeerId, direction: Direction, plan: CopyPlan) -> Result<TransferId> {
+    pub fn transfer(&self, peer: PeerId, direction: Direction, plan: CopyPlan, user_data: u64) -> Result<TransferId> {
         let id = self.0.shared.live.ids.transfer()?;
         let mut live = self.0.shared.live.lock();
         if live.ended {
@@ -235,7 +237,7 @@ impl Agent {
         }
         live.transfers.insert(id);
         drop(live);
-        self.0.shared.command(Command::Transfer { id, peer, direction, plan });
+        self.0.shared.command(Command::Transfer(TransferRequest { id, peer, direction, plan, user_data }));
         Ok(id)
     }
 

@@ -25,7 +25,7 @@
 //!     local_stride: 4096, remote_stride: 4096, len: 4096,
 //! };
 //! let lists = vec![BlockPair { local: vec![3, 4].into(), remote: vec![8, 9].into() }];
-//! let id = agent.transfer(peer, Direction::Read, CopyPlan { segments: [block].into(), lists })?;
+//! let id = agent.transfer(peer, Direction::Read, CopyPlan { segments: [block].into(), lists }, 0)?;
 //! while let Some(event) = agent.wait_event(Duration::from_secs(10)) {
 //!     if let Event::TransferDone { id: done, result, .. } = event {
 //!         assert_eq!(done, id);

@@ -47,8 +47,8 @@ struct Running {
     asked: HashMap<SessionId, String>,
     links: HashMap<PeerId, Link>,
     ids: HashMap<PeerKey, PeerId>,
-    transfers: HashMap<TransferId, TransferToken>,
-    tokens: HashMap<TransferToken, TransferId>,
+    /// What the agent calls the transfers that the machine may cancel.
+    transfers: HashMap<TransferToken, TransferId>,
     totals: Stats,
     tracer: Option<Tracer>,
     /// What the gauges in reports add up to so far.
@@ -189,7 +189,6 @@ impl Running {
             links: HashMap::new(),
             ids: HashMap::new(),
             transfers: HashMap::new(),
-            tokens: HashMap::new(),
             totals: Stats::default(),
             tracer: None,
             told: Level::default(),
@@ -383,9 +382,11 @@ impl Running {
                     }
                 }
             },
-            Event::TransferDone { id, result, bytes, operations, posted_at, all_posted_at, finished_at, .. } => {
-                let Some(token) = self.transfers.remove(&id) else { return };
-                self.tokens.remove(&token);
+            Event::TransferDone {
+                user_data, result, bytes, operations, posted_at, all_posted_at, finished_at, ..
+            } => {
+                let token = TransferToken(user_data);
+                self.transfers.remove(&token);
                 let result = match result {
                     Ok(()) => Ok(TransferFigures {
                         bytes,
@@ -413,10 +414,9 @@ impl Running {
             }
             Action::Forget { number: AwaitId(number) } => self.client.forget_prefill(number),
             Action::Connect { peer, metadata } => self.connect(context, now, peer, &metadata),
-            Action::Transfer { token, peer, plan } => match self.transfer(context, &peer, plan) {
+            Action::Transfer { token, peer, plan } => match self.transfer(context, &peer, plan, token) {
                 Ok(id) => {
-                    self.transfers.insert(id, token);
-                    self.tokens.insert(token, id);
+                    self.transfers.insert(token, id);
                 }
                 Err(e) => {
                     let result = Err((cause(e.kind()), e.message().to_owned()));
@@ -424,7 +424,7 @@ impl Running {
                 }
             },
             Action::Cancel { token } => {
-                if let Some(id) = self.tokens.get(&token)
+                if let Some(id) = self.transfers.get(&token)
                     && let Err(e) = context.cancel(*id)
                 {
                     log::debug!("kvferry worker: {e}");
@@ -489,11 +489,18 @@ impl Running {
         self.machine.handle_connected(time, key);
     }
 
-    fn transfer(&mut self, context: &mut Context<'_>, peer: &PeerKey, plan: CopyPlan) -> Result<TransferId> {
+    fn transfer(
+        &mut self,
+        context: &mut Context<'_>,
+        peer: &PeerKey,
+        plan: CopyPlan,
+        token: TransferToken,
+    ) -> Result<TransferId> {
         let gone = || Error::new(ErrorKind::PeerDied, format!("the connection to {peer} is gone"));
         let id = *self.ids.get(peer).ok_or_else(gone)?;
         // The agent may know already that the peer is lost, while its word of that still waits to be taken.
-        context.transfer(id, Direction::Read, plan).map_err(|e| if context.has_peer(id) { e } else { gone() })
+        let started = context.transfer(id, Direction::Read, plan, token.0);
+        started.map_err(|e| if context.has_peer(id) { e } else { gone() })
     }
 
     fn send(&self, context: &mut Context<'_>, peer: &PeerRef, message: &PeerMessage) -> Result<()> {

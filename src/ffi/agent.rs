@@ -97,6 +97,8 @@ pub struct kvf_event {
     pub peer: u64,
     /// The transfer.
     pub transfer: u64,
+    /// What was given with the transfer.
+    pub user_data: u64,
     /// Bytes whose operations succeeded.
     pub bytes: u64,
     /// UCX operations posted.
@@ -279,7 +281,7 @@ fn route(agent: &Agent, peer: PeerId) -> Result<Vec<u8>> {
 /// Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
 /// lie one list after the other in `local_ids` and in `remote_ids`; list `i` is the entries from `list_offsets[i]` to
 /// before `list_offsets[i + 1]` of both, so that `list_offsets` has `lists + 1` entries. All arrays may be freed when
-/// this returns.
+/// this returns. `user_data` means nothing to kvferry, and comes back in the transfer's event.
 ///
 /// What is wrong with the blocks (an id out of range, an unknown region) is the status of the transfer's
 /// KVF_EVENT_TRANSFER_DONE.
@@ -297,6 +299,7 @@ pub unsafe extern "C" fn kvf_agent_transfer(
     remote_ids: *const u32,
     list_offsets: *const u64,
     lists: usize,
+    user_data: u64,
     transfer: *mut u64,
 ) -> i32 {
     boundary!(kvf_agent_transfer, {
@@ -320,7 +323,7 @@ pub unsafe extern "C" fn kvf_agent_transfer(
             segments: segments.iter().map(segment).collect(),
             lists: local.into_iter().zip(remote).map(|(local, remote)| BlockPair { local, remote }).collect(),
         };
-        transfer.write(host.agent.transfer(PeerId::from_raw(peer), direction, plan)?.raw());
+        transfer.write(host.agent.transfer(PeerId::from_raw(peer), direction, plan, user_data)?.raw());
         Ok(())
     })
 }
@@ -430,9 +433,10 @@ impl Payloads {
     fn describe(&mut self, event: Event) -> kvf_event {
         let mut described = kvf_event::default();
         let payload = match event {
-            Event::TransferDone { id, peer, result, bytes, operations, posted_at, finished_at, .. } => {
+            Event::TransferDone { id, user_data, peer, result, bytes, operations, posted_at, finished_at, .. } => {
                 described.kind = kvf_event_kind::KVF_EVENT_TRANSFER_DONE as u32;
                 described.transfer = id.raw();
+                described.user_data = user_data;
                 described.peer = peer.raw();
                 described.bytes = bytes;
                 described.operations = operations;

@@ -248,9 +248,9 @@ static int test(const char *self, const char *transport)
   char text[2048];
 
   uint64_t transfer = 0;
-  OK(kvf_agent_transfer(agent, peer, KVF_READ, segments, REGIONS, ours, theirs, offsets, 2, &transfer));
+  OK(kvf_agent_transfer(agent, peer, KVF_READ, segments, REGIONS, ours, theirs, offsets, 2, 1, &transfer));
   kvf_event done = finish(agent, transfer, text, sizeof text);
-  CHECK(done.status == KVF_OK && done.peer == peer);
+  CHECK(done.status == KVF_OK && done.peer == peer && done.user_data == 1);
   CHECK(done.bytes == 5 * first + 2 * (LOCAL - first) && done.operations > 0);
   uint8_t *expected = make_cache(2, 0, LOCAL);
   for (unsigned i = 0; i < 7; i++) {
@@ -266,28 +266,29 @@ static int test(const char *self, const char *transport)
   const uint32_t beyond[] = {BLOCKS};
   const uint32_t zero[] = {0};
   const uint64_t one[] = {0, 1};
-  OK(kvf_agent_transfer(agent, peer, KVF_READ, segments, 1, beyond, zero, one, 1, &transfer));
+  OK(kvf_agent_transfer(agent, peer, KVF_READ, segments, 1, beyond, zero, one, 1, 2, &transfer));
   CHECK(finish(agent, transfer, text, sizeof text).status == KVF_OUT_OF_RANGE && strstr(text, "12") != NULL);
-  OK(kvf_agent_transfer(agent, peer, KVF_READ, segments, 1, zero, beyond, one, 1, &transfer));
+  OK(kvf_agent_transfer(agent, peer, KVF_READ, segments, 1, zero, beyond, one, 1, 3, &transfer));
   CHECK(finish(agent, transfer, text, sizeof text).status == KVF_OUT_OF_RANGE);
   kvf_segment nowhere = segments[0];
   nowhere.remote_region = 9;
-  OK(kvf_agent_transfer(agent, peer, KVF_READ, &nowhere, 1, zero, zero, one, 1, &transfer));
-  CHECK(finish(agent, transfer, text, sizeof text).status < 0 && text[0] != '\0');
+  OK(kvf_agent_transfer(agent, peer, KVF_READ, &nowhere, 1, zero, zero, one, 1, 4, &transfer));
+  done = finish(agent, transfer, text, sizeof text);
+  CHECK(done.status < 0 && text[0] != '\0' && done.user_data == 4);
   nowhere = segments[0];
   nowhere.local_stride = UINT64_MAX;
-  OK(kvf_agent_transfer(agent, peer, KVF_READ, &nowhere, 1, ours, ours, offsets, 1, &transfer));
+  OK(kvf_agent_transfer(agent, peer, KVF_READ, &nowhere, 1, ours, ours, offsets, 1, 5, &transfer));
   CHECK(finish(agent, transfer, text, sizeof text).status < 0 && text[0] != '\0');
   const uint64_t descending[] = {3, 1};
-  FAILS(kvf_agent_transfer(agent, peer, 5, segments, 1, zero, zero, one, 1, &transfer), KVF_INVALID_ARGUMENT, "direction 5");
-  FAILS(kvf_agent_transfer(agent, peer, KVF_READ, segments, 1, zero, zero, descending, 1, &transfer), KVF_INVALID_ARGUMENT,
+  FAILS(kvf_agent_transfer(agent, peer, 5, segments, 1, zero, zero, one, 1, 6, &transfer), KVF_INVALID_ARGUMENT, "direction 5");
+  FAILS(kvf_agent_transfer(agent, peer, KVF_READ, segments, 1, zero, zero, descending, 1, 7, &transfer), KVF_INVALID_ARGUMENT,
         "list_offsets");
-  FAILS(kvf_agent_transfer(agent, peer, KVF_READ, NULL, 1, zero, zero, one, 1, &transfer), KVF_INVALID_ARGUMENT, "segments");
-  FAILS(kvf_agent_transfer(agent, peer + 999, KVF_READ, segments, 1, zero, zero, one, 1, &transfer), KVF_NOT_FOUND, "peer");
+  FAILS(kvf_agent_transfer(agent, peer, KVF_READ, NULL, 1, zero, zero, one, 1, 8, &transfer), KVF_INVALID_ARGUMENT, "segments");
+  FAILS(kvf_agent_transfer(agent, peer + 999, KVF_READ, segments, 1, zero, zero, one, 1, 9, &transfer), KVF_NOT_FOUND, "peer");
   CHECK(memcmp(local, expected, (size_t)BLOCKS * LOCAL) == 0);
 
   /* Writing the other way about: our blocks by their ids, theirs by ours. */
-  OK(kvf_agent_transfer(agent, peer, KVF_WRITE, segments, REGIONS, theirs, ours, offsets, 2, &transfer));
+  OK(kvf_agent_transfer(agent, peer, KVF_WRITE, segments, REGIONS, theirs, ours, offsets, 2, 10, &transfer));
   CHECK(finish(agent, transfer, text, sizeof text).status == KVF_OK);
   CHECK(memcmp(local, expected, (size_t)BLOCKS * LOCAL) == 0);
   write_all(down[1], "s", 1);

@@ -180,7 +180,7 @@ pub fn serve() {
                 let read = || {
                     let ids: Vec<u32> = (0..(metadata.regions[0].len / 16_384) as u32).rev().collect();
                     let plan = super::plan(0, 0, 16_384, 12_288, ids.clone(), ids);
-                    node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
+                    node.agent.transfer(peer, kvferry::agent::Direction::Read, plan, 0).unwrap();
                 };
                 // By messages, until there is a stream where there is to be one.
                 super::until("a stream", || {
@@ -203,7 +203,7 @@ pub fn serve() {
                 let len = metadata.regions[0].len;
                 let peer = node.agent.connect(&metadata).unwrap();
                 let plan = super::plan(0, 0, len, len, vec![0], vec![0]);
-                node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
+                node.agent.transfer(peer, kvferry::agent::Direction::Read, plan, 0).unwrap();
                 say("trying");
             }
             "settle" => {
@@ -218,7 +218,7 @@ pub fn serve() {
                 let ids: Vec<u32> = (0..count).rev().collect();
                 for _ in 0..64 {
                     let plan = super::plan(0, 0, 1024, 1000, ids.clone(), ids.clone());
-                    node.agent.transfer(peer, kvferry::agent::Direction::Read, plan).unwrap();
+                    node.agent.transfer(peer, kvferry::agent::Direction::Read, plan, 0).unwrap();
                 }
                 super::until("reads", || {
                     assert!(!lost.lock().unwrap().contains_key(&peer), "lost: {:?}", lost.lock().unwrap());

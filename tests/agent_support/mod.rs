@@ -219,7 +219,7 @@ impl Node {
     /// Moves a plan's bytes and checks that it succeeded with the right figures.
     pub fn move_all(&mut self, peer: PeerId, direction: Direction, plan: CopyPlan) -> u64 {
         let expected = model_bytes(&plan);
-        let id = self.agent.transfer(peer, direction, plan).unwrap();
+        let id = self.agent.transfer(peer, direction, plan, 0).unwrap();
         let (result, bytes, operations) = self.wait_done(id);
         result.unwrap();
         assert_eq!(bytes, expected);

@@ -23,6 +23,8 @@ pub enum Event {
     TransferDone {
         /// The transfer.
         id: TransferId,
+        /// What its owner gave with it.
+        user_data: u64,
         /// Its peer.
         peer: PeerId,
         /// Whether every byte was moved. After an error the destination's contents are undefined.

@@ -12,6 +12,7 @@ pub(crate) mod live;
 pub(crate) mod metadata;
 pub(crate) mod regions;
 pub(crate) mod reply;
+pub(crate) mod request;
 pub(crate) mod revocations;
 pub(crate) mod route;
 pub(crate) mod stats;

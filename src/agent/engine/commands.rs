@@ -7,6 +7,7 @@ use crate::agent::command::Command;
 use crate::agent::core::event::Event;
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
 use crate::agent::core::reply::Reply;
+use crate::agent::core::request::TransferRequest;
 use crate::agent::paths;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
@@ -30,12 +31,13 @@ impl Engine {
             Command::Route { peer, reply } => {
                 let _ = reply.send(self.peers.get(peer).map(paths::route));
             }
-            Command::Transfer { id, peer, direction, plan } => {
+            Command::Transfer(request) => {
+                let TransferRequest { id, peer, user_data, .. } = request;
                 let known = self.peers.get(peer).is_ok();
-                if let Err(error) = self.start_transfer(id, peer, direction, plan, now) {
+                if let Err(error) = self.start_transfer(request, now) {
                     // The handle found the peer alive.
                     let gone = || Error::new(ErrorKind::PeerDied, "the peer was lost before the transfer began");
-                    self.refuse_transfer(id, peer, if known { error } else { gone() }, now);
+                    self.refuse_transfer((id, user_data), peer, if known { error } else { gone() }, now);
                 }
             }
             Command::Cancel { id } => {
@@ -94,11 +96,12 @@ impl Engine {
     }
 
     /// Ends a transfer that could not be taken up.
-    fn refuse_transfer(&mut self, id: TransferId, peer: PeerId, error: Error, now: Instant) {
+    fn refuse_transfer(&mut self, (id, user_data): (TransferId, u64), peer: PeerId, error: Error, now: Instant) {
         self.stats.transfers_failed += 1;
         self.shared.live.lock().transfers.remove(&id);
         self.events.push_back(Event::TransferDone {
             id,
+            user_data,
             peer,
             result: Err(error),
             bytes: 0,

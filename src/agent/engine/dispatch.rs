@@ -132,7 +132,7 @@ impl Engine {
     }
 
     fn transfer_ended(&mut self, end: TransferEnd, now: Instant) {
-        let TransferEnd { id, peer, direction, result, bytes, operations, posted, regions } = end;
+        let TransferEnd { id, user_data, peer, direction, result, bytes, operations, posted, regions } = end;
         self.shared.live.lock().transfers.remove(&id);
         match result {
             Ok(()) => self.stats.transfers_done += 1,
@@ -150,6 +150,7 @@ impl Engine {
         }
         self.events.push_back(Event::TransferDone {
             id,
+            user_data,
             peer,
             result,
             bytes,

@@ -6,6 +6,7 @@ use super::Engine;
 use crate::agent::core::event::{Direction, Event};
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
 use crate::agent::core::limits::check_message;
+use crate::agent::core::request::TransferRequest;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::thread::waker::Waker;
 use crate::error::Result;
@@ -105,17 +106,23 @@ impl<'a> Context<'a> {
         self.engine.disconnect(peer, self.now)
     }
 
-    /// Starts a transfer. What is wrong with the plan is an error here; then there is no event.
+    /// Starts a transfer; its event will have `user_data`. What is wrong with the plan is an error here; then there is no event.
     ///
     /// # Errors
     /// [`NotFound`](crate::ErrorKind::NotFound) for a stale peer, a region that is not registered (any more) or not
     /// exported by the peer; [`OutOfRange`](crate::ErrorKind::OutOfRange) and
     /// [`InvalidArgument`](crate::ErrorKind::InvalidArgument) as
     /// [`CopyPlan::check`](crate::proto::plan::CopyPlan::check).
-    pub fn transfer(&mut self, peer: PeerId, direction: Direction, plan: CopyPlan) -> Result<TransferId> {
+    pub fn transfer(
+        &mut self,
+        peer: PeerId,
+        direction: Direction,
+        plan: CopyPlan,
+        user_data: u64,
+    ) -> Result<TransferId> {
         let id = self.engine.shared.live.ids.transfer()?;
         self.engine.shared.live.lock().transfers.insert(id);
-        let started = self.engine.start_transfer(id, peer, direction, plan, self.now);
+        let started = self.engine.start_transfer(TransferRequest { id, peer, direction, plan, user_data }, self.now);
         if started.is_err() {
             self.engine.shared.live.lock().transfers.remove(&id);
         }

@@ -25,12 +25,13 @@ use self::warmup::warm_up;
 use super::command::Shared;
 use super::core::config::AgentConfig;
 use super::core::effect::Effects;
-use super::core::event::{Direction, Event};
+use super::core::event::Event;
 use super::core::frame::{AM_ID, FRAME_BYTES};
 use super::core::ids::{PeerId, RegionId, TransferId};
 use super::core::in_flight::Operations;
 use super::core::limits::MAX_MESSAGE_BYTES;
 use super::core::regions::Regions;
+use super::core::request::TransferRequest;
 use super::core::revocations::Revocations;
 use super::core::stats::AgentStats;
 use super::paths::copy_pool::CopyPool;
@@ -44,7 +45,6 @@ use super::transfers::Transfers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::ids::Incarnation;
-use crate::proto::plan::CopyPlan;
 use crate::proto::wire::{AgentMetadata, MemoryKind};
 use crate::secret::{Key, sealed_len};
 use crate::sys::process::ProcessPlace;
@@ -208,18 +208,11 @@ impl Engine {
         sent
     }
 
-    fn start_transfer(
-        &mut self,
-        id: TransferId,
-        peer: PeerId,
-        direction: Direction,
-        plan: CopyPlan,
-        now: Instant,
-    ) -> Result<()> {
+    fn start_transfer(&mut self, request: TransferRequest, now: Instant) -> Result<()> {
         self.check_open()?;
-        self.peers.find_neighbour(peer)?;
-        let peer = self.peers.get(peer)?;
-        self.transfers.start(id, peer, direction, plan, &mut self.regions, &mut self.effects)?;
+        self.peers.find_neighbour(request.peer)?;
+        let peer = self.peers.get(request.peer)?;
+        self.transfers.start(request, peer, &mut self.regions, &mut self.effects)?;
         self.dispatch(now);
         Ok(())
     }

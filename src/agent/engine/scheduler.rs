@@ -108,6 +108,7 @@ mod tests {
     use super::*;
     use crate::agent::command::{Command, Shared};
     use crate::agent::core::reply::answer;
+    use crate::agent::core::request::TransferRequest;
     use crate::agent::core::stats::AgentStats;
     use crate::agent::rpc::client::Chunk;
     use crate::agent::transfers::Load;
@@ -159,7 +160,9 @@ mod tests {
 
     fn start(engine: &mut Engine, peer: PeerId, direction: Direction) -> TransferId {
         let id = engine.shared.live.ids.transfer().unwrap();
-        engine.start_transfer(id, peer, direction, plan(), Instant::now()).unwrap();
+        engine
+            .start_transfer(TransferRequest { id, peer, direction, plan: plan(), user_data: 0 }, Instant::now())
+            .unwrap();
         id
     }
 

@@ -16,12 +16,14 @@ use super::core::event::Direction;
 use super::core::ids::{PeerId, TransferId};
 use super::core::limits::{CHUNK_BYTES, STREAM_BYTES};
 use super::core::regions::Regions;
+use super::core::request::TransferRequest;
 use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::proto::plan::{CopyPlan, Expander, Operation};
+use crate::proto::plan::{Expander, Operation};
 use crate::proto::wire::MemoryKind;
 
 pub(crate) struct Transfer {
+    user_data: u64,
     peer: PeerId,
     direction: Direction,
     expander: Expander,
@@ -215,13 +217,12 @@ impl Transfers {
     /// Takes a transfer up. On an error nothing was.
     pub(crate) fn start(
         &mut self,
-        id: TransferId,
+        request: TransferRequest,
         peer: &Peer,
-        direction: Direction,
-        plan: CopyPlan,
         regions: &mut Regions,
         effects: &mut Effects,
     ) -> Result<()> {
+        let TransferRequest { id, direction, plan, user_data, .. } = request;
         let (mut locals, mut remotes) = (BTreeSet::new(), BTreeSet::new());
         for segment in plan.segments.iter() {
             if locals.insert(segment.local_region) {
@@ -238,6 +239,7 @@ impl Transfers {
         let used: Vec<u32> = locals.into_iter().collect();
         regions.enter(&used);
         let transfer = Transfer {
+            user_data,
             peer: peer.id,
             direction,
             expander: plan.expand(self.max_operation_bytes),
@@ -373,6 +375,7 @@ impl Transfers {
         let posted = transfer.posted_at.map(|at| (at, transfer.all_posted_at.unwrap_or(at)));
         effects.push(Effect::TransferEnded(TransferEnd {
             id,
+            user_data: transfer.user_data,
             peer: transfer.peer,
             direction: transfer.direction,
             result: transfer.stopped.map_or(Ok(()), Err),
