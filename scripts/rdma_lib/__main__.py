@@ -58,15 +58,21 @@ def run(asked: argparse.Namespace, accel: str, root: Path, folder: Path) -> int 
                     if accel == "tcg":
                         print(f"error: QEMU does not listen at {silent[0]}:\n{machine.console()}", file=sys.stderr)
                     return None
-        while not all(machine.is_over() for machine in machines):
+        while True:
             passed = time.monotonic() - began
             for machine in machines:
                 machine.tell()
-            if not all(machine.is_up() for machine in machines):
-                if passed > BOOT_S[accel] or any(machine.is_over() and not machine.is_up() for machine in machines):
+            # Before anything is made of who is over: one that ends in between is seen in the next turn.
+            is_over = [machine.is_over() for machine in machines]
+            is_up = [machine.is_up() for machine in machines]
+            if not all(is_up):
+                ended = any(over and not up for over, up in zip(is_over, is_up, strict=True))
+                if passed > BOOT_S[accel] or ended:
                     if accel == "tcg":
                         print(f"error: a machine did not boot:\n{machines[0].console()}", file=sys.stderr)
                     return None
+            elif all(is_over):
+                break
             elif passed > asked.time:
                 print(f"error: not over after {asked.time:.0f} s, ended (--time)", file=sys.stderr)
                 return 124
@@ -78,7 +84,7 @@ def run(asked: argparse.Namespace, accel: str, root: Path, folder: Path) -> int 
     codes = [machine.code() for machine in machines]
     if None in codes:
         dead = machines[codes.index(None)]
-        print(f"error: machine {dead.number} ended before its command:\n{dead.console()}", file=sys.stderr)
+        print(f"error: machine {dead.number} ended before its command did:\n{dead.console()}", file=sys.stderr)
         return 1
     return next((code for code in codes if code), 0)
 
