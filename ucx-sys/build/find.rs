@@ -5,9 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The environment variables that steer the search.
+/// The environment variables that steer the search, for which it is made again when they change. PATH, on which the last
+/// ones lie that it asks, is not among them: it differs between shells and virtual environments, and what was found stays
+/// as good.
 pub const VARIABLES: &[&str] =
-    &["KVFERRY_UCX_INCLUDE", "KVFERRY_PYTHON", "VIRTUAL_ENV", "LIBCLANG_PATH", "CC", "PKG_CONFIG_PATH", "PATH"];
+    &["KVFERRY_UCX_INCLUDE", "KVFERRY_PYTHON", "VIRTUAL_ENV", "LIBCLANG_PATH", "CC", "PKG_CONFIG_PATH"];
 
 /// The first UCX whose interface has everything that kvferry needs.
 const OLDEST: (u32, u32) = (1, 18);
