@@ -428,8 +428,11 @@ class Engine:
         self.scheduler.shutdown()
 
 
-def _serve(pipe: Connection, settings: Settings) -> None:
+def _serve(pipe: Connection, environment: dict[str, str], settings: Settings) -> None:
     try:
+        # The server that this was forked from has the environment of an earlier test.
+        os.environ.clear()
+        os.environ.update(environment)
         engine = Engine(settings)
         pipe.send(("ok", None))
         while (call := pipe.recv()) is not None:
@@ -445,13 +448,29 @@ def _serve(pipe: Connection, settings: Settings) -> None:
         pipe.send(("error", traceback.format_exc()))
 
 
+# An engine imports vLLM for most of the time that it takes to start, so each is forked from a process that has done it.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "vllm.config",
+        "vllm.distributed.kv_transfer.kv_connector.utils",
+        "vllm.engine.arg_utils",
+        "vllm.model_executor.layers.attention_layer_base",
+        "vllm.v1.attention.backends.triton_attn",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.structured_output",
+        "vllm.v1.worker.kv_connector_model_runner_mixin",
+        "vllm.v1.worker.utils",
+    ]
+)
+
+
 class Remote:
     """An `Engine` in a process of its own; its methods are called by name."""
 
     def __init__(self, settings: Settings) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, other = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(other, settings), daemon=True)
+        self._pipe, other = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_serve, args=(other, dict(os.environ), settings), daemon=True)
         self._process.start()
         other.close()
 
