@@ -3,9 +3,6 @@
 #[path = "../../src/agent/core"]
 pub mod core {
     pub mod event {
-        pub enum Direction {
-            Read,
-        }
         #[derive(Debug, PartialEq)]
         pub enum Event {
             Message { peer: u32, data: Vec<u8> },
@@ -15,6 +12,10 @@ pub mod core {
 
     pub mod live;
     pub mod reply;
+
+    pub mod request {
+        pub struct TransferRequest;
+    }
 
     pub mod ids {
         pub struct IdSource;

@@ -125,9 +125,6 @@ mod sys {
 }
 
 mod proto {
-    pub mod plan {
-        pub struct CopyPlan;
-    }
     pub mod stats {
         #[derive(Clone, Debug, Default)]
         pub struct Stats(pub u64);
