@@ -62,7 +62,7 @@ def run(asked: argparse.Namespace, accel: str, root: Path, folder: Path) -> int 
             passed = time.monotonic() - began
             for machine in machines:
                 machine.tell()
-            # Before anything is made of who is over: one that ends in between is seen in the next turn.
+            # In this order: one that boots and ends in between is up, and not one that never booted.
             is_over = [machine.is_over() for machine in machines]
             is_up = [machine.is_up() for machine in machines]
             if not all(is_up):

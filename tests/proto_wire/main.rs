@@ -301,21 +301,7 @@ fn hostile_lengths_and_depths_are_refused_at_once() {
 
 #[test]
 fn block_lists_are_bounded_and_whole() {
-    let load = |blocks: Blocks| StepMetadata {
-        loads: vec![Load {
-            awaits: false,
-            request: request("l"),
-            remote: remote(None),
-            local_blocks: vec![blocks],
-            remote_blocks: vec![],
-            tokens: (3, 40),
-            remote_tokens: 41,
-            null_block: Some(0),
-            window_only: true,
-            refused: None,
-        }],
-        ..StepMetadata::default()
-    };
+    let load = |blocks: Blocks| loading(vec![blocks], vec![]);
     let most = load(vec![7; MAX_BLOCK_IDS].into());
     assert_eq!(StepMetadata::from_bytes(&most.to_bytes().unwrap()).unwrap(), most);
     let error = load(vec![7; MAX_BLOCK_IDS + 1].into()).to_bytes().unwrap_err();
@@ -445,21 +431,7 @@ proptest! {
 
     #[test]
     fn blocks_survive_the_wire(ids in prop::collection::vec(any::<u32>(), 0..300)) {
-        let step = StepMetadata {
-            loads: vec![Load {
-awaits: false,
-                request: request("l"),
-                remote: remote(None),
-                local_blocks: vec![ids.clone().into()],
-                remote_blocks: vec![ids.clone().into()],
-                tokens: (3, 40),
-                remote_tokens: 41,
-                null_block: Some(0),
-                window_only: true,
-                refused: None,
-            }],
-            ..StepMetadata::default()
-        };
+        let step = loading(vec![ids.clone().into()], vec![ids.clone().into()]);
         let found = StepMetadata::from_bytes(&step.to_bytes().unwrap()).unwrap();
         prop_assert_eq!(found.loads[0].local_blocks[0].ids(), &ids[..]);
         prop_assert_eq!(found, step);

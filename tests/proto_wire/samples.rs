@@ -229,3 +229,20 @@ pub(super) fn batch() -> ReportBatch {
     batch.add(WorkerReport { rank: RankId { pp: 0, tp: 0 }, ..report() });
     batch
 }
+
+/// A step that loads these blocks.
+pub(super) fn loading(local_blocks: Vec<Blocks>, remote_blocks: Vec<Blocks>) -> StepMetadata {
+    let load = Load {
+        awaits: false,
+        request: request("l"),
+        remote: remote(None),
+        local_blocks,
+        remote_blocks,
+        tokens: (3, 40),
+        remote_tokens: 41,
+        null_block: Some(0),
+        window_only: true,
+        refused: None,
+    };
+    StepMetadata { loads: vec![load], ..StepMetadata::default() }
+}

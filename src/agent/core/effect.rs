@@ -50,6 +50,7 @@ pub(crate) struct OperationEnd {
 #[derive(Debug)]
 pub(crate) struct TransferEnd {
     pub(crate) id: TransferId,
+    /// As it was requested.
     pub(crate) user_data: u64,
     pub(crate) peer: PeerId,
     pub(crate) direction: Direction,
