@@ -592,10 +592,8 @@ int32_t kvf_worker_set_outbox(struct kvf_worker *worker,
                               struct kvf_outbox *outbox,
                               size_t capacity);
 
-// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits. What was
-// only counted comes with the end of the next request, or a second later.
-int32_t kvf_worker_poll(struct kvf_worker *worker,
-                        struct kvf_buffer *out);
+// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
+int32_t kvf_worker_poll(struct kvf_worker *worker, struct kvf_buffer *out);
 
 // Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen.
 int32_t kvf_worker_wait(struct kvf_worker *worker, uint32_t timeout_ms, struct kvf_buffer *out);

@@ -7,7 +7,6 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-use super::patience::Patience;
 use super::request_log::RequestLog;
 use super::shared::{Command, Figures, Shared};
 use super::trace::Tracer;
@@ -55,7 +54,6 @@ struct Running {
     told: Level,
     /// Whether the agent's gauges may have changed since.
     changed: bool,
-    patience: Patience,
     /// Those who asked for figures in this turn.
     askers: Vec<SyncSender<Figures>>,
     limits: Limits,
@@ -193,7 +191,6 @@ impl Running {
             tracer: None,
             told: Level::default(),
             changed: false,
-            patience: Patience::default(),
             askers: Vec::new(),
             limits: Limits::default(),
         }
@@ -235,21 +232,16 @@ impl Running {
         self.tell_lives();
         // A question that could not be asked is answered already, and comes back in a turn of its own.
         let next = self.machine.poll_timeout().map(|at| self.epoch + Duration::from_micros(at.0));
-        [next, self.client.next_deadline(), self.patience.due()].into_iter().flatten().min()
+        [next, self.client.next_deadline()].into_iter().flatten().min()
     }
 
     fn report(&mut self, context: &Context<'_>) {
-        let telemetry = self.machine.config().telemetry;
-        let urgent = self.machine.has_news() || !self.askers.is_empty() || context.is_shutting_down();
-        let counted = self.machine.has_counts() || telemetry && self.changed;
-        if self.patience.is_over(urgent, counted, context.now()) {
-            let mut report = self.machine.poll_report();
-            if telemetry {
-                self.gauge(context, &mut report);
-            }
-            if let Some(report) = report {
-                self.publish(context.now(), report);
-            }
+        let mut report = self.machine.poll_report();
+        if self.machine.config().telemetry {
+            self.gauge(context, &mut report);
+        }
+        if let Some(report) = report {
+            self.publish(context.now(), report);
         }
         for asker in self.askers.drain(..) {
             let figures = Figures { gauges: self.machine.gauges(), totals: self.totals.clone() };

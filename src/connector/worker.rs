@@ -203,8 +203,7 @@ impl Worker {
         Ok(())
     }
 
-    /// What happened since the last call, if anything did. Never waits; without news it costs one atomic load. What was
-    /// only counted comes with the end of the next request, or a second later.
+    /// What happened since the last call, if anything did. Never waits; without news it costs one atomic load.
     pub fn poll(&self) -> Option<WorkerReport> {
         self.shared.take_report()
     }

@@ -232,8 +232,7 @@ pub unsafe extern "C" fn kvf_worker_set_outbox(
     })
 }
 
-/// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits. What was
-/// only counted comes with the end of the next request, or a second later.
+/// What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
 ///
 /// # Safety
 /// As the header's top says.

@@ -260,16 +260,6 @@ impl Worker {
         self.out.take_report()
     }
 
-    /// Whether [`Worker::poll_report`] would say of any request that it is over or granted, which others wait for.
-    pub fn has_news(&self) -> bool {
-        self.out.has_news()
-    }
-
-    /// Whether anything was counted since the last report.
-    pub fn has_counts(&self) -> bool {
-        self.out.has_counts()
-    }
-
     /// What began or ended in the life of a request, with [`WorkerConfig::trace`]; to be polled after every `handle_*`.
     pub fn poll_life(&mut self) -> Option<Life> {
         self.out.pop_life()

@@ -64,20 +64,13 @@ impl Outbox {
         self.actions.pop_front()
     }
 
-    /// Whether the report says of any request that it is over, or that it may be read.
-    pub(super) fn has_news(&self) -> bool {
-        // Failures and records come with the end of a receive.
-        let report = &self.report;
-        !report.finished_sending.is_empty() || !report.finished_recving.is_empty() || !report.granted.is_empty()
-    }
-
-    pub(super) fn has_counts(&self) -> bool {
-        self.counted
-    }
-
     pub(super) fn take_report(&mut self) -> Option<WorkerReport> {
-        // Not by comparing it with an empty one: it has kilobytes of histograms, and this is asked every turn.
-        if !self.counted && !self.has_news() {
+        // Not by comparing it with an empty one: it has kilobytes of histograms, and this is asked every turn. Failures and
+        // records come with the end of a receive.
+        let report = &self.report;
+        let silent =
+            report.finished_sending.is_empty() && report.finished_recving.is_empty() && report.granted.is_empty();
+        if silent && !self.counted {
             return None;
         }
         self.counted = false;
