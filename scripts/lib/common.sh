@@ -76,6 +76,23 @@ kvf_build_env() {
   fi
 }
 
+# kvf_share_dependencies DIR: lets a build of another workspace into DIR begin with what Cargo has already compiled of the
+# same packages in the same way: links to it, but for this workspace's own packages, whose files would be written through
+# the links. Nothing where DIR exists, or is on another file system.
+kvf_share_dependencies() {
+  local built="${CARGO_TARGET_DIR:-$KVF_ROOT/target}/debug"
+  [[ ! -e "$1/debug" && -d "$built/deps" ]] || return 0
+  mkdir -p "$1"
+  rm -rf "$1/debug.new"
+  mkdir "$1/debug.new"
+  if ! cp -al "$built"/{deps,build,.fingerprint} "$1/debug.new" 2>/dev/null; then
+    rm -rf "$1/debug.new"
+    return 0
+  fi
+  find "$1/debug.new" -mindepth 2 -maxdepth 2 -regex '.*/\(lib\)?\(kvferry\|ucx.sys\)[-.].*' -exec rm -rf {} +
+  mv "$1/debug.new" "$1/debug"
+}
+
 # kvf_zig: options that tell scripts/lib/inventory.py whose C++ library a build with kvf_build_env links in.
 kvf_zig() {
   if [[ -x "$KVF_DEPS/zig/c++" ]]; then
