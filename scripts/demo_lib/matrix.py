@@ -59,6 +59,13 @@ PAIRS = (
     Pair("hybrid-tp2-block32-block64", "tp=2,block=32", "tp=1,block=64", "hybrid"),
     Pair("mla", "tp=1", "tp=1", "mla"),
     Pair("mla-tp2-tp1", "tp=2", "tp=1", "mla"),
+    Pair("lfm2", "tp=1", "tp=1", "lfm2"),
+    Pair("lfm2-tp2-tp1", "tp=2", "tp=1", "lfm2"),
+    Pair("mamba2", "tp=1", "tp=1", "mamba2"),
+    Pair("mamba2-tp1-tp2", "tp=1", "tp=2", "mamba2"),
+    Pair("gdn", "tp=1", "tp=1", "gdn"),
+    Pair("gdn-tp2-tp1", "tp=2", "tp=1", "gdn"),
+    Pair("gdn-tp1-tp2", "tp=1", "tp=2", "gdn"),
 )
 
 

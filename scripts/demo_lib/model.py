@@ -23,6 +23,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from . import state_models
+
 VOCAB = 512
 HIDDEN = 256
 LAYERS = 4
@@ -57,6 +59,7 @@ class ModelKind:
     qk_norm: bool = False
     extra_norms: bool = False
     mla: bool = False
+    states: bool = False
 
 
 def _common() -> dict[str, Any]:
@@ -132,7 +135,9 @@ MLA = ModelKind(
     mla=True,
 )
 
-KINDS = {kind.name: kind for kind in (LLAMA, HYBRID, MLA)}
+STATES = [ModelKind(name, config, states=True) for name, config in state_models.state_configs(_common()).items()]
+
+KINDS = {kind.name: kind for kind in (LLAMA, HYBRID, MLA, *STATES)}
 
 
 def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float) -> np.ndarray:
@@ -141,6 +146,8 @@ def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float) -> n
 
 
 def _weights(kind: ModelKind) -> dict[str, np.ndarray]:
+    if kind.states:
+        return state_models.state_weights(kind.config, SEED, math.sqrt(SCORE_STD), BRANCH_GAIN)
     rng = np.random.default_rng(SEED)
     # Gemma's norms multiply by (1 + weight), Llama's by weight.
     unit = 0.0 if kind.extra_norms else 1.0
@@ -217,13 +224,14 @@ def _write_tokenizer(folder: Path) -> None:
 def make_model(name: str, root: Path) -> Path:
     """Makes the model `name` under `root` unless it is there, and returns its folder.
 
-    The folder's name holds a hash of this file, so a changed recipe makes a new model. It appears complete or not at
-    all: two runs at once do not disturb each other.
+    The folder's name holds a hash of the recipes' files, so a changed one makes a new model. It appears complete or not
+    at all: two runs at once do not disturb each other.
     """
     if name not in KINDS:
         raise ValueError(f"unknown model {name!r}: expected one of {', '.join(sorted(KINDS))}")
     kind = KINDS[name]
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    recipes = (Path(__file__), Path(state_models.__file__))
+    recipe = hashlib.sha256(b"".join(path.read_bytes() for path in recipes)).hexdigest()[:12]
     folder = root / f"{name}-{recipe}"
     if folder.is_dir():
         return folder

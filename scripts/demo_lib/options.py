@@ -14,7 +14,7 @@ from pathlib import Path
 CONNECTORS = ("kvferry", "kvferry-at-once", "stock", "stock-quiet")
 TRANSPORTS = ("tcp", "shm")
 EXECUTORS = ("mp", "ray")
-MODELS = ("llama", "hybrid", "mla")
+MODELS = ("llama", "hybrid", "mla", "lfm2", "mamba2", "gdn")
 MATRIX_REQUESTS = 6
 
 
@@ -123,7 +123,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compare", action="store_true", help="run all of them in turn and print one table")
     parser.add_argument(
-        "--model", choices=MODELS, help="hybrid: sliding-window and full attention; mla: latents (default llama)"
+        "--model",
+        choices=MODELS,
+        help="hybrid: sliding-window and full attention; mla: latents; lfm2: short convolutions; mamba2; gdn: gated "
+        "delta nets; the last three beside full attention (default llama)",
     )
     parser.add_argument("--executor", choices=EXECUTORS, default="mp", help="vLLM's executor backend")
     parser.add_argument(

@@ -171,7 +171,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """No: it concerns recurrent state, which this release does not serve."""
+        """No: a load brings what follows the tokens that all groups have, the state among it."""
         return False
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:

@@ -6,6 +6,8 @@ strides say where everything is, except what a backend keeps inside the content:
 
 When a kernel's blocks are smaller than the blocks that the scheduler counts, a block is a row of kernel blocks, each
 with all of its heads: the areas' pages.
+
+A layer with a recurrent state has one state per block; `states` tells its parts.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
 
 from .interior import LayoutError, View, format_of, parts
+from .states import state_parts
 
 __all__ = ["Layer", "Layout", "LayoutError", "Region", "Split", "TokenShare", "describe", "transfer_groups"]
 
@@ -41,11 +44,13 @@ class Split:
         tp_rank: This rank.
         tp_size: Ranks in all.
         kv_heads: KV heads of a layer over all ranks by its name and spec, None if nobody knows: see `heads.KvHeads`.
+        model_config: vLLM's `ModelConfig`, for layers with a state.
     """
 
     tp_rank: int
     tp_size: int
     kv_heads: Callable[[str, Any], int | None]
+    model_config: Any = None
 
     def shards(self, name: str, spec: Any) -> tuple[int, bool]:
         """Into how many distinct pieces layer `name` is split over the ranks, and whether that is known.
@@ -66,11 +71,16 @@ class Split:
         With fewer shards than ranks, neighbouring ranks hold copies: of 8 ranks and 2 heads, ranks 0 to 3 hold head 0.
         """
         shards, known = self.shards(name, spec)
+        return self.among(heads, shards if known else None)
+
+    def among(self, heads: int, shards: int | None) -> dict[str, Any]:
+        """As `place`, for `shards` distinct pieces; None if nobody knows how many: each rank then counts as one."""
+        pieces = self.tp_size if shards is None else shards
         return {
             "heads": heads,
-            "first_head": self.tp_rank * shards // self.tp_size * heads,
-            "total_heads": heads * shards,
-            "heads_by_rank": not known,
+            "first_head": self.tp_rank * pieces // self.tp_size * heads,
+            "total_heads": heads * pieces,
+            "heads_by_rank": shards is None,
         }
 
 
@@ -124,7 +134,9 @@ def transfer_groups(kv_cache_config: Any, share: TokenShare) -> list[dict[str, A
     groups = []
     for group in kv_cache_config.transfer_groups:
         spec = group.kv_cache_spec
-        stated = {"kind": _kind(spec), "block_size": spec.block_size}
+        kind = _kind(spec)
+        # A state has no tokens; vLLM's block size says how often one is kept.
+        stated = {"kind": kind, "block_size": 1 if kind == "state" else spec.block_size}
         if share.ranks > 1 and spec.dcp_sharded:
             stated |= {"token_ranks": share.ranks, "token_rank": share.rank, "token_interleave": share.interleave}
         groups.append(stated)
@@ -133,6 +145,8 @@ def transfer_groups(kv_cache_config: Any, share: TokenShare) -> list[dict[str, A
 
 def _kind(group_spec: Any) -> Any:
     specs = list(iter_layer_specs(group_spec))
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        return "state"
     windows = {spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs}
     if len(windows) > 1:
         raise LayoutError(f"layers of one KV-cache group have different sliding windows: {sorted(windows, key=str)}")
@@ -182,7 +196,11 @@ def describe(
             "num_blocks": kv_cache_config.num_blocks,
         }
         start = cache.data_ptr() - storage.data_ptr()
-        areas.extend(base | area for area in _areas(name, layer.spec, cache, start, base["num_blocks"], kernels, split))
+        if isinstance(layer.spec, MambaSpec):
+            found = _states(name, layer.spec, cache, start, base["num_blocks"], split)
+        else:
+            found = _areas(name, layer.spec, cache, start, base["num_blocks"], kernels, split)
+        areas.extend(base | area for area in found)
     return Layout(regions, {"groups": transfer_groups(kv_cache_config, share), "areas": areas})
 
 
@@ -192,6 +210,23 @@ def _region(name: str, cache: torch.Tensor, storage: Any) -> Region:
     if cache.device.type == "cuda":
         return Region(storage.data_ptr(), storage.nbytes(), "cuda", cache.get_device())
     raise LayoutError(f"the KV cache of {name} is on device {cache.device}, expected cpu or cuda")
+
+
+def _states(name: str, spec: Any, cache: torch.Tensor, start: int, num_blocks: int, split: Split) -> Iterable[Area]:
+    if cache.ndim != 4 or tuple(cache.shape[:3]) != (num_blocks, 1, 1) or cache.stride(3) != 1:
+        raise LayoutError(
+            f"the state cache of {name} has shape {tuple(cache.shape)} and strides {cache.stride()}, expected "
+            f"({num_blocks} blocks, 1, 1, content) with contiguous content"
+        )
+    for part in state_parts(name, spec, split.tp_size, split.model_config):
+        yield {
+            "part": part.name,
+            "offset": start + part.offset,
+            "block_stride": cache.stride(0) * cache.element_size(),
+            **split.among(part.heads, part.shards),
+            **part.axes,
+            "format": part.format,
+        }
 
 
 def _areas(

@@ -75,10 +75,17 @@ class SchedulerSide:
         self._granted = False
         # Which of the ranks this is makes no difference to how many tokens a block stands for.
         groups = transfer_groups(kv_cache_config, TokenShare(parallel.decode_context_parallel_size))
-        # vLLM drops what is in front of a window as for the token that follows the computed ones. But a decode engine
-        # that has the whole prompt computes its last token again, which looks one token further back. So a model with
-        # windows hands over all but the last token, and the prefill engine stops in front of it.
-        self._holds_back = any(isinstance(group["kind"], dict) for group in groups)
+        # A decode engine that has the whole prompt computes its last token again, for its logits. That token looks one
+        # token further back than vLLM keeps a window for, and a state must not have it in it already. So models with
+        # either hand over all but the last token, and the prefill engine stops in front of it.
+        windows = any(isinstance(group["kind"], dict) for group in groups)
+        self._has_state = any(group["kind"] == "state" for group in groups)
+        self._holds_back = windows or self._has_state
+        # After how many tokens a group begins a new block with its state; None for groups of tokens.
+        self._state_spans = [
+            group.kv_cache_spec.block_size if stated["kind"] == "state" else None
+            for group, stated in zip(kv_cache_config.transfer_groups, groups, strict=True)
+        ]
         self._scheduler = kvferry.Scheduler(
             {
                 "engine_id": transfer.engine_id,
@@ -137,6 +144,9 @@ class SchedulerSide:
         params = _wants(request, "do_remote_prefill")
         if params is None or not self._loads:
             return 0, False
+        if self._has_state and request.num_prompt_tokens < 2:
+            # The state before the only token is empty.
+            return 0, False
         if request.request_id not in self._refusals:
             try:
                 tokens = self._handed_over(request)
@@ -153,7 +163,7 @@ class SchedulerSide:
         if params is None:
             return
         request_id = request.request_id
-        fill = self._transferred(blocks.get_unhashed_block_ids_all_groups()) if external_tokens else ()
+        fill = self._to_fill(blocks, request.num_prompt_tokens - 1) if external_tokens else ()
         if request_id not in self._refusals:
             try:
                 groups: Sequence[Sequence[int]] = fill or [()] * len(self._kv_cache_config.transfer_groups)
@@ -183,7 +193,7 @@ class SchedulerSide:
                 request_id,
                 params,
                 "complete" if complete else "aborted",
-                self._transferred(blocks),
+                self._with_state(self._transferred(blocks), request.num_computed_tokens),
                 request.num_computed_tokens,
             )
         except kvferry.KvferryError as error:
@@ -194,9 +204,10 @@ class SchedulerSide:
         return keep or request_id in self._unreported, answer
 
     def _handed_over(self, request: Request) -> int:
-        """How many of the prompt's tokens the prefill engine computes for us."""
+        """How many of the prompt's tokens the prefill engine computes for us, but for the one that `kvferry.Scheduler`
+        itself leaves out where there is a state."""
         tokens: int = request.num_prompt_tokens
-        return tokens - 1 if self._holds_back and tokens > 1 else tokens
+        return tokens - 1 if self._holds_back and not self._has_state and tokens > 1 else tokens
 
     def _refuse(self, request: Request, error: kvferry.KvferryError) -> None:
         if request.request_id not in self._refusals:
@@ -208,6 +219,29 @@ class SchedulerSide:
                 error,
             )
             self._refusals[request.request_id] = str(error)
+
+    def _to_fill(self, blocks: KVCacheBlocks, tokens: int) -> tuple[list[int], ...]:
+        """The blocks that a load fills: of tokens those that have no hash yet, of a state the one after `tokens`."""
+        unhashed = self._transferred(blocks.get_unhashed_block_ids_all_groups())
+        if not self._has_state:
+            return unhashed
+        states = self._with_state(self._transferred(blocks.get_block_ids()), tokens)
+        return tuple(
+            ids if span is None else state for ids, state, span in zip(unhashed, states, self._state_spans, strict=True)
+        )
+
+    def _with_state(self, groups: tuple[list[int], ...], tokens: int) -> tuple[list[int], ...]:
+        """`groups`, of which those with a state are cut down to the block with the state after `tokens` tokens.
+
+        A block list has a block for every span of tokens, most of them null: vLLM keeps the state of the last one
+        only, and may keep further blocks behind it, for speculative tokens. Without prefix caching a span is as long as
+        a request can be."""
+        if not self._has_state or not groups:
+            return groups
+        return tuple(
+            ids if span is None else ids[(at := max(tokens - 1, 0) // span) : at + 1]
+            for ids, span in zip(groups, self._state_spans, strict=True)
+        )
 
     def _transferred(self, blocks: Sequence[list[int]]) -> tuple[list[int], ...]:
         selected: tuple[list[int], ...] = self._kv_cache_config.select_transfer_block_ids(blocks)

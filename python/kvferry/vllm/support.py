@@ -10,6 +10,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -24,6 +25,7 @@ SERVED_SPECS: tuple[type[KVCacheSpec], ...] = (
     MLAAttentionSpec,
     SlidingWindowSpec,
     SlidingWindowMLASpec,
+    MambaSpec,
 )
 """Served by exact type: a subclass means another rule for which blocks hold what."""
 
@@ -62,6 +64,14 @@ def _check_spec(spec: Any, layers: Iterable[str]) -> None:
         raise NotServedError(
             f"KvferryConnector does not serve caches of kind {type(spec).__name__} (layer {where}); it serves {names}"
         )
+    if isinstance(spec, MambaSpec):
+        # What is replayed, and from where, is told by the engine that wrote it, not by the cache.
+        if len(spec.shapes) > 2:
+            raise NotServedError(
+                f"KvferryConnector does not serve states that are replayed from recent inputs (layer {where} keeps "
+                f"{len(spec.shapes)} tensors): leave out use_replayssm"
+            )
+        return
     if spec.tokens_per_state != 1:
         raise NotServedError(
             f"KvferryConnector does not serve compressed caches ({spec.tokens_per_state} tokens per state, layer "

@@ -58,7 +58,7 @@ class WorkerSide:
         kernels = attention_kernels(self._vllm_config)
         tp_rank, tp_size = get_tp_group().rank_in_group, parallel.tensor_parallel_size
         dcp_size, dcp_rank = get_dcp_world_size_and_rank(parallel.decode_context_parallel_size > 1)
-        split = Split(tp_rank, tp_size, KvHeads(self._vllm_config))
+        split = Split(tp_rank, tp_size, KvHeads(self._vllm_config), self._vllm_config.model_config)
         share = TokenShare(dcp_size, dcp_rank, parallel.cp_kv_cache_interleave_size)
         layout = describe(self._kv_cache_config, self._layers, kv_caches, kernels, split, share)
         engine_id, pp_rank = self._vllm_config.kv_transfer_config.engine_id, get_pp_group().rank_in_group

@@ -2,7 +2,7 @@
 
 The scheduler, the KV-cache manager, the cache views and the output aggregator are vLLM's, and both roles of the
 connector are there. In place of the model, `Engine._compute` writes bytes into the cache that follow from the engine,
-the layer, the head, the token and its position.
+the layer, the head, the token and its position. A state follows from all tokens so far.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ HEAD_SIZE = 32
 FULL_LAYERS = ("model.layers.0.self_attn.attn", "model.layers.2.self_attn.attn")
 WINDOW_LAYERS = ("model.layers.1.self_attn.attn", "model.layers.3.self_attn.attn")
 WINDOW = 40
+STATE_LAYERS = ("model.layers.1.mixer", "model.layers.3.mixer")
+LONGEST = 1024
+"""Tokens of a request."""
 LIMIT = 240.0
 """Seconds after which a wait has failed; a working wait takes a small part of it even on a crowded machine."""
 
@@ -50,6 +53,8 @@ class Settings:
     prefix_caching: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     runner: RunnerName = "mixin"
+    states: str = ""
+    """vLLM's `mamba_cache_mode`, for a model that has states in place of windows."""
 
 
 def write_model(folder: Path, layers: int = 4) -> str:
@@ -89,6 +94,8 @@ class Engine:
 
         self.settings, self.salt, self.block = settings, settings.salt, settings.block
         self.config = config = self._vllm_config(settings)
+        if settings.states:
+            config.cache_config.mamba_cache_mode = settings.states
         self.kv_cache_config = self._kv_cache_config(settings)
         config.cache_config.num_gpu_blocks = settings.blocks
         with set_current_vllm_config(config):
@@ -101,8 +108,10 @@ class Engine:
             self.views = allocate_kv_cache(self.kv_cache_config, torch.device("cpu"), KVCacheLayout[settings.layout])
             self.runner = mini_runner.make(settings.runner, config, self.kv_cache_config, self.views)
             worker = get_kv_transfer_group()
+            # A state that is not cached lies in a single block of a request.
+            longest = LONGEST if settings.states == "none" else self.block
             self.scheduler = Scheduler(
-                config, self.kv_cache_config, StructuredOutputManager(config), self.block, log_stats=True
+                config, self.kv_cache_config, StructuredOutputManager(config), longest, self.block, log_stats=True
             )
         self.worker = worker
         connector = self.scheduler.connector
@@ -131,7 +140,7 @@ class Engine:
             def get_kv_cache_spec(self, vllm_config: Any) -> Any:
                 return None
 
-        for name in (*FULL_LAYERS, *WINDOW_LAYERS):
+        for name in (*FULL_LAYERS, *WINDOW_LAYERS, *STATE_LAYERS):
             config.compilation_config.static_forward_context[name] = Layer()
 
     def _vllm_config(self, settings: Settings) -> Any:
@@ -160,7 +169,7 @@ class Engine:
             model=settings.model,
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=1024,
+            max_model_len=LONGEST,
             max_num_seqs=8,
             max_num_batched_tokens=1024,
             block_size=settings.block,
@@ -173,11 +182,13 @@ class Engine:
 
     def _kv_cache_config(self, settings: Settings) -> Any:
         import torch
+        from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
         from vllm.v1.kv_cache_interface import (
             FullAttentionSpec,
             KVCacheConfig,
             KVCacheGroupSpec,
             KVCacheTensor,
+            MambaSpec,
             SlidingWindowSpec,
         )
 
@@ -197,6 +208,16 @@ class Engine:
         groups = [KVCacheGroupSpec(list(FULL_LAYERS), full)]
         if settings.hybrid:
             groups.append(KVCacheGroupSpec(list(WINDOW_LAYERS), window))
+        if settings.states:
+            state = MambaSpec(
+                block_size=LONGEST if settings.states == "none" else settings.block,
+                shapes=((3, 64), (4, 8, 8)),
+                dtypes=(torch.bfloat16, torch.float32),
+                mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+                mamba_cache_mode=settings.states,
+                page_size_padded=page,
+            )
+            groups.append(KVCacheGroupSpec(list(STATE_LAYERS), state))
         # The groups overlay each other, as vLLM lays them out: a block belongs to one group at a time.
         tensors = [KVCacheTensor(layers=list(group.layer_names), **placement) for group in groups]
         return KVCacheConfig(settings.blocks, tensors, groups)
@@ -226,6 +247,8 @@ class Engine:
         places = []
         block_ids = self.scheduler.kv_cache_manager.get_block_ids(request)
         for group, ids in zip(self.kv_cache_config.kv_cache_groups, block_ids, strict=True):
+            if group.layer_names[0] in STATE_LAYERS:
+                continue
             at = np.array(positions)
             blocks = np.array([ids[p // self.block] for p in positions])
             # Blocks that have left the window are null: nothing is there.
@@ -235,9 +258,26 @@ class Engine:
                 places.append((layer, name, np.flatnonzero(kept), blocks[kept], at[kept] % self.block))
         return places
 
+    def _states(self, request: str, tokens: int, salt: int) -> list[tuple[Any, Any]]:
+        """For each layer with a state, the bytes where it is after `tokens` tokens of a request, and what they must be:
+        they follow from all of these tokens."""
+        import numpy as np
+        import torch
+
+        states = []
+        block_ids = self.scheduler.kv_cache_manager.get_block_ids(request)
+        for group, ids in zip(self.kv_cache_config.kv_cache_groups, block_ids, strict=True):
+            for name in set(group.layer_names) & set(STATE_LAYERS):
+                place = self.views[name].view(torch.uint8).numpy()[ids[(tokens - 1) // group.kv_cache_spec.block_size]]
+                seed = [salt, STATE_LAYERS.index(name), *self.scheduler.requests[request].all_token_ids[:tokens]]
+                states.append((place, np.random.default_rng(seed).integers(0, 256, place.shape, dtype=np.uint8)))
+        return states
+
     def _compute(self, request: str, positions: range) -> None:
         import torch
 
+        for place, content in self._states(request, positions.stop, self.salt):
+            place[...] = content
         cells = self._cells(request, positions, self.salt)
         for layer, name, which, blocks, slots in self._places(request, positions):
             view = self.views[name].view(torch.uint8).numpy()
@@ -261,6 +301,9 @@ class Engine:
             found = self.views[name].view(torch.uint8).numpy()[blocks, :, slots]
             wrong += int((found != cells[layer, which]).sum())
             total += found.size
+        for place, content in self._states(request, positions.stop, salt):
+            wrong += int((place != content).sum())
+            total += place.size
         return wrong, total
 
     # --- what the parent calls
@@ -372,7 +415,7 @@ class Engine:
 
     def chunk(self, tokens: int) -> None:
         """Prompts are computed in parts of so many tokens; 0: whole."""
-        self.scheduler.max_num_scheduled_tokens = tokens or 1024
+        self.scheduler.max_num_scheduled_tokens = tokens or LONGEST
 
     def pause(self) -> None:
         """No new request starts."""

@@ -1,4 +1,4 @@
-"""Engines of several ranks in one process, of a model whose layers have different numbers of KV heads.
+"""Engines of several ranks in one process, of a model whose layers have different numbers of KV heads, or another.
 
 The ranks are real workers, made by the connector's worker side, with vLLM's own cache views. No model is split over
 them; they hold what vLLM's loaders would give them.
@@ -50,7 +50,7 @@ def model(folder: Path, **more: Any) -> str:
     return path
 
 
-def vllm_config(path: str, tp_size: int, engine: str, backends: Mapping[str, str]) -> Any:
+def vllm_config(path: str, tp_size: int, engine: str, backends: Mapping[str, str], layers: tuple[str, ...]) -> Any:
     """vLLM's configuration, with layers of which no more is there than the name of their attention backend: TRITON_ATTN
     where `backends` has none."""
     from vllm.config import KVTransferConfig
@@ -83,7 +83,7 @@ def vllm_config(path: str, tp_size: int, engine: str, backends: Mapping[str, str
         kv_transfer_config=transfer,
     ).create_engine_config()
     config.parallel_config.tensor_parallel_size = tp_size
-    for name in LAYERS:
+    for name in layers:
         config.compilation_config.static_forward_context[name] = Layer(backends.get(name, "TRITON_ATTN"))
     return config
 
@@ -106,6 +106,26 @@ def bytes_of(layer: str, heads: list[int], blocks: int) -> np.ndarray:
     return ((word * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(56)).astype(np.uint8)
 
 
+class Mixed:
+    """What the ranks of an engine hold of one prompt."""
+
+    layers: tuple[str, ...] = LAYERS
+    tokens = len(THERE[0]) * BLOCK
+    """Of the prompt, all of which the prefill engine computes."""
+    held_back = 0
+    """Of its last tokens, those that the prefill engine does not compute."""
+
+    def cache_config(self, rank: int, tp_size: int) -> KVCacheConfig:
+        return cache_config(rank, tp_size)
+
+    def blocks(self, layer: str, groups: tuple[list[int], ...]) -> list[int]:
+        return groups[layer in WINDOW_LAYERS]
+
+    def content(self, layer: str, rank: int, tp_size: int, blocks: int) -> np.ndarray:
+        """The bytes of the first blocks, in the shape of the layer's view."""
+        return bytes_of(layer, held(layer, rank, tp_size), blocks)
+
+
 class Engine:
     """All ranks of an engine."""
 
@@ -116,17 +136,19 @@ class Engine:
         tp_size: int,
         monkeypatch: pytest.MonkeyPatch,
         backends: Mapping[str, str] | None = None,
+        holds: Mixed | None = None,
     ) -> None:
         from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.worker.utils import allocate_kv_cache
 
         self.tp_size = tp_size
-        config = vllm_config(path, tp_size, name, backends or {})
+        self.holds = holds or Mixed()
+        config = vllm_config(path, tp_size, name, backends or {}, self.holds.layers)
         self.views: list[dict[str, torch.Tensor]] = []
         self.sides: list[WorkerSide] = []
         caches = []
         for rank in range(tp_size):
-            caches.append(cache := cache_config(rank, tp_size))
+            caches.append(cache := self.holds.cache_config(rank, tp_size))
             monkeypatch.setattr(worker_module, "get_tp_group", lambda rank=rank: SimpleNamespace(rank_in_group=rank))
             monkeypatch.setattr(worker_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
             side = WorkerSide(config, cache, parse_options({"verify": True, "rehearse": False}))
@@ -159,16 +181,17 @@ class Engine:
         """What the model computes for a prompt."""
         for rank, views in enumerate(self.views):
             for layer, view in views.items():
-                blocks = groups[layer in WINDOW_LAYERS]
-                view.view(torch.uint8).numpy()[blocks] = bytes_of(layer, held(layer, rank, self.tp_size), len(blocks))
+                blocks = self.holds.blocks(layer, groups)
+                content = self.holds.content(layer, rank, self.tp_size, len(blocks))
+                view.view(torch.uint8).numpy()[blocks] = content
 
     def wrong(self, groups: tuple[list[int], ...]) -> dict[int, int]:
         """Wrong bytes by rank."""
         wrong = {}
         for rank, views in enumerate(self.views):
             for layer, view in views.items():
-                blocks = groups[layer in WINDOW_LAYERS]
-                content = bytes_of(layer, held(layer, rank, self.tp_size), len(blocks))
+                blocks = self.holds.blocks(layer, groups)
+                content = self.holds.content(layer, rank, self.tp_size, len(blocks))
                 differ = int((view.view(torch.uint8).numpy()[blocks] != content).sum())
                 if differ:
                     wrong[rank] = wrong.get(rank, 0) + differ
@@ -204,17 +227,19 @@ def cache_config(rank: int, tp_size: int) -> KVCacheConfig:
     return KVCacheConfig(BLOCKS, tensors, groups)
 
 
-def hand_over(p: Engine, d: Engine) -> str | None:
+def hand_over(
+    p: Engine, d: Engine, there: tuple[list[int], ...] = THERE, here: tuple[list[int], ...] = HERE
+) -> str | None:
     """One prompt from `p` to `d`. Why it failed, None if it did not; every byte is checked if it did not."""
-    tokens = len(THERE[0]) * BLOCK
-    p.write(THERE)
-    _, params = p.scheduler.finished("prompt", {"do_remote_decode": True}, "complete", THERE, tokens)
+    tokens, computed = p.holds.tokens, p.holds.tokens - p.holds.held_back
+    p.write(there)
+    _, params = p.scheduler.finished("prompt", {"do_remote_decode": True}, "complete", there, computed)
     assert params is not None
     p.step()
     asked = {**params, "do_remote_prefill": True}
     d.scheduler.arrived("r", asked)
     matched, _ = d.scheduler.matched("r", asked, tokens, 0)
-    d.scheduler.allocated("r", asked, HERE, tokens, matched)
+    d.scheduler.allocated("r", asked, here, tokens, matched)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         p.step()
@@ -222,7 +247,7 @@ def hand_over(p: Engine, d: Engine) -> str | None:
             for failure in outcome["failed_recving"]:
                 return f"{failure['cause']}: {failure['message']}"
             if "r" in outcome["finished_recving"]:
-                assert d.wrong(HERE) == {}
+                assert d.wrong(here) == {}
                 return None
         time.sleep(0.001)
     raise TimeoutError("the load did not end")

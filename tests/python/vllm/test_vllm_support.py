@@ -76,8 +76,8 @@ def test_what_is_served() -> None:
         (engine(), groups(FullAttentionSpec(**SHAPE), host_resident=True), "host pool"),
         (
             engine(),
-            groups(FullAttentionSpec(**SHAPE), MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))),
-            "kind MambaSpec (layer layer.1); it serves FullAttentionSpec, MLAAttentionSpec",
+            groups(FullAttentionSpec(**SHAPE), MambaSpec(block_size=16, shapes=((4,),) * 5, dtypes=(torch.half,) * 5)),
+            "replayed from recent inputs (layer layer.1 keeps 5 tensors)",
         ),
         (engine(), groups(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=32)), "ChunkedLocalAttentionSpec"),
         (

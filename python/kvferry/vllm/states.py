@@ -1,0 +1,148 @@
+"""What a layer's recurrent state is made of, and how it is split over tensor-parallel ranks.
+
+Where a layer keeps a state, a block is one state and not a run of tokens: the layer's states behind each other, in the
+order of the spec's shapes (`MambaBase.bind_kv_cache`). Mamba2 and gated delta nets have two, a convolution's last
+inputs and the recurrent one; a short convolution has the former alone.
+
+A rank holds some channels of a convolution's inputs, and with several projections some of each, one after the other:
+x, B and C of Mamba2, queries, keys and values of a gated delta net. So each projection is a part of its own, whose
+heads are channels; unequal tensor-parallel sizes then need no special case. The order of channels and inputs in memory
+is vLLM's `VLLM_SSM_CONV_STATE_LAYOUT`, and may differ between two engines. Behind the inputs that a convolution needs
+are some for speculative tokens, in use during a step only: they stay behind.
+
+A state of any other kind moves whole, between equal tensor-parallel sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+from .interior import RELEASE, LayoutError
+
+GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+"""Keys of Mamba2 models for the number of groups that share B and C."""
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A part of a layer's state, as the axes of a kvferry area.
+
+    Attributes:
+        name: Its name.
+        offset: Its first byte in a block.
+        heads: What is split over the ranks: channels, or heads of a recurrent state.
+        shards: Into how many distinct pieces it is split over the ranks; None if nobody knows.
+        axes: As `interior.Part.axes`.
+        format: What its bytes mean.
+    """
+
+    name: str
+    offset: int
+    heads: int
+    shards: int | None
+    axes: dict[str, int]
+    format: str
+
+
+def state_parts(name: str, spec: Any, tp_size: int, model_config: Any) -> Iterator[StatePart]:
+    """The parts of the state of layer `name`.
+
+    Args:
+        name: vLLM's name of the layer, for errors.
+        spec: Its `MambaSpec`.
+        tp_size: Ranks over which the state is split.
+        model_config: vLLM's `ModelConfig`, which knows how many groups a Mamba2 model has.
+
+    Raises `LayoutError` that names the layer and what was expected.
+    """
+    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type)).lower()
+    ranks = 1 if spec.tp_replicated else tp_size
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    offsets = list(accumulate(sizes, initial=0))
+    projections = _projections(kind, spec, ranks, model_config)
+    if projections is None:
+        types = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
+        yield StatePart(
+            "state", 0, 1, 1 if ranks == 1 else None, _run(offsets[-1]), f"{kind} {types} of vLLM {RELEASE}"[:64]
+        )
+        return
+    yield from _convolution(name, kind, spec, projections)
+    if len(spec.shapes) > 1:
+        shape, dtype = spec.shapes[1], spec.dtypes[1]
+        stated = f"{kind} state {str(dtype).removeprefix('torch.')}"
+        yield StatePart("recurrent", offsets[1], shape[0], ranks, _run(sizes[1] // shape[0]), stated)
+
+
+def _convolution(
+    name: str, kind: str, spec: Any, projections: Mapping[str, tuple[int, int | None]]
+) -> Iterator[StatePart]:
+    item, stated = spec.dtypes[0].itemsize, str(spec.dtypes[0]).removeprefix("torch.")
+    channels, inputs = spec.shapes[0] if is_conv_state_dim_first() else reversed(spec.shapes[0])
+    channel, step = (inputs * item, item) if is_conv_state_dim_first() else (item, channels * item)
+    kept = inputs - spec.num_speculative_blocks
+    if sum(own for own, _ in projections.values()) != channels or kept < 1:
+        raise LayoutError(
+            f"the convolution state of {name} has {channels} channels of {inputs} inputs, "
+            f"{spec.num_speculative_blocks} of them for speculative tokens, expected {dict(projections)} channels"
+        )
+    starts = accumulate((own for own, _ in projections.values()), initial=0)
+    for (part, (own, shards)), (start, _) in zip(projections.items(), pairwise(starts), strict=True):
+        axes = {
+            "head_stride": channel,
+            "pages": 1,
+            "page_stride": 0,
+            "tokens": kept,
+            "token_stride": step,
+            "units": 1,
+            "unit_stride": 0,
+            "content": item,
+        }
+        yield StatePart(part, start * channel, own, shards, axes, f"{kind} conv {stated}")
+
+
+def _projections(kind: str, spec: Any, ranks: int, model_config: Any) -> dict[str, tuple[int, int | None]] | None:
+    """The channels of this rank by projection, each with the number of shards; None for an unknown kind of state."""
+    channels = spec.shapes[0][0 if is_conv_state_dim_first() else -1]
+    shapes = [len(shape) for shape in spec.shapes]
+    if kind == "short_conv" and shapes == [2]:
+        return {"conv": (channels, ranks)}
+    if kind == "mamba1" and shapes == [2, 2] and spec.shapes[1][0] == channels:
+        return {"conv": (channels, ranks)}
+    if kind == "mamba2" and shapes == [2, 3]:
+        heads, width, size = spec.shapes[1]
+        shared = (channels - heads * width) // 2
+        shards = _group_shards(shared // size, ranks, model_config)
+        return {"conv_x": (heads * width, ranks), "conv_b": (shared, shards), "conv_c": (shared, shards)}
+    if kind == "gdn_attn" and shapes == [2, 3]:
+        values = spec.shapes[1][0] * spec.shapes[1][1]
+        keys = (channels - values) // 2
+        return {"conv_q": (keys, ranks), "conv_k": (keys, ranks), "conv_v": (values, ranks)}
+    return None
+
+
+def _group_shards(groups: int, ranks: int, model_config: Any) -> int | None:
+    """Into how many pieces B and C are split, of which a rank holds `groups` groups. A model's only group is on every
+    rank; where there are more, as many ranks share them out as divide their number (`MambaMixer2`)."""
+    if groups != 1 or ranks == 1:
+        return ranks
+    stated = {value for key in GROUPS if isinstance(value := getattr(model_config.hf_text_config, key, None), int)}
+    return {1: 1, ranks: ranks}.get(stated.pop()) if len(stated) == 1 else None
+
+
+def _run(content: int) -> dict[str, int]:
+    return {
+        "head_stride": content,
+        "pages": 1,
+        "page_stride": 0,
+        "tokens": 1,
+        "token_stride": content,
+        "units": 1,
+        "unit_stride": 0,
+        "content": content,
+    }
