@@ -4,7 +4,8 @@
 finished, before its blocks can be given away. The decode engine's workers write it when its receive is reported, before
 the model uses it. Both write it in one normal form, whatever the engine's block size, ranks and layout: per layer an
 array of bytes over (head, token position, bytes of one head and token). So two files can be compared position by
-position. `cache_check.py` does that.
+position. `cache_check.py` does that. A recurrent state counts as the bytes of its last token, each of its parts as a
+layer, and the channels of a convolution as heads.
 
 What decides where a token's bytes are is taken from vLLM's tensors here and not from kvferry's geometry, so that a
 mistake there does not hide itself.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
 from .cache_check import DUMP_FOLDER
 
@@ -125,6 +128,14 @@ class CacheDump:
         for group, blocks in zip(self._dump_config.kv_cache_groups, wanted.blocks, strict=True):
             for name in group.layer_names:
                 spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+                if isinstance(spec, MambaSpec):
+                    block = blocks[(wanted.tokens - 1) // spec.block_size]
+                    for part, first, rows in state_parts(layers[name], block, tp_rank):
+                        # The next token looks at this state and at no other.
+                        facts["layers"][f"{name}/{part}"] = {"block_size": 1, "window": 2, "first_head": first}
+                        arrays[f"positions/{name}/{part}"] = np.array([wanted.tokens - 1])
+                        arrays[f"cache/{name}/{part}"] = rows[:, None]
+                    continue
                 kernel = str(layers[name].get_attn_backend().get_name())
                 positions, cache = normalise(
                     self._dump_caches[name], self._dump_config.num_blocks, blocks, wanted.tokens, kernel
@@ -146,6 +157,26 @@ class CacheDump:
             np.savez(file, facts=np.array(json.dumps(facts)), **arrays)
         # It appears complete or not at all.
         os.rename(scratch, folder / f"{rank}.npz")
+
+
+def state_parts(layer: Any, block: int, tp_rank: int) -> Iterator[tuple[str, int, np.ndarray]]:
+    """The state of a layer in a block, by vLLM's own views: each part's name, the first of its channels or heads over
+    all ranks, and the bytes of each. No speculative tokens are expected."""
+    states = [state[block] for state in layer.kv_cache]
+    convolution = states[0] if is_conv_state_dim_first() else states[0].transpose(0, 1)
+    if hasattr(layer, "groups_ssm_state_size"):
+        shared = layer.groups_ssm_state_size // layer.tp_size
+        widths = [convolution.shape[0] - 2 * shared, shared, shared]
+    elif hasattr(layer, "key_dim"):
+        keys = layer.key_dim // layer.tp_size
+        widths = [keys, keys, convolution.shape[0] - 2 * keys]
+    else:
+        widths = [convolution.shape[0]]
+    parts = [(f"conv {number}", part) for number, part in enumerate(convolution.split(widths))]
+    parts += [(f"state {number}", part) for number, part in enumerate(states[1:])]
+    for name, part in parts:
+        rows = part.contiguous().view(torch.uint8).reshape(part.shape[0], -1)
+        yield name, tp_rank * part.shape[0], rows.numpy()
 
 
 def normalise(

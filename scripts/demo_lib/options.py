@@ -14,6 +14,9 @@ from pathlib import Path
 CONNECTORS = ("kvferry", "kvferry-at-once", "stock", "stock-quiet")
 TRANSPORTS = ("tcp", "shm")
 EXECUTORS = ("mp", "ray")
+JUDGED_BY_BYTES = ("mla", "lfm2", "gdn")
+"""Models of which vLLM on a CPU does not give the same tokens prefilled as decoded."""
+
 MODELS = ("llama", "hybrid", "mla", "lfm2", "mamba2", "gdn")
 MATRIX_REQUESTS = 6
 
@@ -93,8 +96,8 @@ def build_parser() -> argparse.ArgumentParser:
             "Runs vLLM on CPU as a prefill and a decode server with a tiny random model, moves the KV cache between "
             "them, and checks that every greedy token is that of a single server. Exit status 0 only when all are "
             "equal, vLLM's own counters say that the decode server got its cache from outside, and the negative "
-            "control (KV blocks of another prompt) changes the output. With --model mla the cache's bytes decide and "
-            "not the tokens: vLLM's MLA on CPU does not give the same tokens twice by itself."
+            "control (KV blocks of another prompt) changes the output. With the models mla, lfm2 and gdn the cache's "
+            "bytes decide and not the tokens: of these, vLLM on CPU does not give the same tokens prefilled as decoded."
         ),
     )
     shape = "tp=N,pp=N,block=N"
@@ -132,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check-bytes",
         action="store_true",
-        help="also compare the cache that arrived with the prefill engine's, byte by byte (always with --model mla)",
+        help="also compare the cache that arrived with the prefill engine's, byte by byte (always with mla, lfm2, gdn)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument(
@@ -197,7 +200,7 @@ def parse_options(arguments: list[str]) -> Options:
         compare=parsed.compare,
         model=model,
         executor=parsed.executor,
-        check_bytes=parsed.check_bytes or model == "mla",
+        check_bytes=parsed.check_bytes or model in JUDGED_BY_BYTES,
         json=parsed.json,
         negative_control=parsed.negative_control,
         start_limit_s=parsed.start_limit,

@@ -23,7 +23,7 @@ from .engines import Outputs, baseline_spec, engine_spec, memory_gib
 from .matrix import run_matrix
 from .metrics import fetch_metrics, parse_counters
 from .model import make_model
-from .options import Options, Shape, parse_options
+from .options import JUDGED_BY_BYTES, Options, Shape, parse_options
 from .proxy import KvParams, Proxy, open_session
 from .report import Receive, Result, Row, format_comparison, format_rows, read_receives
 from .servers import Server, ServerFailed, ServerGroup, available_gib
@@ -221,7 +221,7 @@ async def run_connector(
 ) -> Result:
     """Everything that is sent with one connector, and its verdict."""
     options, session = setting.options, setting.session
-    result = Result(connector.name, tokens_count=options.model != "mla")
+    result = Result(connector.name, tokens_count=options.model not in JUDGED_BY_BYTES)
     proxy = Proxy(prefill.url, decode.url, connector.at_once)
     await proxy.start()
     try:

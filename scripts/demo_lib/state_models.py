@@ -28,9 +28,10 @@ def state_configs(common: Config) -> dict[str, Config]:
             "architectures": ["Lfm2ForCausalLM"],
             "model_type": "lfm2",
             "norm_eps": 1e-6,
-            "conv_L_cache": 4,
+            "conv_L_cache": 3,
             "conv_bias": False,
             "conv_dim": _MIXED["hidden_size"],
+            "block_dim": _MIXED["hidden_size"],
             "block_auto_adjust_ff_dim": False,
             "layer_types": ["conv", "full_attention"] * (_LAYERS // 2),
         },
@@ -66,10 +67,12 @@ def state_configs(common: Config) -> dict[str, Config]:
             "linear_num_value_heads": 8,
             "linear_key_head_dim": 64,
             "linear_value_head_dim": 64,
-            # No layer has experts.
-            "mlp_only_layers": list(range(_LAYERS)),
+            # vLLM wants one layer with experts.
+            "mlp_only_layers": list(range(_LAYERS - 1)),
             "num_experts": 2,
-            "num_experts_per_tok": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
             "layer_types": ["linear_attention", "full_attention"] * (_LAYERS // 2),
         },
     }
@@ -79,6 +82,9 @@ def _value(name: str, shape: tuple[int, ...], rng: np.random.Generator, score_ga
     """A weight by its name. `score_gain`: of queries and keys; `gain`: of what layers add to the residual stream."""
     if re.search(r"\.[qk]_layernorm\.", name):
         return np.full(shape, score_gain, np.float32)
+    if re.search(r"\.[qk]_norm\.", name):
+        # This model's norms multiply by one more than their weight.
+        return np.full(shape, 1.5, np.float32)
     if name.endswith(("norm.weight", "layernorm.weight")) or "norm" in name.split(".")[-2]:
         return np.ones(shape, np.float32)
     if name.endswith("A_log"):
@@ -111,7 +117,19 @@ def state_weights(config: Config, seed: int, score_gain: float, gain: float) -> 
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **stated))
     rng = np.random.default_rng(seed)
     return {
-        name: _value(name, tuple(tensor.shape), rng, score_gain, gain)
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight" or not config["tie_word_embeddings"]
+        name: _value(name, shape, rng, score_gain, gain)
+        for packed, tensor in model.state_dict().items()
+        for name, shape in _stored(packed, tuple(tensor.shape))
     }
+
+
+def _stored(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """How a weight is kept in files: of experts, one matrix of each."""
+    match = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
+    if match is None:
+        return [(name, shape)]
+    experts, rows, columns = shape
+    if match[2] == "down_proj":
+        return [(f"{match[1]}.{index}.down_proj.weight", (rows, columns)) for index in range(experts)]
+    halves = ("gate_proj", "up_proj")
+    return [(f"{match[1]}.{index}.{half}.weight", (rows // 2, columns)) for index in range(experts) for half in halves]

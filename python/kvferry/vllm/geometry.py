@@ -218,7 +218,7 @@ def _states(name: str, spec: Any, cache: torch.Tensor, start: int, num_blocks: i
             f"the state cache of {name} has shape {tuple(cache.shape)} and strides {cache.stride()}, expected "
             f"({num_blocks} blocks, 1, 1, content) with contiguous content"
         )
-    for part in state_parts(name, spec, split.tp_size, split.model_config):
+    for part in state_parts(name, spec, split.tp_size, split.model_config, cache.device.type):
         yield {
             "part": part.name,
             "offset": start + part.offset,

@@ -46,10 +46,12 @@ def _drop_last_token(request: Request) -> None:
     that one itself."""
     if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():
         return
-    if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-1:]
-    elif request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-1]
+    # A prompt may have ids for some tokens and embeddings for the others, both as long as the prompt. With an engine
+    # core in the caller's process these are the caller's own, so they are replaced; vLLM reads `_all_token_ids` through
+    # a view.
+    for part in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        if (value := getattr(request, part)) is not None:
+            setattr(request, part, value[:-1])
     del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
     # The hash of a last block that is full with the whole prompt stays behind: no other token may get into it.
@@ -144,8 +146,8 @@ class SchedulerSide:
         params = _wants(request, "do_remote_prefill")
         if params is None or not self._loads:
             return 0, False
-        if self._has_state and request.num_prompt_tokens < 2:
-            # The state before the only token is empty.
+        if self._has_state and (request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache()):
+            # The state before the only token is empty, and all log-probabilities take all of the prompt.
             return 0, False
         if request.request_id not in self._refusals:
             try:
@@ -184,6 +186,9 @@ class SchedulerSide:
         request_id = request.request_id
         self._refusals.pop(request_id, None)
         complete = request.status in COMPLETE
+        if complete and self._has_state and request.get_skip_reading_prefix_cache():
+            # The whole prompt was computed (see `_drop_last_token`), and its state is of no use to a decode engine.
+            complete = False
         if complete and not self._sends and _wants(request, "do_remote_decode"):
             # vLLM may already have given away the blocks of a request that a consumer finishes after a preemption.
             logger.warning("Request %s has do_remote_decode, but kv_role is kv_consumer: nothing is kept", request_id)

@@ -11,6 +11,9 @@ is vLLM's `VLLM_SSM_CONV_STATE_LAYOUT`, and may differ between two engines. Behi
 are some for speculative tokens, in use during a step only: they stay behind.
 
 A state of any other kind moves whole, between equal tensor-parallel sizes.
+
+What a head of a recurrent state looks like inside is the kernel's own: on a CPU a gated delta net keeps keys by values,
+on a GPU values by keys. So the format of a state names the release and the kind of device.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class StatePart:
     format: str
 
 
-def state_parts(name: str, spec: Any, tp_size: int, model_config: Any) -> Iterator[StatePart]:
+def state_parts(name: str, spec: Any, tp_size: int, model_config: Any, device: str) -> Iterator[StatePart]:
     """The parts of the state of layer `name`.
 
     Args:
@@ -58,6 +61,7 @@ def state_parts(name: str, spec: Any, tp_size: int, model_config: Any) -> Iterat
         spec: Its `MambaSpec`.
         tp_size: Ranks over which the state is split.
         model_config: vLLM's `ModelConfig`, which knows how many groups a Mamba2 model has.
+        device: The kind of device that it is on, such as `cuda`.
 
     Raises `LayoutError` that names the layer and what was expected.
     """
@@ -65,31 +69,31 @@ def state_parts(name: str, spec: Any, tp_size: int, model_config: Any) -> Iterat
     ranks = 1 if spec.tp_replicated else tp_size
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
     offsets = list(accumulate(sizes, initial=0))
+    formats = [f"{kind} {str(dtype).removeprefix('torch.')} on {device}, vLLM {RELEASE}" for dtype in spec.dtypes]
     projections = _projections(kind, spec, ranks, model_config)
     if projections is None:
-        types = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
-        yield StatePart(
-            "state", 0, 1, 1 if ranks == 1 else None, _run(offsets[-1]), f"{kind} {types} of vLLM {RELEASE}"[:64]
-        )
+        # Two states of different types lie together in one part, which has the size of both.
+        yield StatePart("state", 0, 1, 1 if ranks == 1 else None, _run(offsets[-1]), formats[-1])
         return
-    yield from _convolution(name, kind, spec, projections)
+    yield from _convolution(name, kind, spec, projections, formats[0])
     if len(spec.shapes) > 1:
-        shape, dtype = spec.shapes[1], spec.dtypes[1]
-        stated = f"{kind} state {str(dtype).removeprefix('torch.')}"
-        yield StatePart("recurrent", offsets[1], shape[0], ranks, _run(sizes[1] // shape[0]), stated)
+        heads = spec.shapes[1][0]
+        yield StatePart("recurrent", offsets[1], heads, ranks, _run(sizes[1] // heads), formats[1])
 
 
 def _convolution(
-    name: str, kind: str, spec: Any, projections: Mapping[str, tuple[int, int | None]]
+    name: str, kind: str, spec: Any, projections: Mapping[str, tuple[int, int | None]], stated: str
 ) -> Iterator[StatePart]:
-    item, stated = spec.dtypes[0].itemsize, str(spec.dtypes[0]).removeprefix("torch.")
+    item = spec.dtypes[0].itemsize
     channels, inputs = spec.shapes[0] if is_conv_state_dim_first() else reversed(spec.shapes[0])
     channel, step = (inputs * item, item) if is_conv_state_dim_first() else (item, channels * item)
-    kept = inputs - spec.num_speculative_blocks
+    # Mamba's keeps no more for speculative tokens (`MambaStateShapeCalculator`).
+    speculative = 0 if kind == "mamba1" else spec.num_speculative_blocks
+    kept = inputs - speculative
     if sum(own for own, _ in projections.values()) != channels or kept < 1:
         raise LayoutError(
             f"the convolution state of {name} has {channels} channels of {inputs} inputs, "
-            f"{spec.num_speculative_blocks} of them for speculative tokens, expected {dict(projections)} channels"
+            f"{speculative} of them for speculative tokens, expected {dict(projections)} channels"
         )
     starts = accumulate((own for own, _ in projections.values()), initial=0)
     for (part, (own, shards)), (start, _) in zip(projections.items(), pairwise(starts), strict=True):
@@ -103,7 +107,7 @@ def _convolution(
             "unit_stride": 0,
             "content": item,
         }
-        yield StatePart(part, start * channel, own, shards, axes, f"{kind} conv {stated}")
+        yield StatePart(part, start * channel, own, shards, axes, stated)
 
 
 def _projections(kind: str, spec: Any, ranks: int, model_config: Any) -> dict[str, tuple[int, int | None]] | None:

@@ -130,7 +130,7 @@ pub(super) fn check(geometry: &Geometry, regions: &[RegionMetadata]) -> Result<(
                 ErrorKind::Exhausted,
                 format!(
                     "the geometry falls apart into more than {MAX_RUNS} contiguous runs per block; use a layout that \
-                     keeps a head's or a token's bytes together"
+                     keeps a head's or a token's bytes together (of a convolution's state: vLLM's SD)"
                 ),
             ));
         }

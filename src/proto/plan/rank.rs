@@ -369,7 +369,7 @@ impl Builder {
             format!(
                 "the layouts and block sizes here and on the other side have so little in common that they fall apart \
                  into more than {MAX_RUNS} different runs; start both engines with the same attention backend and \
-                 KV-cache layout, or with block sizes of which one divides the other"
+                 KV-cache layout (of a convolution's state, too), or with block sizes of which one divides the other"
             ),
         ))
     }

@@ -55,6 +55,8 @@ class Settings:
     runner: RunnerName = "mixin"
     states: str = ""
     """vLLM's `mamba_cache_mode`, for a model that has states in place of windows."""
+    speculative: int = 0
+    """Tokens ahead, for which states have more inputs and requests more blocks."""
 
 
 def write_model(folder: Path, layers: int = 4) -> str:
@@ -211,10 +213,11 @@ class Engine:
         if settings.states:
             state = MambaSpec(
                 block_size=LONGEST if settings.states == "none" else settings.block,
-                shapes=((3, 64), (4, 8, 8)),
+                shapes=((3 + settings.speculative, 64), (4, 8, 8)),
                 dtypes=(torch.bfloat16, torch.float32),
                 mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
                 mamba_cache_mode=settings.states,
+                num_speculative_blocks=settings.speculative,
                 page_size_padded=page,
             )
             groups.append(KVCacheGroupSpec(list(STATE_LAYERS), state))
@@ -258,9 +261,9 @@ class Engine:
                 places.append((layer, name, np.flatnonzero(kept), blocks[kept], at[kept] % self.block))
         return places
 
-    def _states(self, request: str, tokens: int, salt: int) -> list[tuple[Any, Any]]:
-        """For each layer with a state, the bytes where it is after `tokens` tokens of a request, and what they must be:
-        they follow from all of these tokens."""
+    def _states(self, request: str, tokens: int, salt: int) -> list[tuple[Any, Any, Any]]:
+        """For each layer with a state, the block where it is after `tokens` tokens of a request, which bytes of that
+        count, and what they must be: they follow from all of these tokens."""
         import numpy as np
         import torch
 
@@ -268,16 +271,20 @@ class Engine:
         block_ids = self.scheduler.kv_cache_manager.get_block_ids(request)
         for group, ids in zip(self.kv_cache_config.kv_cache_groups, block_ids, strict=True):
             for name in set(group.layer_names) & set(STATE_LAYERS):
-                place = self.views[name].view(torch.uint8).numpy()[ids[(tokens - 1) // group.kv_cache_spec.block_size]]
+                block = ids[(tokens - 1) // group.kv_cache_spec.block_size]
+                # Without the inputs behind the first three, which speculation adds.
+                place = self.views[name].view(torch.uint8).numpy()[block, 0, 0]
+                which = np.r_[: 3 * 128, place.size - 4 * 8 * 8 * 4 : place.size]
                 seed = [salt, STATE_LAYERS.index(name), *self.scheduler.requests[request].all_token_ids[:tokens]]
-                states.append((place, np.random.default_rng(seed).integers(0, 256, place.shape, dtype=np.uint8)))
+                content = np.random.default_rng(seed).integers(0, 256, which.shape, dtype=np.uint8)
+                states.append((place, which, content))
         return states
 
     def _compute(self, request: str, positions: range) -> None:
         import torch
 
-        for place, content in self._states(request, positions.stop, self.salt):
-            place[...] = content
+        for place, which, content in self._states(request, positions.stop, self.salt):
+            place[which] = content
         cells = self._cells(request, positions, self.salt)
         for layer, name, which, blocks, slots in self._places(request, positions):
             view = self.views[name].view(torch.uint8).numpy()
@@ -301,21 +308,30 @@ class Engine:
             found = self.views[name].view(torch.uint8).numpy()[blocks, :, slots]
             wrong += int((found != cells[layer, which]).sum())
             total += found.size
-        for place, content in self._states(request, positions.stop, salt):
-            wrong += int((place != content).sum())
-            total += place.size
+        for place, which, content in self._states(request, positions.stop, salt):
+            wrong += int((place[which] != content).sum())
+            total += which.size
         return wrong, total
 
     # --- what the parent calls
 
-    def add(self, request: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+    def add(
+        self,
+        request: str,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
         """A request comes in. Its name must be new, so that nobody takes an older answer for its own."""
         assert request not in self.answers
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
         extra = None if params is None else {"kv_transfer_params": params}
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, extra_args=extra, prompt_logprobs=prompt_logprobs
+        )
         self.scheduler.add_request(Request(request, prompt, sampling, None, block_hasher=self.hasher))
 
     def abort(self, request: str) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from kvferry.vllm import states
+from kvferry.vllm.interior import FORMAT_BYTES
+from kvferry.vllm.scheduler import _drop_last_token
 from mini_engine import FULL_LAYERS
 from mini_ranks import BLOCK, Engine, Mixed, bytes_of, hand_over, held, model
 from test_vllm_engines import Pair, prompt
@@ -177,6 +179,38 @@ def test_a_state_that_is_not_understood_moves_whole_between_equal_sizes(engines:
     assert hand_over(p, d, THERE, HERE) is None
 
 
+def test_a_state_on_another_kind_of_device_is_another_format() -> None:
+    spec = Stateful("GDN_ATTN").spec(1, 1 << 16)
+    on_cpu, on_gpu = (
+        [part.format for part in states.state_parts("a", spec, 1, None, kind)] for kind in ("cpu", "cuda")
+    )
+    assert not set(on_cpu) & set(on_gpu)
+    assert all(len(text.encode()) <= FORMAT_BYTES for text in on_gpu)
+
+
+def test_mamba_s_convolution_keeps_nothing_for_speculation() -> None:
+    spec = MambaSpec(**{**vars(Stateful("MAMBA1").spec(1, 1 << 16)), "num_speculative_blocks": 2})
+    part = next(iter(states.state_parts("a", spec, 1, None, "cpu")))
+    assert (part.name, part.axes["tokens"]) == ("conv", INPUTS)
+
+
+def test_the_last_token_goes_from_everything_that_is_as_long_as_the_prompt() -> None:
+    ids, kinds, every = [5, 0, 7], [True, False, True], [5, 0, 7]
+    request = SimpleNamespace(
+        num_prompt_tokens=3,
+        get_skip_reading_prefix_cache=lambda: False,
+        prompt_token_ids=ids,
+        prompt_embeds=torch.zeros(3, 8),
+        prompt_is_token_ids=kinds,
+        _all_token_ids=every,
+        max_tokens=9,
+    )
+    _drop_last_token(request)  # type: ignore[arg-type]
+    assert (request.prompt_token_ids, request.prompt_is_token_ids, every) == ([5, 0], [True, False], [5, 0])
+    assert (len(request.prompt_embeds), request.num_prompt_tokens, request.max_tokens) == (2, 2, 1)
+    assert (len(ids), len(kinds)) == (3, 3), "they may be somebody else's"
+
+
 def test_groups_that_nobody_states_are_not_guessed() -> None:
     for config, known in (({}, None), ({"n_groups": 1}, 1), ({"mamba_n_groups": 4}, 4), ({"n_groups": 3}, None)):
         model_config = SimpleNamespace(hf_text_config=SimpleNamespace(**config))
@@ -186,12 +220,19 @@ def test_groups_that_nobody_states_are_not_guessed() -> None:
 
 @pytest.fixture(
     scope="module",
-    # vLLM's `mamba_cache_mode`: `none` goes without prefix caching, `align` with.
-    params=[("none", "none"), ("align", "align"), ("none", "align"), ("align", "none")],
-    ids=lambda modes: "-".join(modes),
+    # vLLM's `mamba_cache_mode`: `none` goes without prefix caching, `align` with; and tokens of speculation.
+    params=[
+        (("none", 0), ("none", 0)),
+        (("align", 0), ("align", 2)),
+        (("none", 2), ("align", 2)),
+        (("align", 2), ("none", 0)),
+    ],
+    ids=lambda engines: "-".join(f"{mode}{ahead or ''}" for mode, ahead in engines),
 )
 def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    prefill, decode = ({"states": mode, "prefix_caching": mode != "none"} for mode in request.param)
+    prefill, decode = (
+        {"states": mode, "prefix_caching": mode != "none", "speculative": ahead} for mode, ahead in request.param
+    )
     pair = Pair(tmp_path_factory.mktemp("model"), "fail", False, False, prefill, decode, "active")
     yield pair
     pair.close()
@@ -224,6 +265,24 @@ def test_chunks_and_prefixes_that_both_engines_know(stateful: Pair) -> None:
         _, decode = stateful.quiesce()
         assert (decode["starts"][name][0], decode["wrong_bytes"][name]) == (len(text) - 1, 0)
     stateful.prefill.call("chunk", 0)
+
+
+def test_log_probabilities_of_the_prompt_take_all_of_it(stateful: Pair) -> None:
+    text = prompt(70, 3 * BLOCK)
+    # Of both engines: nothing is handed over.
+    stateful.prefill.call("add", "whole", text, 1, {"do_remote_decode": True, "do_remote_prefill": False}, 1)
+    stateful.prefill.call("run_until", "'reason' in e.answers.get('whole', {})")
+    assert stateful.prefill.call("answer", "whole")["params"] is None
+    # Of the decode engine: the lease is given back at once, and the request computes its prompt.
+    before = stateful.quiesce()[0]["figures"]["sends_released"]
+    params = stateful.prefilled("logprobs", text)
+    stateful.decode.call("add", "logprobs", text, 4, params, 1)
+    stateful.decode.call("run_until", "'logprobs' in e.sources")
+    stateful.prefill.call("run_while_needed")
+    assert stateful.prefill.call("state")["figures"]["sends_released"] == before + 1
+    stateful.decode.call("run_until", "'reason' in e.answers.get('logprobs', {})")
+    _, decode = stateful.quiesce()
+    assert (decode["starts"]["logprobs"][0], "logprobs" in decode["failed"]) == (0, False)
 
 
 def test_another_engine_s_state_is_noticed(stateful: Pair) -> None:
