@@ -34,6 +34,8 @@ class Pair:
         model = write_model(folder)
         self.model, self.hybrid = model, hybrid
         limits = {"handshake_timeout_ms": 5000, "transfer_timeout_ms": 20000}
+        self.states: str = (prefill or {}).get("states", "")
+        self.groups = 1 + hybrid + bool(self.states)
         prefill = {"runner": runner, **(prefill or {})}
         decode = {"runner": runner, **(decode or {})}
         self.prefill = Remote(Settings("kv_producer", model, P_SALT, policy, hybrid, child, **prefill))
@@ -76,17 +78,20 @@ class Pair:
 
 @pytest.fixture(
     scope="module",
-    # Policy, several KV-cache groups, child of MultiConnector, and how the model runner calls.
+    # Policy, windows beside full attention, child of MultiConnector, how the model runner calls, and how states beside
+    # full attention are kept.
     params=[
-        ("fail", True, False, "mixin"),
-        ("recompute", False, False, "active"),
-        ("fail", False, True, "active"),
+        ("fail", True, False, "mixin", ""),
+        ("recompute", False, False, "active", ""),
+        ("fail", False, True, "active", ""),
+        ("recompute", False, False, "active", "align"),
     ],
-    ids=["fail-hybrid-mixin", "recompute-active", "fail-child-active"],
+    ids=["fail-hybrid-mixin", "recompute-active", "fail-child-active", "recompute-states-active"],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    policy, hybrid, child, runner = request.param
-    pair = Pair(tmp_path_factory.mktemp("model"), policy, hybrid, child, runner=runner)
+    policy, hybrid, child, runner, states = request.param
+    more = {"states": states}
+    pair = Pair(tmp_path_factory.mktemp("model"), policy, hybrid, child, more, more, runner)
     yield pair
     pair.close()
 
@@ -125,10 +130,10 @@ def test_hand_over(pair: Pair, tokens: int) -> None:
 def test_asked_at_the_same_time_as_the_prefill_engine(pair: Pair) -> None:
     place = {
         key: value
-        for key, value in pair.prefilled("before", [7]).items()
+        for key, value in pair.prefilled("before", [7, 8]).items()
         if key in ("remote_engine_id", "remote_host", "remote_port")
     }
-    pair.decode.call("add", "before", [7], 4, {**place, "do_remote_prefill": True, "transfer_id": "nobody's"})
+    pair.decode.call("add", "before", [7, 8], 4, {**place, "do_remote_prefill": True, "transfer_id": "nobody's"})
     words = {f"at-once-{i}": prompt(40 + i, 60 + 90 * i) for i in range(3)}
     for name, tokens in words.items():
         pair.decode.call("add", name, tokens, 4, {**place, "do_remote_prefill": True, "transfer_id": f"x-{name}"})
@@ -150,7 +155,7 @@ def test_asked_at_the_same_time_as_the_prefill_engine(pair: Pair) -> None:
     # One whose prefill never comes is aborted by its client. The first prefill, which nobody read, is given back.
     pair.decode.call("abort", "before")
     first = pair.prefill.call("answer", "p-before")["params"]
-    pair.decode.call("add", "given-back", [7], 4, first)
+    pair.decode.call("add", "given-back", [7, 8], 4, first)
     pair.decode.call("abort", "given-back")
     _, d = pair.quiesce()
     assert {name: d["wrong_bytes"][name] for name in words} == dict.fromkeys(words, 0)
@@ -234,7 +239,7 @@ def test_unusable_params_end_that_request_only(pair: Pair, policy: str, spoil: s
         "remote_request_id": "p-x",
         "remote_host": "127.0.0.1",
         "remote_port": 9,
-        "remote_block_ids": [[1, 2, 3, 4, 5]] * (2 if pair.hybrid else 1),
+        "remote_block_ids": [[1, 2, 3, 4, 5]] * pair.groups,
         "remote_num_tokens": 70,
         "tp_size": 1,
         "pp_size": 1,
@@ -254,7 +259,9 @@ def test_unknown_request_at_the_producer(pair: Pair, policy: str) -> None:
 
 
 def test_producer_that_is_dead(pair: Pair, policy: str) -> None:
-    third = Remote(Settings("kv_producer", pair.model, OTHER_SALT, "fail", pair.hybrid)).wait_started()
+    third = Remote(
+        Settings("kv_producer", pair.model, OTHER_SALT, "fail", pair.hybrid, states=pair.states)
+    ).wait_started()
     words = prompt(96, 90)
     third.call("add", "p-orphan", words, 1, REMOTE_DECODE)
     third.call("run_until", "'reason' in e.answers.get('p-orphan', {})")

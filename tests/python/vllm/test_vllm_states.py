@@ -255,6 +255,22 @@ def test_a_prompt_of_one_token_is_computed_and_its_lease_given_back(stateful: Pa
     assert prefill["figures"]["sends_released"] > 0
 
 
+def test_a_prompt_of_one_token_with_both_engines_asked_at_once(stateful: Pair) -> None:
+    first = stateful.prefilled("place", [7])
+    place = {key: first[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
+    before = stateful.prefill.call("state")["figures"].get("sends_released", 0)
+    stateful.decode.call("add", "at-once", [7], 4, {**place, "do_remote_prefill": True, "transfer_id": "x"})
+    stateful.decode.call("run_until", "'reason' in e.answers.get('at-once', {})")
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
+    stateful.prefill.call("add", "p-at-once", [7], 1, params)
+    stateful.prefill.call("run_until", "'p-at-once' in e.answers and 'p-at-once' not in e.scheduler.requests")
+    assert stateful.prefill.call("state")["figures"]["sends_released"] == before + 1
+    # The first prefill was for nobody.
+    stateful.decode.call("add", "given-back", [7], 4, first)
+    _, decode = stateful.quiesce()
+    assert (decode["starts"]["at-once"][0], decode["failed"]) == (0, {})
+
+
 def test_chunks_and_prefixes_that_both_engines_know(stateful: Pair) -> None:
     prefix = prompt(3, 5 * BLOCK)
     stateful.prefill.call("chunk", 2 * BLOCK)
