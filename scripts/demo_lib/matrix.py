@@ -65,6 +65,8 @@ PAIRS = (
     Pair("mamba2", "tp=1", "tp=1", "mamba2"),
     Pair("mamba2-tp2-tp1", "tp=2", "tp=1", "mamba2"),
     Pair("mamba2-tp1-tp2", "tp=1", "tp=2", "mamba2"),
+    Pair("mamba2-pp2-tp1", "pp=2", "tp=1", "mamba2"),
+    Pair("mamba2-tp1-pp2", "tp=1", "pp=2", "mamba2"),
     Pair("gdn", "tp=1", "tp=1", "gdn"),
     Pair("gdn-tp2-tp1", "tp=2", "tp=1", "gdn"),
     Pair("gdn-tp1-tp2", "tp=1", "tp=2", "gdn"),
