@@ -41,7 +41,7 @@ def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
 
 
 def _drop_last_token(request: Request) -> None:
-    """Takes the last token off a new request's prompt, as vLLM's NIXL connector does for other models. Nothing is taken
+    """Takes the last token off a new request's prompt, as vLLM's NIXL connector does. Nothing is taken
     from a prompt of one token, and from one whose log-probabilities are asked for: the decode engine computes all of
     that one itself."""
     if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():

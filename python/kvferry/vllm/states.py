@@ -72,8 +72,9 @@ def state_parts(name: str, spec: Any, tp_size: int, model_config: Any, device: s
     formats = [f"{kind} {str(dtype).removeprefix('torch.')} on {device}, vLLM {RELEASE}" for dtype in spec.dtypes]
     projections = _projections(kind, spec, ranks, model_config)
     if projections is None:
-        # Two states of different types lie together in one part, which has the size of both.
-        yield StatePart("state", 0, 1, 1 if ranks == 1 else None, _run(offsets[-1]), formats[-1])
+        types = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
+        stated = f"{kind} {types} on {device}, vLLM {RELEASE}"
+        yield StatePart("state", 0, 1, 1 if ranks == 1 else None, _run(offsets[-1]), stated)
         return
     yield from _convolution(name, kind, spec, projections, formats[0])
     if len(spec.shapes) > 1:

@@ -290,7 +290,7 @@ def test_log_probabilities_of_the_prompt_take_all_of_it(stateful: Pair) -> None:
     stateful.prefill.call("run_until", "'reason' in e.answers.get('whole', {})")
     assert stateful.prefill.call("answer", "whole")["params"] is None
     # Of the decode engine: the lease is given back at once, and the request computes its prompt.
-    before = stateful.quiesce()[0]["figures"]["sends_released"]
+    before = stateful.quiesce()[0]["figures"].get("sends_released", 0)
     params = stateful.prefilled("logprobs", text)
     stateful.decode.call("add", "logprobs", text, 4, params, 1)
     stateful.decode.call("run_until", "'logprobs' in e.sources")
