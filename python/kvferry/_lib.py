@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from operator import index
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +37,10 @@ class Ids(Protocol):
 class Library(NamedTuple):
     ffi: Any
     functions: Any
+    ids: Any
+    """`uint32_t[]`, looked up once: an engine's thread, whose caches hold other things, pays for cffi's look-ups."""
+    offsets: Any
+    segments: Any
 
 
 _load_lock = threading.Lock()
@@ -70,7 +75,7 @@ def _open() -> Library:
         # A path that the library cannot take is no hint.
         hint = ucx.encode(errors="surrogateescape")
         functions.kvf_ucx_hint(hint, len(hint))
-    return Library(ffi, functions)
+    return Library(ffi, functions, *map(ffi.typeof, ("uint32_t[]", "uint64_t[]", "kvf_segment[]")))
 
 
 def load() -> Library:
@@ -112,7 +117,7 @@ def ask(name: str, *arguments: Any) -> bytes:
 
 def last_error(status: int) -> KvferryError:
     """The error of this thread's last failed call."""
-    ffi, functions = load()
+    ffi, functions = load()[:2]
     needed = ffi.new("size_t *")
     size = 1024
     while True:
@@ -126,7 +131,7 @@ def last_error(status: int) -> KvferryError:
 
 def error_of(status: int, message: bytes) -> KvferryError:
     """The error of a status and its text, both from the library."""
-    ffi, functions = load()
+    ffi, functions = load()[:2]
     name: bytes = ffi.string(functions.kvf_status_name(status))
     return make_error(status, name.decode(), message.decode("utf-8", "replace"))
 
@@ -187,42 +192,80 @@ def constant(names: Mapping[str, str], what: str, value: str) -> int:
     return number
 
 
-def _ids(ids: Ids, what: str) -> tuple[Any, int]:
-    """Block ids as a C array and their number. A contiguous numpy uint32 array is passed without a copy."""
-    ffi = load().ffi
+def _ids(ids: Ids, what: str, number: int) -> tuple[Any, int]:
+    """A list's block ids as a C array and their number. A contiguous numpy uint32 array is passed without a copy."""
+    library = load()
     try:
         view = memoryview(ids)  # type: ignore[arg-type]
     except TypeError:
         view = None
     if view is not None and view.format == "I" and view.ndim == 1 and view.c_contiguous:
-        return ffi.from_buffer("uint32_t[]", view), len(view)
+        return library.ffi.from_buffer(library.ids, view), len(view)
     try:
         plain = ids if isinstance(ids, (list, tuple)) else list(ids)
-        return ffi.new("uint32_t[]", plain), len(plain)
+        return library.ffi.new(library.ids, plain), len(plain)
     except (TypeError, OverflowError) as error:
         expected = "integers from 0 to 4294967295, as a list or a flat numpy uint32 array"
-        raise invalid(f"{what}: block ids must be {expected}: {error}") from error
+        raise invalid(f"{what}, list {number}: block ids must be {expected}: {error}") from error
+
+
+def _joined(parts: Sequence[tuple[Any, int]], ends: Sequence[int]) -> Any:
+    """The ids of all lists as one array, of which each ends where the next begins."""
+    if len(parts) == 1:
+        return parts[0][0]
+    library = load()
+    ids = library.ffi.new(library.ids, ends[-1])
+    for (array, count), start in zip(parts, ends, strict=False):
+        library.ffi.memmove(ids + start, array, 4 * count)
+    return ids
 
 
 class Lists:
     """Block lists as one flat array of ids and the offset of each list's end, as the C ABI takes them."""
 
     def __init__(self, lists: Sequence[Ids], what: str) -> None:
-        ffi = load().ffi
+        library = load()
         if not isinstance(lists, Iterable):
             raise invalid(f"{what} must be lists of block ids, not {type(lists).__name__}")
-        parts = [_ids(ids, f"{what}, list {number}") for number, ids in enumerate(lists)]
-        ends = [0]
-        for _, count in parts:
-            ends.append(ends[-1] + count)
-        if len(parts) == 1:
-            self.ids = parts[0][0]
-        else:
-            self.ids = ffi.new("uint32_t[]", ends[-1])
-            for (array, count), start in zip(parts, ends, strict=False):
-                ffi.memmove(self.ids + start, array, 4 * count)
+        parts = [_ids(ids, what, number) for number, ids in enumerate(lists)]
+        ends = [0, *accumulate(count for _, count in parts)]
+        self.ids = _joined(parts, ends)
         self.count = len(parts)
-        self.offsets = ffi.new("uint64_t[]", ends)
+        self.offsets = library.ffi.new(library.offsets, ends)
+
+
+def pairs(blocks: Sequence[tuple[Ids, Ids]]) -> tuple[Any, Any, Any, int]:
+    """Pairs of block lists as the C ABI takes them: local ids, remote ids, where each list ends, how many lists."""
+    local: list[tuple[Any, int]] = []
+    remote: list[tuple[Any, int]] = []
+    ends = [0]
+    try:
+        for number, (ours, theirs) in enumerate(blocks):
+            local.append(_ids(ours, "local blocks", number))
+            remote.append(_ids(theirs, "remote blocks", number))
+            counts = local[number][1], remote[number][1]
+            if counts[0] != counts[1]:
+                text = f"block list {number} names {counts[0]} local and {counts[1]} remote blocks; they go in pairs"
+                raise invalid(text)
+            ends.append(ends[number] + counts[0])
+    except (TypeError, ValueError, KvferryError) as error:
+        raise _wrong_pairs(blocks, error) from error
+    library = load()
+    return _joined(local, ends), _joined(remote, ends), library.ffi.new(library.offsets, ends), len(local)
+
+
+def _wrong_pairs(blocks: object, error: Exception) -> KvferryError:
+    """What is wrong with `blocks` that are no pairs of lists."""
+    expected = "blocks must be a list of pairs (local block ids, remote block ids), one per list that segments name"
+    if not isinstance(blocks, Sequence):
+        return invalid(f"{expected}; not {type(blocks).__name__}")
+    for number, pair in enumerate(blocks):
+        try:
+            ours, theirs = pair
+            _ = len(ours), len(theirs)
+        except (TypeError, ValueError):
+            return invalid(f"{expected}; blocks[{number}] is {pair!r:.80}")
+    return error if isinstance(error, KvferryError) else invalid(f"{expected}: {error}")
 
 
 # --- root objects
@@ -313,7 +356,7 @@ class Handle:
 
 def version() -> str:
     """The library's version."""
-    ffi, functions = load()
+    ffi, functions = load()[:2]
     number: bytes = ffi.string(functions.kvf_version())
     return number.decode()
 

@@ -67,9 +67,11 @@ class PeerLost:
     error: KvferryError
 
 
-@dataclass(frozen=True)
-class TransferDone:
-    """A transfer has ended, and touches no memory any more. `error` is None when every byte has arrived."""
+class TransferDone(NamedTuple):
+    """A transfer has ended, and touches no memory any more. `error` is None when every byte has arrived.
+
+    `bytes` were moved by `operations` pieces, in `duration` seconds from the first that was posted to the last that ended.
+    """
 
     transfer: int
     peer: int
@@ -148,6 +150,12 @@ class Agent:
         self._lock = threading.Lock()
         self._polling = threading.Lock()
         self._events: deque[Event] = deque()
+        # Where the library leaves events, used by who holds `_polling`, and a transfer's id, by who holds `_lock`.
+        self._raw, self._count, self._id = (
+            _lib.new(f"kvf_event[{_EVENTS_AT_ONCE}]"),
+            _lib.new("size_t *"),
+            _lib.new("uint64_t *"),
+        )
         self._transfers: dict[int, Transfer] = {}
 
     def register(
@@ -203,20 +211,17 @@ class Agent:
         return self._start("KVF_WRITE", peer, segments, blocks)
 
     def _start(self, direction: str, peer: int, segments: Sequence[Segment], blocks: BlockPairs) -> Transfer:
-        _check_pairs(blocks)
         try:
             packed = b"".join([_SEGMENT.pack(*segment) for segment in segments])
         except (TypeError, struct.error) as error:
             raise _wrong_segment(segments, error) from error
-        ffi, functions = _lib.load()
-        array, count = ffi.from_buffer("kvf_segment[]", packed), len(packed) // _SEGMENT.size
-        local = _lib.Lists([pair[0] for pair in blocks], "local blocks")
-        remote = _lib.Lists([pair[1] for pair in blocks], "remote blocks")
-        lists = local.ids, remote.ids, local.offsets, local.count
-        start = _lib.whole("peer", peer), getattr(functions, direction), array, count, *lists
+        library = _lib.load()
+        array, count = library.ffi.from_buffer(library.segments, packed), len(packed) // _SEGMENT.size
+        plan = getattr(library.functions, direction), array, count, *_lib.pairs(blocks)
         # Held over the call, so that the event of a transfer that ends at once finds it in the table.
         with self._lock:
-            id = self._handle.number("uint64_t", "transfer", *start, 0)
+            self._handle.call("transfer", _lib.whole("peer", peer), *plan, 0, self._id)
+            id = int(self._id[0])
             transfer = self._transfers[id] = Transfer(self, id)
         return transfer
 
@@ -270,7 +275,7 @@ class Agent:
     def _pump(self, timeout: float) -> None:
         """Takes events from the library, waiting up to `timeout` seconds for the first."""
         with self._polling:
-            raw, count = _lib.new(f"kvf_event[{_EVENTS_AT_ONCE}]"), _lib.new("size_t *")
+            raw, count = self._raw, self._count
             if timeout > 0:
                 self._handle.call("wait", _lib.milliseconds(timeout), raw, _EVENTS_AT_ONCE, count)
             else:
@@ -325,19 +330,3 @@ def _wrong_segment(segments: object, error: Exception) -> KvferryError:
 
 
 _LONG_FIELDS = ("offset", "stride", "length")
-
-
-def _check_pairs(blocks: object) -> None:
-    """Raises for `blocks` that are no pairs of lists of equal length."""
-    expected = "blocks must be a list of pairs (local block ids, remote block ids), one per list that segments name"
-    if not isinstance(blocks, Sequence):
-        raise invalid(f"{expected}; not {type(blocks).__name__}")
-    for number, pair in enumerate(blocks):
-        try:
-            ours, theirs = pair
-            counts = len(ours), len(theirs)
-        except (TypeError, ValueError):
-            raise invalid(f"{expected}; blocks[{number}] is {pair!r:.80}") from None
-        if counts[0] != counts[1]:
-            text = f"block list {number} names {counts[0]} local and {counts[1]} remote blocks; they go in pairs"
-            raise invalid(text)

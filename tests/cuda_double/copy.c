@@ -105,38 +105,63 @@ void cd_run_copies(struct stream *stream, struct op *op) {
     }
 }
 
+static const char kernel_name[] = "kvferry_copy_pieces";
+
+/* Without the lock. What a kernel reads at `address`, which must still be what had this print when it was launched, if it
+ * had one. To be freed. */
+static void *kernel_reads(CUdevice device, uint64_t address, size_t bytes, const uint64_t *print) {
+    struct copy whole = {.len = bytes, .src = address};
+    pthread_mutex_lock(&cd_lock);
+    bool good = usable(address, bytes, DEVICE_OK | PINNED_OK, false, device, &whole.src_print);
+    pthread_mutex_unlock(&cd_lock);
+    if (!good || (print != NULL && *print != whole.src_print)) {
+        cd_die("%s reads its table at %#lx, which is no memory of the device or was freed after the launch", kernel_name,
+               address);
+    }
+    void *found = cd_new(bytes);
+    whole.dst = (uint64_t)found;
+    move(kernel_name, device, &whole, NULL);
+    return found;
+}
+
 /* A kernel sees device memory and pinned host memory; anything else is what a GPU calls an illegal address. */
 void cd_run_kernel(struct stream *stream, struct op *op) {
-    struct piece {
-        uint64_t src, dst, len;
+    struct stretch {
+        uint64_t src, dst, src_stride, dst_stride, len;
+        uint32_t first, parts, pairs, unused;
+    };
+    struct pair {
+        uint32_t src, dst;
     };
     CUdevice device = stream->context->device;
-    size_t bytes = op->table_count * sizeof(struct piece);
-    struct piece *table = cd_new(bytes);
-    struct copy whole = {.len = bytes, .src = op->table};
-    uint64_t print;
-    pthread_mutex_lock(&cd_lock);
-    bool good = usable(op->table, bytes, DEVICE_OK | PINNED_OK, false, device, &print);
-    if (!good || print != op->copies[0].src_print) {
-        cd_die("kvferry_copy_pieces reads its table at %#lx, which was freed after the launch", op->table);
-    }
-    whole.src_print = print;
-    pthread_mutex_unlock(&cd_lock);
-    whole.dst = (uint64_t)table;
-    move("kvferry_copy_pieces", device, &whole, NULL);
-    for (uint32_t i = 0; i < op->table_count; i++) {
-        struct copy copy = {.dst = table[i].dst, .src = table[i].src, .len = table[i].len};
-        pthread_mutex_lock(&cd_lock);
-        good = copy.len == 0 || (usable(copy.dst, copy.len, DEVICE_OK | PINNED_OK, true, device, &copy.dst_print) &&
-                                 usable(copy.src, copy.len, DEVICE_OK | PINNED_OK, false, device, &copy.src_print));
-        pthread_mutex_unlock(&cd_lock);
-        if (!good) {
-            cd_die("kvferry_copy_pieces: piece %u copies %zu bytes from %#lx to %#lx, an illegal address", i, copy.len,
-                   copy.src, copy.dst);
+    size_t bytes = op->stretch_count * sizeof(struct stretch);
+    struct stretch *stretches = kernel_reads(device, op->stretches, bytes, &op->copies[0].src_print);
+    for (uint32_t i = 0; i < op->stretch_count; i++) {
+        struct stretch *s = &stretches[i];
+        uint32_t end = i + 1 < op->stretch_count ? stretches[i + 1].first : op->items;
+        uint32_t count = s->parts == 0 ? 0 : (end - s->first) / s->parts;
+        if (s->parts != (s->len + 4095) / 4096 || end < s->first || count * s->parts != end - s->first) {
+            cd_die("%s: stretch %u of %u has items from %u to %u, %u a block of %lu bytes", kernel_name, i,
+                   op->stretch_count, s->first, end, s->parts, s->len);
         }
-        move("kvferry_copy_pieces", device, &copy, NULL);
+        struct pair *pairs = kernel_reads(device, op->pairs + 8ul * s->pairs, count * sizeof(struct pair), NULL);
+        for (uint32_t k = 0; k < count; k++) {
+            struct copy copy = {.dst = s->dst + s->dst_stride * pairs[k].dst,
+                                .src = s->src + s->src_stride * pairs[k].src,
+                                .len = s->len};
+            pthread_mutex_lock(&cd_lock);
+            bool good = usable(copy.dst, copy.len, DEVICE_OK | PINNED_OK, true, device, &copy.dst_print) &&
+                        usable(copy.src, copy.len, DEVICE_OK | PINNED_OK, false, device, &copy.src_print);
+            pthread_mutex_unlock(&cd_lock);
+            if (!good) {
+                cd_die("%s: block %u of stretch %u: %zu bytes from %#lx to %#lx, an illegal address", kernel_name, k, i,
+                       copy.len, copy.src, copy.dst);
+            }
+            move(kernel_name, device, &copy, NULL);
+        }
+        free(pairs);
     }
-    free(table);
+    free(stretches);
 }
 
 /* Locked. Reads the source now: what a driver does where a copy's source may be used again at once. */
@@ -356,7 +381,7 @@ API CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *n
     LOCKED;
     if (out == NULL || name == NULL) return INVALID_VALUE;
     if (!module_lives(module)) return INVALID_HANDLE;
-    if (strcmp(name, "kvferry_copy_pieces") != 0) return NOT_FOUND;
+    if (strcmp(name, kernel_name) != 0) return NOT_FOUND;
     *out = cd_keep(sizeof **out);
     **out = (struct function){FUNCTION_MAGIC, module};
     return OK;
@@ -377,11 +402,13 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
     if (block_x == 0 || block_y == 0 || block_z == 0) return INVALID_VALUE;
     if ((uint64_t)block_x * block_y > 1024 || (uint64_t)block_x * block_y * block_z > 1024) return INVALID_VALUE;
     struct op *op = cd_op(KERNEL);
-    memcpy(&op->table, arguments[0], sizeof op->table);
-    memcpy(&op->table_count, arguments[1], sizeof op->table_count);
+    memcpy(&op->pairs, arguments[0], sizeof op->pairs);
+    memcpy(&op->stretches, arguments[1], sizeof op->stretches);
+    memcpy(&op->stretch_count, arguments[2], sizeof op->stretch_count);
+    memcpy(&op->items, arguments[3], sizeof op->items);
     op->copies = cd_new(sizeof *op->copies);
-    size_t bytes = op->table_count * (size_t)24;
-    if (bytes > 0 && !usable(op->table, bytes, DEVICE_OK | PINNED_OK, false, stream->context->device,
+    size_t bytes = op->stretch_count * (size_t)56;
+    if (bytes > 0 && !usable(op->stretches, bytes, DEVICE_OK | PINNED_OK, false, stream->context->device,
                              &op->copies[0].src_print)) {
         free(op->copies);
         free(op);

@@ -126,8 +126,8 @@ struct op {
     void (*call)(void *);
     void (*callback)(CUstream, CUresult, void *);
     void *user;
-    uint64_t table; /* KERNEL */
-    uint32_t table_count;
+    uint64_t pairs, stretches; /* KERNEL */
+    uint32_t stretch_count, items;
 };
 
 struct stream {

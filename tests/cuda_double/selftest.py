@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -432,38 +433,59 @@ def pinned_memory() -> None:
     d.expect(0, "cuMemFree_v2", managed)
 
 
-def kernel(d: Driver, stream: int, table: int, count: int, name: bytes = b"kvferry_copy_pieces") -> int:
+def kernel(d: Driver, stream: int, pairs: int, stretches: int, count: int, items: int) -> int:
     module = d.get("cuModuleLoadData", b"any image")
     d.expect(NOT_FOUND, "cuModuleGetFunction", ctypes.byref(ctypes.c_uint64()), module, b"nothing")
-    function = d.get("cuModuleGetFunction", module, name)
-    values = (ctypes.c_uint64 * 2)(table, count)
-    arguments = (ctypes.c_void_p * 2)(ctypes.addressof(values), ctypes.addressof(values) + 8)
+    function = d.get("cuModuleGetFunction", module, b"kvferry_copy_pieces")
+    values = (ctypes.c_uint64 * 4)(pairs, stretches, count, items)
+    arguments = (ctypes.c_void_p * 4)(*(ctypes.addressof(values) + 8 * number for number in range(4)))
     one = (1, 1, 1)
     return d.call("cuLaunchKernel", function, *one, 128, 1, 1, 0, stream, arguments, None)
+
+
+def stretch(src: int, dst: int, src_stride: int, dst_stride: int, length: int, first: int, pairs: int) -> bytes:
+    return struct.pack("=5Q4I", src, dst, src_stride, dst_stride, length, first, -(-length // 4096), pairs, 0)
 
 
 @case()
 def kernels() -> None:
     d = Driver()
-    a, b, stream = d.alloc(4096), d.alloc(4096), d.stream()
-    d.put(a, bytes(range(256)) * 16)
+    a, b, stream = d.alloc(32768), d.alloc(32768), d.stream()
+    data = bytes(number * 7 % 251 for number in range(32768))
+    d.put(a, data)
     d.expect(0, "cuCtxSynchronize")
-    table = d.get("cuMemHostAlloc", 48, 0)
-    ctypes.memmove(table, (ctypes.c_uint64 * 6)(a, b + 100, 10, a + 200, b, 50), 48)
-    assert kernel(d, stream, table, 2) == 0
+    pairs = struct.pack("=6I", 0, 0, 3, 1, 1, 2)
+    stretches = stretch(a, b + 100, 0, 0, 10, 0, 0) + stretch(a, b + 1000, 5000, 4999, 4999, 1, 1)
+    table = d.get("cuMemHostAlloc", 24 + len(stretches), 0)
+    ctypes.memmove(table, pairs + stretches, 24 + len(stretches))
+    # 4,999 bytes are two items.
+    assert kernel(d, stream, table, table + 24, 2, 1 + 2 * 2) == 0
     d.expect(0, "cuStreamSynchronize", stream)
-    assert d.read(b, 110)[:50] == bytes(range(200, 250))
-    assert d.read(b + 100, 10) == bytes(range(10))
-    assert kernel(d, stream, ctypes.addressof(ctypes.create_string_buffer(48)), 2) == INVALID_VALUE
+    there = d.read(b, 32768)
+    assert there[100:110] == data[:10]
+    assert there[1000 + 4999 :][:4999] == data[15000:][:4999]
+    assert there[1000 + 2 * 4999 :][:4999] == data[5000:][:4999]
+    host = ctypes.addressof(ctypes.create_string_buffer(200))
+    assert kernel(d, stream, host, host + 24, 2, 3) == INVALID_VALUE
 
 
 @case(status=-signal.SIGABRT)
 def kernels_see_no_pageable_memory() -> None:
     d = Driver()
     a, stream, host = d.alloc(4096), d.stream(), ctypes.create_string_buffer(64)
-    table = d.get("cuMemHostAlloc", 24, 0)
-    ctypes.memmove(table, (ctypes.c_uint64 * 3)(ctypes.addressof(host), a, 64), 24)
-    kernel(d, stream, table, 1)
+    table = d.get("cuMemHostAlloc", 64, 0)
+    ctypes.memmove(table, bytes(8) + stretch(ctypes.addressof(host), a, 0, 0, 64, 0, 0), 64)
+    kernel(d, stream, table, table + 8, 1, 1)
+    d.call("cuStreamSynchronize", stream)
+
+
+@case(status=-signal.SIGABRT)
+def kernels_copy_no_more_than_their_items() -> None:
+    d = Driver()
+    a, b, stream = d.alloc(8192), d.alloc(8192), d.stream()
+    table = d.get("cuMemHostAlloc", 64, 0)
+    ctypes.memmove(table, bytes(8) + stretch(a, b, 0, 0, 5000, 0, 0), 64)
+    kernel(d, stream, table, table + 8, 1, 1)
     d.call("cuStreamSynchronize", stream)
 
 

@@ -13,7 +13,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cuda
 import kvferry
@@ -21,17 +21,37 @@ import numpy as np
 from kvferry import Segment
 from peer import Peer, register
 
-NBYTES = 64 << 20
 ROUNDS = 9
 WARM_UP = 2
 GENEROUS = 120.0
+
+
+class Work(NamedTuple):
+    """Something to read."""
+
+    text: str
+    blocks: int
+    """Half of those that there are."""
+    length: int
+    """Bytes of each."""
+    is_scattered: bool = True
+    computes: bool = False
+    """Whether the device computes meanwhile."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that it is read from, and read to."""
+        return 2 * self.blocks * self.length
+
+
 WORK = (
-    ("2,048 blocks of 16 KiB at random", 2048, 16 << 10, True, False),
-    ("8,192 blocks of 4 KiB at random", 8192, 4 << 10, True, False),
-    ("32 MiB, contiguous", 2048, 16 << 10, False, False),
-    ("2,048 blocks of 16 KiB at random, while the reader computes", 2048, 16 << 10, True, True),
+    Work("2,048 blocks of 16 KiB at random", 2048, 16 << 10),
+    Work("8,192 blocks of 4 KiB at random", 8192, 4 << 10),
+    Work("32 MiB, contiguous", 2048, 16 << 10, is_scattered=False),
+    Work("2,048 blocks of 16 KiB at random, while the reader computes", 2048, 16 << 10, computes=True),
 )
-"""What it is; blocks, their bytes, whether at random; whether the device computes meanwhile."""
+LONG_WORK = (Work("16,384 blocks of 16 KiB at random", 16384, 16 << 10),)
+"""As much as a long prompt has. It takes NIXL seconds, and is not read by it."""
 
 
 class Engine(Protocol):
@@ -57,7 +77,7 @@ class Kvferry:
     numbers: type[np.integer[Any]] = np.uint32
 
     def __init__(self, memory: cuda.Memory) -> None:
-        self._peer = Peer("auto", "cuda", [NBYTES], self.seed)
+        self._peer = Peer("auto", "cuda", [memory.nbytes], self.seed)
         self._agent = kvferry.Agent({"name": "bench", "transport": "auto"})
         register(self._agent, memory, "cuda")
         self._connected = self._agent.connect(self._peer.metadata)
@@ -89,15 +109,15 @@ def _nixl() -> Any | None:
     return None
 
 
-def _nixl_owner(pipe: Any, seed: int) -> None:
+def _nixl_owner(pipe: Any, seed: int, nbytes: int) -> None:
     """NIXL's other process."""
     driver = cuda.Driver()
-    memory = cuda.DeviceMemory(driver, NBYTES)
-    memory.put(cuda.pattern(seed, NBYTES))
+    memory = cuda.DeviceMemory(driver, nbytes)
+    memory.put(cuda.pattern(seed, nbytes))
     api = _nixl()
     assert api is not None
     agent = api.nixl_agent("owner", api.nixl_agent_config(backends=["UCX"]))
-    agent.register_memory([(memory.address, NBYTES, 0, "")], "VRAM")
+    agent.register_memory([(memory.address, nbytes, 0, "")], "VRAM")
     pipe.send((agent.get_agent_metadata(), memory.address))
     pipe.recv()
 
@@ -114,18 +134,18 @@ class Nixl:
         assert api is not None
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._owner = spawn.Process(target=_nixl_owner, args=(theirs, self.seed), daemon=True)
+        self._owner = spawn.Process(target=_nixl_owner, args=(theirs, self.seed, memory.nbytes), daemon=True)
         self._owner.start()
         self._agent = api.nixl_agent("reader", api.nixl_agent_config(backends=["UCX"]))
-        self._agent.register_memory([(memory.address, NBYTES, 0, "")], "VRAM")
+        self._agent.register_memory([(memory.address, memory.nbytes, 0, "")], "VRAM")
         metadata, self._there = self._pipe.recv()
-        self._here = memory.address
+        self._here, self._nbytes = memory.address, memory.nbytes
         self._remote = self._agent.add_remote_agent(metadata)
         self._lists: dict[int, tuple[Any, Any]] = {}
 
     def _prepared(self, length: int) -> tuple[Any, Any]:
         if length not in self._lists:
-            count = NBYTES // length
+            count = self._nbytes // length
             here = [(self._here + block * length, length, 0) for block in range(count)]
             there = [(self._there + block * length, length, 0) for block in range(count)]
             own = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, "VRAM")
@@ -166,8 +186,8 @@ class Plain:
 
     def __init__(self, driver: cuda.Driver, memory: cuda.Memory) -> None:
         self._driver, self._memory = driver, memory
-        self._source = cuda.DeviceMemory(driver, NBYTES)
-        self._source.put(cuda.pattern(self.seed, NBYTES))
+        self._source = cuda.DeviceMemory(driver, memory.nbytes)
+        self._source.put(cuda.pattern(self.seed, memory.nbytes))
         self._stream = ctypes.c_void_p()
         driver.call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(1))
 
@@ -187,16 +207,17 @@ class Plain:
 
     def end(self) -> None:
         """See Engine."""
+        self._source.free()
 
 
-@functools.cache
-def _pattern(seed: int) -> cuda.Bytes:
-    return cuda.pattern(seed, NBYTES)
+@functools.lru_cache(maxsize=4)
+def _pattern(seed: int, nbytes: int) -> cuda.Bytes:
+    return cuda.pattern(seed, nbytes)
 
 
-def _expected(seed: int, length: int, here: cuda.Numbers, there: cuda.Numbers) -> cuda.Bytes:
-    expected = _pattern(8).copy().reshape(-1, length)
-    expected[here] = _pattern(seed).reshape(-1, length)[there]
+def _expected(seed: int, work: Work, here: cuda.Numbers, there: cuda.Numbers) -> cuda.Bytes:
+    expected = _pattern(8, work.nbytes).copy().reshape(-1, work.length)
+    expected[here] = _pattern(seed, work.nbytes).reshape(-1, work.length)[there]
     flat: cuda.Bytes = expected.reshape(-1)
     return flat
 
@@ -206,20 +227,18 @@ def _columns(times: dict[str, list[tuple[float, float]]]) -> Iterator[tuple[str,
     return ((name, zip(*all, strict=True)) for name, all in times.items())
 
 
-def _rounds(
-    engines: list[Engine], memory: cuda.Memory, count: int, length: int, scattered: bool
-) -> dict[str, tuple[float, float]]:
+def _rounds(engines: list[Engine], memory: cuda.Memory, work: Work) -> dict[str, tuple[float, float]]:
     """Medians in seconds of each engine: until the bytes are there, and of the calling thread."""
     random = np.random.default_rng(11)
     times: dict[str, list[tuple[float, float]]] = {engine.name: [] for engine in engines}
-    fresh = _pattern(8)
+    length, count, whole = work.length, work.blocks, work.nbytes // work.length
+    fresh = _pattern(8, work.nbytes)
     for turn in range(WARM_UP + ROUNDS):
         for engine in engines if turn % 2 else engines[::-1]:
             is_plain = isinstance(engine, Plain)
-            whole = NBYTES // length
             here: cuda.Numbers = random.permutation(whole)[:count].astype(engine.numbers)
             there: cuda.Numbers = random.permutation(whole)[:count].astype(engine.numbers)
-            if not scattered or is_plain:
+            if not work.is_scattered or is_plain:
                 here = there = np.arange(count, dtype=engine.numbers)
             if isinstance(engine, Nixl):
                 engine.prepare(length)
@@ -229,34 +248,42 @@ def _rounds(
             start = time.perf_counter()
             called = engine.read(length, here, there)
             taken = time.perf_counter() - start
-            if not np.array_equal(memory.get(), _expected(engine.seed, length, here, there)):
+            if not np.array_equal(memory.get(), _expected(engine.seed, work, here, there)):
                 raise AssertionError(f"{engine.name}: wrong bytes")
             if turn >= WARM_UP:
                 times[engine.name].append((taken, called))
     return {name: (statistics.median(t), statistics.median(c)) for name, (t, c) in _columns(times)}
 
 
-def benchmark(driver: cuda.Driver, say: Callable[[str], None]) -> str:
-    """Prints a line for each kind of work; returns what there was to compare with."""
-    memory = cuda.DeviceMemory(driver, NBYTES)
+def _compare(driver: cuda.Driver, works: Iterable[Work], with_nixl: bool, say: Callable[[str], None]) -> list[str]:
+    """Prints a line for each; they are alike in their bytes. Returns what there was to compare with."""
+    works = [work for work in works if not work.computes or importlib.util.find_spec("torch") is not None]
+    memory = cuda.DeviceMemory(driver, works[0].nbytes)
     ours = Kvferry(memory)
     engines: list[Engine] = [ours, Plain(driver, memory)]
-    if _nixl() is not None:
+    if with_nixl and _nixl() is not None:
         engines.append(Nixl(memory))
-    for text, count, length, scattered, computes in WORK:
-        if computes and importlib.util.find_spec("torch") is None:
-            continue
-        with cuda.computing(computes):
-            medians = _rounds(engines, memory, count, length, scattered)
+    for work in works:
+        nbytes = work.blocks * work.length
+        with cuda.computing(work.computes):
+            medians = _rounds(engines, memory, work)
         own = medians["kvferry"][0]
         parts = [
-            f"{name} {taken * 1e6:.0f} us ({count * length / taken / 1e9:.1f} GB/s, caller {called * 1e6:.0f} us)"
+            f"{name} {taken * 1e6:.0f} us ({nbytes / taken / 1e9:.1f} GB/s, caller {called * 1e6:.0f} us)"
             for name, (taken, called) in medians.items()
         ]
         ratios = [f"{own / taken:.3f} of {name}'s time" for name, (taken, _) in medians.items() if name != "kvferry"]
         moving = statistics.median(ours.moving[-ROUNDS:])
         parts.append(f"{moving * 1e6:.0f} us of kvferry's from the first launch on")
-        say(f"  {text}: {'; '.join(parts)}; kvferry takes {' and '.join(ratios)}")
+        say(f"  {work.text}: {'; '.join(parts)}; kvferry takes {' and '.join(ratios)}")
     for engine in engines:
         engine.end()
-    return f"beside {', '.join(engine.name for engine in engines[1:])}"
+    memory.free()
+    return [engine.name for engine in engines[1:]]
+
+
+def benchmark(driver: cuda.Driver, say: Callable[[str], None]) -> str:
+    """Prints a line for each kind of work; returns what there was to compare with."""
+    beside = _compare(driver, WORK, True, say)
+    _compare(driver, LONG_WORK, False, say)
+    return f"beside {', '.join(beside)}"

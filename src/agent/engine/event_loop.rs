@@ -1,4 +1,4 @@
-//! The progress thread: wait, progress, serve, post, let the driver have its turn, and again.
+//! The progress thread: wait, serve, post, progress, let the driver have its turn, and again.
 //!
 //! Waiting follows UCX's protocol for its event fd: progress until there is nothing left, arm, and only if arming
 //! found no news sleep on the fd. Three states decide how long:
@@ -118,9 +118,13 @@ impl Loop {
         let mut wish: Option<Instant> = None;
         loop {
             self.engine.stats.turns += 1;
-            let mut any = self.progress();
+            // What the thread was woken for goes out before UCX is driven, which takes its time.
+            let mut any = self.serve_commands(Instant::now());
+            if any {
+                self.engine.post_transfers();
+            }
+            any |= self.progress();
             let now = Instant::now();
-            any |= self.serve_commands(now);
             any |= self.engine.drive_streams(now);
             self.engine.check_timers(now);
             any |= self.engine.post_transfers();

@@ -4,10 +4,13 @@
 
 use std::time::Instant;
 
+use super::device_copies::LONG_BYTES;
 use super::{Path, Profile, Turn};
 use crate::agent::core::stats::AgentStats;
 use crate::agent::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::cuda::copier::{ITEM_BYTES, Pairs};
+use crate::proto::plan::Segment;
 use crate::proto::wire::MemoryKind;
 
 /// What one launch copies at most: a fraction of a millisecond, after which another transfer has its turn.
@@ -49,6 +52,8 @@ impl Path for DeviceCopy {
 /// Adds operations to a device's batch until it is full.
 fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64) -> Result<()> {
     let way = turn.way();
+    // The pairs that were added last: of which list, from where on. Most segments share one list.
+    let mut added: Option<(u32, usize, Pairs)> = None;
     while let Some(first) = turn.next_of(profile) {
         let (local, remote) = (first.local_region, first.remote_region);
         let imported = match turn.device_copies.copier(device) {
@@ -62,6 +67,27 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
         while let Some(next) = turn.transfer.next()
             && (next.local_region, next.remote_region) == (local, remote)
         {
+            if let Some(blocks) = turn.transfer.blocks().filter(|blocks| goes_by_blocks(&blocks.segment, next.len)) {
+                let segment = blocks.segment;
+                let known = added.filter(|(list, start, _)| (*list, *start) == (segment.list, blocks.start));
+                let room = between.fits_blocks(segment.len, QUANTUM_BYTES, known.as_ref().map(|(.., pairs)| pairs));
+                let count = room.min(blocks.local.len());
+                let (Some(here), Some(there)) = (blocks.local.get(..count), blocks.remote.get(..count)) else { break };
+                if count == 0 {
+                    break;
+                }
+                let pairs = match known {
+                    Some((.., pairs)) => pairs,
+                    None => between.pairs(here, there)?,
+                };
+                added = Some((segment.list, blocks.start, pairs));
+                let here = (segment.local_offset, segment.local_stride);
+                let there = (segment.remote_offset, segment.remote_stride);
+                between.push_blocks((&pairs, count), here, there, segment.len)?;
+                turn.transfer.take_blocks(count);
+                *operations += count as u64;
+                continue;
+            }
             let room = between.fits(next.len, QUANTUM_BYTES);
             let Some(part) = turn.transfer.take(room).filter(|part| part.len > 0) else { break };
             between.push(part.local_offset, part.remote_offset, part.len)?;
@@ -72,4 +98,10 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
         }
     }
     Ok(())
+}
+
+/// Whether the device is given blocks and works out itself where they are: not for a run of them that the driver copies, nor
+/// where short ones merge to longer runs.
+fn goes_by_blocks(segment: &Segment, run: u64) -> bool {
+    run < LONG_BYTES && (segment.len >= ITEM_BYTES || !segment.is_dense())
 }

@@ -19,7 +19,7 @@ use super::core::regions::Regions;
 use super::core::request::TransferRequest;
 use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::proto::plan::{Expander, Operation};
+use crate::proto::plan::{Expander, Operation, SegmentBlocks};
 use crate::proto::wire::MemoryKind;
 
 pub(crate) struct Transfer {
@@ -114,18 +114,32 @@ impl Transfer {
         self.next
     }
 
+    /// The blocks of the next operation and of all that follow in its segment, see [`Expander::blocks`].
+    pub(crate) fn blocks(&self) -> Option<SegmentBlocks<'_>> {
+        self.expander.blocks()
+    }
+
+    /// Takes the first `count` of these blocks.
+    pub(crate) fn take_blocks(&mut self, count: usize) {
+        self.expander.take_blocks(count);
+        self.next = self.expander.next().or_else(|| self.again.pop());
+    }
+
     /// Takes the next operation, or at most `most` bytes of it.
     pub(crate) fn take(&mut self, most: u64) -> Option<Operation> {
         let operation = self.next?;
         let len = operation.len.min(most);
         self.next = match operation.len - len {
             0 => self.expander.next().or_else(|| self.again.pop()),
-            left => Some(Operation {
-                local_offset: operation.local_offset + len,
-                remote_offset: operation.remote_offset + len,
-                len: left,
-                ..operation
-            }),
+            left => {
+                self.expander.split();
+                Some(Operation {
+                    local_offset: operation.local_offset + len,
+                    remote_offset: operation.remote_offset + len,
+                    len: left,
+                    ..operation
+                })
+            }
         };
         Some(Operation { len, ..operation })
     }

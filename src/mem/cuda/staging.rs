@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys;
 
-use super::copier::{BATCH_PIECES, BATCHES, Copier};
+use super::copier::{BATCH_STRETCHES, BATCHES, Copier};
 use super::{PrimaryContext, ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::Iov;
@@ -97,14 +97,14 @@ impl Stage {
         let place = |iov: &Iov| Ok((iov.range.slice(iov.offset, iov.len.into())?, iov.len as usize));
         let places = iovs.iter().map(place).collect::<Result<Vec<_>>>()?;
         let len: usize = places.iter().map(|(_, len)| *len).sum();
-        if len > STAGED_BYTES || places.len().div_ceil(BATCH_PIECES) > BATCHES {
+        if len > STAGED_BYTES || places.len().div_ceil(BATCH_STRETCHES) > BATCHES {
             return Err(Error::new(ErrorKind::OutOfRange, format!("{len} bytes are more than are staged at a time")));
         }
         if data.is_some_and(|data| data.len() != len) {
             return Err(Error::corrupt(format!("{} bytes arrived, expected {len}", data.map_or(0, <[u8]>::len))));
         }
         let Some(number) = self.slots.iter().position(|slot| !slot.is_taken) else { return Ok(None) };
-        if self.copier.free_batches() < places.len().div_ceil(BATCH_PIECES).max(1) {
+        if self.copier.free_batches() < places.len().div_ceil(BATCH_STRETCHES).max(1) {
             return Ok(None);
         }
         // SAFETY: within the pinned memory.
@@ -115,7 +115,7 @@ impl Stage {
         }
         let mut slot = Slot { is_taken: true, len, launches: 0, error: None };
         let mut at = start.expose_provenance() as u64;
-        for batch in places.chunks(BATCH_PIECES) {
+        for batch in places.chunks(BATCH_STRETCHES) {
             let added = batch.iter().filter(|(_, len)| *len > 0).try_for_each(|(addr, len)| {
                 let (from, to) = if data.is_some() { (at, *addr) } else { (*addr, at) };
                 at += *len as u64;
@@ -263,7 +263,7 @@ fn portions(iovs: &[Iov]) -> Vec<Vec<Iov>> {
     for iov in iovs {
         let mut rest = *iov;
         while rest.len > 0 {
-            if room == 0 || portion.len() == BATCH_PIECES {
+            if room == 0 || portion.len() == BATCH_STRETCHES {
                 portions.push(std::mem::take(&mut portion));
                 room = STAGED_BYTES;
             }
@@ -293,7 +293,7 @@ mod tests {
         iovs.extend((0..3000).map(|n| iov(8_000_000 + n * 5, 4)));
         let portions = portions(&iovs);
         let len = |portion: &[Iov]| portion.iter().map(|iov| iov.len as usize).sum::<usize>();
-        assert!(portions.iter().all(|portion| portion.len() <= BATCH_PIECES && len(portion) <= STAGED_BYTES));
+        assert!(portions.iter().all(|portion| portion.len() <= BATCH_STRETCHES && len(portion) <= STAGED_BYTES));
         let bytes = |iovs: &[Iov]| -> Vec<u64> {
             iovs.iter().flat_map(|iov| iov.offset..iov.offset + u64::from(iov.len)).collect()
         };

@@ -27,6 +27,19 @@ struct Run {
     left: u64,
 }
 
+/// What is left of a segment, as blocks that are not merged: see [`Expander::blocks`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Blocks<'a> {
+    /// What each pair of blocks stands for.
+    pub segment: Segment,
+    /// Where these pairs begin in the segment's list.
+    pub start: usize,
+    /// Local block ids, as many as remote ones.
+    pub local: &'a [u32],
+    /// Remote block ids.
+    pub remote: &'a [u32],
+}
+
 /// The operations of a [`CopyPlan`], one at a time: it can be left and taken up again at any point, and allocates
 /// nothing but for sorting. Segment by segment, block by block; consecutive blocks that are contiguous on both sides become one
 /// operation, and nothing is longer than the bound given. Measured on one core of a 2-core virtual machine: 6 to 7 ns
@@ -41,6 +54,8 @@ pub struct Expander {
     segment: usize,
     block: usize,
     run: Option<Run>,
+    /// The first block of the last operation, if that began a run.
+    began: Option<usize>,
     /// How many pairs of each list are in order; none where their order is kept.
     ordered: Vec<usize>,
 }
@@ -48,7 +63,15 @@ pub struct Expander {
 impl Expander {
     /// Operations of `plan`, none longer than `max_op_bytes` (0 counts as 1).
     pub fn new(plan: CopyPlan, max_op_bytes: u64) -> Expander {
-        Expander { plan, max_op_bytes: max_op_bytes.max(1), segment: 0, block: 0, run: None, ordered: Vec::new() }
+        Expander {
+            plan,
+            max_op_bytes: max_op_bytes.max(1),
+            segment: 0,
+            block: 0,
+            run: None,
+            began: None,
+            ordered: Vec::new(),
+        }
     }
 
     /// Has blocks taken in the order of the remote side's memory from here on, [`ORDERED_PAIRS`] of each list at a time. So
@@ -71,6 +94,29 @@ impl Expander {
             // The last run may have gone on behind what was in order. What it took stays where it is.
             *ordered = pair.order(self.block);
         }
+    }
+
+    /// The blocks of the last operation and all that follow in its segment, for who copies blocks as they are. None if the
+    /// operation was not the first of its run, and after [`split`](Self::split).
+    pub fn blocks(&self) -> Option<Blocks<'_>> {
+        let (segment, start) = (*self.plan.segments.get(self.segment)?, self.began?);
+        let pair = self.plan.lists.get(segment.list as usize)?;
+        let (local, remote) = (pair.local.ids().get(start..)?, pair.remote.ids().get(start..)?);
+        let len = local.len().min(remote.len());
+        Some(Blocks { segment, start, local: local.get(..len)?, remote: remote.get(..len)? })
+    }
+
+    /// Goes on behind the first `count` of [`blocks`](Self::blocks), which take the place of the last operation.
+    pub fn take_blocks(&mut self, count: usize) {
+        if let Some(start) = self.began.take() {
+            self.block = start.saturating_add(count);
+            self.run = None;
+        }
+    }
+
+    /// Part of the last operation was posted.
+    pub fn split(&mut self) {
+        self.began = None;
     }
 
     /// The plan that is being expanded.
@@ -108,6 +154,7 @@ impl Iterator for Expander {
     type Item = Operation;
 
     fn next(&mut self) -> Option<Operation> {
+        self.began = None;
         loop {
             let segment = *self.plan.segments.get(self.segment)?;
             let run = match self.run {
@@ -116,6 +163,7 @@ impl Iterator for Expander {
                     self.order_next(segment.list);
                     match self.run_at(&segment, self.block) {
                         Some((run, blocks)) if segment.len > 0 => {
+                            self.began = Some(self.block);
                             self.block = self.block.saturating_add(blocks);
                             run
                         }

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::Blocks;
 
-pub use expand::{Expander, Operation};
+pub use expand::{Blocks as SegmentBlocks, Expander, Operation};
 pub use holding::{Cell, HeldPart, Holding, Share, assign};
 pub use rank::{LocalRank, RankIndex, RankPlan, check_ranks};
 pub use wanted::Wanted;
