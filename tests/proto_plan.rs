@@ -286,6 +286,71 @@ fn pairs_are_put_in_the_order_of_their_remote_blocks() {
     assert_eq!((empty.runs(), empty.expand(one).count()), (0, 0));
 }
 
+/// Every byte once, whatever mixture of operations and blocks a plan is taken in.
+#[test]
+fn blocks_take_the_place_of_operations() {
+    let count = ORDERED_PAIRS as u32 + 50;
+    let (rising, falling): (Vec<u32>, Vec<u32>) = ((0..count).collect(), (0..count).rev().collect());
+    let broken: Vec<u32> = (7..count).chain(0..7).collect();
+    let segment = |list, region, len, stride| Segment {
+        list,
+        local_region: region,
+        remote_region: region,
+        local_offset: 5,
+        remote_offset: 0,
+        local_stride: stride,
+        remote_stride: stride,
+        len,
+    };
+    let segments: Arc<[Segment]> =
+        [segment(0, 0, 8, 8), segment(1, 1, 3, 8), segment(0, 2, 8, 9), segment(1, 3, 8, 8)].into();
+    let pair = |l: &[u32], r: &[u32]| BlockPair { local: l.into(), remote: r.into() };
+    for lists in
+        [vec![pair(&rising, &falling), pair(&rising, &broken)], vec![pair(&broken, &broken), pair(&rising, &rising)]]
+    {
+        let copy = CopyPlan { segments: segments.clone(), lists };
+        let bytes =
+            |op: Operation| (0..op.len).map(move |at| (op.local_region, op.local_offset + at, op.remote_offset + at));
+        let mut expected: Vec<_> = copy.clone().expand(u64::MAX).flat_map(bytes).collect();
+        expected.sort_unstable();
+        for (ordered, longest, turn) in
+            [(false, u64::MAX, 1), (true, u64::MAX, 2), (false, 5, 3), (true, 20, 4), (true, 8, 1)]
+        {
+            let mut expander = copy.clone().expand(longest);
+            if ordered {
+                expander.order();
+            }
+            let (mut taken, mut by_blocks) = (Vec::new(), 0);
+            for number in 0u64.. {
+                let Some(op) = expander.next() else { break };
+                if number % 3 == turn % 3 {
+                    expander.split();
+                    assert_eq!(expander.blocks(), None);
+                }
+                let Some(blocks) = expander.blocks().filter(|_| number % 5 != turn % 5) else {
+                    taken.extend(bytes(op));
+                    continue;
+                };
+                let s = blocks.segment;
+                assert_eq!(blocks.local.len(), blocks.remote.len());
+                let some = blocks.local.len().min((number * 37 % 1000) as usize + 1);
+                for (&l, &r) in blocks.local[..some].iter().zip(blocks.remote) {
+                    taken.extend((0..s.len).map(|at| {
+                        let place = (s.local_offset + u64::from(l) * s.local_stride, u64::from(r) * s.remote_stride);
+                        (s.local_region, place.0 + at, s.remote_offset + place.1 + at)
+                    }));
+                }
+                by_blocks += some;
+                expander.take_blocks(some);
+                assert_eq!(expander.blocks(), None);
+            }
+            assert_eq!((expander.next(), expander.blocks()), (None, None));
+            taken.sort_unstable();
+            assert!(taken == expected && by_blocks > 0, "{ordered} {longest}");
+        }
+    }
+}
+
 fn in_order(plan: CopyPlan, longest: u64) -> Expander {
     let mut expander = plan.expand(longest);
     expander.order();

@@ -231,6 +231,30 @@ class Checks:
                 same(f"{count} short ones", [memory.get()], ours)
             return ways_of(agent)
 
+    def layers(self, transport: str) -> str:
+        """More segments than a launch takes, of all lengths, that share a list; a list longer than a launch's."""
+        mib = 1 << 20
+        nbytes, layers, many = 84 * mib, 1100, 9000
+        random = np.random.default_rng(4)
+        lengths = (512, 5120, 4999, 4100, 4096, 1)
+        segments = [
+            Segment(0, 0, 0, layer << 16, layer << 16, 5120, 5120, lengths[layer % len(lengths)])
+            for layer in range(layers)
+        ]
+        segments.append(Segment(1, 0, 0, 72 * mib, 72 * mib, 1024, 1024, 512))
+        with self.reader(transport, nbytes) as (agent, peer, memory):
+            connected = agent.connect(peer.metadata)
+            memory.put(cuda.pattern(50, nbytes))
+            ours, theirs = [cuda.pattern(50, nbytes)], [cuda.pattern(1, nbytes)]
+            lists = [
+                (random.permutation(12).tolist(), random.permutation(12).tolist()),
+                (random.permutation(12 * 1024)[:many].tolist(), random.permutation(12 * 1024)[:many].tolist()),
+            ]
+            model("read", segments, lists, ours, theirs)
+            done = agent.read(connected, segments, lists).wait(GENEROUS)
+            same("layers", [memory.get()], ours)
+            return f"{done.operations} operations, {ways_of(agent)}"
+
     def disconnected(self, transport: str) -> str:
         """What is under way when the peer is disconnected ends before its memory is let go."""
         nbytes = 64 << 20
@@ -372,6 +396,7 @@ def main() -> int:
                 lambda t=transport, a=local, b=remote: checks.move(t, a, b),  # type: ignore[misc]
             )
         checks.run(f"{transport}: long and short runs", lambda t=transport: checks.mixed(t))  # type: ignore[misc]
+        checks.run(f"{transport}: many layers", lambda t=transport: checks.layers(t))  # type: ignore[misc]
         checks.run(f"{transport}: disconnected", lambda t=transport: checks.disconnected(t))  # type: ignore[misc]
         checks.run(f"{transport}: killed peer", lambda t=transport: checks.killed(t))  # type: ignore[misc]
     if not options.no_benchmark and driver is not None:
