@@ -249,23 +249,28 @@ def pairs(blocks: Sequence[tuple[Ids, Ids]]) -> tuple[Any, Any, Any, int]:
                 raise invalid(text)
             ends.append(ends[number] + counts[0])
     except (TypeError, ValueError, KvferryError) as error:
-        raise _wrong_pairs(blocks, error) from error
+        wrong = _wrong_pairs(blocks)
+        if wrong is None and isinstance(error, KvferryError):
+            raise
+        raise wrong or invalid(f"{_PAIRS}: {error}") from error
     library = load()
     return _joined(local, ends), _joined(remote, ends), library.ffi.new(library.offsets, ends), len(local)
 
 
-def _wrong_pairs(blocks: object, error: Exception) -> KvferryError:
-    """What is wrong with `blocks` that are no pairs of lists."""
-    expected = "blocks must be a list of pairs (local block ids, remote block ids), one per list that segments name"
+_PAIRS = "blocks must be a list of pairs (local block ids, remote block ids), one per list that segments name"
+
+
+def _wrong_pairs(blocks: object) -> KvferryError | None:
+    """What is wrong with `blocks` that are no pairs of lists, if they are none."""
     if not isinstance(blocks, Sequence):
-        return invalid(f"{expected}; not {type(blocks).__name__}")
+        return invalid(f"{_PAIRS}; not {type(blocks).__name__}")
     for number, pair in enumerate(blocks):
         try:
             ours, theirs = pair
             _ = len(ours), len(theirs)
         except (TypeError, ValueError):
-            return invalid(f"{expected}; blocks[{number}] is {pair!r:.80}")
-    return error if isinstance(error, KvferryError) else invalid(f"{expected}: {error}")
+            return invalid(f"{_PAIRS}; blocks[{number}] is {pair!r:.80}")
+    return None
 
 
 # --- root objects

@@ -70,7 +70,7 @@ class PeerLost:
 class TransferDone(NamedTuple):
     """A transfer has ended, and touches no memory any more. `error` is None when every byte has arrived.
 
-    `bytes` were moved by `operations` pieces, in `duration` seconds from the first that was posted to the last that ended.
+    `bytes` were moved by `operations` pieces, `duration` seconds from the posting of the first to the end of the last.
     """
 
     transfer: int

@@ -1,6 +1,7 @@
 //! CUDA memory, through the driver library that is opened at run time. Everything here works, with clear errors, on a
 //! machine that has no CUDA driver.
 
+pub mod batch;
 pub mod copier;
 pub mod ipc;
 pub mod staging;

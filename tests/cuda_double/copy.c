@@ -105,7 +105,7 @@ void cd_run_copies(struct stream *stream, struct op *op) {
     }
 }
 
-static const char kernel_name[] = "kvferry_copy_pieces";
+static const char kernel_name[] = "kvferry_copy_pieces", fetch_name[] = "kvferry_fetch_table";
 
 /* Without the lock. What a kernel reads at `address`, which must still be what had this print when it was launched, if it
  * had one. To be freed. */
@@ -140,7 +140,7 @@ void cd_run_kernel(struct stream *stream, struct op *op) {
         struct stretch *s = &stretches[i];
         uint32_t end = i + 1 < op->stretch_count ? stretches[i + 1].first : op->items;
         uint32_t count = s->parts == 0 ? 0 : (end - s->first) / s->parts;
-        if (s->parts != (s->len + 4095) / 4096 || end < s->first || count * s->parts != end - s->first) {
+        if ((i == 0 && s->first != 0) || s->parts != (s->len + 4095) / 4096 || end < s->first || count * s->parts != end - s->first) {
             cd_die("%s: stretch %u of %u has items from %u to %u, %u a block of %lu bytes", kernel_name, i,
                    op->stretch_count, s->first, end, s->parts, s->len);
         }
@@ -345,6 +345,7 @@ struct module {
 struct function {
     int magic;
     struct module *module;
+    bool fetches;
 };
 
 API CUresult cuModuleLoadData(CUmodule *out, const void *image) {
@@ -381,9 +382,9 @@ API CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *n
     LOCKED;
     if (out == NULL || name == NULL) return INVALID_VALUE;
     if (!module_lives(module)) return INVALID_HANDLE;
-    if (strcmp(name, kernel_name) != 0) return NOT_FOUND;
+    if (strcmp(name, kernel_name) != 0 && strcmp(name, fetch_name) != 0) return NOT_FOUND;
     *out = cd_keep(sizeof **out);
-    **out = (struct function){FUNCTION_MAGIC, module};
+    **out = (struct function){FUNCTION_MAGIC, module, strcmp(name, fetch_name) == 0};
     return OK;
 }
 
@@ -401,6 +402,15 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
     if (grid_x == 0 || grid_y == 0 || grid_z == 0 || grid_y > 65535 || grid_z > 65535) return INVALID_VALUE;
     if (block_x == 0 || block_y == 0 || block_z == 0) return INVALID_VALUE;
     if ((uint64_t)block_x * block_y > 1024 || (uint64_t)block_x * block_y * block_z > 1024) return INVALID_VALUE;
+    if (function->fetches) {
+        uint64_t from, to;
+        uint32_t words;
+        memcpy(&from, arguments[0], sizeof from);
+        memcpy(&to, arguments[1], sizeof to);
+        memcpy(&words, arguments[2], sizeof words);
+        if ((uint64_t)grid_x * block_x < words) return INVALID_VALUE;
+        return copy(to, DEVICE_OK, from, DEVICE_OK | PINNED_OK, words * (size_t)8, handle, 0);
+    }
     struct op *op = cd_op(KERNEL);
     memcpy(&op->pairs, arguments[0], sizeof op->pairs);
     memcpy(&op->stretches, arguments[1], sizeof op->stretches);

@@ -198,11 +198,11 @@ class Checks:
         return f"{failures} of 8 transfers failed"
 
     @contextlib.contextmanager
-    def reader(self, transport: str, nbytes: int) -> Iterator[tuple[kvferry.Agent, Peer, cuda.Memory]]:
+    def reader(self, transport: str, nbytes: int, **settings: int) -> Iterator[tuple[kvferry.Agent, Peer, cuda.Memory]]:
         """An agent with so much memory on the device, and a peer with as much, full of pattern 1."""
         memory = allocate(self._device, nbytes, self._driver)
         peer = Peer(transport, self._device, [nbytes], 1)
-        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+        with kvferry.Agent({"name": "check", "transport": transport, **settings}) as agent:
             register(agent, memory, self._device)
             yield agent, peer, memory
         peer.end()
@@ -253,6 +253,19 @@ class Checks:
             model("read", segments, lists, ours, theirs)
             done = agent.read(connected, segments, lists).wait(GENEROUS)
             same("layers", [memory.get()], ours)
+            return f"{done.operations} operations, {ways_of(agent)}"
+
+    def bounded(self, transport: str) -> str:
+        """Blocks that are longer than a launch takes, while operations may only be short."""
+        mib = 1 << 20
+        segments, lists = [Segment(0, 0, 0, 0, 0, 72 * mib, 72 * mib, 70 * mib + 4)], [([1, 0], [0, 1])]
+        with self.reader(transport, 144 * mib, max_operation_bytes=1 << 18) as (agent, peer, memory):
+            connected = agent.connect(peer.metadata)
+            memory.put(cuda.pattern(50, memory.nbytes))
+            ours, theirs = [cuda.pattern(50, memory.nbytes)], [cuda.pattern(1, memory.nbytes)]
+            model("read", segments, lists, ours, theirs)
+            done = agent.read(connected, segments, lists).wait(GENEROUS)
+            same("long blocks", [memory.get()], ours)
             return f"{done.operations} operations, {ways_of(agent)}"
 
     def disconnected(self, transport: str) -> str:
@@ -397,6 +410,7 @@ def main() -> int:
             )
         checks.run(f"{transport}: long and short runs", lambda t=transport: checks.mixed(t))  # type: ignore[misc]
         checks.run(f"{transport}: many layers", lambda t=transport: checks.layers(t))  # type: ignore[misc]
+        checks.run(f"{transport}: long blocks", lambda t=transport: checks.bounded(t))  # type: ignore[misc]
         checks.run(f"{transport}: disconnected", lambda t=transport: checks.disconnected(t))  # type: ignore[misc]
         checks.run(f"{transport}: killed peer", lambda t=transport: checks.killed(t))  # type: ignore[misc]
     if not options.no_benchmark and driver is not None:

@@ -10,7 +10,7 @@ use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::copier::Copier;
 
 /// From this length on the driver's copy within a device, or between two, is as fast.
-pub(super) const LONG_BYTES: u64 = 1 << 20;
+const LONG_BYTES: u64 = 1 << 20;
 
 /// What one device has under way.
 struct Device {

@@ -4,12 +4,12 @@
 
 use std::time::Instant;
 
-use super::device_copies::LONG_BYTES;
 use super::{Path, Profile, Turn};
 use crate::agent::core::stats::AgentStats;
 use crate::agent::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::cuda::copier::{ITEM_BYTES, Pairs};
+use crate::mem::cuda::batch::ITEM_BYTES;
+use crate::mem::cuda::copier::Pairs;
 use crate::proto::plan::Segment;
 use crate::proto::wire::MemoryKind;
 
@@ -67,7 +67,12 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
         while let Some(next) = turn.transfer.next()
             && (next.local_region, next.remote_region) == (local, remote)
         {
-            if let Some(blocks) = turn.transfer.blocks().filter(|blocks| goes_by_blocks(&blocks.segment, next.len)) {
+            // The device works out itself where blocks are, unless short ones merge to longer runs.
+            let are_taken = |segment: &Segment| {
+                let merge = segment.is_dense() && segment.len < ITEM_BYTES && next.len > segment.len;
+                between.takes_blocks(next.len.max(segment.len)) && !merge
+            };
+            if let Some(blocks) = turn.transfer.blocks().filter(|blocks| are_taken(&blocks.segment)) {
                 let segment = blocks.segment;
                 let known = added.filter(|(list, start, _)| (*list, *start) == (segment.list, blocks.start));
                 let room = between.fits_blocks(segment.len, QUANTUM_BYTES, known.as_ref().map(|(.., pairs)| pairs));
@@ -98,10 +103,4 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
         }
     }
     Ok(())
-}
-
-/// Whether the device is given blocks and works out itself where they are: not for a run of them that the driver copies, nor
-/// where short ones merge to longer runs.
-fn goes_by_blocks(segment: &Segment, run: u64) -> bool {
-    run < LONG_BYTES && (segment.len >= ITEM_BYTES || !segment.is_dense())
 }

@@ -5,15 +5,17 @@
 //! waits for it, nor it for them.
 //!
 //! The table has block ids and what they count, not a piece each: the device works out where a block is in no time, for
-//! which this thread would take some 25 ns. It is copied to the device first, because a warp that reads it from the host's
-//! memory waits for that longer than for its 4 KiB.
+//! which this thread would take some 25 ns. A first kernel brings it to the device, because warps that each read it from the
+//! host's memory wait for that longer than for their 4 KiB; a copy of the driver's would wait for its copy engine, which
+//! others may have for milliseconds.
 
-use std::ffi::{c_uint, c_void};
+use std::ffi::{CStr, c_uint};
 use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
 
+use super::batch::{Batch, Pair, Stretch};
 use super::ipc::Imported;
 use super::{PrimaryContext, ok};
 use crate::error::{Error, ErrorKind, Result};
@@ -22,75 +24,17 @@ use crate::proto::wire::MemoryKind;
 
 /// The kernel, for the driver to compile. With a terminating zero.
 const KERNEL: &str = concat!(include_str!("copy_pieces.ptx"), "\0");
-/// Stretches in one launch.
-pub const BATCH_STRETCHES: usize = 1024;
-/// Pairs of block ids in one launch.
-const BATCH_PAIRS: usize = 8192;
 /// Batches under way at a time.
 pub(super) const BATCHES: usize = 8;
-/// What a warp copies at a time, as the kernel has it: eight loads and stores of 16 bytes a thread.
-pub const ITEM_BYTES: u64 = 4096;
-const THREADS: c_uint = 256;
-const WARPS: u32 = THREADS / 32;
 /// Half of what a processor has room for, which gives all of them enough to wait for.
 const BLOCKS_PER_PROCESSOR: u32 = 4;
-
-/// An entry of the kernel's table: `len` bytes for each of some pairs of ids.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Stretch {
-    from: u64,
-    to: u64,
-    from_stride: u64,
-    to_stride: u64,
-    len: u64,
-    /// The number of its first item in the launch.
-    first: u32,
-    /// Items per pair.
-    parts: u32,
-    /// Where its pairs begin.
-    pairs: u32,
-    unused: u32,
-}
-
-/// Two ids, as the kernel has them: where a block is read, and where it is written.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Pair {
-    from: u32,
-    to: u32,
-}
-
-const PAIRS_BYTES: usize = BATCH_PAIRS * size_of::<Pair>();
-/// Pairs, and what has been added of stretches behind them.
-const TABLE_BYTES: usize = PAIRS_BYTES + BATCH_STRETCHES * size_of::<Stretch>();
-
-/// What one launch copies.
-struct Batch {
-    /// [`TABLE_BYTES`] of pinned host memory: pairs first, stretches behind them when it is launched.
-    table: *mut u8,
-    /// As much of the device's memory, where the kernel has the table.
-    on_device: sys::CUdeviceptr,
-    stretches: Vec<Stretch>,
-    /// Pairs in the table.
-    pairs: usize,
-    /// Items of the stretches.
-    items: u32,
-    /// Pieces that are left to the driver, which it has.
-    by_driver: usize,
-    bytes: u64,
-    done: sys::CUevent,
-    /// Whether it was launched and has not been seen to end.
-    launched: bool,
-    /// Mappings that it copies from or to.
-    holds: Vec<Arc<Imported>>,
-}
 
 /// Copies on one device.
 pub struct Copier {
     context: Arc<PrimaryContext>,
     stream: sys::CUstream,
     module: sys::CUmodule,
+    fetch: sys::CUfunction,
     kernel: sys::CUfunction,
     blocks: u32,
     /// From which length on the driver copies a piece.
@@ -99,8 +43,6 @@ pub struct Copier {
     /// The batch that is being made, and the oldest one under way; they go round.
     making: usize,
     oldest: usize,
-    /// Batches that were launched or given up.
-    made: u64,
 }
 
 // SAFETY: the driver's handles and the tables' addresses may be used by any thread, one at a time, which `&mut self` sees to.
@@ -116,13 +58,13 @@ impl Copier {
             context: Arc::clone(&context),
             stream: ptr::null_mut(),
             module: ptr::null_mut(),
+            fetch: ptr::null_mut(),
             kernel: ptr::null_mut(),
             blocks: 1,
             long: long.max(1),
             batches: Vec::new(),
             making: 0,
             oldest: 0,
-            made: 0,
         };
         let _entered = context.enter()?;
         let (mut least, mut greatest) = (0, 0);
@@ -149,19 +91,14 @@ impl Copier {
     fn load(&mut self) -> Result<()> {
         // SAFETY: writes one handle; the image is a text that ends in a zero.
         ok("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut self.module, KERNEL.as_ptr().cast()) })?;
-        let name = c"kvferry_copy_pieces";
-        // SAFETY: writes one handle; the name ends in a zero.
-        ok("cuModuleGetFunction", unsafe { sys::cuModuleGetFunction(&mut self.kernel, self.module, name.as_ptr()) })
+        self.fetch = function(self.module, c"kvferry_fetch_table")?;
+        self.kernel = function(self.module, c"kvferry_copy_pieces")?;
+        Ok(())
     }
 
     /// The context that it copies in.
     pub fn context(&self) -> &Arc<PrimaryContext> {
         &self.context
-    }
-
-    /// The number of the batch that is being made.
-    fn number(&self) -> u64 {
-        self.made
     }
 
     /// Bytes in the batch that is being made.
@@ -174,12 +111,15 @@ impl Copier {
         self.batches.iter().filter(|batch| !batch.launched).count()
     }
 
-    /// How many entries the batch has room for. For none while all batches are under way.
+    /// The batch that is being made; none while all are under way.
+    fn batch(&mut self) -> Result<&mut Batch> {
+        let batch = self.batches.get_mut(self.making).filter(|batch| !batch.launched);
+        batch.ok_or_else(|| Error::new(ErrorKind::Exhausted, "all batches are under way"))
+    }
+
+    /// How many stretches and pairs it has room for.
     fn room(&self) -> (usize, usize) {
-        self.batches.get(self.making).filter(|batch| !batch.launched).map_or((0, 0), |batch| {
-            let stretches = BATCH_STRETCHES.saturating_sub(batch.stretches.len() + batch.by_driver);
-            (stretches, BATCH_PAIRS.saturating_sub(batch.pairs))
-        })
+        self.batches.get(self.making).filter(|batch| !batch.launched).map_or((0, 0), Batch::room)
     }
 
     /// How much of a piece of `len` bytes fits the batch.
@@ -225,8 +165,10 @@ impl Copier {
             return Err(Error::new(ErrorKind::Exhausted, format!("a piece of {len} bytes does not fit the batch")));
         }
         if len < self.long {
-            let pairs = self.add_pairs(1, [Pair { from: 0, to: 0 }])?;
-            return self.add_stretch(pairs, 1, Stretch::new((from, 0), (to, 0), len));
+            let batch = self.batch()?;
+            let pairs = batch.add_pairs(1, [Pair { from: 0, to: 0 }])?;
+            // SAFETY: this function's contract; a stretch without strides is one place.
+            return unsafe { batch.add_stretch(pairs, 1, Stretch::new((from, 0), (to, 0), len)) };
         }
         let Some(batch) = self.batches.get_mut(self.making) else { return Ok(()) };
         let _entered = self.context.enter()?;
@@ -238,46 +180,8 @@ impl Copier {
         Ok(())
     }
 
-    /// Adds pairs of ids, `count` at most, to the batch's table. Returns where they begin there.
-    fn add_pairs(&mut self, count: usize, pairs: impl IntoIterator<Item = Pair>) -> Result<u32> {
-        let (_, room) = self.room();
-        let Some(batch) = self.batches.get_mut(self.making).filter(|_| count <= room) else {
-            return Err(Error::new(ErrorKind::Exhausted, format!("{count} pairs of blocks do not fit the batch")));
-        };
-        // SAFETY: the table has room for `BATCH_PAIRS`, of which `room` are free, and what was under way from it has ended.
-        let place = unsafe { batch.table.cast::<Pair>().add(batch.pairs) };
-        for (number, pair) in pairs.into_iter().take(count).enumerate() {
-            // SAFETY: one of those.
-            unsafe { place.add(number).write(pair) };
-        }
-        let at = u32::try_from(batch.pairs).unwrap_or(u32::MAX);
-        batch.pairs += count;
-        Ok(at)
-    }
-
-    /// Adds a stretch for `count` pairs of the table, from `pairs` on.
-    fn add_stretch(&mut self, pairs: u32, count: usize, stretch: Stretch) -> Result<()> {
-        let (room, _) = self.room();
-        let Some(batch) = self.batches.get_mut(self.making).filter(|_| room > 0) else {
-            return Err(Error::new(ErrorKind::Exhausted, "a stretch does not fit the batch"));
-        };
-        let Some(items) =
-            u32::try_from(count).ok().and_then(|n| batch.items.checked_add(stretch.parts.checked_mul(n)?))
-        else {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                format!("{count} blocks of {} bytes in a batch", stretch.len),
-            ));
-        };
-        batch.stretches.push(Stretch { first: batch.items, pairs, ..stretch });
-        batch.items = items;
-        batch.bytes = batch.bytes.saturating_add(stretch.len.saturating_mul(count as u64));
-        Ok(())
-    }
-
     /// Gives up the batch that is being made, which nothing was added to.
     pub fn discard(&mut self) {
-        self.made += 1;
         if let Some(batch) = self.batches.get_mut(self.making).filter(|batch| !batch.launched && batch.by_driver == 0) {
             batch.clear();
         }
@@ -287,7 +191,6 @@ impl Copier {
     /// [`Copier::next_ended`] will tell its end, and what the driver says.
     pub fn launch(&mut self) -> (bool, Result<()>) {
         let making = self.making;
-        self.made += 1;
         let Some(batch) = self.batches.get_mut(making).filter(|batch| !batch.launched) else { return (false, Ok(())) };
         let entered = match self.context.enter() {
             Ok(entered) => entered,
@@ -297,50 +200,7 @@ impl Copier {
                 return (false, Err(error));
             }
         };
-        let launched = if batch.items == 0 {
-            Ok(())
-        } else {
-            let blocks = self.blocks.min(batch.items.div_ceil(WARPS));
-            let (pairs, stretches) = (batch.pairs * size_of::<Pair>(), batch.stretches.len() * size_of::<Stretch>());
-            // SAFETY: the table has room for all pairs and, behind those, all stretches, and nothing is under way from it.
-            unsafe {
-                ptr::copy_nonoverlapping(batch.stretches.as_ptr().cast::<u8>(), batch.table.add(pairs), stretches);
-            }
-            let mut pairs_at = batch.on_device;
-            let mut stretches_at = batch.on_device + pairs as u64;
-            let (mut count, mut items) = (u32::try_from(batch.stretches.len()).unwrap_or(0), batch.items);
-            let mut parameters: [*mut c_void; 4] = [
-                (&raw mut pairs_at).cast(),
-                (&raw mut stretches_at).cast(),
-                (&raw mut count).cast(),
-                (&raw mut items).cast(),
-            ];
-            // SAFETY: the table is as long on the device, where the last batch that used it has ended, and stays as it is here
-            // until this one has.
-            ok("cuMemcpyHtoDAsync", unsafe {
-                sys::cuMemcpyHtoDAsync_v2(batch.on_device, batch.table.cast(), pairs + stretches, self.stream)
-            })
-            // SAFETY: the kernel takes two addresses and two 32-bit numbers, which are copied before the call returns. It
-            // reads the table, which is on the device until the batch has ended, and copies what that says, of which whoever
-            // added it was promised that it may.
-            .and_then(|()| {
-                ok("cuLaunchKernel", unsafe {
-                    sys::cuLaunchKernel(
-                        self.kernel,
-                        blocks,
-                        1,
-                        1,
-                        THREADS,
-                        1,
-                        1,
-                        0,
-                        self.stream,
-                        parameters.as_mut_ptr(),
-                        ptr::null_mut(),
-                    )
-                })
-            })
-        };
+        let launched = batch.copy(self.stream, (self.fetch, self.kernel), self.blocks);
         // SAFETY: the event and the stream are of this context.
         let recorded = ok("cuEventRecord", unsafe { sys::cuEventRecord(batch.done, self.stream) });
         drop(entered);
@@ -382,6 +242,14 @@ impl Copier {
     }
 }
 
+/// A kernel of a module that was loaded into the current context.
+fn function(module: sys::CUmodule, name: &CStr) -> Result<sys::CUfunction> {
+    let mut function = ptr::null_mut();
+    // SAFETY: writes one handle; the name ends in a zero.
+    ok("cuModuleGetFunction", unsafe { sys::cuModuleGetFunction(&mut function, module, name.as_ptr()) })?;
+    Ok(function)
+}
+
 /// Two regions, see [`Copier::between`].
 pub struct Between<'a> {
     copier: &'a mut Copier,
@@ -409,6 +277,11 @@ impl Between<'_> {
     pub fn fits(&self, len: u64, most: u64) -> u64 {
         let len = len.min(most.saturating_sub(self.copier.bytes()));
         self.copier.fits(len)
+    }
+
+    /// Whether blocks of `len` bytes can be added as they are: not those that are left to the driver.
+    pub fn takes_blocks(&self, len: u64) -> bool {
+        len < self.copier.long
     }
 
     /// Of how many blocks `len` bytes each fit the batch, likewise; `pairs` of them are in it already.
@@ -445,9 +318,9 @@ impl Between<'_> {
         let highest = |ids: &[u32]| ids.iter().max().copied().unwrap_or(0);
         let (from, to) = self.in_order(here, there);
         let both = from.iter().zip(to).map(|(&from, &to)| Pair { from, to });
-        let at = self.copier.add_pairs(len, both)?;
-        let batch = self.copier.number();
-        Ok(Pairs { batch, at, len, here: highest(here), there: highest(there) })
+        let batch = self.copier.batch()?;
+        let at = batch.add_pairs(len, both)?;
+        Ok(Pairs { batch: batch.number, at, len, here: highest(here), there: highest(there) })
     }
 
     /// Adds blocks of `len` bytes: the first `count` of `pairs`. A block is at an offset and so many times a stride as its id
@@ -462,8 +335,8 @@ impl Between<'_> {
         there: (u64, u64),
         len: u64,
     ) -> Result<()> {
-        if pairs.batch != self.copier.number() || count > pairs.len {
-            return Err(Error::invalid("pairs of blocks that are not in this batch"));
+        if pairs.batch != self.copier.batch()?.number || count > pairs.len || !self.takes_blocks(len) {
+            return Err(Error::invalid("blocks that are not in this batch, or that it does not take"));
         }
         let last = |(offset, stride): (u64, u64), id: u32| {
             stride.checked_mul(id.into()).and_then(|at| at.checked_add(offset)).unwrap_or(u64::MAX)
@@ -474,8 +347,8 @@ impl Between<'_> {
         let (ours, theirs) = ((self.here.slice(here.0, 0)?, here.1), (self.there.slice(there.0, 0)?, there.1));
         let (from, to) = self.in_order(ours, theirs);
         self.hold();
-        // As in `push`.
-        self.copier.add_stretch(pairs.at, count, Stretch::new(from, to, len))
+        // SAFETY: as in `push`, for each of them.
+        unsafe { self.copier.batch()?.add_stretch(pairs.at, count, Stretch::new(from, to, len)) }
     }
 
     /// What is of this side and what is of the other, as source and destination.
@@ -495,70 +368,11 @@ impl Between<'_> {
     }
 }
 
-impl Stretch {
-    /// Blocks of `len` bytes, at addresses and so many times strides as their ids say.
-    fn new((from, from_stride): (u64, u64), (to, to_stride): (u64, u64), len: u64) -> Stretch {
-        let parts = u32::try_from(len.div_ceil(ITEM_BYTES)).unwrap_or(u32::MAX);
-        Stretch { from, to, from_stride, to_stride, len, first: 0, parts, pairs: 0, unused: 0 }
-    }
-}
-
-impl Batch {
-    /// In the current context.
-    fn new() -> Result<Batch> {
-        let mut done = ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
-        // SAFETY: writes one handle.
-        ok("cuEventCreate", unsafe { sys::cuEventCreate(&mut done, flags) })?;
-        let mut batch = Batch {
-            table: ptr::null_mut(),
-            on_device: 0,
-            stretches: Vec::with_capacity(BATCH_STRETCHES),
-            pairs: 0,
-            items: 0,
-            by_driver: 0,
-            bytes: 0,
-            done,
-            launched: false,
-            holds: Vec::new(),
-        };
-        let mut table = ptr::null_mut();
-        // SAFETY: writes one address.
-        ok("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&mut table, TABLE_BYTES, sys::CU_MEMHOSTALLOC_PORTABLE) })?;
-        batch.table = table.cast();
-        // SAFETY: writes one address.
-        ok("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut batch.on_device, TABLE_BYTES) })?;
-        Ok(batch)
-    }
-
-    fn clear(&mut self) {
-        (self.pairs, self.items, self.by_driver, self.bytes, self.launched) = (0, 0, 0, 0, false);
-        self.stretches.clear();
-        self.holds.clear();
-    }
-}
-
 /// Waits for all that a stream has to do; where the driver cannot even do that, nothing is done any more.
 fn wait_for(stream: sys::CUstream) {
     // SAFETY: a stream of this process.
     if let Err(error) = ok("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) }) {
         log::error!("waiting for copies of device memory: {error}");
-    }
-}
-
-impl Drop for Batch {
-    fn drop(&mut self) {
-        // SAFETY: made by `new`, freed once; nothing is under way any more (`Copier::drop`). At the end of the process the driver
-        // may be down already, and says so.
-        unsafe {
-            let _ = sys::cuEventDestroy_v2(self.done);
-            if !self.table.is_null() {
-                let _ = sys::cuMemFreeHost(self.table.cast());
-            }
-            if self.on_device != 0 {
-                let _ = sys::cuMemFree_v2(self.on_device);
-            }
-        }
     }
 }
 

@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys;
 
-use super::copier::{BATCH_STRETCHES, BATCHES, Copier};
+use super::batch::BATCH_STRETCHES;
+use super::copier::{BATCHES, Copier};
 use super::{PrimaryContext, ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::Iov;
