@@ -44,6 +44,7 @@ def test_transfers(agent: Any) -> None:
     refused(read([GOOD], [(0, 0)]), "blocks must be a list of pairs", "blocks[0] is (0, 0)")
     refused(read([GOOD], [([0.5], [0])]), "local blocks, list 0", "numpy uint32 array")
     refused(read([GOOD], [(np.zeros((2, 2), np.uint32), [0, 0])]), "local blocks, list 0", "flat numpy uint32 array")
+    refused(read([GOOD], [([0, 1], [0])]), "block list 0 names 2 local and 1 remote blocks")
     refused(read([GOOD], peer="p"), "peer must be a whole number", "not 'p'")
     refused(lambda: agent.disconnect(None), "peer must be a whole number", "not NoneType")
     refused(lambda: agent.route(region), "peer must be", "not Region")
