@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::copier::Copier;
 
-/// From this length on the driver's copy within a device, or between two, is as fast.
-const LONG_BYTES: u64 = 1 << 20;
+/// From which length on pieces are left to the driver: none are, whose copies within a device are no faster.
+const LONG_BYTES: u64 = u64::MAX;
 
 /// What one device has under way.
 struct Device {

@@ -67,10 +67,10 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
         while let Some(next) = turn.transfer.next()
             && (next.local_region, next.remote_region) == (local, remote)
         {
-            // The device works out itself where blocks are, unless short ones merge to longer runs.
+            // The device works out itself where blocks are, unless short ones merge to longer runs, or one is more than a launch.
             let are_taken = |segment: &Segment| {
                 let merge = segment.is_dense() && segment.len < ITEM_BYTES && next.len > segment.len;
-                between.takes_blocks(next.len.max(segment.len)) && !merge
+                between.takes_blocks(segment.len) && segment.len <= QUANTUM_BYTES && !merge
             };
             if let Some(blocks) = turn.transfer.blocks().filter(|blocks| are_taken(&blocks.segment)) {
                 let segment = blocks.segment;
