@@ -61,6 +61,26 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_region_is_borrowed_by_those_to_whom_it_is_being_sent() {
+        let mut operations = Operations::default();
+        let rpc = |peer: u64, regions: &[u32]| InFlight::Rpc {
+            peer: PeerId::from_raw(peer),
+            held: 1,
+            regions: regions.to_vec(),
+        };
+        operations.insert(rpc(1, &[3, 4]));
+        let ended = operations.insert(rpc(2, &[4]));
+        operations.insert(rpc(3, &[]));
+        operations.insert(InFlight::Goodbye);
+        let borrowers = |operations: &Operations, region| operations.borrowers(region).collect::<Vec<_>>();
+        assert_eq!(borrowers(&operations, 4), [PeerId::from_raw(1), PeerId::from_raw(2)]);
+        operations.remove(ended);
+        assert_eq!(borrowers(&operations, 4), [PeerId::from_raw(1)]);
+        assert_eq!(borrowers(&operations, 3), [PeerId::from_raw(1)]);
+        assert_eq!(borrowers(&operations, 5), []);
+    }
+
+    #[test]
     fn tokens_are_reused_only_after_their_end() {
         let mut operations = Operations::default();
         let (a, b) = (operations.insert(InFlight::CloseFlush), operations.insert(InFlight::CloseFlush));

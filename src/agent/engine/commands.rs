@@ -145,8 +145,18 @@ mod tests {
         let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
         let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
         let range = MemoryRange::leaked(4096);
+        // The caller has given up before: the memory may be freed, and is not touched.
+        let (reply, caller) = answer();
+        assert!(caller.wait(Duration::ZERO).is_none() && !reply.is_wanted());
+        engine.serve(Command::Register { range, reply }, Instant::now());
+        let metadata = Box::new(engine.metadata());
+        let (reply, caller) = answer();
+        assert!(caller.wait(Duration::ZERO).is_none());
+        engine.serve(Command::Connect { metadata, reply }, Instant::now());
+        assert_eq!(engine.stats().endpoints, 0);
         // The caller gives up in the midst of the registration.
         let region = engine.register(range).unwrap();
+        assert_eq!(region.index(), 0, "the first that was registered");
         let (reply, caller) = answer();
         assert!(caller.wait(Duration::ZERO).is_none());
         engine.answer_registration(range, Ok(region), reply);

@@ -271,6 +271,25 @@ mod tests {
         (engine, peer, before, other)
     }
 
+    #[test]
+    fn an_endpoint_counts_until_it_is_closed() {
+        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
+        let counts = |engine: &Engine| (engine.stats().peers, engine.stats().endpoints);
+        assert_eq!(counts(&engine), (0, 0));
+        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        assert_eq!(counts(&engine), (1, 1));
+        engine.disconnect(peer, Instant::now()).unwrap();
+        assert_eq!(counts(&engine), (0, 1), "its goodbye is on its way");
+        drive(&mut engine, |engine| {
+            engine.check_timers(Instant::now());
+            counts(engine) == (0, 0)
+        });
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
     /// While it connects, UCX ends an operation that it refuses only later, when others of the transfer are posted or over.
     #[test]
     fn operations_that_are_taken_back_are_posted_again() {
