@@ -609,6 +609,11 @@ int32_t kvf_worker_stats(struct kvf_worker *worker,
 int32_t kvf_worker_shutdown(struct kvf_worker *worker,
                             uint32_t timeout_ms);
 
+// As kvf_worker_shutdown, for an engine that starts a new worker later and tells it by kvf_scheduler_renew: prefills that wait
+// to be loaded stay with their producers, as long as the leases last.
+int32_t kvf_worker_suspend(struct kvf_worker *worker,
+                           uint32_t timeout_ms);
+
 // Frees the worker, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
 // status. The handle is dead in any case.
 int32_t kvf_worker_free(struct kvf_worker *worker);
@@ -627,6 +632,13 @@ int32_t kvf_scheduler_start(const uint8_t *config,
 int32_t kvf_scheduler_set_engine(struct kvf_scheduler *scheduler,
                                  const struct kvf_rank_metadata *ranks,
                                  size_t ranks_len);
+
+// Takes the metadata of all ranks in place of what was given before: their workers were started anew and hold the same parts
+// of the cache, as after a sleep in which its memory was given back. Requests that wait to be loaded are told to the new
+// workers with the next step; what the old ones had begun they have reported as over (kvf_worker_suspend).
+int32_t kvf_scheduler_renew(struct kvf_scheduler *scheduler,
+                            const struct kvf_rank_metadata *ranks,
+                            size_t ranks_len);
 
 // As kvf_scheduler_set_engine, and starts the handshake listener with the metadata. `*host` and `*port` are what other engines are
 // told. The port is bound when this returns.

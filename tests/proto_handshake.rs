@@ -341,6 +341,41 @@ fn a_query_before_all_ranks_are_there_may_be_tried_again() {
 }
 
 #[test]
+fn ranks_whose_workers_were_started_anew_are_served_as_they_are_now() {
+    let mut directory = directory();
+    let give = |change: &dyn Fn(&mut RankMetadata)| -> Vec<Vec<u8>> {
+        let encode = |rank| {
+            let mut m = metadata("p", rank);
+            change(&mut m);
+            m.to_bytes().unwrap()
+        };
+        ranks().into_iter().map(encode).collect()
+    };
+    let served = |directory: &mut Directory| {
+        let found = ask(&session(&[]), directory).unwrap();
+        found.ranks.iter().map(|m| (m.agent.incarnation, m.agent.regions[0].base)).collect::<Vec<_>>()
+    };
+    let before = served(&mut directory);
+    assert!(!directory.renew(give(&|_| ())).unwrap(), "nothing has changed");
+    let moved = |m: &mut RankMetadata| {
+        m.agent.incarnation = Incarnation(8);
+        m.agent.regions[0].base = 1 << 20;
+    };
+    let mut refused = |ranks, kind, parts: &[&str]| {
+        let error = directory.renew(ranks).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+        says(error.message(), parts);
+        assert_eq!(served(&mut directory), before, "nothing has changed");
+    };
+    refused(give(&moved)[1..].to_vec(), ErrorKind::InvalidArgument, &["1 of the engine's 4 ranks"]);
+    refused(give(&|m| m.engine = engine("q")), ErrorKind::Incompatible, &["\"q\""]);
+    let other = |m: &mut RankMetadata| m.geometry.areas[0].layer = "layers.9".into();
+    refused(give(&other), ErrorKind::Incompatible, &["other parts of the cache"]);
+    assert!(directory.renew(give(&moved)).unwrap());
+    assert_eq!(served(&mut directory), [(Incarnation(8), 1 << 20); 4]);
+}
+
+#[test]
 fn offers_that_do_not_fit_are_refused() {
     let mut directory = Directory::new(engine("p"), LIFE, SHAPE, Pushes::Refused).unwrap();
     let mut refused = |metadata: Vec<u8>, kind: ErrorKind, parts: &[&str]| {

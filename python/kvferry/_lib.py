@@ -337,16 +337,21 @@ class Handle:
         """Shuts an agent or worker down, waiting up to `timeout` seconds, and frees it. Harmless when repeated."""
         if self.pointer is None:
             return
+        try:
+            self.end("shutdown", timeout)
+        finally:
+            self.free()
+
+    def end(self, verb: str, timeout: float) -> None:
+        """Calls what ends an agent or worker, before it is freed."""
         limit = milliseconds(timeout)
         try:
-            self.call("shutdown", limit)
+            self.call(verb, limit)
         except KvferryError:
             # Freeing it finds it shut down and succeeds, though memory may still be in use.
             _left_behind.extend(self.owners.values())
             self.owners.clear()
             raise
-        finally:
-            self.free()
 
     def __del__(self) -> None:
         # Modules may be half gone at interpreter exit; the process ends anyway then.

@@ -70,6 +70,14 @@ class WorkerHandle(_lib.Handle):
         self.leave_outbox()
         super().free()
 
+    def suspend(self, timeout: float) -> bytes | None:
+        """Shuts the worker down for another one to follow, and frees it. The last report."""
+        try:
+            self.end("suspend", timeout)
+            return self.poll()
+        finally:
+            self.free()
+
     def submit(self, step: bytes) -> None:
         if self.pointer is None:
             self.get()

@@ -50,6 +50,17 @@ class Scheduler:
         blobs, _keep = _rank_list(ranks)
         self._handle.call("set_engine", blobs, len(ranks))
 
+    def renew(self, ranks: Mapping[tuple[int, int], bytes]) -> None:
+        """Takes the metadata of all ranks in place of what was given before.
+
+        Their workers were started anew and hold the same parts of the cache, as after a sleep in which its memory was
+        given back (`Worker.suspend`).
+
+        The next step tells the new workers of the requests that wait to be loaded.
+        """
+        blobs, _keep = _rank_list(ranks)
+        self._handle.call("renew", blobs, len(ranks))
+
     def serve(self, ranks: Mapping[tuple[int, int], bytes]) -> tuple[str, int]:
         """Starts the handshake listener with `{(pp_rank, tp_rank): Worker.metadata()}` of all ranks.
 

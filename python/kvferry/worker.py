@@ -161,6 +161,15 @@ class Worker:
         """
         self._handle.shutdown(timeout)
 
+    def suspend(self, timeout: float = 10.0) -> bytes | None:
+        """As `shutdown`, for an engine that starts a new worker later and tells it by `Scheduler.renew`.
+
+        Returns the last report, as `poll_encoded`.
+
+        Prefills that wait to be loaded stay with their producers, as long as the leases last.
+        """
+        return self._handle.suspend(timeout)
+
     def __enter__(self) -> Worker:
         return self
 

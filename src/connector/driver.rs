@@ -129,7 +129,7 @@ impl Driver for WorkerDriver {
                         tracer.set_origin(running.epoch);
                     }
                     if context.is_shutting_down() {
-                        running.machine.handle_shutdown(running.time(context.now()));
+                        running.end(context.now());
                     }
                     self.running = Some(running);
                 }
@@ -156,7 +156,7 @@ impl Driver for WorkerDriver {
 
     fn shut_down(&mut self, context: &mut Context<'_>) {
         if let Some(running) = &mut self.running {
-            running.machine.handle_shutdown(running.time(context.now()));
+            running.end(context.now());
             running.turn(context);
         }
     }
@@ -167,6 +167,16 @@ impl Driver for WorkerDriver {
 }
 
 impl Running {
+    /// Ends all requests.
+    fn end(&mut self, now: Instant) {
+        let now = self.time(now);
+        if self.shared.suspends.load(Ordering::Acquire) {
+            self.machine.handle_suspend(now);
+        } else {
+            self.machine.handle_shutdown(now);
+        }
+    }
+
     fn new(
         machine: Machine,
         shared: Arc<Shared>,

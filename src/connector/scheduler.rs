@@ -129,6 +129,30 @@ impl Scheduler {
         }
     }
 
+    /// Takes the encoded `RankMetadata` of all ranks, whose workers were started anew, in place of what they gave before: after
+    /// an engine's sleep, in which its cache was not mapped. Requests that wait to be loaded are told to the new workers.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] before the engine's ranks were known; those of [`Directory::renew`].
+    pub fn renew(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<()> {
+        let mut directory = lock(&self.directory);
+        if !directory.is_ready() {
+            return Err(Error::invalid(
+                "the engine's ranks are not known yet, so that none can have been started anew",
+            ));
+        }
+        if !directory.renew(ranks.into_iter().map(|(_, metadata)| metadata).collect())? {
+            return Ok(());
+        }
+        let holdings = directory.holdings();
+        drop(directory);
+        self.told.store(true, Ordering::Release);
+        if let Some(holdings) = holdings {
+            lock(&self.machine).renew_engine(holdings);
+        }
+        Ok(())
+    }
+
     /// The host and port that are advertised, once the listener is bound.
     pub fn address(&self) -> Option<(String, u16)> {
         lock(&self.listener).as_ref().map(|l| (l.host().to_owned(), l.port()))

@@ -36,6 +36,8 @@ pub(super) struct Shared {
     has_report: AtomicBool,
     /// Set when the driver is gone: nothing will be done any more.
     gone: AtomicBool,
+    /// Whether prefills that wait to be loaded are left with their producers at the end.
+    pub(super) suspends: AtomicBool,
     pub(super) malformed_steps: AtomicU64,
     pub(super) malformed_messages: AtomicU64,
 }

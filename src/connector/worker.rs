@@ -267,6 +267,16 @@ impl Worker {
     pub fn shutdown(&self, timeout: Duration) -> Result<()> {
         self.agent.shutdown(timeout)
     }
+
+    /// As [`Worker::shutdown`], for an engine that starts a new worker later ([`Scheduler::renew`](super::Scheduler::renew)):
+    /// prefills that wait to be loaded are not given back to their producers.
+    ///
+    /// # Errors
+    /// As [`Worker::shutdown`].
+    pub fn suspend(&self, timeout: Duration) -> Result<()> {
+        self.shared.suspends.store(true, Ordering::Release);
+        self.shutdown(timeout)
+    }
 }
 
 fn agent_config(config: &WorkerConfig) -> AgentConfig {

@@ -90,6 +90,25 @@ pub unsafe extern "C" fn kvf_scheduler_set_engine(
     })
 }
 
+/// Takes the metadata of all ranks in place of what was given before: their workers were started anew and hold the same parts
+/// of the cache, as after a sleep in which its memory was given back. Requests that wait to be loaded are told to the new
+/// workers with the next step; what the old ones had begun they have reported as over (kvf_worker_suspend).
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_renew(
+    scheduler: *mut kvf_scheduler,
+    ranks: *const kvf_rank_metadata,
+    ranks_len: usize,
+) -> i32 {
+    boundary!(kvf_scheduler_renew, {
+        // SAFETY: the caller's promise for arrays.
+        let ranks = unsafe { rank_list(ranks, ranks_len)? };
+        handle::get::<Scheduler>(scheduler)?.renew(ranks)
+    })
+}
+
 /// A list of ranks' metadata, copied.
 ///
 /// # Safety

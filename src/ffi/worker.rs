@@ -289,6 +289,16 @@ pub unsafe extern "C" fn kvf_worker_shutdown(worker: *mut kvf_worker, timeout_ms
     })
 }
 
+/// As kvf_worker_shutdown, for an engine that starts a new worker later and tells it by kvf_scheduler_renew: prefills that wait
+/// to be loaded stay with their producers, as long as the leases last.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_worker_suspend(worker: *mut kvf_worker, timeout_ms: u32) -> i32 {
+    boundary!(kvf_worker_suspend, { handle::get::<Worker>(worker)?.suspend(Duration::from_millis(timeout_ms.into())) })
+}
+
 /// Frees the worker, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
 /// status. The handle is dead in any case.
 ///

@@ -319,6 +319,31 @@ fn arriving_holds_and_allocating_loads_once() {
 }
 
 #[test]
+fn new_workers_are_told_what_waits() {
+    let mut s = scheduler();
+    for name in ["waits", "loads", "queued"] {
+        s.arrived(&id(name), &offered()).unwrap();
+        if name != "queued" {
+            assert_eq!(s.build_step().holds.len(), 1);
+        }
+    }
+    s.allocated(&id("loads"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
+    assert_eq!(s.build_step().loads.len(), 1);
+    s.renew_engine(vec![]);
+    let step = s.build_step();
+    let mut holds: Vec<&str> = step.holds.iter().map(|hold| hold.request.as_str()).collect();
+    holds.sort_unstable();
+    // What the old workers loaded they have reported. What no step took is told once.
+    assert_eq!((holds, step.loads.len()), (vec!["queued", "waits"], 0));
+    s.arrived(&id("fresh"), &offered()).unwrap();
+    s.renew_engine(vec![]);
+    let step = s.build_step();
+    let holds: Vec<&str> = step.holds.iter().map(|hold| hold.request.as_str()).collect();
+    assert_eq!(holds, ["fresh", "queued", "waits"]);
+    assert_eq!(step.holds[2].remote.request.as_str(), "p-1");
+}
+
+#[test]
 fn the_producer_may_have_other_groups_and_block_sizes() {
     let mut config = config();
     config.reuses_blocks = false;

@@ -460,6 +460,34 @@ fn unused_peers_are_disconnected_after_their_time() {
 }
 
 #[test]
+fn an_engine_that_falls_asleep_gives_no_prefill_back_that_waits() {
+    for suspends in [true, false] {
+        let mut w = worker(config());
+        let hold = Hold { request: request("waits"), remote: remote("p-waits") };
+        loads(&mut w, 10, load("a", [&[3], &[4]]));
+        w.handle_step(Time(11), StepMetadata { holds: vec![hold], ..Default::default() });
+        let session = handshake(&mut w);
+        answer(&mut w, 20, session, 9, &ranks(9));
+        let peer = connect(&mut w);
+        w.handle_connected(Time(25), &peer);
+        let _ = (actions(&mut w), w.poll_report());
+        if suspends {
+            w.handle_suspend(Time(30))
+        } else {
+            w.handle_shutdown(Time(30))
+        }
+        let released: Vec<String> = actions(&mut w)
+            .into_iter()
+            .filter_map(|action| match action {
+                Action::Send { message: PeerMessage::Release { request, .. }, .. } => Some(request.to_string()),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(released.contains(&"p-waits".to_owned()), !suspends, "{released:?}");
+    }
+}
+
+#[test]
 fn a_hold_does_not_last_forever() {
     let mut w = worker(WorkerConfig { hold_timeout_ms: 5_000, ..config() });
     let hold = Hold { request: request("a"), remote: remote("p-a") };

@@ -88,8 +88,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """No (asked from 0.33 on): sleeping unmaps the registered KV cache."""
-        return False
+        """Yes (asked from 0.33 on, which tells a connector when the KV cache is unmapped and mapped again)."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -112,6 +112,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the worker and registers the KV cache."""
         self._worker.register_kv_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Before the engine sleeps (from vLLM 0.33 on): nothing touches the KV cache from here on."""
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """When it wakes up, before `get_handshake_metadata` is asked for again."""
+        self._worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's metadata for the scheduler side."""

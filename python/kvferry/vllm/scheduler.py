@@ -75,6 +75,8 @@ class SchedulerSide:
         self._unreported: set[str] = set()
         # Whether the next step grants leases.
         self._granted = False
+        # Whether the ranks' metadata is known. After a sleep it is given again, of new workers.
+        self._is_served = False
         # Which of the ranks this is makes no difference to how many tokens a block stands for.
         groups = transfer_groups(kv_cache_config, TokenShare(parallel.decode_context_parallel_size))
         # A decode engine that has the whole prompt computes its last token again, for its logits. That token looks one
@@ -106,7 +108,9 @@ class SchedulerSide:
     def serve(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """Takes all ranks' metadata and, on an engine that sends, starts the handshake listener.
 
-        The workers of an engine that receives learn from it what their fellow ranks hold, to divide the reading."""
+        The workers of an engine that receives learn from it what their fellow ranks hold, to divide the reading.
+
+        Called again when the engine wakes up, with the metadata of new workers."""
         ranks: dict[tuple[int, int], bytes] = {}
         for rank, entry in metadata.items():
             if not isinstance(entry, KvferryHandshakeMetadata):
@@ -115,12 +119,17 @@ class SchedulerSide:
                     "MultiConnector passes on only the first child's that has some: put KvferryConnector first"
                 )
             ranks[rank] = entry.rank_metadata
+        if self._is_served:
+            self._scheduler.renew(ranks)
+            logger.info("The workers of all %d ranks were started anew", len(ranks))
+            return
         if not self._sends:
             # Nobody asks an engine that only receives.
             self._scheduler.set_engine(ranks)
-            return
-        host, port = self._scheduler.serve(ranks)
-        logger.info("Serving the handshake metadata of %d ranks at %s port %d", len(ranks), host, port)
+        else:
+            host, port = self._scheduler.serve(ranks)
+            logger.info("Serving the handshake metadata of %d ranks at %s port %d", len(ranks), host, port)
+        self._is_served = True
 
     # --- requests
 

@@ -62,6 +62,11 @@ class StepQueue:
         self._waiting.append((self._record() if grants and self._record is not None else None, step))
         self.advance()
 
+    def flush(self) -> None:
+        """Hands over all there is, for a worker that is about to end: nothing is read from it any more."""
+        while self._waiting:
+            self._submit(self._waiting.popleft()[1])
+
     def advance(self) -> None:
         """Hands over what needs not wait any more. To be called at every engine step."""
         while self._waiting:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import vllm
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -30,6 +32,10 @@ SERVED_SPECS: tuple[type[KVCacheSpec], ...] = (
 """Served by exact type: a subclass means another rule for which blocks hold what."""
 
 
+TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+"""Whether vLLM tells a connector that the KV cache is about to be unmapped, and that it is mapped again."""
+
+
 class NotServedError(ValueError):
     """The engine is configured in a way that this release does not serve."""
 
@@ -46,9 +52,10 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
             f"{vllm_config.num_prefill_lookahead_tokens} tokens ahead in the prefill (multi-module MTP): the decode "
             "engine would have to recompute the prompt's last tokens. Use a method that looks 1 token ahead, or none"
         )
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not TELLS_OF_SLEEP:
         raise NotServedError(
-            "KvferryConnector does not serve --enable-sleep-mode: sleeping unmaps the registered KV cache"
+            f"KvferryConnector does not serve --enable-sleep-mode with vLLM {vllm.__version__}: sleeping unmaps the "
+            "registered KV cache, of which vLLM tells a connector from 0.33 on"
         )
     for group in kv_cache_config.transfer_groups:
         if group.host_resident:

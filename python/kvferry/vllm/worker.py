@@ -48,12 +48,33 @@ class WorkerSide:
         self._invalid_blocks: set[int] = set()
         self._stats = KvferryStats()
         self._reports: tuple[bytes, ...] = ()
+        # Of workers that were ended before a sleep.
+        self._last_reports: list[bytes] = []
         self._refused: dict[str, RefusedLoad] = {}
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Starts the worker and registers the memory behind `kv_caches`, each storage once."""
-        if self._worker is not None:
+        if self._worker is not None or self._kv_caches:
             raise RuntimeError("the KV caches of this worker are registered already; they cannot be replaced")
+        self._start(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Ends the worker, so that nothing touches the memory any more. Peers see the connection closed."""
+        if self._worker is None or self._steps is None:
+            return
+        self._steps.flush()
+        worker, self._worker, self._steps, self._metadata = self._worker, None, None, None
+        last = worker.suspend(SHUTDOWN_SECONDS)
+        if last is not None:
+            self._last_reports.append(last)
+        logger.info("The KV cache is given back until the engine wakes up")
+
+    def restore_kv_caches(self) -> None:
+        """Starts a new worker for the same caches, wherever their memory is now. Its metadata is new."""
+        if self._worker is None and self._kv_caches:
+            self._start(self._kv_caches)
+
+    def _start(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         parallel = self._vllm_config.parallel_config
         kernels = attention_kernels(self._vllm_config)
         tp_rank, tp_size = get_tp_group().rank_in_group, parallel.tensor_parallel_size
@@ -121,8 +142,10 @@ class WorkerSide:
         self._refused = {}
         if self._steps is not None:
             self._steps.advance()
-        encoded = self._worker.poll_encoded() if self._worker is not None else None
-        if encoded is not None:
+        news, self._last_reports = self._last_reports, []
+        if self._worker is not None and (encoded := self._worker.poll_encoded()) is not None:
+            news.append(encoded)
+        for encoded in news:
             report = kvferry.decode_report(encoded)
             results.finished_sending.update(report["finished_sending"])
             results.finished_recving.update(report["finished_recving"])
@@ -166,5 +189,7 @@ class WorkerSide:
 
     def _running(self) -> StepQueue:
         if self._steps is None:
-            raise RuntimeError("a step with transfers came before the KV caches were registered or after the shutdown")
+            raise RuntimeError(
+                "a step with transfers came while no KV cache is registered: before the start, asleep or ended"
+            )
         return self._steps

@@ -171,6 +171,35 @@ impl Directory {
         Ok(decoded.rank)
     }
 
+    /// Takes the encoded `RankMetadata` of all ranks in place of what they gave before: their workers were started anew and
+    /// hold the same parts of the cache, as after the engine has slept. Returns whether any gives something else than before. On an
+    /// error nothing changes.
+    ///
+    /// Errors: those of [`Directory::offer`]; [`ErrorKind::InvalidArgument`] when a rank is missing,
+    /// [`ErrorKind::Incompatible`] when one holds something else than before.
+    pub fn renew(&mut self, ranks: Vec<Vec<u8>>) -> Result<bool> {
+        let mut new = Directory::new(self.engine.clone(), self.incarnation, self.shape, self.pushes)?;
+        for metadata in ranks {
+            new.offer(metadata)?;
+        }
+        if !new.is_ready() {
+            return Err(Error::invalid(format!(
+                "{} of the engine's {} ranks are missing; workers are started anew all together",
+                new.missing(),
+                self.shape.ranks()
+            )));
+        }
+        if self.is_ready() && self.holdings() != new.holdings() {
+            return Err(Error::new(
+                ErrorKind::Incompatible,
+                format!("the ranks of engine {} hold other parts of the cache than before", self.engine),
+            ));
+        }
+        let changes = self.ranks != new.ranks;
+        self.ranks = new.ranks;
+        Ok(changes)
+    }
+
     /// A prefill is over and its blocks are kept: who awaits it is told.
     pub fn prefilled(&mut self, prefill: Prefill) {
         self.prefills.ready(prefill);

@@ -194,6 +194,21 @@ impl Scheduler {
         self.step.engine = ranks;
     }
 
+    /// The workers were started anew, and know nothing of this machine's requests: with the next step they are told what every
+    /// rank holds, and of the requests that wait to be loaded. What the workers before them had begun they have reported as
+    /// over.
+    pub fn renew_engine(&mut self, ranks: Vec<Holding>) {
+        self.set_engine(ranks);
+        let queued = &self.step.holds;
+        let waits = |(request, recv): (&RequestId, &Recv)| {
+            let waits = recv.state == RecvState::Held && !queued.iter().any(|hold| hold.request == *request);
+            waits.then(|| Hold { request: request.clone(), remote: recv.remote.clone() })
+        };
+        let mut holds: Vec<Hold> = self.recvs.iter().filter_map(waits).collect();
+        holds.sort_by(|a, b| a.request.cmp(&b.request));
+        self.step.holds.extend(holds);
+    }
+
     /// Where this engine's handshake listener is reached. Needed before a hand-over can be offered.
     pub fn set_address(&mut self, host: impl Into<String>, port: u16) {
         self.address = Some((host.into(), port));

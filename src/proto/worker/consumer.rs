@@ -41,6 +41,15 @@ enum Kind {
     Release,
 }
 
+/// What becomes of prefills that wait to be loaded when the machine ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Holds {
+    /// Their producers may free them.
+    GivenBack,
+    /// Their producers keep them while the leases last.
+    Left,
+}
+
 #[derive(Debug)]
 struct Want {
     request: RequestId,
@@ -465,10 +474,15 @@ impl Consumer {
         [self.deadlines.next(), self.sessions.next_timeout()].into_iter().flatten().min()
     }
 
-    pub(super) fn shut_down(&mut self, now: Time, out: &mut Outbox) {
+    pub(super) fn shut_down(&mut self, now: Time, holds: Holds, out: &mut Outbox) {
         self.closed = true;
         let tickets: Vec<Ticket> = self.wants.keys().copied().collect();
         for ticket in tickets {
+            let is_hold = matches!(self.wants.get(&ticket), Some(Want { kind: Kind::Hold, .. }));
+            if is_hold && holds == Holds::Left {
+                self.remove(now, ticket, false, out);
+                continue;
+            }
             self.strand(now, ticket, Cause::ShutDown, "the worker is shut down".into(), out);
         }
         self.sessions.close(out);

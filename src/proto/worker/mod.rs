@@ -45,7 +45,7 @@ use crate::proto::time::Time;
 use crate::proto::wire::{
     Cause, EngineShape, HandshakeReply, PeerMessage, Prefill, RankMetadata, StepMetadata, WorkerReport,
 };
-use consumer::Consumer;
+use consumer::{Consumer, Holds};
 use outbox::Outbox;
 use producer::{Beat, Producer, Said};
 
@@ -245,8 +245,18 @@ impl Worker {
     /// Ends every load (reported as shut down, once its transfers are over), hold and lease. What steps bring after that
     /// ends at once. Done when [`Worker::is_drained`] and the last actions and report have been polled.
     pub fn handle_shutdown(&mut self, now: Time) {
+        self.end(now, Holds::GivenBack);
+    }
+
+    /// As [`Worker::handle_shutdown`], for an engine that starts a new worker later: prefills that wait to be loaded stay with
+    /// their producers, as long as the leases last.
+    pub fn handle_suspend(&mut self, now: Time) {
+        self.end(now, Holds::Left);
+    }
+
+    fn end(&mut self, now: Time, holds: Holds) {
         let now = self.advance(now);
-        self.consumer.shut_down(now, &mut self.out);
+        self.consumer.shut_down(now, holds, &mut self.out);
         self.producer.shut_down(now, &mut self.out);
     }
 

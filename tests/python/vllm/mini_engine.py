@@ -7,7 +7,9 @@ the layer, the head, the token and its position. A state follows from all tokens
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import multiprocessing
 import os
 import signal
@@ -129,6 +131,7 @@ class Engine:
         self.figures: dict[str, Any] = {}
         self.failed: dict[str, dict[str, Any]] = {}
         self.scribbling: threading.Event | None = None
+        self.abandoned: list[Any] = []
 
     def _add_layers(self, config: Any) -> None:
         """Attention layers, of which no more is there than what says how they order a block."""
@@ -417,9 +420,10 @@ class Engine:
         """Steps as long as vLLM's engine core would."""
         self.run_until("not e.scheduler.has_requests()")
 
-    def fall_asleep(self) -> None:
-        """What `EngineCoreProc.sleep` does apart from the memory: all requests are aborted, no new one starts, and when
-        nothing is left to do the caches are dropped."""
+    def fall_asleep(self, unmaps: bool = False) -> None:
+        """What `EngineCoreProc.sleep` does: all requests are aborted, no new one starts, and when nothing is left to do
+        the caches are dropped. `unmaps`: and nobody may touch their memory until the engine wakes up, as with
+        `--enable-sleep-mode` of vLLM 0.33."""
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.request import RequestStatus
 
@@ -428,6 +432,43 @@ class Engine:
         self.run_while_needed()
         if not self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError("the caches could not be reset")
+        if unmaps:
+            self.unmap()
+
+    def unmap(self) -> None:
+        """As `sleep` of the worker: from here on nobody may touch the caches' memory."""
+        self.worker.unregister_kv_caches()
+        self._protect(mapped=False)
+
+    def _storages(self) -> dict[int, Any]:
+        """The KV cache's memory, by address."""
+        storages = (view.untyped_storage() for view in self.views.values())
+        return {storage.data_ptr(): storage for storage in storages}
+
+    def _protect(self, mapped: bool) -> None:
+        """Takes every access to the KV cache's pages from this process and all others, or gives it back."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        for address, storage in self._storages().items():
+            first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (address + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            rights = mmap.PROT_READ | mmap.PROT_WRITE if mapped else 0
+            if libc.mprotect(ctypes.c_void_p(first), ctypes.c_size_t(length), rights) != 0:
+                raise OSError(ctypes.get_errno(), "mprotect")
+
+    def _move(self) -> None:
+        """Gives the KV cache other memory, full of what is nobody's. The old one is not freed: who still used it would
+        get what was there."""
+        import torch
+
+        moved = {
+            address: torch.full((storage.nbytes(),), 77, dtype=torch.uint8)
+            for address, storage in self._storages().items()
+        }
+        for view in self.views.values():
+            storage = view.untyped_storage()
+            self.abandoned.append(storage)
+            new = moved[storage.data_ptr()].untyped_storage()
+            view.set_(new, view.storage_offset(), view.size(), view.stride())
 
     def chunk(self, tokens: int) -> None:
         """Prompts are computed in parts of so many tokens; 0: whole."""
@@ -439,9 +480,18 @@ class Engine:
 
         self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
 
-    def wake_up(self) -> None:
-        """As `EngineCore.wake_up`."""
+    def wake_up(self, mapped: str = "") -> None:
+        """As `EngineCore.wake_up`. `mapped`: the caches' memory is there again, in the "same" place or in "another"."""
         from vllm.v1.core.sched.interface import PauseState
+
+        if mapped:
+            self._protect(mapped=True)
+            if mapped == "another":
+                self._move()
+            self.worker.restore_kv_caches()
+            connector = self.scheduler.connector
+            assert connector is not None
+            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
 
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
