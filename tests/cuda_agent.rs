@@ -165,6 +165,8 @@ fn device_and_host_memory_of_two_agents_in_one_process() {
             assert_same("mixed, local", &a.contents(), &local);
             assert_same("mixed, remote", &c.contents(), &remote);
         }
+        let way = a.node.agent.route(to_b).unwrap().unwrap().device;
+        assert_eq!(way.starts_with("copied by the device"), transport != Transport::Tcp, "{transport:?}: {way}");
         for node in [&a.node, &b.node, &c] {
             node.agent.shutdown(LIMIT).unwrap();
         }

@@ -377,6 +377,47 @@ mod tests {
         }
     }
 
+    /// What a socket has of an owner's memory is the reader's to take: the memory is given back after that.
+    #[test]
+    fn a_shutdown_leaves_lent_pages_to_their_reader() {
+        let patient = AgentConfig { cancel_grace: Duration::from_secs(100), ..config("b", Transport::Tcp) };
+        let other = Agent::start(patient).unwrap();
+        other.register(MemoryRange::leaked(3 * LEN)).unwrap();
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
+        for _ in 0..3 {
+            engine.register(MemoryRange::leaked(LEN)).unwrap();
+        }
+        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        drive(&mut engine, |engine| {
+            if engine.transfers.len() == 0 {
+                read(engine, peer);
+            }
+            engine.peers.get(peer).unwrap().streamed
+        });
+        drive(&mut engine, |engine| engine.transfers.len() == 0);
+        read(&mut engine, peer);
+        // The request goes out. When the first bytes are there, the reader does nothing more.
+        let has_bytes = |engine: &Engine| {
+            let fd = engine.streams.fd().unwrap();
+            zmq::poll(&mut [zmq::PollItem::from_fd(fd, zmq::POLLIN)], 1).unwrap() > 0
+        };
+        while !has_bytes(&engine) {
+            engine.post_transfers();
+            engine.worker.progress();
+        }
+        let (done, is_done) = std::sync::mpsc::sync_channel(1);
+        let ending = std::thread::spawn(move || done.send(other.shutdown(Duration::from_secs(200))).unwrap());
+        let early = is_done.recv_timeout(Duration::from_secs(3));
+        assert!(early.is_err(), "it ended while the reader had not taken what it was lent: {early:?}");
+        // The owner has told that its memory is withdrawn, so that the read may end either way.
+        drive(&mut engine, |engine| engine.transfers.len() == 0);
+        drop(engine);
+        is_done.recv().unwrap().unwrap();
+        ending.join().unwrap();
+    }
+
     const NARROW: Window = Window { operations: 3, bytes: LEN as u64 };
 
     /// UCX moves memory by CMA within a host, without the peer's processor, as over RDMA.

@@ -150,3 +150,32 @@ pub(crate) fn locate(regions: &Regions, pieces: &[Piece]) -> Result<Vec<Iov>> {
 pub(crate) fn refusal(error: &Error) -> (FrameKind, Vec<u8>) {
     (FrameKind::Refusal, error.message().as_bytes().to_vec())
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::wire::encode_pieces;
+    use super::*;
+
+    #[test]
+    fn reads_wait_while_ucx_holds_enough_of_a_peers_replies() {
+        let mut server = Server::default();
+        let piece = Piece { region: 0, offset: 0, len: 512 << 10 };
+        for chunk in 0..12 {
+            server.push(chunk, &encode_pieces(&[piece], 0)).unwrap();
+        }
+        let reply = |server: &mut Server| {
+            let bytes = server.pop()?.bytes;
+            server.hold(bytes);
+            Some(bytes)
+        };
+        let replies = std::iter::from_fn(|| reply(&mut server)).count();
+        assert_eq!(replies, 8, "4 MiB");
+        server.release(piece.len.into());
+        assert_eq!((reply(&mut server), reply(&mut server)), (Some(piece.len.into()), None));
+        for _ in 0..9 {
+            server.release(piece.len.into());
+        }
+        assert_eq!(std::iter::from_fn(|| reply(&mut server)).count(), 3, "what is left");
+    }
+}

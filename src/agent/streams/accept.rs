@@ -236,6 +236,19 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use super::*;
+    use crate::agent::core::config::AgentConfig;
+    use crate::proto::ids::Incarnation;
+
+    #[test]
+    fn an_address_is_listened_at_once() {
+        let mut streams = Streams::new(&AgentConfig::default(), Incarnation(7));
+        let (one, other) = (IpAddr::from([127, 0, 0, 1]), IpAddr::from([127, 0, 0, 2]));
+        let first = streams.listen_at(one).unwrap();
+        let second = streams.listen_at(other).unwrap();
+        assert_eq!((first.ip(), second.ip()), (one, other));
+        assert_eq!([one, other, one].map(|ip| streams.listen_at(ip).unwrap()), [first, second, first]);
+        assert_eq!(streams.listeners.len(), 2);
+    }
 
     #[test]
     fn what_a_listener_accepts_has_no_timer_of_its_own() {
