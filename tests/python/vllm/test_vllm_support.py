@@ -93,6 +93,11 @@ def test_what_is_refused_by_name(config: Any, cache: KVCacheConfig, expected: st
     assert expected in str(caught.value)
 
 
+def test_sleep_mode_is_served_where_vllm_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.vllm.support.TELLS_OF_SLEEP", True)
+    check_served(engine(sleep=True), groups(FullAttentionSpec(**SHAPE)))
+
+
 def test_a_group_that_is_not_transferred_may_be_anything() -> None:
     spec = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=32)
     check_served(engine(), groups(spec, enable_kv_transfer=False))
