@@ -610,7 +610,8 @@ int32_t kvf_worker_shutdown(struct kvf_worker *worker,
                             uint32_t timeout_ms);
 
 // As kvf_worker_shutdown, for an engine that starts a new worker later and tells it by kvf_scheduler_renew: prefills that wait
-// to be loaded stay with their producers, as long as the leases last.
+// to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the memory must stay as it is for ever,
+// whatever a second call returns.
 int32_t kvf_worker_suspend(struct kvf_worker *worker,
                            uint32_t timeout_ms);
 
@@ -635,7 +636,8 @@ int32_t kvf_scheduler_set_engine(struct kvf_scheduler *scheduler,
 
 // Takes the metadata of all ranks in place of what was given before: their workers were started anew and hold the same parts
 // of the cache, as after a sleep in which its memory was given back. Requests that wait to be loaded are told to the new
-// workers with the next step; what the old ones had begun they have reported as over (kvf_worker_suspend).
+// workers with the next step; what the old ones had begun they have reported as over (kvf_worker_suspend). The engine has another
+// incarnation from then on.
 int32_t kvf_scheduler_renew(struct kvf_scheduler *scheduler,
                             const struct kvf_rank_metadata *ranks,
                             size_t ranks_len);

@@ -343,11 +343,11 @@ fn a_query_before_all_ranks_are_there_may_be_tried_again() {
 #[test]
 fn ranks_whose_workers_were_started_anew_are_served_as_they_are_now() {
     let mut directory = directory();
-    let give = |change: &dyn Fn(&mut RankMetadata)| -> Vec<Vec<u8>> {
+    let give = |change: &dyn Fn(&mut RankMetadata)| -> Vec<(RankId, Vec<u8>)> {
         let encode = |rank| {
             let mut m = metadata("p", rank);
             change(&mut m);
-            m.to_bytes().unwrap()
+            (rank, m.to_bytes().unwrap())
         };
         ranks().into_iter().map(encode).collect()
     };
@@ -356,13 +356,15 @@ fn ranks_whose_workers_were_started_anew_are_served_as_they_are_now() {
         found.ranks.iter().map(|m| (m.agent.incarnation, m.agent.regions[0].base)).collect::<Vec<_>>()
     };
     let before = served(&mut directory);
-    assert!(!directory.renew(give(&|_| ())).unwrap(), "nothing has changed");
+    let next = Incarnation(LIFE.0 + 1);
+    assert!(!directory.renew(give(&|_| ()), next).unwrap(), "nothing has changed");
+    assert_eq!(directory.incarnation(), LIFE);
     let moved = |m: &mut RankMetadata| {
         m.agent.incarnation = Incarnation(8);
         m.agent.regions[0].base = 1 << 20;
     };
     let mut refused = |ranks, kind, parts: &[&str]| {
-        let error = directory.renew(ranks).unwrap_err();
+        let error = directory.renew(ranks, next).unwrap_err();
         assert_eq!(error.kind(), kind, "{error}");
         says(error.message(), parts);
         assert_eq!(served(&mut directory), before, "nothing has changed");
@@ -371,8 +373,24 @@ fn ranks_whose_workers_were_started_anew_are_served_as_they_are_now() {
     refused(give(&|m| m.engine = engine("q")), ErrorKind::Incompatible, &["\"q\""]);
     let other = |m: &mut RankMetadata| m.geometry.areas[0].layer = "layers.9".into();
     refused(give(&other), ErrorKind::Incompatible, &["other parts of the cache"]);
-    assert!(directory.renew(give(&moved)).unwrap());
-    assert_eq!(served(&mut directory), [(Incarnation(8), 1 << 20); 4]);
+    let mut swapped = give(&moved);
+    swapped[0].0 = ranks()[1];
+    refused(swapped, ErrorKind::InvalidArgument, &["(pp 0, tp 1)", "(pp 0, tp 0)"]);
+    assert!(directory.renew(give(&moved), next).unwrap());
+    assert_eq!(directory.incarnation(), next);
+    // Who has params of the life before asks for blocks that are gone.
+    let failure = ask(&session(&[]), &mut directory).unwrap_err();
+    assert_eq!(failure.cause, Cause::PeerDied);
+    says(&failure.message, &["has restarted"]);
+    let query = HandshakeRequest::Query { id: 3, engine: None, ranks: vec![] }.to_bytes().unwrap();
+    let HandshakeReply::Ranks { incarnation, ranks, .. } =
+        HandshakeReply::from_bytes(&directory.answer(&query)).unwrap()
+    else {
+        panic!("no ranks");
+    };
+    let now = ranks.iter().map(|blob| RankMetadata::from_bytes(&blob.metadata).unwrap().agent);
+    assert_eq!(incarnation, next);
+    assert!(now.into_iter().all(|agent| (agent.incarnation, agent.regions[0].base) == (Incarnation(8), 1 << 20)));
 }
 
 #[test]

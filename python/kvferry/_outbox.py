@@ -16,6 +16,7 @@ from . import _lib
 
 _NEWS = b"\1"
 _BYTES = 64 << 10
+_LAST_TURN_SECONDS = 10.0
 _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 """Whether other processors see loads, and stores, in their order. An outbox needs that, for Python has no atomics;
 elsewhere a worker's has no room for a report, and only tells that a poll has one."""
@@ -74,7 +75,8 @@ class WorkerHandle(_lib.Handle):
         """Shuts the worker down for another one to follow, and frees it. The last report."""
         try:
             self.end("suspend", timeout)
-            return self.poll()
+            # Another thread may be polling just now.
+            return self.wait(_LAST_TURN_SECONDS)
         finally:
             self.free()
 

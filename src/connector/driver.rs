@@ -109,14 +109,9 @@ impl WorkerDriver {
     }
 }
 
-impl Drop for WorkerDriver {
-    fn drop(&mut self) {
-        self.shared.set_gone();
-    }
-}
-
-impl Driver for WorkerDriver {
-    fn turn(&mut self, context: &mut Context<'_>) -> Option<Instant> {
+impl WorkerDriver {
+    /// Takes up what the handle has asked for.
+    fn serve(&mut self, context: &mut Context<'_>) {
         while let Some(command) = self.shared.pop() {
             match (command, self.running.as_mut()) {
                 (Command::Begin(machine, tracer), None) => {
@@ -145,6 +140,21 @@ impl Driver for WorkerDriver {
                 }
             }
         }
+    }
+}
+
+impl Drop for WorkerDriver {
+    fn drop(&mut self) {
+        if let Some(running) = &mut self.running {
+            running.report_nothing_left();
+        }
+        self.shared.set_gone();
+    }
+}
+
+impl Driver for WorkerDriver {
+    fn turn(&mut self, context: &mut Context<'_>) -> Option<Instant> {
+        self.serve(context);
         self.running.as_mut()?.turn(context)
     }
 
@@ -155,6 +165,8 @@ impl Driver for WorkerDriver {
     }
 
     fn shut_down(&mut self, context: &mut Context<'_>) {
+        // Steps that came before it are taken up, to be reported or passed on.
+        self.serve(context);
         if let Some(running) = &mut self.running {
             running.end(context.now());
             running.turn(context);
@@ -316,6 +328,21 @@ impl Running {
         stats.peers += now.peers - told.peers;
         stats.endpoints += now.endpoints - told.endpoints;
         stats.registered_bytes += now.registered_bytes - told.registered_bytes;
+    }
+
+    /// Reports that everything is gone, so that the figures of a worker that follows add up with this one's.
+    fn report_nothing_left(&mut self) {
+        let told = std::mem::take(&mut self.told);
+        if told == Level::default() {
+            return;
+        }
+        let mut report = WorkerReport::new(self.machine.config().rank);
+        let stats = &mut report.stats;
+        stats.leases -= told.leases;
+        stats.peers -= told.peers;
+        stats.endpoints -= told.endpoints;
+        stats.registered_bytes -= told.registered_bytes;
+        self.publish(Instant::now(), report);
     }
 
     fn answer(&mut self, now: Instant, Answer { id, result }: Answer) {

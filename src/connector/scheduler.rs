@@ -21,13 +21,16 @@ use crate::secret::Key;
 /// One engine's scheduler side, producer and consumer at once. `Send` and `Sync`; no call waits for another process.
 pub struct Scheduler {
     config: SchedulerConfig,
-    incarnation: Incarnation,
     machine: Mutex<Machine>,
     directory: Arc<Mutex<Directory>>,
     listener: Mutex<Option<Listener>>,
     key: Option<Key>,
     /// Whether the machine knows what every rank holds.
     told: AtomicBool,
+}
+
+fn draw_life() -> Result<Incarnation> {
+    Ok(Incarnation(random("the engine's incarnation")?.max(1)))
 }
 
 impl Scheduler {
@@ -40,7 +43,7 @@ impl Scheduler {
     pub fn start(config: SchedulerConfig) -> Result<Scheduler> {
         config.check()?;
         let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
-        let incarnation = Incarnation(random("the engine's incarnation")?.max(1));
+        let incarnation = draw_life()?;
         let machine = Machine::new(MachineConfig {
             engine_id: config.engine_id.clone(),
             incarnation,
@@ -55,7 +58,6 @@ impl Scheduler {
         let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
         let directory = Directory::new(config.engine_id.clone(), incarnation, config.shape(), pushes)?;
         let scheduler = Scheduler {
-            incarnation,
             machine: Mutex::new(machine),
             directory: Arc::new(Mutex::new(directory)),
             listener: Mutex::new(None),
@@ -76,7 +78,7 @@ impl Scheduler {
 
     /// This life of the engine.
     pub fn incarnation(&self) -> Incarnation {
-        self.incarnation
+        lock(&self.directory).incarnation()
     }
 
     /// Takes the encoded `RankMetadata` of the engine's ranks, as the host gathered them, and serves them. Returns the
@@ -99,10 +101,7 @@ impl Scheduler {
     pub fn set_engine(&self, ranks: Vec<(RankId, Vec<u8>)>) -> Result<()> {
         let mut missing: BTreeSet<RankId> = self.config.shape().rank_ids().collect();
         for (rank, metadata) in ranks {
-            let own = lock(&self.directory).offer(metadata)?;
-            if own != rank {
-                return Err(Error::invalid(format!("the metadata given as that of rank {rank} is that of rank {own}")));
-            }
+            lock(&self.directory).offer_of(rank, metadata)?;
             missing.remove(&rank);
         }
         if !missing.is_empty() && !self.config.push {
@@ -130,7 +129,8 @@ impl Scheduler {
     }
 
     /// Takes the encoded `RankMetadata` of all ranks, whose workers were started anew, in place of what they gave before: after
-    /// an engine's sleep, in which its cache was not mapped. Requests that wait to be loaded are told to the new workers.
+    /// an engine's sleep, in which its cache was not mapped. Requests that wait to be loaded are told to the new workers. The engine
+    /// has another incarnation from then on.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] before the engine's ranks were known; those of [`Directory::renew`].
@@ -141,14 +141,15 @@ impl Scheduler {
                 "the engine's ranks are not known yet, so that none can have been started anew",
             ));
         }
-        if !directory.renew(ranks.into_iter().map(|(_, metadata)| metadata).collect())? {
+        let life = draw_life()?;
+        if !directory.renew(ranks, life)? {
             return Ok(());
         }
         let holdings = directory.holdings();
         drop(directory);
         self.told.store(true, Ordering::Release);
         if let Some(holdings) = holdings {
-            lock(&self.machine).renew_engine(holdings);
+            lock(&self.machine).renew_engine(life, holdings);
         }
         Ok(())
     }

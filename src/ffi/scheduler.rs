@@ -92,7 +92,8 @@ pub unsafe extern "C" fn kvf_scheduler_set_engine(
 
 /// Takes the metadata of all ranks in place of what was given before: their workers were started anew and hold the same parts
 /// of the cache, as after a sleep in which its memory was given back. Requests that wait to be loaded are told to the new
-/// workers with the next step; what the old ones had begun they have reported as over (kvf_worker_suspend).
+/// workers with the next step; what the old ones had begun they have reported as over (kvf_worker_suspend). The engine has another
+/// incarnation from then on.
 ///
 /// # Safety
 /// As the header's top says.

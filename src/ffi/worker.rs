@@ -290,7 +290,8 @@ pub unsafe extern "C" fn kvf_worker_shutdown(worker: *mut kvf_worker, timeout_ms
 }
 
 /// As kvf_worker_shutdown, for an engine that starts a new worker later and tells it by kvf_scheduler_renew: prefills that wait
-/// to be loaded stay with their producers, as long as the leases last.
+/// to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the memory must stay as it is for ever,
+/// whatever a second call returns.
 ///
 /// # Safety
 /// As the header's top says.

@@ -154,6 +154,21 @@ impl State {
         self.worker.as_ref().expect("a worker was started")
     }
 
+    /// A report, as a host in another language takes it: the first rank of a stage waits, the others look.
+    fn report(&self, limit: Duration) -> Option<kvferry::Result<Vec<u8>>> {
+        let worker = self.worker();
+        if worker.config().rank().tp == 0 {
+            return worker.wait_encoded(limit);
+        }
+        let end = Instant::now() + limit;
+        loop {
+            match worker.poll_encoded() {
+                None if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+                report => return report,
+            }
+        }
+    }
+
     fn scheduler(&self) -> &Scheduler {
         self.scheduler.as_ref().expect("a scheduler side was started")
     }
@@ -178,8 +193,7 @@ impl State {
             Ask::Metadata => return Ok(Tell::Bytes(self.worker().metadata()?)),
             Ask::Submit { step } => self.worker().submit(step)?,
             Ask::Report { ms } => {
-                let report = self.worker().wait(Duration::from_millis(ms)).map(|r| r.to_bytes()).transpose()?;
-                return Ok(Tell::Report(report));
+                return Ok(Tell::Report(self.report(Duration::from_millis(ms)).transpose()?));
             }
             Ask::Fill { request, blocks } => self.cache.as_mut().unwrap().fill(&request, &blocks),
             Ask::Check { loads } => {

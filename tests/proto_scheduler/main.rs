@@ -329,14 +329,14 @@ fn new_workers_are_told_what_waits() {
     }
     s.allocated(&id("loads"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
     assert_eq!(s.build_step().loads.len(), 1);
-    s.renew_engine(vec![]);
+    s.renew_engine(Incarnation(0xD), vec![]);
     let step = s.build_step();
     let mut holds: Vec<&str> = step.holds.iter().map(|hold| hold.request.as_str()).collect();
     holds.sort_unstable();
     // What the old workers loaded they have reported. What no step took is told once.
     assert_eq!((holds, step.loads.len()), (vec!["queued", "waits"], 0));
     s.arrived(&id("fresh"), &offered()).unwrap();
-    s.renew_engine(vec![]);
+    s.renew_engine(Incarnation(0xE), vec![]);
     let step = s.build_step();
     let holds: Vec<&str> = step.holds.iter().map(|hold| hold.request.as_str()).collect();
     assert_eq!(holds, ["fresh", "queued", "waits"]);

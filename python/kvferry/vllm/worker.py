@@ -48,6 +48,10 @@ class WorkerSide:
         self._invalid_blocks: set[int] = set()
         self._stats = KvferryStats()
         self._reports: tuple[bytes, ...] = ()
+        # Why a worker that was to end before a sleep did not.
+        self._not_ended: BaseException | None = None
+        # Steps that came while the engine was asleep: its scheduler takes requests, and clients leave.
+        self._asleep: list[tuple[bytes, bool]] = []
         # Of workers that were ended before a sleep.
         self._last_reports: list[bytes] = []
         self._refused: dict[str, RefusedLoad] = {}
@@ -60,19 +64,32 @@ class WorkerSide:
 
     def unregister_kv_caches(self) -> None:
         """Ends the worker, so that nothing touches the memory any more. Peers see the connection closed."""
+        self._check_ended()
         if self._worker is None or self._steps is None:
             return
         self._steps.flush()
         worker, self._worker, self._steps, self._metadata = self._worker, None, None, None
-        last = worker.suspend(SHUTDOWN_SECONDS)
+        try:
+            last = worker.suspend(SHUTDOWN_SECONDS)
+        except BaseException as error:
+            self._not_ended = error
+            raise
         if last is not None:
             self._last_reports.append(last)
         logger.info("The KV cache is given back until the engine wakes up")
 
     def restore_kv_caches(self) -> None:
         """Starts a new worker for the same caches, wherever their memory is now. Its metadata is new."""
+        self._check_ended()
         if self._worker is None and self._kv_caches:
             self._start(self._kv_caches)
+
+    def _check_ended(self) -> None:
+        # However often vLLM tries again.
+        if self._not_ended is not None:
+            raise RuntimeError(
+                "the KV cache may still be read and written, because its worker could not be ended: restart the engine"
+            ) from self._not_ended
 
     def _start(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         parallel = self._vllm_config.parallel_config
@@ -101,13 +118,16 @@ class WorkerSide:
                 worker.register(region.addr, region.nbytes, region.kind, region.device)
             worker.set_geometry(layout.geometry)
             self._metadata = KvferryHandshakeMetadata(worker.metadata())
+            steps = StepQueue(worker.submit, device_recorder(kv_caches))
         except BaseException:
             worker.shutdown(SHUTDOWN_SECONDS)
             raise
         # The memory must outlive the registration.
         self._kv_caches = kv_caches
-        self._worker = worker
-        self._steps = StepQueue(worker.submit, device_recorder(kv_caches))
+        self._worker, self._steps = worker, steps
+        for step, grants in self._asleep:
+            steps.add(step, grants)
+        self._asleep = []
         logger.info(
             "Registered the KV cache of %d layers: %d bytes in %d regions, %d blocks of %d groups",
             len(self._layers),
@@ -128,7 +148,11 @@ class WorkerSide:
             return
         self._submitted = metadata
         self._refused.update(metadata.refused)
-        if metadata.step:
+        if not metadata.step:
+            return
+        if self._steps is None and self._kv_caches:
+            self._asleep.append((metadata.step, metadata.grants))
+        else:
             self._running().add(metadata.step, metadata.grants)
 
     def collect(self) -> KVConnectorTransferResults:
@@ -189,7 +213,5 @@ class WorkerSide:
 
     def _running(self) -> StepQueue:
         if self._steps is None:
-            raise RuntimeError(
-                "a step with transfers came while no KV cache is registered: before the start, asleep or ended"
-            )
+            raise RuntimeError("a step with transfers came before the KV caches were registered or after the shutdown")
         return self._steps

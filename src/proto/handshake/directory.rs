@@ -159,7 +159,7 @@ impl Directory {
                     ErrorKind::AlreadyExists,
                     format!(
                         "rank {} of engine {} has given other metadata before; a rank that restarts needs its engine's \
-                         scheduler side restarted too",
+                         scheduler side restarted too, or all ranks started anew and given to it together (renew)",
                         decoded.rank, self.engine
                     ),
                 ));
@@ -172,15 +172,15 @@ impl Directory {
     }
 
     /// Takes the encoded `RankMetadata` of all ranks in place of what they gave before: their workers were started anew and
-    /// hold the same parts of the cache, as after the engine has slept. Returns whether any gives something else than before. On an
-    /// error nothing changes.
+    /// hold the same parts of the cache, as after the engine has slept. If any gives something else than before, this is another
+    /// `life` of the engine, for nothing is left of what it kept for others. Returns whether it is. On an error nothing changes.
     ///
     /// Errors: those of [`Directory::offer`]; [`ErrorKind::InvalidArgument`] when a rank is missing,
     /// [`ErrorKind::Incompatible`] when one holds something else than before.
-    pub fn renew(&mut self, ranks: Vec<Vec<u8>>) -> Result<bool> {
-        let mut new = Directory::new(self.engine.clone(), self.incarnation, self.shape, self.pushes)?;
-        for metadata in ranks {
-            new.offer(metadata)?;
+    pub fn renew(&mut self, ranks: Vec<(RankId, Vec<u8>)>, life: Incarnation) -> Result<bool> {
+        let mut new = Directory::new(self.engine.clone(), life, self.shape, self.pushes)?;
+        for (rank, metadata) in ranks {
+            new.offer_of(rank, metadata)?;
         }
         if !new.is_ready() {
             return Err(Error::invalid(format!(
@@ -196,8 +196,21 @@ impl Directory {
             ));
         }
         let changes = self.ranks != new.ranks;
-        self.ranks = new.ranks;
+        if changes {
+            (self.ranks, self.incarnation) = (new.ranks, life);
+        }
         Ok(changes)
+    }
+
+    /// As [`Directory::offer`], of metadata that is said to be a rank's.
+    ///
+    /// Errors: those of [`Directory::offer`], [`ErrorKind::InvalidArgument`] for another rank's.
+    pub fn offer_of(&mut self, rank: RankId, metadata: Vec<u8>) -> Result<()> {
+        let own = self.offer(metadata)?;
+        if own != rank {
+            return Err(Error::invalid(format!("the metadata given as that of rank {rank} is that of rank {own}")));
+        }
+        Ok(())
     }
 
     /// A prefill is over and its blocks are kept: who awaits it is told.

@@ -29,7 +29,7 @@ pub use config::SchedulerConfig;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::aggregate::{Aggregator, Direction, Outcome};
-use crate::proto::ids::RequestId;
+use crate::proto::ids::{Incarnation, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::wire::{
     Blocks, Grant, Hold, Load, Message, Prefill, Release, Remote, ReportBatch, StepMetadata, TransferParams,
@@ -196,8 +196,9 @@ impl Scheduler {
 
     /// The workers were started anew, and know nothing of this machine's requests: with the next step they are told what every
     /// rank holds, and of the requests that wait to be loaded. What the workers before them had begun they have reported as
-    /// over.
-    pub fn renew_engine(&mut self, ranks: Vec<Holding>) {
+    /// over. What is granted from here on is of another `life` of the engine.
+    pub fn renew_engine(&mut self, life: Incarnation, ranks: Vec<Holding>) {
+        self.config.incarnation = life;
         self.set_engine(ranks);
         let queued = &self.step.holds;
         let waits = |(request, recv): (&RequestId, &Recv)| {

@@ -113,6 +113,9 @@ pub(super) struct Consumer {
     /// Source of tickets, tokens and serials.
     next: u64,
     closed: bool,
+    /// Whether producers are told what is not wanted any more. Not at the end of a worker that another one follows: of a lease
+    /// that one request has given up another may be waiting for the next worker.
+    releases: bool,
 }
 
 impl Consumer {
@@ -130,6 +133,7 @@ impl Consumer {
             deadlines: Deadlines::new(),
             next: 0,
             closed: false,
+            releases: true,
         }
     }
 
@@ -476,13 +480,9 @@ impl Consumer {
 
     pub(super) fn shut_down(&mut self, now: Time, holds: Holds, out: &mut Outbox) {
         self.closed = true;
+        self.releases = holds == Holds::GivenBack;
         let tickets: Vec<Ticket> = self.wants.keys().copied().collect();
         for ticket in tickets {
-            let is_hold = matches!(self.wants.get(&ticket), Some(Want { kind: Kind::Hold, .. }));
-            if is_hold && holds == Holds::Left {
-                self.remove(now, ticket, false, out);
-                continue;
-            }
             self.strand(now, ticket, Cause::ShutDown, "the worker is shut down".into(), out);
         }
         self.sessions.close(out);

@@ -86,6 +86,13 @@ def test_decode_engine_whose_cache_is_unmapped(trio: Trio, mapped: str) -> None:
     # What arrives now waits. Nobody asks for its lease to be kept, which lasts for a while by itself.
     words = prompt(164 if mapped == "same" else 165, 200)
     decode.call("add", mapped, words, 4, trio.prefilled(trio.steady, mapped, words))
+    gone, others = f"{mapped}-gone", prompt(180 if mapped == "same" else 181, 100)
+    decode.call("add", gone, others, 4, trio.prefilled(trio.steady, gone, others))
+    for _ in range(20):
+        decode.call("step")
+    decode.call("abort", gone)
+    for _ in range(20):
+        decode.call("step")
     decode.call("wake_up", mapped)
     assert trio.answer(decode, mapped)["reason"] == "length"
     _, d = trio.whole(trio.steady, decode)
@@ -117,11 +124,14 @@ def test_prefill_engine_whose_cache_is_unmapped(trio: Trio, mapped: str) -> None
     """Decode engines follow by themselves, and get nothing of what the memory holds that it had before."""
     decode, producer = trio.decode[POLICY], trio.add_producer(1, 15_000)
     try:
+        registered = set()
         for turn in range(3):
             name, words = f"{mapped}-{turn}", prompt(170 + turn + (3 if mapped == "same" else 0), 300)
             params = trio.prefilled(producer, name, words)
             assert trio.decoded(decode, name, words, params)["reason"] == "length"
-            _, d = trio.whole(producer, decode)
+            p, d = trio.whole(producer, decode)
+            # What the workers before had is not added up.
+            registered.add(p["figures"]["registered_bytes"])
             assert d["starts"][name][0] == len(words) - 1
             assert d["wrong_bytes"][name] == 0
             producer.call("fall_asleep", True)
@@ -129,6 +139,7 @@ def test_prefill_engine_whose_cache_is_unmapped(trio: Trio, mapped: str) -> None
             assert trio.decoded(decode, f"{name}-again", words, params)["reason"] == "error"
             producer.call("wake_up", mapped)
         trio.whole(producer, decode)
+        assert len(registered) == 1, registered
     finally:
         producer.close()
     trio.works(decode)

@@ -153,7 +153,7 @@ impl Consumer {
         if want.beating {
             self.sessions.stop_beat(id, ticket, &want.leased());
         }
-        if tell && !self.is_wanted(ticket, &want.remote) {
+        if tell && self.releases && !self.is_wanted(ticket, &want.remote) {
             let reader = self.sessions.reader();
             for peer in self.sessions.peers_of(id).filter(|peer| peer.is_connected()) {
                 let message = PeerMessage::Release {
