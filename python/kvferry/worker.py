@@ -62,8 +62,8 @@ class Report(TypedDict):
 
 
 class Worker:
-    """One rank's worker. May be used from any thread; `push_metadata`, `wait`, `wait_encoded`, `suspend` and `shutdown` wait,
-    nothing else does.
+    """One rank's worker. May be used from any thread; `push_metadata`, `wait`, `wait_encoded`, `suspend` and `shutdown`
+    wait, nothing else does.
 
     Args:
         config: The keys of a worker, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Only
@@ -76,7 +76,8 @@ class Worker:
     def register(self, addr: int, nbytes: int, kind: MemoryKind = "host", device: int = 0) -> int:
         """Registers `nbytes` bytes at `addr` and returns the region's index, counted from 0 in order of registration.
 
-        The memory must stay valid until `shutdown` or `suspend` returns. `device` is the CUDA ordinal when `kind` is "cuda".
+        The memory must stay valid until `shutdown` or `suspend` returns. `device` is the CUDA ordinal when `kind` is
+        "cuda".
         """
         return self._handle.number("uint32_t", "register", *memory_arguments(addr, nbytes, kind, device))
 

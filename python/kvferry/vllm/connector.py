@@ -41,7 +41,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     An instance has one of two roles: in the scheduler's process it decides what to load and send, in each worker it
     owns the registered KV cache and the progress thread. Every method returns without waiting for the network, except
-    `register_kv_caches`, the handshake metadata calls and `shutdown`.
+    `register_kv_caches`, `unregister_kv_caches`, `restore_kv_caches`, the handshake metadata calls and `shutdown`.
     """
 
     _cache_hit_source = CacheHitSource.P2P
