@@ -337,14 +337,14 @@ class Handle:
         """Shuts an agent or worker down, waiting up to `timeout` seconds, and frees it. Harmless when repeated."""
         if self.pointer is None:
             return
+        limit = milliseconds(timeout)
         try:
-            self.end("shutdown", timeout)
+            self.end("shutdown", limit)
         finally:
             self.free()
 
-    def end(self, verb: str, timeout: float) -> None:
-        """Calls what ends an agent or worker, before it is freed."""
-        limit = milliseconds(timeout)
+    def end(self, verb: str, limit: int) -> None:
+        """Calls what ends an agent or worker within `limit` milliseconds, before it is freed."""
         try:
             self.call(verb, limit)
         except KvferryError:

@@ -73,8 +73,9 @@ class WorkerHandle(_lib.Handle):
 
     def suspend(self, timeout: float) -> bytes | None:
         """Shuts the worker down for another one to follow, and frees it. The last report."""
+        limit = _lib.milliseconds(timeout)
         try:
-            self.end("suspend", timeout)
+            self.end("suspend", limit)
             # Another thread may be polling just now.
             return self.wait(_LAST_TURN_SECONDS)
         finally:
