@@ -46,6 +46,16 @@ impl Receiver {
 }
 
 impl Streams {
+    /// Bytes that have arrived and were not read yet.
+    #[cfg(test)]
+    pub(crate) fn unread(&self) -> u64 {
+        let unread = |inbound: &Inbound| match inbound {
+            Inbound::Up(receiver) => rustix::io::ioctl_fionread(&receiver.socket).unwrap_or(0),
+            _ => 0,
+        };
+        self.inbound.values().map(unread).sum()
+    }
+
     /// A chunk was asked for by a stream.
     pub(crate) fn expect(&mut self, id: PeerId) {
         if let Some(Inbound::Up(receiver)) = self.inbound.get_mut(&id) {
