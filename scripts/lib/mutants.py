@@ -8,7 +8,7 @@ Two parts, each a random sample that a seed fixes, the same ones again after an 
 
 The sample is drawn from all mutants but the deletions of a field of a struct. A mutant counts as caught if a test fails
 or hangs, as missed if all pass; what does not compile does not count. A missed one needs a test, or a line in
-tests/mutants.txt that says why no test can tell it from the original.
+tests/mutants.txt that says why none of these tests can tell it from the original.
 """
 
 from __future__ import annotations

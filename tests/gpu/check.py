@@ -242,30 +242,34 @@ class Checks:
             for layer in range(layers)
         ]
         segments.append(Segment(1, 0, 0, 72 * mib, 72 * mib, 1024, 1024, 512))
-        with self.reader(transport, nbytes) as (agent, peer, memory):
-            connected = agent.connect(peer.metadata)
-            memory.put(cuda.pattern(50, nbytes))
-            ours, theirs = [cuda.pattern(50, nbytes)], [cuda.pattern(1, nbytes)]
-            lists = [
-                (random.permutation(12).tolist(), random.permutation(12).tolist()),
-                (random.permutation(12 * 1024)[:many].tolist(), random.permutation(12 * 1024)[:many].tolist()),
-            ]
-            model("read", segments, lists, ours, theirs)
-            done = agent.read(connected, segments, lists).wait(GENEROUS)
-            same("layers", [memory.get()], ours)
-            return f"{done.operations} operations, {ways_of(agent)}"
+        lists = [
+            (random.permutation(12).tolist(), random.permutation(12).tolist()),
+            (random.permutation(12 * 1024)[:many].tolist(), random.permutation(12 * 1024)[:many].tolist()),
+        ]
+        return self.read_once(transport, nbytes, segments, lists)
 
     def bounded(self, transport: str) -> str:
         """Blocks that are longer than a launch takes, while operations may only be short."""
         mib = 1 << 20
         segments, lists = [Segment(0, 0, 0, 0, 0, 72 * mib, 72 * mib, 70 * mib + 4)], [([1, 0], [0, 1])]
-        with self.reader(transport, 144 * mib, max_operation_bytes=1 << 18) as (agent, peer, memory):
+        return self.read_once(transport, 144 * mib, segments, lists, max_operation_bytes=1 << 18)
+
+    def read_once(
+        self,
+        transport: str,
+        nbytes: int,
+        segments: list[Segment],
+        lists: list[tuple[list[int], list[int]]],
+        **settings: int,
+    ) -> str:
+        """One read, of which every byte here must be right."""
+        with self.reader(transport, nbytes, **settings) as (agent, peer, memory):
             connected = agent.connect(peer.metadata)
-            memory.put(cuda.pattern(50, memory.nbytes))
-            ours, theirs = [cuda.pattern(50, memory.nbytes)], [cuda.pattern(1, memory.nbytes)]
+            memory.put(cuda.pattern(50, nbytes))
+            ours, theirs = [cuda.pattern(50, nbytes)], [cuda.pattern(1, nbytes)]
             model("read", segments, lists, ours, theirs)
             done = agent.read(connected, segments, lists).wait(GENEROUS)
-            same("long blocks", [memory.get()], ours)
+            same("read", [memory.get()], ours)
             return f"{done.operations} operations, {ways_of(agent)}"
 
     def disconnected(self, transport: str) -> str:

@@ -19,6 +19,7 @@ const BATCH_PAIRS: usize = 8192;
 pub const ITEM_BYTES: u64 = 4096;
 const THREADS: c_uint = 256;
 const WARPS: u32 = THREADS / 32;
+
 /// An entry of the kernel's table: `len` bytes for each of some pairs of ids.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -80,6 +81,7 @@ impl Stretch {
     }
 }
 
+/// A number that no batch of the process has had.
 fn next_number() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -153,6 +155,7 @@ impl Batch {
         unsafe { run(stream, kernel, blocks.min(items.div_ceil(WARPS)), &mut parameters) }
     }
 
+    /// Makes it an empty one, when nothing of it is under way.
     pub(super) fn clear(&mut self) {
         self.number = next_number();
         (self.pairs, self.items, self.by_driver, self.bytes, self.launched) = (0, 0, 0, 0, false);

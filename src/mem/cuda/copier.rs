@@ -4,8 +4,8 @@
 //! copies several MiB. The kernel takes the first free processors (the stream has the highest priority), and no stream of the process
 //! waits for it, nor it for them.
 //!
-//! The table has block ids and what they count, not a piece each: the device works out where a block is in no time, for
-//! which this thread would take some 25 ns. A first kernel brings it to the device, because warps that each read it from the
+//! The table has block ids and what they count, not a piece each: the device works out where a block is, for
+//! which this thread would take longer than the device for the copy. A first kernel brings it to the device, because warps that each read it from the
 //! host's memory wait for that longer than for their 4 KiB; a copy of the driver's would wait for its copy engine, which
 //! others may have for milliseconds.
 
@@ -22,7 +22,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, Way};
 use crate::proto::wire::MemoryKind;
 
-/// The kernel, for the driver to compile. With a terminating zero.
+/// The kernels, for the driver to compile. With a terminating zero.
 const KERNEL: &str = concat!(include_str!("copy_pieces.ptx"), "\0");
 /// Batches under way at a time.
 pub(super) const BATCHES: usize = 8;
@@ -87,7 +87,7 @@ impl Copier {
         Ok(copier)
     }
 
-    /// Loads the kernel into the current context.
+    /// Loads the kernels into the current context.
     fn load(&mut self) -> Result<()> {
         // SAFETY: writes one handle; the image is a text that ends in a zero.
         ok("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut self.module, KERNEL.as_ptr().cast()) })?;
@@ -122,7 +122,7 @@ impl Copier {
         self.batches.get(self.making).filter(|batch| !batch.launched).map_or((0, 0), Batch::room)
     }
 
-    /// How much of a piece of `len` bytes fits the batch.
+    /// How much of a piece of `len` bytes fits the batch. Nothing does while all batches are under way.
     pub fn fits(&self, len: u64) -> u64 {
         match self.room() {
             (1.., 1..) => len,
@@ -275,8 +275,7 @@ pub struct Pairs {
 impl Between<'_> {
     /// How much of a piece of `len` bytes fits the batch if that is not to have more than `most` bytes.
     pub fn fits(&self, len: u64, most: u64) -> u64 {
-        let len = len.min(most.saturating_sub(self.copier.bytes()));
-        self.copier.fits(len)
+        self.copier.fits(len.min(most.saturating_sub(self.copier.bytes())))
     }
 
     /// Whether blocks of `len` bytes can be added as they are: not those that are left to the driver.
