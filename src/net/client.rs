@@ -269,10 +269,11 @@ impl Client {
 
     /// How long a request that waits may do so before it is looked for what is in the way, if one does.
     fn patience(&self, key: &(String, u16), heard: bool) -> Option<Duration> {
-        if self.requests.has_sent(key) {
-            return (!heard).then_some(PROBE_SILENT_AFTER);
+        // One that there is room for has not been sent because there is no connection, whatever was sent by an earlier one.
+        if self.requests.has_unsent(key) && self.requests.outstanding(key) < PIPELINE {
+            return Some(PROBE_AFTER);
         }
-        self.requests.has_unsent(key).then_some(PROBE_AFTER)
+        (self.requests.has_sent(key) && !heard).then_some(PROBE_SILENT_AFTER)
     }
 
     /// When [`Client::turn`] must run even if no socket is ready.

@@ -80,3 +80,27 @@ fn prefills_are_told_when_they_are_over() {
     assert_eq!(cause, Cause::HandshakeFailed);
     assert!(text.contains(&format!("{host}:{port}")), "{text}");
 }
+
+/// A question about a prefill stays open for seconds. One that comes when the listener has gone must not wait for that.
+#[test]
+fn a_listener_that_is_gone_is_told_at_once_beside_an_open_question() {
+    let engine = || EngineId::new("p").unwrap();
+    let shape = EngineShape { tp: 1, pp: 1, dcp: 1 };
+    let directory = Directory::new(engine(), Incarnation(5), shape, Pushes::Refused).unwrap();
+    let mut listener = Listener::bind_desk(&loopback(0), Reception(Arc::new(Mutex::new(directory)))).unwrap();
+    let (host, port) = (listener.host().to_owned(), listener.port());
+    // Nothing else finds out within the time of this test.
+    let mut client = Client::new(ClientLimits { resend: 10 * LONG, ..ClientLimits::default() });
+    let ask = |engine: &str| Ask::Query { engine: Some(EngineId::new(engine).unwrap()), ranks: vec![] };
+    client.ask(Instant::now(), 1, &host, port, ask("q"), Instant::now() + LONG);
+    assert!(answers(&mut client, 1)[0].1.is_ok(), "the listener is there, and has been heard");
+    let name = RequestId::new("a").unwrap();
+    client.await_prefill(Instant::now(), 1, &host, port, engine(), name, 10 * LONG);
+    assert_eq!(next_prefill(&mut client, Duration::from_millis(300)), None);
+    listener.shutdown();
+    let asked = Instant::now();
+    client.ask(asked, 2, &host, port, ask("q"), asked + LONG);
+    let error = answers(&mut client, 1).remove(0).1.unwrap_err();
+    assert!(error.message().contains("refused the connection"), "{error}");
+    assert!(asked.elapsed() < LONG / 2, "{:?}", asked.elapsed());
+}
