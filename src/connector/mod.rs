@@ -12,6 +12,7 @@ mod scheduler;
 mod shared;
 mod trace;
 mod worker;
+mod writer;
 
 pub use config::{SchedulerConfig, Transport, WorkerConfig};
 pub use scheduler::Scheduler;

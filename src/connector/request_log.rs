@@ -5,16 +5,18 @@ use std::io::Write;
 
 use serde::Serialize;
 
+use super::writer::{Told, Writer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::RankId;
 use crate::proto::wire::RecvRecord;
 
-/// An append-only file. Lines are collected and written whole, so that ranks may share it.
+/// Reports whose lines wait for the writer; those of more are left out, which the log tells.
+const WAITING: usize = 4096;
+
+/// An append-only file. The lines of a report are collected and written at once, so that ranks may share it.
 pub(super) struct RequestLog {
-    path: String,
-    file: File,
+    writer: Writer<Vec<u8>>,
     lines: Vec<u8>,
-    failed: bool,
 }
 
 #[derive(Serialize)]
@@ -39,7 +41,10 @@ impl RequestLog {
                 format!("request_log {path:?} cannot be opened for appending ({e}); give a writable file's path");
             Error::new(ErrorKind::Io, text)
         })?;
-        Ok(RequestLog { path: path.to_owned(), file, lines: Vec::new(), failed: false })
+        let path = path.to_owned();
+        let writer =
+            Writer::start("kvf-request-log", "the request log", WAITING, move |lines| write(file, &path, &lines))?;
+        Ok(RequestLog { writer, lines: Vec::new() })
     }
 
     pub(super) fn add(&mut self, rank: RankId, record: &RecvRecord) {
@@ -63,17 +68,27 @@ impl RequestLog {
         }
     }
 
-    /// Writes what was added. A file that cannot be written is reported once; transfers go on.
+    /// Hands what was added to the thread that writes.
     pub(super) fn flush(&mut self) {
-        if self.lines.is_empty() {
-            return;
+        if !self.lines.is_empty() {
+            self.writer.tell(std::mem::take(&mut self.lines));
         }
-        if let Err(e) = self.file.write_all(&self.lines)
-            && !std::mem::replace(&mut self.failed, true)
+    }
+}
+
+/// A file that cannot be written is reported once; transfers go on.
+fn write(mut file: File, path: &str, lines: &Told<Vec<u8>>) {
+    let mut failed = false;
+    while let Ok(text) = lines.news.recv() {
+        let left_out = lines.take_left_out();
+        if left_out > 0 {
+            log::warn!("kvferry: the request log {path:?} is written too slowly: {left_out} reports are not in it");
+        }
+        if let Err(e) = file.write_all(&text)
+            && !std::mem::replace(&mut failed, true)
         {
-            log::warn!("kvferry: the request log {:?} cannot be written: {e}; its lines are lost", self.path);
+            log::warn!("kvferry: the request log {path:?} cannot be written: {e}; its lines are lost");
         }
-        self.lines.clear();
     }
 }
 
@@ -104,6 +119,7 @@ mod tests {
         record.cause = Some(Cause::LeaseExpired);
         log.add(RankId { pp: 1, tp: 2 }, &record);
         log.flush();
+        drop(log);
         let text = std::fs::read_to_string(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
         let lines: Vec<serde_json::Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
@@ -115,5 +131,22 @@ mod tests {
         assert_eq!(lines.get(1).and_then(|l| l.get("cause")).and_then(|c| c.as_str()), Some("lease_expired"));
         let error = RequestLog::open("/no/such/directory/log").err().unwrap();
         assert!(error.message().contains("/no/such/directory/log"), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_takes_nothing_holds_up_nobody() {
+        let path = std::env::temp_dir().join(format!("kvferry-request-pipe-{}", std::process::id()));
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success());
+        // Open for both, so that opening does not wait, and nobody ever reads.
+        let reader = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let mut log = RequestLog::open(path.to_str().unwrap()).unwrap();
+        for _ in 0..2 * WAITING {
+            log.lines = vec![b'x'; 4096];
+            log.flush();
+        }
+        std::fs::remove_file(&path).unwrap();
+        // Otherwise the end waits for the last lines.
+        drop(reader);
     }
 }

@@ -11,13 +11,11 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
+use super::writer::{self, Writer};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
 use crate::proto::time::Time;
@@ -33,10 +31,6 @@ const MAX_MESSAGE: usize = 500;
 const MAX_NUMBER: u32 = 9999;
 /// What is written at once, so that a file cut short ends with a whole line nearly always.
 const BATCH_BYTES: usize = 32 << 10;
-/// How long the end of a worker waits for the last lines to be written. On a busy machine the thread that writes them may
-/// get no processor for more than a second.
-const LAST_LINES: Duration = Duration::from_secs(5);
-
 /// The rows of a process in a viewer, where they are called threads.
 const RECVS: u32 = 1;
 const SENDS: u32 = 2;
@@ -57,10 +51,7 @@ pub(super) struct TraceFile {
 
 /// The progress thread's end.
 pub(super) struct Tracer {
-    told: Option<SyncSender<Told>>,
-    left_out: Arc<AtomicU64>,
-    /// Never gets anything; disconnected when the writer has ended.
-    ended: Receiver<()>,
+    writer: Writer<Told>,
     /// Microseconds since 1970 at the origin of the times told.
     origin: u64,
 }
@@ -111,18 +102,11 @@ impl TraceFile {
     /// # Errors
     /// [`ErrorKind::Io`] when the system refuses a thread.
     pub(super) fn start(self, source: Source) -> Result<Tracer> {
-        let (told, tells) = sync_channel(WAITING);
-        let (alive, ended) = sync_channel(0);
-        let left_out = Arc::new(AtomicU64::new(0));
-        let writer = Writer { file: self.file, path: self.path, source, tells, left_out: Arc::clone(&left_out) };
-        std::thread::Builder::new()
-            .name("kvf-trace".to_owned())
-            .spawn(move || {
-                writer.run();
-                drop::<SyncSender<()>>(alive);
-            })
-            .map_err(|e| Error::new(ErrorKind::Io, format!("starting the thread that writes the trace: {e}")))?;
-        Ok(Tracer { told: Some(told), left_out, ended, origin: 0 })
+        let TraceFile { file, path } = self;
+        let writer = Writer::start("kvf-trace", "the trace", WAITING, move |tells| {
+            Tale { file, path, source, tells }.run();
+        })?;
+        Ok(Tracer { writer, origin: 0 })
     }
 }
 
@@ -158,36 +142,24 @@ impl Tracer {
 
     /// Hands over what happened. Never waits: while the disk does not keep up, lives are left out.
     pub(super) fn tell(&self, life: Life, reported: Time) {
-        if let Some(told) = &self.told
-            && told.try_send(Told { life, reported, origin: self.origin }).is_err()
-        {
-            self.left_out.fetch_add(1, Ordering::Relaxed);
-        }
+        self.writer.tell(Told { life, reported, origin: self.origin });
     }
 }
 
-impl Drop for Tracer {
-    fn drop(&mut self) {
-        self.told = None;
-        // Ends when the writer is done, or when it takes too long: a disk that hangs must not hold up a shutdown.
-        let _ = self.ended.recv_timeout(LAST_LINES);
-    }
-}
-
-struct Writer {
+/// The thread's part.
+struct Tale {
     file: File,
     path: PathBuf,
     source: Source,
-    tells: Receiver<Told>,
-    left_out: Arc<AtomicU64>,
+    tells: writer::Told<Told>,
 }
 
-impl Writer {
+impl Tale {
     fn run(mut self) {
         if let Err(e) = self.write() {
             // What was torn cannot be mended: a line more would be lost with it.
             log::warn!("kvferry: the trace {} cannot be written: {e}; it ends here", self.path.display());
-            while self.tells.recv().is_ok() {}
+            while self.tells.news.recv().is_ok() {}
         }
     }
 
@@ -195,16 +167,16 @@ impl Writer {
         let mut out = Lines { pid: process::id(), text: b"[\n".to_vec() };
         self.head(&mut out);
         self.file.write_all(&out.take())?;
-        while let Ok(told) = self.tells.recv() {
+        while let Ok(told) = self.tells.news.recv() {
             let mut next = Some(told);
             while let Some(told) = next {
                 self.event(&mut out, told);
                 if out.text.len() >= BATCH_BYTES {
                     self.file.write_all(&out.take())?;
                 }
-                next = self.tells.try_recv().ok();
+                next = self.tells.news.try_recv().ok();
             }
-            let left_out = self.left_out.swap(0, Ordering::Relaxed);
+            let left_out = self.tells.take_left_out();
             if left_out > 0 {
                 out.line("i", RECVS, None, json!({"name": "left out", "s": "p", "args": {"left_out": left_out}}));
             }

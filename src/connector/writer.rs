@@ -1,0 +1,79 @@
+//! Files that tell what a worker does, written by a thread of their own: a disk that hangs must not hold up the progress
+//! thread, on which all transfers and heartbeats are.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// How long the end of a worker waits for the last lines to be written. On a busy machine the thread that writes them may
+/// get no processor for more than a second.
+const LAST_LINES: Duration = Duration::from_secs(5);
+
+/// The progress thread's end of such a thread.
+pub(super) struct Writer<T> {
+    told: Option<SyncSender<T>>,
+    left_out: Arc<AtomicU64>,
+    /// Never gets anything; disconnected when the thread has ended.
+    ended: Receiver<()>,
+}
+
+/// The thread's end.
+pub(super) struct Told<T> {
+    pub(super) news: Receiver<T>,
+    left_out: Arc<AtomicU64>,
+}
+
+impl<T> Told<T> {
+    /// How much was left out since it was last asked.
+    pub(super) fn take_left_out(&self) -> u64 {
+        self.left_out.swap(0, Ordering::Relaxed)
+    }
+}
+
+impl<T: Send + 'static> Writer<T> {
+    /// Starts the thread `name`, which writes `what` with `write` until nothing more can come. At most `waiting` pieces wait
+    /// for it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`] when the system refuses a thread.
+    pub(super) fn start(
+        name: &str,
+        what: &str,
+        waiting: usize,
+        write: impl FnOnce(Told<T>) + Send + 'static,
+    ) -> Result<Writer<T>> {
+        let (told, news) = sync_channel(waiting);
+        let (alive, ended) = sync_channel(0);
+        let left_out = Arc::new(AtomicU64::new(0));
+        let its = Told { news, left_out: Arc::clone(&left_out) };
+        thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                write(its);
+                drop::<SyncSender<()>>(alive);
+            })
+            .map_err(|e| Error::new(ErrorKind::Io, format!("starting the thread that writes {what}: {e}")))?;
+        Ok(Writer { told: Some(told), left_out, ended })
+    }
+
+    /// Hands over what is to be written. Never waits: while the disk does not keep up, it is left out.
+    pub(super) fn tell(&self, news: T) {
+        if let Some(told) = &self.told
+            && told.try_send(news).is_err()
+        {
+            self.left_out.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl<T> Drop for Writer<T> {
+    fn drop(&mut self) {
+        self.told = None;
+        // Ends when the thread is done, or when it takes too long: a disk that hangs must not hold up a shutdown.
+        let _ = self.ended.recv_timeout(LAST_LINES);
+    }
+}
