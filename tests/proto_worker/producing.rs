@@ -201,26 +201,47 @@ fn a_consumer_rank_that_restarts_takes_its_own_place() {
     assert_eq!((verdicts(&mut w).len(), sent(&mut w).len()), (3, 1));
 }
 
+/// As vLLM deals the samples of a prompt to the data-parallel engines of a decode server.
 #[test]
-fn a_lease_has_one_consumer_engine() {
+fn a_lease_may_have_several_consumer_engines_that_name_it() {
     let mut w = worker(config());
     grants(&mut w, 0, grant("r", 7));
-    w.handle_message(Time(1), &from(), of_lease(7, 1, 10, false));
     let other = Reader { engine: engine("other"), ..reader(2) };
-    let done = |lease_id, serial| PeerMessage::Done {
+    let third = Reader { engine: engine("third"), ..reader(3) };
+    let done = |reader: &Reader, lease_id, serial| PeerMessage::Done {
         request: request("r"),
         lease_id,
-        reader: other.clone(),
+        reader: reader.clone(),
         readers: 2,
         serial,
         more: false,
     };
-    w.handle_message(Time(2), &from(), done(7, 11));
-    w.handle_message(Time(2), &from(), done(0, 12));
-    assert!(sent(&mut w).is_empty(), "another engine's word ends nothing");
-    w.handle_message(Time(3), &from(), of_lease(7, 2, 13, false));
-    let all = [(10, Verdict::Valid), (11, Verdict::Unknown), (12, Verdict::Unknown), (13, Verdict::Valid)];
+    w.handle_message(Time(0), &from(), done(&third, 0, 9));
+    w.handle_message(Time(0), &from(), beat(vec![7], Some(other.clone())));
+    w.handle_message(Time(1), &from(), of_lease(7, 1, 10, false));
+    w.handle_message(Time(1), &from(), of_lease(7, 2, 11, false));
+    assert!(sent(&mut w).is_empty(), "the other engine has said that it wants it");
+    w.handle_message(Time(2), &from(), done(&third, 0, 12));
+    w.handle_message(Time(2), &from(), done(&third, 8, 13));
+    w.handle_message(Time(2), &from(), done(&other, 7, 14));
+    assert!(sent(&mut w).is_empty(), "of its two readers one has been heard");
+    w.handle_message(Time(3), &from(), done(&Reader { rank: RankId { pp: 0, tp: 7 }, ..other }, 7, 15));
+    let (valid, unknown) = (Verdict::Valid, Verdict::Unknown);
+    let all = [(9, valid), (10, valid), (11, valid), (12, unknown), (13, Verdict::Expired), (14, valid), (15, valid)];
     assert_eq!((verdicts(&mut w), sent(&mut w).len()), (all.to_vec(), 1));
+}
+
+#[test]
+fn consumer_engines_of_a_lease_are_bounded() {
+    let mut w = worker(config());
+    grants(&mut w, 0, grant("r", 7));
+    for n in 0..100 {
+        let reader = Reader { engine: engine(&format!("e{n}")), ..reader(1) };
+        let done = PeerMessage::Done { request: request("r"), lease_id: 7, reader, readers: 1, serial: n, more: true };
+        w.handle_message(Time(1), &from(), done);
+    }
+    let heard = verdicts(&mut w);
+    assert_eq!(heard.iter().filter(|(_, verdict)| *verdict == Verdict::Valid).count(), 64);
 }
 
 #[test]
@@ -230,7 +251,7 @@ fn heartbeats_count_from_readers_that_name_the_lease() {
     let cases = [
         ("its reader", vec![7], Some(reader(1)), true, None),
         ("a guess", vec![8], stranger.clone(), false, Some(1_000)),
-        ("another engine, which has seen the id", vec![7], stranger.clone(), true, Some(1_000)),
+        ("another engine that was given the id", vec![7], stranger.clone(), true, None),
         ("a guess that nobody signs", vec![8], None, false, Some(1_000)),
         ("no id", vec![], None, false, Some(4_000)),
         ("no id, but a name", vec![0], stranger, false, Some(4_000)),

@@ -3,9 +3,10 @@
 //! A request's blocks are safe to read from its grant until this half reports `finished_sending`: the scheduler side
 //! frees them only then. So a read is right exactly when its `Done` arrives while the lease holds.
 //!
-//! A lease is read by the ranks of one consumer engine, the first that names the lease by its number. Each rank is one
-//! reader, however many of its engine's requests read the blocks: its part is over with the `Done` that wants no more, or
-//! with its `Release`, and begins anew when it wants the lease again while that holds.
+//! A lease is read by the ranks of the consumer engines that name it by its number while it holds: one, or several where the
+//! samples of a prompt were dealt to data-parallel engines. Each rank is one reader, however many of its engine's requests
+//! read the blocks: its part is over with the `Done` that wants no more, or with its `Release`, and begins anew when it wants
+//! the lease again while that holds. The lease is over when all of these engines' parts are.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -22,6 +23,9 @@ use crate::proto::wire::{Grant, PeerMessage, Reader, Verdict};
 /// The most readers of one request on one rank; far above any ratio of tensor-parallel sizes. Bounds what a peer can
 /// make this machine remember.
 const MAX_READERS: usize = 1024;
+
+/// The most consumer engines of one lease.
+const MAX_CONSUMERS: usize = 64;
 
 /// The most reads of one reader that are remembered for repeated `Done`s.
 const MAX_SERIALS: usize = 64;
@@ -56,10 +60,10 @@ struct Lease {
     granted: Time,
     /// The ids of earlier leases of this name.
     former: Vec<u64>,
-    /// The engine that it was handed to, once that has named it.
-    consumer: Option<EngineId>,
-    /// How many readers will be heard from, as far as they have said.
-    expected: usize,
+    /// Whether an engine has named it. None that cannot counts from then on.
+    named: bool,
+    /// Of each consumer engine, how many readers will be heard from, as far as they have said.
+    expected: HashMap<EngineId, usize>,
     readers: Readers,
 }
 
@@ -175,8 +179,8 @@ impl Producer {
                 length,
                 granted: now,
                 former,
-                consumer: None,
-                expected: 1,
+                named: false,
+                expected: HashMap::new(),
                 readers: Readers::new(),
             });
         for early in self.take_early(&request) {
@@ -210,7 +214,7 @@ impl Producer {
                     lease.reopen(reader);
                     now + lease.length
                 }
-                _ if lease_id == 0 && lease.consumer.is_none() => {
+                _ if lease_id == 0 && !lease.named => {
                     (now + lease.length).min(lease.granted + lease.length * UNNAMED_LENGTHS)
                 }
                 _ => continue,
@@ -291,7 +295,7 @@ impl Producer {
 
     fn end_if_heard(&mut self, now: Time, request: &RequestId, out: &mut Outbox) {
         let Some(lease) = self.leases.get(request) else { return };
-        if lease.readers.values().filter(|part| !part.open).count() < lease.expected {
+        if !lease.is_heard() {
             return;
         }
         let how = if lease.readers.values().any(|part| !part.judged.is_empty()) {
@@ -356,20 +360,29 @@ impl Producer {
 }
 
 impl Lease {
-    /// Whether a rank of `engine` that names the lease by `lease_id`, 0 if it cannot, may be one of its readers. The first
-    /// engine that names it is its consumer from then on.
+    /// Whether all readers of all consumers have said that they want no more; false before the first has.
+    fn is_heard(&self) -> bool {
+        let heard = |(engine, expected): (&EngineId, &usize)| {
+            let over = |((of, _), part): (&(EngineId, RankId), &Part)| of == engine && !part.open;
+            self.readers.iter().filter(|entry| over(*entry)).count() >= *expected
+        };
+        !self.expected.is_empty() && self.expected.iter().all(heard)
+    }
+
+    /// Whether a rank of `engine` that names the lease by `lease_id`, 0 if it cannot, may be one of its readers.
     fn admits(&mut self, engine: &EngineId, lease_id: u64) -> bool {
-        if let Some(consumer) = &self.consumer {
-            return consumer == engine;
-        }
         if lease_id != 0 && lease_id == self.id {
-            self.consumer = Some(engine.clone());
-            self.readers.retain(|(other, _), _| other == engine);
-            if self.readers.is_empty() {
-                self.expected = 1;
+            if !std::mem::replace(&mut self.named, true) {
+                self.readers.retain(|(other, _), _| other == engine);
+                self.expected.retain(|other, _| other == engine);
             }
+            if self.expected.len() >= MAX_CONSUMERS && !self.expected.contains_key(engine) {
+                return false;
+            }
+            self.expected.entry(engine.clone()).or_insert(1);
+            return true;
         }
-        true
+        !self.named || self.expected.contains_key(engine)
     }
 
     /// A reader wants the lease again after it has said that it does not.
@@ -390,12 +403,13 @@ impl Lease {
         if !self.admits(&reader.engine, lease_id) {
             return Verdict::Unknown;
         }
-        let announced = usize::try_from(readers).unwrap_or(MAX_READERS).clamp(1, MAX_READERS);
-        self.expected = self.expected.max(announced);
         let key = (reader.engine, reader.rank);
         if self.readers.len() >= MAX_READERS && !self.readers.contains_key(&key) {
             return Verdict::Unknown;
         }
+        let announced = usize::try_from(readers).unwrap_or(MAX_READERS).clamp(1, MAX_READERS);
+        let expected = self.expected.entry(key.0.clone()).or_insert(1);
+        *expected = announced.max(*expected);
         let new = || Part { incarnation: reader.incarnation, judged: Vec::new(), open: false };
         let part = self.readers.entry(key).or_insert_with(new);
         if part.incarnation != reader.incarnation {
