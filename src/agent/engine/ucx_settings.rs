@@ -63,10 +63,7 @@ fn settings_if_known(config: &AgentConfig, ucx: (u32, u32, u32)) -> Vec<(String,
     // A worker's lock is also taken by UCX's own thread, when a connection comes in. As a spin lock, its default, it keeps a
     // processor busy until whoever holds it gets one: with 64 agents on two processors, 12 of the 55 ms of processor time
     // that first contact took.
-    //
-    // UCX's TCP connects with a blocking connect(2) by default, which a firewall that drops what it should refuse lets last
-    // two minutes: as long as that nothing else happens on the thread.
-    let mut defaults = vec![("TCP_MAX_IOV", &*parts), ("TCP_CONN_NB", "y"), ("USE_MT_MUTEX", "y")];
+    let mut defaults = vec![("TCP_MAX_IOV", &*parts), ("USE_MT_MUTEX", "y")];
     if !has_older_protocols {
         defaults.push(("TCP_TX_SEG_SIZE", &segment));
     }
@@ -97,6 +94,9 @@ fn settings_if_known(config: &AgentConfig, ucx: (u32, u32, u32)) -> Vec<(String,
     // An endpoint that watches its peer, as ours do, may with rendezvous use only transports that can revoke a peer's access
     // to memory. CMA cannot, so UCX would have no lane for it.
     //
+    // UCX's TCP connects with a blocking connect(2) by default, which a firewall that drops what it should refuse lets last
+    // two minutes: as long as that nothing else happens on the thread.
+    //
     // UCX's TCP writes into memory for any peer whose UCX finds that ability in the address, whatever features the
     // context has and whichever rkey the peer was given.
     //
@@ -111,6 +111,7 @@ fn settings_if_known(config: &AgentConfig, ucx: (u32, u32, u32)) -> Vec<(String,
         ("ADDRESS_VERSION", "v2"),
         ("TCP_RX_SEG_SIZE", &*segment),
         ("TCP_PUT_ENABLE", "n"),
+        ("TCP_CONN_NB", "y"),
     ];
     if ucx >= CAN_REFUSE {
         relied_on.push(("PROTO_EMULATION_ENABLE", "n"));
@@ -158,6 +159,14 @@ fn tls(config: &AgentConfig) -> Result<Option<String>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nobody_makes_ucx_connect_with_a_call_that_blocks() {
+        let mut config = AgentConfig::default();
+        config.ucx = [("TCP_CONN_NB".to_owned(), "n".to_owned())].into();
+        let settings = settings_if_known(&config, CAN_REFUSE);
+        assert!(settings.contains(&("TCP_CONN_NB".to_owned(), "y".to_owned())), "{settings:?}");
+    }
 
     #[test]
     fn segments_are_long_on_both_sides_unless_older_protocols_send() {
