@@ -656,6 +656,10 @@ int32_t kvf_scheduler_serve(struct kvf_scheduler *scheduler,
 // Several requests may load one prefill, each with the same params, as the samples of one prompt (n > 1) do. The lease is
 // given back with the last of those that have arrived. Where others may arrive later, add the key shared (true) to the
 // params in every call: the lease is then kept for 5 s more.
+//
+// With multi_turn, a producer's request whose params name a decode engine's blocks (do_remote_decode with remote_block_ids) is
+// loaded in the same way and handed over in its turn. The `prompt_tokens` of kvf_scheduler_matched and
+// kvf_scheduler_allocated are then those at its beginning that the blocks hold too, which the host has to know.
 int32_t kvf_scheduler_arrived(struct kvf_scheduler *scheduler,
                               const char *request_id,
                               size_t request_id_len,
@@ -691,6 +695,9 @@ int32_t kvf_scheduler_allocated(struct kvf_scheduler *scheduler,
 // A request ended as `outcome` (a kvf_outcome) says. `*keep` is 1 when its blocks must stay until a report says that
 // its sending is over. `*answer` is the kv_transfer_params for the client as a msgpack map, empty when there are none.
 // Blocks are passed as in kvf_scheduler_allocated.
+//
+// With multi_turn, a consumer's complete request may be kept too, and `*answer` is for the producer of the conversation's next
+// turn. Without num_blocks nothing is.
 int32_t kvf_scheduler_finished(struct kvf_scheduler *scheduler,
                                const char *request_id,
                                size_t request_id_len,

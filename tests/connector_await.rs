@@ -28,6 +28,34 @@ fn key_file(name: &str) -> String {
     path.to_str().unwrap().to_owned()
 }
 
+/// The bytes of a prefill that has ended are written after its answer is out, as a GPU writes a draft's cache: the blocks
+/// hold something else until the workers have the grant.
+#[test]
+fn what_is_written_late_is_read_when_it_is_there() {
+    let (p_cache, d_cache) = (CacheSpec::small(2, 1, 1), CacheSpec::small(2, 1, 2));
+    let mut p = Engine::start_with("prefill", &p_cache, Transport::Tcp, |_| {}, |s| s.written_late = true);
+    let mut d = Engine::start("decode", &d_cache, Transport::Tcp);
+    let asked = TransferParams { do_remote_decode: true, ..TransferParams::default() };
+    let (there, here) = (lists(1, 5, false), lists(30, 5, true));
+    // The second over connections that are there, so that nothing else takes time.
+    for round in 0..2 {
+        let (name, load) = (format!("p-{round}"), format!("d-{round}"));
+        let finish = p.scheduler.finished(&name, &asked, FinishOutcome::Complete, blocks(&there), 20).unwrap();
+        d.load(&load, &finish.params.unwrap(), &here, 20);
+        d.until_stats("the load, which waits", |loads, _, _| loads == 1);
+        std::thread::sleep(Duration::from_millis(300));
+        d.step();
+        assert!(d.said(&load).received.is_empty(), "{:#?}", d.said(&load));
+        for worker in &mut p.workers {
+            worker.ok(&Ask::Fill { request: name.clone(), blocks: there.clone() });
+        }
+        p.step();
+        assert!(d.await_received(&load).failures.is_empty(), "{:#?}", d.said(&load));
+        p.await_sent(&name);
+        d.check(&[(&name, &here)]);
+    }
+}
+
 /// Loads before, while and after their prefills end, and prefills that end without a hand-over.
 fn loads_wait(tp: u32, pp: u32, transport: Transport, key: Option<&str>) {
     let key = key.map_or_else(String::new, key_file);

@@ -33,6 +33,10 @@ class Scheduler:
     is known is over. Where others may come later, give the key `shared` (True) in the params of each to the consumer's
     calls: the prefill is then kept for them for 5 s.
 
+    With `multi_turn`, a consumer keeps what it has of a complete request (`num_blocks` says how much it may), and the
+    answer of `finished` is for the producer of the conversation's next turn. That producer's calls load it; their
+    `prompt_tokens` are how many tokens at the prompt's beginning the blocks hold too, which the caller has to know.
+
     Args:
         config: The keys of a scheduler, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Only
             `engine_id` and `groups` (as in the geometry of any rank, see `Worker.set_geometry`) have no default. An

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::proto::geometry::Group;
 use crate::proto::ids::{EngineId, RankId};
+use crate::proto::scheduler::MultiTurn;
 use crate::proto::wire::{CompatField, EngineShape};
 use crate::settings::{self, Part};
 
@@ -201,8 +202,21 @@ pub struct SchedulerConfig {
     pub null_block: Option<u32>,
     /// Whether the engine reuses a request's blocks for other requests with the same prefix. Default true.
     pub reuses_blocks: bool,
+    /// Whether a finished prefill's answer may leave before all of its blocks are written. Default false.
+    pub written_late: bool,
     /// How long a producer keeps a finished prefill's blocks without hearing from a reader, in milliseconds.
     pub lease_ms: u64,
+    /// Whether conversations go on: this engine keeps what it has decoded for the conversation's next turn, and loads the turn
+    /// before for a prefill.
+    pub multi_turn: bool,
+    /// How long a decoded conversation is kept for its next turn, in milliseconds.
+    pub history_lease_ms: u64,
+    /// The fewest missing tokens for which a prefill loads the turn before.
+    pub history_least_tokens: u64,
+    /// The share of `num_blocks` that is kept for next turns, in percent.
+    pub history_percent: u64,
+    /// The blocks of the engine's cache. 0: it keeps none for next turns.
+    pub num_blocks: u64,
     /// What other engines are told: an address or a name of this host, or None (or `0.0.0.0`, `::`) to have an address
     /// found. A loopback address that is spelled out is also all that is bound.
     pub host: Option<String>,
@@ -232,7 +246,13 @@ impl SchedulerConfig {
             groups,
             null_block: Some(0),
             reuses_blocks: true,
+            written_late: false,
             lease_ms: 30_000,
+            multi_turn: false,
+            history_lease_ms: 480_000,
+            history_least_tokens: 64,
+            history_percent: 50,
+            num_blocks: 0,
             host: None,
             bind: None,
             port: 5680,
@@ -246,6 +266,15 @@ impl SchedulerConfig {
     /// The engine's shape.
     pub fn shape(&self) -> EngineShape {
         EngineShape { tp: self.tp_size, pp: self.pp_size, dcp: self.dcp_size }
+    }
+
+    /// How conversations go on, if they do.
+    pub fn multi_turn(&self) -> Option<MultiTurn> {
+        self.multi_turn.then(|| MultiTurn {
+            lease_ms: self.history_lease_ms,
+            least_tokens: self.history_least_tokens,
+            most_blocks: self.num_blocks.saturating_mul(self.history_percent) / 100,
+        })
     }
 
     /// The port to bind, with the data-parallel offset.

@@ -54,6 +54,8 @@ impl Scheduler {
             null_block: config.null_block,
             reuses_blocks: config.reuses_blocks,
             lease_ms: config.lease_ms,
+            written_late: config.written_late,
+            multi_turn: config.multi_turn(),
         })?;
         let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
         let directory = Directory::new(config.engine_id.clone(), incarnation, config.shape(), pushes)?;
@@ -294,14 +296,12 @@ impl Scheduler {
         Ok(outcome)
     }
 
-    /// Every rank is done with a request on this side, as the host knows by itself; see [`Machine::over`].
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for an unusable id.
-    pub fn over(&self, request: &str, direction: Direction) -> Result<()> {
-        lock(&self.machine).over(&RequestId::new(request)?, direction);
+    /// Every rank is done with a request on this side, as the host knows by itself; see [`Machine::over`]. A host may have
+    /// requests of others, whose ids none of ours can have: they are not known either.
+    pub fn over(&self, request: &str, direction: Direction) {
+        let Ok(request) = RequestId::new(request) else { return };
+        lock(&self.machine).over(&request, direction);
         self.tell_waiting();
-        Ok(())
     }
 
     /// Stops the listener and frees its port. Harmless when repeated.

@@ -174,6 +174,10 @@ unsafe fn request<'a>(
 /// given back with the last of those that have arrived. Where others may arrive later, add the key shared (true) to the
 /// params in every call: the lease is then kept for 5 s more.
 ///
+/// With multi_turn, a producer's request whose params name a decode engine's blocks (do_remote_decode with remote_block_ids) is
+/// loaded in the same way and handed over in its turn. The `prompt_tokens` of kvf_scheduler_matched and
+/// kvf_scheduler_allocated are then those at its beginning that the blocks hold too, which the host has to know.
+///
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]
@@ -262,6 +266,9 @@ pub unsafe extern "C" fn kvf_scheduler_allocated(
 /// A request ended as `outcome` (a kvf_outcome) says. `*keep` is 1 when its blocks must stay until a report says that
 /// its sending is over. `*answer` is the kv_transfer_params for the client as a msgpack map, empty when there are none.
 /// Blocks are passed as in kvf_scheduler_allocated.
+///
+/// With multi_turn, a consumer's complete request may be kept too, and `*answer` is for the producer of the conversation's next
+/// turn. Without num_blocks nothing is.
 ///
 /// # Safety
 /// As the header's top says.
@@ -384,7 +391,8 @@ pub unsafe extern "C" fn kvf_scheduler_over(
         let scheduler = handle::get::<Scheduler>(scheduler)?;
         // SAFETY: the caller's promise for arrays.
         let request = unsafe { text(request_id, request_id_len, "request")? };
-        scheduler.over(request, aggregator::direction(side)?)
+        scheduler.over(request, aggregator::direction(side)?);
+        Ok(())
     })
 }
 

@@ -46,6 +46,14 @@ pub const TABLE: &[Setting] = &[
          address that is spelled out needs no permission."),
     row(Operator, "lease_ms", &[Scheduler], Whole(1000, DAY_MS), "ms", Number(30_000),
         "How long a finished prefill's blocks are kept without a sign of life from the decode engine."),
+    row(Operator, "multi_turn", &[Scheduler], Flag, "", Is(false),
+        "Let conversations go on: a decode engine keeps what it has of one, and the prefill engine of the next turn loads that."),
+    row(Operator, "history_lease_ms", &[Scheduler], Whole(1000, DAY_MS), "ms", Number(480_000),
+        "How long a decode engine keeps a conversation for its next turn."),
+    row(Operator, "history_least_tokens", &[Scheduler], Whole(0, 1 << 32), "tokens", Number(64),
+        "A prefill engine that misses fewer tokens of the turn before computes them itself."),
+    row(Operator, "history_percent", &[Scheduler], Whole(0, 100), "percent", Number(50),
+        "The most of a decode engine's cache that is kept for next turns. The oldest conversations give way."),
     late(row(Operator, "key_file", &[Agent, Worker, Scheduler, Listener], Path, "", Absent("no key"),
         "File of the key that all engines share (`kvferry key PATH` makes one). Handshakes and messages are then sealed, \
          and engines without the key refused. An empty text means no key, whatever the environment says.")),
@@ -55,7 +63,7 @@ pub const TABLE: &[Setting] = &[
     row(OperatorWithoutVariable, "ucx", &[Agent, Worker], Ucx, "", Empty,
         "UCX settings by name without the `UCX_` prefix, such as `{\"NET_DEVICES\": \"mlx5_0:1\"}`. They win over UCX's own \
          variables, `UCX_<NAME>`, which count for what is not given here. `TLS` is refused beside a `transport` that is not \
-         `auto`. `RNDV_THRESH`, `ADDRESS_VERSION`, `TCP_RX_SEG_SIZE`, `TCP_PUT_ENABLE`, `RCACHE_ENABLE`, `PROTO_EMULATION_ENABLE`, `RMA_PPLN_ENABLE` and, with `PROTO_ENABLE` off, \
+         `auto`. `RNDV_THRESH`, `ADDRESS_VERSION`, `TCP_RX_SEG_SIZE`, `TCP_PUT_ENABLE`, `TCP_CONN_NB`, `RCACHE_ENABLE`, `PROTO_EMULATION_ENABLE`, `RMA_PPLN_ENABLE` and, with `PROTO_ENABLE` off, \
          `TCP_TX_SEG_SIZE` always have kvferry's values, on which peers or owners of memory rely."),
     late(row(Operator, "ucx_lib", &[Agent, Worker], Text, "", Absent("found: loaded already, kvferry-ucx, the system's, libucx"),
         "Path of the libucp.so.0 to open.")),
@@ -132,6 +140,11 @@ pub const TABLE: &[Setting] = &[
         "The id that stands for no block in block lists; nil where there is none."),
     row(Program, "reuses_blocks", &[Scheduler], Flag, "", Is(true),
         "Whether the engine reuses a request's blocks for other requests with the same prefix."),
+    row(Program, "written_late", &[Scheduler], Flag, "", Is(false),
+        "Whether a finished prefill's answer may leave before all of its blocks are written. A decode engine then loads when \
+         all workers of this one have confirmed them."),
+    row(Program, "num_blocks", &[Scheduler], Whole(0, 1 << 32), "blocks", Number(0),
+        "The blocks of the engine's cache, of which `history_percent` is taken. With 0 it keeps none for next turns."),
     row(Program, "data_parallel_index", &[Scheduler, Listener], Whole(0, 65_535), "", Number(0),
         "Added to a `port` that is not 0, so that data-parallel engines of one host differ."),
     row(Program, "push", &[Scheduler, Listener], Flag, "", Is(false),

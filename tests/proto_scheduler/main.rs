@@ -4,6 +4,7 @@
 
 mod refusals;
 mod reports;
+mod turns;
 
 use kvferry::ErrorKind;
 use kvferry::proto::aggregate::{Direction, Outcome};
@@ -202,6 +203,32 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
     for unusable in [String::new(), "x".repeat(513)] {
         let error = s.finished(&id("p-5"), &named(&unusable), FinishOutcome::Complete, blocks(), 18).unwrap_err();
         assert!(error.message().contains("request p-5") && error.message().contains("transfer_id"), "{error}");
+    }
+}
+
+#[test]
+fn where_blocks_are_written_late_a_decoder_asks_the_listener_for_them() {
+    let mut s = Scheduler::new(SchedulerConfig { written_late: true, ..config() }).unwrap();
+    s.set_address("10.1.2.3", 5680);
+    let blocks = || lists(&[11, 12, 13, 14, 15], &[0, 0, 23, 24, 25]);
+    for (request, asked, called) in [("p-1", asked(), "p-1"), ("p-2", named("x-2"), "x-2")] {
+        let finish = s.finished(&id(request), &asked, FinishOutcome::Complete, blocks(), 18).unwrap();
+        let params = finish.params.unwrap();
+        assert_eq!((params.transfer_id.as_deref(), params.do_remote_prefill), (Some(called), true));
+        assert_eq!((params.remote_request_id.clone(), params.remote_block_ids.clone()), (None, None));
+        let grant = s.build_step().grants.remove(0);
+        assert_eq!((grant.request.as_str(), grant.name), (request, Some(id(called))));
+        let mut d = scheduler();
+        assert_eq!(d.matched(&id("d"), &params, 18, 0).unwrap().tokens, 18);
+        assert!(d.matched(&id("d"), &params, 19, 0).is_err(), "how much is held is known all the same");
+        d.allocated(&id("d"), &params, lists(&[1, 2, 3, 4, 5], &[6, 7, 8]), 18, 18).unwrap();
+        let load = d.build_step().loads.remove(0);
+        assert_eq!((load.awaits, load.remote.request.as_str(), load.remote.lease_id), (true, called, grant.lease_id));
+        assert_eq!(s.poll_notice(), None);
+        s.on_report(&granted(&[request])).unwrap();
+        assert!(matches!(s.poll_notice(), Some(Notice::Ready(prefill)) if prefill.request == id(called)));
+        s.on_report(&over(&[], &[request])).unwrap();
+        assert_eq!(s.poll_notice(), Some(Notice::Gone(id(called))));
     }
 }
 

@@ -113,3 +113,9 @@ def test_a_load_that_cannot_be_encoded_fails_alone(producer: Scheduler, consumer
         with pytest.raises(InvalidArgumentError, match="remote_block_ids"):
             call()
     assert b"good" in consumer.step()
+
+
+def test_requests_of_other_connectors_are_not_known_whatever_their_ids(consumer: Scheduler) -> None:
+    for request in ("another's", "", "x" * 600):
+        consumer.over(request, "sending")
+        consumer.over(request, "recving")

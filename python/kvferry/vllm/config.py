@@ -21,6 +21,7 @@ class Options:
 
     worker: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    multi_turn: bool = False
 
 
 def describe(extra: Mapping[str, Any]) -> settings.Description:
@@ -41,8 +42,11 @@ def describe(extra: Mapping[str, Any]) -> settings.Description:
 def parse_options(extra: Mapping[str, Any]) -> Options:
     """As `describe`, but what was given, by the side that uses it."""
     sides: dict[str, dict[str, Any]] = {"worker": {}, "scheduler": {}}
+    multi_turn = False
     for setting in describe(extra)["settings"]:
+        if setting["key"] == "multi_turn":
+            multi_turn = bool(setting["value"])
         if setting["source"] == "given" or setting["variable"] == HOST_IP:
             for part in set(setting["parts"]) & set(sides):
                 sides[part][setting["key"]] = setting["value"]
-    return Options(**sides)
+    return Options(**sides, multi_turn=multi_turn)

@@ -10,11 +10,12 @@ from vllm.v1.request import RequestStatus
 
 import kvferry
 
+from . import history
 from .config import Options
 from .geometry import TokenShare, transfer_groups
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
-from .support import check_served
+from .support import check_multi_turn, check_served, writes_late
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -38,6 +39,17 @@ def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
     if not params or params.get(key) in (None, False):
         return None
     return {**params, "shared": True} if SAMPLE.match(request.request_id) else params
+
+
+def _names_history(request: Request) -> bool:
+    """Whether a prefill is told which decode engine has the conversation so far."""
+    params = _wants(request, "do_remote_decode")
+    return params is not None and params.get("remote_block_ids") is not None
+
+
+def _processed_tokens(request: Request) -> int:
+    """The tokens whose cache is there, without those of steps in flight, which go on behind the request's end."""
+    return min(int(request.num_computed_tokens - request.num_in_flight_tokens), len(request.all_token_ids))
 
 
 def _drop_last_token(request: Request) -> None:
@@ -75,6 +87,9 @@ class SchedulerSide:
         self._unreported: set[str] = set()
         # Whether the next step grants leases.
         self._granted = False
+        self._multi_turn = options.multi_turn
+        # Of prefills whose conversation a decode engine has so far: how many tokens of that they begin with.
+        self._histories: dict[str, int] = {}
         # Whether the ranks' metadata is known. After a sleep it is given again, of new workers.
         self._is_served = False
         # Which of the ranks this is makes no difference to how many tokens a block stands for.
@@ -83,7 +98,10 @@ class SchedulerSide:
         # token further back than vLLM keeps a window for, and a state must not have it in it already. So models with
         # either hand over all but the last token, and the prefill engine stops in front of it.
         windows = any(isinstance(group["kind"], dict) for group in groups)
+        self._windows = windows
         self._has_state = any(group["kind"] == "state" for group in groups)
+        if self._multi_turn:
+            check_multi_turn(transfer, self._has_state)
         self._holds_back = windows or self._has_state
         # After how many tokens a group begins a new block with its state; None for groups of tokens.
         self._state_spans = [
@@ -100,6 +118,8 @@ class SchedulerSide:
                 # Block 0 is the one that vLLM never hands out.
                 "null_block": 0,
                 "reuses_blocks": bool(vllm_config.cache_config.enable_prefix_caching),
+                "num_blocks": kv_cache_config.num_blocks,
+                "written_late": writes_late(vllm_config, self._has_state),
                 "data_parallel_index": parallel.data_parallel_index,
                 **options.scheduler,
             }
@@ -123,7 +143,7 @@ class SchedulerSide:
             self._scheduler.renew(ranks)
             logger.info("The workers of all %d ranks were started anew", len(ranks))
             return
-        if not self._sends:
+        if not self._sends and not self._multi_turn:
             # Nobody asks an engine that only receives.
             self._scheduler.set_engine(ranks)
         else:
@@ -137,7 +157,7 @@ class SchedulerSide:
         """A new request: if its prompt was prefilled elsewhere, the workers connect and keep the lease."""
         if self._sends and self._holds_back and _wants(request, "do_remote_decode"):
             _drop_last_token(request)
-        params = _wants(request, "do_remote_prefill")
+        params = self._to_load(request)
         if params is None:
             return
         if not self._loads:
@@ -146,14 +166,25 @@ class SchedulerSide:
                 request.request_id,
             )
         try:
+            if _names_history(request):
+                self._histories[request.request_id] = history.in_common(request, params, whole=self._windows)
             self._scheduler.arrived(request.request_id, params)
         except kvferry.KvferryError as error:
             self._refuse(request, error)
 
+    def _to_load(self, request: Request) -> Mapping[str, Any] | None:
+        """The params of a request whose prompt, or the beginning of it, another engine has."""
+        if self._multi_turn and _names_history(request):
+            return _wants(request, "do_remote_decode")
+        return _wants(request, "do_remote_prefill")
+
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond `computed_tokens` are loaded, and whether between steps."""
-        params = _wants(request, "do_remote_prefill")
+        params = self._to_load(request)
         if params is None or not self._loads:
+            return 0, False
+        if params.get("do_remote_decode") and request.get_skip_reading_prefix_cache():
+            # All log-probabilities take all of the prompt.
             return 0, False
         if self._has_state and (request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache()):
             # The state before the only token is empty, and all log-probabilities take all of the prompt.
@@ -165,12 +196,13 @@ class SchedulerSide:
             except kvferry.KvferryError as error:
                 self._refuse(request, error)
         # A load that cannot be: under the policy "fail" vLLM must see it fail, otherwise the prompt is computed here.
-        tokens = request.num_prompt_tokens - computed_tokens if self._fails_load_errors else 0
+        fails = self._fails_load_errors and not params.get("do_remote_decode")
+        tokens = request.num_prompt_tokens - computed_tokens if fails else 0
         return (tokens, True) if tokens > 0 else (0, False)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Blocks are allocated: those without a hash yet are the ones to fill."""
-        params = _wants(request, "do_remote_prefill")
+        params = self._to_load(request)
         if params is None:
             return
         request_id = request.request_id
@@ -194,6 +226,7 @@ class SchedulerSide:
             return False, None
         request_id = request.request_id
         self._refusals.pop(request_id, None)
+        self._histories.pop(request_id, None)
         complete = request.status in COMPLETE
         if complete and self._has_state and request.get_skip_reading_prefix_cache():
             # The whole prompt was computed (see `_drop_last_token`), and its state is of no use to a decode engine.
@@ -202,32 +235,43 @@ class SchedulerSide:
             # vLLM may already have given away the blocks of a request that a consumer finishes after a preemption.
             logger.warning("Request %s has do_remote_decode, but kv_role is kv_consumer: nothing is kept", request_id)
             complete = False
+        tokens, digests = request.num_computed_tokens, None
+        if self._multi_turn and complete and not _wants(request, "do_remote_decode"):
+            tokens = _processed_tokens(request)
+            digests = history.describe(request, tokens)
+            # Without them, the prefill engine of the next turn could not tell what the blocks hold.
+            complete = digests is not None
         try:
             keep, answer = self._scheduler.finished(
                 request_id,
                 params,
                 "complete" if complete else "aborted",
-                self._with_state(self._transferred(blocks), request.num_computed_tokens),
-                request.num_computed_tokens,
+                self._with_state(self._transferred(blocks), tokens),
+                tokens,
             )
         except kvferry.KvferryError as error:
             logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
             return request_id in self._unreported, None
+        if answer is not None and digests is not None:
+            answer[history.KEY] = digests
         self._granted |= answer is not None
         # vLLM must know the request still when its refused load is reported.
         return keep or request_id in self._unreported, answer
 
     def _handed_over(self, request: Request) -> int:
         """How many of the prompt's tokens the prefill engine computes for us, but for the one that `kvferry.Scheduler`
-        itself leaves out where there is a state."""
-        tokens: int = request.num_prompt_tokens
+        itself leaves out where there is a state. Of a conversation, how many of its tokens a decode engine has."""
+        if (tokens := self._histories.get(request.request_id)) is not None:
+            return tokens
+        tokens = int(request.num_prompt_tokens)
         return tokens - 1 if self._holds_back and not self._has_state and tokens > 1 else tokens
 
     def _refuse(self, request: Request, error: kvferry.KvferryError) -> None:
         if request.request_id not in self._refusals:
-            outcome = "it fails" if self._fails_load_errors else "its prompt is computed here"
+            computed = _names_history(request) or not self._fails_load_errors
+            outcome = "its prompt is computed here" if computed else "it fails"
             logger.error(
-                "Request %s: its prompt cannot be loaded from a prefill engine, %s: %s",
+                "Request %s: its prompt cannot be loaded from another engine, %s: %s",
                 request.request_id,
                 outcome,
                 error,

@@ -12,15 +12,15 @@ from typing import Any
 
 from .._errors import make_error
 
-SECONDS = {"kv_lease_duration": "lease_ms", "engine_ttl": "peer_ttl_ms"}
+SECONDS = {"kv_lease_duration": "lease_ms", "engine_ttl": "peer_ttl_ms", "decoder_kv_blocks_ttl": "history_lease_ms"}
 """Durations in seconds, and the key in milliseconds that each stands for."""
+
+SAME = {"bidirectional_kv_xfer": "multi_turn", "kv_recompute_threshold": "history_least_tokens"}
+"""Others that stand for a key of the same values."""
 
 WITHOUT_MEANING = {
     "backends": "the one backend is UCX; choose what it uses with transport or ucx",
-    "bidirectional_kv_xfer": "a prefill engine computes what its own prefix cache lacks; leave it out",
-    "decoder_kv_blocks_ttl": "it is about bidirectional_kv_xfer; blocks are kept under the lease, lease_ms",
     "enforce_handshake_compat": "engines are always compared, field by field; shapes may differ",
-    "kv_recompute_threshold": "it is about bidirectional_kv_xfer; leave it out",
     "num_threads": "one thread per worker drives UCX; copy_threads says how many copy memory within a host",
     "push_registration_timeout": "it is about vLLM's push connector; hold_timeout_ms bounds what is awaited here",
 }
@@ -34,17 +34,19 @@ def translate(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list
 
     Raises `InvalidArgumentError` for a duration that is no number of seconds.
     """
-    own = {key: value for key, value in extra.items() if key not in SECONDS and key not in WITHOUT_MEANING}
+    named_here = SECONDS | SAME
+    own = {key: value for key, value in extra.items() if key not in named_here and key not in WITHOUT_MEANING}
     taken, left_out = [], []
-    for key, ours in SECONDS.items():
+    for key, ours in named_here.items():
         value = extra.get(key)
         if value is None:
             continue
         if own.get(ours) is not None:
             left_out.append(f"NixlConnector's {key} has no effect: {ours} is given too")
             continue
-        own[ours] = _milliseconds(key, value)
-        taken.append(f"NixlConnector's {key} {value} (s) is taken for {ours} {own[ours]}")
+        own[ours] = _milliseconds(key, value) if key in SECONDS else value
+        unit = " (s)" if key in SECONDS else ""
+        taken.append(f"NixlConnector's {key} {value}{unit} is taken for {ours} {own[ours]}")
     for key, why in WITHOUT_MEANING.items():
         if key in extra:
             left_out.append(f"NixlConnector's {key} has no effect here: {why}")

@@ -64,6 +64,38 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
             _check_spec(spec, group.layer_names)
 
 
+def check_multi_turn(transfer: Any, has_state: bool) -> None:
+    """Raises `NotServedError` where conversations cannot go on between engines."""
+    if has_state:
+        raise NotServedError(
+            "KvferryConnector does not serve multi_turn (bidirectional_kv_xfer) with recurrent states: those of a "
+            "decode engine may have gone on behind the end of its answer. Leave it out"
+        )
+    if not transfer.is_kv_consumer:
+        raise NotServedError(
+            "KvferryConnector does not serve multi_turn (bidirectional_kv_xfer) with kv_role kv_producer: vLLM keeps a "
+            "freed block from steps in flight only in an engine that loads (defer_block_free). Set kv_role to kv_both "
+            "on prefill engines; decode engines may stay kv_consumer"
+        )
+    if transfer.is_kv_producer and transfer.kv_load_failure_policy != "recompute":
+        raise NotServedError(
+            "KvferryConnector serves multi_turn (bidirectional_kv_xfer) on a prefill engine with "
+            f"kv_load_failure_policy recompute only, not {transfer.kv_load_failure_policy}: a decode engine lets go of "
+            "old conversations, and their next turns would fail"
+        )
+
+
+def writes_late(vllm_config: Any, has_state: bool) -> bool:
+    """Whether a finished prefill's answer can be out before all of its cache is written.
+
+    The attention of the model itself comes before the token that it samples. A drafter's comes after it, and so do
+    copies of states: on a GPU, the token is on its way to the client while these are still to be computed."""
+    if vllm_config.device_config.device_type == "cpu":
+        return False
+    speculative = vllm_config.speculative_config
+    return has_state or (speculative is not None and bool(speculative.use_eagle()))
+
+
 def _check_spec(spec: Any, layers: Iterable[str]) -> None:
     where = next(iter(layers), "no layer on this rank")
     if type(spec) not in SERVED_SPECS:

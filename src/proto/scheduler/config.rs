@@ -34,6 +34,27 @@ pub struct SchedulerConfig {
     /// How long a hand-over's blocks are kept without a heartbeat, in milliseconds, at least 1000.
     #[serde(default = "default_lease_ms")]
     pub lease_ms: u64,
+    /// Whether a finished prefill's answer may leave before all of its blocks are written, as where a GPU still computes a
+    /// draft's cache or copies a state. Who loads them then asks the listener, as of a prefill that is under way.
+    #[serde(default)]
+    pub written_late: bool,
+    /// Where conversations go on: a decode engine keeps what it has of one, and a prefill engine loads that for the next
+    /// turn.
+    #[serde(default)]
+    pub multi_turn: Option<MultiTurn>,
+}
+
+/// How histories of conversations travel back from decode engines to prefill engines.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MultiTurn {
+    /// How long a decode engine keeps a history without a heartbeat, in milliseconds, at least 1000. None comes between two
+    /// turns.
+    pub lease_ms: u64,
+    /// How many tokens have to be missing in a prefill engine for a load to be worth it.
+    pub least_tokens: u64,
+    /// The most blocks that histories keep from the decode engine's other requests, all together. The oldest give way.
+    pub most_blocks: u64,
 }
 
 fn default_null_block() -> Option<u32> {
@@ -61,6 +82,8 @@ impl SchedulerConfig {
             null_block: default_null_block(),
             reuses_blocks: default_reuses_blocks(),
             lease_ms: default_lease_ms(),
+            written_late: false,
+            multi_turn: None,
         }
     }
 
@@ -78,11 +101,18 @@ impl SchedulerConfig {
         if self.incarnation == Incarnation(0) {
             return Err(Error::invalid("incarnation: expected a number other than 0, drawn at random at each start"));
         }
-        if !(1_000..=864_000_000).contains(&self.lease_ms) {
-            return Err(Error::invalid(format!(
-                "lease_ms: expected 1000 to 864000000 milliseconds, got {}; 30000 is usual",
-                self.lease_ms
-            )));
+        let leases = [
+            ("lease_ms", Some(self.lease_ms), 30_000),
+            ("multi_turn.lease_ms", self.multi_turn.as_ref().map(|t| t.lease_ms), 480_000),
+        ];
+        for (key, lease_ms, usual) in leases {
+            if let Some(ms) = lease_ms
+                && !(1_000..=864_000_000).contains(&ms)
+            {
+                return Err(Error::invalid(format!(
+                    "{key}: expected 1000 to 864000000 milliseconds, got {ms}; {usual} is usual"
+                )));
+            }
         }
         if self.groups.is_empty() {
             return Err(Error::invalid("groups: expected at least one KV-cache group, got none"));

@@ -18,6 +18,7 @@
 //! number of ended requests' ids, by which the aggregator tells late reports.
 
 mod config;
+mod offer;
 mod params;
 mod step;
 
@@ -25,15 +26,15 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use serde::Serialize;
 
-pub use config::SchedulerConfig;
+pub use config::{MultiTurn, SchedulerConfig};
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::proto::aggregate::{Aggregator, Direction, Outcome};
 use crate::proto::ids::{Incarnation, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::wire::{
-    Blocks, Grant, Hold, Load, Message, Prefill, Release, Remote, ReportBatch, StepMetadata, TransferParams,
-    WorkerReport, limits,
+    Blocks, Hold, Load, Message, Prefill, Release, Remote, ReportBatch, StepMetadata, TransferParams, WorkerReport,
+    limits,
 };
 
 /// The largest id of a lease: it travels through the JSON of proxies, whose numbers may have 53 bits.
@@ -141,6 +142,8 @@ pub struct Scheduler {
     aggregator: Aggregator,
     /// The last lease granted.
     lease_id: u64,
+    /// Conversations that are kept for their next turns, the oldest first, and how many blocks each keeps.
+    histories: VecDeque<(RequestId, u64)>,
     step: StepMetadata,
     stats: SchedulerStats,
 }
@@ -158,6 +161,7 @@ impl Scheduler {
             aggregator: Aggregator::new(config.shape().rank_ids())?,
             config,
             lease_id: 0,
+            histories: VecDeque::new(),
             step: StepMetadata::default(),
             stats: SchedulerStats::default(),
         })
@@ -227,7 +231,7 @@ impl Scheduler {
     /// Errors: [`ErrorKind::InvalidArgument`] naming the missing or malformed keys; nothing is remembered then.
     pub fn arrived(&mut self, request: &RequestId, params: &TransferParams) -> Result<()> {
         params::check_roles(request, params)?;
-        if !params.do_remote_prefill || self.recvs.contains_key(request) {
+        if !self.loads(params) || self.recvs.contains_key(request) {
             return Ok(());
         }
         let remote = params::remote(request, params)?;
@@ -250,7 +254,7 @@ impl Scheduler {
     ) -> Result<Match> {
         params::check_roles(request, params)?;
         let known = self.recvs.get(request).is_some_and(|recv| recv.state != RecvState::Held);
-        if !params.do_remote_prefill || known {
+        if !self.loads(params) || known {
             return Ok(Match::default());
         }
         params::remote(request, params)?;
@@ -258,7 +262,10 @@ impl Scheduler {
         if !params::awaits(params) {
             params::remote_blocks(request, params, held)?;
         }
-        let tokens = self.config.handed_over(prompt_tokens).saturating_sub(computed_tokens);
+        let mut tokens = self.config.handed_over(prompt_tokens).saturating_sub(computed_tokens);
+        if params.do_remote_decode && self.config.multi_turn.as_ref().is_some_and(|turns| tokens < turns.least_tokens) {
+            tokens = 0;
+        }
         Ok(Match { tokens, asynchronous: tokens > 0 })
     }
 
@@ -282,7 +289,7 @@ impl Scheduler {
     ) -> Result<()> {
         params::check_roles(request, params)?;
         let known = self.recvs.get(request).is_some_and(|recv| recv.state != RecvState::Held);
-        if !params.do_remote_prefill || known {
+        if !self.loads(params) || known {
             return Ok(());
         }
         let remote = params::remote(request, params)?;
@@ -354,42 +361,43 @@ impl Scheduler {
         blocks: Vec<Blocks>,
         computed_tokens: u64,
     ) -> Result<Finish> {
-        if let Some(recv) = self.recvs.get_mut(request) {
-            return Ok(match recv.state {
+        let recv = self.recvs.get_mut(request);
+        let known = recv.is_some();
+        if let Some(recv) = recv {
+            match recv.state {
                 RecvState::Loading { ended } => {
                     if !ended {
                         recv.state = RecvState::Loading { ended: true };
                         self.stats.aborts += 1;
                         self.step.aborts.push(request.clone());
                     }
-                    Finish { keep: true, params: None }
+                    return Ok(Finish { keep: true, params: None });
                 }
                 RecvState::Held => {
                     let remote = recv.remote.clone();
-                    self.recvs.remove(request);
                     self.release(request.clone(), remote);
-                    Finish::default()
                 }
-                RecvState::Over => {
-                    self.recvs.remove(request);
-                    Finish::default()
-                }
-            });
+                RecvState::Over => {}
+            }
+            self.recvs.remove(request);
         }
         params::check_roles(request, params)?;
-        if params.do_remote_prefill {
-            if let Ok(remote) = params::remote(request, params) {
-                self.release(request.clone(), remote);
-            }
-            return Ok(Finish::default());
+        if !known
+            && self.loads(params)
+            && let Ok(remote) = params::remote(request, params)
+        {
+            self.release(request.clone(), remote);
         }
-        if !params.do_remote_decode {
-            return Ok(Finish::default());
+        if params.do_remote_decode {
+            let name = params::name(request, params)?;
+            let finish = self.finished_prefill(request, name.as_ref(), outcome, &blocks, computed_tokens);
+            self.notices.extend(name.filter(|name| !self.called.contains(name)).map(Notice::Gone));
+            return finish;
         }
-        let name = params::name(request, params)?;
-        let finish = self.finished_prefill(request, name.as_ref(), outcome, &blocks, computed_tokens);
-        self.notices.extend(name.filter(|name| !self.called.contains(name)).map(Notice::Gone));
-        finish
+        if params.do_remote_prefill && outcome == FinishOutcome::Complete && params.shared != Some(true) {
+            return self.finished_turn(request, &blocks, computed_tokens);
+        }
+        Ok(Finish::default())
     }
 
     /// The next thing to tell consumers that await prefills.
@@ -450,6 +458,7 @@ impl Scheduler {
 
     fn sent(&mut self, request: &RequestId) {
         let Some(Sent { name, .. }) = self.sends.remove(request) else { return };
+        self.histories.retain(|(kept, _)| kept != request);
         self.called.remove(name.as_ref().unwrap_or(request));
         self.notices.extend(name.map(Notice::Gone));
     }
@@ -473,101 +482,9 @@ impl Scheduler {
         self.step.releases.push(Release { request, remote });
     }
 
-    fn finished_prefill(
-        &mut self,
-        request: &RequestId,
-        name: Option<&RequestId>,
-        outcome: FinishOutcome,
-        blocks: &[Blocks],
-        computed_tokens: u64,
-    ) -> Result<Finish> {
-        if self.sends.contains_key(request) {
-            return Err(Error::new(
-                ErrorKind::AlreadyExists,
-                format!("request {request} has finished already, and its blocks are kept for a decoder"),
-            ));
-        }
-        let called = name.unwrap_or(request);
-        if self.called.contains(called) {
-            return Err(Error::new(
-                ErrorKind::AlreadyExists,
-                format!(
-                    "request {request}: a request of transfer_id {called} has finished already, and its blocks are kept for \
-                     a decoder; give each request a transfer_id of its own"
-                ),
-            ));
-        }
-        if outcome == FinishOutcome::Aborted {
-            self.stats.drops += 1;
-            self.step.dropped.push(called.clone());
-            return Ok(Finish::default());
-        }
-        if blocks.len() != self.config.groups.len() {
-            return Err(Error::invalid(format!(
-                "request {request}: expected one list of blocks for each of the {} KV-cache groups, got {}",
-                self.config.groups.len(),
-                blocks.len()
-            )));
-        }
-        let offered: Vec<Vec<u32>> = self
-            .config
-            .groups
-            .iter()
-            .zip(blocks)
-            .map(|(group, list)| {
-                // A host may have blocks beyond the computed tokens (for tokens to come): they hold nothing yet.
-                let used = computed_tokens.div_ceil(group.span());
-                let list = list.ids().get(..usize::try_from(used).unwrap_or(usize::MAX)).unwrap_or(list.ids());
-                params::needed(group, list, computed_tokens)
-                    .iter()
-                    .skip_while(|&&id| self.config.null_block == Some(id))
-                    .copied()
-                    .collect()
-            })
-            .collect();
-        if offered.iter().all(Vec::is_empty) {
-            self.stats.drops += 1;
-            self.step.dropped.push(called.clone());
-            return Ok(Finish::default());
-        }
-        let Some((host, port)) = &self.address else {
-            return Err(Error::invalid(format!(
-                "request {request} cannot be handed over: this engine has no handshake listener yet; hand the workers' \
-                 metadata to the scheduler side (serve) before the first request"
-            )));
-        };
-        self.lease_id = self.lease_id % MAX_LEASE_ID + 1;
-        let params = TransferParams {
-            do_remote_prefill: true,
-            do_remote_decode: false,
-            remote_engine_id: Some(self.config.engine_id.to_string()),
-            remote_incarnation: Some(self.config.incarnation.to_string()),
-            transfer_id: None,
-            remote_request_id: Some(called.to_string()),
-            remote_host: Some(host.clone()),
-            remote_port: Some(i64::from(*port)),
-            remote_block_ids: Some(offered.iter().map(|ids| ids.iter().map(|&id| i64::from(id)).collect()).collect()),
-            remote_num_tokens: i64::try_from(computed_tokens).ok(),
-            remote_lease_ms: i64::try_from(self.config.lease_ms).ok(),
-            remote_lease_id: i64::try_from(self.lease_id).ok(),
-            tp_size: Some(i64::from(self.config.tp_size)),
-            pp_size: Some(i64::from(self.config.pp_size)),
-            dcp_size: Some(i64::from(self.config.dcp_size)),
-            shared: None,
-            transfer_mode: Some("pull".into()),
-        };
-        let (lease_ms, lease_id) = (self.config.lease_ms, self.lease_id);
-        // An earlier request of this name, dropped in this very step: workers take grants before drops.
-        self.step.dropped.retain(|dropped| dropped != called);
-        self.stats.grants += 1;
-        let unannounced = name.map(|name| {
-            let blocks = offered.into_iter().map(Blocks::from).collect();
-            Prefill { request: name.clone(), blocks, tokens: computed_tokens, lease_ms, lease_id }
-        });
-        self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id, name: name.cloned() });
-        self.aggregator.forget_side(request, Direction::Send);
-        self.sends.insert(request.clone(), Sent { name: name.cloned(), unannounced });
-        self.called.insert(called.clone());
-        Ok(Finish { keep: true, params: Some(params) })
+    /// Whether a producer is named whose cache is to be loaded: by what a decoder is given, or, where conversations go on, by
+    /// what a prefill engine is given of the turn before.
+    fn loads(&self, params: &TransferParams) -> bool {
+        params.do_remote_prefill || (self.config.multi_turn.is_some() && params::names_history(params))
     }
 }

@@ -43,6 +43,12 @@ pub(super) fn awaits(params: &TransferParams) -> bool {
     params.transfer_id.is_some() && params.remote_request_id.is_none() && params.remote_block_ids.is_none()
 }
 
+/// Whether a prefill engine is told where the history of a conversation is: in a decode engine, whose answer to the turn
+/// before the proxy passes on.
+pub(super) fn names_history(params: &TransferParams) -> bool {
+    params.do_remote_decode && params.remote_block_ids.is_some()
+}
+
 /// The name under which consumers know a request that is prefilled here, if they were given one.
 pub(super) fn name(request: &RequestId, params: &TransferParams) -> Result<Option<RequestId>> {
     let name = params.transfer_id.as_ref().map(RequestId::new).transpose();
@@ -214,7 +220,17 @@ pub(super) fn held_tokens(
     prompt_tokens: u64,
 ) -> Result<u64> {
     let needed = config.handed_over(prompt_tokens);
-    let Some(n) = params.remote_num_tokens else { return Ok(needed) };
+    let n = match params.remote_num_tokens {
+        Some(n) => n,
+        None if params.do_remote_decode => {
+            return Err(bad(
+                request,
+                "remote_num_tokens is missing: a history's blocks may hold more than this prompt; the proxy must pass on the \
+                 kv_transfer_params of the decode engine's answer unchanged",
+            ));
+        }
+        None => return Ok(needed),
+    };
     let held =
         u64::try_from(n).map_err(|_| bad(request, format_args!("remote_num_tokens: expected 0 or more, got {n}")))?;
     if needed < prompt_tokens && held != needed {
@@ -236,6 +252,18 @@ pub(super) fn held_tokens(
         ));
     }
     Ok(held)
+}
+
+/// Whether `offered`, what is left of each group's blocks, is all that a consumer needs to go on behind `tokens` tokens. A
+/// state is not: it may have gone on already.
+pub(super) fn goes_on(config: &SchedulerConfig, offered: &[Vec<u32>], tokens: u64) -> bool {
+    config.groups.iter().zip(offered).all(|(group, ids)| {
+        let front = group.kind.front(tokens.saturating_add(1)).unwrap_or(0);
+        let needed = tokens.div_ceil(group.span()).saturating_sub(front / group.span());
+        group.kind != GroupKind::State
+            && ids.len() as u64 >= needed
+            && !ids.iter().any(|&id| config.null_block == Some(id))
+    })
 }
 
 /// Checks the blocks to be filled with the tokens `start..end`. The error is for people.

@@ -470,6 +470,12 @@ class Engine:
             new = moved[storage.data_ptr()].untyped_storage()
             view.set_(new, view.storage_offset(), view.size(), view.stride())
 
+    def forget_prefixes(self) -> None:
+        """What no request has is not in the prefix cache any more."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for block in list(pool.free_block_queue.get_all_free_blocks()):
+            pool._maybe_evict_cached_block(block)
+
     def chunk(self, tokens: int) -> None:
         """Prompts are computed in parts of so many tokens; 0: whole."""
         self.scheduler.max_num_scheduled_tokens = tokens or LONGEST

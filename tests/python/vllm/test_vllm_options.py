@@ -9,7 +9,7 @@ import pytest
 from kvferry import InvalidArgumentError
 from kvferry.cli import config as command
 from kvferry.vllm.config import describe, parse_options
-from kvferry.vllm.stock import SECONDS, WITHOUT_MEANING, translate
+from kvferry.vllm.stock import SAME, SECONDS, WITHOUT_MEANING, translate
 
 
 @pytest.fixture(autouse=True)
@@ -75,15 +75,23 @@ def test_keys_of_the_nixl_connector_are_taken_or_explained() -> None:
     folder = Path(vllm.__file__).parent / "distributed/kv_transfer/kv_connector/v1/nixl"
     source = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     keys = set(re.findall(r'get_from_extra_config\(\s*"(\w+)"', source))
-    assert keys == {*SECONDS, *WITHOUT_MEANING}
+    assert keys == {*SECONDS, *SAME, *WITHOUT_MEANING}
     for key in keys:
+        if key == "bidirectional_kv_xfer":
+            assert parse_options({key: True}).scheduler == {"multi_turn": True}
+            assert (parse_options({key: True}).multi_turn, parse_options({key: False}).multi_turn) == (True, False)
+            continue
         options = parse_options({key: 45, "port": 1})
-        ours = {"kv_lease_duration": {"lease_ms": 45_000}}.get(key, {})
+        ours = {
+            "kv_lease_duration": {"lease_ms": 45_000},
+            "decoder_kv_blocks_ttl": {"history_lease_ms": 45_000},
+            "kv_recompute_threshold": {"history_least_tokens": 45},
+        }.get(key, {})
         assert options.scheduler == {"port": 1, **ours}
         assert options.worker == ({"peer_ttl_ms": 45_000} if key == "engine_ttl" else {})
         _, taken, left_out = translate({key: 45})
         assert [key in note for note in taken + left_out] == [True]
-        assert bool(taken) == (key in SECONDS)
+        assert bool(taken) == (key in SECONDS or key in SAME)
     # Of two the one of this connector counts.
     own, taken, left_out = translate({"kv_lease_duration": 45, "lease_ms": 7000, "port": 1})
     assert (own, taken) == ({"lease_ms": 7000, "port": 1}, [])

@@ -11,7 +11,14 @@ import torch
 from kvferry.vllm.config import parse_options
 from kvferry.vllm.metadata import KvferryHandshakeMetadata, KvferryWorkerMetadata
 from kvferry.vllm.scheduler import SchedulerSide
-from kvferry.vllm.support import NotServedError, align_interleave, check_served, compat_fields
+from kvferry.vllm.support import (
+    NotServedError,
+    align_interleave,
+    check_multi_turn,
+    check_served,
+    compat_fields,
+    writes_late,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -49,6 +56,7 @@ def engine(role: str = "kv_producer", **changes: Any) -> Any:
             is_kv_consumer=role == "kv_consumer",
             kv_load_failure_policy="fail",
         ),
+        device_config=SimpleNamespace(device_type="cpu"),
         num_prefill_lookahead_tokens=changes.pop("lookahead", 0),
     )
 
@@ -96,6 +104,39 @@ def test_what_is_refused_by_name(config: Any, cache: KVCacheConfig, expected: st
 def test_sleep_mode_is_served_where_vllm_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.vllm.support.TELLS_OF_SLEEP", True)
     check_served(engine(sleep=True), groups(FullAttentionSpec(**SHAPE)))
+
+
+@pytest.mark.parametrize(
+    ("role", "policy", "has_state", "expected"),
+    [
+        ("kv_both", "recompute", False, None),
+        ("kv_consumer", "fail", False, None),
+        ("kv_both", "fail", False, "kv_load_failure_policy recompute only, not fail"),
+        ("kv_producer", "recompute", False, "Set kv_role to kv_both"),
+        ("kv_both", "recompute", True, "recurrent states"),
+    ],
+)
+def test_where_conversations_go_on(role: str, policy: str, has_state: bool, expected: str | None) -> None:
+    transfer = SimpleNamespace(
+        is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer", kv_load_failure_policy=policy
+    )
+    if expected is None:
+        check_multi_turn(transfer, has_state)
+    else:
+        with pytest.raises(NotServedError, match=expected):
+            check_multi_turn(transfer, has_state)
+
+
+def test_a_gpu_writes_drafts_and_states_late() -> None:
+    def late(device: str, has_state: bool, drafter: bool | None) -> bool:
+        speculative = None if drafter is None else SimpleNamespace(use_eagle=lambda: drafter)
+        config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), speculative_config=speculative)
+        return writes_late(config, has_state)
+
+    assert [late("cuda", *case) for case in [(False, None), (False, False), (True, None), (False, True)]] == [
+        *(False, False, True, True)
+    ]
+    assert not late("cpu", True, True)
 
 
 def test_a_group_that_is_not_transferred_may_be_anything() -> None:

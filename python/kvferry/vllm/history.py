@@ -1,0 +1,114 @@
+"""What a decode engine's blocks hold of a conversation, so that a prefill engine can tell how far its next turn agrees.
+
+The next turn's prompt need not begin with the tokens that the decode engine has: clients strip reasoning, and templates
+and tokenizers write a turn differently than the model did. So digests of the tokens travel with the blocks, and only
+what both have in common is loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._errors import invalid
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+KEY = "remote_token_digests"
+"""The key of `kv_transfer_params`."""
+
+DIGEST_BYTES = 16
+"""Whoever chooses a conversation must not find one with the digest of another prompt: the prefill engine's prefix
+caching would give its cache to requests with that prompt."""
+
+MOST_DIGESTS = 256
+"""However long a conversation is, its digests take less than 6 KiB."""
+
+LEAST_STEP = 16
+"""Tokens between digests, at least; vLLM's smallest block."""
+
+
+def describe(request: Request, tokens: int) -> dict[str, Any] | None:
+    """The digests of the request's first `tokens` tokens: of the first `step`, of 2 `step` and so on, and of all.
+    None where token ids do not tell what was computed, as with embeddings given in their place."""
+    if request.prompt_embeds is not None:
+        return None
+    step = max(-(-tokens // MOST_DIGESTS), LEAST_STEP)
+    digests = b"".join(digest for _, digest in _beginnings(request, tokens, step))
+    return {"step": step, "digests": base64.b64encode(digests).decode()}
+
+
+def in_common(request: Request, params: Mapping[str, Any], whole: bool) -> int:
+    """How many tokens at the beginning of a request's prompt are those of the history that `params` name, as far as its
+    digests tell. With `whole`, all of the history or none. The prompt's last token never counts: it has to be computed.
+
+    Raises `InvalidArgumentError` for digests that are missing or cannot be read.
+    """
+    held, stated = params.get("remote_num_tokens"), params.get(KEY)
+    if not isinstance(held, int) or isinstance(held, bool) or held < 0:
+        raise invalid(f"remote_num_tokens must be a number of tokens, not {held!r}")
+    step, digests = _parse(stated, held)
+    most = request.num_prompt_tokens - 1
+    if request.prompt_embeds is not None or (whole and held > most):
+        return 0
+    common = 0
+    for at, (tokens, digest) in enumerate(_beginnings(request, min(held, most), step)):
+        # The last beginning of a shorter prompt is none of the history's.
+        if tokens != min((at + 1) * step, held) or digest != digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]:
+            break
+        common = tokens
+    return common if not whole or common == held else 0
+
+
+def _parse(stated: Any, held: int) -> tuple[int, bytes]:
+    if not isinstance(stated, Mapping):
+        raise invalid(
+            f"{KEY} must be the map that the decode engine answered with, not {type(stated).__name__}: without it "
+            "nobody knows whether its blocks hold this prompt. Pass on the kv_transfer_params of a decode engine with "
+            "KvferryConnector unchanged"
+        )
+    step, text = stated.get("step"), stated.get("digests")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        raise invalid(f"{KEY}.step must be a number of tokens of at least 1, not {step!r}")
+    try:
+        digests = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except (binascii.Error, ValueError):
+        digests = b""
+    expected = -(-held // step)
+    if expected > MOST_DIGESTS or len(digests) != expected * DIGEST_BYTES:
+        raise invalid(
+            f"{KEY}.digests must be {expected} digests of {DIGEST_BYTES} bytes in base64, at most {MOST_DIGESTS}, for "
+            f"{held} tokens in steps of {step}"
+        )
+    return step, digests
+
+
+def _beginnings(request: Request, tokens: int, step: int) -> Iterator[tuple[int, bytes]]:
+    """The lengths and digests of a request's beginnings, in steps up to `tokens`. Each covers all that the cache of its
+    tokens depends on: the adapter, the salt that keeps tenants apart, the media that stand in its tokens' place."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    lora = request.lora_request
+    _add(state, ["kvferry-history-1", lora and [lora.lora_name, lora.lora_path], request.cache_salt])
+    media = sorted(request.mm_features or (), key=lambda feature: feature.mm_position.offset)
+    ids = np.asarray(request.all_token_ids[:tokens], dtype="<u8").tobytes()
+    size, at = 8, 0
+    for start in range(0, tokens, step):
+        end = min(start + step, tokens)
+        while at < len(media) and media[at].mm_position.offset < end:
+            position = media[at].mm_position
+            _add(state, [media[at].identifier, position.offset, position.length])
+            at += 1
+        state.update(ids[start * size : end * size])
+        yield end, state.digest()
+
+
+def _add(state: Any, facts: list[Any]) -> None:
+    text = json.dumps(facts).encode()
+    state.update(len(text).to_bytes(8, "little") + text)

@@ -1,0 +1,165 @@
+//! What of a request that has ended is kept for another engine, and offered to it.
+
+use super::{Finish, FinishOutcome, MAX_LEASE_ID, MultiTurn, Scheduler, Sent, params};
+use crate::error::{Error, ErrorKind, Result};
+use crate::proto::aggregate::Direction;
+use crate::proto::ids::RequestId;
+use crate::proto::wire::{Blocks, Grant, Prefill, TransferParams};
+
+impl Scheduler {
+    /// A prefill that has ended.
+    pub(super) fn finished_prefill(
+        &mut self,
+        request: &RequestId,
+        name: Option<&RequestId>,
+        outcome: FinishOutcome,
+        blocks: &[Blocks],
+        computed_tokens: u64,
+    ) -> Result<Finish> {
+        let called = name.unwrap_or(request);
+        self.check_free(request, called)?;
+        if outcome == FinishOutcome::Aborted {
+            self.stats.drops += 1;
+            self.step.dropped.push(called.clone());
+            return Ok(Finish::default());
+        }
+        let offered = self.offered(request, blocks, computed_tokens)?;
+        if offered.iter().all(Vec::is_empty) {
+            self.stats.drops += 1;
+            self.step.dropped.push(called.clone());
+            return Ok(Finish::default());
+        }
+        let late = self.config.written_late;
+        let name = if late { Some(called) } else { name };
+        let lease_ms = self.config.lease_ms;
+        let mut params = self.grant(request, name, lease_ms, offered, computed_tokens)?;
+        params.do_remote_prefill = true;
+        if late {
+            // The listener tells them when all workers have said that they are written.
+            params.transfer_id = params.remote_request_id.take();
+            params.remote_block_ids = None;
+        }
+        Ok(Finish { keep: true, params: Some(params) })
+    }
+
+    /// A decoded request, whose blocks the prefill engine of the conversation's next turn may load.
+    pub(super) fn finished_turn(
+        &mut self,
+        request: &RequestId,
+        blocks: &[Blocks],
+        computed_tokens: u64,
+    ) -> Result<Finish> {
+        let Some(MultiTurn { lease_ms, most_blocks, .. }) = self.config.multi_turn else {
+            return Ok(Finish::default());
+        };
+        self.check_free(request, request)?;
+        let offered = self.offered(request, blocks, computed_tokens)?;
+        let count = offered.iter().map(Vec::len).sum::<usize>() as u64;
+        if count == 0 || count > most_blocks || !params::goes_on(&self.config, &offered, computed_tokens) {
+            return Ok(Finish::default());
+        }
+        let mut params = self.grant(request, None, lease_ms, offered, computed_tokens)?;
+        params.do_remote_decode = true;
+        // Whoever reads one that is let go of learns from the verdict that it must not count on what it read.
+        let mut kept = self.histories.iter().map(|(_, blocks)| blocks).sum::<u64>();
+        while kept > most_blocks - count
+            && let Some((oldest, blocks)) = self.histories.pop_front()
+        {
+            kept -= blocks;
+            self.step.dropped.push(oldest);
+        }
+        self.histories.push_back((request.clone(), count));
+        Ok(Finish { keep: true, params: Some(params) })
+    }
+
+    /// Refuses a request of which something is kept already, and a name that consumers have for another.
+    fn check_free(&self, request: &RequestId, called: &RequestId) -> Result<()> {
+        if self.sends.contains_key(request) {
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                format!("request {request} has finished already, and its blocks are kept for a decoder"),
+            ));
+        }
+        if self.called.contains(called) {
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                format!(
+                    "request {request}: a request of transfer_id {called} has finished already, and its blocks are kept for \
+                     a decoder; give each request a transfer_id of its own"
+                ),
+            ));
+        }
+        Ok(())
+    }
+
+    /// What consumers can need of `blocks`, which hold `tokens` tokens.
+    fn offered(&self, request: &RequestId, blocks: &[Blocks], tokens: u64) -> Result<Vec<Vec<u32>>> {
+        if blocks.len() != self.config.groups.len() {
+            return Err(Error::invalid(format!(
+                "request {request}: expected one list of blocks for each of the {} KV-cache groups, got {}",
+                self.config.groups.len(),
+                blocks.len()
+            )));
+        }
+        let groups = self.config.groups.iter().zip(blocks);
+        let offered = groups.map(|(group, list)| {
+            // A host may have blocks beyond the computed tokens (for tokens to come): they hold nothing yet.
+            let used = tokens.div_ceil(group.span());
+            let list = list.ids().get(..usize::try_from(used).unwrap_or(usize::MAX)).unwrap_or(list.ids());
+            let needed = params::needed(group, list, tokens).iter().copied();
+            needed.skip_while(|&id| self.config.null_block == Some(id)).collect()
+        });
+        Ok(offered.collect())
+    }
+
+    /// Keeps `offered` under a lease, which workers get with the next step. The params that come back name no direction yet.
+    fn grant(
+        &mut self,
+        request: &RequestId,
+        name: Option<&RequestId>,
+        lease_ms: u64,
+        offered: Vec<Vec<u32>>,
+        computed_tokens: u64,
+    ) -> Result<TransferParams> {
+        let called = name.unwrap_or(request);
+        let Some((host, port)) = &self.address else {
+            return Err(Error::invalid(format!(
+                "request {request} cannot be handed over: this engine has no handshake listener yet; hand the workers' \
+                 metadata to the scheduler side (serve) before the first request"
+            )));
+        };
+        self.lease_id = self.lease_id % MAX_LEASE_ID + 1;
+        let params = TransferParams {
+            do_remote_prefill: false,
+            do_remote_decode: false,
+            remote_engine_id: Some(self.config.engine_id.to_string()),
+            remote_incarnation: Some(self.config.incarnation.to_string()),
+            transfer_id: None,
+            remote_request_id: Some(called.to_string()),
+            remote_host: Some(host.clone()),
+            remote_port: Some(i64::from(*port)),
+            remote_block_ids: Some(offered.iter().map(|ids| ids.iter().map(|&id| i64::from(id)).collect()).collect()),
+            remote_num_tokens: i64::try_from(computed_tokens).ok(),
+            remote_lease_ms: i64::try_from(lease_ms).ok(),
+            remote_lease_id: i64::try_from(self.lease_id).ok(),
+            tp_size: Some(i64::from(self.config.tp_size)),
+            pp_size: Some(i64::from(self.config.pp_size)),
+            dcp_size: Some(i64::from(self.config.dcp_size)),
+            shared: None,
+            transfer_mode: Some("pull".into()),
+        };
+        let lease_id = self.lease_id;
+        // An earlier request of this name, dropped in this very step: workers take grants before drops.
+        self.step.dropped.retain(|dropped| dropped != called);
+        self.stats.grants += 1;
+        let unannounced = name.map(|name| {
+            let blocks = offered.into_iter().map(Blocks::from).collect();
+            Prefill { request: name.clone(), blocks, tokens: computed_tokens, lease_ms, lease_id }
+        });
+        self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id, name: name.cloned() });
+        self.aggregator.forget_side(request, Direction::Send);
+        self.sends.insert(request.clone(), Sent { name: name.cloned(), unannounced });
+        self.called.insert(called.clone());
+        Ok(params)
+    }
+}
