@@ -189,9 +189,14 @@ class Pair:
 
     async def forget(self, role: str) -> None:
         """Empties an engine's prefix cache, so that the next request with a known prompt loads it."""
-        async with self.session.post(f"{self.url(role)}/reset_prefix_cache") as answer:
-            if answer.status != 200:
-                raise ServerFailed(f"/reset_prefix_cache on the {role} engine: HTTP {answer.status}")
+        words = f"/reset_prefix_cache on the {role} engine"
+        limit = aiohttp.ClientTimeout(total=LIMIT_S)
+        try:
+            async with self.session.post(f"{self.url(role)}/reset_prefix_cache", timeout=limit) as answer:
+                if answer.status != 200:
+                    raise ServerFailed(f"{words}: HTTP {answer.status}")
+        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as problem:
+            raise ServerFailed(f"{words}: {type(problem).__name__}: {problem}") from problem
 
     def tail(self, role: str) -> str:
         """The end of an engine's log."""
