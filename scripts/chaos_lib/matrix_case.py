@@ -24,7 +24,7 @@ _BEGIN_LIMIT_S = 40.0
 
 
 class CannotRun(Exception):
-    """The row did not come to its fault: that says nothing about the connector."""
+    """The row did not come to its fault or its end: it shows no more than the outcomes that it has noted."""
 
 
 class Judged(Exception):
@@ -60,20 +60,20 @@ class Case:
     async def prefill(
         self, prompt: Prompt, request_id: str | None = None, judged: bool = False, n: int = 1, **params: Any
     ) -> Reference:
-        """Asks P. `judged`: an error is an outcome of the row, and no reason to give up."""
+        """Asks P. An error is an outcome of the row. `judged`: it is what comes of the fault, and the row is over;
+        otherwise the row is not run."""
         name = request_id or f"{prompt.name}-request"
         # Said by the single server while nothing waits.
-        await self._oracle.tokens(prompt)
+        expected = await self._oracle.tokens(prompt)
         request = {**body(prompt, kv_transfer_params=kv_params(**params), n=n), "max_tokens": 1}
         reply = await post(self.pair.session, self.pair.url("prefill"), request, name)
-        if reply.error is not None or not isinstance(reply.params, dict):
-            outcome = as_outcome("prefill", reply, ())
+        if reply.error is None and not isinstance(reply.params, dict):
+            # There is nothing to hand over: a proxy answers with an error.
+            reply.error = "no kv_transfer_params in the prefill engine's answer"
+        if reply.error is not None or reply.params is None:
+            self.outcomes.append(as_outcome("prefill", reply, expected[:1]))
             if not judged:
-                raise CannotRun(f"the prefill failed: {reply.error or 'no kv_transfer_params in the answer'}")
-            if reply.error is None:
-                # Without params there is nothing to hand over: a proxy answers with an error.
-                outcome = replace(outcome, error="no kv_transfer_params in the prefill engine's answer")
-            self.outcomes.append(outcome)
+                raise CannotRun(f"the prefill failed: {reply.error}")
             raise Judged
         return Reference(prompt, name, reply.params)
 
@@ -131,6 +131,7 @@ class Case:
             prompt = replace(self.prompt(_FILLER), max_tokens=1)
             reply = await post(self.pair.session, self.pair.url(role), body(prompt), f"{prompt.name}-fill", 4 * LIMIT_S)
             if reply.error is not None:
+                self.outcomes.append(as_outcome(f"plain request to the {role} engine", reply, ()))
                 raise CannotRun(f"a plain request to the {role} engine failed: {reply.error}")
 
     async def blocks_back(self, role: str) -> None:
