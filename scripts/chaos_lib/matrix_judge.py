@@ -171,12 +171,12 @@ def judge_cell(
 
 def _add_undisturbed(cell: Cell, when: str, outcomes: Sequence[Outcome]) -> list[Verdict]:
     """The verdicts on hand-overs that nothing disturbs. One that fails is told, and no more: connections may be lost
-    in a fault, and are cold before the first one. An answer that is wrong is so wherever it comes."""
+    in a fault, and are cold before the first one. An answer that is wrong is so wherever it comes, as is a hang."""
     verdicts = [judge_request(outcome) for outcome in outcomes]
     for outcome, verdict in zip(outcomes, verdicts, strict=True):
         if verdict is not Verdict.RIGHT:
             cell.notes.append(f"{when}: {_words(outcome, verdict)}")
-        if verdict in (Verdict.WRONG, Verdict.CUT_SHORT):
+        if verdict in (Verdict.WRONG, Verdict.CUT_SHORT, Verdict.HANG):
             _add(cell, verdict)
     return verdicts
 

@@ -97,8 +97,10 @@ def test_hand_overs_afterwards() -> None:
     assert any("afterwards" in note for note in found.notes)
     found = judge_cell("row", "x", [RIGHT], replace(WHOLE, hand_overs=(CLEAN, CLEAN)))
     assert found.verdict is Verdict.NO_HAND_OVER
-    # A wrong answer is one wherever it comes.
-    assert judge_cell("row", "x", [RIGHT], replace(WHOLE, hand_overs=(WRONG, RIGHT))).verdict is Verdict.WRONG
+    # A wrong answer is one wherever it comes, and so is a hang.
+    for bad in (WRONG, HUNG):
+        for when in ({"hand_overs": (bad, RIGHT)}, {"hand_overs": (bad,)}):
+            assert judge_cell("row", "x", [RIGHT], replace(WHOLE, **when)).verdict is judge_request(bad)
     # Rows whose engines need not work together have none.
     assert judge_cell("row", "x", [RIGHT], replace(WHOLE, hand_overs=())).verdict is Verdict.RIGHT
 
@@ -107,7 +109,8 @@ def test_hand_overs_before_the_fault() -> None:
     found = judge_cell("row", "x", [RIGHT], WHOLE, (CLEAN, RIGHT))
     assert found.verdict is Verdict.RIGHT
     assert found.notes == ["before the fault: decode: clean error after 0.0 s: HTTP 500: KV transfer failed"]
-    assert judge_cell("row", "x", [RIGHT], WHOLE, (WRONG, RIGHT)).verdict is Verdict.WRONG
+    for bad in (WRONG, HUNG):
+        assert judge_cell("row", "x", [RIGHT], WHOLE, (bad, RIGHT)).verdict is judge_request(bad)
 
 
 @pytest.mark.parametrize(("outcome", "verdict"), REQUESTS.values(), ids=list(REQUESTS))

@@ -17,7 +17,7 @@ from chaos_lib.matrix_pair import Pair
 from chaos_lib.matrix_peers import PEERS
 from chaos_lib.matrix_rows import Row
 from demo_lib.servers import ServerFailed, free_port
-from mini_matrix import FAILED, GONE, HUNG, RIGHT, TOKENS, WRONG, MiniMatrix
+from mini_matrix import FAILED, GONE, HUNG, KEYS, RIGHT, TOKENS, WRONG, MiniMatrix
 
 
 @pytest.fixture
@@ -121,6 +121,22 @@ def test_forgetting_fails_on_a_dead_server_as_other_requests_do() -> None:
         asyncio.run(_forget_on_a_dead_server())
 
 
+@pytest.mark.parametrize("row", ["null-keys", "missing-keys", "typed-keys"])
+def test_keys_that_hang_are_a_hang(mini: MiniMatrix, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    # In the proportion of 60 s to 900 s, with what else such a row does.
+    mini.hang_s = 0.06
+    monkeypatch.setattr(matrix, "ROW_LIMIT_S", (KEYS - 1) * mini.hang_s)
+    mini.replies["decode"] = iter([HUNG] * KEYS)
+    cell = mini.cell(row)
+    assert cell.verdict is Verdict.HANG, cell
+    assert Verdict.NOT_RUN not in cell.verdicts, cell
+
+
+def test_keys_are_left_out_when_an_engine_is_stuck(mini: MiniMatrix) -> None:
+    mini.pair.engines["prefill"] = EngineAfter("prefill", stuck=True)
+    assert mini.cell("null-keys").requests.total() == 1
+
+
 def test_a_hang_is_one_when_the_time_of_the_row_is_over(mini: MiniMatrix, monkeypatch: pytest.MonkeyPatch) -> None:
     async def act(case: Case) -> None:
         await case.decode(await case.prefill(case.prompt()))
@@ -138,3 +154,8 @@ def test_a_request_that_hangs_before_the_fault_is_a_hang(mini: MiniMatrix, kind:
     mini.replies[kind] = iter((HUNG,))
     cell = mini.cell("lease-before")
     assert set(cell.verdicts) == {Verdict.HANG, Verdict.NOT_RUN}, cell
+
+
+def test_a_hand_over_that_nothing_disturbs_and_that_hangs_is_a_hang(mini: MiniMatrix) -> None:
+    mini.replies["decode"] = iter((RIGHT, HUNG, RIGHT))
+    assert mini.cell("unknown-id").verdict is Verdict.HANG
