@@ -28,7 +28,7 @@ class CannotRun(Exception):
 
 
 class Judged(Exception):
-    """The row is over before its fault: a request failed, which is its outcome."""
+    """The row is over: the prefill that its fault is meant for failed, which is its outcome."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,7 @@ class Case:
                 if work.done() or self.network.bytes_from_prefill() - start > _IN_THE_READ:
                     break
                 await asyncio.sleep(0.02)
-            if work.done():
-                if judge_request(work.result()) is Verdict.RIGHT:
-                    raise CannotRun("the read was over before its fault")
-                raise Judged
+            check_under_way(work, "the read")
             if self.network.bytes_from_prefill() - start <= _IN_THE_READ:
                 raise CannotRun(f"no read began within {_BEGIN_LIMIT_S:.0f} s")
             yield
@@ -166,6 +163,25 @@ class Case:
             await asyncio.wait({work})
             self.network.restore()
 
+    @contextlib.asynccontextmanager
+    async def answering(self, reference: Reference, limit_s: float = LIMIT_S) -> AsyncIterator[asyncio.Task[Outcome]]:
+        """Inside, D has given the first token of its answer, so that its load has ended well, and not yet the last.
+
+        Gives the task of the request, which is awaited at the end.
+        """
+        first = asyncio.Event()
+        work = asyncio.create_task(self.decode(reference, "decode", limit_s, first_token=first))
+        begun = asyncio.create_task(first.wait())
+        try:
+            await asyncio.wait({work, begun}, return_when=asyncio.FIRST_COMPLETED)
+            check_under_way(work, "the answer")
+            yield work
+            await work
+        finally:
+            for task in (work, begun):
+                task.cancel()
+            await asyncio.wait({work, begun})
+
     async def leave(self, reference: Reference) -> None:
         """A client that asks D and is gone when its read is under way."""
         expected = len(self.outcomes)
@@ -173,6 +189,12 @@ class Case:
             async with self.reading(reference):
                 raise _Left
         del self.outcomes[expected:]
+
+
+def check_under_way(work: asyncio.Task[Outcome], words: str) -> None:
+    """A request that a fault is meant for must not be over, be it well or with an error: nothing would be shown."""
+    if work.done():
+        raise CannotRun(f"{words} was over before its fault: {judge_request(work.result()).value}")
 
 
 class _Left(Exception):
