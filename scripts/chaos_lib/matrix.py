@@ -7,8 +7,8 @@ import importlib.metadata
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from demo_lib.workload import make_workload
 
 from .matrix_case import CannotRun, Case, Judged
 from .matrix_client import Oracle
-from .matrix_judge import Aftermath, Cell, Outcome, Verdict, judge_cell, judge_request, merge
+from .matrix_judge import Aftermath, Cell, EngineAfter, Outcome, Verdict, judge_cell, judge_request, merge
 from .matrix_launcher import Launcher
 from .matrix_network import Host, Network
 from .matrix_pair import ROLES, START_LIMIT_S, Pair
@@ -37,6 +37,17 @@ HAND_OVERS = 4
 
 PAUSE_S = 3.0
 ROW_LIMIT_S = 900.0
+"""Of each part of a row: all until its fault is over, the look at the engines, and the hand-overs afterwards."""
+
+
+@dataclass
+class _Seen:
+    """What a row has shown so far. It is judged, whatever comes next."""
+
+    before: list[Outcome] = field(default_factory=list)
+    case: Case | None = None
+    engines: list[EngineAfter] = field(default_factory=list)
+    after: list[Outcome] = field(default_factory=list)
 
 
 class Matrix:
@@ -62,61 +73,85 @@ class Matrix:
             self._pair.stop()
             self._pair = None
 
-    async def hand_overs(self, pair: Pair) -> tuple[Outcome, ...]:
-        """Until one is right, `HAND_OVERS` at most."""
-        found: list[Outcome] = []
+    async def hand_overs(self, pair: Pair, found: list[Outcome]) -> bool:
+        """Until one is right, `HAND_OVERS` at most. What comes of them is added to `found`; whether one is right."""
         for _ in range(HAND_OVERS):
             self._tried += 1
             case = Case(f"undisturbed-{self._tried}", pair, self.oracle)
             found.append(await case.hand_over())
             if judge_request(found[-1]) is Verdict.RIGHT:
-                break
+                return True
             await asyncio.sleep(PAUSE_S)
-        return tuple(found)
+        return False
 
     async def cell(self, peer: Peer, row: Row, number: int) -> Cell:
         """One row with one connector."""
         if row.hosts and not self.network.two_hosts:
             return Cell(row.name, peer.name, [Verdict.NOT_RUN], notes=[str(self.network.why_not)])
         begin = time.monotonic()
+        seen = _Seen()
         try:
-            cell = await asyncio.wait_for(self._cell(peer, row, number), ROW_LIMIT_S)
-        except (CannotRun, ServerFailed, TimeoutError, asyncio.TimeoutError) as problem:
-            words = " ".join((str(problem) or f"not over within {ROW_LIMIT_S:.0f} s").split())
-            cell = Cell(row.name, peer.name, [Verdict.NOT_RUN], notes=[words[:600]])
-            self.stop()
+            reasons = await _unfinished(self._act(peer, row, number, seen))
         finally:
             self.network.restore()
+        # Also where the row did not come to its end: perhaps because of what has become of them.
+        reasons += await _unfinished(self._look(seen))
+        if not reasons and row.working:
+            reasons = await _unfinished(self._work_again(seen))
+        if reasons:
+            self.stop()
+        outcomes = seen.case.outcomes if seen.case is not None else []
+        aftermath = Aftermath(tuple(seen.engines), tuple(seen.after))
+        cell = judge_cell(row.name, peer.name, outcomes, aftermath, seen.before, reasons)
         cell.seconds = time.monotonic() - begin
         return cell
 
-    async def _cell(self, peer: Peer, row: Row, number: int) -> Cell:
+    async def _act(self, peer: Peer, row: Row, number: int, seen: _Seen) -> None:
+        """Engines that work, and the fault."""
         pair = self.pair_for(peer, row)
         started = await pair.restore()
-        if started and row.working and not _right(await self.hand_overs(pair)):
+        if started and row.working and not await self.hand_overs(pair, seen.before):
             raise CannotRun(
                 f"new engines did not work together in {HAND_OVERS} hand-overs; {pair.tail('decode')[-300:]}"
             )
-        case = Case(f"{row.name}-{number}", pair, self.oracle)
+        seen.case = Case(f"{row.name}-{number}", pair, self.oracle)
         try:
-            await row.act(case)
+            await row.act(seen.case)
         except Judged:
             pass
-        finally:
-            self.network.restore()
-        engines = [await pair.drained(role) for role in ROLES if pair.running(role)]
-        later: tuple[Outcome, ...] = ()
-        if row.working:
-            await pair.restore()
-            later = await self.hand_overs(pair)
-            if not _right(later):
-                # The next row gets engines that work together.
-                self.stop()
-        return judge_cell(row.name, peer.name, case.outcomes, Aftermath(tuple(engines), later))
+
+    async def _look(self, seen: _Seen) -> None:
+        """How the engines are that the row has not killed."""
+        if seen.case is not None:
+            for role in ROLES:
+                if seen.case.pair.running(role):
+                    seen.engines.append(await seen.case.pair.drained(role))
+
+    async def _work_again(self, seen: _Seen) -> None:
+        """Hand-overs when the fault is over and both engines are up."""
+        assert seen.case is not None
+        await seen.case.pair.restore()
+        if not await self.hand_overs(seen.case.pair, seen.after):
+            # The next row gets engines that work together.
+            self.stop()
 
 
-def _right(outcomes: Sequence[Outcome]) -> bool:
-    return any(judge_request(outcome) is Verdict.RIGHT for outcome in outcomes)
+async def _unfinished(part: Coroutine[Any, Any, None]) -> list[str]:
+    """Runs a part of a row; why it did not come to its end, where it did not.
+
+    Whatever it raises is a reason: the cells of hours would be lost with an exception that ends the run.
+    """
+    try:
+        await asyncio.wait_for(part, ROW_LIMIT_S)
+    except Exception as problem:
+        if isinstance(problem, (CannotRun, ServerFailed)):
+            words = str(problem)
+        elif isinstance(problem, (TimeoutError, asyncio.TimeoutError)) and not str(problem):
+            words = f"not over within {ROW_LIMIT_S:.0f} s"
+        else:
+            words = f"{type(problem).__name__}: {problem}"
+        return [" ".join(words.split())[:600]]
+    return []
 
 
 def _say(text: str) -> None:

@@ -24,11 +24,11 @@ _BEGIN_LIMIT_S = 40.0
 
 
 class CannotRun(Exception):
-    """The row did not come to its fault: that says nothing about the connector."""
+    """The row did not come to its fault or its end: it shows no more than the outcomes that it has noted."""
 
 
 class Judged(Exception):
-    """The row is over before its fault: a request failed, which is its outcome."""
+    """The row is over: the prefill that its fault is meant for failed, which is its outcome."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,20 @@ class Case:
     async def prefill(
         self, prompt: Prompt, request_id: str | None = None, judged: bool = False, n: int = 1, **params: Any
     ) -> Reference:
-        """Asks P. `judged`: an error is an outcome of the row, and no reason to give up."""
+        """Asks P. An error is an outcome of the row. `judged`: it is what comes of the fault, and the row is over;
+        otherwise the row is not run."""
         name = request_id or f"{prompt.name}-request"
         # Said by the single server while nothing waits.
-        await self._oracle.tokens(prompt)
+        expected = await self._oracle.tokens(prompt)
         request = {**body(prompt, kv_transfer_params=kv_params(**params), n=n), "max_tokens": 1}
         reply = await post(self.pair.session, self.pair.url("prefill"), request, name)
-        if reply.error is not None or not isinstance(reply.params, dict):
-            outcome = as_outcome("prefill", reply, ())
+        if reply.error is None and not isinstance(reply.params, dict):
+            # There is nothing to hand over: a proxy answers with an error.
+            reply.error = "no kv_transfer_params in the prefill engine's answer"
+        if reply.error is not None or reply.params is None:
+            self.outcomes.append(as_outcome("prefill", reply, expected[:1]))
             if not judged:
-                raise CannotRun(f"the prefill failed: {reply.error or 'no kv_transfer_params in the answer'}")
-            if reply.error is None:
-                # Without params there is nothing to hand over: a proxy answers with an error.
-                outcome = replace(outcome, error="no kv_transfer_params in the prefill engine's answer")
-            self.outcomes.append(outcome)
+                raise CannotRun(f"the prefill failed: {reply.error}")
             raise Judged
         return Reference(prompt, name, reply.params)
 
@@ -131,6 +131,7 @@ class Case:
             prompt = replace(self.prompt(_FILLER), max_tokens=1)
             reply = await post(self.pair.session, self.pair.url(role), body(prompt), f"{prompt.name}-fill", 4 * LIMIT_S)
             if reply.error is not None:
+                self.outcomes.append(as_outcome(f"plain request to the {role} engine", reply, ()))
                 raise CannotRun(f"a plain request to the {role} engine failed: {reply.error}")
 
     async def blocks_back(self, role: str) -> None:
@@ -152,10 +153,7 @@ class Case:
                 if work.done() or self.network.bytes_from_prefill() - start > _IN_THE_READ:
                     break
                 await asyncio.sleep(0.02)
-            if work.done():
-                if judge_request(work.result()) is Verdict.RIGHT:
-                    raise CannotRun("the read was over before its fault")
-                raise Judged
+            check_under_way(work, "the read")
             if self.network.bytes_from_prefill() - start <= _IN_THE_READ:
                 raise CannotRun(f"no read began within {_BEGIN_LIMIT_S:.0f} s")
             yield
@@ -165,6 +163,25 @@ class Case:
             await asyncio.wait({work})
             self.network.restore()
 
+    @contextlib.asynccontextmanager
+    async def answering(self, reference: Reference, limit_s: float = LIMIT_S) -> AsyncIterator[asyncio.Task[Outcome]]:
+        """Inside, D has given the first token of its answer, so that its load has ended well, and not yet the last.
+
+        Gives the task of the request, which is awaited at the end.
+        """
+        first = asyncio.Event()
+        work = asyncio.create_task(self.decode(reference, "decode", limit_s, first_token=first))
+        begun = asyncio.create_task(first.wait())
+        try:
+            await asyncio.wait({work, begun}, return_when=asyncio.FIRST_COMPLETED)
+            check_under_way(work, "the answer")
+            yield work
+            await work
+        finally:
+            for task in (work, begun):
+                task.cancel()
+            await asyncio.wait({work, begun})
+
     async def leave(self, reference: Reference) -> None:
         """A client that asks D and is gone when its read is under way."""
         expected = len(self.outcomes)
@@ -172,6 +189,12 @@ class Case:
             async with self.reading(reference):
                 raise _Left
         del self.outcomes[expected:]
+
+
+def check_under_way(work: asyncio.Task[Outcome], words: str) -> None:
+    """A request that a fault is meant for must not be over, be it well or with an error: nothing would be shown."""
+    if work.done():
+        raise CannotRun(f"{words} was over before its fault: {judge_request(work.result()).value}")
 
 
 class _Left(Exception):

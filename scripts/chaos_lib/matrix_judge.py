@@ -138,11 +138,21 @@ def judge_engine(engine: EngineAfter) -> tuple[Verdict, str] | None:
     return None
 
 
-def judge_cell(row: str, connector: str, outcomes: Sequence[Outcome], aftermath: Aftermath) -> Cell:
-    """The verdicts on a cell. With no request at all, nothing was shown: it counts as not run."""
+def judge_cell(
+    row: str,
+    connector: str,
+    outcomes: Sequence[Outcome],
+    aftermath: Aftermath,
+    before: Sequence[Outcome] = (),
+    unfinished: Sequence[str] = (),
+) -> Cell:
+    """The verdicts on a cell. With no request at all, nothing was shown: it counts as not run.
+
+    `before`: hand-overs that nothing disturbs, before the fault. `unfinished`: why the row did not come to its fault or
+    its end. It counts as not run then, beside what it has shown until then.
+    """
     cell = Cell(row, connector)
-    if not outcomes:
-        _add(cell, Verdict.NOT_RUN, "no request was judged")
+    _add_undisturbed(cell, "before the fault", before)
     for outcome in outcomes:
         verdict = judge_request(outcome)
         cell.requests[verdict.value] += 1
@@ -151,15 +161,24 @@ def judge_cell(row: str, connector: str, outcomes: Sequence[Outcome], aftermath:
         found = judge_engine(engine)
         if found is not None:
             _add(cell, *found)
-    verdicts = [judge_request(outcome) for outcome in aftermath.hand_overs]
-    for outcome, verdict in zip(aftermath.hand_overs, verdicts, strict=True):
-        if verdict is not Verdict.RIGHT:
-            cell.notes.append("afterwards: " + _words(outcome, verdict))
-        if verdict in (Verdict.WRONG, Verdict.CUT_SHORT):
-            _add(cell, verdict)
-    if verdicts and Verdict.RIGHT not in verdicts:
+    verdicts = _add_undisturbed(cell, "afterwards", aftermath.hand_overs)
+    if verdicts and Verdict.RIGHT not in verdicts and not unfinished:
         _add(cell, Verdict.NO_HAND_OVER)
+    for reason in unfinished or (() if outcomes else ("no request was judged",)):
+        _add(cell, Verdict.NOT_RUN, reason)
     return cell
+
+
+def _add_undisturbed(cell: Cell, when: str, outcomes: Sequence[Outcome]) -> list[Verdict]:
+    """The verdicts on hand-overs that nothing disturbs. One that fails is told, and no more: connections may be lost
+    in a fault, and are cold before the first one. An answer that is wrong is so wherever it comes, as is a hang."""
+    verdicts = [judge_request(outcome) for outcome in outcomes]
+    for outcome, verdict in zip(outcomes, verdicts, strict=True):
+        if verdict is not Verdict.RIGHT:
+            cell.notes.append(f"{when}: {_words(outcome, verdict)}")
+        if verdict in (Verdict.WRONG, Verdict.CUT_SHORT, Verdict.HANG):
+            _add(cell, verdict)
+    return verdicts
 
 
 def merge(cells: Sequence[Cell]) -> Cell:

@@ -119,6 +119,13 @@ class Network:
         for host in (self.prefill, self.decode):
             _run("ip", "netns", "exec", str(host.netns), "iptables", "-A", "INPUT", *rule)
 
+    def dropped(self) -> int:
+        """Packets that the firewall has dropped on both hosts."""
+        return sum(
+            dropped_packets(_run("ip", "netns", "exec", str(host.netns), "iptables", "-nvxL", "INPUT"))
+            for host in (self.prefill, self.decode)
+        )
+
     def restore(self) -> None:
         """Takes back `slow` and `firewall`."""
         if not self.two_hosts:
@@ -142,6 +149,12 @@ class Network:
         """Removes the namespaces of the hosts; the bridge goes with this process."""
         for name in self._made:
             subprocess.run(("ip", "netns", "del", name), check=False)
+
+
+def dropped_packets(listing: str) -> int:
+    """What the rules of a chain have dropped, from what `iptables -nvxL` prints: packets, bytes, target and more."""
+    rules = [line.split() for line in listing.splitlines()]
+    return sum(int(words[0]) for words in rules if words[2:3] == ["DROP"])
 
 
 def _why_no_namespaces() -> str | None:

@@ -54,6 +54,7 @@ class Pair:
         self.ports = dict(zip(ROLES, ports[:2], strict=True))
         self.side_ports = dict(zip(ROLES, ports[2:], strict=True))
         self._servers: dict[str, ForkedServer] = {}
+        self._up: set[str] = set()
         self._asked = 0
 
     @property
@@ -67,8 +68,8 @@ class Pair:
         return f"http://{host.address}:{self.ports[role]}"
 
     def running(self, role: str) -> bool:
-        """Whether the engine was started and not killed by a row."""
-        return role in self._servers
+        """Whether the engine has come up and was not killed by a row."""
+        return role in self._up
 
     def _start(self, role: str) -> ForkedServer:
         host = self.network.prefill if role == "prefill" else self.network.decode
@@ -108,6 +109,7 @@ class Pair:
                 self._servers[role] = self._start(role)
         servers = [self._servers[role] for role in roles]
         await self.setting.servers.wait_ready(servers, self.session, START_LIMIT_S)
+        self._up.update(roles)
         for role in roles:
             reply = await self.plain(role, 10 * LIMIT_S)
             if reply.error is not None:
@@ -127,6 +129,7 @@ class Pair:
     async def kill(self, role: str) -> None:
         """SIGKILL to all processes of an engine, and waits until they are gone."""
         server = self._servers.pop(role)
+        self._up.discard(role)
         server.signal_group(signal.SIGKILL)
         deadline = time.monotonic() + GONE_WITHIN_S
         while not server.reap(0) or self.setting.servers.processes(server):
@@ -151,6 +154,7 @@ class Pair:
             self.thaw(role)
         self.setting.servers.stop(list(self._servers.values()))
         self._servers.clear()
+        self._up.clear()
 
     async def plain(self, role: str, limit_s: float = LIMIT_S) -> Reply:
         """A request without any connector's work."""
@@ -189,9 +193,14 @@ class Pair:
 
     async def forget(self, role: str) -> None:
         """Empties an engine's prefix cache, so that the next request with a known prompt loads it."""
-        async with self.session.post(f"{self.url(role)}/reset_prefix_cache") as answer:
-            if answer.status != 200:
-                raise ServerFailed(f"/reset_prefix_cache on the {role} engine: HTTP {answer.status}")
+        words = f"/reset_prefix_cache on the {role} engine"
+        limit = aiohttp.ClientTimeout(total=LIMIT_S)
+        try:
+            async with self.session.post(f"{self.url(role)}/reset_prefix_cache", timeout=limit) as answer:
+                if answer.status != 200:
+                    raise ServerFailed(f"{words}: HTTP {answer.status}")
+        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as problem:
+            raise ServerFailed(f"{words}: {type(problem).__name__}: {problem}") from problem
 
     def tail(self, role: str) -> str:
         """The end of an engine's log."""

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from .matrix_case import Case, Reference
+from .matrix_pair import ROLES
 from .matrix_rows import row
 
 UNKNOWN = "cmpl-nobody-has-asked-for-this-0-00000000"
@@ -120,14 +121,16 @@ def _other_type(value: Any) -> Any:
 
 
 async def _each_key(case: Case, words: str, change: Any) -> None:
+    """Until an engine is dead or stuck or a request hangs: the keys that are left would meet engines that are not as
+    before, and each could take as long as a hang is waited for."""
     for key in (await case.prefill(case.prompt(200))).params:
         if key in ("do_remote_prefill", "do_remote_decode"):
             continue
         reference = await case.prefill(case.prompt(200))
         changed = Reference(reference.prompt, reference.request_id, change(reference.params, key))
-        await case.decode(changed, f"`{key}` {words}")
-        if (await case.pair.look("decode")).dead is not None or (await case.pair.look("prefill")).dead is not None:
-            # The judge sees it too; the keys that are left would only meet a dead engine.
+        outcome = await case.decode(changed, f"`{key}` {words}")
+        engines = [await case.pair.look(role) for role in ROLES]
+        if outcome.hung or any(engine.dead is not None or engine.stuck for engine in engines):
             return
 
 

@@ -8,7 +8,7 @@ import random
 
 import msgpack
 
-from .matrix_case import LONG, CannotRun, Case
+from .matrix_case import LONG, CannotRun, Case, check_under_way
 from .matrix_client import LIMIT_S
 from .matrix_pair import DRAIN_LIMIT_S
 from .matrix_peers import LEASE_S
@@ -16,6 +16,9 @@ from .matrix_rows import row
 from .zmtp import GREETING, Client, frame
 
 GARBAGE = 300
+FIREWALLED_S = 2.0
+"""How long a hand-over waits behind the firewall before the plain request comes."""
+
 _LONG_OUTPUT = 200
 _FREEZE_LIMIT_S = LIMIT_S + LEASE_S + 2 * DRAIN_LIMIT_S
 
@@ -40,23 +43,16 @@ async def lease_during(case: Case) -> None:
 async def lease_after(case: Case) -> None:
     """D is frozen after its first token, until P has given the blocks up and other prompts went through its pool."""
     reference = await case.prefill(case.prompt(max_tokens=_LONG_OUTPUT))
-    first = asyncio.Event()
-    work = asyncio.create_task(case.decode(reference, "decode", _FREEZE_LIMIT_S, first_token=first))
-    begun = asyncio.create_task(first.wait())
-    try:
-        await asyncio.wait({work, begun}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return
+    async with case.answering(reference, _FREEZE_LIMIT_S) as work:
         case.pair.freeze("decode")
         try:
             await asyncio.sleep(LEASE_S)
             await case.blocks_back("prefill")
             await case.fill("prefill")
+            # D may have given its last token before it stood still.
+            check_under_way(work, "the answer")
         finally:
             case.pair.thaw("decode")
-        await work
-    finally:
-        begun.cancel()
 
 
 @row("p-killed-before", "P killed before the read")
@@ -81,13 +77,8 @@ async def prefill_killed_during(case: Case) -> None:
 async def prefill_killed_after(case: Case) -> None:
     """P is killed when D has given its first token, and 199 are left."""
     reference = await case.prefill(case.prompt(max_tokens=_LONG_OUTPUT))
-    first = asyncio.Event()
-    work = asyncio.create_task(case.decode(reference, "decode", first_token=first))
-    begun = asyncio.create_task(first.wait())
-    await asyncio.wait({work, begun}, return_when=asyncio.FIRST_COMPLETED)
-    begun.cancel()
-    await case.pair.kill("prefill")
-    await work
+    async with case.answering(reference):
+        await case.pair.kill("prefill")
     await case.plain("decode", "plain request to D")
 
 
@@ -210,16 +201,23 @@ def _send_garbage(address: tuple[str, int], dice: random.Random) -> None:
 @row("firewall", "data ports firewalled", hosts=True)
 async def firewall(case: Case) -> None:
     """A D that has no connections yet: only the HTTP ports and the side channels let new ones in. A plain request to D
-    comes meanwhile."""
+    comes meanwhile. The firewall must have dropped something since D was asked."""
     ports = [*case.pair.ports.values(), *case.pair.side_ports.values()]
     await case.pair.kill("decode")
     case.network.firewall(ports)
     await case.pair.start("decode")
     reference = await case.prefill(case.prompt())
+    dropped = case.network.dropped()
     work = asyncio.create_task(case.decode(reference, "behind the firewall"))
-    await asyncio.sleep(2.0)
-    await case.plain("decode", "plain request to D meanwhile")
-    await work
+    try:
+        await asyncio.sleep(FIREWALLED_S)
+        await case.plain("decode", "plain request to D meanwhile")
+        await work
+    finally:
+        work.cancel()
+        await asyncio.wait({work})
+    if case.network.dropped() == dropped:
+        raise CannotRun("the firewall dropped nothing: nobody tried a data port, or its rule has no effect")
 
 
 async def _three(case: Case) -> None:

@@ -95,12 +95,35 @@ def test_hand_overs_afterwards() -> None:
     found = judge_cell("row", "kvferry", [CLEAN], replace(WHOLE, hand_overs=(CLEAN, RIGHT)))
     assert found.verdict is Verdict.CLEAN_ERROR
     assert any("afterwards" in note for note in found.notes)
-    for failing in ((CLEAN, CLEAN), (HUNG,)):
-        assert judge_cell("row", "x", [RIGHT], replace(WHOLE, hand_overs=failing)).verdict is Verdict.NO_HAND_OVER
-    # A wrong answer is one wherever it comes.
-    assert judge_cell("row", "x", [RIGHT], replace(WHOLE, hand_overs=(WRONG, RIGHT))).verdict is Verdict.WRONG
+    found = judge_cell("row", "x", [RIGHT], replace(WHOLE, hand_overs=(CLEAN, CLEAN)))
+    assert found.verdict is Verdict.NO_HAND_OVER
+    # A wrong answer is one wherever it comes, and so is a hang.
+    for bad in (WRONG, HUNG):
+        for when in ({"hand_overs": (bad, RIGHT)}, {"hand_overs": (bad,)}):
+            assert judge_cell("row", "x", [RIGHT], replace(WHOLE, **when)).verdict is judge_request(bad)
     # Rows whose engines need not work together have none.
     assert judge_cell("row", "x", [RIGHT], replace(WHOLE, hand_overs=())).verdict is Verdict.RIGHT
+
+
+def test_hand_overs_before_the_fault() -> None:
+    found = judge_cell("row", "x", [RIGHT], WHOLE, (CLEAN, RIGHT))
+    assert found.verdict is Verdict.RIGHT
+    assert found.notes == ["before the fault: decode: clean error after 0.0 s: HTTP 500: KV transfer failed"]
+    for bad in (WRONG, HUNG):
+        assert judge_cell("row", "x", [RIGHT], WHOLE, (bad, RIGHT)).verdict is judge_request(bad)
+
+
+@pytest.mark.parametrize(("outcome", "verdict"), REQUESTS.values(), ids=list(REQUESTS))
+def test_a_row_that_does_not_come_to_its_end_is_not_run_beside_what_it_showed(
+    outcome: Outcome, verdict: Verdict
+) -> None:
+    dead = replace(WHOLE, engines=(ENGINES["its process ended"][0],), hand_overs=(CLEAN,))
+    found = judge_cell("row", "x", [outcome], dead, unfinished=["no first token"])
+    # The hand-overs afterwards were broken off too.
+    assert set(found.verdicts) == {verdict, Verdict.DEAD, Verdict.NOT_RUN}
+    assert found.notes[-1] == "no first token"
+    assert not judge_cell("row", "x", [outcome], WHOLE, unfinished=["no first token"]).verdict.good
+    assert judge_cell("row", "x", [], Aftermath(), unfinished=["no server"]).notes == ["no server"]
 
 
 def test_nothing_judged_is_not_run() -> None:
@@ -125,6 +148,7 @@ def test_words_of_a_cell() -> None:
     dead = replace(WHOLE, engines=(ENGINES["its process ended"][0],))
     assert words(judge_cell("row", "x", [RIGHT, WRONG], dead)) == "**wrong answer with 200**, **engine dead** (1 right)"
     assert words(Cell("row", "x")) == "**not run**"
+    assert words(judge_cell("row", "x", [CLEAN], WHOLE, unfinished=["why"])) == "**not run** (1 clean error)"
 
 
 def test_every_verdict_was_said() -> None:
