@@ -372,3 +372,30 @@ fn a_listener_that_moved_takes_nothing_from_the_next_requests() {
     assert_eq!(said.failures.len(), 2);
     d.until_stats("nothing under way", |loads, _, transfers| loads == 0 && transfers == 0);
 }
+
+/// What a worker's gauges add up to over its reports: what there is, and after its end nothing.
+#[test]
+fn gauges_add_up_to_nothing_when_a_worker_is_suspended() {
+    let cache = CacheSpec::small(1, 1, 7);
+    let mut p = Engine::start("prefill", &cache, Transport::Tcp);
+    let mut d = Engine::start("decode", &cache, Transport::Tcp);
+    let there = lists(1, 3, false);
+    let params = p.prefill("p-1", &there, 12);
+    d.load("d-1", &params, &there, 12);
+    assert!(d.await_received("d-1").failures.is_empty());
+    p.await_sent("p-1");
+    // One that nobody reads, and one that waits.
+    let waits = p.prefill("p-2", &there, 12);
+    d.scheduler.arrived("d-2", &waits).unwrap();
+    d.step();
+    p.until("its gauges", |p| p.stats.leases == 1 && p.stats.peers == 1 && p.stats.registered_bytes > 0);
+    d.until("its gauges", |d| d.stats.peers == 1 && d.stats.endpoints == 1 && d.stats.registered_bytes > 0);
+    for engine in [&mut d, &mut p] {
+        engine.workers[0].ok(&Ask::SuspendWorker);
+        engine.until("its last report", |e| e.stats.registered_bytes == 0);
+        let stats = &engine.stats;
+        assert_eq!((stats.leases, stats.peers, stats.endpoints, stats.registered_bytes), (0, 0, 0, 0));
+        // No other comes.
+        assert!(engine.workers[0].report(100).is_none());
+    }
+}

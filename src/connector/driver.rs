@@ -318,6 +318,10 @@ impl Running {
             // Those being closed will be gone soon, without an event.
             self.changed = agent.endpoints != agent.peers;
         }
+        self.tell_level(now, report);
+    }
+
+    fn tell_level(&mut self, now: Level, report: &mut Option<WorkerReport>) {
         let told = std::mem::replace(&mut self.told, now);
         if now == told {
             return;
@@ -332,17 +336,11 @@ impl Running {
 
     /// Reports that everything is gone, so that the figures of a worker that follows add up with this one's.
     fn report_nothing_left(&mut self) {
-        let told = std::mem::take(&mut self.told);
-        if told == Level::default() {
-            return;
+        let mut report = None;
+        self.tell_level(Level::default(), &mut report);
+        if let Some(report) = report {
+            self.publish(Instant::now(), report);
         }
-        let mut report = WorkerReport::new(self.machine.config().rank);
-        let stats = &mut report.stats;
-        stats.leases -= told.leases;
-        stats.peers -= told.peers;
-        stats.endpoints -= told.endpoints;
-        stats.registered_bytes -= told.registered_bytes;
-        self.publish(Instant::now(), report);
     }
 
     fn answer(&mut self, now: Instant, Answer { id, result }: Answer) {

@@ -60,6 +60,7 @@ pub enum Ask {
     },
     Stats,
     ShutDownWorker,
+    SuspendWorker,
     StartScheduler {
         config: Box<SchedulerConfig>,
     },
@@ -218,6 +219,7 @@ impl State {
                 });
             }
             Ask::ShutDownWorker => self.worker().shutdown(Duration::from_secs(30))?,
+            Ask::SuspendWorker => self.worker().suspend(Duration::from_secs(30))?,
             Ask::StartScheduler { config } => self.scheduler = Some(Scheduler::start(*config)?),
             Ask::Serve { ranks } => {
                 let (host, port) = self.scheduler().serve(ranks)?;

@@ -80,7 +80,6 @@ def test_what_is_served() -> None:
             "--prefill-context-parallel-size 4: set it to 1",
         ),
         (engine(lookahead=3), groups(FullAttentionSpec(**SHAPE)), "3 tokens ahead in the prefill"),
-        (engine(sleep=True), groups(FullAttentionSpec(**SHAPE)), "--enable-sleep-mode"),
         (engine(), groups(FullAttentionSpec(**SHAPE), host_resident=True), "host pool"),
         (
             engine(),
@@ -104,6 +103,9 @@ def test_what_is_refused_by_name(config: Any, cache: KVCacheConfig, expected: st
 def test_sleep_mode_is_served_where_vllm_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.vllm.support.TELLS_OF_SLEEP", True)
     check_served(engine(sleep=True), groups(FullAttentionSpec(**SHAPE)))
+    monkeypatch.setattr("kvferry.vllm.support.TELLS_OF_SLEEP", False)
+    with pytest.raises(NotServedError, match="--enable-sleep-mode"):
+        check_served(engine(sleep=True), groups(FullAttentionSpec(**SHAPE)))
 
 
 @pytest.mark.parametrize(

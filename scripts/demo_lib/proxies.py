@@ -1,0 +1,243 @@
+"""vLLM's own proxies before real servers: `scripts/proxies`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import vllm
+
+from .client import SERVED_NAME
+from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
+from .metrics import Counters, fetch_metrics, parse_counters
+from .model import make_model
+from .programs import PROGRAMS, Program, parse_options
+from .proxy import open_session
+from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+ROOT = SCRIPTS.parent
+DEPS = ROOT / ".deps"
+START_LIMIT_S = 600.0
+WARM_UPS = 5
+
+FIRST_TOKENS, ANSWER_TOKENS, NEXT_TOKENS = 600, 200, 40
+"""Of a conversation: its first prompt, each answer, and what the client adds for the next turn."""
+STRIPPED = slice(20, 100)
+"""What a client that strips reasoning leaves out of an answer."""
+SINGLE_TOKENS = (40, 300, 900)
+"""Prompts of requests that are no conversations."""
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Line:
+    """A line of the table."""
+
+    proxy: str
+    what: str
+    requests: int = 0
+    equal: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def specs(connector: str, model: Path) -> tuple[ServerSpec, ServerSpec]:
+    """The prefill and the decode server."""
+    both = {"bidirectional_kv_xfer": True}
+    if connector == "kvferry":
+        config: dict[str, Any] = {"kv_connector": "KvferryConnector", "kv_connector_extra_config": {**both, "port": 0}}
+        roles = ("kv_both", "kv_consumer")
+    else:
+        config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": both}
+        roles = ("kv_producer", "kv_consumer")
+    made = []
+    for name, role, policy in zip(("prefill", "decode"), roles, ("recompute", "fail"), strict=True):
+        arguments = ["--model", str(model), "--served-model-name", SERVED_NAME, "--dtype", "float32", "--enforce-eager"]
+        arguments += ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+        arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config"]
+        arguments += [json.dumps({**config, "kv_role": role, "kv_load_failure_policy": policy})]
+        environment = server_environment(SCRIPTS, DEPS)
+        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        made.append(ServerSpec(name, arguments, environment))
+    return made[0], made[1]
+
+
+async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int, **more: Any) -> list[int]:
+    """The greedy answer to a prompt, of exactly `tokens` tokens. Raises `ServerFailed` with what was said instead."""
+    body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "stream": True, **more}
+    said: list[int] = []
+    async with session.post(
+        f"{url}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(total=None, sock_read=300)
+    ) as response:
+        text = (await response.read()).decode(errors="replace")
+    for line in text.splitlines():
+        payload = line.removeprefix("data:").strip()
+        if line.startswith("data:") and payload != "[DONE]":
+            for choice in json.loads(payload).get("choices", ()):
+                said += choice.get("token_ids") or ()
+    if response.status != 200 or len(said) != tokens:
+        raise ServerFailed(f"HTTP {response.status}, {len(said)} of {tokens} tokens: {text[-300:]}")
+    return said
+
+
+class Run:
+    """A proxy before the two servers."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, prefill: Server, decode: Server, program: Program, folder: Path, seed: str
+    ) -> None:
+        self._session, self._prefill, self._decode, self._program = session, prefill, decode, program
+        self._dice = random.Random(seed)
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self._port, self._log = port, folder / f"proxy-{port}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._dice.randrange(10, 500) for _ in range(count)]
+
+    async def start(self) -> None:
+        """Starts the proxy and returns when a hand-over through it has succeeded. The stock connector's first may fail:
+        its handshake has 5 s, which a cold engine may exceed."""
+        source = DEPS / "vllm-source" / vllm.__version__.split("+")[0] / self._program.path
+        command = [sys.executable, str(source)]
+        command += self._program.arguments(self._port, self._prefill.port, self._decode.port)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        for _ in range(60):
+            if self._process.poll() is not None:
+                raise ServerFailed(f"{source.name} ended:\n{self._log.read_text(errors='replace')[-2000:]}")
+            try:
+                await asyncio.get_running_loop().create_connection(asyncio.Protocol, "127.0.0.1", self._port)
+                break
+            except OSError:
+                await asyncio.sleep(0.5)
+        else:
+            raise ServerFailed(f"{source.name} does not listen at port {self._port}; its log is {self._log}")
+        for attempt in range(WARM_UPS):
+            try:
+                await ask(self._session, self.url, self._tokens(64), 4)
+                return
+            except (ServerFailed, aiohttp.ClientError) as error:
+                say(f"  the first hand-over failed (attempt {attempt + 1}): {str(error)[:200]}")
+        raise ServerFailed(f"{WARM_UPS} hand-overs through {source.name} failed; its log is {self._log}")
+
+    def stop(self) -> None:
+        """Ends the proxy."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    async def _counters(self, server: Server) -> Counters:
+        return parse_counters(await fetch_metrics(self._session, server.url))
+
+    async def _check(self, line: Line, prompt: list[int], tokens: int, **more: Any) -> list[int] | None:
+        """Asks through the proxy, and the decode server by itself, which has none of it in its prefix cache."""
+        line.requests += 1
+        try:
+            said = await ask(self._session, self.url, prompt, tokens, **more)
+        except (ServerFailed, aiohttp.ClientError) as error:
+            line.notes.append(str(error)[:200])
+            return None
+        expected = await ask(self._session, self._decode.url, prompt, tokens, cache_salt=f"alone-{line.requests}")
+        line.equal += said == expected
+        return said
+
+    async def single(self, line: Line) -> None:
+        """Requests of their own."""
+        before = await self._counters(self._decode)
+        for tokens in SINGLE_TOKENS:
+            await self._check(line, self._tokens(tokens), 24)
+        loaded = (await self._counters(self._decode)).since(before).external
+        line.notes.append(f"{loaded:.0f} of {sum(SINGLE_TOKENS)} prompt tokens came from the prefill engine")
+
+    async def turns(self, line: Line, conversations: int, strips: bool) -> None:
+        """Conversations of two turns. In the second, what the client adds is new to the prefill engine, and where a
+        part is left out also all behind it."""
+        computed = loaded = new = 0.0
+        for number in range(conversations):
+            talk = f"{line.what}-{number}"
+            first = self._tokens(FIRST_TOKENS)
+            said = await self._check(line, first, ANSWER_TOKENS, conversation_id=talk)
+            if said is None:
+                continue
+            if strips:
+                del said[STRIPPED]
+            second = [*first, *said, *self._tokens(NEXT_TOKENS)]
+            before = await self._counters(self._prefill)
+            await self._check(line, second, ANSWER_TOKENS, conversation_id=talk)
+            found = (await self._counters(self._prefill)).since(before)
+            computed, loaded = computed + found.computed, loaded + found.external
+            new += NEXT_TOKENS + (ANSWER_TOKENS - STRIPPED.stop if strips else 0)
+        line.notes.append(
+            f"in second turns the prefill engine computed {computed:.0f} tokens, of which {new:.0f} were new, "
+            f"and loaded {loaded:.0f}"
+        )
+
+
+async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
+    """All lines of the table."""
+    servers = ServerGroup(folder)
+    lines: list[Line] = []
+    async with open_session() as session:
+        try:
+            model = make_model("llama", DEPS / "models")
+            prefill, decode = (servers.start(spec) for spec in specs(options.connector, model))
+            await servers.wait_ready((prefill, decode), session, START_LIMIT_S)
+            for name in options.only or PROGRAMS:
+                program = PROGRAMS[name]
+                say(f"proxy {name}: {program.path}")
+                proxy = Run(session, prefill, decode, program, folder, name)
+                try:
+                    await proxy.start()
+                    lines.append(Line(name, "requests"))
+                    await proxy.single(lines[-1])
+                    if program.has_turns:
+                        lines.append(Line(name, "turns, as they were"))
+                        await proxy.turns(lines[-1], options.conversations, strips=False)
+                        lines.append(Line(name, "turns, stripped"))
+                        await proxy.turns(lines[-1], options.conversations, strips=True)
+                finally:
+                    proxy.stop()
+        finally:
+            servers.stop()
+    return lines
+
+
+def main() -> int:
+    """Runs the proxies and prints the table; the exit status."""
+    options = parse_options()
+    folder = ROOT / "target" / "proxies" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+    folder.mkdir(parents=True)
+    os.environ.setdefault("KVFERRY_LOG", "warn")
+    lines = asyncio.run(run(options, folder))
+    print(f"vLLM {vllm.__version__}, connector {options.connector}; logs in {folder.relative_to(ROOT)}")
+    for line in lines:
+        print(f"{line.proxy:<11} {line.what:<20} {line.equal} of {line.requests} answers equal")
+        for note in line.notes:
+            print(f"{'':<11} {note}")
+    return 0 if all(line.equal == line.requests for line in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
