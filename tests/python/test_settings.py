@@ -209,14 +209,34 @@ def test_files_that_are_not_there_are_named(
 SHAPES = "--prefill tp=1,block=16 --decode tp=1,block=16 --layers 64 --kv-heads 8 --head-size 128 --tokens 100000"
 
 
-@pytest.mark.parametrize("words", ["config", "config --json", "doctor --no-transfers", f"plan {SHAPES} --json"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "config",
+        "config --json",
+        "doctor --no-transfers",
+        f"plan {SHAPES} --json",
+        "--help",
+        "doctor --help",
+        "--version",
+    ],
+)
 def test_a_pipe_that_nobody_reads_is_no_traceback(words: str) -> None:
+    # What is printed waits in a buffer, as it does for whoever types the command.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "kvferry", *words.split()]
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvferry", *words.split()], stdout=writer, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     finally:
         os.close(writer)
     assert (done.stderr, done.returncode) == ("", 141)
+
+
+@pytest.mark.parametrize("words", ["config", "--help", "--version"])
+def test_a_closed_standard_output_is_no_traceback(words: str) -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "kvferry", *words.split()]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr

@@ -48,13 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     If nobody reads its output any more, as after `| head`, it ends without a word, as other programs do.
     """
     try:
-        code = _run(arguments)
-        sys.stdout.flush()
+        try:
+            return _run(arguments)
+        finally:
+            # Also where the parser ends the program, as after --help. There is no sys.stdout where it was closed.
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:
         # What is still buffered would be written at the interpreter's end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    return code
 
 
 def _run(arguments: Sequence[str] | None) -> int:
