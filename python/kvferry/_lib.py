@@ -18,7 +18,7 @@ import cffi
 import msgpack
 
 from ._errors import KvferryError, invalid, make_error
-from ._find import declarations, header_path, library_path, packaged_ucx
+from ._find import GET_LIBRARY, declarations, header_path, library_path, packaged_ucx
 
 ABI_VERSION = 1
 """The `kvf_abi_version` that this package was written for."""
@@ -55,8 +55,14 @@ def _open() -> Library:
     try:
         functions = ffi.dlopen(str(path))
     except OSError as error:
-        raise make_error(-2, "not_found", f"cannot load {path}: {error}") from error
-    found = functions.kvf_abi_version()
+        # cffi adds that it has also looked for a library called like that, which no path is.
+        reason = str(error).partition(".  Additionally")[0]
+        raise make_error(-2, "not_found", f"cannot load {path}: {reason}; {GET_LIBRARY}") from error
+    try:
+        found = functions.kvf_abi_version()
+    except AttributeError:
+        text = f"{path} has no kvf_abi_version: it is no libkvferry; {GET_LIBRARY}"
+        raise make_error(-6, "unsupported", text) from None
     if found != ABI_VERSION:
         raise make_error(
             -6,

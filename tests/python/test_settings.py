@@ -206,6 +206,36 @@ def test_files_that_are_not_there_are_named(
     assert "key_file (of KVFERRY_KEY_FILE): /no/such/key" in capsys.readouterr().err
 
 
+def without_library(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "KVFERRY_LIBRARY": "/no/such/libkvferry.so"}
+    return subprocess.run(
+        [sys.executable, "-m", "kvferry", *words], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (["--version"], "kvferry: failed: cannot load /no/such/libkvferry.so"),
+        (["config"], "kvferry config: failed: cannot load /no/such/libkvferry.so"),
+        (["config", json.dumps(PRODUCER)], "kvferry config: failed: cannot load /no/such/libkvferry.so"),
+    ],
+)
+def test_a_library_that_cannot_be_loaded_is_told(words: list[str], start: str) -> None:
+    done = without_library(*words)
+    assert (done.stdout, done.returncode) == ("", 1), done.stderr
+    assert done.stderr.startswith(start)
+    assert "set KVFERRY_LIBRARY to the path of libkvferry.so" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["config"], ["doctor", "--config"]])
+def test_what_vllm_would_refuse_is_refused_without_a_library_too(command: list[str]) -> None:
+    done = without_library(*command, json.dumps({**PRODUCER, "lease_ms": 1000}))
+    assert done.returncode == 2, done.stderr
+    assert "unknown key 'lease_ms'; the keys are kv_connector," in done.stderr
+
+
 SHAPES = "--prefill tp=1,block=16 --decode tp=1,block=16 --layers 64 --kv-heads 8 --head-size 128 --tokens 100000"
 
 

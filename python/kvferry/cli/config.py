@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
-from .._errors import InvalidArgumentError
+from .._errors import InvalidArgumentError, KvferryError
 from ..vllm import CONNECTOR_NAME
 from ..vllm.config import describe
 from ..vllm.stock import translate
@@ -134,8 +134,8 @@ def _own_keys() -> set[str]:
     """The keys that an operator may put into `kv_connector_extra_config`."""
     try:
         rows = settings.describe()["settings"]
-    except InvalidArgumentError:
-        # A wrong environment variable is told where the values are looked at.
+    except KvferryError:
+        # A wrong environment variable, or a library that cannot be loaded, is told where the values are looked at.
         return set()
     return {row["key"] for row in rows if row["giver"] == "operator"}
 
