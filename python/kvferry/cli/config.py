@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,8 @@ def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any
     for key in config:
         if key not in FIELDS:
             near = difflib.get_close_matches(key, FIELDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(FIELDS)}"
-            if key in _own_keys():
-                hint = "it belongs into kv_connector_extra_config"
+            known = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(FIELDS)}"
+            hint = _where_it_belongs(key) or known
             raise UsageError(f"{place}the kv-transfer-config has an unknown key {key!r}; {hint}")
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
@@ -130,14 +130,19 @@ def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any
     return extra, notes
 
 
-def _own_keys() -> set[str]:
-    """The keys that an operator may put into `kv_connector_extra_config`."""
+def _where_it_belongs(key: str) -> str | None:
+    """What to say of an operator's key that stands beside `kv_connector_extra_config`; None if it is none."""
     try:
         rows = settings.describe()["settings"]
     except KvferryError:
         # A wrong environment variable, or a library that cannot be loaded, is told where the values are looked at.
-        return set()
-    return {row["key"] for row in rows if row["giver"] == "operator"}
+        return None
+    parts = {part for row in rows if row["key"] == key and row["giver"] == "operator" for part in row["parts"]}
+    if not parts:
+        return None
+    if parts.isdisjoint(("worker", "scheduler")):
+        return "it is for agents without a connector; leave it out"
+    return "it belongs into kv_connector_extra_config"
 
 
 def missing_files(rows: list[settings.Setting]) -> list[str]:
@@ -147,17 +152,58 @@ def missing_files(rows: list[settings.Setting]) -> list[str]:
         value = row["value"]
         if not isinstance(value, str) or not value or {"worker", "scheduler"}.isdisjoint(row["parts"]):
             continue
-        name = f"{row['key']} (of {row['variable']})" if row["source"] == "environment" else row["key"]
-        path = Path(value)
-        if row["key"] == "key_file" and not os.access(path, os.R_OK):
-            why = "cannot be read" if path.exists() else "does not exist; `kvferry key` makes one"
-            wrong.append(f"{name}: {value} {why}")
-        if row["key"] == "ucx_lib" and "/" in value and not path.is_file():
-            wrong.append(f"{name}: {value} is no file; name a libucp.so.0, or leave it out to have one found")
-        if row["key"] in ("trace", "request_log") and not os.access(path.parent, os.W_OK | os.X_OK):
-            why = "may not be written to" if path.parent.is_dir() else "is no folder"
-            wrong.append(f"{name}: {path.parent} {why}, so {path.name} cannot be made there")
+        if (look := _LOOKS.get(row["key"])) is not None and (why := look(value)) is not None:
+            name = f"{row['key']} (of {row['variable']})" if row["source"] == "environment" else row["key"]
+            wrong.append(f"{name}: {why}")
     return wrong
+
+
+def _no_key(path: str) -> str | None:
+    if os.path.isdir(path):
+        return f"{path} is a folder; `kvferry key` makes a key file"
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return f"{path} does not exist; `kvferry key` makes one"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if os.access(path, os.R_OK) else f"{path} cannot be read"
+
+
+def _no_ucx(path: str) -> str | None:
+    # A name without a folder is left to the dynamic linker.
+    if "/" not in path or os.path.isfile(path):
+        return None
+    return f"{path} is no file; name a libucp.so.0, or leave it out to have one found"
+
+
+def _no_new_file(path: str) -> str | None:
+    """Why no file can be made at `path`."""
+    if os.path.isdir(path):
+        return f"{path} is a folder; name a file"
+    folder, name = os.path.split(path)
+    folder = folder or "."
+    if os.access(folder, os.W_OK | os.X_OK):
+        return None
+    why = "may not be written to" if os.path.isdir(folder) else "is no folder"
+    return f"{folder} {why}, so {name} cannot be made there"
+
+
+def _no_log(path: str) -> str | None:
+    """Why nothing can be appended at `path`, which is made where there is no file."""
+    if not os.path.exists(path) or os.path.isdir(path):
+        # Where a link leads is where the file is made.
+        return _no_new_file(os.path.realpath(path) if os.path.islink(path) else path)
+    return None if os.access(path, os.W_OK) else f"{path} may not be written to"
+
+
+_LOOKS: dict[str, Callable[[str], str | None]] = {
+    "key_file": _no_key,
+    "ucx_lib": _no_ucx,
+    "trace": _no_new_file,
+    "request_log": _no_log,
+}
+"""By the key that names a file: what is wrong with that, None if nothing is."""
 
 
 def _shown(value: object, otherwise: str = "") -> str:
