@@ -168,6 +168,16 @@ def test_what_vllm_would_refuse_is_refused(config: Any, expected: str, capsys: p
     assert expected in capsys.readouterr().err
 
 
+def test_a_key_at_the_wrong_level_is_told_also_beside_a_wrong_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_WINDOW", "x")
+    with pytest.raises(SystemExit):
+        main(["config", json.dumps({**PRODUCER, "lease_ms": 1000})])
+    assert "unknown key 'lease_ms'; it belongs into kv_connector_extra_config" in capsys.readouterr().err
+    assert os.environ["KVFERRY_WINDOW"] == "x"
+
+
 def test_the_versions_of_library_protocol_and_ucx_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

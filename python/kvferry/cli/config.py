@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from .._environment import variables, without
 from .._errors import InvalidArgumentError, KvferryError
 from ..vllm import CONNECTOR_NAME
 from ..vllm.config import describe
@@ -133,9 +134,10 @@ def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any
 def _where_it_belongs(key: str) -> str | None:
     """What to say of an operator's key that stands beside `kv_connector_extra_config`; None if it is none."""
     try:
-        rows = settings.describe()["settings"]
+        # A wrong variable is told where the values are looked at, and so is a library that cannot be loaded.
+        with without(variables()):
+            rows = settings.describe()["settings"]
     except KvferryError:
-        # A wrong environment variable, or a library that cannot be loaded, is told where the values are looked at.
         return None
     parts = {part for row in rows if row["key"] == key and row["giver"] == "operator" for part in row["parts"]}
     if not parts:

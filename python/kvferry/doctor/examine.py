@@ -11,6 +11,7 @@ from importlib import metadata
 from ipaddress import ip_address
 from typing import Any
 
+from .._environment import without
 from ..bench import driver
 from ..bench.sizes import size_text
 from . import devices, peer, system, transfer, ucx
@@ -31,12 +32,12 @@ AGENT_OPTIONS = ("transport", "ucx", "ucx_lib", "key_file", "window", "verify")
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be examined. `worker` and `scheduler` are the connector's checked options; `bad_option` says what is
-    wrong with those of the environment."""
+    """What is to be examined. `worker` and `scheduler` are the connector's checked options; `wrong_variables` are
+    those of the environment that are none, with what is wrong with each."""
 
     worker: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    bad_option: str = ""
+    wrong_variables: Mapping[str, str] = field(default_factory=dict)
     transfers: bool = True
     timeout_s: float = 60.0
     peer: peer.Asked | None = None
@@ -68,6 +69,12 @@ class Report:
 def examine(asked: Asked) -> Report:
     """Examines this machine and process. Takes some seconds, most of them for transfers, and at most `timeout_s`."""
     end_after(asked.timeout_s)
+    # An agent of the doctor's would be refused with them, as the engine is, and say nothing about the machine.
+    with without(asked.wrong_variables):
+        return _examine(asked)
+
+
+def _examine(asked: Asked) -> Report:
     findings: list[Finding] = []
     library = _library()
     is_loaded = library.state == "ok"
@@ -97,8 +104,8 @@ def _library() -> Finding:
 
 
 def _options(asked: Asked, is_loaded: bool) -> Finding:
-    if asked.bad_option:
-        return found("options", "bad", [asked.bad_option])
+    if asked.wrong_variables:
+        return found("options", "bad", asked.wrong_variables.values())
     return found("options", "good" if is_loaded else "unknown")
 
 

@@ -94,9 +94,8 @@ KINDS: dict[str, Kind] = {
             "good": Case("ok", "The environment's options have the right form."),
             "bad": Case(
                 "problem",
-                "An option in the environment is refused; an engine would not start. The other findings leave the "
-                "environment's options out.",
-                "correct or unset the variable that the evidence names",
+                "An option in the environment is refused; an engine would not start. The other findings leave it out.",
+                "correct or unset the variables that the evidence names",
             ),
             "unknown": Case("not applicable", "libkvferry is missing, so the environment's options were not checked."),
         },

@@ -26,6 +26,53 @@ def test_wrong_options(environment: dict[str, str], finding: tuple[str, str], wo
 
 
 @pytest.mark.parametrize(
+    ("config", "environment"),
+    [
+        ({"port": None}, {"KVFERRY_LEASE_MS": "x"}),
+        ({"ucx": None, "host": None}, {"KVFERRY_LEASE_MS": "x"}),
+        ({"kv_lease_duration": 45}, {"KVFERRY_LEASE_MS": "x", "KVFERRY_VERIFY": "maybe"}),
+        # An agent of the doctor's would be refused with it.
+        ({}, {"KVFERRY_WINDOW": "0"}),
+    ],
+)
+def test_a_wrong_variable_is_left_out_and_the_rest_counts(
+    config: dict[str, object], environment: dict[str, str]
+) -> None:
+    told = doctor("--config", json.dumps(config), **environment, KVFERRY_PORT="0", KVFERRY_HOST="127.0.0.7")
+    assert told.troubles == {"options": "bad", "address": "local-only"}
+    evidence = "\n".join(told["options"]["evidence"])
+    assert all(f"the environment variable {name} must be" in evidence for name in environment), evidence
+    assert told["port"]["evidence"] == ["a free port of 127.0.0.7 was bound and freed"]
+
+
+@pytest.mark.parametrize("environment", [{}, {"KVFERRY_LEASE_MS": "x"}])
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"log": "info"}, 'the key "log", which only the environment variable KVFERRY_LOG sets'),
+        ({"log": "info", "port": "x"}, 'the key "log", which only the environment variable KVFERRY_LOG sets'),
+        ({"window": "x"}, 'window must be a whole number from 1 to 1024 (operations), not "x"'),
+        ({"kv_lease_duration": "x"}, "kv_lease_duration must be a number of seconds"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_whatever_the_environment_has(
+    config: dict[str, object],
+    error: str,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--no-transfers", "--config", json.dumps(config)])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("kvferry doctor: error: --config: kv_connector_extra_config")
+    assert error in told
+
+
+@pytest.mark.parametrize(
     ("words", "error"),
     [
         ("--config '{\"prot\": 1}'", 'did you mean "port"'),
