@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import settings
 from .._environment import variables, without
@@ -63,10 +63,19 @@ def read_config(argument: str) -> dict[str, Any]:
     return _transfer_config(_read(argument))
 
 
-def any_config(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+class Given(NamedTuple):
+    """What a kv-transfer-config gives KvferryConnector: its `kv_connector_extra_config`, notes about the rest, and the
+    `kv_role`; None if it does not say."""
+
+    extra: dict[str, Any]
+    notes: list[str]
+    role: str | None
+
+
+def any_config(config: dict[str, Any]) -> Given:
     """As `extra_config`, for a `config` that may also be a `kv_connector_extra_config` alone."""
     whole = {"kv_connector", "kv_role", "kv_connector_extra_config"}
-    return extra_config(config) if whole & set(config) else (config, [])
+    return extra_config(config) if whole & set(config) else Given(config, [], None)
 
 
 def _read(argument: str) -> str:
@@ -97,8 +106,8 @@ def _one_of(place: str, config: dict[str, Any], key: str, choices: tuple[str, ..
         raise UsageError(f"{place}{key} must be one of {', '.join(choices)}, not {config[key]!r}")
 
 
-def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
-    """The `kv_connector_extra_config` of KvferryConnector in vLLM's `config`, also inside MultiConnector's, and notes.
+def extra_config(config: dict[str, Any], place: str = "") -> Given:
+    """What vLLM's `config` gives KvferryConnector, also inside MultiConnector's.
 
     Raises `UsageError` for what vLLM would refuse.
     """
@@ -128,7 +137,7 @@ def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any
     notes = [f"{key} has no effect on {CONNECTOR_NAME}" for key in UNUSED if key in config]
     if config["kv_role"] == "kv_both":
         notes.append("vLLM deprecates kv_role kv_both: use kv_producer or kv_consumer")
-    return extra, notes
+    return Given(extra, notes, config["kv_role"])
 
 
 def _where_it_belongs(key: str) -> str | None:
@@ -254,7 +263,7 @@ def _print(description: settings.Description, notes: list[str], everything: bool
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
-    extra, notes = ({}, []) if options.config is None else extra_config(read_config(options.config))
+    extra, notes, _ = Given({}, [], None) if options.config is None else extra_config(read_config(options.config))
     try:
         description = describe(extra)
         _, taken, left_out = translate(extra)

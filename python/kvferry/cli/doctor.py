@@ -121,19 +121,19 @@ def run(options: argparse.Namespace) -> int:
 
 def asked_for(options: argparse.Namespace) -> Asked:
     """What was typed and what the environment says."""
-    extra: dict[str, Any] = {}
-    if options.config is not None:
-        try:
-            extra, _ = any_config(read_config(options.config))
-        except ConfigError as error:
-            raise UsageError(f"--config: {error}") from None
-    worker, scheduler, wrong = _chosen(extra)
+    try:
+        given = any_config({} if options.config is None else read_config(options.config))
+    except ConfigError as error:
+        raise UsageError(f"--config: {error}") from None
+    worker, scheduler, wrong = _chosen(given.extra)
+    # A decode engine is asked only by prefill engines that read conversations back.
+    listens = given.role != "kv_consumer" or bool(scheduler.get("multi_turn"))
     own = _own_side(options)
     peer = None
     if options.peer is not None:
         host, port = options.peer
         peer = Peer(host, port, own, not options.no_connect)
-    return Asked(worker, scheduler, wrong, not options.no_transfers, options.timeout, peer)
+    return Asked(worker, scheduler, wrong, listens, not options.no_transfers, options.timeout, peer)
 
 
 def _chosen(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:

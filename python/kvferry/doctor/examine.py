@@ -33,11 +33,13 @@ AGENT_OPTIONS = ("transport", "ucx", "ucx_lib", "key_file", "window", "verify")
 @dataclass(frozen=True)
 class Asked:
     """What is to be examined. `worker` and `scheduler` are the connector's checked options; `wrong_variables` are
-    those of the environment that are none, with what is wrong with each."""
+    those of the environment that are none, with what is wrong with each; `listens` is whether the engine has a
+    listener."""
 
     worker: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     wrong_variables: Mapping[str, str] = field(default_factory=dict)
+    listens: bool = True
     transfers: bool = True
     timeout_s: float = 60.0
     peer: peer.Asked | None = None
@@ -149,6 +151,9 @@ def _container() -> Finding:
 
 
 def _address_and_port(asked: Asked, is_loaded: bool) -> Iterator[Finding]:
+    if not asked.listens:
+        yield from (found("address", "unneeded"), found("port", "unneeded"))
+        return
     if not is_loaded:
         yield from (found("address", "unknown"), found("port", "unknown"))
         return

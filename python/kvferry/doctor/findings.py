@@ -51,6 +51,7 @@ _GET_UCX = (
     "or install UCX 1.18 or newer on the system, or name a libucp.so.0 in KVFERRY_UCX_LIB"
 )
 _UNREADABLE = Case("not applicable", "libkvferry or UCX is missing or cannot be used, so this cannot be looked at.")
+_NO_LISTENER = "The engine of --config only loads (kv_role kv_consumer): it has no listener, and nobody asks it."
 _UNTRIED = "or the key file cannot be used"
 
 
@@ -418,6 +419,7 @@ KINDS: dict[str, Kind] = {
                 "set KVFERRY_HOST (or VLLM_HOST_IP, or the option host) and KVFERRY_BIND (or the option bind) to "
                 "addresses of this host, or unset them; where host is forwarded to this host, give bind as well",
             ),
+            "unneeded": Case("not applicable", _NO_LISTENER),
             "unknown": Case("not applicable", "libkvferry is missing, so it cannot be asked for the address."),
         },
     ),
@@ -428,7 +430,7 @@ KINDS: dict[str, Kind] = {
             "free": Case("ok", "The port can be bound."),
             "in-use": Case(
                 "problem",
-                "The port is in use: a prefill engine could not start its listener.",
+                "The port is in use: an engine could not start its listener.",
                 "stop what has it if that is a leftover, or give engines of one host different ports (KVFERRY_PORT, "
                 "the option port; 0 takes a free one)",
             ),
@@ -437,6 +439,7 @@ KINDS: dict[str, Kind] = {
                 "The port cannot be bound.",
                 "use a port above 1023 (KVFERRY_PORT, the option port), or 0 for a free one",
             ),
+            "unneeded": Case("not applicable", _NO_LISTENER),
             "unknown": Case("not applicable", "There is no library or no address to bind the port with."),
         },
     ),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from pathlib import Path
 
 import pytest
 from doctor_command import doctor, free_port
+from kvferry import Listener
+from kvferry.cli import doctor as cli
 from kvferry.cli import main
+from kvferry.cli.config import any_config
 
 
 @pytest.mark.parametrize(
@@ -109,3 +113,52 @@ def test_the_configuration_is_what_the_config_command_takes(tmp_path: Path) -> N
     for config in (json.dumps(extra), json.dumps(whole), str(path)):
         told = doctor("--config", config)
         assert any(f"port {port} of 127.0.0.1" in line for line in told["port"]["evidence"]), told["port"]
+
+
+def engine(role: str, **extra: object) -> str:
+    return json.dumps({"kv_connector": "KvferryConnector", "kv_role": role, "kv_connector_extra_config": extra})
+
+
+def test_a_decode_engine_beside_a_prefill_engine_needs_no_port() -> None:
+    with Listener({"engine_id": "prefill", "host": "127.0.0.1"}) as listener:
+        where = dict(zip(("host", "port"), listener.address, strict=True))
+        decode, both = (doctor("--config", engine(role, **where)) for role in ("kv_consumer", "kv_both"))
+    assert decode.cases("address", "port") == ["unneeded", "unneeded"]
+    assert (decode.troubles, decode.code) == ({}, 0)
+    assert both["port"]["case"] == "in-use"
+    # An address that nobody is told may be any.
+    assert doctor("--config", engine("kv_consumer", host="no.such.host.invalid")).troubles == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "multi_turn", "listens"),
+    [
+        (engine("kv_producer"), False, True),
+        (engine("kv_consumer"), None, False),
+        (engine("kv_consumer"), False, False),
+        (engine("kv_consumer"), True, True),
+        ("{}", None, True),
+    ],
+)
+def test_who_has_a_listener(
+    config: str, multi_turn: bool | None, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode engine has one where prefill engines read conversations back; not every library has that key."""
+    rows = [] if multi_turn is None else [{"key": "multi_turn", "parts": ["scheduler"], "value": multi_turn}]
+    for row in rows:
+        row["source"] = "given"
+    monkeypatch.setattr(cli, "describe", lambda extra: {"settings": rows})
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    assert cli.asked_for(parser.parse_args(["--config", config])).listens == listens
+
+
+def test_of_several_connectors_the_role_of_ours_counts() -> None:
+    own = json.loads(engine("kv_consumer"))
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other", "kv_role": "kv_both"}, own]},
+    }
+    assert any_config(several).role == "kv_consumer"
+    assert any_config({"port": 1}).role is None
