@@ -12,7 +12,6 @@ from ipaddress import ip_address
 from typing import Any
 
 from .._environment import without
-from ..bench import driver
 from ..bench.sizes import size_text
 from . import devices, peer, system, transfer, ucx
 from .child import ChildError, call, end_after
@@ -83,7 +82,8 @@ def _examine(asked: Asked) -> Report:
     findings += [library, _options(asked, is_loaded), _vllm()]
     seen = ucx.look(asked.agent) if is_loaded else ucx.Seen()
     findings += ucx.findings(seen, is_loaded)
-    findings += [devices.rdma(seen), devices.gpu(seen), devices.gpu_rdma(), transfer.same_host()]
+    gpu = devices.gpu(seen)
+    findings += [devices.rdma(seen), gpu, devices.gpu_rdma(), transfer.same_host()]
     findings += [devices.locked_memory(), _open_files(), _shm(), _container()]
     key = _key(asked, is_loaded)
     findings += [*_address_and_port(asked, is_loaded), key]
@@ -91,7 +91,7 @@ def _examine(asked: Asked) -> Report:
     if asked.peer is not None:
         # Before the transfers, which take what time is left.
         answers = peer.findings(asked.peer, asked.agent, is_loaded, bool(seen.resources))
-    findings += _transfers(asked, seen, key.state != "problem")
+    findings += _transfers(asked, seen, key.state != "problem", gpu.state == "ok")
     return Report([*findings, *answers.findings], seen.as_map(), answers.survey)
 
 
@@ -198,7 +198,7 @@ def _key(asked: Asked, is_loaded: bool) -> Finding:
     return found("key", "unusable" if "error" in told else "usable", [told.get("message", path)])
 
 
-def _transfers(asked: Asked, seen: ucx.Seen, can_start: bool) -> Iterable[Finding]:
+def _transfers(asked: Asked, seen: ucx.Seen, can_start: bool, has_gpu: bool) -> Iterable[Finding]:
     ids = ("transfer-same-host", "transfer-tcp", "transfer-rdma", "transfer-cuda")
     if not asked.transfers:
         return [found(id, "skipped") for id in ids]
@@ -220,7 +220,7 @@ def _transfers(asked: Asked, seen: ucx.Seen, can_start: bool) -> Iterable[Findin
         findings.append(transfer.moved(ids[2], config, ("one_sided_bytes",)))
     else:
         findings.append(found(ids[2], "absent"))
-    if seen.moves_cuda and driver.why_not() is None:
+    if has_gpu:
         findings.append(transfer.moved(ids[3], agent, ("device_copied_bytes", "one_sided_bytes"), "cuda"))
     else:
         findings.append(found(ids[3], "absent"))

@@ -277,6 +277,12 @@ KINDS: dict[str, Kind] = {
                 "install the NVIDIA driver; in a container, run it with the NVIDIA container runtime (docker: "
                 "--gpus all)",
             ),
+            "silent": Case(
+                "problem",
+                "There is a GPU, but CUDA's driver did not answer in time, or the process that asked it died.",
+                "look at `nvidia-smi` and at the kernel's log (`dmesg`, Xid errors): a GPU that hangs needs a reset or "
+                "the machine a restart; where the driver is only slow to start, give a longer --timeout",
+            ),
             "no-transport": Case(
                 "problem",
                 "CUDA works, but this UCX cannot move memory of GPUs.",
