@@ -10,6 +10,8 @@ from pathlib import Path
 from ._errors import make_error
 
 _HERE = Path(__file__).resolve().parent
+GET_LIBRARY = "install the wheel that scripts/build-wheel makes, or set KVFERRY_LIBRARY to the path of libkvferry.so"
+"""What to do where there is none."""
 
 
 def header_path() -> Path:
@@ -27,8 +29,7 @@ def library_path() -> Path:
         raise make_error(
             -2,
             "not_found",
-            f"there is no library in {_HERE / '_native'}: this copy of the package is a source tree. Install the "
-            "wheel that scripts/build-wheel makes, or set KVFERRY_LIBRARY to the path of libkvferry.so",
+            f"there is no library in {_HERE / '_native'}: this copy of the package is a source tree; {GET_LIBRARY}",
         )
     return found[0]
 

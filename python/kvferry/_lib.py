@@ -7,6 +7,7 @@ first call, not by the import.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -17,7 +18,7 @@ import cffi
 import msgpack
 
 from ._errors import KvferryError, invalid, make_error
-from ._find import declarations, header_path, library_path, packaged_ucx
+from ._find import GET_LIBRARY, declarations, header_path, library_path, packaged_ucx
 
 ABI_VERSION = 1
 """The `kvf_abi_version` that this package was written for."""
@@ -54,8 +55,14 @@ def _open() -> Library:
     try:
         functions = ffi.dlopen(str(path))
     except OSError as error:
-        raise make_error(-2, "not_found", f"cannot load {path}: {error}") from error
-    found = functions.kvf_abi_version()
+        # cffi adds that it has also looked for a library called like that, which no path is.
+        reason = str(error).partition(".  Additionally")[0]
+        raise make_error(-2, "not_found", f"cannot load {path}: {reason}; {GET_LIBRARY}") from error
+    try:
+        found = functions.kvf_abi_version()
+    except AttributeError:
+        text = f"{path} has no kvf_abi_version: it is no libkvferry; {GET_LIBRARY}"
+        raise make_error(-6, "unsupported", text) from None
     if found != ABI_VERSION:
         raise make_error(
             -6,
@@ -177,10 +184,26 @@ def whole(what: str, value: object, bits: int = 64) -> int:
     return number
 
 
-def milliseconds(timeout: float) -> int:
-    if not isinstance(timeout, (int, float)) or not timeout >= 0:
-        raise invalid(f"a timeout must be a number of seconds from 0, not {timeout!r}")
-    return int(min(timeout * 1000 + 0.999, 0xFFFF_FFFF))
+def seconds(timeout: object, otherwise: str = "") -> float:
+    """`timeout` as a number, also one of numpy's; `otherwise` says in the error what else it may be."""
+    try:
+        number = float(timeout) if hasattr(timeout, "__float__") else math.nan
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if math.isnan(number):
+        raise _no_timeout(timeout, otherwise)
+    return number
+
+
+def milliseconds(timeout: object) -> int:
+    number = seconds(timeout)
+    if number < 0:
+        raise _no_timeout(timeout)
+    return int(min(number * 1000 + 0.999, 0xFFFF_FFFF))
+
+
+def _no_timeout(timeout: object, otherwise: str = "") -> KvferryError:
+    return invalid(f"a timeout must be a number of seconds from 0{otherwise}, not {timeout!r:.80}")
 
 
 def constant(names: Mapping[str, str], what: str, value: str) -> int:
@@ -197,14 +220,15 @@ def _ids(ids: Ids, what: str, number: int) -> tuple[Any, int]:
     library = load()
     try:
         view = memoryview(ids)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, ValueError, BufferError):
+        # Also what has a buffer but cannot describe it, such as a numpy array of dates.
         view = None
     if view is not None and view.format == "I" and view.ndim == 1 and view.c_contiguous:
         return library.ffi.from_buffer(library.ids, view), len(view)
     try:
         plain = ids if isinstance(ids, (list, tuple)) else list(ids)
         return library.ffi.new(library.ids, plain), len(plain)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         expected = "integers from 0 to 4294967295, as a list or a flat numpy uint32 array"
         raise invalid(f"{what}, list {number}: block ids must be {expected}: {error}") from error
 

@@ -90,6 +90,12 @@ def _of_buffer(memory: Any, kind: Kind | None) -> Span:
             f"cannot register an object of type {type(memory).__name__}: expected a writable buffer, a tensor, an "
             "object with __cuda_array_interface__, or (address, nbytes)"
         ) from None
+    except (ValueError, BufferError) as error:
+        # numpy has types that the buffer protocol has no word for, such as dates and bfloat16.
+        raise invalid(
+            f"cannot register an object of type {type(memory).__name__}, which gives no buffer ({error}): expected a "
+            "writable buffer; of a numpy array whose dtype has none, register memory.view(numpy.uint8)"
+        ) from None
     if view.readonly:
         raise invalid(f"the buffer of the {type(memory).__name__} is read-only; register memory that may be written")
     if not view.c_contiguous:

@@ -241,6 +241,7 @@ class Agent:
 
     def wait(self, timeout: float) -> list[Event]:
         """Like `poll`, but waits up to `timeout` seconds for the first event; empty when none came."""
+        timeout = _lib.seconds(timeout)
         with self._lock:
             ready = bool(self._events)
         if not ready:
@@ -302,7 +303,8 @@ class Agent:
         return PeerLost(raw.peer, error or make_error(-10, "peer_died", "the connection broke"))
 
     def _wait_for(self, transfer: Transfer, timeout: float | None) -> TransferDone:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        limit = None if timeout is None else _lib.seconds(timeout, ", or None to wait until it has ended")
+        deadline = None if limit is None else time.monotonic() + limit
         while transfer._done is None:
             left = 1.0 if deadline is None else deadline - time.monotonic()
             if left <= 0:

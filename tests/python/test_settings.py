@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import kvferry
 import pytest
 from kvferry import InvalidArgumentError, Scheduler
 from kvferry.cli import main
+from kvferry.cli.config import missing_files
 
 PRODUCER = {"kv_connector": "KvferryConnector", "kv_role": "kv_producer"}
 
@@ -152,6 +155,7 @@ def test_a_transfer_config_may_be_text_file_or_input(
         ({**PRODUCER, "kv_role": "producer"}, "kv_role must be one of kv_producer"),
         ({**PRODUCER, "kv_rolle": "x"}, "unknown key 'kv_rolle'; did you mean 'kv_role'?"),
         ({**PRODUCER, "lease_ms": 1000}, "unknown key 'lease_ms'; it belongs into kv_connector_extra_config"),
+        ({**PRODUCER, "spin_us": 1}, "unknown key 'spin_us'; it is for agents without a connector; leave it out"),
         ({**PRODUCER, "kv_load_failure_policy": "retry"}, "must be one of fail, recompute, not 'retry'"),
         ({**PRODUCER, "kv_connector_extra_config": [1]}, "kv_connector_extra_config must be a map, not [1]"),
         ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "has no KvferryConnector among its connectors"),
@@ -162,6 +166,16 @@ def test_what_vllm_would_refuse_is_refused(config: Any, expected: str, capsys: p
         main(["config", config if isinstance(config, str) else json.dumps(config)])
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_key_at_the_wrong_level_is_told_also_beside_a_wrong_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_WINDOW", "x")
+    with pytest.raises(SystemExit):
+        main(["config", json.dumps({**PRODUCER, "lease_ms": 1000})])
+    assert "unknown key 'lease_ms'; it belongs into kv_connector_extra_config" in capsys.readouterr().err
+    assert os.environ["KVFERRY_WINDOW"] == "x"
 
 
 def test_the_versions_of_library_protocol_and_ucx_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,17 +220,122 @@ def test_files_that_are_not_there_are_named(
     assert "key_file (of KVFERRY_KEY_FILE): /no/such/key" in capsys.readouterr().err
 
 
+def without_library(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "KVFERRY_LIBRARY": "/no/such/libkvferry.so"}
+    return subprocess.run(
+        [sys.executable, "-m", "kvferry", *words], capture_output=True, text=True, env=environment, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (["--version"], "kvferry: failed: cannot load /no/such/libkvferry.so"),
+        (["config"], "kvferry config: failed: cannot load /no/such/libkvferry.so"),
+        (["config", json.dumps(PRODUCER)], "kvferry config: failed: cannot load /no/such/libkvferry.so"),
+    ],
+)
+def test_a_library_that_cannot_be_loaded_is_told(words: list[str], start: str) -> None:
+    done = without_library(*words)
+    assert (done.stdout, done.returncode) == ("", 1), done.stderr
+    assert done.stderr.startswith(start)
+    assert "set KVFERRY_LIBRARY to the path of libkvferry.so" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["config"], ["doctor", "--config"]])
+def test_what_vllm_would_refuse_is_refused_without_a_library_too(command: list[str]) -> None:
+    done = without_library(*command, json.dumps({**PRODUCER, "lease_ms": 1000}))
+    assert done.returncode == 2, done.stderr
+    assert "unknown key 'lease_ms'; the keys are kv_connector," in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("key_file", "is a folder; `kvferry key` makes a key file"),
+        ("request_log", "is a folder; name a file"),
+        ("trace", "is a folder; name a file"),
+    ],
+)
+def test_a_folder_is_no_file(key: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", json.dumps({**PRODUCER, "kv_connector_extra_config": {key: str(tmp_path)}})])
+    assert ended.value.code == 2
+    assert f"{key}: {tmp_path} {why}" in capsys.readouterr().err
+
+
+NOBODY = 65534
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """What this process may do with files is looked up for a user that owns none: `os.access` asks for the real user,
+    and who runs the tests may be root, who may do everything."""
+    user, effective, saved = os.getresuid()
+    if effective == 0:
+        os.setresuid(NOBODY, effective, saved)
+    try:
+        yield
+    finally:
+        os.setresuid(user, effective, saved)
+
+
+def test_files_are_looked_at_as_they_are_opened(tmp_path: Path) -> None:
+    def wrong(key: str, value: str | Path) -> list[str]:
+        rows = kvferry.settings.describe({key: str(value)})["settings"]
+        with as_nobody():
+            return missing_files(rows)
+
+    # A request log is appended to: it may lie where no new file can be made.
+    assert wrong("request_log", "/dev/null") == []
+    assert wrong("request_log", "/etc/passwd") == ["request_log: /etc/passwd may not be written to"]
+    none = "may not be written to, so no-such-file cannot be made there"
+    assert wrong("request_log", "/dev/no-such-file") == [f"request_log: /dev {none}"]
+    # A trace is always a new file.
+    assert wrong("trace", "/dev/null") == ["trace: /dev may not be written to, so null cannot be made there"]
+    # A link leads to where a log is made, and is a name that is taken for a trace.
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "log")
+    assert missing_files(kvferry.settings.describe({"request_log": str(link)})["settings"]) == []
+    link.unlink()
+    link.symlink_to("/no/such/folder/log")
+    (text,) = missing_files(kvferry.settings.describe({"request_log": str(link)})["settings"])
+    assert text == "request_log: /no/such/folder is no folder, so log cannot be made there"
+    assert missing_files(kvferry.settings.describe({"trace": str(link)})["settings"]) == []
+
+
 SHAPES = "--prefill tp=1,block=16 --decode tp=1,block=16 --layers 64 --kv-heads 8 --head-size 128 --tokens 100000"
 
 
-@pytest.mark.parametrize("words", ["config", "config --json", "doctor --no-transfers", f"plan {SHAPES} --json"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "config",
+        "config --json",
+        "doctor --no-transfers",
+        f"plan {SHAPES} --json",
+        "--help",
+        "doctor --help",
+        "--version",
+    ],
+)
 def test_a_pipe_that_nobody_reads_is_no_traceback(words: str) -> None:
+    # What is printed waits in a buffer, as it does for whoever types the command.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "kvferry", *words.split()]
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "kvferry", *words.split()], stdout=writer, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     finally:
         os.close(writer)
     assert (done.stderr, done.returncode) == ("", 141)
+
+
+@pytest.mark.parametrize("words", ["config", "--help", "--version"])
+def test_a_closed_standard_output_is_no_traceback(words: str) -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "kvferry", *words.split()]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0, done.stderr

@@ -9,8 +9,11 @@ import kvferry
 import numpy as np
 import pytest
 from kvferry import Agent, Aggregator, InvalidArgumentError, Scheduler, Segment, Worker
+from kvferry.agent import Transfer
 
 GOOD = Segment(0, 0, 0, 0, 0, 4096, 4096, 4096)
+RELEASED = memoryview(bytearray(8))
+RELEASED.release()
 
 
 @pytest.fixture
@@ -44,6 +47,10 @@ def test_transfers(agent: Any) -> None:
     refused(read([GOOD], [(0, 0)]), "blocks must be a list of pairs", "blocks[0] is (0, 0)")
     refused(read([GOOD], [([0.5], [0])]), "local blocks, list 0", "numpy uint32 array")
     refused(read([GOOD], [(np.zeros((2, 2), np.uint32), [0, 0])]), "local blocks, list 0", "flat numpy uint32 array")
+    times = np.zeros(1, "M8[s]")
+    refused(read([GOOD], [(times, [0])]), "local blocks, list 0: block ids must be", "numpy uint32 array")
+    refused(read([GOOD], [([0], times)]), "remote blocks, list 0: block ids must be", "numpy uint32 array")
+    refused(read([GOOD], [(RELEASED, [0])]), "blocks must be a list of pairs", "blocks[0] is (<released memory")
     refused(read([GOOD], [([0, 1], [0])]), "block list 0 names 2 local and 1 remote blocks")
     refused(read([GOOD], peer="p"), "peer must be a whole number", "not 'p'")
     refused(lambda: agent.disconnect(None), "peer must be a whole number", "not NoneType")
@@ -56,10 +63,30 @@ def test_transfers(agent: Any) -> None:
     agent.deregister(region)
 
 
+@pytest.mark.parametrize("given", ["5", [5], float("nan"), 10**400])
+def test_timeouts(agent: Any, given: Any) -> None:
+    running, ended = Transfer(agent, 1), Transfer(agent, 2)
+    ended._done = kvferry.TransferDone(2, 1, 0, 0, 0.0, None)
+    shown = f"not {given!r:.80}"
+    refused(lambda: agent.wait(given), "timeout must be a number of seconds", shown)
+    for transfer in (running, ended):
+        refused(lambda t=transfer: t.wait(given), "timeout must be a number of seconds", shown, "None")
+
+
+def test_a_wait_for_events_has_an_end(agent: Any) -> None:
+    refused(lambda: agent.wait(None), "timeout must be a number of seconds", "not None")
+    assert agent.wait(-1) == []
+    assert agent.wait(np.float32(0.01)) == []
+
+
 def test_memory(agent: Any) -> None:
     refused(lambda: agent.register(np.zeros(0, np.uint8)), "the buffer of the ndarray is empty", "is allocated")
     whole = np.zeros((8, 64), np.uint8)
     refused(lambda: agent.register(whole[:, ::2]), "shape (8, 32) and strides (64, 2)", "by offset and stride")
+    times = np.zeros(8, "M8[s]")
+    refused(lambda: agent.register(times), "type ndarray", "dtype 'M'", "memory.view(numpy.uint8)")
+    agent.deregister(agent.register(times.view(np.uint8)))
+    refused(lambda: agent.register(RELEASED), "type memoryview", "released")
     refused(lambda: agent.register(whole, kind=["host"]), "memory kind")
     refused(lambda: agent.register((whole.ctypes.data, 64.0)), "(address, nbytes)")
     refused(lambda: agent.register((whole.ctypes.data, -1)), "nbytes must be a whole number", "not -1")
@@ -84,6 +111,8 @@ def test_sides_of_an_engine() -> None:
         refused(lambda: any_scheduler.matched("r", params, "many", 0), "prompt_tokens must be", "not 'many'")
         refused(lambda: any_scheduler.allocated("r", params, 7, 1, 1), "blocks must be lists of block ids, not int")
         refused(lambda: any_scheduler.allocated("r", params, [7], 1, 1), "blocks, list 0: block ids must be")
+        for ids in (np.zeros(1, "M8[s]"), RELEASED):
+            refused(lambda ids=ids: any_scheduler.allocated("r", params, [ids], 1, 1), "list 0: block ids must be")
         refused(lambda: any_scheduler.allocated("r", params, [[0]], 1, -1), "external_tokens must be")
         refused(lambda: any_scheduler.finished("r", params, None, [[0]], 1), "unknown outcome None")
         refused(lambda: any_scheduler.report(None), "a report must be bytes", "not NoneType")

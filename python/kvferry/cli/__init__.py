@@ -21,7 +21,7 @@ for a program that SIGPIPE ended."""
 
 
 _SIMPLE: dict[str, ModuleType] = {"config": config, "doctor": doctor, "key": key, "trace": trace}
-"""Commands whose only errors are their modules' `UsageError`."""
+"""Commands whose bad input is their modules' `UsageError`."""
 
 
 class _Version(argparse.Action):
@@ -31,7 +31,10 @@ class _Version(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="print the versions and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        oldest, newest = protocol_versions()
+        try:
+            oldest, newest = protocol_versions()
+        except KvferryError as error:
+            _fail(parser, error)
         print(f"kvferry {version()}")
         print(f"protocol {newest}; speaks {oldest} to {newest}")
         try:
@@ -39,7 +42,13 @@ class _Version(argparse.Action):
             print(f"UCX {ucx['version']}, {ucx['source']}: {ucx['path']}")
         except UcxMissingError:
             print("UCX none; kvferry doctor says where it was looked for")
+        except KvferryError as error:
+            print(f"UCX cannot be used: {error.message}")
         parser.exit()
+
+
+def _fail(parser: argparse.ArgumentParser, error: KvferryError) -> NoReturn:
+    parser.exit(FAILED, f"{parser.prog}: failed: {error.message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,13 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     If nobody reads its output any more, as after `| head`, it ends without a word, as other programs do.
     """
     try:
-        code = _run(arguments)
-        sys.stdout.flush()
+        try:
+            return _run(arguments)
+        finally:
+            # Also where the parser ends the program, as after --help. There is no sys.stdout where it was closed.
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:
         # What is still buffered would be written at the interpreter's end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
-    return code
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -102,6 +114,9 @@ def _run(arguments: Sequence[str] | None) -> int:
             return int(module.run(options))
         except module.UsageError as error:
             command.exit(BAD_INPUT, f"{command.prog}: error: {error}\n")
+        except KvferryError as error:
+            # Such as a library that cannot be loaded.
+            _fail(command, error)
     try:
         return plan.run(options)
     except plan.UsageError as error:

@@ -10,11 +10,13 @@ import json
 import os
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import settings
-from .._errors import InvalidArgumentError
+from .._environment import variables, without
+from .._errors import InvalidArgumentError, KvferryError
 from ..vllm import CONNECTOR_NAME
 from ..vllm.config import describe
 from ..vllm.stock import translate
@@ -61,10 +63,19 @@ def read_config(argument: str) -> dict[str, Any]:
     return _transfer_config(_read(argument))
 
 
-def any_config(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+class Given(NamedTuple):
+    """What a kv-transfer-config gives KvferryConnector: its `kv_connector_extra_config`, notes about the rest, and the
+    `kv_role`; None if it does not say."""
+
+    extra: dict[str, Any]
+    notes: list[str]
+    role: str | None
+
+
+def any_config(config: dict[str, Any]) -> Given:
     """As `extra_config`, for a `config` that may also be a `kv_connector_extra_config` alone."""
     whole = {"kv_connector", "kv_role", "kv_connector_extra_config"}
-    return extra_config(config) if whole & set(config) else (config, [])
+    return extra_config(config) if whole & set(config) else Given(config, [], None)
 
 
 def _read(argument: str) -> str:
@@ -95,17 +106,16 @@ def _one_of(place: str, config: dict[str, Any], key: str, choices: tuple[str, ..
         raise UsageError(f"{place}{key} must be one of {', '.join(choices)}, not {config[key]!r}")
 
 
-def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any], list[str]]:
-    """The `kv_connector_extra_config` of KvferryConnector in vLLM's `config`, also inside MultiConnector's, and notes.
+def extra_config(config: dict[str, Any], place: str = "") -> Given:
+    """What vLLM's `config` gives KvferryConnector, also inside MultiConnector's.
 
     Raises `UsageError` for what vLLM would refuse.
     """
     for key in config:
         if key not in FIELDS:
             near = difflib.get_close_matches(key, FIELDS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(FIELDS)}"
-            if key in _own_keys():
-                hint = "it belongs into kv_connector_extra_config"
+            known = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(FIELDS)}"
+            hint = _where_it_belongs(key) or known
             raise UsageError(f"{place}the kv-transfer-config has an unknown key {key!r}; {hint}")
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
@@ -127,17 +137,23 @@ def extra_config(config: dict[str, Any], place: str = "") -> tuple[dict[str, Any
     notes = [f"{key} has no effect on {CONNECTOR_NAME}" for key in UNUSED if key in config]
     if config["kv_role"] == "kv_both":
         notes.append("vLLM deprecates kv_role kv_both: use kv_producer or kv_consumer")
-    return extra, notes
+    return Given(extra, notes, config["kv_role"])
 
 
-def _own_keys() -> set[str]:
-    """The keys that an operator may put into `kv_connector_extra_config`."""
+def _where_it_belongs(key: str) -> str | None:
+    """What to say of an operator's key that stands beside `kv_connector_extra_config`; None if it is none."""
     try:
-        rows = settings.describe()["settings"]
-    except InvalidArgumentError:
-        # A wrong environment variable is told where the values are looked at.
-        return set()
-    return {row["key"] for row in rows if row["giver"] == "operator"}
+        # A wrong variable is told where the values are looked at, and so is a library that cannot be loaded.
+        with without(variables()):
+            rows = settings.describe()["settings"]
+    except KvferryError:
+        return None
+    parts = {part for row in rows if row["key"] == key and row["giver"] == "operator" for part in row["parts"]}
+    if not parts:
+        return None
+    if parts.isdisjoint(("worker", "scheduler")):
+        return "it is for agents without a connector; leave it out"
+    return "it belongs into kv_connector_extra_config"
 
 
 def missing_files(rows: list[settings.Setting]) -> list[str]:
@@ -147,17 +163,58 @@ def missing_files(rows: list[settings.Setting]) -> list[str]:
         value = row["value"]
         if not isinstance(value, str) or not value or {"worker", "scheduler"}.isdisjoint(row["parts"]):
             continue
-        name = f"{row['key']} (of {row['variable']})" if row["source"] == "environment" else row["key"]
-        path = Path(value)
-        if row["key"] == "key_file" and not os.access(path, os.R_OK):
-            why = "cannot be read" if path.exists() else "does not exist; `kvferry key` makes one"
-            wrong.append(f"{name}: {value} {why}")
-        if row["key"] == "ucx_lib" and "/" in value and not path.is_file():
-            wrong.append(f"{name}: {value} is no file; name a libucp.so.0, or leave it out to have one found")
-        if row["key"] in ("trace", "request_log") and not os.access(path.parent, os.W_OK | os.X_OK):
-            why = "may not be written to" if path.parent.is_dir() else "is no folder"
-            wrong.append(f"{name}: {path.parent} {why}, so {path.name} cannot be made there")
+        if (look := _LOOKS.get(row["key"])) is not None and (why := look(value)) is not None:
+            name = f"{row['key']} (of {row['variable']})" if row["source"] == "environment" else row["key"]
+            wrong.append(f"{name}: {why}")
     return wrong
+
+
+def _no_key(path: str) -> str | None:
+    if os.path.isdir(path):
+        return f"{path} is a folder; `kvferry key` makes a key file"
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return f"{path} does not exist; `kvferry key` makes one"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if os.access(path, os.R_OK) else f"{path} cannot be read"
+
+
+def _no_ucx(path: str) -> str | None:
+    # A name without a folder is left to the dynamic linker.
+    if "/" not in path or os.path.isfile(path):
+        return None
+    return f"{path} is no file; name a libucp.so.0, or leave it out to have one found"
+
+
+def _no_new_file(path: str) -> str | None:
+    """Why no file can be made at `path`."""
+    if os.path.isdir(path):
+        return f"{path} is a folder; name a file"
+    folder, name = os.path.split(path)
+    folder = folder or "."
+    if os.access(folder, os.W_OK | os.X_OK):
+        return None
+    why = "may not be written to" if os.path.isdir(folder) else "is no folder"
+    return f"{folder} {why}, so {name} cannot be made there"
+
+
+def _no_log(path: str) -> str | None:
+    """Why nothing can be appended at `path`, which is made where there is no file."""
+    if not os.path.exists(path) or os.path.isdir(path):
+        # Where a link leads is where the file is made.
+        return _no_new_file(os.path.realpath(path) if os.path.islink(path) else path)
+    return None if os.access(path, os.W_OK) else f"{path} may not be written to"
+
+
+_LOOKS: dict[str, Callable[[str], str | None]] = {
+    "key_file": _no_key,
+    "ucx_lib": _no_ucx,
+    "trace": _no_new_file,
+    "request_log": _no_log,
+}
+"""By the key that names a file: what is wrong with that, None if nothing is."""
 
 
 def _shown(value: object, otherwise: str = "") -> str:
@@ -206,7 +263,7 @@ def _print(description: settings.Description, notes: list[str], everything: bool
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
-    extra, notes = ({}, []) if options.config is None else extra_config(read_config(options.config))
+    extra, notes, _ = Given({}, [], None) if options.config is None else extra_config(read_config(options.config))
     try:
         description = describe(extra)
         _, taken, left_out = translate(extra)

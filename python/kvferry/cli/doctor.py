@@ -10,10 +10,12 @@ import textwrap
 from collections import Counter
 from typing import Any
 
+from .._environment import variables, without, wrong_variables
 from .._errors import InvalidArgumentError, KvferryError
 from ..doctor import STATES, Finding, exit_code
 from ..doctor.examine import Asked, as_json, examine
 from ..doctor.peer import Asked as Peer
+from ..settings import Setting
 from ..vllm.config import describe
 from .config import UsageError as ConfigError
 from .config import any_config, read_config
@@ -119,39 +121,52 @@ def run(options: argparse.Namespace) -> int:
 
 def asked_for(options: argparse.Namespace) -> Asked:
     """What was typed and what the environment says."""
-    extra: dict[str, Any] = {}
-    if options.config is not None:
-        try:
-            extra, _ = any_config(read_config(options.config))
-        except ConfigError as error:
-            raise UsageError(f"--config: {error}") from None
-    worker, scheduler, wrong = _chosen(extra)
+    try:
+        given = any_config({} if options.config is None else read_config(options.config))
+    except ConfigError as error:
+        raise UsageError(f"--config: {error}") from None
+    worker, scheduler, wrong = _chosen(given.extra)
+    # A decode engine is asked only by prefill engines that read conversations back.
+    listens = given.role != "kv_consumer" or bool(scheduler.get("multi_turn"))
     own = _own_side(options)
     peer = None
     if options.peer is not None:
         host, port = options.peer
         peer = Peer(host, port, own, not options.no_connect)
-    return Asked(worker, scheduler, wrong, not options.no_transfers, options.timeout, peer)
+    return Asked(worker, scheduler, wrong, listens, not options.no_transfers, options.timeout, peer)
 
 
-def _chosen(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """What was given or the environment says, for the worker and for the scheduler, and what is wrong with the
-    environment."""
+def _chosen(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """What was given or the environment says, for the worker and for the scheduler, and the environment's wrong
+    variables with what is wrong with each.
+
+    Raises `UsageError` if what was given is wrong."""
     try:
-        settings = describe(extra)["settings"]
+        settings, wrong = _described(extra)
     except InvalidArgumentError as error:
-        if "environment variable" not in str(error):
-            raise UsageError(f"--config: {error}") from None
-        return extra, extra, str(error)
+        raise UsageError(f"--config: {error.message.removeprefix('kvf_settings_describe: ')}") from None
     except KvferryError:
         # Without the library nothing can be checked, and there is a finding about that.
-        return extra, extra, ""
+        return extra, extra, {}
     told = [setting for setting in settings if setting["source"] != "default"]
     worker, scheduler = (
         {setting["key"]: setting["value"] for setting in told if part in setting["parts"]}
         for part in ("worker", "scheduler")
     )
-    return worker, scheduler, ""
+    return worker, scheduler, wrong
+
+
+def _described(extra: dict[str, Any]) -> tuple[list[Setting], dict[str, str]]:
+    """Every key with its value, and the wrong variables, which count for none."""
+    try:
+        return describe(extra)["settings"], {}
+    except InvalidArgumentError:
+        # What was given is wrong, or the environment: the former is looked at alone.
+        with without(variables()):
+            describe(extra)
+    wrong = wrong_variables()
+    with without(wrong):
+        return describe(extra)["settings"], wrong
 
 
 def _own_side(options: argparse.Namespace) -> dict[str, Any] | None:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 LIMIT_S = 120.0
 """How long a call may take. UCX opens in a second; a connection is given up after ten."""
+KILLED_S = 1.0
+"""How long one that was killed may take to be gone."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from kvferry.doctor.child import main; main()"
 
 
@@ -34,34 +37,60 @@ class ChildError(Exception):
     """The process did not answer: how it ended, and its last words."""
 
 
-def call(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+def run(
+    command: Sequence[str],
+    limit_s: float,
+    *,
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+    stderr: int = subprocess.STDOUT,
+) -> tuple[int, str]:
+    """How a command ended and what it printed. Raises `ChildError` if it has not ended within `limit_s` seconds.
+
+    A process that a hung driver keeps from ending, killed or not, is left behind; `subprocess.run` would wait for it.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        pass_fds=pass_fds,
+        env=None if environment is None else dict(environment),
+    )
+    try:
+        printed, _ = process.communicate(timeout=limit_s)
+    except BaseException as error:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(KILLED_S)
+        if process.stdout is not None:
+            process.stdout.close()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise ChildError(f"no answer within {limit_s:.1f} s") from None
+        raise
+    return process.returncode, printed.decode(errors="replace").strip()
+
+
+def call(function: str, *arguments: Any, environment: Mapping[str, str] | None = None, limit_s: float = LIMIT_S) -> Any:
     """What `inside.function(*arguments)` returns in a process of its own. Arguments and result are of JSON's types.
 
-    `environment` replaces this process's. What the function or UCX prints is dropped unless the process dies.
+    `environment` replaces this process's. What the function or UCX prints is dropped unless the process dies. It has
+    `limit_s` seconds, or as many as are left.
     """
-    limit = min(LIMIT_S, left())
     # A file and not a pipe: UCX prints where it likes, and nobody has to read two ends at once.
     with tempfile.TemporaryFile() as answer:
         arguments_of = [json.dumps(sys.path), str(answer.fileno()), function, json.dumps(arguments)]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", _START, *arguments_of],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[answer.fileno()],
-                env=None if environment is None else dict(environment),
-                timeout=limit,
-            )
-        except subprocess.TimeoutExpired:
-            raise ChildError(f"no answer within {limit:.1f} s") from None
+        code, words = run(
+            [sys.executable, "-c", _START, *arguments_of],
+            min(limit_s, LIMIT_S, left()),
+            environment=environment,
+            pass_fds=[answer.fileno()],
+        )
         answer.seek(0)
         data = answer.read()
     if not data:
-        words = done.stdout.decode(errors="replace").strip()[-400:] or "it said nothing"
-        code = done.returncode
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        raise ChildError(f"the process {ended}: {words}")
+        raise ChildError(f"the process {ended}: {words[-400:] or 'it said nothing'}")
     return json.loads(data)
 
 

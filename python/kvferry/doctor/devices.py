@@ -7,9 +7,9 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from ..bench import driver
 from ..bench.sizes import size_text
 from . import system
+from .child import ChildError, call, left
 from .findings import Finding, found
 from .ucx import Seen
 from .verbs import Verbs, verbs
@@ -46,11 +46,21 @@ def rdma(seen: Seen, root: Path = system.ROOT, look: Callable[[Seen], Verbs] = v
     return found("rdma", "unused", [*evidence, f"{way.libibverbs} sees {', '.join(way.devices)}"])
 
 
-def gpu(seen: Seen, root: Path = system.ROOT) -> Finding:
-    """GPUs, and whether CUDA and UCX can use them."""
+def ask_cuda() -> str | None:
+    """Why CUDA's driver has no GPU to use; None when it has one. Raises `ChildError` where it does not answer."""
+    # A driver that hangs would take all the time there is, and the other findings none of it.
+    why: str | None = call("cuda", limit_s=left() / 2)
+    return why
+
+
+def gpu(seen: Seen, root: Path = system.ROOT, look: Callable[[], str | None] = ask_cuda) -> Finding:
+    """GPUs, and whether CUDA and UCX can use them. `look` asks CUDA's driver."""
     cards = system.gpus(root)
-    why = driver.why_not()
     evidence = [f"{card.what} {card.place}" for card in cards]
+    try:
+        why = look()
+    except ChildError as error:
+        return found("gpu", "silent" if cards else "none", [*evidence, f"CUDA's driver: {error}"])
     if why is not None:
         return found("gpu", "no-driver" if cards else "none", [*evidence, why] if cards else [])
     if not seen.is_open:

@@ -11,7 +11,7 @@ from importlib import metadata
 from ipaddress import ip_address
 from typing import Any
 
-from ..bench import driver
+from .._environment import without
 from ..bench.sizes import size_text
 from . import devices, peer, system, transfer, ucx
 from .child import ChildError, call, end_after
@@ -31,12 +31,14 @@ AGENT_OPTIONS = ("transport", "ucx", "ucx_lib", "key_file", "window", "verify")
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be examined. `worker` and `scheduler` are the connector's checked options; `bad_option` says what is
-    wrong with those of the environment."""
+    """What is to be examined. `worker` and `scheduler` are the connector's checked options; `wrong_variables` are
+    those of the environment that are none, with what is wrong with each; `listens` is whether the engine has a
+    listener."""
 
     worker: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    bad_option: str = ""
+    wrong_variables: Mapping[str, str] = field(default_factory=dict)
+    listens: bool = True
     transfers: bool = True
     timeout_s: float = 60.0
     peer: peer.Asked | None = None
@@ -68,13 +70,20 @@ class Report:
 def examine(asked: Asked) -> Report:
     """Examines this machine and process. Takes some seconds, most of them for transfers, and at most `timeout_s`."""
     end_after(asked.timeout_s)
+    # An agent of the doctor's would be refused with them, as the engine is, and say nothing about the machine.
+    with without(asked.wrong_variables):
+        return _examine(asked)
+
+
+def _examine(asked: Asked) -> Report:
     findings: list[Finding] = []
     library = _library()
     is_loaded = library.state == "ok"
     findings += [library, _options(asked, is_loaded), _vllm()]
     seen = ucx.look(asked.agent) if is_loaded else ucx.Seen()
     findings += ucx.findings(seen, is_loaded)
-    findings += [devices.rdma(seen), devices.gpu(seen), devices.gpu_rdma(), transfer.same_host()]
+    gpu = devices.gpu(seen)
+    findings += [devices.rdma(seen), gpu, devices.gpu_rdma(), transfer.same_host()]
     findings += [devices.locked_memory(), _open_files(), _shm(), _container()]
     key = _key(asked, is_loaded)
     findings += [*_address_and_port(asked, is_loaded), key]
@@ -82,7 +91,7 @@ def examine(asked: Asked) -> Report:
     if asked.peer is not None:
         # Before the transfers, which take what time is left.
         answers = peer.findings(asked.peer, asked.agent, is_loaded, bool(seen.resources))
-    findings += _transfers(asked, seen, key.state != "problem")
+    findings += _transfers(asked, seen, key.state != "problem", gpu.state == "ok")
     return Report([*findings, *answers.findings], seen.as_map(), answers.survey)
 
 
@@ -97,8 +106,8 @@ def _library() -> Finding:
 
 
 def _options(asked: Asked, is_loaded: bool) -> Finding:
-    if asked.bad_option:
-        return found("options", "bad", [asked.bad_option])
+    if asked.wrong_variables:
+        return found("options", "bad", asked.wrong_variables.values())
     return found("options", "good" if is_loaded else "unknown")
 
 
@@ -142,6 +151,9 @@ def _container() -> Finding:
 
 
 def _address_and_port(asked: Asked, is_loaded: bool) -> Iterator[Finding]:
+    if not asked.listens:
+        yield from (found("address", "unneeded"), found("port", "unneeded"))
+        return
     if not is_loaded:
         yield from (found("address", "unknown"), found("port", "unknown"))
         return
@@ -186,7 +198,7 @@ def _key(asked: Asked, is_loaded: bool) -> Finding:
     return found("key", "unusable" if "error" in told else "usable", [told.get("message", path)])
 
 
-def _transfers(asked: Asked, seen: ucx.Seen, can_start: bool) -> Iterable[Finding]:
+def _transfers(asked: Asked, seen: ucx.Seen, can_start: bool, has_gpu: bool) -> Iterable[Finding]:
     ids = ("transfer-same-host", "transfer-tcp", "transfer-rdma", "transfer-cuda")
     if not asked.transfers:
         return [found(id, "skipped") for id in ids]
@@ -208,7 +220,7 @@ def _transfers(asked: Asked, seen: ucx.Seen, can_start: bool) -> Iterable[Findin
         findings.append(transfer.moved(ids[2], config, ("one_sided_bytes",)))
     else:
         findings.append(found(ids[2], "absent"))
-    if seen.moves_cuda and driver.why_not() is None:
+    if has_gpu:
         findings.append(transfer.moved(ids[3], agent, ("device_copied_bytes", "one_sided_bytes"), "cuda"))
     else:
         findings.append(found(ids[3], "absent"))

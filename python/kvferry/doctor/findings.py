@@ -51,6 +51,7 @@ _GET_UCX = (
     "or install UCX 1.18 or newer on the system, or name a libucp.so.0 in KVFERRY_UCX_LIB"
 )
 _UNREADABLE = Case("not applicable", "libkvferry or UCX is missing or cannot be used, so this cannot be looked at.")
+_NO_LISTENER = "The engine of --config only loads (kv_role kv_consumer): it has no listener, and nobody asks it."
 _UNTRIED = "or the key file cannot be used"
 
 
@@ -94,9 +95,8 @@ KINDS: dict[str, Kind] = {
             "good": Case("ok", "The environment's options have the right form."),
             "bad": Case(
                 "problem",
-                "An option in the environment is refused; an engine would not start. The other findings leave the "
-                "environment's options out.",
-                "correct or unset the variable that the evidence names",
+                "An option in the environment is refused; an engine would not start. The other findings leave it out.",
+                "correct or unset the variables that the evidence names",
             ),
             "unknown": Case("not applicable", "libkvferry is missing, so the environment's options were not checked."),
         },
@@ -277,6 +277,12 @@ KINDS: dict[str, Kind] = {
                 "install the NVIDIA driver; in a container, run it with the NVIDIA container runtime (docker: "
                 "--gpus all)",
             ),
+            "silent": Case(
+                "problem",
+                "There is a GPU, but CUDA's driver did not answer in time, or the process that asked it died.",
+                "look at `nvidia-smi` and at the kernel's log (`dmesg`, Xid errors): a GPU that hangs needs a reset or "
+                "the machine a restart; where the driver is only slow to start, give a longer --timeout",
+            ),
             "no-transport": Case(
                 "problem",
                 "CUDA works, but this UCX cannot move memory of GPUs.",
@@ -419,6 +425,7 @@ KINDS: dict[str, Kind] = {
                 "set KVFERRY_HOST (or VLLM_HOST_IP, or the option host) and KVFERRY_BIND (or the option bind) to "
                 "addresses of this host, or unset them; where host is forwarded to this host, give bind as well",
             ),
+            "unneeded": Case("not applicable", _NO_LISTENER),
             "unknown": Case("not applicable", "libkvferry is missing, so it cannot be asked for the address."),
         },
     ),
@@ -429,7 +436,7 @@ KINDS: dict[str, Kind] = {
             "free": Case("ok", "The port can be bound."),
             "in-use": Case(
                 "problem",
-                "The port is in use: a prefill engine could not start its listener.",
+                "The port is in use: an engine could not start its listener.",
                 "stop what has it if that is a leftover, or give engines of one host different ports (KVFERRY_PORT, "
                 "the option port; 0 takes a free one)",
             ),
@@ -438,6 +445,7 @@ KINDS: dict[str, Kind] = {
                 "The port cannot be bound.",
                 "use a port above 1023 (KVFERRY_PORT, the option port), or 0 for a free one",
             ),
+            "unneeded": Case("not applicable", _NO_LISTENER),
             "unknown": Case("not applicable", "There is no library or no address to bind the port with."),
         },
     ),

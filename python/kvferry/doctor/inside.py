@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from .. import Agent, Listener, _find, _lib, _wire
 from .._errors import KvferryError
 from ..agent import PeerConnected, PeerLost
+from ..bench import driver
 
 Result = dict[str, Any]
 
@@ -89,6 +91,23 @@ def listen(config: Mapping[str, object]) -> Result:
         return {"host": host, "port": port}
 
     return _told(look)
+
+
+def cuda() -> str | None:
+    """Why CUDA's driver has no GPU to use; None when it has one."""
+    return driver.why_not()
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is an address of this machine: only then can a socket be bound to it."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as tried:
+                tried.bind(address)
+                return True
+    except OSError:
+        pass
+    return False
 
 
 def verbs(libucp: str, module: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .child import LIMIT_S, ChildError, call
+from .child import ChildError, call, left, run
 from .findings import Finding, found
 
 CLASSES = {
@@ -25,6 +25,8 @@ COSTS = {
     "cma": "no copies between processes of this host: their bytes go by messages and streams",
     "cuda": "no GPU memory",
 }
+VERSION_S = 10.0
+"""How long a libucp may take to say its version, if twice that much time is left."""
 SETTINGS = ("TLS", "NET_DEVICES")
 
 
@@ -150,17 +152,12 @@ _ASK_VERSION = (
 def _version_of(path: str) -> str | None:
     """The version of a libucp, asked in a process that has no other and nothing of this Python's packages."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    command = [sys.executable, "-I", "-S", "-c", _ASK_VERSION, path]
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _ASK_VERSION, path],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=environment,
-            timeout=LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
+        _, printed = run(command, min(VERSION_S, left() / 2), environment=environment, stderr=subprocess.DEVNULL)
+    except ChildError:
         return None
-    return done.stdout.decode(errors="replace").strip() or None
+    return printed or None
 
 
 def _name_versions(candidates: list[dict[str, Any]]) -> None:

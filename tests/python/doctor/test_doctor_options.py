@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from pathlib import Path
 
 import pytest
 from doctor_command import doctor, free_port
+from kvferry import Listener
+from kvferry.cli import doctor as cli
 from kvferry.cli import main
+from kvferry.cli.config import any_config
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,53 @@ def test_wrong_options(environment: dict[str, str], finding: tuple[str, str], wo
     told = doctor("--config", '{"port": 0}', **environment)
     assert told.troubles == dict([finding])
     assert any(words in line for line in told[finding[0]]["evidence"])
+
+
+@pytest.mark.parametrize(
+    ("config", "environment"),
+    [
+        ({"port": None}, {"KVFERRY_LEASE_MS": "x"}),
+        ({"ucx": None, "host": None}, {"KVFERRY_LEASE_MS": "x"}),
+        ({"kv_lease_duration": 45}, {"KVFERRY_LEASE_MS": "x", "KVFERRY_VERIFY": "maybe"}),
+        # An agent of the doctor's would be refused with it.
+        ({}, {"KVFERRY_WINDOW": "0"}),
+    ],
+)
+def test_a_wrong_variable_is_left_out_and_the_rest_counts(
+    config: dict[str, object], environment: dict[str, str]
+) -> None:
+    told = doctor("--config", json.dumps(config), **environment, KVFERRY_PORT="0", KVFERRY_HOST="127.0.0.7")
+    assert told.troubles == {"options": "bad", "address": "local-only"}
+    evidence = "\n".join(told["options"]["evidence"])
+    assert all(f"the environment variable {name} must be" in evidence for name in environment), evidence
+    assert told["port"]["evidence"] == ["a free port of 127.0.0.7 was bound and freed"]
+
+
+@pytest.mark.parametrize("environment", [{}, {"KVFERRY_LEASE_MS": "x"}])
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"log": "info"}, 'the key "log", which only the environment variable KVFERRY_LOG sets'),
+        ({"log": "info", "port": "x"}, 'the key "log", which only the environment variable KVFERRY_LOG sets'),
+        ({"window": "x"}, 'window must be a whole number from 1 to 1024 (operations), not "x"'),
+        ({"kv_lease_duration": "x"}, "kv_lease_duration must be a number of seconds"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_whatever_the_environment_has(
+    config: dict[str, object],
+    error: str,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--no-transfers", "--config", json.dumps(config)])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("kvferry doctor: error: --config: kv_connector_extra_config")
+    assert error in told
 
 
 @pytest.mark.parametrize(
@@ -62,3 +113,52 @@ def test_the_configuration_is_what_the_config_command_takes(tmp_path: Path) -> N
     for config in (json.dumps(extra), json.dumps(whole), str(path)):
         told = doctor("--config", config)
         assert any(f"port {port} of 127.0.0.1" in line for line in told["port"]["evidence"]), told["port"]
+
+
+def engine(role: str, **extra: object) -> str:
+    return json.dumps({"kv_connector": "KvferryConnector", "kv_role": role, "kv_connector_extra_config": extra})
+
+
+def test_a_decode_engine_beside_a_prefill_engine_needs_no_port() -> None:
+    with Listener({"engine_id": "prefill", "host": "127.0.0.1"}) as listener:
+        where = dict(zip(("host", "port"), listener.address, strict=True))
+        decode, both = (doctor("--config", engine(role, **where)) for role in ("kv_consumer", "kv_both"))
+    assert decode.cases("address", "port") == ["unneeded", "unneeded"]
+    assert (decode.troubles, decode.code) == ({}, 0)
+    assert both["port"]["case"] == "in-use"
+    # An address that nobody is told may be any.
+    assert doctor("--config", engine("kv_consumer", host="no.such.host.invalid")).troubles == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "multi_turn", "listens"),
+    [
+        (engine("kv_producer"), False, True),
+        (engine("kv_consumer"), None, False),
+        (engine("kv_consumer"), False, False),
+        (engine("kv_consumer"), True, True),
+        ("{}", None, True),
+    ],
+)
+def test_who_has_a_listener(
+    config: str, multi_turn: bool | None, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode engine has one where prefill engines read conversations back; not every library has that key."""
+    rows = [] if multi_turn is None else [{"key": "multi_turn", "parts": ["scheduler"], "value": multi_turn}]
+    for row in rows:
+        row["source"] = "given"
+    monkeypatch.setattr(cli, "describe", lambda extra: {"settings": rows})
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    assert cli.asked_for(parser.parse_args(["--config", config])).listens == listens
+
+
+def test_of_several_connectors_the_role_of_ours_counts() -> None:
+    own = json.loads(engine("kv_consumer"))
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other", "kv_role": "kv_both"}, own]},
+    }
+    assert any_config(several).role == "kv_consumer"
+    assert any_config({"port": 1}).role is None
