@@ -45,6 +45,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=[*PROGRAMS], help="this proxy; may be repeated (default: all)"
     )
+    parser.add_argument(
+        "--installed",
+        choices=("prefill", "decode"),
+        help="this server is of the installed vLLM, the other of the newest, as both are without this option",
+    )
     parser.add_argument("--conversations", type=int, default=4, help="of two turns, of each kind (default 4)")
     return parser.parse_args(arguments)
 

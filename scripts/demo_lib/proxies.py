@@ -29,6 +29,7 @@ from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port
 SCRIPTS = Path(__file__).resolve().parent.parent
 ROOT = SCRIPTS.parent
 DEPS = ROOT / ".deps"
+SOURCES = DEPS / "vllm-source"
 START_LIMIT_S = 600.0
 WARM_UPS = 5
 
@@ -56,8 +57,8 @@ class Line:
     notes: list[str] = field(default_factory=list)
 
 
-def specs(connector: str, model: Path) -> tuple[ServerSpec, ServerSpec]:
-    """The prefill and the decode server."""
+def specs(connector: str, model: Path, installed: str | None) -> tuple[ServerSpec, ServerSpec]:
+    """The prefill and the decode server; `installed` is of the vLLM that is installed."""
     both = {"bidirectional_kv_xfer": True}
     if connector == "kvferry":
         config: dict[str, Any] = {"kv_connector": "KvferryConnector", "kv_connector_extra_config": {**both, "port": 0}}
@@ -72,6 +73,9 @@ def specs(connector: str, model: Path) -> tuple[ServerSpec, ServerSpec]:
         arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config"]
         arguments += [json.dumps({**config, "kv_role": role, "kv_load_failure_policy": policy})]
         environment = server_environment(SCRIPTS, DEPS)
+        if name == installed:
+            paths = environment["PYTHONPATH"].split(os.pathsep)
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if Path(path).parent != SOURCES)
         environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         made.append(ServerSpec(name, arguments, environment))
@@ -115,7 +119,7 @@ class Run:
     async def start(self) -> None:
         """Starts the proxy and returns when a hand-over through it has succeeded. The stock connector's first may fail:
         its handshake has 5 s, which a cold engine may exceed."""
-        source = DEPS / "vllm-source" / vllm.__version__.split("+")[0] / self._program.path
+        source = SOURCES / vllm.__version__ / self._program.path
         command = [sys.executable, str(source)]
         command += self._program.arguments(self._port, self._prefill.port, self._decode.port)
         with self._log.open("wb") as log:
@@ -202,7 +206,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
     async with open_session() as session:
         try:
             model = make_model("llama", DEPS / "models")
-            prefill, decode = (servers.start(spec) for spec in specs(options.connector, model))
+            prefill, decode = (servers.start(spec) for spec in specs(options.connector, model, options.installed))
             await servers.wait_ready((prefill, decode), session, START_LIMIT_S)
             for name in options.only or PROGRAMS:
                 program = PROGRAMS[name]
@@ -231,7 +235,8 @@ def main() -> int:
     folder.mkdir(parents=True)
     os.environ.setdefault("KVFERRY_LOG", "warn")
     lines = asyncio.run(run(options, folder))
-    print(f"vLLM {vllm.__version__}, connector {options.connector}; logs in {folder.relative_to(ROOT)}")
+    beside = f", {options.installed} server of the installed vLLM" if options.installed else ""
+    print(f"vLLM {vllm.__version__}{beside}, connector {options.connector}; logs in {folder.relative_to(ROOT)}")
     for line in lines:
         print(f"{line.proxy:<11} {line.what:<20} {line.equal} of {line.requests} answers equal")
         for note in line.notes:
