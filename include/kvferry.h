@@ -697,7 +697,8 @@ int32_t kvf_scheduler_allocated(struct kvf_scheduler *scheduler,
 // Blocks are passed as in kvf_scheduler_allocated.
 //
 // With multi_turn, a consumer's complete request may be kept too, and `*answer` is for the producer of the conversation's next
-// turn. Without num_blocks nothing is.
+// turn. Without num_blocks nothing is. A producer's request that ends before the reports of its own load were taken is handed
+// over to nobody: `*keep` is 1 for that load.
 int32_t kvf_scheduler_finished(struct kvf_scheduler *scheduler,
                                const char *request_id,
                                size_t request_id_len,
@@ -740,6 +741,13 @@ int32_t kvf_scheduler_over(struct kvf_scheduler *scheduler,
                            const char *request_id,
                            size_t request_id_len,
                            uint32_t side);
+
+// Lets go of the `most` oldest conversations that are kept for their next turns (multi_turn): the host needs their blocks, or
+// what they hold is no longer valid, as after an update of the weights. `*count` becomes how many there were. Their blocks may be
+// used again when reports say that their sending is over.
+int32_t kvf_scheduler_forget_histories(struct kvf_scheduler *scheduler,
+                                       uint64_t most,
+                                       uint64_t *count);
 
 // Counters since the start and gauges as a msgpack map; kvf_stats_metrics tells what each is.
 int32_t kvf_scheduler_stats(struct kvf_scheduler *scheduler, struct kvf_buffer *out);

@@ -183,8 +183,10 @@ impl World {
 
     fn grant(&mut self, id: RequestId, lease_ms: u64, lease_id: u64) {
         self.grants.insert(id.clone(), lease_id);
-        let step =
-            StepMetadata { grants: vec![Grant { request: id, lease_ms, lease_id, name: None }], ..Default::default() };
+        let step = StepMetadata {
+            grants: vec![Grant { request: id, lease_ms, lease_id, name: None, history: false }],
+            ..Default::default()
+        };
         self.worker.handle_step(self.now, step);
     }
 

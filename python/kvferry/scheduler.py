@@ -156,6 +156,16 @@ class Scheduler:
         """
         self._handle.call("over", _lib.text("a request id", request), _lib.constant(SIDES, "side", side))
 
+    def forget_histories(self, most: int | None = None) -> int:
+        """Lets go of the `most` oldest conversations that are kept for their next turns, by default of all.
+
+        For hosts that need their blocks, or whose weights have changed. Returns how many there were. Their blocks may
+        be used again when reports say that their sending is over.
+        """
+        count = _lib.new("uint64_t *")
+        self._handle.call("forget_histories", _lib.whole("most", 2**64 - 1 if most is None else most), count)
+        return int(count[0])
+
     def stats(self) -> dict[str, object]:
         """Counters since the start, and gauges; `kvferry.stats.metrics` tells what each is."""
         return _wire.unpack_map("stats", self._handle.ask("stats"))

@@ -20,10 +20,11 @@ import vllm
 
 from .client import SERVED_NAME
 from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
+from .kinds import Kinds
 from .metrics import Counters, fetch_metrics, parse_counters
 from .model import make_model
 from .programs import PROGRAMS, Program, parse_options
-from .proxy import open_session
+from .proxy import Proxy, open_session
 from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -57,7 +58,10 @@ class Line:
     notes: list[str] = field(default_factory=list)
 
 
-def specs(connector: str, model: Path, installed: str | None) -> tuple[ServerSpec, ServerSpec]:
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def specs(connector: str, model: Path, template: Path, installed: str | None) -> tuple[ServerSpec, ServerSpec]:
     """The prefill and the decode server; `installed` is of the vLLM that is installed."""
     both = {"bidirectional_kv_xfer": True}
     if connector == "kvferry":
@@ -70,6 +74,7 @@ def specs(connector: str, model: Path, installed: str | None) -> tuple[ServerSpe
     for name, role, policy in zip(("prefill", "decode"), roles, ("recompute", "fail"), strict=True):
         arguments = ["--model", str(model), "--served-model-name", SERVED_NAME, "--dtype", "float32", "--enforce-eager"]
         arguments += ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
+        arguments += ["--chat-template", str(template), "--scheduling-policy", "priority"]
         arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config"]
         arguments += [json.dumps({**config, "kv_role": role, "kv_load_failure_policy": policy})]
         environment = server_environment(SCRIPTS, DEPS)
@@ -199,6 +204,25 @@ class Run:
         )
 
 
+async def of_every_kind(proxy: str, session: aiohttp.ClientSession, url: str, prefill: Server, decode: Server) -> Line:
+    """Requests of every kind through a proxy."""
+    kinds = Kinds(session, url, prefill, decode, proxy)
+    await kinds.run()
+    return Line(proxy, "of every kind", kinds.asked, kinds.equal, kinds.notes)
+
+
+async def at_once(session: aiohttp.ClientSession, prefill: Server, decode: Server) -> Line:
+    """The same through a proxy of ours, which asks both servers at the same time."""
+    proxy = Proxy(prefill.url, decode.url, at_once=True)
+    await proxy.start()
+    try:
+        # Its first request goes the other way.
+        await ask(session, proxy.url, list(range(10, 74)), 4)
+        return await of_every_kind("at once", session, proxy.url, prefill, decode)
+    finally:
+        await proxy.stop()
+
+
 async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
     """All lines of the table."""
     servers = ServerGroup(folder)
@@ -206,7 +230,11 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
     async with open_session() as session:
         try:
             model = make_model("llama", DEPS / "models")
-            prefill, decode = (servers.start(spec) for spec in specs(options.connector, model, options.installed))
+            template = folder / "chat.jinja"
+            template.write_text(CHAT_TEMPLATE)
+            prefill, decode = (
+                servers.start(spec) for spec in specs(options.connector, model, template, options.installed)
+            )
             await servers.wait_ready((prefill, decode), session, START_LIMIT_S)
             for name in options.only or PROGRAMS:
                 program = PROGRAMS[name]
@@ -216,6 +244,8 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
                     await proxy.start()
                     lines.append(Line(name, "requests"))
                     await proxy.single(lines[-1])
+                    if name == "toy":
+                        lines.append(await of_every_kind(name, session, proxy.url, prefill, decode))
                     if program.has_turns:
                         lines.append(Line(name, "turns, as they were"))
                         await proxy.turns(lines[-1], options.conversations, strips=False)
@@ -223,6 +253,8 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
                         await proxy.turns(lines[-1], options.conversations, strips=True)
                 finally:
                     proxy.stop()
+            if options.connector == "kvferry" and not options.only:
+                lines.append(await at_once(session, prefill, decode))
         finally:
             servers.stop()
     return lines

@@ -263,6 +263,11 @@ impl Scheduler {
         }
     }
 
+    /// Lets go of the `most` oldest conversations; see [`Machine::forget_histories`].
+    pub fn forget_histories(&self, most: usize) -> usize {
+        lock(&self.machine).forget_histories(most)
+    }
+
     /// The next step's work for every worker, encoded. What it returns is not returned again; see
     /// [`Machine::encode_step`].
     ///

@@ -334,6 +334,8 @@ impl Lines {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::sync::mpsc::channel;
+
     use super::*;
     use crate::proto::ids::RequestId;
     use crate::proto::wire::{Cause, RecvRecord};
@@ -416,18 +418,19 @@ mod tests {
     fn what_the_writer_has_no_time_for_is_left_out_and_counted() {
         let folder = folder("left-out");
         let TraceFile { file, path } = TraceFile::configured(folder.join("t.json").to_str()).unwrap().unwrap();
-        let (told, tells) = sync_channel(2);
-        let (alive, ended) = sync_channel(0);
-        let left_out = Arc::new(AtomicU64::new(0));
-        let tracer = Tracer { told: Some(told), left_out: Arc::clone(&left_out), ended, origin: 0 };
+        let (go, gate) = channel();
+        let tale = path.clone();
+        let writer = Writer::start("kvf-trace", "the trace", 2, move |tells| {
+            gate.recv().unwrap();
+            Tale { file, path: tale, source: source(), tells }.run();
+        });
+        let tracer = Tracer { writer: writer.unwrap(), origin: 0 };
         let request = RequestId::new("r").unwrap();
         for number in 0..5 {
             tracer.tell(Life::RecvBegan { number, request: request.clone(), at: Time(number) }, Time(number));
         }
-        assert_eq!(left_out.load(Ordering::Relaxed), 3);
-        drop::<SyncSender<()>>(alive);
+        go.send(()).unwrap();
         drop(tracer);
-        Writer { file, path: path.clone(), source: source(), tells, left_out }.run();
         let events = events(&path);
         let counts: Vec<u64> = events.iter().filter_map(|e| e.pointer("/args/left_out")?.as_u64()).collect();
         assert_eq!((events.iter().filter(|e| e.get("ph").unwrap() == "b").count(), counts), (2, vec![3]));

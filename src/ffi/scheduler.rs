@@ -268,7 +268,8 @@ pub unsafe extern "C" fn kvf_scheduler_allocated(
 /// Blocks are passed as in kvf_scheduler_allocated.
 ///
 /// With multi_turn, a consumer's complete request may be kept too, and `*answer` is for the producer of the conversation's next
-/// turn. Without num_blocks nothing is.
+/// turn. Without num_blocks nothing is. A producer's request that ends before the reports of its own load were taken is handed
+/// over to nobody: `*keep` is 1 for that load.
 ///
 /// # Safety
 /// As the header's top says.
@@ -392,6 +393,27 @@ pub unsafe extern "C" fn kvf_scheduler_over(
         // SAFETY: the caller's promise for arrays.
         let request = unsafe { text(request_id, request_id_len, "request")? };
         scheduler.over(request, aggregator::direction(side)?);
+        Ok(())
+    })
+}
+
+/// Lets go of the `most` oldest conversations that are kept for their next turns (multi_turn): the host needs their blocks, or
+/// what they hold is no longer valid, as after an update of the weights. `*count` becomes how many there were. Their blocks may be
+/// used again when reports say that their sending is over.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_forget_histories(
+    scheduler: *mut kvf_scheduler,
+    most: u64,
+    count: *mut u64,
+) -> i32 {
+    boundary!(kvf_scheduler_forget_histories, {
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        // SAFETY: the caller's promise for out-parameters.
+        let count = unsafe { Out::new(count, "count")? };
+        count.write(scheduler.forget_histories(usize::try_from(most).unwrap_or(usize::MAX)) as u64);
         Ok(())
     })
 }

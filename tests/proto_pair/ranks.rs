@@ -117,7 +117,7 @@ impl Ranks {
             sent: vec![0; p_tp as usize],
             expired: 0,
         };
-        let grant = Grant { request: request("p-0"), lease_ms: 1_000, lease_id: LEASE, name: None };
+        let grant = Grant { request: request("p-0"), lease_ms: 1_000, lease_id: LEASE, name: None, history: false };
         for p in 0..ranks.p.len() {
             let step = StepMetadata { grants: vec![grant.clone()], ..Default::default() };
             ranks.push((true, p, 0), Event::Step(step));

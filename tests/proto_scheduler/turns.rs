@@ -138,10 +138,43 @@ fn a_history_that_is_not_loaded_is_given_back() {
     let mut s = engine();
     s.finished(&id("p"), &history(), FinishOutcome::Aborted, vec![], 0).unwrap();
     assert_eq!(s.build_step().releases.len(), 1);
-    // An abort under the load.
-    s.allocated(&id("q"), &history(), lists(&[1, 2, 3], &[5, 6, 7]), 16, 12).unwrap();
-    assert!(s.finished(&id("q"), &history(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
-    assert_eq!(s.build_step().aborts, vec![id("q")]);
+}
+
+/// Those that await it must not wait any longer, however it ends.
+#[test]
+fn a_prefill_that_ends_under_the_load_of_its_history_is_handed_over_to_nobody() {
+    for (outcome, transfer_id) in
+        [(FinishOutcome::Aborted, None), (FinishOutcome::Aborted, Some("x")), (FinishOutcome::Complete, Some("x"))]
+    {
+        let mut s = engine();
+        let asked = TransferParams { transfer_id: transfer_id.map(str::to_owned), ..history() };
+        s.allocated(&id("q"), &asked, lists(&[1, 2, 3], &[5, 6, 7]), 16, 12).unwrap();
+        for _ in 0..2 {
+            let finish = s.finished(&id("q"), &asked, outcome, whole(), 18).unwrap();
+            assert_eq!((finish.keep, finish.params), (true, None));
+        }
+        assert_eq!(s.poll_notice(), transfer_id.map(|name| Notice::Gone(id(name))));
+        assert_eq!(s.poll_notice(), None);
+        let step = s.build_step();
+        assert_eq!((step.aborts, step.dropped), (vec![id("q")], vec![id(transfer_id.unwrap_or("q"))]));
+        assert_eq!(s.stats().drops, 1);
+        s.on_report(&over(&["q"], &[])).unwrap();
+        assert_eq!((s.receiving(), s.sending()), (0, 0));
+    }
+}
+
+#[test]
+fn the_host_can_have_conversations_let_go_of() {
+    let mut s = engine();
+    for name in ["a", "b", "c"] {
+        assert!(decoded(&mut s, name, lists(&[31], &[41]), 3).is_some());
+    }
+    assert!(s.build_step().grants.iter().all(|grant| grant.history));
+    assert_eq!((s.forget_histories(1), s.build_step().dropped), (1, vec![id("a")]));
+    assert_eq!((s.forget_histories(usize::MAX), s.build_step().dropped), (2, vec![id("b"), id("c")]));
+    assert_eq!((s.forget_histories(5), s.has_pending(), s.sending()), (0, false, 3));
+    s.on_report(&over(&[], &["a", "b", "c"])).unwrap();
+    assert_eq!(s.sending(), 0);
 }
 
 #[test]

@@ -92,7 +92,13 @@ pub(super) fn remote(incarnation: Option<Incarnation>) -> Remote {
 
 pub(super) fn step() -> StepMetadata {
     StepMetadata {
-        grants: vec![Grant { request: request("g"), lease_ms: 30_000, lease_id: 4, name: Some(request("x-1")) }],
+        grants: vec![Grant {
+            request: request("g"),
+            lease_ms: 30_000,
+            lease_id: 4,
+            name: Some(request("x-1")),
+            history: false,
+        }],
         dropped: vec![request("x")],
         holds: vec![Hold { request: request("h"), remote: remote(None) }],
         loads: vec![Load {

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use kvferry::proto::handshake::HandshakeFailure;
 use kvferry::proto::ids::{Incarnation, RankId};
+use kvferry::proto::stats::Stats;
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
     Blocks, Cause, EngineShape, Grant, Hold, Load, PeerMessage, RankMetadata, Reader, Release, Remote, StepMetadata,
@@ -53,7 +54,7 @@ fn sent(w: &mut Worker) -> Vec<Grant> {
 }
 
 fn grant(name: &str, lease_id: u64) -> Grant {
-    Grant { request: request(name), lease_ms: 1_000, lease_id, name: None }
+    Grant { request: request(name), lease_ms: 1_000, lease_id, name: None, history: false }
 }
 
 fn grants(w: &mut Worker, now: u64, grant: Grant) {

@@ -306,3 +306,28 @@ fn shutdown_ends_leases_and_refuses_what_comes_later() {
     assert_eq!(verdicts(&mut w), [(5, Verdict::Unknown), (6, Verdict::Expired), (7, Verdict::Unknown)]);
     assert_eq!(sent(&mut w).len(), 2);
 }
+
+#[test]
+fn conversations_that_nobody_has_to_come_for_are_not_counted() {
+    let mut w = worker(config());
+    for (name, lease_id) in [("expires", 1), ("read", 2), ("released", 3), ("dropped", 4)] {
+        grants(&mut w, 0, Grant { history: true, ..grant(name, lease_id) });
+    }
+    let message = |name: &str, lease_id, release| {
+        let (request, reader, readers) = (request(name), reader(1), 1);
+        match release {
+            true => PeerMessage::Release { request, lease_id, reader, readers },
+            false => PeerMessage::Done { request, lease_id, reader, readers, serial: lease_id, more: false },
+        }
+    };
+    w.handle_message(Time(1), &from(), message("read", 2, false));
+    w.handle_message(Time(1), &from(), message("released", 3, true));
+    assert_eq!(w.leases(), 2);
+    w.handle_timeout(Time(2_000 * MS));
+    assert_eq!(w.leases(), 0);
+    let mut stats = Stats::default();
+    while let Some(report) = w.poll_report() {
+        stats.merge(&report.stats);
+    }
+    assert_eq!((stats.sends_granted, stats.sends_read, stats.sends_released, stats.sends_expired), (0, 0, 0, 0));
+}

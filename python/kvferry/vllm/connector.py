@@ -227,6 +227,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether to keep the blocks of a finished prefill, and the params for the decode engine."""
         return self._scheduler.finished(request, block_ids)
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether a running request that needs blocks gets them from a conversation that is kept for its next turn,
+        which is better than to preempt another."""
+        return self._scheduler.make_room()
+
+    def reset_cache(self) -> bool | None:
+        """Lets go of all conversations that are kept for their next turns, as after an update of the weights."""
+        self._scheduler.forget_histories()
+        return None
+
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step once more to hand out a release, an abort or a lease."""
         return self._scheduler.has_pending()

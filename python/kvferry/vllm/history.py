@@ -53,7 +53,7 @@ def in_common(request: Request, params: Mapping[str, Any], whole: bool) -> int:
     """
     held, stated = params.get("remote_num_tokens"), params.get(KEY)
     if not isinstance(held, int) or isinstance(held, bool) or held < 0:
-        raise invalid(f"remote_num_tokens must be a number of tokens, not {held!r}")
+        raise invalid(f"remote_num_tokens must be a number of tokens, not {_shown(held)}")
     step, digests = _parse(stated, held)
     most = request.num_prompt_tokens - 1
     if request.prompt_embeds is not None or (whole and held > most):
@@ -76,7 +76,7 @@ def _parse(stated: Any, held: int) -> tuple[int, bytes]:
         )
     step, text = stated.get("step"), stated.get("digests")
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
-        raise invalid(f"{KEY}.step must be a number of tokens of at least 1, not {step!r}")
+        raise invalid(f"{KEY}.step must be a number of tokens of at least 1, not {_shown(step)}")
     try:
         digests = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
     except (binascii.Error, ValueError):
@@ -88,6 +88,12 @@ def _parse(stated: Any, held: int) -> tuple[int, bytes]:
             f"{held} tokens in steps of {step}"
         )
     return step, digests
+
+
+def _shown(value: Any) -> str:
+    """What came from outside and may be of any length."""
+    text = repr(value)
+    return text if len(text) <= 64 else f"{text[:64]}..."
 
 
 def _beginnings(request: Request, tokens: int, step: int) -> Iterator[tuple[int, bytes]]:

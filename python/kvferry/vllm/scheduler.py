@@ -49,7 +49,7 @@ def _names_history(request: Request) -> bool:
 
 def _processed_tokens(request: Request) -> int:
     """The tokens whose cache is there, without those of steps in flight, which go on behind the request's end."""
-    return min(int(request.num_computed_tokens - request.num_in_flight_tokens), len(request.all_token_ids))
+    return max(0, min(int(request.num_computed_tokens - request.num_in_flight_tokens), len(request.all_token_ids)))
 
 
 def _drop_last_token(request: Request) -> None:
@@ -88,6 +88,8 @@ class SchedulerSide:
         # Whether the next step grants leases.
         self._granted = False
         self._multi_turn = options.multi_turn
+        # Looked up for a load, and not given blocks so far.
+        self._wants_blocks = False
         # Of prefills whose conversation a decode engine has so far: how many tokens of that they begin with.
         self._histories: dict[str, int] = {}
         # Whether the ranks' metadata is known. After a sleep it is given again, of new workers.
@@ -180,6 +182,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond `computed_tokens` are loaded, and whether between steps."""
+        self._wants_blocks = True
         params = self._to_load(request)
         if params is None or not self._loads:
             return 0, False
@@ -202,6 +205,7 @@ class SchedulerSide:
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """Blocks are allocated: those without a hash yet are the ones to fill."""
+        self._wants_blocks = False
         params = self._to_load(request)
         if params is None:
             return
@@ -309,12 +313,24 @@ class SchedulerSide:
 
     def build_step(self) -> KvferryConnectorMetadata:
         """The work of this engine step; cheap when there is none."""
+        if self._wants_blocks and self._multi_turn:
+            # A request waits that could have run: conversations give way, one a step, until there is room for it.
+            self.make_room()
+        self._wants_blocks = False
         refused, self._refused_loads = self._refused_loads, {}
         step = self._scheduler.step() if self._scheduler.has_pending() else b""
         metadata = KvferryConnectorMetadata(step, refused, self._granted)
         # Work that one step did not hold comes with the next.
         self._granted = self._granted and self._scheduler.has_pending()
         return metadata
+
+    def make_room(self) -> bool:
+        """Lets go of the oldest conversation; whether there was one, whose blocks will be free soon."""
+        return self._multi_turn and self._scheduler.forget_histories(1) > 0
+
+    def forget_histories(self) -> None:
+        """Lets go of all conversations."""
+        self._scheduler.forget_histories()
 
     def has_pending(self) -> bool:
         """Whether an engine step is needed to hand out work, even if no request is left."""

@@ -162,8 +162,8 @@ mod tests {
 
     #[test]
     fn nobody_makes_ucx_connect_with_a_call_that_blocks() {
-        let mut config = AgentConfig::default();
-        config.ucx = [("TCP_CONN_NB".to_owned(), "n".to_owned())].into();
+        let ucx = [("TCP_CONN_NB".to_owned(), "n".to_owned())].into();
+        let config = AgentConfig { ucx, ..AgentConfig::default() };
         let settings = settings_if_known(&config, CAN_REFUSE);
         assert!(settings.contains(&("TCP_CONN_NB".to_owned(), "y".to_owned())), "{settings:?}");
     }

@@ -228,7 +228,7 @@ impl Scheduler {
     /// Consumer: a request came in; if it was prefilled remotely, its lease is kept alive from the next step on. Calling
     /// it is optional, and calling it again changes nothing.
     ///
-    /// Errors: [`ErrorKind::InvalidArgument`] naming the missing or malformed keys; nothing is remembered then.
+    /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) naming the missing or malformed keys; nothing is remembered then.
     pub fn arrived(&mut self, request: &RequestId, params: &TransferParams) -> Result<()> {
         params::check_roles(request, params)?;
         if !self.loads(params) || self.recvs.contains_key(request) {
@@ -244,7 +244,7 @@ impl Scheduler {
     /// Consumer: how many of the prompt's tokens beyond `computed_tokens` can be loaded from the producer. Zero for a
     /// request without a remote prefill, and for one that has had its load or release already. No side effect.
     ///
-    /// Errors: [`ErrorKind::InvalidArgument`] for params that no load could use, naming the key.
+    /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for params that no load could use, naming the key.
     pub fn matched(
         &self,
         request: &RequestId,
@@ -277,7 +277,7 @@ impl Scheduler {
     /// host, which may have committed itself to a load, gets its terminal report. Whether the producer's blocks fit is
     /// found by the workers, who know its block sizes.
     ///
-    /// Errors: [`ErrorKind::InvalidArgument`] for params that [`Scheduler::matched`] refuses, for a wrong number of
+    /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for params that [`Scheduler::matched`] refuses, for a wrong number of
     /// lists and for more than [`MAX_BLOCK_IDS`](limits::MAX_BLOCK_IDS) blocks; nothing is queued then.
     pub fn allocated(
         &mut self,
@@ -342,17 +342,27 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Lets go of the `most` oldest conversations that are kept for their next turns, because the host needs their blocks, or
+    /// what they hold is no longer valid. Returns how many there were. Their blocks are free when the workers have reported
+    /// them as sent.
+    pub fn forget_histories(&mut self, most: usize) -> usize {
+        let count = self.histories.len().min(most);
+        self.step.dropped.extend(self.histories.drain(..count).map(|(request, _)| request));
+        count
+    }
+
     /// The request ended; `blocks` are its blocks per KV-cache group and `computed_tokens` the tokens whose cache they
     /// hold.
     ///
     /// - Producer, `do_remote_decode`, complete: the blocks are kept, a lease is granted with the next step, and the
     ///   params for the decoder come back. In any other outcome, or without blocks, nothing is kept. With a `transfer_id`
     ///   that is what consumers call it, and those that await it are told ([`Scheduler::poll_notice`]).
+    ///   A request whose history is still being loaded ends without a hand-over.
     /// - Consumer: a request without a load gives the producer's blocks back; one that is being loaded is aborted, and
     ///   its blocks must stay until its terminal report; one that was loaded owes nothing. Params that name no producer
     ///   have nothing to give back and are no error here.
     ///
-    /// Errors ([`ErrorKind::InvalidArgument`], [`ErrorKind::AlreadyExists`]) mean that nothing is kept or handed over.
+    /// Errors ([`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), [`ErrorKind::AlreadyExists`](crate::ErrorKind::AlreadyExists)) mean that nothing is kept or handed over.
     pub fn finished(
         &mut self,
         request: &RequestId,
@@ -370,6 +380,12 @@ impl Scheduler {
                         recv.state = RecvState::Loading { ended: true };
                         self.stats.aborts += 1;
                         self.step.aborts.push(request.clone());
+                        if params.do_remote_decode {
+                            // A prefill that ends while its history is loaded is handed over to nobody.
+                            let name = params::name(request, params)?;
+                            self.drop_prefill(name.as_ref().unwrap_or(request));
+                            self.notices.extend(name.filter(|name| !self.called.contains(name)).map(Notice::Gone));
+                        }
                     }
                     return Ok(Finish { keep: true, params: None });
                 }

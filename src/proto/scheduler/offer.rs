@@ -19,20 +19,18 @@ impl Scheduler {
         let called = name.unwrap_or(request);
         self.check_free(request, called)?;
         if outcome == FinishOutcome::Aborted {
-            self.stats.drops += 1;
-            self.step.dropped.push(called.clone());
+            self.drop_prefill(called);
             return Ok(Finish::default());
         }
         let offered = self.offered(request, blocks, computed_tokens)?;
         if offered.iter().all(Vec::is_empty) {
-            self.stats.drops += 1;
-            self.step.dropped.push(called.clone());
+            self.drop_prefill(called);
             return Ok(Finish::default());
         }
         let late = self.config.written_late;
         let name = if late { Some(called) } else { name };
         let lease_ms = self.config.lease_ms;
-        let mut params = self.grant(request, name, lease_ms, offered, computed_tokens)?;
+        let mut params = self.grant(request, name, false, lease_ms, offered, computed_tokens)?;
         params.do_remote_prefill = true;
         if late {
             // The listener tells them when all workers have said that they are written.
@@ -40,6 +38,12 @@ impl Scheduler {
             params.remote_block_ids = None;
         }
         Ok(Finish { keep: true, params: Some(params) })
+    }
+
+    /// Tells the workers, and so who asks them, that a prefill is not kept.
+    pub(super) fn drop_prefill(&mut self, called: &RequestId) {
+        self.stats.drops += 1;
+        self.step.dropped.push(called.clone());
     }
 
     /// A decoded request, whose blocks the prefill engine of the conversation's next turn may load.
@@ -58,7 +62,7 @@ impl Scheduler {
         if count == 0 || count > most_blocks || !params::goes_on(&self.config, &offered, computed_tokens) {
             return Ok(Finish::default());
         }
-        let mut params = self.grant(request, None, lease_ms, offered, computed_tokens)?;
+        let mut params = self.grant(request, None, true, lease_ms, offered, computed_tokens)?;
         params.do_remote_decode = true;
         // Whoever reads one that is let go of learns from the verdict that it must not count on what it read.
         let mut kept = self.histories.iter().map(|(_, blocks)| blocks).sum::<u64>();
@@ -117,6 +121,7 @@ impl Scheduler {
         &mut self,
         request: &RequestId,
         name: Option<&RequestId>,
+        history: bool,
         lease_ms: u64,
         offered: Vec<Vec<u32>>,
         computed_tokens: u64,
@@ -156,7 +161,7 @@ impl Scheduler {
             let blocks = offered.into_iter().map(Blocks::from).collect();
             Prefill { request: name.clone(), blocks, tokens: computed_tokens, lease_ms, lease_id }
         });
-        self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id, name: name.cloned() });
+        self.step.grants.push(Grant { request: request.clone(), lease_ms, lease_id, name: name.cloned(), history });
         self.aggregator.forget_side(request, Direction::Send);
         self.sends.insert(request.clone(), Sent { name: name.cloned(), unannounced });
         self.called.insert(called.clone());

@@ -120,7 +120,7 @@ mod tests {
     }
 
     fn queue() -> StepMetadata {
-        let grant = |name| Grant { request: id(name), lease_ms: 1, lease_id: 1, name: None };
+        let grant = |name| Grant { request: id(name), lease_ms: 1, lease_id: 1, name: None, history: false };
         StepMetadata {
             grants: vec![grant("g1"), grant("g2")],
             dropped: vec![id("d")],

@@ -44,6 +44,9 @@ pub struct Grant {
     /// What consumers call it, if not by the request's id.
     #[serde(default)]
     pub name: Option<RequestId>,
+    /// A conversation that is kept for its next turn, not a prefill: nobody has to come for it, so it is not counted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub history: bool,
 }
 
 /// Consumer: a request with a remote prefill has arrived; connect early and keep its lease alive.

@@ -58,6 +58,8 @@ struct Lease {
     id: u64,
     length: Duration,
     granted: Time,
+    /// Not counted among the sends.
+    history: bool,
     /// The ids of earlier leases of this name.
     former: Vec<u64>,
     /// Whether an engine has named it. None that cannot counts from then on.
@@ -149,7 +151,7 @@ impl Producer {
     /// A request's blocks are kept from now on. A grant for a lease that still holds renews it; one for a request that
     /// is over starts anew.
     pub(super) fn grant(&mut self, now: Time, grant: Grant, out: &mut Outbox) {
-        let Grant { request: own, lease_ms, lease_id, name } = grant;
+        let Grant { request: own, lease_ms, lease_id, name, history } = grant;
         if self.closed {
             out.report.finished_sending.push(own);
             return;
@@ -167,7 +169,7 @@ impl Producer {
         let length = ms(lease_ms.max(1));
         self.deadlines.set(Timer::Lease(request.clone()), now + length);
         if !self.leases.contains_key(&request) {
-            out.count(|stats| stats.sends_granted += 1);
+            out.count(|stats| stats.sends_granted += u64::from(!history));
             out.trace(|| Life::SendBegan { request: request.clone(), at: now });
         }
         self.leases
@@ -178,6 +180,7 @@ impl Producer {
                 id: lease_id,
                 length,
                 granted: now,
+                history,
                 former,
                 named: false,
                 expected: HashMap::new(),
@@ -266,7 +269,8 @@ impl Producer {
         while let Some(timer) = self.deadlines.expired(now) {
             match timer {
                 Timer::Lease(request) => {
-                    out.count(|stats| stats.sends_expired += 1);
+                    let history = self.leases.get(&request).is_some_and(|lease| lease.history);
+                    out.count(|stats| stats.sends_expired += u64::from(!history));
                     self.end(now, &request, LeaseEnd::Expired, out);
                 }
                 Timer::Early(request) => self.refuse_early(&request, out),
@@ -298,11 +302,12 @@ impl Producer {
         if !lease.is_heard() {
             return;
         }
+        let counted = u64::from(!lease.history);
         let how = if lease.readers.values().any(|part| !part.judged.is_empty()) {
-            out.count(|stats| stats.sends_read += 1);
+            out.count(|stats| stats.sends_read += counted);
             LeaseEnd::Read
         } else {
-            out.count(|stats| stats.sends_released += 1);
+            out.count(|stats| stats.sends_released += counted);
             LeaseEnd::Released
         };
         self.end(now, request, how, out);

@@ -470,6 +470,14 @@ class Engine:
             new = moved[storage.data_ptr()].untyped_storage()
             view.set_(new, view.storage_offset(), view.size(), view.stride())
 
+    def reset_caches(self) -> None:
+        """As `/reset_prefix_cache?reset_external=true`, which an operator repeats until it succeeds."""
+        deadline = time.monotonic() + LIMIT
+        while not self.scheduler.reset_prefix_cache(reset_connector=True):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the caches could not be reset: {self.state()}")
+            self.step()
+
     def forget_prefixes(self) -> None:
         """What no request has is not in the prefix cache any more."""
         pool = self.scheduler.kv_cache_manager.block_pool

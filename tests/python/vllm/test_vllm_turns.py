@@ -211,6 +211,37 @@ def test_a_decode_engine_keeps_no_more_than_its_share_and_for_no_longer_than_its
         made.close()
 
 
+def test_conversations_give_way_to_requests_that_need_their_blocks(tmp_path: Path) -> None:
+    # All of the 95 blocks may be kept: 15 conversations of 6.
+    made = Conversation(tmp_path, False, history_percent=100)
+    try:
+        for at in range(15):
+            assert made.turn(f"t{at}", prompt(900 + at, 70))[1] is not None
+        kept = made.decode.call("state")["requests"]
+        assert len(kept) == 15
+        # One that waits for 40 blocks, and goes on to need more.
+        long = prompt(950, 630)
+        params = made.prefilled("long", long, None)
+        made.decode.call("add", "long", long, 100, params)
+        made.decode.call("run_until", "'reason' in e.answers.get('long', {})")
+        assert made.decode.call("answer", "long")["reason"] == "length"
+        state = made.decode.call("state")
+        assert state["starts"]["long"][0] == len(long) - 1
+        assert state["wrong_bytes"]["long"] == 0
+        assert "t0" not in state["requests"]
+        assert "t14" in state["requests"]
+        # Those that run take more as they go on, and are not preempted for it.
+        for name in ("one", "two"):
+            made.decode.call("add", name, prompt(len(name) + 960, 300), 500, None)
+        made.decode.call("run_until", "'reason' in e.answers.get('one', {}) and 'reason' in e.answers.get('two', {})")
+        assert made.decode.call("state")["starts"]["one"][:2] == [0, 300]
+        # As after an update of the weights.
+        made.decode.call("reset_caches")
+        made.quiesce()
+    finally:
+        made.close()
+
+
 def test_without_multi_turn_nothing_is_kept_and_nothing_is_loaded(tmp_path: Path) -> None:
     made = Conversation(tmp_path, False, bidirectional_kv_xfer=False)
     try:

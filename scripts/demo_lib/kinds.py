@@ -1,0 +1,140 @@
+"""Requests of every kind that vLLM's API has, through a proxy and by the decode server alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import aiohttp
+
+from .client import SERVED_NAME
+from .metrics import fetch_metrics, total
+from .servers import Server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
+GONE_LIMIT_S = 60.0
+LIMIT = aiohttp.ClientTimeout(total=300)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "one token": {"max_tokens": 1},
+    "two samples": {"n": 2, "temperature": 0.9, "seed": 11},
+    "seeded": {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": 5},
+    "log-probabilities": {"logprobs": 3},
+    "log-probabilities of the prompt": {"prompt_logprobs": 1},
+    "echo": {"echo": True},
+    "echo with log-probabilities": {"echo": True, "logprobs": 1},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "biased": {"logit_bias": {"77": 4.0, "78": -100.0}},
+    "allowed tokens": {"allowed_token_ids": [20, 21, 22, 23]},
+    "least number of tokens": {"min_tokens": 8, "ignore_eos": False},
+    "cut prompt": {"truncate_prompt_tokens": 100},
+    "priority": {"priority": 3},
+    "structured": {"structured_outputs": {"choice": ["t20", "t21"]}, "ignore_eos": False},
+}
+"""By what they add to a greedy completion."""
+
+OWN = ("id", "created", "kv_transfer_params", "system_fingerprint", "model", "metrics")
+"""Parts of an answer that say nothing of its content."""
+
+
+class Kinds:
+    """Asks a proxy and the decode server the same."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, prefill: Server, decode: Server, seed: str) -> None:
+        self._session, self._url, self._prefill, self._decode = session, url, prefill, decode
+        self._dice = random.Random(f"kinds-{seed}")
+        self.asked = 0
+        self.equal = 0
+        self.notes: list[str] = []
+
+    async def run(self) -> None:
+        """All kinds."""
+        for name, more in KINDS.items():
+            await self._compare(name, COMPLETIONS, self._body(**more))
+        await self._stops()
+        messages = [{"role": "user", "content": " ".join(f"t{self._dice.randrange(10, 500)}" for _ in range(120))}]
+        for name, more in [("chat", {}), ("chat with log-probabilities", {"logprobs": True, "top_logprobs": 2})]:
+            body = {"model": SERVED_NAME, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0.0}
+            await self._compare(name, CHAT, {**body, "ignore_eos": True, "return_token_ids": True, **more})
+        await self._streamed()
+        await self._left()
+
+    def _body(self, **more: Any) -> dict[str, Any]:
+        prompt = [self._dice.randrange(10, 500) for _ in range(PROMPT_TOKENS)]
+        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0}
+        return {**body, "ignore_eos": True, "return_token_ids": True, **more}
+
+    async def _ask(self, url: str, path: str, body: dict[str, Any]) -> Any:
+        async with self._session.post(f"{url}{path}", json=body, timeout=LIMIT) as response:
+            text = await response.text()
+            if response.status != 200:
+                return {"status": response.status, "text": text[:300]}
+            if body.get("stream"):
+                events = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
+                answers = [json.loads(event) for event in events if event != "[DONE]"]
+                return _joined([choice for answer in answers for choice in answer.get("choices", ())])
+            return {key: value for key, value in json.loads(text).items() if key not in OWN}
+
+    async def _alone(self, path: str, body: dict[str, Any]) -> Any:
+        """The decode server's own answer, which has nothing of the request in its prefix cache."""
+        return await self._ask(self._decode.url, path, {**body, "cache_salt": f"alone-{self._dice.random()}"})
+
+    async def _compare(self, name: str, path: str, body: dict[str, Any]) -> None:
+        self.asked += 1
+        found = await self._ask(self._url, path, body)
+        alone = await self._alone(path, body)
+        if "status" in alone:
+            self.notes.append(f"{name}: the decode server alone answers {alone['status']}: {alone['text'][:150]}")
+        # How a proxy words what a server refuses is its own.
+        if found == alone or ("status" in found and "status" in alone):
+            self.equal += 1
+        else:
+            self.notes.append(f"{name}: {json.dumps(found)[:300]} is not {json.dumps(alone)[:300]}")
+
+    async def _stops(self) -> None:
+        """Answers that end before their longest, by a token and by a text in them."""
+        for name in ("a token that stops", "a text that stops"):
+            body = self._body()
+            whole = (await self._alone(COMPLETIONS, body))["choices"][0]
+            if name == "a token that stops":
+                stop: dict[str, Any] = {"stop_token_ids": [whole["token_ids"][5]]}
+            else:
+                stop = {"stop": [whole["text"].split()[5]]}
+            await self._compare(name, COMPLETIONS, {**body, **stop})
+
+    async def _streamed(self) -> None:
+        for name, more in [("streamed", {}), ("streamed samples", {"n": 2, "temperature": 0.9, "seed": 3})]:
+            await self._compare(name, COMPLETIONS, self._body(stream=True, **more))
+
+    async def _left(self) -> None:
+        """A client that leaves in the middle of its answer. Nothing of it may be left in either engine."""
+        self.asked += 1
+        body = self._body(stream=True, max_tokens=1000)
+        async with self._session.post(f"{self._url}{COMPLETIONS}", json=body, timeout=LIMIT) as response:
+            await response.content.readline()
+        for _ in range(int(GONE_LIMIT_S)):
+            left = [await self._busy(server) for server in (self._prefill, self._decode)]
+            if left == [0, 0]:
+                self.equal += 1
+                return
+            await asyncio.sleep(1)
+        self.notes.append(f"a client that left: {left} requests are left in the engines after {GONE_LIMIT_S:.0f} s")
+
+    async def _busy(self, server: Server) -> int:
+        text = await fetch_metrics(self._session, server.url)
+        return int(total(text, "vllm:num_requests_running") + total(text, "vllm:num_requests_waiting"))
+
+
+def _joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the pieces of a stream add up to, by sample."""
+    samples: dict[str, Any] = {}
+    for choice in choices:
+        sample = samples.setdefault(str(choice["index"]), {"text": "", "tokens": [], "reason": None})
+        sample["text"] += choice.get("text") or ""
+        sample["tokens"] += choice.get("token_ids") or []
+        sample["reason"] = choice.get("finish_reason") or sample["reason"]
+    return samples
