@@ -7,14 +7,13 @@ mod agent_support;
 mod ucx_support;
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::path::Path;
 use std::time::Instant;
 
 use agent_support::child::{NO_STREAMS, Remote, hex, serve};
 use agent_support::{LIMIT, Node, assert_same, config, pattern_bytes, plan};
 use kvferry::ErrorKind;
-use kvferry::agent::{AgentConfig, Direction, Transport, encode_metadata};
+use kvferry::agent::{Direction, Transport, encode_metadata};
 use kvferry::proto::ids::Incarnation;
 use kvferry::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
 use kvferry::secret::{ENV, Initiator, Key, Protocol, Responder};
@@ -184,20 +183,12 @@ fn a_relayed_witness_gets_nobody_the_memory_of_a_third_process() {
     relay(None);
 }
 
-/// A file with the key of 32 sevens.
-fn key_file() -> PathBuf {
-    use std::os::unix::fs::OpenOptionsExt;
-    static NUMBER: AtomicU32 = AtomicU32::new(0);
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let file = std::env::temp_dir().join(format!("kvferry-hostile-{}-{number}", std::process::id()));
-    let mut out = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file).unwrap();
-    std::io::Write::write_all(&mut out, hex(&[7; 32]).as_bytes()).unwrap();
-    file
-}
-
 #[test]
 fn a_relayed_witness_gets_no_holder_of_the_key_the_memory_of_a_third_process() {
-    let file = key_file();
+    use std::os::unix::fs::OpenOptionsExt;
+    let file = std::env::temp_dir().join(format!("kvferry-hostile-{}", std::process::id()));
+    let mut out = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file).unwrap();
+    std::io::Write::write_all(&mut out, hex(&[7; 32]).as_bytes()).unwrap();
     relay(Some((&file, Key::from_bytes([7; 32]))));
     std::fs::remove_file(&file).unwrap();
 }
@@ -244,11 +235,10 @@ fn memory_of_a_process_without_a_witness_is_not_copied_by_ucx_either() {
 }
 
 /// An address that the metadata does not have is another peer's.
-fn another_address(key: Option<(&Path, Key)>) {
-    let env: Vec<(&str, &str)> = key.iter().map(|(file, _)| (ENV, file.to_str().unwrap())).collect();
-    let key_file = key.as_ref().map(|(file, _)| file.to_path_buf());
-    let mut reader = Node::start(AgentConfig { key_file, ..config("reader", Transport::Tcp) }, 40, &[LEN]);
-    let honest = Remote::spawn_with(Transport::Tcp, 30, &[LEN], &env);
+#[test]
+fn a_hello_from_another_address_than_the_metadata_has_is_refused() {
+    let mut reader = Node::start(config("reader", Transport::Tcp), 40, &[LEN]);
+    let honest = Remote::spawn(Transport::Tcp, 30, &[LEN]);
     honest.signal("STOP");
     let raw = Raw::new("tcp;RNDV_THRESH=inf;ADDRESS_VERSION=v2");
     let peer = reader.connect(&honest.metadata);
@@ -264,15 +254,7 @@ fn another_address(key: Option<(&Path, Key)>) {
         challenge: None,
     };
     let to_reader = raw.connect(&reader.agent.metadata().unwrap().address);
-    match &key {
-        None => raw.send(&to_reader, &frame(1, life, 78, 0), encode(&hello)),
-        Some((_, key)) => {
-            let header = frame(10, life, 78, 1);
-            let reader_life = reader.agent.metadata().unwrap().incarnation.0;
-            let payload = [reader_life.to_le_bytes().to_vec(), encode(&hello)].concat();
-            raw.send(&to_reader, &header, Initiator::start(key, Protocol::Agent, &header, &payload).unwrap().1);
-        }
-    }
+    raw.send(&to_reader, &frame(1, life, 78, 0), encode(&hello));
     wait("the hello's end", || {
         raw.side.worker.progress();
         let stats = reader.agent.stats().unwrap();
@@ -283,18 +265,6 @@ fn another_address(key: Option<(&Path, Key)>) {
     reader.move_all(peer, Direction::Read, plan(0, 0, LEN as u64, LEN as u64, vec![0], vec![0]));
     assert_same("the reader", &reader.contents(), &[pattern_bytes(30, LEN)]);
     honest.end();
-}
-
-#[test]
-fn a_hello_from_another_address_than_the_metadata_has_is_refused() {
-    another_address(None);
-}
-
-#[test]
-fn a_hello_of_a_holder_of_the_key_from_another_address_is_refused() {
-    let file = key_file();
-    another_address(Some((&file, Key::from_bytes([7; 32]))));
-    std::fs::remove_file(&file).unwrap();
 }
 
 /// The most resident memory that a process ever had, in bytes.

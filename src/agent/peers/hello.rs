@@ -115,7 +115,7 @@ impl Peers {
     }
 
     /// Refuses a hello of an agent at another address than the one that was connected to.
-    pub(super) fn check_address(&self, id: PeerId, hello: &Hello) -> Result<()> {
+    fn check_address(&self, id: PeerId, hello: &Hello) -> Result<()> {
         if self.get(id)?.address == hello.address {
             return Ok(());
         }

@@ -239,7 +239,6 @@ impl Peers {
         let Some(id) = self.find(hello.incarnation) else {
             return self.accept_sealed(&hello, number, responder, io);
         };
-        self.check_address(id, &hello)?;
         let peer = self.get(id)?;
         match peer.remote_connection() {
             // Ours, sent at the same time, was answered already.
@@ -293,7 +292,6 @@ impl Peers {
         if hello.seen != Some(peer.connection) {
             return Err(late());
         }
-        self.check_address(id, &hello)?;
         let peer = self.get_mut(id)?;
         match peer.remote_connection() {
             Some(known) if known == hello.connection => Err(late()),
