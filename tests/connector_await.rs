@@ -50,6 +50,8 @@ fn what_is_written_late_is_read_when_it_is_there() {
             worker.ok(&Ask::Fill { request: name.clone(), blocks: there.clone() });
         }
         p.step();
+        // Its report is what tells those who await it.
+        p.until("the grant", |e| e.said(&name).granted.len() == 2);
         assert!(d.await_received(&load).failures.is_empty(), "{:#?}", d.said(&load));
         p.await_sent(&name);
         d.check(&[(&name, &here)]);
