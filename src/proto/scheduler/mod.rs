@@ -380,11 +380,15 @@ impl Scheduler {
                         recv.state = RecvState::Loading { ended: true };
                         self.stats.aborts += 1;
                         self.step.aborts.push(request.clone());
-                        if params.do_remote_decode {
-                            // A prefill that ends while its history is loaded is handed over to nobody.
-                            let name = params::name(request, params)?;
-                            self.drop_prefill(name.as_ref().unwrap_or(request));
-                            self.notices.extend(name.filter(|name| !self.called.contains(name)).map(Notice::Gone));
+                        // A prefill that ends while its history is loaded is handed over to nobody.
+                        if params.do_remote_decode && self.loads(params) {
+                            // With a name that nobody can have, none awaits it. The load's blocks stay in any case.
+                            let name = params::name(request, params).unwrap_or_default();
+                            let called = name.as_ref().unwrap_or(request);
+                            if !self.called.contains(called) {
+                                self.drop_prefill(called);
+                                self.notices.extend(name.map(Notice::Gone));
+                            }
                         }
                     }
                     return Ok(Finish { keep: true, params: None });
@@ -396,6 +400,9 @@ impl Scheduler {
                 RecvState::Over => {}
             }
             self.recvs.remove(request);
+        }
+        if known && self.config.multi_turn.is_none() {
+            return Ok(Finish::default());
         }
         params::check_roles(request, params)?;
         if !known
