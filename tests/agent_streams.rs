@@ -350,25 +350,6 @@ fn a_closed_stream_leaves_the_kernel_nothing_to_send_of_what_was_lent() {
 }
 
 #[test]
-fn a_shutdown_that_runs_out_of_time_leaves_the_kernel_nothing_to_send_either() {
-    let _alone = alone();
-    let mut b = node("b", 2);
-    let (mut reader, doors) = still_reader(&b);
-    let (peer, _) = b.wait_connected();
-    // A transfer that cannot end, so that the time runs out.
-    assert_eq!(b.agent.connect(&reader.metadata).unwrap(), peer);
-    b.agent.transfer(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0).unwrap();
-    let error = b.agent.shutdown(Duration::from_millis(100)).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-    assert_eq!(unsent(&doors), 0, "lent memory is still to be sent");
-    // UCX may still touch it.
-    std::mem::forget(b);
-    reader.signal("CONT");
-    assert_eq!(reader.ask("settle"), "settled");
-    reader.end();
-}
-
-#[test]
 fn a_reader_that_stands_still_is_lost_and_the_memory_given_up() {
     let _alone = alone();
     let impatient =

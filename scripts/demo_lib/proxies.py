@@ -25,7 +25,7 @@ from .metrics import Counters, fetch_metrics, parse_counters
 from .model import make_model
 from .programs import PROGRAMS, Program, parse_options
 from .proxy import Proxy, open_session
-from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port
+from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port, say
 
 SCRIPTS = Path(__file__).resolve().parent.parent
 ROOT = SCRIPTS.parent
@@ -40,11 +40,6 @@ STRIPPED = slice(20, 100)
 """What a client that strips reasoning leaves out of an answer."""
 SINGLE_TOKENS = (40, 300, 900)
 """Prompts of requests that are no conversations."""
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass

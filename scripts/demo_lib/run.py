@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -26,7 +25,7 @@ from .model import make_model
 from .options import JUDGED_BY_BYTES, Options, Shape, parse_options
 from .proxy import KvParams, Proxy, open_session
 from .report import Receive, Result, Row, format_comparison, format_rows, read_receives
-from .servers import Server, ServerFailed, ServerGroup, available_gib
+from .servers import Server, ServerFailed, ServerGroup, available_gib, say
 from .verdict import (
     check_aborted,
     check_cache_control,
@@ -45,11 +44,6 @@ SPARE_GIB = 2.0
 BASELINE_PARALLEL = 4
 ENDING_LIMIT_S = 30.0
 WARM_UP_ATTEMPTS = 5
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass

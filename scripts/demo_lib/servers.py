@@ -181,7 +181,7 @@ class ServerGroup:
             for server in list(waiting):
                 if await server.healthy(session):
                     waiting.remove(server)
-                    _say(f"  {server.name} is up after {time.monotonic() - begin:.0f} s")
+                    say(f"  {server.name} is up after {time.monotonic() - begin:.0f} s")
             now = time.monotonic()
             names = ", ".join(server.name for server in waiting)
             if waiting and now - begin > limit_s:
@@ -190,7 +190,7 @@ class ServerGroup:
                 )
             if waiting and now - told > 10:
                 told = now
-                _say(f"  waiting for {names}: {now - begin:.0f} s")
+                say(f"  waiting for {names}: {now - begin:.0f} s")
             await asyncio.sleep(0.5 if waiting else 0)
 
     def processes(self, server: Server | None = None) -> list[int]:
@@ -249,5 +249,6 @@ def available_gib() -> float:
     return 0.0
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """One line of progress."""
     print(text, file=sys.stderr, flush=True)

@@ -11,7 +11,8 @@
 //! | a step is scheduled | [`Scheduler::encode_step`] | both | hands out what the calls above queued |
 //! | a rank reported | [`Scheduler::on_report`] | both | what every rank has reported is over, and returned |
 //! | the host knows that all ranks have | [`Scheduler::over`] | both | the same without their reports |
-//! | after any of the last three | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
+//! | blocks are short, or weights have changed | [`Scheduler::forget_histories`] | consumer | conversations are let go of |
+//! | after `finished`, `on_report`, `over` | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
 //!
 //! A consumer's request is remembered from its first call until `finished` was called and no load is under way; a
 //! producer's from `finished` until its sending is over. So the machine holds no more than the engine does, and a bounded
@@ -228,7 +229,8 @@ impl Scheduler {
     /// Consumer: a request came in; if it was prefilled remotely, its lease is kept alive from the next step on. Calling
     /// it is optional, and calling it again changes nothing.
     ///
-    /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) naming the missing or malformed keys; nothing is remembered then.
+    /// Errors: [`InvalidArgument`](crate::ErrorKind::InvalidArgument) naming the missing or malformed keys; nothing is
+    /// remembered then.
     pub fn arrived(&mut self, request: &RequestId, params: &TransferParams) -> Result<()> {
         params::check_roles(request, params)?;
         if !self.loads(params) || self.recvs.contains_key(request) {
@@ -244,7 +246,7 @@ impl Scheduler {
     /// Consumer: how many of the prompt's tokens beyond `computed_tokens` can be loaded from the producer. Zero for a
     /// request without a remote prefill, and for one that has had its load or release already. No side effect.
     ///
-    /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for params that no load could use, naming the key.
+    /// Errors: [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for params that no load could use, naming the key.
     pub fn matched(
         &self,
         request: &RequestId,
@@ -277,8 +279,8 @@ impl Scheduler {
     /// host, which may have committed itself to a load, gets its terminal report. Whether the producer's blocks fit is
     /// found by the workers, who know its block sizes.
     ///
-    /// Errors: [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for params that [`Scheduler::matched`] refuses, for a wrong number of
-    /// lists and for more than [`MAX_BLOCK_IDS`](limits::MAX_BLOCK_IDS) blocks; nothing is queued then.
+    /// Errors: [`InvalidArgument`](crate::ErrorKind::InvalidArgument) for params that [`Scheduler::matched`] refuses, for a
+    /// wrong number of lists and for more than [`MAX_BLOCK_IDS`](limits::MAX_BLOCK_IDS) blocks; nothing is queued then.
     pub fn allocated(
         &mut self,
         request: &RequestId,
@@ -361,8 +363,11 @@ impl Scheduler {
     /// - Consumer: a request without a load gives the producer's blocks back; one that is being loaded is aborted, and
     ///   its blocks must stay until its terminal report; one that was loaded owes nothing. Params that name no producer
     ///   have nothing to give back and are no error here.
+    /// - Consumer, complete, where conversations go on: what it has is kept for the next turn, and the params for that turn's
+    ///   prefill engine come back.
     ///
-    /// Errors ([`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), [`ErrorKind::AlreadyExists`](crate::ErrorKind::AlreadyExists)) mean that nothing is kept or handed over.
+    /// Errors ([`InvalidArgument`](crate::ErrorKind::InvalidArgument), [`AlreadyExists`](crate::ErrorKind::AlreadyExists))
+    /// mean that nothing is kept or handed over.
     pub fn finished(
         &mut self,
         request: &RequestId,
