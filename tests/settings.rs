@@ -28,7 +28,7 @@ fn keys_and_variables_are_told_apart() {
         }
         assert!(setting.help.ends_with('.'), "{}", setting.key);
     }
-    for part in [Part::Agent, Part::Worker, Part::Scheduler, Part::Listener, Part::Aggregator] {
+    for part in [Part::Agent, Part::Worker, Part::Scheduler, Part::Listener, Part::Aggregator, Part::Connector] {
         assert!(of(part).count() > 1, "{}", part.name());
     }
 }
@@ -137,7 +137,7 @@ fn replaced(document: &str, name: &str, new: &str) -> String {
 fn the_document_shows_the_table() {
     let all = describe_all();
     let of = |keep: &dyn Fn(&Described) -> bool| all.iter().filter(|s| keep(s)).collect::<Vec<_>>();
-    let connector = |s: &Described| s.parts.iter().any(|part| ["worker", "scheduler"].contains(part));
+    let connector = |s: &Described| s.parts.iter().any(|part| ["worker", "scheduler", "connector"].contains(part));
     let path = root().join(DOCUMENT);
     let before = fs::read_to_string(&path).unwrap();
     let mut after = replaced(&before, "operator", &table(&of(&|s| s.giver == "operator" && connector(s))));

@@ -60,13 +60,15 @@ class ForkedServer(Server):
         self.log.write_text(" ".join(arguments) + "\n")
         self._process = _Adopted(launcher.fork(arguments, spec.environment, self.log, host))
 
-    def reap_group(self) -> None:
-        """After its end: the server's own processes, which have become this process's too, are no zombies of it."""
+    def reap_group(self) -> bool:
+        """After its end: takes the server's own processes, which have become this process's. Whether none is left: one that
+        has lost its memory, and so its environment, may still have its ports."""
         try:
             while os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            pass
+            return True
+        return False
 
 
 class Launcher(Server):

@@ -132,12 +132,11 @@ class Pair:
         self._up.discard(role)
         server.signal_group(signal.SIGKILL)
         deadline = time.monotonic() + GONE_WITHIN_S
-        while not server.reap(0) or self.setting.servers.processes(server):
+        while not server.reap(0) or not server.reap_group() or self.setting.servers.processes(server):
             if time.monotonic() > deadline:
                 raise ServerFailed(f"{server.name} is not gone {GONE_WITHIN_S:.0f} s after SIGKILL")
             await asyncio.sleep(0.01)
         self.setting.servers.stop([server])
-        server.reap_group()
 
     def freeze(self, role: str) -> None:
         """SIGSTOP to all processes of an engine."""

@@ -1,32 +1,83 @@
-"""The proxies that `scripts/proxies` runs: where they are in vLLM's source, and how each is called."""
+"""The proxies that `scripts/proxies` runs: where they are, and how each is called."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 
-_SERVING = "examples/disaggregated/disaggregated_serving"
+_EXAMPLES = "examples/disaggregated"
+_SERVING = f"{_EXAMPLES}/disaggregated_serving"
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where everything is; all of it listens at `HOST`. Ports, and the name of the prefill engine."""
+
+    proxy: int
+    metrics: int
+    """For the proxy's own metrics, of a proxy that has some."""
+    prefill: int
+    decode: int
+    engine_id: str
+    listener: int
+    bootstrap: int
+
+
+def _hosts(place: Place) -> list[str]:
+    own = ["--host", HOST, "--port", str(place.proxy), "--prefiller-host", HOST, "--decoder-host", HOST]
+    return [*own, "--prefiller-port", str(place.prefill), "--decoder-port", str(place.decode)]
+
+
+def _push(place: Place) -> list[str]:
+    servers = ["--prefill", f"{HOST}:{place.prefill}", "--decode", f"{HOST}:{place.decode}", "--model", "any"]
+    engine = ["--prefill-engine-id", place.engine_id, "--prefill-kv-host", HOST]
+    return [*servers, *engine, "--prefill-side-channel-port", str(place.listener), "--port", str(place.proxy)]
+
+
+def _mooncake(place: Place) -> list[str]:
+    prefill = ["--prefill", f"http://{HOST}:{place.prefill}", str(place.bootstrap)]
+    return ["--host", HOST, "--port", str(place.proxy), *prefill, "--decode", f"http://{HOST}:{place.decode}"]
+
+
+def _router(connector: str) -> Callable[[Place], list[str]]:
+    def arguments(place: Place) -> list[str]:
+        own = ["--host", HOST, "--port", str(place.proxy), "--prometheus-port", str(place.metrics)]
+        own += ["--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin"]
+        prefill = ["--prefill", f"http://{HOST}:{place.prefill}"]
+        if connector == "mooncake":
+            prefill.append(str(place.bootstrap))
+        own += ["--worker-startup-check-interval", "1"]
+        return [*own, *prefill, "--decode", f"http://{HOST}:{place.decode}"]
+
+    return arguments
 
 
 @dataclass(frozen=True)
 class Program:
-    """A proxy as vLLM has it."""
+    """A proxy as it is published."""
 
-    path: str
-    """In the source of the vLLM that is installed."""
+    arguments: Callable[[Place], list[str]]
+    """Its command line."""
+    path: str | None = None
+    """In the source of the vLLM that is run; None: it is vllm-router, of its own package."""
     has_turns: bool = False
     """Whether it passes on what the decode engine answers for a conversation's next turn."""
-
-    def arguments(self, port: int, prefill: int, decode: int) -> list[str]:
-        """Its command line. All three listen at 127.0.0.1."""
-        own = ["--host", "127.0.0.1", "--port", str(port)]
-        hosts = ["--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1"]
-        return [*own, *hosts, "--prefiller-port", str(prefill), "--decoder-port", str(decode)]
+    as_push: bool = False
+    """Whether it asks both servers at once if the prefill server's answers look like `NixlPushConnector`'s."""
+    with_stock: bool = False
+    """Whether it also runs before `NixlConnector`."""
 
 
 PROGRAMS = {
-    "toy": Program("tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"),
-    "multi-turn": Program(f"{_SERVING}/disagg_proxy_multiturn.py", has_turns=True),
+    "toy": Program(_hosts, "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py", with_stock=True),
+    "multi-turn": Program(_hosts, f"{_SERVING}/disagg_proxy_multiturn.py", has_turns=True, with_stock=True),
+    "push": Program(_push, f"{_SERVING}/disagg_proxy_pushconnector_demo.py"),
+    "mooncake": Program(_mooncake, f"{_EXAMPLES}/mooncake_connector/mooncake_connector_proxy.py"),
+    "router-nixl": Program(_router("nixl"), with_stock=True),
+    "router-mooncake": Program(_router("mooncake")),
+    "router-push": Program(_router("nixl"), as_push=True),
 }
 
 CONNECTORS = ("kvferry", "stock")
@@ -36,22 +87,28 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options of `scripts/proxies`."""
     parser = argparse.ArgumentParser(
         prog="scripts/proxies",
-        description="Runs vLLM's own proxies, as they are, before a prefill and a decode server, and compares every "
-        "token with what the decode server says by itself. Through the multi-turn proxy, conversations go on: with the "
-        "history as it was, and with a part of the last answer left out, as clients do that strip reasoning. Exit "
-        "status 0: all tokens are equal.",
+        description="Runs proxies of the field, as they are, before a prefill and a decode server: vLLM's own, and the "
+        "vllm-router. Compares every token with what the decode server says by itself. Through the multi-turn proxy, "
+        "conversations go on: with the history as it was, and with a part of the last answer left out, as clients do that "
+        "strip reasoning. Exit status 0: all tokens are equal.",
     )
     parser.add_argument("--connector", choices=CONNECTORS, default="kvferry", help="the servers' (default kvferry)")
     parser.add_argument(
         "--only", action="append", choices=[*PROGRAMS], help="this proxy; may be repeated (default: all)"
     )
+    parser.add_argument("--kinds", action="store_true", help="requests of every kind through every proxy, not only toy")
     parser.add_argument(
         "--installed",
         choices=("prefill", "decode"),
         help="this server is of the installed vLLM, the other of the newest, as both are without this option",
     )
     parser.add_argument("--conversations", type=int, default=4, help="of two turns, of each kind (default 4)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    wanted = options.only or [*PROGRAMS]
+    options.only = [name for name in wanted if options.connector == "kvferry" or PROGRAMS[name].with_stock]
+    if not options.only:
+        parser.error(f"--connector stock goes with {', '.join(n for n, p in PROGRAMS.items() if p.with_stock)}")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""vLLM's own proxies before real servers: `scripts/proxies`."""
+"""Proxies of the field before real servers: `scripts/proxies`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -23,7 +24,7 @@ from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 from .kinds import Kinds
 from .metrics import Counters, fetch_metrics, parse_counters
 from .model import make_model
-from .programs import PROGRAMS, Program, parse_options
+from .programs import HOST, PROGRAMS, Place, Program, parse_options
 from .proxy import Proxy, open_session
 from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port, say
 
@@ -56,30 +57,59 @@ class Line:
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def specs(connector: str, model: Path, template: Path, installed: str | None) -> tuple[ServerSpec, ServerSpec]:
-    """The prefill and the decode server; `installed` is of the vLLM that is installed."""
-    both = {"bidirectional_kv_xfer": True}
-    if connector == "kvferry":
-        config: dict[str, Any] = {"kv_connector": "KvferryConnector", "kv_connector_extra_config": {**both, "port": 0}}
-        roles = ("kv_both", "kv_consumer")
-    else:
-        config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_connector_extra_config": both}
-        roles = ("kv_producer", "kv_consumer")
-    made = []
-    for name, role, policy in zip(("prefill", "decode"), roles, ("recompute", "fail"), strict=True):
-        arguments = ["--model", str(model), "--served-model-name", SERVED_NAME, "--dtype", "float32", "--enforce-eager"]
+class Servers:
+    """The decode server, and prefill servers: one whose answers are as ever, and one whose answers look like a push
+    connector's. Each starts when it is needed."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, session: aiohttp.ClientSession) -> None:
+        self._options, self._session = options, session
+        self._group = ServerGroup(folder)
+        self._model = make_model("llama", DEPS / "models")
+        self._template = folder / "chat.jinja"
+        self._template.write_text(CHAT_TEMPLATE)
+        self._running: dict[str, tuple[Server, Place]] = {}
+
+    async def pair(self, as_push: bool) -> tuple[Server, Server, Place]:
+        """A prefill and a decode server that answer."""
+        names = ("prefill-as-push" if as_push else "prefill", "decode")
+        new = [self._start(name, as_push) for name in names if name not in self._running]
+        await self._group.wait_ready(new, self._session, START_LIMIT_S)
+        (prefill, place), (decode, _) = (self._running[name] for name in names)
+        return prefill, decode, dataclasses.replace(place, prefill=prefill.port, decode=decode.port)
+
+    def stop(self) -> None:
+        """Ends all."""
+        self._group.stop()
+
+    def _start(self, name: str, as_push: bool) -> Server:
+        side = "decode" if name == "decode" else "prefill"
+        place = Place(0, 0, 0, 0, f"{name}-engine", free_port(), free_port())
+        extra: dict[str, Any] = {"bidirectional_kv_xfer": True}
+        if self._options.connector == "kvferry":
+            extra |= {"port": place.listener}
+            if side == "prefill":
+                extra |= {"bootstrap_port": place.bootstrap, "answer_as_push": as_push}
+            config: dict[str, Any] = {"kv_connector": "KvferryConnector"}
+            role = "kv_both" if side == "prefill" else "kv_consumer"
+        else:
+            config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+            role = "kv_producer" if side == "prefill" else "kv_consumer"
+        policy = "recompute" if side == "prefill" else "fail"
+        config |= {"engine_id": place.engine_id, "kv_role": role, "kv_load_failure_policy": policy}
+        arguments = ["--model", str(self._model), "--served-model-name", SERVED_NAME, "--dtype", "float32"]
         arguments += ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
-        arguments += ["--chat-template", str(template), "--scheduling-policy", "priority"]
+        arguments += ["--chat-template", str(self._template), "--scheduling-policy", "priority", "--enforce-eager"]
         arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config"]
-        arguments += [json.dumps({**config, "kv_role": role, "kv_load_failure_policy": policy})]
+        arguments += [json.dumps({**config, "kv_connector_extra_config": extra})]
         environment = server_environment(SCRIPTS, DEPS)
-        if name == installed:
+        if side == self._options.installed:
             paths = environment["PYTHONPATH"].split(os.pathsep)
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if Path(path).parent != SOURCES)
-        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        made.append(ServerSpec(name, arguments, environment))
-    return made[0], made[1]
+        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(place.listener)
+        server = self._group.start(ServerSpec(name, arguments, environment))
+        self._running[name] = server, place
+        return server
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int, **more: Any) -> list[int]:
@@ -105,12 +135,19 @@ class Run:
     """A proxy before the two servers."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, prefill: Server, decode: Server, program: Program, folder: Path, seed: str
+        self,
+        session: aiohttp.ClientSession,
+        servers: tuple[Server, Server, Place],
+        program: Program,
+        folder: Path,
+        name: str,
     ) -> None:
-        self._session, self._prefill, self._decode, self._program = session, prefill, decode, program
-        self._dice = random.Random(seed)
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self._port, self._log = port, folder / f"proxy-{port}.log"
+        self._session, self._program = session, program
+        self._prefill, self._decode, place = servers
+        self._place = dataclasses.replace(place, proxy=free_port(), metrics=free_port())
+        self._dice = random.Random(name)
+        self.url = f"http://{HOST}:{self._place.proxy}"
+        self._name, self._log = name, folder / f"proxy-{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def _tokens(self, count: int) -> list[int]:
@@ -119,28 +156,34 @@ class Run:
     async def start(self) -> None:
         """Starts the proxy and returns when a hand-over through it has succeeded. The stock connector's first may fail:
         its handshake has 5 s, which a cold engine may exceed."""
-        source = SOURCES / vllm.__version__ / self._program.path
-        command = [sys.executable, str(source)]
-        command += self._program.arguments(self._port, self._prefill.port, self._decode.port)
+        environment = dict(os.environ)
+        if self._program.path is None:
+            command = [str(DEPS / "router" / "bin" / "vllm-router")]
+            del environment["PYTHONPATH"]
+        else:
+            command = [sys.executable, str(SOURCES / vllm.__version__ / self._program.path)]
+        command += self._program.arguments(self._place)
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        for _ in range(60):
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        for _ in range(120):
             if self._process.poll() is not None:
-                raise ServerFailed(f"{source.name} ended:\n{self._log.read_text(errors='replace')[-2000:]}")
+                raise ServerFailed(f"{self._name} ended:\n{self._log.read_text(errors='replace')[-2000:]}")
             try:
-                await asyncio.get_running_loop().create_connection(asyncio.Protocol, "127.0.0.1", self._port)
+                await asyncio.get_running_loop().create_connection(asyncio.Protocol, HOST, self._place.proxy)
                 break
             except OSError:
                 await asyncio.sleep(0.5)
         else:
-            raise ServerFailed(f"{source.name} does not listen at port {self._port}; its log is {self._log}")
+            raise ServerFailed(f"{self._name} does not listen at port {self._place.proxy}; its log is {self._log}")
         for attempt in range(WARM_UPS):
             try:
                 await ask(self._session, self.url, self._tokens(64), 4)
                 return
             except (ServerFailed, aiohttp.ClientError) as error:
                 say(f"  the first hand-over failed (attempt {attempt + 1}): {str(error)[:200]}")
-        raise ServerFailed(f"{WARM_UPS} hand-overs through {source.name} failed; its log is {self._log}")
+        raise ServerFailed(f"{WARM_UPS} hand-overs through {self._name} failed; its log is {self._log}")
 
     def stop(self) -> None:
         """Ends the proxy."""
@@ -220,27 +263,22 @@ async def at_once(session: aiohttp.ClientSession, prefill: Server, decode: Serve
 
 async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
     """All lines of the table."""
-    servers = ServerGroup(folder)
     lines: list[Line] = []
     async with open_session() as session:
+        servers = Servers(options, folder, session)
         try:
-            model = make_model("llama", DEPS / "models")
-            template = folder / "chat.jinja"
-            template.write_text(CHAT_TEMPLATE)
-            prefill, decode = (
-                servers.start(spec) for spec in specs(options.connector, model, template, options.installed)
-            )
-            await servers.wait_ready((prefill, decode), session, START_LIMIT_S)
-            for name in options.only or PROGRAMS:
+            # A stable sort: each prefill server has its programs in turn.
+            for name in sorted(options.only, key=lambda name: PROGRAMS[name].as_push):
                 program = PROGRAMS[name]
-                say(f"proxy {name}: {program.path}")
-                proxy = Run(session, prefill, decode, program, folder, name)
+                say(f"proxy {name}: {program.path or 'vllm-router'}")
+                pair = await servers.pair(program.as_push)
+                proxy = Run(session, pair, program, folder, name)
                 try:
                     await proxy.start()
                     lines.append(Line(name, "requests"))
                     await proxy.single(lines[-1])
-                    if name == "toy":
-                        lines.append(await of_every_kind(name, session, proxy.url, prefill, decode))
+                    if name == "toy" or options.kinds:
+                        lines.append(await of_every_kind(name, session, proxy.url, *pair[:2]))
                     if program.has_turns:
                         lines.append(Line(name, "turns, as they were"))
                         await proxy.turns(lines[-1], options.conversations, strips=False)
@@ -248,8 +286,8 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
                         await proxy.turns(lines[-1], options.conversations, strips=True)
                 finally:
                     proxy.stop()
-            if options.connector == "kvferry" and not options.only:
-                lines.append(await at_once(session, prefill, decode))
+            if options.connector == "kvferry" and options.only == [*PROGRAMS]:
+                lines.append(await at_once(session, *(await servers.pair(False))[:2]))
         finally:
             servers.stop()
     return lines
@@ -265,9 +303,9 @@ def main() -> int:
     beside = f", {options.installed} server of the installed vLLM" if options.installed else ""
     print(f"vLLM {vllm.__version__}{beside}, connector {options.connector}; logs in {folder.relative_to(ROOT)}")
     for line in lines:
-        print(f"{line.proxy:<11} {line.what:<20} {line.equal} of {line.requests} answers equal")
+        print(f"{line.proxy:<15} {line.what:<20} {line.equal} of {line.requests} answers equal")
         for note in line.notes:
-            print(f"{'':<11} {note}")
+            print(f"{'':<15} {note}")
     return 0 if all(line.equal == line.requests for line in lines) else 1
 
 

@@ -114,8 +114,8 @@ fn operators(setting: &Setting) -> bool {
 
 /// The keys of an operator, of agents alone left out: what `kv_connector_extra_config` may have.
 fn connectors(setting: &&Setting) -> bool {
-    use super::Part::{Scheduler, Worker};
-    operators(setting) && setting.parts.iter().any(|part| matches!(part, Worker | Scheduler))
+    use super::Part::{Connector, Scheduler, Worker};
+    operators(setting) && setting.parts.iter().any(|part| matches!(part, Worker | Scheduler | Connector))
 }
 
 /// Every key with its default and no value of this process: what a document shows.

@@ -31,6 +31,8 @@ pub enum Part {
     Listener,
     /// An aggregator.
     Aggregator,
+    /// vLLM's connector, which looks at these keys itself.
+    Connector,
 }
 
 impl Part {
@@ -42,6 +44,7 @@ impl Part {
             Part::Scheduler => "scheduler",
             Part::Listener => "listener",
             Part::Aggregator => "aggregator",
+            Part::Connector => "connector",
         }
     }
 }

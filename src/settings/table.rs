@@ -3,7 +3,7 @@
 use super::Default::{Absent, Empty, Flag as Is, Number, Required, Text as Name};
 use super::Giver::{Environment, Operator, OperatorWithoutVariable, Program};
 use super::Kind::{Choice, Flag, Other, Path, Text, Ucx, Whole};
-use super::Part::{self, Agent, Aggregator, Listener, Scheduler, Worker};
+use super::Part::{self, Agent, Aggregator, Connector, Listener, Scheduler, Worker};
 use super::{Default, Giver, Kind, Setting};
 
 const DAY_MS: u64 = 24 * 3600 * 1000;
@@ -54,6 +54,12 @@ pub const TABLE: &[Setting] = &[
         "A prefill engine that misses fewer tokens of the turn before computes them itself."),
     row(Operator, "history_percent", &[Scheduler], Whole(0, 100), "percent", Number(50),
         "The most of a decode engine's cache that is kept for next turns. The oldest conversations give way."),
+    row(Operator, "answer_as_push", &[Connector], Flag, "", Is(false),
+        "Let a prefill engine's answers have `transfer_mode` `push`, as those of vLLM's `NixlPushConnector` do. Routers that \
+         know these, such as vllm-router and llm-d's, then send requests to both engines at once."),
+    row(Operator, "bootstrap_port", &[Connector], Whole(1, 65_535), "", Absent("no such server"),
+        "TCP port of an HTTP server in a prefill engine that answers `GET /query` as the bootstrap server of vLLM's \
+         `MooncakeConnector` does, for proxies that speak its dialect; 8998 is where they look."),
     late(row(Operator, "key_file", &[Agent, Worker, Scheduler, Listener], Path, "", Absent("no key"),
         "File of the key that all engines share (`kvferry key PATH` makes one). Handshakes and messages are then sealed, \
          and engines without the key refused. An empty text means no key, whatever the environment says.")),

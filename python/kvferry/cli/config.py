@@ -35,6 +35,8 @@ FIELDS = (
     "kv_load_failure_policy",
     *UNUSED,
 )
+_CONNECTORS = {"worker", "scheduler", "connector"}
+"""Parts whose keys `kv_connector_extra_config` may have."""
 LONGEST = 4096
 """Bytes of a path; a longer text is JSON."""
 
@@ -151,7 +153,7 @@ def _where_it_belongs(key: str) -> str | None:
     parts = {part for row in rows if row["key"] == key and row["giver"] == "operator" for part in row["parts"]}
     if not parts:
         return None
-    if parts.isdisjoint(("worker", "scheduler")):
+    if parts.isdisjoint(_CONNECTORS):
         return "it is for agents without a connector; leave it out"
     return "it belongs into kv_connector_extra_config"
 
@@ -161,7 +163,7 @@ def missing_files(rows: list[settings.Setting]) -> list[str]:
     wrong = []
     for row in rows:
         value = row["value"]
-        if not isinstance(value, str) or not value or {"worker", "scheduler"}.isdisjoint(row["parts"]):
+        if not isinstance(value, str) or not value or _CONNECTORS.isdisjoint(row["parts"]):
             continue
         if (look := _LOOKS.get(row["key"])) is not None and (why := look(value)) is not None:
             name = f"{row['key']} (of {row['variable']})" if row["source"] == "environment" else row["key"]
@@ -240,7 +242,7 @@ def _table(rows: list[settings.Setting]) -> str:
 def _print(description: settings.Description, notes: list[str], everything: bool) -> None:
     groups: dict[str, list[settings.Setting]] = {}
     for row in description["settings"]:
-        alone = not {"worker", "scheduler"} & set(row["parts"])
+        alone = _CONNECTORS.isdisjoint(row["parts"])
         title = {
             "operator": "Keys of agents and listeners without a connector" if alone else "Keys of the operator",
             "program": "Keys that the program sets",

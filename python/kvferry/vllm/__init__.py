@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import dynamo
+
 if TYPE_CHECKING:
     from .connector import KvferryConnector
 
@@ -23,7 +25,8 @@ CONNECTOR_NAME = "KvferryConnector"
 
 
 def register() -> None:
-    """Makes `KvferryConnector` known to vLLM by name. May be called any number of times.
+    """Makes `KvferryConnector` known to vLLM by name, and to NVIDIA Dynamo in its workers. May be called any number of
+    times.
 
     vLLM calls it in each of its processes, in some more than once, and its registry refuses a name that it has: so the
     registry is asked first. A name that somebody else registered is left alone.
@@ -32,6 +35,7 @@ def register() -> None:
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, __name__, CONNECTOR_NAME)
+    dynamo.register(CONNECTOR_NAME)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,9 @@ from .stock import translate
 HOST_IP = "VLLM_HOST_IP"
 """vLLM's own word for "this node's address as the others know it"."""
 
+HERE = ("multi_turn", "answer_as_push", "bootstrap_port")
+"""Keys whose values the connector itself looks at."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -22,6 +25,8 @@ class Options:
     worker: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     multi_turn: bool = False
+    answer_as_push: bool = False
+    bootstrap_port: int | None = None
 
 
 def describe(extra: Mapping[str, Any]) -> settings.Description:
@@ -42,11 +47,11 @@ def describe(extra: Mapping[str, Any]) -> settings.Description:
 def parse_options(extra: Mapping[str, Any]) -> Options:
     """As `describe`, but what was given, by the side that uses it."""
     sides: dict[str, dict[str, Any]] = {"worker": {}, "scheduler": {}}
-    multi_turn = False
+    here: dict[str, Any] = {}
     for setting in describe(extra)["settings"]:
-        if setting["key"] == "multi_turn":
-            multi_turn = bool(setting["value"])
+        if setting["key"] in HERE:
+            here[setting["key"]] = setting["value"]
         if setting["source"] == "given" or setting["variable"] == HOST_IP:
             for part in set(setting["parts"]) & set(sides):
                 sides[part][setting["key"]] = setting["value"]
-    return Options(**sides, multi_turn=multi_turn)
+    return Options(**sides, **here)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 import kvferry
 
-from . import history
+from . import bootstrap, dialects, history
 from .config import Options
 from .geometry import TokenShare, transfer_groups
 from .log import logger
@@ -26,19 +25,17 @@ COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED
 """How a prefill ends whose blocks are worth handing over."""
 
 
-SAMPLE = re.compile(r"\d+_")
-"""How vLLM names the samples of a request with `n` > 1: their index, and the request's own name."""
-
-
 def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
-    """The request's `kv_transfer_params` if they ask for `key`. What is neither true nor false is left for
-    `kvferry.Scheduler` to refuse by name.
+    """The request's `kv_transfer_params`, in the words of this connector, if they ask for `key`. What is neither true nor
+    false is left for `kvferry.Scheduler` to refuse by name.
 
     The samples of one prompt all carry the same params and come one after another; how many is not known here."""
     params: Mapping[str, Any] | None = request.kv_transfer_params
     if not params or params.get(key) in (None, False):
         return None
-    return {**params, "shared": True} if SAMPLE.match(request.request_id) else params
+    if key == "do_remote_prefill":
+        params = dialects.understood(request.request_id, params)
+    return {**params, "shared": True} if dialects.SAMPLE.match(request.request_id) else params
 
 
 def _names_history(request: Request) -> bool:
@@ -88,6 +85,10 @@ class SchedulerSide:
         # Whether the next step grants leases.
         self._granted = False
         self._multi_turn = options.multi_turn
+        self._answers_as_push = options.answer_as_push
+        self._parallel, self._bootstrap_port = parallel, options.bootstrap_port
+        self._bootstrap: bootstrap.BootstrapServer | None = None
+        self._engine_id: str = transfer.engine_id
         # Looked up for a load, and not given blocks so far.
         self._wants_blocks = False
         # Of prefills whose conversation a decode engine has so far: how many tokens of that they begin with.
@@ -151,6 +152,9 @@ class SchedulerSide:
         else:
             host, port = self._scheduler.serve(ranks)
             logger.info("Serving the handshake metadata of %d ranks at %s port %d", len(ranks), host, port)
+            if self._sends and self._bootstrap_port:
+                named = dialects.place(self._engine_id, host, port)
+                self._bootstrap = bootstrap.announce(self._parallel, self._bootstrap_port, None, named)
         self._is_served = True
 
     # --- requests
@@ -224,7 +228,8 @@ class SchedulerSide:
             self._unreported.add(request_id)
 
     def finished(self, request: Request, blocks: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: whether to keep its blocks, and the params for the decode engine."""
+        """A request ended: whether to keep its blocks, and the params for the decode engine; empty ones of a prefill that
+        leaves it nothing to load."""
         params = _wants(request, "do_remote_decode") or _wants(request, "do_remote_prefill")
         if params is None:
             return False, None
@@ -232,6 +237,8 @@ class SchedulerSide:
         self._refusals.pop(request_id, None)
         self._histories.pop(request_id, None)
         complete = request.status in COMPLETE
+        # Of a prefill that has ended well. Some proxies take null for a failure.
+        nothing: dict[str, Any] | None = {} if complete and params.get("do_remote_decode") else None
         if complete and self._has_state and request.get_skip_reading_prefix_cache():
             # The whole prompt was computed (see `_drop_last_token`), and its state is of no use to a decode engine.
             complete = False
@@ -245,22 +252,31 @@ class SchedulerSide:
             digests = history.describe(request, tokens)
             # Without them, the prefill engine of the next turn could not tell what the blocks hold.
             complete = digests is not None
+        outcome = "complete" if complete else "aborted"
+        groups = self._with_state(self._transferred(blocks), tokens)
         try:
-            keep, answer = self._scheduler.finished(
-                request_id,
-                params,
-                "complete" if complete else "aborted",
-                self._with_state(self._transferred(blocks), tokens),
-                tokens,
-            )
+            keep, answer = self._end(request_id, params, outcome, groups, tokens)
         except kvferry.KvferryError as error:
             logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
             return request_id in self._unreported, None
         if answer is not None and digests is not None:
             answer[history.KEY] = digests
+        if answer is not None and self._answers_as_push and params.get("do_remote_decode"):
+            dialects.as_push(answer)
         self._granted |= answer is not None
         # vLLM must know the request still when its refused load is reported.
-        return keep or request_id in self._unreported, answer
+        return keep or request_id in self._unreported, nothing if answer is None else answer
+
+    def _end(self, request_id: str, params: Mapping[str, Any], *ended: Any) -> tuple[bool, dict[str, Any] | None]:
+        """`kvferry.Scheduler.finished`; of a prefill that the proxy gave no name, with one that decode engines may know."""
+        given = dialects.named(request_id, params) if params.get("do_remote_decode") else params
+        try:
+            return self._scheduler.finished(request_id, given, *ended)
+        except kvferry.AlreadyExistsError:
+            if given is params:
+                raise
+            # Another prefill of this name is kept. This one is known by its own id, by which it is awaited by nobody.
+            return self._scheduler.finished(request_id, params, *ended)
 
     def _handed_over(self, request: Request) -> int:
         """How many of the prompt's tokens the prefill engine computes for us, but for the one that `kvferry.Scheduler`
@@ -359,4 +375,6 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         """Stops the handshake listener. May be called again."""
+        if self._bootstrap is not None:
+            self._bootstrap.close()
         self._scheduler.shutdown()

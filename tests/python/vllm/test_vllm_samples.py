@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kvferry.vllm.scheduler import SAMPLE
+from kvferry.vllm.dialects import SAMPLE
 from test_vllm_engines import Pair, prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest

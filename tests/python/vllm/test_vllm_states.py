@@ -288,7 +288,7 @@ def test_log_probabilities_of_the_prompt_take_all_of_it(stateful: Pair) -> None:
     # Of both engines: nothing is handed over.
     stateful.prefill.call("add", "whole", text, 1, {"do_remote_decode": True, "do_remote_prefill": False}, 1)
     stateful.prefill.call("run_until", "'reason' in e.answers.get('whole', {})")
-    assert stateful.prefill.call("answer", "whole")["params"] is None
+    assert stateful.prefill.call("answer", "whole")["params"] == {}
     # Of the decode engine: the lease is given back at once, and the request computes its prompt.
     before = stateful.quiesce()[0]["figures"].get("sends_released", 0)
     params = stateful.prefilled("logprobs", text)

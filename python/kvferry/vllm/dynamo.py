@@ -1,0 +1,26 @@
+"""NVIDIA Dynamo's workers ask their own table how a connector's requests look; this adds `KvferryConnector` to it.
+
+The table's error for a name that it lacks asks for that. Read from ai-dynamo 1.6.1, dynamo/vllm/kv_connector_protocols.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+_MODULE = "dynamo.vllm.kv_connector_protocols"
+LIKE = "NixlConnector"
+"""Whose requests look as this connector's do."""
+
+
+def register(connector: str) -> None:
+    """Adds `connector` where this process is a worker of Dynamo's whose table can be added to, and does nothing in any
+    other. May be called any number of times."""
+    if "dynamo.vllm" not in sys.modules:
+        return
+    try:
+        protocols = getattr(importlib.import_module(_MODULE), "KV_CONNECTOR_PROTOCOLS", None)
+    except ImportError:
+        return
+    if isinstance(protocols, dict) and LIKE in protocols:
+        protocols.setdefault(connector, protocols[LIKE])

@@ -1,0 +1,386 @@
+"""Requests as proxies for vLLM's other connectors send them, through two engines with every byte checked.
+
+The requests are recorded from these programs:
+
+| program | where it makes them |
+| --- | --- |
+| `disagg_proxy_pushconnector_demo.py`, `mooncake_connector_proxy.py` | vLLM 0.33.0, examples/disaggregated |
+| vllm-router 0.1.17 | src/routers/http/vllm_pd_router.rs |
+| llm-d-router | pkg/sidecar/proxy: connector_nixlv2.go, nixl_push_identity.go, connector_mooncake.go |
+| AIBrix | pkg/plugins/gateway/algorithms/pd/transfer/shfs.go |
+| production-stack | src/vllm_router/services/request_service/request.py |
+| Ray Serve 2.60 | ray/llm/_internal/serve/engines/vllm/kv_transfer/base.py |
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import kvferry
+import pytest
+from kvferry.vllm import bootstrap, dialects
+from test_vllm_engines import Pair, prompt
+
+ASKED = {
+    **{"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None},
+    **{"remote_host": None, "remote_port": None},
+}
+"""What all of them ask a prefill engine that may have `NixlConnector`."""
+LOAD = {"do_remote_prefill": True, "do_remote_decode": False}
+PLACE = ("remote_engine_id", "remote_host", "remote_port")
+
+Params = dict[str, Any]
+
+
+def words(name: str, count: int) -> list[int]:
+    """A prompt of its own, of which no engine has a prefix."""
+    return prompt(zlib.crc32(name.encode()), count)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+class Engines(Pair):
+    """A prefill and a decode engine, and what a proxy knows of the first."""
+
+    def __init__(self, folder: Any, **extra: Any) -> None:
+        self.bootstrap_port = free_port()
+        extra = {"bootstrap_port": self.bootstrap_port, **extra}
+        super().__init__(folder, "fail", False, False, prefill={"extra": extra})
+        # Of an earlier answer.
+        self.known = self.asked("chatcmpl-first-00000000", prompt(1, 20), ASKED)
+        self.decoded("chatcmpl-first-11111111", prompt(1, 20), self.known)
+        self.quiesce()
+
+    def asked(self, request: str, tokens: list[int], params: Params) -> Params:
+        """What the prefill engine answers, as JSON brings it."""
+        self.prefill.call("add", request, tokens, 1, params)
+        self.prefill.call("run_until", f"'reason' in e.answers.get('{request}', {{}})")
+        answer: Params = json.loads(json.dumps(self.prefill.call("answer", request)["params"]))
+        self.prefill.call("step")
+        return answer
+
+    def ended(self, prefill: str, *requests: str) -> None:
+        """The decode engine has answered, while the prefill engine goes on as vLLM does that keeps blocks."""
+        self.prefill.start("run_until", f"'{prefill}' not in e.scheduler.requests")
+        for request in requests:
+            self.decode.call("run_until", f"'reason' in e.answers.get('{request}', {{}})")
+            assert self.decode.call("answer", request)["reason"] == "length"
+        self.prefill.result("run_until")
+
+    def is_right(self, prefill: str, request: str, tokens: list[int]) -> None:
+        """All but the last token came from the prefill engine, every byte of them, and nothing is left behind."""
+        self.ended(prefill, request)
+        decode = self.quiesce()[1]
+        assert (decode["starts"][request][0], decode["wrong_bytes"][request]) == (len(tokens) - 1, 0)
+
+    def place(self) -> Params:
+        return {key: self.known[key] for key in PLACE}
+
+    def bootstrapped(self) -> Params:
+        """What a proxy of Mooncake's dialect tells of this prefill engine."""
+        address = f"http://127.0.0.1:{self.bootstrap_port}"
+        with urllib.request.urlopen(f"{address}/query", timeout=20) as response:
+            ranks = json.load(response)
+        assert list(ranks) == ["0"]
+        return {"remote_bootstrap_addr": address, "remote_engine_id": ranks["0"]["engine_id"]}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    made = Engines(tmp_path_factory.mktemp("model"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def pushing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    made = Engines(tmp_path_factory.mktemp("model"), answer_as_push=True)
+    yield made
+    made.close()
+
+
+def ids(header: str, kind: str = "cmpl") -> tuple[str, str]:
+    """What the two engines call a request with this `X-Request-Id`."""
+    rest = f"{header}-0" if kind == "cmpl" else header
+    return f"{kind}-{rest}-0a1b2c3d", f"{kind}-{rest}-ffeeddcc"
+
+
+# --- one after the other
+
+
+def _as_go_numbers(answer: Params) -> Params:
+    """Through Go's `map[string]any`, whose numbers are floats, and back."""
+
+    def whole(text: str) -> int:
+        return int(float(text))
+
+    passed: Params = json.loads(json.dumps(answer), parse_int=whole)
+    return passed
+
+
+def _pushed_by_router(answer: Params) -> Params:
+    """vllm-router's params for a decode engine after an answer with `transfer_mode` `push`; without the id."""
+    return {**LOAD, **{key: answer[key] for key in (*PLACE, "tp_size")}}
+
+
+IN_TURN: dict[str, Callable[[Params], Params]] = {
+    "whole": dict,
+    "production-stack": lambda answer: {**answer, "remote_host": "localhost"},
+    "aibrix": lambda answer: {**_as_go_numbers(answer), "remote_host": "127.0.0.1"},
+}
+"""What the decode engine is given of the prefill engine's answer. vllm-router, llm-d and Ray Serve pass it on whole."""
+
+
+@pytest.mark.parametrize("program", IN_TURN)
+@pytest.mark.parametrize("kind", ["cmpl", "chatcmpl"])
+def test_one_engine_after_the_other(engines: Engines, program: str, kind: str) -> None:
+    prefill, decode = ids(f"5b0c-{program}", kind)
+    tokens = words(prefill, 90)
+    answer = engines.asked(prefill, tokens, ASKED)
+    assert (answer["transfer_mode"], answer["remote_request_id"]) == ("pull", dialects.shared_name(prefill))
+    engines.decode.call("add", decode, tokens, 4, IN_TURN[program](answer))
+    engines.is_right(prefill, decode, tokens)
+
+
+def test_the_first_request_of_a_router_that_knows_pushes(pushing: Engines) -> None:
+    """vllm-router rebuilds the params; llm-d's passes them on, with the name that both engines are given."""
+    for program in ("vllm-router", "llm-d"):
+        header = f"first-{program}"
+        tokens = words(header, 75)
+        prefill, decode = ids(header)
+        name = {"transfer_id": f"xfer-{header}"} if program == "llm-d" else {}
+        answer = pushing.asked(prefill, tokens, {**ASKED, **name})
+        assert answer["transfer_mode"] == "push"
+        passed = {**answer, **name} if name else {**_pushed_by_router(answer), "remote_request_id": header}
+        pushing.decode.call("add", decode, tokens, 4, passed)
+        pushing.is_right(prefill, decode, tokens)
+
+
+def test_vllm_routers_way_with_mooncake(engines: Engines) -> None:
+    prefill, decode = ids("mooncake-router")
+    tokens = words(prefill, 80)
+    name = {"transfer_id": "xfer-mooncake-router"}
+    engines.asked(prefill, tokens, {"do_remote_decode": True, "do_remote_prefill": False, **name})
+    engines.decode.call("add", decode, tokens, 4, {**LOAD, **name, **engines.bootstrapped()})
+    engines.is_right(prefill, decode, tokens)
+
+
+# --- both at once
+
+
+def _push_demo(engines: Engines, header: str) -> tuple[Params, Params]:
+    sizes = {"tp_size": 1, "pp_size": 1}
+    return ASKED, {**LOAD, **engines.place(), **sizes, "remote_request_id": header}
+
+
+def _router_push(engines: Engines, header: str) -> tuple[Params, Params]:
+    return ASKED, {**_pushed_by_router(engines.known), "remote_request_id": header}
+
+
+def _llm_d_push(engines: Engines, header: str) -> tuple[Params, Params]:
+    name = {"transfer_id": f"xfer-{header}"}
+    sizes = {key: engines.known[key] for key in ("tp_size", "pp_size", "dcp_size", "transfer_mode")}
+    return {**ASKED, **name}, {**engines.place(), **sizes, **LOAD, "remote_request_id": header, **name}
+
+
+def _mooncake(engines: Engines, header: str) -> tuple[Params, Params]:
+    name = {"transfer_id": f"xfer-{header}"}
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, **name}
+    return asked, {"do_remote_decode": False, "do_remote_prefill": True, **engines.bootstrapped(), **name}
+
+
+AT_ONCE: dict[str, Callable[[Engines, str], tuple[Params, Params]]] = {
+    "push-demo": _push_demo,
+    "vllm-router-push": _router_push,
+    "llm-d-push": _llm_d_push,
+    "mooncake": _mooncake,
+}
+
+
+@pytest.mark.parametrize("program", AT_ONCE)
+@pytest.mark.parametrize("kind", ["cmpl", "chatcmpl"])
+def test_both_engines_at_once(pushing: Engines, program: str, kind: str) -> None:
+    header = f"___prefill_addr_127.0.0.1:8100___decode_addr_127.0.0.1:8200_{kind}-{program}"
+    prefill, decode = ids(header, kind)
+    tokens = words(header, 100)
+    asked, load = AT_ONCE[program](pushing, header)
+    pushing.decode.call("add", decode, tokens, 4, load)
+    for _ in range(20):
+        pushing.decode.call("step")
+    assert "WAITING_FOR_REMOTE_KVS" in pushing.decode.call("state")["requests"][decode]
+    pushing.asked(prefill, tokens, asked)
+    pushing.is_right(prefill, decode, tokens)
+
+
+@pytest.mark.parametrize("program", ["push-demo", "mooncake"])
+def test_a_prefill_that_is_aborted_ends_the_load(pushing: Engines, program: str) -> None:
+    prefill, decode = ids(f"aborted-{program}")
+    tokens = words(prefill, 60)
+    asked, load = AT_ONCE[program](pushing, f"aborted-{program}")
+    pushing.decode.call("add", decode, tokens, 4, load)
+    pushing.decode.call("step")
+    pushing.prefill.call("add", prefill, tokens, 1, asked)
+    pushing.prefill.call("abort", prefill)
+    pushing.prefill.call("run_while_needed")
+    pushing.decode.call("run_until", f"'reason' in e.answers.get('{decode}', {{}})")
+    assert pushing.decode.call("answer", decode)["reason"] == "error"
+    pushing.quiesce()
+
+
+def test_samples_of_a_request_that_is_pushed(pushing: Engines) -> None:
+    prefill, decode = ids("samples")
+    tokens = words(prefill, 70)
+    asked, load = AT_ONCE["push-demo"](pushing, "samples")
+    samples = [f"{index}_{decode}" for index in range(2)]
+    for sample in samples:
+        pushing.decode.call("add", sample, tokens, 4, load)
+    pushing.asked(prefill, tokens, asked)
+    pushing.ended(prefill, *samples)
+    decode_state = pushing.quiesce()[1]
+    assert [decode_state["wrong_bytes"][sample] for sample in samples] == [0, 0]
+
+
+def test_two_requests_of_one_header_are_both_handed_over(engines: Engines) -> None:
+    """The later prefill cannot have the name, which is in use, and goes by its own id."""
+    requests = ["cmpl-same-0-00000001", "cmpl-same-0-00000002"]
+    tokens = [words(request, 50) for request in requests]
+    answers = [engines.asked(*each, ASKED) for each in zip(requests, tokens, strict=True)]
+    assert [answer["remote_request_id"] for answer in answers] == ["cmpl-same-0", requests[1]]
+    for number in (1, 0):
+        decode = f"cmpl-same-0-1000000{number}"
+        engines.decode.call("add", decode, tokens[number], 4, answers[number])
+        engines.decode.call("run_until", f"'reason' in e.answers.get('{decode}', {{}})")
+        assert engines.decode.call("answer", decode)["reason"] == "length"
+    decode_state = engines.quiesce()[1]
+    assert [decode_state["wrong_bytes"][f"cmpl-same-0-1000000{number}"] for number in range(2)] == [0, 0]
+
+
+# --- the words themselves
+
+
+def test_names_that_two_engines_share() -> None:
+    assert dialects.shared_name("cmpl-5f-0-0a1b2c3d") == "cmpl-5f-0"
+    assert dialects.shared_name("11_cmpl-5f-0-0a1b2c3d") == "cmpl-5f-0"
+    assert dialects.shared_name("chatcmpl-12_5f-0a1b2c3d") == "chatcmpl-12_5f"
+    # With VLLM_DISABLE_REQUEST_ID_RANDOMIZATION there is nothing to take off.
+    assert dialects.shared_name("cmpl-5f-0") == "cmpl-5f-0"
+
+
+@pytest.mark.parametrize("header", ["cmpl-5f-0-0a1b2c3d", "cmpl-5f-0", "5", "f-0", "", None, 7, ["5f"], ".*"])
+def test_an_answer_that_lost_its_blocks_is_not_taken_for_a_push(header: Any) -> None:
+    params = {**LOAD, "remote_request_id": header, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
+    assert dialects.understood("cmpl-5f-0-ffeeddcc", params) == params
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("10.0.0.7", 5680), ("node-3.example.org", 1), ("fe80::1", 65535), ("::1", 5680)]
+)
+def test_an_engine_id_says_where_its_listener_is(host: str, port: int) -> None:
+    params = {**LOAD, "transfer_id": "x", "remote_bootstrap_addr": "http://1.2.3.4:8998"}
+    engine_id = dialects.place("engine@home_dp1", host, port)
+    own = dialects.understood("r", {**params, "remote_engine_id": engine_id})
+    assert [own[key] for key in PLACE] == ["engine@home_dp1", host, port]
+
+
+@pytest.mark.parametrize("engine_id", [None, 7, "", "engine", "engine@", "engine@host", "engine@host:x", "@host:1"])
+def test_an_engine_id_of_another_connector_is_left_as_it_is(engine_id: Any) -> None:
+    params = {**LOAD, "transfer_id": "x", "remote_bootstrap_addr": "http://1.2.3.4:8998", "remote_engine_id": engine_id}
+    assert dialects.understood("r", params).get("remote_host") is None
+
+
+def test_an_answer_of_vllms_push_connector_is_refused_by_name(pushing: Engines) -> None:
+    answer = {key: value for key, value in pushing.known.items() if key not in ("remote_incarnation", "remote_lease_id")}
+    pushing.decode.call("add", "nixls", prompt(1, 20), 4, answer)
+    pushing.decode.call("run_until", "'reason' in e.answers.get('nixls', {})")
+    assert pushing.decode.call("answer", "nixls")["reason"] == "error"
+    pushing.quiesce()
+
+
+# --- the bootstrap server
+
+
+def answered(port: int, path: str, body: bytes | None = None) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data=body, timeout=20) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def parallel(rank: int, local: bool = False) -> Any:
+    return SimpleNamespace(
+        local_engines_only=local,
+        data_parallel_rank_local=rank if local else 0,
+        data_parallel_index=rank,
+        data_parallel_master_ip="127.0.0.1",
+    )
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["internal", "per-node"])
+def test_data_parallel_ranks_are_known_to_the_first_ones_server(local: bool) -> None:
+    port = free_port()
+    server = bootstrap.announce(parallel(0, local), port, None, "e_dp0@h:1")
+    assert server is not None
+    try:
+        assert bootstrap.announce(parallel(1, local), port, None, "e_dp1@h:2") is None
+        # Again, as a client that has not heard the answer.
+        bootstrap.register("127.0.0.1", port, 1, "e_dp1@h:2")
+        known = {"0": {"engine_id": "e_dp0@h:1", "worker_addr": {}}, "1": {"engine_id": "e_dp1@h:2", "worker_addr": {}}}
+        assert answered(port, "/query") == (200, known)
+        with pytest.raises(kvferry.InvalidArgumentError, match="refuses data-parallel rank 1.*e_dp1@h:2.*already"):
+            bootstrap.register("127.0.0.1", port, 1, "another")
+        assert answered(port, "/query") == (200, known)
+    finally:
+        server.close()
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"[" * 60_000,
+        b'{"dp_rank": 1}',
+        b'{"dp_rank": true, "engine_id": "e"}',
+        b'{"dp_rank": "1", "engine_id": "e"}',
+        b'{"dp_rank": 1, "engine_id": 1}',
+        b'{"dp_rank": -1, "engine_id": "e"}',
+        b'{"dp_rank": 4096, "engine_id": "e"}',
+        b'{"dp_rank": 1, "engine_id": "' + b"e" * 100_000 + b'"}',
+    ],
+    ids=lambda body: body[:40].decode(),
+)
+def test_what_is_registered_is_checked(body: bytes) -> None:
+    server = bootstrap.BootstrapServer(0, "127.0.0.1")
+    try:
+        status, answer = answered(server.port, "/register", body)
+        assert status == 400
+        assert "dp_rank" in answer["detail"]
+        assert answered(server.port, "/query") == (200, {})
+        assert answered(server.port, "/elsewhere")[0] == 404
+    finally:
+        server.close()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(kvferry.InvalidArgumentError, match=f"bootstrap_port {port} cannot be bound"):
+            bootstrap.BootstrapServer(port, "127.0.0.1")
+    with pytest.raises(kvferry.InvalidArgumentError, match=f"no bootstrap server answers at 127.0.0.1:{port}"):
+        bootstrap.register("127.0.0.1", port, 1, "e", limit_s=0)
