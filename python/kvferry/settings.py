@@ -14,8 +14,8 @@ class Setting(TypedDict):
     `parts` says whose configuration has it: "agent", "worker", "scheduler", "listener", "aggregator", "connector".
     `giver` says who sets it: the "operator" of an engine, the "program" that holds the engine, or the "environment"
     alone. `type` says in words which values it takes, `unit` of what a number is. Where `default` is None, `otherwise`
-    says in words what holds, or "required". `value` is in effect, and comes from `source`. `variable` is the environment
-    variable.
+    says in words what holds, or "required". `value` is in effect, and comes from `source`. `variable` is the
+    environment variable.
     """
 
     key: str

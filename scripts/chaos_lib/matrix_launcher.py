@@ -61,8 +61,8 @@ class ForkedServer(Server):
         self._process = _Adopted(launcher.fork(arguments, spec.environment, self.log, host))
 
     def reap_group(self) -> bool:
-        """After its end: takes the server's own processes, which have become this process's. Whether none is left: one that
-        has lost its memory, and so its environment, may still have its ports."""
+        """After its end: takes the server's own processes, which have become this process's. Whether none is left: one
+        that has lost its memory, and so its environment, may still have its ports."""
         try:
             while os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass

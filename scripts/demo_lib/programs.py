@@ -87,10 +87,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options of `scripts/proxies`."""
     parser = argparse.ArgumentParser(
         prog="scripts/proxies",
-        description="Runs proxies of the field, as they are, before a prefill and a decode server: vLLM's own, and the "
+        description="Runs proxies of the field, as they are, before a prefill and a decode server: vLLM's own, and "
         "vllm-router. Compares every token with what the decode server says by itself. Through the multi-turn proxy, "
-        "conversations go on: with the history as it was, and with a part of the last answer left out, as clients do that "
-        "strip reasoning. Exit status 0: all tokens are equal.",
+        "conversations go on: with the history as it was, and with a part of the last answer left out, as clients do "
+        "that strip reasoning. Exit status 0: all tokens are equal.",
     )
     parser.add_argument("--connector", choices=CONNECTORS, default="kvferry", help="the servers' (default kvferry)")
     parser.add_argument(

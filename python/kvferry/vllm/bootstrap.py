@@ -127,7 +127,9 @@ def register(host: str, port: int, rank: int, engine_id: str, limit_s: float = R
     Raises `InvalidArgumentError` if it refuses, or does not answer within `limit_s`."""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     body = json.dumps({"dp_rank": rank, "engine_id": engine_id}).encode()
-    request = urllib.request.Request(f"http://{where}/register", data=body, headers={"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"http://{where}/register", data=body, headers={"content-type": "application/json"}
+    )
     # The environment's HTTP proxies are for what is outside.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + limit_s
@@ -141,7 +143,7 @@ def register(host: str, port: int, rank: int, engine_id: str, limit_s: float = R
             raise make_error(-1, "invalid_argument", why) from error
         except OSError as error:
             if time.monotonic() >= deadline:
-                why = f"no bootstrap server answers at {where} ({error}); the engine of the first data-parallel rank has it"
+                why = f"no bootstrap server answers at {where} ({error}); the first data-parallel rank's engine has it"
                 raise make_error(-1, "invalid_argument", why) from error
             time.sleep(0.2)
 

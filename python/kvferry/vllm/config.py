@@ -54,4 +54,4 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
         if setting["source"] == "given" or setting["variable"] == HOST_IP:
             for part in set(setting["parts"]) & set(sides):
                 sides[part][setting["key"]] = setting["value"]
-    return Options(**sides, **here)
+    return Options(worker=sides["worker"], scheduler=sides["scheduler"], **here)

@@ -2,7 +2,7 @@
 
 | dialect | the prefill engine is given | the decode engine is given |
 | --- | --- | --- |
-| of `NixlPushConnector` | nothing to know the request by | its address, and the `X-Request-Id` that both requests carry |
+| of `NixlPushConnector` | nothing to know the request by | its address, and the `X-Request-Id` of both requests |
 | of `MooncakeConnector` | `transfer_id` | `transfer_id`, and what the prefill engine's bootstrap server answered |
 
 Both ask the two engines at once. The first is known by `shared_name`, the second by `transfer_id`.

@@ -1,6 +1,7 @@
 """NVIDIA Dynamo's workers ask their own table how a connector's requests look; this adds `KvferryConnector` to it.
 
-The table's error for a name that it lacks asks for that. Read from ai-dynamo 1.6.1, dynamo/vllm/kv_connector_protocols.py.
+The table's error for a name that it lacks asks for that. Read from dynamo/vllm/kv_connector_protocols.py of ai-dynamo
+1.6.1.
 """
 
 from __future__ import annotations

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    iter_layer_specs,
+)
 
 from .interior import LayoutError, View, format_of, parts
 from .states import state_parts
@@ -147,12 +153,22 @@ def _kind(group_spec: Any) -> Any:
     specs = list(iter_layer_specs(group_spec))
     if any(isinstance(spec, MambaSpec) for spec in specs):
         return "state"
-    windows = {spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs}
-    if len(windows) > 1:
-        raise LayoutError(f"layers of one KV-cache group have different sliding windows: {sorted(windows, key=str)}")
-    if windows and (window := windows.pop()) is not None:
-        return {"sliding_window": {"window": window}}
+    reaches = {_reach(spec) for spec in specs}
+    if len(reaches) > 1:
+        raise LayoutError(f"layers of one KV-cache group look back differently far: {sorted(reaches, key=str)}")
+    if reaches and (reach := reaches.pop()) is not None:
+        name, tokens = reach
+        return {name: {"window" if name == "sliding_window" else "chunk": tokens}}
     return "latent" if specs and all(isinstance(spec, MLAAttentionSpec) for spec in specs) else "full"
+
+
+def _reach(spec: Any) -> tuple[str, int] | None:
+    """How far back a layer looks: a window, or to the beginning of its chunk; None if to the beginning of the prompt."""
+    if isinstance(spec, SlidingWindowSpec):
+        return "sliding_window", int(spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunked", int(spec.attention_chunk_size)
+    return None
 
 
 def describe(

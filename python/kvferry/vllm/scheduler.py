@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 import kvferry
 
-from . import bootstrap, dialects, history
+from . import dialects, history
 from .config import Options
 from .geometry import TokenShare, transfer_groups
 from .log import logger
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from .bootstrap import BootstrapServer
+
 COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 """How a prefill ends whose blocks are worth handing over."""
 
 
 def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
-    """The request's `kv_transfer_params`, in the words of this connector, if they ask for `key`. What is neither true nor
-    false is left for `kvferry.Scheduler` to refuse by name.
+    """The request's `kv_transfer_params`, in the words of this connector, if they ask for `key`. What is neither true
+    nor false is left for `kvferry.Scheduler` to refuse by name.
 
     The samples of one prompt all carry the same params and come one after another; how many is not known here."""
     params: Mapping[str, Any] | None = request.kv_transfer_params
@@ -87,7 +89,7 @@ class SchedulerSide:
         self._multi_turn = options.multi_turn
         self._answers_as_push = options.answer_as_push
         self._parallel, self._bootstrap_port = parallel, options.bootstrap_port
-        self._bootstrap: bootstrap.BootstrapServer | None = None
+        self._bootstrap: BootstrapServer | None = None
         self._engine_id: str = transfer.engine_id
         # Looked up for a load, and not given blocks so far.
         self._wants_blocks = False
@@ -153,6 +155,9 @@ class SchedulerSide:
             host, port = self._scheduler.serve(ranks)
             logger.info("Serving the handshake metadata of %d ranks at %s port %d", len(ranks), host, port)
             if self._sends and self._bootstrap_port:
+                # Needs an HTTP server, which most engines do not.
+                from . import bootstrap
+
                 named = dialects.place(self._engine_id, host, port)
                 self._bootstrap = bootstrap.announce(self._parallel, self._bootstrap_port, None, named)
         self._is_served = True
@@ -228,8 +233,8 @@ class SchedulerSide:
             self._unreported.add(request_id)
 
     def finished(self, request: Request, blocks: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: whether to keep its blocks, and the params for the decode engine; empty ones of a prefill that
-        leaves it nothing to load."""
+        """A request ended: whether to keep its blocks, and the params for the decode engine; empty ones of a prefill
+        that leaves it nothing to load."""
         params = _wants(request, "do_remote_decode") or _wants(request, "do_remote_prefill")
         if params is None:
             return False, None
@@ -268,7 +273,7 @@ class SchedulerSide:
         return keep or request_id in self._unreported, nothing if answer is None else answer
 
     def _end(self, request_id: str, params: Mapping[str, Any], *ended: Any) -> tuple[bool, dict[str, Any] | None]:
-        """`kvferry.Scheduler.finished`; of a prefill that the proxy gave no name, with one that decode engines may know."""
+        """`kvferry.Scheduler.finished`; of a prefill without a name, with one that decode engines may know."""
         given = dialects.named(request_id, params) if params.get("do_remote_decode") else params
         try:
             return self._scheduler.finished(request_id, given, *ended)

@@ -10,6 +10,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -27,6 +28,7 @@ SERVED_SPECS: tuple[type[KVCacheSpec], ...] = (
     MLAAttentionSpec,
     SlidingWindowSpec,
     SlidingWindowMLASpec,
+    ChunkedLocalAttentionSpec,
     MambaSpec,
 )
 """Served by exact type: a subclass means another rule for which blocks hold what."""

@@ -55,6 +55,8 @@ class Settings:
     prefix_caching: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     runner: RunnerName = "mixin"
+    chunk: int = 0
+    """Tokens of a chunk, for a model with chunked local attention in place of windows."""
     states: str = ""
     """vLLM's `mamba_cache_mode`, for a model that has states in place of windows."""
     speculative: int = 0
@@ -189,6 +191,7 @@ class Engine:
         import torch
         from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
         from vllm.v1.kv_cache_interface import (
+            ChunkedLocalAttentionSpec,
             FullAttentionSpec,
             KVCacheConfig,
             KVCacheGroupSpec,
@@ -203,7 +206,10 @@ class Engine:
             "head_size": HEAD_SIZE,
             "dtype": torch.bfloat16,
         }
-        full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=WINDOW)
+        full: Any = FullAttentionSpec(**shape)
+        window: Any = SlidingWindowSpec(**shape, sliding_window=WINDOW)
+        if settings.chunk:
+            window = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=settings.chunk)
         page, layers = full.page_size_bytes, len(FULL_LAYERS)
         placement: dict[str, Any] = {
             "size": page * settings.blocks * layers,
@@ -293,6 +299,11 @@ class Engine:
             view = self.views[name].view(torch.uint8).numpy()
             view[blocks, :, slots] = cells[layer, which]
 
+    def _front(self, token: int) -> int:
+        """The first token that `token` looks at in layers that do not look at all."""
+        chunk = self.settings.chunk
+        return token // chunk * chunk if chunk else max(0, token + 1 - WINDOW)
+
     def _count_wrong(self, request: str, positions: range, salt: int) -> tuple[int, int]:
         import torch
 
@@ -301,12 +312,12 @@ class Engine:
         for layer, name, which, blocks, slots in self._places(request, positions):
             if name in WINDOW_LAYERS:
                 # The next token to be computed looks at these.
-                missing = set(range(max(0, positions.stop + 1 - WINDOW), positions.stop)) - set(which.tolist())
+                missing = set(range(self._front(positions.stop), positions.stop)) - set(which.tolist())
                 wrong += cells[layer][sorted(missing)].size
             if name in WINDOW_LAYERS and not self.settings.prefix_caching:
                 # Nobody reads what is in front of the last prompt token's window; blocks that serve other requests
                 # must hold it all the same.
-                read = which >= positions.stop + 1 - WINDOW
+                read = which >= self._front(positions.stop)
                 which, blocks, slots = which[read], blocks[read], slots[read]
             found = self.views[name].view(torch.uint8).numpy()[blocks, :, slots]
             wrong += int((found != cells[layer, which]).sum())

@@ -301,7 +301,9 @@ def test_an_engine_id_of_another_connector_is_left_as_it_is(engine_id: Any) -> N
 
 
 def test_an_answer_of_vllms_push_connector_is_refused_by_name(pushing: Engines) -> None:
-    answer = {key: value for key, value in pushing.known.items() if key not in ("remote_incarnation", "remote_lease_id")}
+    answer = {
+        key: value for key, value in pushing.known.items() if key not in ("remote_incarnation", "remote_lease_id")
+    }
     pushing.decode.call("add", "nixls", prompt(1, 20), 4, answer)
     pushing.decode.call("run_until", "'reason' in e.answers.get('nixls', {})")
     assert pushing.decode.call("answer", "nixls")["reason"] == "error"
@@ -339,7 +341,7 @@ def test_data_parallel_ranks_are_known_to_the_first_ones_server(local: bool) -> 
         bootstrap.register("127.0.0.1", port, 1, "e_dp1@h:2")
         known = {"0": {"engine_id": "e_dp0@h:1", "worker_addr": {}}, "1": {"engine_id": "e_dp1@h:2", "worker_addr": {}}}
         assert answered(port, "/query") == (200, known)
-        with pytest.raises(kvferry.InvalidArgumentError, match="refuses data-parallel rank 1.*e_dp1@h:2.*already"):
+        with pytest.raises(kvferry.InvalidArgumentError, match=r"refuses data-parallel rank 1.*e_dp1@h:2.*already"):
             bootstrap.register("127.0.0.1", port, 1, "another")
         assert answered(port, "/query") == (200, known)
     finally:

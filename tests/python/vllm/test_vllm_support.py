@@ -21,7 +21,7 @@ from kvferry.vllm.support import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -86,7 +86,7 @@ def test_what_is_served() -> None:
             groups(FullAttentionSpec(**SHAPE), MambaSpec(block_size=16, shapes=((4,),) * 5, dtypes=(torch.half,) * 5)),
             "replayed from recent inputs (layer layer.1 keeps 5 tensors)",
         ),
-        (engine(), groups(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=32)), "ChunkedLocalAttentionSpec"),
+        (engine(), groups(CrossAttentionSpec(**SHAPE)), "CrossAttentionSpec"),
         (
             engine(),
             groups(MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1}, tokens_per_state=4)),
@@ -142,7 +142,7 @@ def test_a_gpu_writes_drafts_and_states_late() -> None:
 
 
 def test_a_group_that_is_not_transferred_may_be_anything() -> None:
-    spec = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=32)
+    spec = CrossAttentionSpec(**SHAPE)
     check_served(engine(), groups(spec, enable_kv_transfer=False))
 
 
