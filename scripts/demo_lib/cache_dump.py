@@ -26,7 +26,7 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec
 
 from .cache_check import DUMP_FOLDER
 
@@ -51,6 +51,13 @@ class Wanted:
     blocks: tuple[list[int], ...]
     first: int
     tokens: int
+
+
+def _window(spec: Any, tokens: int) -> int | None:
+    """How many positions the token behind `tokens` others looks at, itself among them; None if at all of them."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(tokens % spec.attention_chunk_size) + 1
+    return getattr(spec, "sliding_window", None)
 
 
 class CacheDump:
@@ -143,7 +150,7 @@ class CacheDump:
                 latent = isinstance(spec, MLAAttentionSpec)
                 facts["layers"][name] = {
                     "block_size": spec.block_size,
-                    "window": getattr(spec, "sliding_window", None),
+                    "window": _window(spec, wanted.tokens),
                     # A rank of more than there are heads holds a copy of its neighbour's.
                     "first_head": 0 if latent else tp_rank * total_heads // tp_size,
                 }

@@ -105,7 +105,8 @@ def engine_spec(
     arguments = _arguments(model, shape, options)
     if options.executor == "ray" or shape.ranks > 1:
         arguments += ["--distributed-executor-backend", options.executor]
-    if not producer and options.model == "hybrid" and (shape.block or 0) > (options.prefill.block or shape.block or 0):
+    larger = (shape.block or 0) > (options.prefill.block or shape.block or 0)
+    if not producer and options.model in ("hybrid", "chunked") and larger:
         # The first block in a window then holds tokens that the prefill engine has dropped, so it must not be reused
         # for another prompt; kvferry refuses such a request otherwise.
         arguments += ["--no-enable-prefix-caching"]

@@ -13,6 +13,8 @@ from .client import SERVED_NAME
 from .metrics import fetch_metrics, total
 from .servers import Server
 
+ADAPTER_NAME = "adapter"
+"""What the servers call their LoRA adapter."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
 GONE_LIMIT_S = 60.0
@@ -56,6 +58,7 @@ class Kinds:
         for name, more in KINDS.items():
             await self._compare(name, COMPLETIONS, self._body(**more))
         await self._stops()
+        await self._adapter()
         messages = [{"role": "user", "content": " ".join(f"t{self._dice.randrange(10, 500)}" for _ in range(120))}]
         for name, more in [("chat", {}), ("chat with log-probabilities", {"logprobs": True, "top_logprobs": 2})]:
             body = {"model": SERVED_NAME, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0.0}
@@ -105,6 +108,16 @@ class Kinds:
             else:
                 stop = {"stop": [whole["text"].split()[5]]}
             await self._compare(name, COMPLETIONS, {**body, **stop})
+
+    async def _adapter(self) -> None:
+        """A LoRA adapter, and then the same prompt without it: neither may get the other's cache."""
+        body = self._body()
+        await self._compare("adapter", COMPLETIONS, {**body, "model": ADAPTER_NAME})
+        await self._compare("the same without the adapter", COMPLETIONS, body)
+        answers = [await self._alone(COMPLETIONS, {**body, "model": name}) for name in (ADAPTER_NAME, SERVED_NAME)]
+        if answers[0] == answers[1]:
+            self.equal -= 1
+            self.notes.append("the adapter changes nothing, so that its requests show nothing")
 
     async def _streamed(self) -> None:
         for name, more in [("streamed", {}), ("streamed samples", {"n": 2, "temperature": 0.9, "seed": 3})]:

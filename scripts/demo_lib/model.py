@@ -33,6 +33,7 @@ KV_HEADS = 4
 HEAD_DIM = 32
 INTERMEDIATE = 512
 MAX_POSITIONS = 4096
+ADAPTER_RANK = 8
 SEED = 20_240_607
 
 # Standard deviation of the attention scores at random inputs: at 4 a head puts most of its weight on a few of
@@ -59,6 +60,8 @@ class ModelKind:
     qk_norm: bool = False
     extra_norms: bool = False
     mla: bool = False
+    mlp: str = "mlp"
+    """What the weights call the part of a layer behind its attention."""
     states: bool = False
 
 
@@ -115,6 +118,29 @@ HYBRID = ModelKind(
     extra_norms=True,
 )
 
+CHUNKED = ModelKind(
+    name="chunked",
+    config={
+        **_common(),
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        # Layers with rotary embeddings look at their chunk, the others at everything.
+        "attention_chunk_size": 256,
+        "no_rope_layers": [1, 0] * (LAYERS // 2),
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "intermediate_size_mlp": INTERMEDIATE,
+        # No layer has experts.
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "num_local_experts": 1,
+        "num_experts_per_tok": 1,
+    },
+    mlp="feed_forward",
+)
+
 MLA = ModelKind(
     name="mla",
     config={
@@ -137,7 +163,7 @@ MLA = ModelKind(
 
 STATES = [ModelKind(name, config, states=True) for name, config in state_models.state_configs(_common()).items()]
 
-KINDS = {kind.name: kind for kind in (LLAMA, HYBRID, MLA, *STATES)}
+KINDS = {kind.name: kind for kind in (LLAMA, HYBRID, CHUNKED, MLA, *STATES)}
 
 
 def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float) -> np.ndarray:
@@ -171,9 +197,9 @@ def _weights(kind: ModelKind) -> dict[str, np.ndarray]:
             tensors[prefix + "self_attn.k_proj.weight"] = _matrix(rng, KV_HEADS * HEAD_DIM, HIDDEN, qk_gain)
             tensors[prefix + "self_attn.v_proj.weight"] = _matrix(rng, KV_HEADS * HEAD_DIM, HIDDEN, BRANCH_GAIN)
         tensors[prefix + "self_attn.o_proj.weight"] = _matrix(rng, HIDDEN, HEADS * HEAD_DIM, BRANCH_GAIN)
-        tensors[prefix + "mlp.gate_proj.weight"] = _matrix(rng, INTERMEDIATE, HIDDEN, BRANCH_GAIN)
-        tensors[prefix + "mlp.up_proj.weight"] = _matrix(rng, INTERMEDIATE, HIDDEN, BRANCH_GAIN)
-        tensors[prefix + "mlp.down_proj.weight"] = _matrix(rng, HIDDEN, INTERMEDIATE, BRANCH_GAIN)
+        tensors[prefix + f"{kind.mlp}.gate_proj.weight"] = _matrix(rng, INTERMEDIATE, HIDDEN, BRANCH_GAIN)
+        tensors[prefix + f"{kind.mlp}.up_proj.weight"] = _matrix(rng, INTERMEDIATE, HIDDEN, BRANCH_GAIN)
+        tensors[prefix + f"{kind.mlp}.down_proj.weight"] = _matrix(rng, HIDDEN, INTERMEDIATE, BRANCH_GAIN)
         tensors[prefix + "input_layernorm.weight"] = np.full(HIDDEN, unit, np.float32)
         if kind.extra_norms:
             added = np.full(HIDDEN, POST_NORM_GAIN - 1.0, np.float32)
@@ -219,6 +245,23 @@ def _write_tokenizer(folder: Path) -> None:
         "model_max_length": MAX_POSITIONS,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def write_adapter(folder: Path) -> Path:
+    """A LoRA adapter of the llama model, strong enough to change every answer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(SEED + 1)
+    tensors = {}
+    for index in range(LAYERS):
+        for name, rows in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
+            prefix = f"base_model.model.model.layers.{index}.self_attn.{name}."
+            tensors[prefix + "lora_A.weight"] = _matrix(rng, ADAPTER_RANK, HIDDEN, 1.0)
+            tensors[prefix + "lora_B.weight"] = _matrix(rng, rows, ADAPTER_RANK, BRANCH_GAIN)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK}
+    config |= {"target_modules": ["q_proj", "v_proj"], "bias": "none", "base_model_name_or_path": "llama"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def make_model(name: str, root: Path) -> Path:

@@ -65,7 +65,7 @@ class Program:
     has_turns: bool = False
     """Whether it passes on what the decode engine answers for a conversation's next turn."""
     as_push: bool = False
-    """Whether it asks both servers at once if the prefill server's answers look like `NixlPushConnector`'s."""
+    """Whether the prefill server must pass for one with `NixlPushConnector`, so that both are asked at once."""
     with_stock: bool = False
     """Whether it also runs before `NixlConnector`."""
 
@@ -73,7 +73,7 @@ class Program:
 PROGRAMS = {
     "toy": Program(_hosts, "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py", with_stock=True),
     "multi-turn": Program(_hosts, f"{_SERVING}/disagg_proxy_multiturn.py", has_turns=True, with_stock=True),
-    "push": Program(_push, f"{_SERVING}/disagg_proxy_pushconnector_demo.py"),
+    "push": Program(_push, f"{_SERVING}/disagg_proxy_pushconnector_demo.py", as_push=True),
     "mooncake": Program(_mooncake, f"{_EXAMPLES}/mooncake_connector/mooncake_connector_proxy.py"),
     "router-nixl": Program(_router("nixl"), with_stock=True),
     "router-mooncake": Program(_router("mooncake")),

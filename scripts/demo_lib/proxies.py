@@ -21,9 +21,9 @@ import vllm
 
 from .client import SERVED_NAME
 from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
-from .kinds import Kinds
+from .kinds import ADAPTER_NAME, Kinds
 from .metrics import Counters, fetch_metrics, parse_counters
-from .model import make_model
+from .model import ADAPTER_RANK, make_model, write_adapter
 from .programs import HOST, PROGRAMS, Place, Program, parse_options
 from .proxy import Proxy, open_session
 from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port, say
@@ -58,8 +58,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 class Servers:
-    """The decode server, and prefill servers: one whose answers are as ever, and one whose answers look like a push
-    connector's. Each starts when it is needed."""
+    """The decode server, and prefill servers: one that is as ever, and one that passes for one with the push connector.
+    Each starts when it is needed."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, session: aiohttp.ClientSession) -> None:
         self._options, self._session = options, session
@@ -67,6 +67,7 @@ class Servers:
         self._model = make_model("llama", DEPS / "models")
         self._template = folder / "chat.jinja"
         self._template.write_text(CHAT_TEMPLATE)
+        self._adapter = write_adapter(folder / "adapter")
         self._running: dict[str, tuple[Server, Place]] = {}
 
     async def pair(self, as_push: bool) -> tuple[Server, Server, Place]:
@@ -88,7 +89,7 @@ class Servers:
         if self._options.connector == "kvferry":
             extra |= {"port": place.listener}
             if side == "prefill":
-                extra |= {"bootstrap_port": place.bootstrap, "answer_as_push": as_push}
+                extra |= {"bootstrap_port": place.bootstrap, "push_dialect": as_push}
             config: dict[str, Any] = {"kv_connector": "KvferryConnector"}
             role = "kv_both" if side == "prefill" else "kv_consumer"
         else:
@@ -99,6 +100,8 @@ class Servers:
         arguments = ["--model", str(self._model), "--served-model-name", SERVED_NAME, "--dtype", "float32"]
         arguments += ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
         arguments += ["--chat-template", str(self._template), "--scheduling-policy", "priority", "--enforce-eager"]
+        arguments += ["--enable-lora", "--max-lora-rank", str(ADAPTER_RANK)]
+        arguments += ["--lora-modules", f"{ADAPTER_NAME}={self._adapter}"]
         arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config"]
         arguments += [json.dumps({**config, "kv_connector_extra_config": extra})]
         environment = server_environment(SCRIPTS, DEPS)

@@ -89,6 +89,33 @@ fn an_early_done_waits_for_its_grant_its_drop_or_its_time() {
 }
 
 #[test]
+fn a_drop_says_nothing_of_a_later_request_of_its_name() {
+    let mut w = worker(config());
+    let dropped = || StepMetadata { dropped: vec![request("r")], ..Default::default() };
+    let read_of = |lease_id, serial| PeerMessage::Done {
+        request: request("r"),
+        lease_id,
+        reader: reader(1),
+        readers: 1,
+        serial,
+        more: false,
+    };
+    w.handle_step(Time(0), dropped());
+    // The later one's answer is out before this rank has its grant.
+    w.handle_message(Time(1), &from(), read_of(2, 7));
+    assert!(verdicts(&mut w).is_empty());
+    grants(&mut w, 2, grant("r", 2));
+    assert_eq!(verdicts(&mut w), [(7, Verdict::Valid)]);
+    w.handle_step(Time(3), dropped());
+    w.handle_message(Time(4), &from(), read_of(2, 8));
+    assert_eq!(verdicts(&mut w), [(8, Verdict::Unknown)], "a lease that was over before the drop");
+    let release = PeerMessage::Release { request: request("r"), lease_id: 3, reader: reader(1), readers: 1 };
+    w.handle_message(Time(5), &from(), release);
+    grants(&mut w, 6, grant("r", 3));
+    assert_eq!(w.leases(), 0, "it was given back before it was known");
+}
+
+#[test]
 fn a_request_id_used_again_is_another_lease() {
     let mut w = worker(config());
     assert_eq!(w.leases(), 0);

@@ -2,161 +2,209 @@
 
 It answers `GET /query` as the bootstrap server of vLLM's `MooncakeConnector` does: a JSON object by data-parallel rank,
 with the `engine_id` of each. Where that has the addresses of workers, there is nothing here, because an engine id says
-where the engine's listener is (`dialects.place`). Engines of further data-parallel ranks add themselves by
-`POST /register`.
+where the engine's listener is (`dialects.place`). Engines of further data-parallel ranks of the host add themselves by
+`POST /register`, which only this host may.
+
+Strangers who reach the port can learn what it answers, and can keep it busy; they cannot take memory, descriptors or
+threads of the engine beyond `MOST_CONNECTIONS`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import http.client
+import http.server
+import ipaddress
 import json
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable
-from typing import Any
-
-import uvicorn
+from typing import Any, Protocol
 
 from .._errors import make_error
+from .config import Options
+from .log import logger
 
+MOST_CONNECTIONS = 32
 MOST_RANKS = 4096
-MOST_BYTES = 65_536
+MOST_BYTES = 4096
 """Of a request's body."""
-REGISTER_S = 120.0
-"""How long the first rank's server may take to be there."""
-ASK_S = 5.0
-START_S = 30.0
-
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+STALLED_S = 5.0
+"""How long a connection may say nothing."""
+AGAIN_S = 1.0
+TOLD_EVERY_S = 60.0
 
 
-class BootstrapServer:
-    """Serves until `close`. Its thread does nothing unless asked."""
-
-    def __init__(self, port: int, host: str | None = None) -> None:
-        """Binds `port` (0: a free one) of `host`, or of all addresses of this host.
-
-        Raises `InvalidArgumentError` if the port cannot be bound."""
-        self._ranks: dict[int, str] = {}
-        try:
-            if host is None and socket.has_dualstack_ipv6():
-                self._socket = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-            else:
-                family = socket.AF_INET6 if ":" in (host or "") else socket.AF_INET
-                self._socket = socket.create_server((host or "", port), family=family)
-        except OSError as error:
-            message = f"bootstrap_port {port} cannot be bound: {error.strerror}; choose another port"
-            raise make_error(-1, "invalid_argument", message) from error
-        self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            self._answer, interface="asgi3", lifespan="off", ws="none", log_level="warning", access_log=False
-        )
-        self._server = uvicorn.Server(config)
-        sockets = [self._socket]
-        self._thread = threading.Thread(
-            target=lambda: self._server.run(sockets=sockets), name="kvferry-bootstrap", daemon=True
-        )
-        self._thread.start()
-        deadline = time.monotonic() + START_S
-        while not self._server.started and self._thread.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-    def add(self, rank: int, engine_id: str) -> str | None:
-        """Names the engine of a data-parallel rank; what is wrong with it, None if nothing is."""
-        if not 0 <= rank < MOST_RANKS:
-            return f"dp_rank: expected 0 to {MOST_RANKS - 1}, got {rank}"
-        # An identical repeat is a client that has not heard the answer.
-        known = self._ranks.setdefault(rank, engine_id)
-        return None if known == engine_id else f"dp_rank {rank} is engine {known!r} already"
+class Announcement(Protocol):
+    """What makes an engine known until it is closed."""
 
     def close(self) -> None:
-        """Ends the server. May be called again."""
-        self._server.should_exit = True
-        self._thread.join(timeout=5)
-        self._socket.close()
+        """Ends it. May be called again."""
 
-    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """The ASGI application."""
-        method, path = scope.get("method"), scope.get("path")
-        status: int
-        answer: dict[str, Any]
-        if (method, path) == ("GET", "/query"):
-            status = 200
-            answer = {str(rank): {"engine_id": name, "worker_addr": {}} for rank, name in sorted(self._ranks.items())}
-        elif (method, path) == ("POST", "/register"):
-            status, answer = self._register(await _body(receive))
-        else:
-            status, answer = 404, {"detail": "expected GET /query or POST /register"}
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
-    def _register(self, body: bytes | None) -> tuple[int, dict[str, Any]]:
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = STALLED_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        if self.path != "/query":
+            return self._answer(404, {"detail": "expected GET /query"})
+        ranks = sorted(self.server.ranks.items())
+        self._answer(200, {str(rank): {"engine_id": name, "worker_addr": {}} for rank, name in ranks})
+
+    def do_POST(self) -> None:
+        if self.path != "/register" or self.client_address[0] not in self.server.own_addresses(self.connection):
+            return self._answer(404, {"detail": "expected POST /register from an engine of this host"})
         try:
-            told = json.loads(body or b"")
+            length = int(self.headers.get("content-length") or 0)
+            told: Any = json.loads(self.rfile.read(length)) if 0 < length <= MOST_BYTES else None
             rank, engine_id = told["dp_rank"], told["engine_id"]
         except (ValueError, LookupError, TypeError, RecursionError):
             rank = engine_id = None
-        if type(rank) is not int or not isinstance(engine_id, str):
-            return 400, {"detail": "expected a JSON object with a number dp_rank and a text engine_id"}
-        wrong = self.add(rank, engine_id)
-        return (200, {"status": "ok"}) if wrong is None else (400, {"detail": wrong})
+        if type(rank) is not int or not 0 <= rank < MOST_RANKS or not isinstance(engine_id, str):
+            detail = f"expected a JSON object with dp_rank, from 0 to {MOST_RANKS - 1}, and the text engine_id"
+            return self._answer(400, {"detail": detail})
+        # A rank that was started again has another id.
+        self.server.ranks[rank] = engine_id
+        self._answer(200, {"status": "ok"})
+
+    def _answer(self, status: int, answer: dict[str, Any]) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: who asks is of no interest."""
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """A request's body; None if it is longer than any that is meant for this, or does not come."""
-    body, more = b"", True
-    while more and len(body) <= MOST_BYTES:
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listening: socket.socket, ranks: dict[int, str]) -> None:
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.ranks = listening, ranks
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def own_addresses(self, connection: socket.socket) -> set[str]:
+        """Addresses of this host, as a connection's other end may have one."""
+        return {"127.0.0.1", "::1", "::ffff:127.0.0.1", str(connection.getsockname()[0])}
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            message = await asyncio.wait_for(receive(), ASK_S)
-        except asyncio.TimeoutError:
-            return None
-        body += message.get("body", b"")
-        more = bool(message.get("more_body"))
-    return body if len(body) <= MOST_BYTES else None
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a client that leaves or stalls is no fault of the engine's."""
 
 
-def register(host: str, port: int, rank: int, engine_id: str, limit_s: float = REGISTER_S) -> None:
-    """Tells the server of the first data-parallel rank, which may still be starting, of another rank's engine.
+class BootstrapServer:
+    """Serves until `close`."""
 
-    Raises `InvalidArgumentError` if it refuses, or does not answer within `limit_s`."""
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    body = json.dumps({"dp_rank": rank, "engine_id": engine_id}).encode()
-    request = urllib.request.Request(
-        f"http://{where}/register", data=body, headers={"content-type": "application/json"}
-    )
-    # The environment's HTTP proxies are for what is outside.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + limit_s
-    while True:
+    def __init__(self, port: int, bind: str | None = None, ranks: dict[int, str] | None = None) -> None:
+        """Binds `port` (0: a free one) of `bind`, or of all addresses of this host. `ranks` are those known so far.
+
+        Raises `InvalidArgumentError` if the port cannot be bound."""
         try:
-            with opener.open(request, timeout=ASK_S):
-                return
-        except urllib.error.HTTPError as error:
-            said = error.read(1000).decode(errors="replace")
-            why = f"the bootstrap server at {where} refuses data-parallel rank {rank}: {said}"
-            raise make_error(-1, "invalid_argument", why) from error
+            listening = _listen(bind, port)
         except OSError as error:
-            if time.monotonic() >= deadline:
-                why = f"no bootstrap server answers at {where} ({error}); the first data-parallel rank's engine has it"
-                raise make_error(-1, "invalid_argument", why) from error
-            time.sleep(0.2)
+            where = f"bootstrap_port {port}" + (f" of {bind}" if bind else "")
+            message = f"{where} cannot be bound: {error.strerror or error}; choose another"
+            raise make_error(-1, "invalid_argument", message) from error
+        self.port: int = listening.getsockname()[1]
+        self._server: _Server | None = _Server(listening, dict(ranks or {}))
+        threading.Thread(target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the server. May be called again."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
 
 
-def announce(parallel: Any, port: int, host: str | None, engine_id: str) -> BootstrapServer | None:
-    """Makes the engine of one data-parallel rank known to those who ask at `port`: by a server of its own, which comes
-    back, or by that of the first rank. `parallel` is vLLM's `ParallelConfig`; which rank has the server is as for
-    `MooncakeConnector`."""
+def _listen(bind: str | None, port: int) -> socket.socket:
+    if bind is None and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    family = socket.AF_INET
+    if bind is not None:
+        family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((bind or "", port), family=family)
+
+
+class Registration:
+    """Tells this host's server of another data-parallel rank's engine, until it has heard. The engines start in any
+    order, and the first one's server may be started again."""
+
+    def __init__(self, port: int, rank: int, engine_id: str) -> None:
+        body = json.dumps({"dp_rank": rank, "engine_id": engine_id}).encode()
+        self._where = f"127.0.0.1:{port}"
+        self._request = urllib.request.Request(
+            f"http://{self._where}/register", data=body, headers={"content-type": "application/json"}
+        )
+        # The environment's HTTP proxies are for what is outside.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._rank, self._ended = rank, threading.Event()
+        threading.Thread(target=self._run, name="kvferry-bootstrap", daemon=True).start()
+
+    def close(self) -> None:
+        """Gives it up. May be called again."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        told = time.monotonic()
+        while not self._ended.is_set():
+            try:
+                with self._opener.open(self._request, timeout=STALLED_S):
+                    return
+            except urllib.error.HTTPError as error:
+                why = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
+            except (OSError, http.client.HTTPException) as error:
+                why = str(error) or type(error).__name__
+            if time.monotonic() - told > TOLD_EVERY_S:
+                told = time.monotonic()
+                logger.warning(
+                    "The bootstrap server at %s, which the first data-parallel rank of this host has, does not know "
+                    "rank %d yet, and proxies do not find it: %s",
+                    self._where,
+                    self._rank,
+                    why,
+                )
+            self._ended.wait(AGAIN_S)
+
+
+def announce(parallel: Any, options: Options, engine_id: str) -> Announcement:
+    """Makes the engine of one data-parallel rank known to those who ask at `options.bootstrap_port`: by a server of its
+    own, or by that of the first rank of this host. `parallel` is vLLM's `ParallelConfig`; ranks are numbered as by
+    `MooncakeConnector`: within the host where it has an API server of its own, otherwise over all hosts."""
+    port = options.bootstrap_port
+    assert port is not None
     local = bool(parallel.local_engines_only)
     rank = int((parallel.data_parallel_rank_local if local else parallel.data_parallel_index) or 0)
     if rank == 0:
-        server = BootstrapServer(port, host)
-        server.add(rank, engine_id)
-        return server
-    register("127.0.0.1" if local else str(parallel.data_parallel_master_ip), port, rank, engine_id)
-    return None
+        return BootstrapServer(port, _bound(options), {rank: engine_id})
+    return Registration(port, rank, engine_id)
+
+
+def _bound(options: Options) -> str | None:
+    """As the listener: what is confined by `bind` or by a loopback address is confined here too."""
+    if options.bind is not None:
+        return options.bind
+    host = options.scheduler.get("host")
+    try:
+        return str(host) if host and ipaddress.ip_address(host).is_loopback else None
+    except ValueError:
+        return None

@@ -13,7 +13,7 @@ from .stock import translate
 HOST_IP = "VLLM_HOST_IP"
 """vLLM's own word for "this node's address as the others know it"."""
 
-HERE = ("multi_turn", "answer_as_push", "bootstrap_port")
+HERE = ("multi_turn", "push_dialect", "bootstrap_port", "bind")
 """Keys whose values the connector itself looks at."""
 
 
@@ -25,8 +25,9 @@ class Options:
     worker: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     multi_turn: bool = False
-    answer_as_push: bool = False
+    push_dialect: bool = False
     bootstrap_port: int | None = None
+    bind: str | None = None
 
 
 def describe(extra: Mapping[str, Any]) -> settings.Description:

@@ -12,7 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+
+from . import history
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 SAMPLE = re.compile(r"^\d+_")
 """How vLLM names the samples of a request with `n` > 1: their index, and the request's own name."""
@@ -20,15 +27,34 @@ SAMPLE = re.compile(r"^\d+_")
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
 """What vLLM's front end appends to the name of a request (`InputProcessor.assign_request_id`)."""
 
+_INDEX = re.compile(r"[-_]\d+$")
+"""What it appends to the header for one of several prompts."""
+
+LONGEST_NAME = 512
+"""Bytes of a request's name."""
+
 _PUSH = "push"
 
 _PLACE = re.compile(r"(?P<engine>.+)@(?:\[(?P<ipv6>[^\[\]@]+)\]|(?P<host>[^\[\]@:]+)):(?P<port>\d{1,5})")
 
 
-def shared_name(request_id: str) -> str:
+def base_name(request_id: str) -> str:
     """Of a request's id in this engine: what the same request is called in another engine too, when a proxy sends both
     the same `X-Request-Id`: `cmpl-ID-0` for the first prompt of a completion, `chatcmpl-ID` for a chat."""
-    return _RANDOM.sub("", SAMPLE.sub("", request_id, count=1))
+    name = SAMPLE.sub("", request_id)
+    return name if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else _RANDOM.sub("", name)
+
+
+def shared_name(request: Request, tokens: int) -> str | None:
+    """A name by which two engines know the same request of a proxy that gives both the same `X-Request-Id`.
+
+    Headers are used again: for retries, for several calls of one session. So a digest of the prompt's first `tokens`
+    tokens is in the name, and whoever awaits a prefill by its name gets one of the prompt that it has itself. None
+    where tokens do not tell what is computed, and for a header that is too long for a name.
+    """
+    digest = history.fingerprint(request, tokens)
+    name = f"{base_name(request.request_id)}#{digest}"
+    return None if digest is None or len(name.encode()) > LONGEST_NAME else name
 
 
 def place(engine_id: str, host: str, port: int) -> str:
@@ -36,15 +62,18 @@ def place(engine_id: str, host: str, port: int) -> str:
     return f"{engine_id}@[{host}]:{port}" if ":" in host else f"{engine_id}@{host}:{port}"
 
 
-def understood(request_id: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a decode engine is given, in the words of this connector. `request_id` is its own id of the request."""
+def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a decode engine is given, in the words of this connector."""
     pushed = params.get("transfer_mode") == _PUSH
     if params.get("remote_block_ids") is not None:
         # An answer that was passed on whole. That of another connector has no incarnation, and is refused.
         return {**params, "transfer_mode": None} if pushed and params.get("remote_incarnation") else params
     transfer_id = params.get("transfer_id")
     if transfer_id is None:
-        transfer_id = _name_by_header(request_id, params.get("remote_request_id"))
+        header = params.get("remote_request_id")
+        if not isinstance(header, str) or not is_named_by(request.request_id, header):
+            return params
+        transfer_id = shared_name(request, request.num_prompt_tokens - 1)
         if transfer_id is None:
             return params
     own = {**params, "transfer_id": transfer_id, "remote_request_id": None}
@@ -58,20 +87,15 @@ def understood(request_id: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
     return own
 
 
-def _name_by_header(request_id: str, header: Any) -> str | None:
-    """The name of a request whose `X-Request-Id` was `header`. An id that an engine has answered with is none: that has
-    in it what the front end puts around the header, so that what is around it here does not fit."""
-    name = shared_name(request_id)
-    fits = isinstance(header, str) and header and re.fullmatch(rf"[a-z]+-{re.escape(header)}(?:[-_]\d+)?", name)
-    return name if fits else None
-
-
-def named(request_id: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a prefill engine is given, with a name by which a decode engine can await it where the proxy gives none. A
-    request that goes on from a decode engine's history has none: no proxy of these dialects sends one."""
-    if params.get("transfer_id") is not None or params.get("remote_block_ids") is not None:
-        return params
-    return {**params, "transfer_id": shared_name(request_id)}
+def is_named_by(request_id: str, header: str) -> bool:
+    """Whether a request's id was made of this `X-Request-Id`: the front end puts a word such as `cmpl-` in front of it.
+    An id that an engine has answered with does not fit, because it has that word already."""
+    name = base_name(request_id)
+    for candidate in (name, _INDEX.sub("", name)):
+        word = candidate.removesuffix(header)
+        if header and word != candidate and word.endswith("-") and word.replace("-", "").isalpha():
+            return True
+    return False
 
 
 def as_push(answer: dict[str, Any]) -> None:

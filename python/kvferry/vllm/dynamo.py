@@ -21,7 +21,8 @@ def register(connector: str) -> None:
         return
     try:
         protocols = getattr(importlib.import_module(_MODULE), "KV_CONNECTOR_PROTOCOLS", None)
-    except ImportError:
+    except Exception:
+        # Whatever is wrong with it is Dynamo's to tell.
         return
     if isinstance(protocols, dict) and LIKE in protocols:
         protocols.setdefault(connector, protocols[LIKE])

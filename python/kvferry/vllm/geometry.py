@@ -163,7 +163,7 @@ def _kind(group_spec: Any) -> Any:
 
 
 def _reach(spec: Any) -> tuple[str, int] | None:
-    """How far back a layer looks: a window, or to the beginning of its chunk; None if to the beginning of the prompt."""
+    """How far back a layer looks: a window, or to the beginning of its chunk; None if at the whole prompt."""
     if isinstance(spec, SlidingWindowSpec):
         return "sliding_window", int(spec.sliding_window)
     if isinstance(spec, ChunkedLocalAttentionSpec):

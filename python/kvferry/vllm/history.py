@@ -45,6 +45,19 @@ def describe(request: Request, tokens: int) -> dict[str, Any] | None:
     return {"step": step, "digests": base64.b64encode(digests).decode()}
 
 
+def fingerprint(request: Request, tokens: int) -> str | None:
+    """A digest of the request's first `tokens` tokens and of all else that their cache depends on, as text; the same in
+    every engine that gets the request. None where token ids do not tell what is computed."""
+    if request.prompt_embeds is not None:
+        return None
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    lora = request.lora_request
+    _add(state, ["kvferry-name-1", lora and lora.lora_name, request.cache_salt])
+    for _ in _extend(state, request, tokens, max(tokens, 1)):
+        pass
+    return state.hexdigest()
+
+
 def in_common(request: Request, params: Mapping[str, Any], whole: bool) -> int:
     """How many tokens at the beginning of a request's prompt are those of the history that `params` name, as far as its
     digests tell. With `whole`, all of the history or none. The prompt's last token never counts: it has to be computed.
@@ -102,6 +115,12 @@ def _beginnings(request: Request, tokens: int, step: int) -> Iterator[tuple[int,
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     lora = request.lora_request
     _add(state, ["kvferry-history-1", lora and [lora.lora_name, lora.lora_path], request.cache_salt])
+    for end in _extend(state, request, tokens, step):
+        yield end, state.digest()
+
+
+def _extend(state: Any, request: Request, tokens: int, step: int) -> Iterator[int]:
+    """Adds a request's first `tokens` tokens, and the media among them, in steps; where each ends."""
     media = sorted(request.mm_features or (), key=lambda feature: feature.mm_position.offset)
     ids = np.asarray(request.all_token_ids[:tokens], dtype="<u8").tobytes()
     size, at = 8, 0
@@ -112,7 +131,7 @@ def _beginnings(request: Request, tokens: int, step: int) -> Iterator[tuple[int,
             _add(state, [media[at].identifier, position.offset, position.length])
             at += 1
         state.update(ids[start * size : end * size])
-        yield end, state.digest()
+        yield end
 
 
 def _add(state: Any, facts: list[Any]) -> None:

@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 import kvferry
 
-from . import dialects, history
+from . import bootstrap, dialects, history
 from .config import Options
 from .geometry import TokenShare, transfer_groups
 from .log import logger
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from .bootstrap import BootstrapServer
-
 COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 """How a prefill ends whose blocks are worth handing over."""
 
 
 def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
-    """The request's `kv_transfer_params`, in the words of this connector, if they ask for `key`. What is neither true
-    nor false is left for `kvferry.Scheduler` to refuse by name.
+    """The request's `kv_transfer_params` if they ask for `key`. What is neither true nor false is left for
+    `kvferry.Scheduler` to refuse by name.
 
     The samples of one prompt all carry the same params and come one after another; how many is not known here."""
-    params: Mapping[str, Any] | None = request.kv_transfer_params
-    if not params or params.get(key) in (None, False):
+    params: Any = request.kv_transfer_params
+    if not params or not isinstance(params, Mapping) or params.get(key) in (None, False):
         return None
-    if key == "do_remote_prefill":
-        params = dialects.understood(request.request_id, params)
     return {**params, "shared": True} if dialects.SAMPLE.match(request.request_id) else params
+
+
+def _is_named(params: Mapping[str, Any]) -> bool:
+    """Whether a prefill has a name by its proxy, or goes on from a history, which no proxy asks both engines for."""
+    return params.get("transfer_id") is not None or params.get("remote_block_ids") is not None
 
 
 def _names_history(request: Request) -> bool:
@@ -87,9 +88,13 @@ class SchedulerSide:
         # Whether the next step grants leases.
         self._granted = False
         self._multi_turn = options.multi_turn
-        self._answers_as_push = options.answer_as_push
-        self._parallel, self._bootstrap_port = parallel, options.bootstrap_port
-        self._bootstrap: BootstrapServer | None = None
+        self._push_dialect = options.push_dialect and self._sends
+        # Params in another dialect than this connector's, and what they mean.
+        self._understood: dict[str, Mapping[str, Any]] = {}
+        # Of prefills that the proxy gave no name: by which decode engines may know them.
+        self._names: dict[str, str] = {}
+        self._parallel, self._options = parallel, options
+        self._bootstrap: bootstrap.Announcement | None = None
         self._engine_id: str = transfer.engine_id
         # Looked up for a load, and not given blocks so far.
         self._wants_blocks = False
@@ -154,19 +159,21 @@ class SchedulerSide:
         else:
             host, port = self._scheduler.serve(ranks)
             logger.info("Serving the handshake metadata of %d ranks at %s port %d", len(ranks), host, port)
-            if self._sends and self._bootstrap_port:
-                # Needs an HTTP server, which most engines do not.
-                from . import bootstrap
-
+            if self._sends and self._options.bootstrap_port is not None:
                 named = dialects.place(self._engine_id, host, port)
-                self._bootstrap = bootstrap.announce(self._parallel, self._bootstrap_port, None, named)
+                self._bootstrap = bootstrap.announce(self._parallel, self._options, named)
         self._is_served = True
 
     # --- requests
 
     def arrived(self, request: Request) -> None:
         """A new request: if its prompt was prefilled elsewhere, the workers connect and keep the lease."""
-        if self._sends and self._holds_back and _wants(request, "do_remote_decode"):
+        asked = _wants(request, "do_remote_decode") if self._sends else None
+        if asked and self._push_dialect and not _is_named(asked):
+            name = dialects.shared_name(request, request.num_prompt_tokens - 1)
+            if name is not None:
+                self._names[request.request_id] = name
+        if asked and self._holds_back:
             _drop_last_token(request)
         params = self._to_load(request)
         if params is None:
@@ -187,7 +194,12 @@ class SchedulerSide:
         """The params of a request whose prompt, or the beginning of it, another engine has."""
         if self._multi_turn and _names_history(request):
             return _wants(request, "do_remote_decode")
-        return _wants(request, "do_remote_prefill")
+        known = self._understood.get(request.request_id)
+        if known is None and (params := _wants(request, "do_remote_prefill")) is not None:
+            known = dialects.understood(request, params)
+            if known is not params:
+                self._understood[request.request_id] = known
+        return known
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond `computed_tokens` are loaded, and whether between steps."""
@@ -235,10 +247,11 @@ class SchedulerSide:
     def finished(self, request: Request, blocks: Sequence[list[int]]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether to keep its blocks, and the params for the decode engine; empty ones of a prefill
         that leaves it nothing to load."""
-        params = _wants(request, "do_remote_decode") or _wants(request, "do_remote_prefill")
+        request_id = request.request_id
+        params = _wants(request, "do_remote_decode") or self._to_load(request)
+        self._understood.pop(request_id, None)
         if params is None:
             return False, None
-        request_id = request.request_id
         self._refusals.pop(request_id, None)
         self._histories.pop(request_id, None)
         complete = request.status in COMPLETE
@@ -266,22 +279,22 @@ class SchedulerSide:
             return request_id in self._unreported, None
         if answer is not None and digests is not None:
             answer[history.KEY] = digests
-        if answer is not None and self._answers_as_push and params.get("do_remote_decode"):
+        if answer is not None and self._push_dialect and params.get("do_remote_decode"):
             dialects.as_push(answer)
         self._granted |= answer is not None
         # vLLM must know the request still when its refused load is reported.
         return keep or request_id in self._unreported, nothing if answer is None else answer
 
     def _end(self, request_id: str, params: Mapping[str, Any], *ended: Any) -> tuple[bool, dict[str, Any] | None]:
-        """`kvferry.Scheduler.finished`; of a prefill without a name, with one that decode engines may know."""
-        given = dialects.named(request_id, params) if params.get("do_remote_decode") else params
-        try:
-            return self._scheduler.finished(request_id, given, *ended)
-        except kvferry.AlreadyExistsError:
-            if given is params:
-                raise
-            # Another prefill of this name is kept. This one is known by its own id, by which it is awaited by nobody.
-            return self._scheduler.finished(request_id, params, *ended)
+        """`kvferry.Scheduler.finished`, of a prefill with the name that decode engines may know it by."""
+        name = self._names.pop(request_id, None)
+        if name is not None:
+            try:
+                return self._scheduler.finished(request_id, {**params, "transfer_id": name}, *ended)
+            except kvferry.AlreadyExistsError:
+                # A prefill of the same prompt is kept under it, which does for whoever awaits this one.
+                pass
+        return self._scheduler.finished(request_id, params, *ended)
 
     def _handed_over(self, request: Request) -> int:
         """How many of the prompt's tokens the prefill engine computes for us, but for the one that `kvferry.Scheduler`

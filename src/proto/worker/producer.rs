@@ -201,8 +201,9 @@ impl Producer {
             return;
         }
         self.refuse_early(&request, out);
-        let tombstone =
-            Tombstone { lease_id: 0, former: Vec::new(), readers: Readers::new(), otherwise: Verdict::Unknown };
+        // Of an earlier request of this name.
+        let former = self.tombstones.get(&request).map(Tombstone::ids).unwrap_or_default();
+        let tombstone = Tombstone { lease_id: 0, former, readers: Readers::new(), otherwise: Verdict::Unknown };
         self.tombstones.insert(now, request, tombstone);
     }
 
@@ -326,10 +327,11 @@ impl Producer {
         out.report.finished_sending.push(lease.request);
     }
 
-    /// What is remembered of the request, unless a lease is meant that is not known, whose grant is still to come.
+    /// What is remembered of the request, unless a lease is meant that is not known, whose grant is still to come: a request
+    /// that had none says nothing of a later one of its name.
     fn tombstone(&self, request: &RequestId, said: &Said) -> Option<&Tombstone> {
         let known = |t: &&Tombstone| {
-            [0, said.lease_id].contains(&t.lease_id) || said.lease_id == 0 || t.former.contains(&said.lease_id)
+            t.lease_id == said.lease_id || said.lease_id == 0 || t.former.contains(&said.lease_id)
         };
         self.tombstones.get(request).filter(known)
     }

@@ -15,7 +15,9 @@ CHUNKS = {"whole-blocks": 3 * BLOCK, "within-blocks": 2 * BLOCK + BLOCK // 2}
 @pytest.fixture(scope="module", params=CHUNKS)
 def chunked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Pair, int]]:
     chunk = CHUNKS[request.param]
-    pair = Pair(tmp_path_factory.mktemp("model"), "fail", True, False, prefill={"chunk": chunk}, decode={"chunk": chunk})
+    pair = Pair(
+        tmp_path_factory.mktemp("model"), "fail", True, False, prefill={"chunk": chunk}, decode={"chunk": chunk}
+    )
     yield pair, chunk
     pair.close()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
 import zlib
@@ -25,7 +26,8 @@ from typing import Any
 
 import kvferry
 import pytest
-from kvferry.vllm import bootstrap, dialects
+from kvferry.vllm import bootstrap, dialects, scheduler
+from kvferry.vllm.config import parse_options
 from test_vllm_engines import Pair, prompt
 
 ASKED = {
@@ -106,7 +108,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 @pytest.fixture(scope="module")
 def pushing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    made = Engines(tmp_path_factory.mktemp("model"), answer_as_push=True)
+    made = Engines(tmp_path_factory.mktemp("model"), push_dialect=True)
     yield made
     made.close()
 
@@ -149,7 +151,7 @@ def test_one_engine_after_the_other(engines: Engines, program: str, kind: str) -
     prefill, decode = ids(f"5b0c-{program}", kind)
     tokens = words(prefill, 90)
     answer = engines.asked(prefill, tokens, ASKED)
-    assert (answer["transfer_mode"], answer["remote_request_id"]) == ("pull", dialects.shared_name(prefill))
+    assert (answer["transfer_mode"], answer["remote_request_id"]) == ("pull", prefill)
     engines.decode.call("add", decode, tokens, 4, IN_TURN[program](answer))
     engines.is_right(prefill, decode, tokens)
 
@@ -230,7 +232,9 @@ def test_a_prefill_that_is_aborted_ends_the_load(pushing: Engines, program: str)
     tokens = words(prefill, 60)
     asked, load = AT_ONCE[program](pushing, f"aborted-{program}")
     pushing.decode.call("add", decode, tokens, 4, load)
-    pushing.decode.call("step")
+    for _ in range(20):
+        pushing.decode.call("step")
+    assert "WAITING_FOR_REMOTE_KVS" in pushing.decode.call("state")["requests"][decode]
     pushing.prefill.call("add", prefill, tokens, 1, asked)
     pushing.prefill.call("abort", prefill)
     pushing.prefill.call("run_while_needed")
@@ -252,36 +256,111 @@ def test_samples_of_a_request_that_is_pushed(pushing: Engines) -> None:
     assert [decode_state["wrong_bytes"][sample] for sample in samples] == [0, 0]
 
 
-def test_two_requests_of_one_header_are_both_handed_over(engines: Engines) -> None:
-    """The later prefill cannot have the name, which is in use, and goes by its own id."""
-    requests = ["cmpl-same-0-00000001", "cmpl-same-0-00000002"]
-    tokens = [words(request, 50) for request in requests]
-    answers = [engines.asked(*each, ASKED) for each in zip(requests, tokens, strict=True)]
-    assert [answer["remote_request_id"] for answer in answers] == ["cmpl-same-0", requests[1]]
+@pytest.mark.parametrize("first", ["earlier", "later"])
+def test_a_header_that_is_used_again_brings_nobody_anothers_prompt(pushing: Engines, first: str) -> None:
+    """Two prompts with one header at the same time: each decode request awaits its own."""
+    header = f"again-{first}"
+    tokens = [words(f"{header}-{number}", 60 + 30 * number) for number in range(2)]
+    prefills = [f"cmpl-{header}-0-0000000{number}" for number in range(2)]
+    decodes = [f"cmpl-{header}-0-1000000{number}" for number in range(2)]
+    asked, load = AT_ONCE["push-demo"](pushing, header)
+    for decode, prompt_ids in zip(decodes, tokens, strict=True):
+        pushing.decode.call("add", decode, prompt_ids, 4, load)
+    for number in (0, 1) if first == "earlier" else (1, 0):
+        pushing.asked(prefills[number], tokens[number], asked)
+        pushing.ended(prefills[number], decodes[number])
+    state = pushing.quiesce()[1]
+    found = {decode: (state["starts"][decode][0], state["wrong_bytes"][decode]) for decode in decodes}
+    assert found == {decode: (len(each) - 1, 0) for decode, each in zip(decodes, tokens, strict=True)}
+
+
+def test_two_prefills_of_one_prompt_and_header_are_both_kept(pushing: Engines) -> None:
+    """The later one cannot have the name, which is in use, and goes by its own id."""
+    tokens = words("twice", 50)
+    requests = ["cmpl-twice-0-00000001", "cmpl-twice-0-00000002"]
+    answers = [pushing.asked(request, tokens, ASKED) for request in requests]
+    assert answers[0]["remote_request_id"].startswith("cmpl-twice-0#")
+    assert answers[1]["remote_request_id"] == requests[1]
     for number in (1, 0):
-        decode = f"cmpl-same-0-1000000{number}"
-        engines.decode.call("add", decode, tokens[number], 4, answers[number])
-        engines.decode.call("run_until", f"'reason' in e.answers.get('{decode}', {{}})")
-        assert engines.decode.call("answer", decode)["reason"] == "length"
-    decode_state = engines.quiesce()[1]
-    assert [decode_state["wrong_bytes"][f"cmpl-same-0-1000000{number}"] for number in range(2)] == [0, 0]
+        decode = f"cmpl-twice-0-1000000{number}"
+        pushing.decode.call("add", decode, tokens, 4, answers[number])
+        pushing.decode.call("run_until", f"'reason' in e.answers.get('{decode}', {{}})")
+        assert pushing.decode.call("answer", decode)["reason"] == "length"
+    state = pushing.quiesce()[1]
+    assert [state["wrong_bytes"][f"cmpl-twice-0-1000000{number}"] for number in range(2)] == [0, 0]
+
+
+def test_a_request_that_comes_again_after_its_client_left(pushing: Engines) -> None:
+    header, tokens = "left", words("left", 55)
+    pushing.prefill.call("add", f"cmpl-{header}-0-00000001", tokens, 1, ASKED)
+    pushing.prefill.call("abort", f"cmpl-{header}-0-00000001")
+    pushing.prefill.call("run_while_needed")
+    prefill, decode = ids(header)
+    answer = pushing.asked(prefill, tokens, ASKED)
+    pushing.decode.call("add", decode, tokens, 4, answer)
+    pushing.is_right(prefill, decode, tokens)
 
 
 # --- the words themselves
 
 
-def test_names_that_two_engines_share() -> None:
-    assert dialects.shared_name("cmpl-5f-0-0a1b2c3d") == "cmpl-5f-0"
-    assert dialects.shared_name("11_cmpl-5f-0-0a1b2c3d") == "cmpl-5f-0"
-    assert dialects.shared_name("chatcmpl-12_5f-0a1b2c3d") == "chatcmpl-12_5f"
-    # With VLLM_DISABLE_REQUEST_ID_RANDOMIZATION there is nothing to take off.
-    assert dialects.shared_name("cmpl-5f-0") == "cmpl-5f-0"
+def request(request_id: str, tokens: list[int] | None = None, **more: Any) -> Any:
+    """As much of a request as names are made of."""
+    ids = [7, 8, 9] if tokens is None else tokens
+    plain: Params = {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
+    made = {"request_id": request_id, "all_token_ids": ids, "num_prompt_tokens": len(ids), **plain, **more}
+    return SimpleNamespace(**made)
 
 
-@pytest.mark.parametrize("header", ["cmpl-5f-0-0a1b2c3d", "cmpl-5f-0", "5", "f-0", "", None, 7, ["5f"], ".*"])
+def test_names_that_two_engines_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dialects.base_name("cmpl-5f-0-0a1b2c3d") == "cmpl-5f-0"
+    assert dialects.base_name("11_cmpl-5f-0-0a1b2c3d") == "cmpl-5f-0"
+    assert dialects.base_name("chatcmpl-12_5f-0a1b2c3d") == "chatcmpl-12_5f"
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    assert dialects.base_name("cmpl-00000001") == "cmpl-00000001"
+
+
+def test_a_shared_name_is_of_one_prompt() -> None:
+    def name(request_id: str = "cmpl-5f-0-0a1b2c3d", tokens: int = 3, **more: Any) -> str | None:
+        return dialects.shared_name(request(request_id, **more), tokens)
+
+    assert name() == name("3_cmpl-5f-0-ffeeddcc")
+    # The last token of a prompt that is longer is none of the prefill engine's.
+    assert name(tokens=2) == dialects.shared_name(request("cmpl-5f-0-0a1b2c3d", [7, 8]), 2)
+    adapter = SimpleNamespace(lora_name="a", lora_path="/here")
+    elsewhere = SimpleNamespace(lora_name="a", lora_path="/there")
+    assert name(lora_request=adapter) == name(lora_request=elsewhere)
+    others = [name("cmpl-5e-0-0a1b2c3d"), name(tokens=2), name(lora_request=adapter), name(cache_salt="s")]
+    assert len({name(), *others}) == 5
+    assert name(prompt_embeds=[1.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("request_id", "header"),
+    [
+        ("cmpl-5f-0-ffeeddcc", "5f"),
+        ("chatcmpl-5f-ffeeddcc", "5f"),
+        ("chatcmpl-5f_1-ffeeddcc", "5f"),
+        ("0_cmpl-5f-0-ffeeddcc", "5f"),
+        ("generate-tokens-5f-ffeeddcc", "5f"),
+        ("cmpl-x-0-y-3-0-ffeeddcc", "x-0-y-3"),
+    ],
+)
+def test_a_request_is_named_by_its_header(request_id: str, header: str) -> None:
+    assert dialects.is_named_by(request_id, header)
+
+
+@pytest.mark.parametrize(
+    "header", ["cmpl-5f-0-0a1b2c3d", "cmpl-5f-0", "5", "f-0", "", None, 7, ["5f"], ".*", "a" * 10_000_000]
+)
 def test_an_answer_that_lost_its_blocks_is_not_taken_for_a_push(header: Any) -> None:
     params = {**LOAD, "remote_request_id": header, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
-    assert dialects.understood("cmpl-5f-0-ffeeddcc", params) == params
+    assert dialects.understood(request("cmpl-5f-0-ffeeddcc"), params) == params
+
+
+@pytest.mark.parametrize("odd", ["text", ["do_remote_prefill"], 7])
+def test_params_that_are_no_map_are_not_ours(odd: Any) -> None:
+    assert scheduler._wants(request("r", kv_transfer_params=odd), "do_remote_prefill") is None
 
 
 @pytest.mark.parametrize(
@@ -290,24 +369,26 @@ def test_an_answer_that_lost_its_blocks_is_not_taken_for_a_push(header: Any) -> 
 def test_an_engine_id_says_where_its_listener_is(host: str, port: int) -> None:
     params = {**LOAD, "transfer_id": "x", "remote_bootstrap_addr": "http://1.2.3.4:8998"}
     engine_id = dialects.place("engine@home_dp1", host, port)
-    own = dialects.understood("r", {**params, "remote_engine_id": engine_id})
+    own = dialects.understood(request("r"), {**params, "remote_engine_id": engine_id})
     assert [own[key] for key in PLACE] == ["engine@home_dp1", host, port]
 
 
 @pytest.mark.parametrize("engine_id", [None, 7, "", "engine", "engine@", "engine@host", "engine@host:x", "@host:1"])
 def test_an_engine_id_of_another_connector_is_left_as_it_is(engine_id: Any) -> None:
     params = {**LOAD, "transfer_id": "x", "remote_bootstrap_addr": "http://1.2.3.4:8998", "remote_engine_id": engine_id}
-    assert dialects.understood("r", params).get("remote_host") is None
+    assert dialects.understood(request("r"), params).get("remote_host") is None
 
 
-def test_an_answer_of_vllms_push_connector_is_refused_by_name(pushing: Engines) -> None:
-    answer = {
-        key: value for key, value in pushing.known.items() if key not in ("remote_incarnation", "remote_lease_id")
-    }
-    pushing.decode.call("add", "nixls", prompt(1, 20), 4, answer)
-    pushing.decode.call("run_until", "'reason' in e.answers.get('nixls', {})")
-    assert pushing.decode.call("answer", "nixls")["reason"] == "error"
-    pushing.quiesce()
+def test_an_answer_of_vllms_push_connector_is_refused(pushing: Engines) -> None:
+    """It has no incarnation. The same answer, as it came, is loaded afterwards."""
+    prefill, decode = ids("nixls")
+    tokens = words("nixls", 40)
+    answer = pushing.asked(prefill, tokens, ASKED)
+    pushing.decode.call("add", "refused", tokens, 4, {**answer, "remote_incarnation": None})
+    pushing.decode.call("run_until", "'reason' in e.answers.get('refused', {})")
+    assert pushing.decode.call("answer", "refused")["reason"] == "error"
+    pushing.decode.call("add", decode, tokens, 4, answer)
+    pushing.is_right(prefill, decode, tokens)
 
 
 # --- the bootstrap server
@@ -321,32 +402,45 @@ def answered(port: int, path: str, body: bytes | None = None) -> tuple[int, Any]
         return error.code, json.load(error)
 
 
-def parallel(rank: int, local: bool = False) -> Any:
+def parallel(rank: int, local: bool) -> Any:
+    """Of the rank that counts: within the host where it has an API server of its own, otherwise over all hosts."""
     return SimpleNamespace(
         local_engines_only=local,
         data_parallel_rank_local=rank if local else 0,
-        data_parallel_index=rank,
-        data_parallel_master_ip="127.0.0.1",
+        data_parallel_index=rank + 4 if local else rank,
     )
 
 
+def known(**ranks: str) -> Any:
+    return {rank.removeprefix("r"): {"engine_id": name, "worker_addr": {}} for rank, name in ranks.items()}
+
+
 @pytest.mark.parametrize("local", [False, True], ids=["internal", "per-node"])
-def test_data_parallel_ranks_are_known_to_the_first_ones_server(local: bool) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_data_parallel_ranks_are_known_to_the_first_ones_server(local: bool, first: int) -> None:
+    """In whatever order they start, and again when one is started again."""
     port = free_port()
-    server = bootstrap.announce(parallel(0, local), port, None, "e_dp0@h:1")
-    assert server is not None
+    options = parse_options({"bootstrap_port": port})
+    made = []
     try:
-        assert bootstrap.announce(parallel(1, local), port, None, "e_dp1@h:2") is None
-        # Again, as a client that has not heard the answer.
-        bootstrap.register("127.0.0.1", port, 1, "e_dp1@h:2")
-        known = {"0": {"engine_id": "e_dp0@h:1", "worker_addr": {}}, "1": {"engine_id": "e_dp1@h:2", "worker_addr": {}}}
-        assert answered(port, "/query") == (200, known)
-        with pytest.raises(kvferry.InvalidArgumentError, match=r"refuses data-parallel rank 1.*e_dp1@h:2.*already"):
-            bootstrap.register("127.0.0.1", port, 1, "another")
-        assert answered(port, "/query") == (200, known)
+        for rank in (first, 1 - first):
+            made.append(bootstrap.announce(parallel(rank, local), options, f"e_dp{rank}@h:{rank}"))
+        expected = known(r0="e_dp0@h:0", r1="e_dp1@h:1")
+        wait_for(lambda: answered(port, "/query") == (200, expected))
+        made.append(bootstrap.announce(parallel(1, local), options, "anew@h:1"))
+        wait_for(lambda: answered(port, "/query") == (200, known(r0="e_dp0@h:0", r1="anew@h:1")))
     finally:
-        server.close()
-        server.close()
+        for each in [*made, *made]:
+            each.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port)).close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -356,14 +450,14 @@ def test_data_parallel_ranks_are_known_to_the_first_ones_server(local: bool) -> 
         b"{",
         b"[]",
         b"null",
-        b"[" * 60_000,
+        b"[" * 4000,
         b'{"dp_rank": 1}',
         b'{"dp_rank": true, "engine_id": "e"}',
         b'{"dp_rank": "1", "engine_id": "e"}',
         b'{"dp_rank": 1, "engine_id": 1}',
         b'{"dp_rank": -1, "engine_id": "e"}',
         b'{"dp_rank": 4096, "engine_id": "e"}',
-        b'{"dp_rank": 1, "engine_id": "' + b"e" * 100_000 + b'"}',
+        b'{"dp_rank": 1, "engine_id": "' + b"e" * 5000 + b'"}',
     ],
     ids=lambda body: body[:40].decode(),
 )
@@ -379,10 +473,52 @@ def test_what_is_registered_is_checked(body: bytes) -> None:
         server.close()
 
 
+def test_ranks_of_other_hosts_cannot_register() -> None:
+    server = bootstrap.BootstrapServer(0, "127.0.0.1")
+    try:
+        with socket.socket() as s:
+            s.bind(("127.0.0.9", 0))
+            s.connect(("127.0.0.1", server.port))
+            body = b'{"dp_rank": 1, "engine_id": "e"}'
+            s.sendall(b"POST /register HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            assert s.recv(100).split()[1] == b"404"
+        assert answered(server.port, "/query") == (200, {})
+    finally:
+        server.close()
+
+
+def test_a_crowd_takes_no_more_than_its_share() -> None:
+    """Connections that say nothing; those beyond the limit are closed, and the rest when they have stalled."""
+    server = bootstrap.BootstrapServer(0, "127.0.0.1", {0: "e"})
+    crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3 * bootstrap.MOST_CONNECTIONS)]
+    try:
+        for s in crowd:
+            s.settimeout(60)
+            assert s.recv(1) == b""
+
+        def is_answered() -> bool:
+            try:
+                return answered(server.port, "/query") == (200, known(r0="e"))
+            except OSError:
+                return False
+
+        wait_for(is_answered)
+    finally:
+        for s in crowd:
+            s.close()
+        server.close()
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(kvferry.InvalidArgumentError, match=f"bootstrap_port {port} cannot be bound"):
+        with pytest.raises(kvferry.InvalidArgumentError, match=f"bootstrap_port {port} of 127.0.0.1 cannot be bound"):
             bootstrap.BootstrapServer(port, "127.0.0.1")
-    with pytest.raises(kvferry.InvalidArgumentError, match=f"no bootstrap server answers at 127.0.0.1:{port}"):
-        bootstrap.register("127.0.0.1", port, 1, "e", limit_s=0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "bound"),
+    [({}, None), ({"bind": "10.0.0.7"}, "10.0.0.7"), ({"host": "127.0.0.1"}, "127.0.0.1"), ({"host": "node"}, None)],
+)
+def test_what_confines_the_listener_confines_it_too(extra: Params, bound: str | None) -> None:
+    assert bootstrap._bound(parse_options(extra)) == bound
