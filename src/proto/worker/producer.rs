@@ -330,9 +330,8 @@ impl Producer {
     /// What is remembered of the request, unless a lease is meant that is not known, whose grant is still to come: a request
     /// that had none says nothing of a later one of its name.
     fn tombstone(&self, request: &RequestId, said: &Said) -> Option<&Tombstone> {
-        let known = |t: &&Tombstone| {
-            t.lease_id == said.lease_id || said.lease_id == 0 || t.former.contains(&said.lease_id)
-        };
+        let known =
+            |t: &&Tombstone| t.lease_id == said.lease_id || said.lease_id == 0 || t.former.contains(&said.lease_id);
         self.tombstones.get(request).filter(known)
     }
 
