@@ -63,6 +63,7 @@ class Kinds:
         for name, more in [("chat", {}), ("chat with log-probabilities", {"logprobs": True, "top_logprobs": 2})]:
             body = {"model": SERVED_NAME, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0.0}
             await self._compare(name, CHAT, {**body, "ignore_eos": True, "return_token_ids": True, **more})
+        await self._several()
         await self._streamed()
         await self._left()
 
@@ -109,15 +110,29 @@ class Kinds:
                 stop = {"stop": [whole["text"].split()[5]]}
             await self._compare(name, COMPLETIONS, {**body, **stop})
 
+    async def _several(self) -> None:
+        """Several prompts in a completion, the longest first. A proxy that asks one server after the other has the params
+        of one of them only; the others must not get its cache. An error is no wrong answer."""
+        self.asked += 1
+        body = self._body()
+        body["prompt"] = [body["prompt"], *(body["prompt"][length:] for length in (50, 100))]
+        found, alone = await self._ask(self._url, COMPLETIONS, body), await self._alone(COMPLETIONS, body)
+        if found == alone or "status" in found:
+            self.equal += 1
+        if "status" in found:
+            self.notes.append(f"several prompts in a completion: HTTP {found['status']}")
+        elif found != alone:
+            self.notes.append(f"several prompts in a completion: {json.dumps(found)[:300]} is not what they are alone")
+
     async def _adapter(self) -> None:
         """A LoRA adapter, and then the same prompt without it: neither may get the other's cache."""
         body = self._body()
         await self._compare("adapter", COMPLETIONS, {**body, "model": ADAPTER_NAME})
         await self._compare("the same without the adapter", COMPLETIONS, body)
         answers = [await self._alone(COMPLETIONS, {**body, "model": name}) for name in (ADAPTER_NAME, SERVED_NAME)]
-        if answers[0] == answers[1]:
+        if answers[0] == answers[1] or "status" in answers[0]:
             self.equal -= 1
-            self.notes.append("the adapter changes nothing, so that its requests show nothing")
+            self.notes.append("the adapter is not there or changes nothing, so that its requests show nothing")
 
     async def _streamed(self) -> None:
         for name, more in [("streamed", {}), ("streamed samples", {"n": 2, "temperature": 0.9, "seed": 3})]:

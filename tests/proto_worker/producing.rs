@@ -107,8 +107,9 @@ fn a_drop_says_nothing_of_a_later_request_of_its_name() {
     grants(&mut w, 2, grant("r", 2));
     assert_eq!(verdicts(&mut w), [(7, Verdict::Valid)]);
     w.handle_step(Time(3), dropped());
-    w.handle_message(Time(4), &from(), read_of(2, 8));
-    assert_eq!(verdicts(&mut w), [(8, Verdict::Unknown)], "a lease that was over before the drop");
+    w.handle_message(Time(4), &from(), read_of(2, 7));
+    w.handle_message(Time(5), &from(), read_of(2, 8));
+    assert_eq!(verdicts(&mut w), [(7, Verdict::Valid), (8, Verdict::Expired)], "of a lease that was over before it");
     let release = PeerMessage::Release { request: request("r"), lease_id: 3, reader: reader(1), readers: 1 };
     w.handle_message(Time(5), &from(), release);
     grants(&mut w, 6, grant("r", 3));

@@ -33,6 +33,7 @@ MOST_BYTES = 4096
 STALLED_S = 5.0
 """How long a connection may say nothing."""
 AGAIN_S = 1.0
+KNOWN_S = 20.0
 TOLD_EVERY_S = 60.0
 
 
@@ -96,10 +97,14 @@ class _Server(http.server.ThreadingHTTPServer):
         return {"127.0.0.1", "::1", "::ffff:127.0.0.1", str(connection.getsockname()[0])}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
+        if not self._room.acquire(blocking=False):
+            return self.shutdown_request(request)
+        try:
             super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        except RuntimeError:
+            # There are no more threads.
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -146,12 +151,13 @@ def _listen(bind: str | None, port: int) -> socket.socket:
 
 
 class Registration:
-    """Tells this host's server of another data-parallel rank's engine, until it has heard. The engines start in any
-    order, and the first one's server may be started again."""
+    """Tells this host's server of another data-parallel rank's engine, again and again: the engines start in any order,
+    and the first one's may be started anew."""
 
-    def __init__(self, port: int, rank: int, engine_id: str) -> None:
+    def __init__(self, port: int, bind: str | None, rank: int, engine_id: str) -> None:
         body = json.dumps({"dp_rank": rank, "engine_id": engine_id}).encode()
-        self._where = f"127.0.0.1:{port}"
+        host = bind or "127.0.0.1"
+        self._where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._request = urllib.request.Request(
             f"http://{self._where}/register", data=body, headers={"content-type": "application/json"}
         )
@@ -169,9 +175,11 @@ class Registration:
         while not self._ended.is_set():
             try:
                 with self._opener.open(self._request, timeout=STALLED_S):
-                    return
+                    told = time.monotonic()
+                    self._ended.wait(KNOWN_S)
+                    continue
             except urllib.error.HTTPError as error:
-                why = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
+                why = str(error)
             except (OSError, http.client.HTTPException) as error:
                 why = str(error) or type(error).__name__
             if time.monotonic() - told > TOLD_EVERY_S:
@@ -196,15 +204,14 @@ def announce(parallel: Any, options: Options, engine_id: str) -> Announcement:
     rank = int((parallel.data_parallel_rank_local if local else parallel.data_parallel_index) or 0)
     if rank == 0:
         return BootstrapServer(port, _bound(options), {rank: engine_id})
-    return Registration(port, rank, engine_id)
+    return Registration(port, _bound(options), rank, engine_id)
 
 
 def _bound(options: Options) -> str | None:
-    """As the listener: what is confined by `bind` or by a loopback address is confined here too."""
-    if options.bind is not None:
-        return options.bind
-    host = options.scheduler.get("host")
+    """As the listener: what is confined by `bind` or by a loopback address is confined here too. None: to nothing."""
+    text = (options.bind or options.host or "").removeprefix("[").removesuffix("]")
     try:
-        return str(host) if host and ipaddress.ip_address(host).is_loopback else None
+        address = ipaddress.ip_address(text)
     except ValueError:
-        return None
+        return text if options.bind else None
+    return text if address.is_loopback or (options.bind and not address.is_unspecified) else None

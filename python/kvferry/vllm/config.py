@@ -13,7 +13,7 @@ from .stock import translate
 HOST_IP = "VLLM_HOST_IP"
 """vLLM's own word for "this node's address as the others know it"."""
 
-HERE = ("multi_turn", "push_dialect", "bootstrap_port", "bind")
+LOOKED_AT = ("multi_turn", "push_dialect", "bootstrap_port", "bind", "host")
 """Keys whose values the connector itself looks at."""
 
 
@@ -28,6 +28,7 @@ class Options:
     push_dialect: bool = False
     bootstrap_port: int | None = None
     bind: str | None = None
+    host: str | None = None
 
 
 def describe(extra: Mapping[str, Any]) -> settings.Description:
@@ -50,7 +51,7 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
     sides: dict[str, dict[str, Any]] = {"worker": {}, "scheduler": {}}
     here: dict[str, Any] = {}
     for setting in describe(extra)["settings"]:
-        if setting["key"] in HERE:
+        if setting["key"] in LOOKED_AT:
             here[setting["key"]] = setting["value"]
         if setting["source"] == "given" or setting["variable"] == HOST_IP:
             for part in set(setting["parts"]) & set(sides):

@@ -5,17 +5,19 @@
 | of `NixlPushConnector` | nothing to know the request by | its address, and the `X-Request-Id` of both requests |
 | of `MooncakeConnector` | `transfer_id` | `transfer_id`, and what the prefill engine's bootstrap server answered |
 
-Both ask the two engines at once. The first is known by `shared_name`, the second by `transfer_id`.
+Both ask the two engines at once. What a prefill is called then is `name_of`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 
+from .._errors import invalid
 from . import history
 
 if TYPE_CHECKING:
@@ -30,12 +32,15 @@ _RANDOM = re.compile(r"-[0-9a-f]{8}$")
 _INDEX = re.compile(r"[-_]\d+$")
 """What it appends to the header for one of several prompts."""
 
+PROMPT = "remote_prompt_digest"
+"""The key of `kv_transfer_params` that says which prompt an answer is to."""
+
 LONGEST_NAME = 512
 """Bytes of a request's name."""
 
 _PUSH = "push"
 
-_PLACE = re.compile(r"(?P<engine>.+)@(?:\[(?P<ipv6>[^\[\]@]+)\]|(?P<host>[^\[\]@:]+)):(?P<port>\d{1,5})")
+_ADDRESSED = re.compile(r"(?P<engine>.+)@(?:\[(?P<ipv6>[^\[\]@]+)\]|(?P<host>[^\[\]@:]+)):(?P<port>\d{1,5})")
 
 
 def base_name(request_id: str) -> str:
@@ -45,42 +50,68 @@ def base_name(request_id: str) -> str:
     return name if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else _RANDOM.sub("", name)
 
 
-def shared_name(request: Request, tokens: int) -> str | None:
-    """A name by which two engines know the same request of a proxy that gives both the same `X-Request-Id`.
+def name_of(base: str, digest: str | None) -> str:
+    """What two engines call a prefill: what the proxy calls it, or what its header became, and a digest of the prompt.
 
-    Headers are used again: for retries, for several calls of one session. So a digest of the prompt's first `tokens`
-    tokens is in the name, and whoever awaits a prefill by its name gets one of the prompt that it has itself. None
-    where tokens do not tell what is computed, and for a header that is too long for a name.
+    One name from a proxy may stand for several prompts: those of one completion, or of several calls with one header.
+    With the digest, whoever awaits a prefill gets one of the prompt that it has itself. A name that is not from this
+    function, too long or empty, is left to `kvferry.Scheduler` to refuse.
     """
-    digest = history.fingerprint(request, tokens)
-    name = f"{base_name(request.request_id)}#{digest}"
-    return None if digest is None or len(name.encode()) > LONGEST_NAME else name
+    if digest is None or base.endswith(f"#{digest}") or not 0 < len(base.encode()) <= LONGEST_NAME:
+        return base
+    name = f"{base}#{digest}"
+    return name if len(name.encode()) <= LONGEST_NAME else f"{hashlib.sha256(base.encode()).hexdigest()}#{digest}"
 
 
-def place(engine_id: str, host: str, port: int) -> str:
+def name_of_prefill(
+    request: Request, params: Mapping[str, Any], digest: str | None, by_header: bool, late: bool
+) -> str | None:
+    """By which name decode engines may await a prefill. None: by none, or by what the proxy has given if that is no
+    text.
+
+    `by_header`: also where the proxy gives none, by the header that both requests have. `late`: the answer has a name
+    in place of blocks, so that there must be one."""
+    transfer_id = params.get("transfer_id")
+    if transfer_id is not None:
+        return name_of(transfer_id, digest) if isinstance(transfer_id, str) else None
+    if params.get("remote_block_ids") is not None:
+        # It goes on from a history, which no proxy asks both engines for.
+        return name_of(request.request_id, digest) if late else None
+    if by_header and digest is not None:
+        return name_of(base_name(request.request_id), digest)
+    return name_of(request.request_id, digest) if late else None
+
+
+def addressed_id(engine_id: str, host: str, port: int) -> str:
     """An engine id for proxies of Mooncake's dialect, which tell a decode engine no other address of the listener."""
     return f"{engine_id}@[{host}]:{port}" if ":" in host else f"{engine_id}@{host}:{port}"
 
 
 def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a decode engine is given, in the words of this connector."""
+    """What a decode engine is given, in the words of this connector.
+
+    Raises `InvalidArgumentError` for the answer to another prompt."""
     pushed = params.get("transfer_mode") == _PUSH
+    digest = history.fingerprint(request)
     if params.get("remote_block_ids") is not None:
         # An answer that was passed on whole. That of another connector has no incarnation, and is refused.
+        if digest is not None and isinstance(stated := params.get(PROMPT), str) and stated != digest:
+            raise invalid(
+                "the prefill engine's answer is to another prompt (remote_prompt_digest differs): send both engines "
+                "the same prompt, and one prompt per request, because vLLM answers several with the first's params"
+            )
         return {**params, "transfer_mode": None} if pushed and params.get("remote_incarnation") else params
-    transfer_id = params.get("transfer_id")
+    transfer_id, header = params.get("transfer_id"), params.get("remote_request_id")
+    if transfer_id is None and digest is not None and isinstance(header, str):
+        transfer_id = base_name(request.request_id) if is_named_by(request.request_id, header) else None
     if transfer_id is None:
-        header = params.get("remote_request_id")
-        if not isinstance(header, str) or not is_named_by(request.request_id, header):
-            return params
-        transfer_id = shared_name(request, request.num_prompt_tokens - 1)
-        if transfer_id is None:
-            return params
-    own = {**params, "transfer_id": transfer_id, "remote_request_id": None}
+        return params
+    own = {**params, "transfer_id": name_of(transfer_id, digest) if isinstance(transfer_id, str) else transfer_id}
+    own["remote_request_id"] = None
     if pushed:
         own["transfer_mode"] = None
     if params.get("remote_bootstrap_addr") is not None and params.get("remote_host") is None:
-        found = _PLACE.fullmatch(str(params.get("remote_engine_id")))
+        found = _ADDRESSED.fullmatch(str(params.get("remote_engine_id")))
         if found is not None:
             own["remote_engine_id"], own["remote_port"] = found["engine"], int(found["port"])
             own["remote_host"] = found["ipv6"] or found["host"]

@@ -45,14 +45,16 @@ def describe(request: Request, tokens: int) -> dict[str, Any] | None:
     return {"step": step, "digests": base64.b64encode(digests).decode()}
 
 
-def fingerprint(request: Request, tokens: int) -> str | None:
-    """A digest of the request's first `tokens` tokens and of all else that their cache depends on, as text; the same in
-    every engine that gets the request. None where token ids do not tell what is computed."""
-    if request.prompt_embeds is not None:
+def fingerprint(request: Request) -> str | None:
+    """A digest of the request's prompt and of all else that its cache depends on, as text; the same in every engine
+    that gets the request. None where token ids do not tell what is computed, and where media have no ids of their
+    content (vLLM then numbers them)."""
+    numbered = any(feature.identifier.startswith("renderer") for feature in request.mm_features or ())
+    if request.prompt_embeds is not None or numbered:
         return None
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    lora = request.lora_request
-    _add(state, ["kvferry-name-1", lora and lora.lora_name, request.cache_salt])
+    lora, tokens = request.lora_request, request.num_prompt_tokens
+    _add(state, ["kvferry-prompt-1", lora and lora.lora_name, request.cache_salt])
     for _ in _extend(state, request, tokens, max(tokens, 1)):
         pass
     return state.hexdigest()

@@ -36,11 +36,6 @@ def _wants(request: Request, key: str) -> Mapping[str, Any] | None:
     return {**params, "shared": True} if dialects.SAMPLE.match(request.request_id) else params
 
 
-def _is_named(params: Mapping[str, Any]) -> bool:
-    """Whether a prefill has a name by its proxy, or goes on from a history, which no proxy asks both engines for."""
-    return params.get("transfer_id") is not None or params.get("remote_block_ids") is not None
-
-
 def _names_history(request: Request) -> bool:
     """Whether a prefill is told which decode engine has the conversation so far."""
     params = _wants(request, "do_remote_decode")
@@ -89,10 +84,11 @@ class SchedulerSide:
         self._granted = False
         self._multi_turn = options.multi_turn
         self._push_dialect = options.push_dialect and self._sends
-        # Params in another dialect than this connector's, and what they mean.
+        # What decode requests were given, in this connector's words; and those whose params are for another prompt.
         self._understood: dict[str, Mapping[str, Any]] = {}
-        # Of prefills that the proxy gave no name: by which decode engines may know them.
-        self._names: dict[str, str] = {}
+        self._others: set[str] = set()
+        # Of prefills: by which name decode engines may await them, and a digest of the prompt.
+        self._prefills: dict[str, tuple[str | None, str | None]] = {}
         self._parallel, self._options = parallel, options
         self._bootstrap: bootstrap.Announcement | None = None
         self._engine_id: str = transfer.engine_id
@@ -108,11 +104,13 @@ class SchedulerSide:
         # token further back than vLLM keeps a window for, and a state must not have it in it already. So models with
         # either hand over all but the last token, and the prefill engine stops in front of it.
         windows = any(isinstance(group["kind"], dict) for group in groups)
+        # Windows or chunks: what is in front of them is not there.
         self._windows = windows
         self._has_state = any(group["kind"] == "state" for group in groups)
         if self._multi_turn:
             check_multi_turn(transfer, self._has_state)
         self._holds_back = windows or self._has_state
+        self._late = writes_late(vllm_config, self._has_state)
         # After how many tokens a group begins a new block with its state; None for groups of tokens.
         self._state_spans = [
             group.kv_cache_spec.block_size if stated["kind"] == "state" else None
@@ -129,7 +127,7 @@ class SchedulerSide:
                 "null_block": 0,
                 "reuses_blocks": bool(vllm_config.cache_config.enable_prefix_caching),
                 "num_blocks": kv_cache_config.num_blocks,
-                "written_late": writes_late(vllm_config, self._has_state),
+                "written_late": self._late,
                 "data_parallel_index": parallel.data_parallel_index,
                 **options.scheduler,
             }
@@ -160,7 +158,7 @@ class SchedulerSide:
             host, port = self._scheduler.serve(ranks)
             logger.info("Serving the handshake metadata of %d ranks at %s port %d", len(ranks), host, port)
             if self._sends and self._options.bootstrap_port is not None:
-                named = dialects.place(self._engine_id, host, port)
+                named = dialects.addressed_id(self._engine_id, host, port)
                 self._bootstrap = bootstrap.announce(self._parallel, self._options, named)
         self._is_served = True
 
@@ -169,14 +167,14 @@ class SchedulerSide:
     def arrived(self, request: Request) -> None:
         """A new request: if its prompt was prefilled elsewhere, the workers connect and keep the lease."""
         asked = _wants(request, "do_remote_decode") if self._sends else None
-        if asked and self._push_dialect and not _is_named(asked):
-            name = dialects.shared_name(request, request.num_prompt_tokens - 1)
-            if name is not None:
-                self._names[request.request_id] = name
+        if asked:
+            digest = history.fingerprint(request)
+            name = dialects.name_of_prefill(request, asked, digest, self._push_dialect, self._late)
+            self._prefills[request.request_id] = name, digest
         if asked and self._holds_back:
             _drop_last_token(request)
         params = self._to_load(request)
-        if params is None:
+        if params is None or request.request_id in self._others:
             return
         if not self._loads:
             logger.warning(
@@ -196,9 +194,13 @@ class SchedulerSide:
             return _wants(request, "do_remote_decode")
         known = self._understood.get(request.request_id)
         if known is None and (params := _wants(request, "do_remote_prefill")) is not None:
-            known = dialects.understood(request, params)
-            if known is not params:
-                self._understood[request.request_id] = known
+            try:
+                known = dialects.understood(request, params)
+            except kvferry.KvferryError as error:
+                self._refuse(request, error)
+                self._others.add(request.request_id)
+                known = params
+            self._understood[request.request_id] = known
         return known
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
@@ -253,6 +255,10 @@ class SchedulerSide:
         if params is None:
             return False, None
         self._refusals.pop(request_id, None)
+        if request_id in self._others:
+            # The lease is another request's.
+            self._others.discard(request_id)
+            return request_id in self._unreported, None
         self._histories.pop(request_id, None)
         complete = request.status in COMPLETE
         # Of a prefill that has ended well. Some proxies take null for a failure.
@@ -272,29 +278,39 @@ class SchedulerSide:
             complete = digests is not None
         outcome = "complete" if complete else "aborted"
         groups = self._with_state(self._transferred(blocks), tokens)
+        name, digest = self._prefills.pop(request_id, (None, None))
         try:
-            keep, answer = self._end(request_id, params, outcome, groups, tokens)
+            keep, answer = self._end(request_id, params, name, outcome, groups, tokens)
         except kvferry.KvferryError as error:
             logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
             return request_id in self._unreported, None
         if answer is not None and digests is not None:
             answer[history.KEY] = digests
-        if answer is not None and self._push_dialect and params.get("do_remote_decode"):
-            dialects.as_push(answer)
+        if answer is not None and params.get("do_remote_decode"):
+            if digest is not None:
+                answer[dialects.PROMPT] = digest
+            if self._push_dialect:
+                dialects.as_push(answer)
         self._granted |= answer is not None
         # vLLM must know the request still when its refused load is reported.
         return keep or request_id in self._unreported, nothing if answer is None else answer
 
-    def _end(self, request_id: str, params: Mapping[str, Any], *ended: Any) -> tuple[bool, dict[str, Any] | None]:
-        """`kvferry.Scheduler.finished`, of a prefill with the name that decode engines may know it by."""
-        name = self._names.pop(request_id, None)
-        if name is not None:
-            try:
-                return self._scheduler.finished(request_id, {**params, "transfer_id": name}, *ended)
-            except kvferry.AlreadyExistsError:
-                # A prefill of the same prompt is kept under it, which does for whoever awaits this one.
-                pass
-        return self._scheduler.finished(request_id, params, *ended)
+    def _end(
+        self, request_id: str, params: Mapping[str, Any], name: str | None, outcome: Any, groups: Any, tokens: int
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """`kvferry.Scheduler.finished`, of a prefill with the name that decode engines may await it by."""
+        if name is None:
+            return self._scheduler.finished(request_id, params, outcome, groups, tokens)
+        # Whoever awaits a prefill that ends early may get another one of the same name, which is still under way.
+        if outcome == "aborted" and any(name == other for other, _ in self._prefills.values()):
+            return self._scheduler.finished(request_id, {**params, "transfer_id": None}, outcome, groups, tokens)
+        try:
+            return self._scheduler.finished(request_id, {**params, "transfer_id": name}, outcome, groups, tokens)
+        except kvferry.AlreadyExistsError:
+            if params.get("transfer_id") is not None:
+                raise
+            # A prefill of the same prompt is kept under it, which does for whoever awaits this one.
+            return self._scheduler.finished(request_id, params, outcome, groups, tokens)
 
     def _handed_over(self, request: Request) -> int:
         """How many of the prompt's tokens the prefill engine computes for us, but for the one that `kvferry.Scheduler`

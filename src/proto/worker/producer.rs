@@ -201,10 +201,12 @@ impl Producer {
             return;
         }
         self.refuse_early(&request, out);
-        // Of an earlier request of this name.
-        let former = self.tombstones.get(&request).map(Tombstone::ids).unwrap_or_default();
-        let tombstone = Tombstone { lease_id: 0, former, readers: Readers::new(), otherwise: Verdict::Unknown };
-        self.tombstones.insert(now, request, tombstone);
+        // What is remembered of an earlier request of this name says no less.
+        if self.tombstones.get(&request).is_none() {
+            let tombstone =
+                Tombstone { lease_id: 0, former: Vec::new(), readers: Readers::new(), otherwise: Verdict::Unknown };
+            self.tombstones.insert(now, request, tombstone);
+        }
     }
 
     /// Renews the leases that still hold, if they are named by who may read them.

@@ -26,7 +26,7 @@ from typing import Any
 
 import kvferry
 import pytest
-from kvferry.vllm import bootstrap, dialects, scheduler
+from kvferry.vllm import bootstrap, dialects, history, scheduler
 from kvferry.vllm.config import parse_options
 from test_vllm_engines import Pair, prompt
 
@@ -256,6 +256,50 @@ def test_samples_of_a_request_that_is_pushed(pushing: Engines) -> None:
     assert [decode_state["wrong_bytes"][sample] for sample in samples] == [0, 0]
 
 
+@pytest.mark.parametrize("program", ["mooncake", "llm-d-push", "push-demo"])
+def test_several_prompts_of_one_completion(pushing: Engines, program: str) -> None:
+    """All of them have what the proxy gives the completion; each is its own to the engines."""
+    header = f"several-{program}"
+    tokens = [words(f"{header}-{number}", 90 - 20 * number) for number in range(3)]
+    asked, load = AT_ONCE[program](pushing, header)
+    for number, prompt_ids in enumerate(tokens):
+        pushing.decode.call("add", f"cmpl-{header}-{number}-1000000{number}", prompt_ids, 4, load)
+    for number in (1, 0, 2):
+        pushing.asked(f"cmpl-{header}-{number}-0000000{number}", tokens[number], asked)
+    for number in range(3):
+        pushing.ended(f"cmpl-{header}-{number}-0000000{number}", f"cmpl-{header}-{number}-1000000{number}")
+    state = pushing.quiesce()[1]
+    assert [state["wrong_bytes"][f"cmpl-{header}-{number}-1000000{number}"] for number in range(3)] == [0, 0, 0]
+
+
+def test_the_answer_to_another_prompt_is_refused(engines: Engines) -> None:
+    """vLLM answers several prompts of a completion with the params of the first. What the others do leaves the lease of
+    the first as it is."""
+    tokens, other = words("first-of-two", 80), words("second-of-two", 60)
+    prefill, decode = ids("of-two")
+    answer = engines.asked(prefill, tokens, ASKED)
+    engines.decode.call("add", "cmpl-of-two-1-00000000", other, 4, answer)
+    engines.decode.call("run_until", "'reason' in e.answers.get('cmpl-of-two-1-00000000', {})")
+    assert engines.decode.call("answer", "cmpl-of-two-1-00000000")["reason"] == "error"
+    engines.decode.call("add", decode, tokens, 4, answer)
+    engines.is_right(prefill, decode, tokens)
+
+
+def test_a_prefill_that_is_aborted_beside_another_of_its_name(pushing: Engines) -> None:
+    """As when a proxy gives up an attempt and makes another: only the last one's end is told."""
+    header, tokens = "attempts", words("attempts", 65)
+    prefill, decode = ids(header)
+    asked, load = AT_ONCE["push-demo"](pushing, header)
+    pushing.decode.call("add", decode, tokens, 4, load)
+    for _ in range(20):
+        pushing.decode.call("step")
+    for request_id in ("cmpl-attempts-0-00000001", prefill):
+        pushing.prefill.call("add", request_id, tokens, 1, asked)
+    pushing.prefill.call("abort", "cmpl-attempts-0-00000001")
+    pushing.prefill.call("run_until", f"'reason' in e.answers.get('{prefill}', {{}})")
+    pushing.is_right(prefill, decode, tokens)
+
+
 @pytest.mark.parametrize("first", ["earlier", "later"])
 def test_a_header_that_is_used_again_brings_nobody_anothers_prompt(pushing: Engines, first: str) -> None:
     """Two prompts with one header at the same time: each decode request awaits its own."""
@@ -320,19 +364,37 @@ def test_names_that_two_engines_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dialects.base_name("cmpl-00000001") == "cmpl-00000001"
 
 
-def test_a_shared_name_is_of_one_prompt() -> None:
-    def name(request_id: str = "cmpl-5f-0-0a1b2c3d", tokens: int = 3, **more: Any) -> str | None:
-        return dialects.shared_name(request(request_id, **more), tokens)
+def test_a_digest_is_of_one_prompt() -> None:
+    def digest(tokens: tuple[int, ...] = (7, 8, 9), **more: Any) -> str | None:
+        return history.fingerprint(request("r", list(tokens), **more))
 
-    assert name() == name("3_cmpl-5f-0-ffeeddcc")
-    # The last token of a prompt that is longer is none of the prefill engine's.
-    assert name(tokens=2) == dialects.shared_name(request("cmpl-5f-0-0a1b2c3d", [7, 8]), 2)
-    adapter = SimpleNamespace(lora_name="a", lora_path="/here")
-    elsewhere = SimpleNamespace(lora_name="a", lora_path="/there")
-    assert name(lora_request=adapter) == name(lora_request=elsewhere)
-    others = [name("cmpl-5e-0-0a1b2c3d"), name(tokens=2), name(lora_request=adapter), name(cache_salt="s")]
-    assert len({name(), *others}) == 5
-    assert name(prompt_embeds=[1.0]) is None
+    adapter, elsewhere = (SimpleNamespace(lora_name="a", lora_path=path) for path in ("/here", "/there"))
+    assert digest(lora_request=adapter) == digest(lora_request=elsewhere)
+    cat = medium("5f", 1)
+    others = [digest((7, 8, 10)), digest((7, 8)), digest((7,)), digest((8,)), digest(lora_request=adapter)]
+    others += [digest(cache_salt="s"), digest(mm_features=[cat]), digest(mm_features=[medium("5e", 1)])]
+    others += [digest(mm_features=[medium("5f", 2)])]
+    assert len({digest(), *others}) == len(others) + 1
+    assert None not in others
+    # Ids that each engine counts by itself tell nothing.
+    assert digest(mm_features=[cat, medium("renderer0-mm-3-image", 2)]) is None
+    assert digest(prompt_embeds=[1.0]) is None
+
+
+def medium(identifier: str, offset: int) -> Any:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=1))
+
+
+def test_names_are_made_once_and_fit() -> None:
+    digest = "0123456789abcdef" * 2
+    name = dialects.name_of("x", digest)
+    assert name == f"x#{digest}" == dialects.name_of(name, digest)
+    assert dialects.name_of("x", None) == "x"
+    longest = dialects.name_of("x" * 512, digest)
+    assert len(longest) <= 512
+    assert longest != dialects.name_of("y" * 512, digest)
+    # What `kvferry.Scheduler` refuses by name.
+    assert [dialects.name_of(base, digest) for base in ("", "x" * 513)] == ["", "x" * 513]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +430,7 @@ def test_params_that_are_no_map_are_not_ours(odd: Any) -> None:
 )
 def test_an_engine_id_says_where_its_listener_is(host: str, port: int) -> None:
     params = {**LOAD, "transfer_id": "x", "remote_bootstrap_addr": "http://1.2.3.4:8998"}
-    engine_id = dialects.place("engine@home_dp1", host, port)
+    engine_id = dialects.addressed_id("engine@home_dp1", host, port)
     own = dialects.understood(request("r"), {**params, "remote_engine_id": engine_id})
     assert [own[key] for key in PLACE] == ["engine@home_dp1", host, port]
 
