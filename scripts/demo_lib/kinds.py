@@ -111,8 +111,8 @@ class Kinds:
             await self._compare(name, COMPLETIONS, {**body, **stop})
 
     async def _several(self) -> None:
-        """Several prompts in a completion, the longest first. A proxy that asks one server after the other has the params
-        of one of them only; the others must not get its cache. An error is no wrong answer."""
+        """Several prompts in a completion, the longest first. A proxy that asks one server after the other has the
+        params of one of them only; the others must not get its cache. An error is no wrong answer."""
         self.asked += 1
         body = self._body()
         body["prompt"] = [body["prompt"], *(body["prompt"][length:] for length in (50, 100))]
