@@ -73,15 +73,22 @@ class Kinds:
         return {**body, "ignore_eos": True, "return_token_ids": True, **more}
 
     async def _ask(self, url: str, path: str, body: dict[str, Any]) -> Any:
+        try:
+            status, text = await self._post(url, path, body)
+        except aiohttp.ClientError as error:
+            # A proxy that has begun its answer can tell of an error only by breaking it off.
+            return {"status": 0, "text": str(error)[:300]}
+        if status != 200:
+            return {"status": status, "text": text[:300]}
+        if body.get("stream"):
+            events = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
+            answers = [json.loads(event) for event in events if event != "[DONE]"]
+            return _joined([choice for answer in answers for choice in answer.get("choices", ())])
+        return {key: value for key, value in json.loads(text).items() if key not in OWN}
+
+    async def _post(self, url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
         async with self._session.post(f"{url}{path}", json=body, timeout=LIMIT) as response:
-            text = await response.text()
-            if response.status != 200:
-                return {"status": response.status, "text": text[:300]}
-            if body.get("stream"):
-                events = [line[5:].strip() for line in text.splitlines() if line.startswith("data:")]
-                answers = [json.loads(event) for event in events if event != "[DONE]"]
-                return _joined([choice for answer in answers for choice in answer.get("choices", ())])
-            return {key: value for key, value in json.loads(text).items() if key not in OWN}
+            return response.status, await response.text()
 
     async def _alone(self, path: str, body: dict[str, Any]) -> Any:
         """The decode server's own answer, which has nothing of the request in its prefix cache."""
@@ -120,7 +127,7 @@ class Kinds:
         if found == alone or "status" in found:
             self.equal += 1
         if "status" in found:
-            self.notes.append(f"several prompts in a completion: HTTP {found['status']}")
+            self.notes.append(f"several prompts in a completion: refused: {found['text'][:100]}")
         elif found != alone:
             self.notes.append(f"several prompts in a completion: {json.dumps(found)[:300]} is not what they are alone")
 

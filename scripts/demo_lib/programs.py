@@ -96,7 +96,6 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=[*PROGRAMS], help="this proxy; may be repeated (default: all)"
     )
-    parser.add_argument("--kinds", action="store_true", help="requests of every kind through every proxy, not only toy")
     parser.add_argument(
         "--installed",
         choices=("prefill", "decode"),

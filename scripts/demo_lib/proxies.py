@@ -280,7 +280,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
                     await proxy.start()
                     lines.append(Line(name, "requests"))
                     await proxy.single(lines[-1])
-                    if name == "toy" or options.kinds:
+                    if name == "toy":
                         lines.append(await of_every_kind(name, session, proxy.url, *pair[:2]))
                     if program.has_turns:
                         lines.append(Line(name, "turns, as they were"))
