@@ -150,7 +150,9 @@ async def send_control(setting: Setting, proxy: Proxy) -> dict[str, Answer]:
         if len(found) == len(names):
             complete_pair.set()
         await complete_pair.wait()
-        return found[names[1] if request_id == names[0] else names[0]]
+        given = found[names[1] if request_id == names[0] else names[0]]
+        # By which a decode engine with kvferry knows that it is another prompt's.
+        return {key: value for key, value in given.items() if key != "remote_prompt_digest"}
 
     proxy.exchange = exchange
     try:
