@@ -271,7 +271,10 @@ def test_the_end_of_a_refused_load_is_none_of_the_librarys() -> None:
     side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
     unusable = "r" * 600
     wanted: Any = {"do_remote_prefill": True}
-    request: Any = SimpleNamespace(request_id=unusable, kv_transfer_params=wanted, num_prompt_tokens=16)
+    request: Any = SimpleNamespace(
+        **{"request_id": unusable, "kv_transfer_params": wanted, "num_prompt_tokens": 16, "lora_request": None},
+        **{"all_token_ids": [7] * 16, "cache_salt": None, "mm_features": [], "prompt_embeds": None},
+    )
     blocks: Any = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1]])
     side.arrived(request)
     side.allocated(request, blocks, 16)
