@@ -252,6 +252,7 @@ class SchedulerSide:
         request_id = request.request_id
         params = _wants(request, "do_remote_decode") or self._to_load(request)
         self._understood.pop(request_id, None)
+        name, digest = self._prefills.pop(request_id, (None, None))
         if params is None:
             return False, None
         self._refusals.pop(request_id, None)
@@ -278,7 +279,6 @@ class SchedulerSide:
             complete = digests is not None
         outcome = "complete" if complete else "aborted"
         groups = self._with_state(self._transferred(blocks), tokens)
-        name, digest = self._prefills.pop(request_id, (None, None))
         try:
             keep, answer = self._end(request_id, params, name, outcome, groups, tokens)
         except kvferry.KvferryError as error:

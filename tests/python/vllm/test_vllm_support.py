@@ -285,6 +285,21 @@ def test_the_end_of_a_refused_load_is_none_of_the_librarys() -> None:
     side.shutdown()
 
 
+def test_nothing_is_remembered_of_a_request_of_both_roles_with_another_prompts_params() -> None:
+    side = SchedulerSide(engine("kv_producer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
+    wanted = {"do_remote_prefill": True, "do_remote_decode": True, "remote_block_ids": [[1]]}
+    request: Any = SimpleNamespace(
+        **{"request_id": "r", "kv_transfer_params": {**wanted, "remote_prompt_digest": "another"}},
+        **{"num_prompt_tokens": 16, "all_token_ids": [7] * 16, "lora_request": None, "cache_salt": None},
+        **{"mm_features": [], "prompt_embeds": None},
+    )
+    side.arrived(request)
+    assert (side._others, set(side._prefills)) == ({"r"}, {"r"})
+    assert side.finished(request, ([1],)) == (False, None)
+    assert (side._others, side._prefills, side._understood, side._refusals) == (set(), {}, {}, {})
+    side.shutdown()
+
+
 def test_a_step_without_work_is_empty() -> None:
     side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
     assert not side.has_pending()
