@@ -2,8 +2,8 @@
 
 It answers `GET /query` as the bootstrap server of vLLM's `MooncakeConnector` does: a JSON object by data-parallel rank,
 with the `engine_id` of each. Where that has the addresses of workers, there is nothing here, because an engine id says
-where the engine's listener is (`dialects.addressed_id`). Engines of further data-parallel ranks of the host add themselves by
-`POST /register`, which only this host may.
+where the engine's listener is (`dialects.addressed_id`). Engines of further data-parallel ranks of the host add
+themselves by `POST /register`, which only this host may.
 
 Strangers who reach the port can learn what it answers, and can keep it busy; they cannot take memory, descriptors or
 threads of the engine beyond `MOST_CONNECTIONS`.
