@@ -692,6 +692,30 @@ int32_t kvf_scheduler_allocated(struct kvf_scheduler *scheduler,
                                 uint64_t prompt_tokens,
                                 uint64_t external_tokens);
 
+// Producer: `*followed` becomes 1 if a consumer wants to know how far the prefill is that it awaits as `name` (its transfer_id),
+// so that kvf_scheduler_progressed is worth calling.
+int32_t kvf_scheduler_is_followed(struct kvf_scheduler *scheduler,
+                                  const char *name,
+                                  size_t name_len,
+                                  uint8_t *followed);
+
+// Producer: the first `tokens` tokens of a prefill under way, awaited as `name` (its transfer_id), are written by all ranks, into
+// these blocks, which are passed as in kvf_scheduler_allocated; those of groups with windows, chunks or states are not looked
+// at. Consumers read them from now on, and rely on them if the lease is granted at the end (kvf_scheduler_finished). `tokens` 0:
+// the blocks given before are given away, as when the request is preempted; to be said before others are given.
+//
+// To be called until kvf_scheduler_finished, and after it, while the blocks are kept, if what was written last is known only
+// then. Optional: without it, consumers read when the prefill is over. Of several requests with one name the first counts.
+int32_t kvf_scheduler_progressed(struct kvf_scheduler *scheduler,
+                                 const char *request_id,
+                                 size_t request_id_len,
+                                 const char *name,
+                                 size_t name_len,
+                                 const uint32_t *ids,
+                                 const uint64_t *list_offsets,
+                                 size_t lists,
+                                 uint64_t tokens);
+
 // A request ended as `outcome` (a kvf_outcome) says. `*keep` is 1 when its blocks must stay until a report says that
 // its sending is over. `*answer` is the kv_transfer_params for the client as a msgpack map, empty when there are none.
 // Blocks are passed as in kvf_scheduler_allocated.

@@ -183,7 +183,8 @@ fn version_of(bytes: &[u8]) -> u16 {
 fn two_neighbouring_versions_talk_in_the_newer_one_that_both_speak() {
     let query = || HandshakeRequest::Query { id: 42, engine: Some(engine("p")), ranks: vec![] };
     let name = || RequestId::new("x").unwrap();
-    let await_ = || HandshakeRequest::Await { id: 42, engine: engine("p"), requests: vec![name()] };
+    let await_ =
+        || HandshakeRequest::Await { id: 42, engine: engine("p"), requests: vec![name()], from_tokens: vec![] };
     // What the client sends first is read by the oldest listener.
     assert_eq!(version_of(&session(&[]).request().unwrap()), wire::OLDEST);
     for (version, speaks, answered_in) in
@@ -258,7 +259,7 @@ fn who_awaits_prefills_is_refused_or_told_and_needs_no_ranks() {
     let mut empty = Directory::new(engine("p"), LIFE, SHAPE, Pushes::Refused).unwrap();
     let name = |name: String| RequestId::new(name).unwrap();
     let ask = |engine: EngineId, requests: Vec<RequestId>| {
-        HandshakeRequest::Await { id: 5, engine, requests }.to_bytes().unwrap()
+        HandshakeRequest::Await { id: 5, engine, requests, from_tokens: vec![] }.to_bytes().unwrap()
     };
     let (id, code, text) = refusal(&empty.answer_to(b"x", &ask(engine("q"), vec![name("a".into())])).unwrap());
     assert_eq!((id, code), (5, RefusalCode::WrongEngine));

@@ -97,11 +97,14 @@ pub fn run(data: &[u8]) {
             }
             4 => {
                 let request = rank::request(format!("x{}", source.below(4)));
-                if source.flag() {
-                    directory.prefill_gone(request);
-                } else {
-                    let blocks = vec![vec![source.below(9) as u32].into()];
-                    directory.prefilled(Prefill { request, blocks, tokens: 1, lease_ms: 1, lease_id: number });
+                let blocks = vec![vec![source.below(9) as u32].into()];
+                let tokens = source.below(9) as u64;
+                let prefill = Prefill { request: request.clone(), blocks, tokens, lease_ms: 1, lease_id: number };
+                match source.below(4) {
+                    0 => directory.prefill_gone(request),
+                    1 => directory.prefilled(prefill),
+                    2 => directory.prefill_progressed(prefill),
+                    _ => directory.prefill_withdrawn(&request),
                 }
                 take_answers(&mut directory, &mut open);
                 continue;
@@ -109,7 +112,8 @@ pub fn run(data: &[u8]) {
             5 => {
                 let asker = vec![source.below(3) as u8];
                 let requests = (0..source.below(4)).map(|_| rank::request(format!("x{}", source.below(4)))).collect();
-                let ask = HandshakeRequest::Await { id: number, engine: rank::engine("p"), requests };
+                let from_tokens = (0..source.below(5)).map(|_| source.below(9) as u64).collect();
+                let ask = HandshakeRequest::Await { id: number, engine: rank::engine("p"), requests, from_tokens };
                 if let Some(reply) = directory.answer_to(&asker, &ask.to_bytes().unwrap()) {
                     let reply = HandshakeReply::from_bytes(&reply).unwrap();
                     assert!(matches!(reply, HandshakeReply::Prefills { id, .. } if id == number), "{reply:?}");

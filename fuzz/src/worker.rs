@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry::proto::handshake::HandshakeFailure;
+use kvferry::proto::handshake::{HandshakeFailure, PrefillNews};
 use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
@@ -31,7 +31,6 @@ struct World {
     handshakes: Vec<(SessionId, String)>,
     /// Prefills that are waited for, and those that were.
     awaited: HashSet<AwaitId>,
-    waits: HashSet<AwaitId>,
     /// Connections that were asked for, and whether they are made.
     peers: HashMap<PeerKey, bool>,
     /// Transfers under way and whose they are.
@@ -81,7 +80,6 @@ impl World {
             now: Time(1_000_000),
             handshakes: vec![],
             awaited: HashSet::new(),
-            waits: HashSet::new(),
             peers: HashMap::new(),
             transfers: vec![],
             tokens: HashSet::new(),
@@ -110,8 +108,7 @@ impl World {
         match action {
             Action::Handshake { session, engine, .. } => self.handshakes.push((session, engine.to_string())),
             Action::Await { number, .. } => {
-                assert!(self.waits.insert(number), "a wait's number is used once");
-                self.awaited.insert(number);
+                assert!(self.awaited.insert(number), "a wait is answered before it begins again");
             }
             Action::Forget { number } => drop(self.awaited.remove(&number)),
             Action::Connect { peer, .. } => {
@@ -261,7 +258,8 @@ impl World {
                 lease_ms: if source.rarely(8) { source.number() } else { 500 },
                 lease_id: source.below(3) as u64,
             };
-            Ok((Incarnation(1 + source.below(2) as u64), prefill))
+            let incarnation = Incarnation(1 + source.below(2) as u64);
+            Ok(PrefillNews { incarnation, prefill, over: source.flag() })
         };
         self.awaited.remove(&known);
         self.worker.handle_prefill(self.now, known, result);

@@ -82,6 +82,8 @@ pub struct WorkerConfig {
     /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its
     /// prefill.
     pub hold_timeout_ms: u64,
+    /// From how many written tokens on a portion of a prefill under way is read; 0: none is.
+    pub portion_tokens: u64,
     /// A peer that no request has used for this long is disconnected.
     pub peer_ttl_ms: u64,
     /// Threads that copy memory of other processes of this host, the progress thread among them.
@@ -128,6 +130,7 @@ impl WorkerConfig {
             early_message_ms: 30_000,
             tombstone_ms: 120_000,
             hold_timeout_ms: 3_600_000,
+            portion_tokens: 256,
             peer_ttl_ms: 600_000,
             copy_threads: 2,
             streams: true,

@@ -13,7 +13,7 @@ use super::trace::Tracer;
 use crate::agent::{Context, Direction, Driver, Event, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::net::{Answer, Ask, Awaited, Client, ClientLimits, host_port, unanswered};
+use crate::net::{Answer, Ask, Awaited, AwaitedPrefill, Client, ClientLimits, host_port, unanswered};
 use crate::proto::handshake::HandshakeFailure;
 use crate::proto::plan::CopyPlan;
 use crate::proto::stats::Stats;
@@ -436,8 +436,9 @@ impl Running {
                 let ask = Ask::Query { engine: Some(engine), ranks: Vec::new() };
                 self.client.ask(now, session.0, &host, port, ask, now + self.ask_timeout);
             }
-            Action::Await { number: AwaitId(number), engine, host, port, request } => {
-                self.client.await_prefill(now, number, &host, port, engine, request, self.ask_timeout);
+            Action::Await { number: AwaitId(number), engine, host, port, request, from_tokens } => {
+                let prefill = AwaitedPrefill { request, from_tokens };
+                self.client.await_prefill(now, number, &host, port, engine, prefill, self.ask_timeout);
             }
             Action::Forget { number: AwaitId(number) } => self.client.forget_prefill(number),
             Action::Connect { peer, metadata } => self.connect(context, now, peer, &metadata),

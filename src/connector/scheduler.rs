@@ -222,6 +222,26 @@ impl Scheduler {
         lock(&self.machine).allocated(&RequestId::new(request)?, params, local_blocks, prompt_tokens, external_tokens)
     }
 
+    /// Whether anybody wants to know how far the prefill is that is awaited as `name`, so that it is worth telling.
+    pub fn is_followed(&self, name: &str) -> bool {
+        RequestId::new(name).is_ok_and(|name| lock(&self.directory).is_followed(&name))
+    }
+
+    /// A prefill under way is so far; see [`Machine::progressed`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for an unusable id or name, and for blocks that do not hold so many tokens.
+    pub fn progressed(&self, request: &str, name: &str, blocks: &[Blocks], tokens: u64) -> Result<()> {
+        let (request, name) = (RequestId::new(request)?, RequestId::new(name)?);
+        let random = random("the id of a lease")?;
+        let mut machine = lock(&self.machine);
+        machine.set_lease_entropy(random);
+        let result = machine.progressed(&request, &name, blocks, tokens);
+        drop(machine);
+        self.tell_waiting();
+        result
+    }
+
     /// A request ended; see [`Machine::finished`].
     ///
     /// # Errors
@@ -253,6 +273,8 @@ impl Scheduler {
             let mut directory = lock(&self.directory);
             match notice {
                 Notice::Ready(prefill) => directory.prefilled(prefill),
+                Notice::Progressed(prefill) => directory.prefill_progressed(prefill),
+                Notice::Withdrawn(request) => directory.prefill_withdrawn(&request),
                 Notice::Gone(request) => directory.prefill_gone(request),
             }
             told = true;

@@ -246,6 +246,7 @@ impl Tale {
             last_byte,
             confirmed,
             over,
+            portions,
             record,
             message,
         } = receive;
@@ -269,6 +270,18 @@ impl Tale {
                 out.line("e", RECVS, at(*all_posted), json!({"cat": "recv", "id": id, "name": "posting"}));
             }
             out.line("e", RECVS, at(end), json!({"cat": "recv", "id": id, "name": name}));
+        }
+        // Over several connections they overlap.
+        for (number, portion) in portions.iter().enumerate() {
+            let own = format!("{id}/portion/{number}");
+            let args = json!({"tokens": [portion.tokens.0, portion.tokens.1], "bytes": portion.bytes});
+            out.line(
+                "b",
+                RECVS,
+                at(portion.posted),
+                json!({"cat": "portion", "id": own, "name": "portion", "args": args}),
+            );
+            out.line("e", RECVS, at(portion.over), json!({"cat": "portion", "id": own, "name": "portion"}));
         }
         // It may have begun before, for another request, and last through several stages of this one.
         if let Some((begin, connected)) = handshake {
@@ -296,6 +309,9 @@ impl Tale {
             "last_byte": time(*last_byte),
             "confirmed": time(*confirmed),
             "reported": at(reported),
+            "first_portion": time(portions.iter().map(|portion| portion.posted).min()),
+            "portions": portions.len(),
+            "ahead_bytes": portions.iter().fold(0u64, |sum, portion| sum.saturating_add(portion.bytes)),
         });
         let event = json!({"cat": "recv", "id": id, "name": record.request.as_str(), "args": args});
         out.line("e", RECVS, at(reported), event);
@@ -339,7 +355,7 @@ mod tests {
     use super::*;
     use crate::proto::ids::RequestId;
     use crate::proto::wire::{Cause, RecvRecord};
-    use crate::proto::worker::LeaseEnd;
+    use crate::proto::worker::{LeaseEnd, ReceivedPortion};
 
     fn folder(name: &str) -> PathBuf {
         let folder = env::temp_dir().join(format!("kvferry-trace-{name}-{}", process::id()));
@@ -382,6 +398,7 @@ mod tests {
                 last_byte: cause.is_none().then_some(Time(50)),
                 confirmed: cause.is_none().then_some(Time(60)),
                 over: Time(60),
+                portions: vec![ReceivedPortion { tokens: (0, 256), bytes: 77, posted: Time(12), over: Time(18) }],
                 record,
                 message: cause.map(|_| "why".repeat(1000)),
             }),
@@ -454,8 +471,9 @@ mod tests {
         let events = events(&path);
         let of = |phase: &str| events.iter().filter(|e| e.get("ph").unwrap() == phase).count();
         assert_eq!(of("M"), 5);
-        // Began: the request, five stages and posting, the handshake; of the failed one two stages and the handshake.
-        assert_eq!((of("b"), of("e")), (1 + 7 + 1 + 3 + 1 + 1, 1 + 7 + 1 + 1 + 3 + 1 + 1 + 1));
+        // Began: the request, five stages and posting, a portion, the handshake; of the failed one two stages, a portion and the
+        // handshake.
+        assert_eq!((of("b"), of("e")), (1 + 8 + 1 + 4 + 1 + 1, 1 + 8 + 1 + 1 + 4 + 1 + 1 + 1));
         let ends: Vec<&Value> = events.iter().filter_map(|e| e.get("args")?.get("outcome")).collect();
         assert_eq!(ends, ["received", "timeout", "given_back", "expired"]);
         let ended = events.iter().find(|e| e.pointer("/args/outcome").is_some()).unwrap();

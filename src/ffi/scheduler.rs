@@ -263,6 +263,63 @@ pub unsafe extern "C" fn kvf_scheduler_allocated(
     })
 }
 
+/// Producer: `*followed` becomes 1 if a consumer wants to know how far the prefill is that it awaits as `name` (its transfer_id),
+/// so that kvf_scheduler_progressed is worth calling.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_is_followed(
+    scheduler: *mut kvf_scheduler,
+    name: *const c_char,
+    name_len: usize,
+    followed: *mut u8,
+) -> i32 {
+    boundary!(kvf_scheduler_is_followed, {
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (followed, name) = unsafe { (Out::new(followed, "followed")?, text(name, name_len, "name")?) };
+        followed.write(scheduler.is_followed(name).into());
+        Ok(())
+    })
+}
+
+/// Producer: the first `tokens` tokens of a prefill under way, awaited as `name` (its transfer_id), are written by all ranks, into
+/// these blocks, which are passed as in kvf_scheduler_allocated; those of groups with windows, chunks or states are not looked
+/// at. Consumers read them from now on, and rely on them if the lease is granted at the end (kvf_scheduler_finished). `tokens` 0:
+/// the blocks given before are given away, as when the request is preempted; to be said before others are given.
+///
+/// To be called until kvf_scheduler_finished, and after it, while the blocks are kept, if what was written last is known only
+/// then. Optional: without it, consumers read when the prefill is over. Of several requests with one name the first counts.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_scheduler_progressed(
+    scheduler: *mut kvf_scheduler,
+    request_id: *const c_char,
+    request_id_len: usize,
+    name: *const c_char,
+    name_len: usize,
+    ids: *const u32,
+    list_offsets: *const u64,
+    lists: usize,
+    tokens: u64,
+) -> i32 {
+    boundary!(kvf_scheduler_progressed, {
+        let scheduler = handle::get::<Scheduler>(scheduler)?;
+        // SAFETY: the caller's promise for arrays.
+        let (id, name, blocks) = unsafe {
+            (
+                text(request_id, request_id_len, "request_id")?,
+                text(name, name_len, "name")?,
+                blocks(ids, list_offsets, lists)?,
+            )
+        };
+        scheduler.progressed(id, name, &blocks, tokens)
+    })
+}
+
 /// A request ended as `outcome` (a kvf_outcome) says. `*keep` is 1 when its blocks must stay until a report says that
 /// its sending is over. `*answer` is the kv_transfer_params for the client as a msgpack map, empty when there are none.
 /// Blocks are passed as in kvf_scheduler_allocated.

@@ -1,20 +1,24 @@
 //! The prefills that a client awaits, by listener: which question is to be asked when, and what its answer tells.
 //!
-//! All that is awaited of a listener is in one question, which stays open until one of the prefills is over. When there is
-//! more to await it is asked anew; the listener then answers the older one. It is asked anew from time to time in any
-//! case, so that a listener that has forgotten it, or is gone, is noticed.
+//! All that is awaited of a listener is in one question, which stays open until one of the prefills is over, or as far as was
+//! asked for. When there is more to await it is asked anew; the listener then answers the older one. It is asked anew from time
+//! to time in any case, so that a listener that has forgotten it, or is gone, is noticed.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::host_port;
-use crate::proto::ids::{EngineId, Incarnation, RequestId};
+use crate::proto::handshake::PrefillNews;
+use crate::proto::ids::{EngineId, RequestId};
 use crate::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES};
-use crate::proto::wire::{Cause, HandshakeReply, Prefill, RefusalCode};
+use crate::proto::wire::{Cause, HandshakeReply, RefusalCode};
 
 /// When an open question is asked anew: well before a connection without answers is taken for dead.
 const AGAIN: Duration = Duration::from_secs(2);
+/// How long after an answer about prefills under way the next question waits: a listener that has such an answer to every
+/// question must not keep its client busy.
+const PAUSE: Duration = Duration::from_millis(1);
 /// When a question is asked anew that was answered with nothing although no newer one was asked.
 const SOON: Duration = Duration::from_millis(200);
 /// Unanswered questions at a time: the newest, and the one that it replaces.
@@ -27,8 +31,17 @@ const MAX_NAME_BYTES: usize = MAX_QUERY_BYTES / 2;
 pub struct Awaited {
     /// The number that it was awaited under.
     pub number: u64,
-    /// The prefill and the life of its engine; or why there is none.
-    pub result: Result<(Incarnation, Prefill), (Cause, String)>,
+    /// How far the prefill is; or why there is none.
+    pub result: Result<PrefillNews, (Cause, String)>,
+}
+
+/// What is to be awaited.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AwaitedPrefill {
+    /// The prefill's `transfer_id`.
+    pub request: RequestId,
+    /// From how many written tokens on it is to be told; 0: when it is over.
+    pub from_tokens: u64,
 }
 
 /// An engine's listener.
@@ -41,10 +54,11 @@ pub(super) struct Place {
 
 #[derive(Debug)]
 struct Wait {
-    names: BTreeMap<u64, RequestId>,
+    names: BTreeMap<u64, AwaitedPrefill>,
     /// The ids of unanswered questions.
     open: Vec<u64>,
     ask_at: Instant,
+    not_before: Instant,
     /// How long an answer may take that is due.
     patience: Duration,
 }
@@ -58,15 +72,16 @@ pub(super) struct Awaits {
 }
 
 impl Awaits {
-    /// Awaits a prefill from now on.
-    pub(super) fn add(&mut self, now: Instant, number: u64, place: Place, request: RequestId, patience: Duration) {
+    /// Awaits a prefill from now on, until it has been told of once.
+    pub(super) fn add(&mut self, now: Instant, number: u64, place: Place, awaited: AwaitedPrefill, patience: Duration) {
         let wait = self.waits.entry(place).or_insert_with(|| Wait {
             names: BTreeMap::new(),
             open: Vec::new(),
             ask_at: now,
+            not_before: now,
             patience,
         });
-        wait.names.insert(number, request);
+        wait.names.insert(number, awaited);
         (wait.ask_at, wait.patience) = (now, patience);
     }
 
@@ -78,22 +93,28 @@ impl Awaits {
     }
 
     /// A question that is to be asked now under this `id`, of whom, and until when it must be answered.
-    pub(super) fn ask(&mut self, now: Instant, id: u64) -> Option<(Place, Vec<RequestId>, Instant)> {
+    pub(super) fn ask(&mut self, now: Instant, id: u64) -> Option<(Place, Vec<AwaitedPrefill>, Instant)> {
+        self.waits.retain(|_, wait| !wait.is_over(now));
         let (place, wait) = self.waits.iter_mut().find(|(_, wait)| wait.due().is_some_and(|at| at <= now))?;
         let mut room = MAX_NAME_BYTES;
-        let mut names = BTreeSet::new();
-        for name in wait.names.values() {
-            let Some(left) = room.checked_sub(name.as_str().len()) else { break };
+        let mut names: BTreeMap<&RequestId, u64> = BTreeMap::new();
+        for AwaitedPrefill { request, from_tokens } in wait.names.values() {
+            let Some(left) = room.checked_sub(request.as_str().len()) else { break };
             if names.len() == MAX_AWAITED {
                 break;
             }
             room = left;
-            names.insert(name.clone());
+            // Of several who await it, the one that has to be told first.
+            let first = |a: u64, b: u64| if a == 0 || b == 0 { a.max(b) } else { a.min(b) };
+            names.entry(request).and_modify(|from| *from = first(*from, *from_tokens)).or_insert(*from_tokens);
         }
+        let asked =
+            |(request, from_tokens): (&RequestId, u64)| AwaitedPrefill { request: request.clone(), from_tokens };
+        let names = names.into_iter().map(asked).collect();
         wait.open.push(id);
         wait.ask_at = now + AGAIN;
         self.places.insert(id, place.clone());
-        Some((place.clone(), names.into_iter().collect(), now + wait.patience))
+        Some((place.clone(), names, now + wait.patience))
     }
 
     /// Takes the answer to a question; gives it back if it is to none of these.
@@ -108,14 +129,22 @@ impl Awaits {
         wait.open.retain(|open| *open != id);
         let at = host_port(&place.host, place.port);
         let failure = match result {
-            Ok(HandshakeReply::Prefills { engine, incarnation, ready, gone, .. }) if engine == place.engine => {
+            Ok(HandshakeReply::Prefills { engine, incarnation, ready, gone, partial, .. })
+                if engine == place.engine =>
+            {
                 let before = wait.names.len();
-                for prefill in ready {
-                    let name = prefill.request.clone();
-                    wait.tell(&name, &mut self.over, || Ok((incarnation, prefill.clone())));
+                let over = ready.into_iter().map(|prefill| PrefillNews { incarnation, prefill, over: true });
+                let partial = partial.into_iter().map(|prefill| PrefillNews { incarnation, prefill, over: false });
+                for news in over.chain(partial) {
+                    let name = news.prefill.request.clone();
+                    let tokens = (!news.over).then_some(news.prefill.tokens);
+                    wait.tell(&name, tokens, &mut self.over, || Ok(news.clone()));
+                    if !news.over {
+                        wait.not_before = now + PAUSE;
+                    }
                 }
                 for name in gone {
-                    wait.tell(&name, &mut self.over, || {
+                    wait.tell(&name, None, &mut self.over, || {
                         let text = format!(
                             "engine {engine} keeps nothing for {name}: its prefill ended in another way, or its lease is over"
                         );
@@ -141,7 +170,7 @@ impl Awaits {
                 self.over.push_back(Awaited { number, result: Err((cause, text.clone())) });
             }
         }
-        self.waits.retain(|_, wait| !wait.names.is_empty() || !wait.open.is_empty());
+        self.waits.retain(|_, wait| !wait.is_over(now));
         None
     }
 
@@ -168,22 +197,29 @@ pub fn unanswered(error: &Error) -> Cause {
 }
 
 impl Wait {
-    fn due(&self) -> Option<Instant> {
-        (!self.names.is_empty() && self.open.len() < MAX_OPEN).then_some(self.ask_at)
+    /// Whether nothing of it has to be remembered.
+    fn is_over(&self, now: Instant) -> bool {
+        self.names.is_empty() && self.open.is_empty() && self.not_before <= now
     }
 
-    /// Tells all who await this prefill.
+    fn due(&self) -> Option<Instant> {
+        (!self.names.is_empty() && self.open.len() < MAX_OPEN).then_some(self.ask_at.max(self.not_before))
+    }
+
+    /// Tells all who await this prefill to be as far as `tokens`; or over.
     fn tell(
         &mut self,
         name: &RequestId,
+        tokens: Option<u64>,
         over: &mut VecDeque<Awaited>,
-        result: impl Fn() -> Result<(Incarnation, Prefill), (Cause, String)>,
+        result: impl Fn() -> Result<PrefillNews, (Cause, String)>,
     ) {
-        self.names.retain(|&number, awaited| {
-            if awaited == name {
+        self.names.retain(|&number, AwaitedPrefill { request, from_tokens }| {
+            let told = request == name && tokens.is_none_or(|tokens| (1..=tokens).contains(from_tokens));
+            if told {
                 over.push_back(Awaited { number, result: result() });
             }
-            awaited != name
+            !told
         });
     }
 }
@@ -192,11 +228,18 @@ impl Wait {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::proto::ids::Incarnation;
+    use crate::proto::wire::Prefill;
 
     const PATIENCE: Duration = Duration::from_secs(27);
 
     fn name(name: &str) -> RequestId {
         RequestId::new(name).unwrap()
+    }
+
+    /// To be told of when it is over.
+    fn over(request: &str) -> AwaitedPrefill {
+        AwaitedPrefill { request: name(request), from_tokens: 0 }
     }
 
     fn place(engine: &str) -> Place {
@@ -214,6 +257,7 @@ mod tests {
             incarnation: Incarnation(5),
             ready: ready.iter().map(|r| prefill(r)).collect(),
             gone: gone.iter().map(|r| name(r)).collect(),
+            partial: vec![],
         })
     }
 
@@ -221,11 +265,14 @@ mod tests {
     fn ask(awaits: &mut Awaits, now: Instant, id: u64) -> Option<Vec<String>> {
         let (_, names, deadline) = awaits.ask(now, id)?;
         assert_eq!(deadline, now + PATIENCE);
-        Some(names.iter().map(ToString::to_string).collect())
+        Some(names.iter().map(|awaited| awaited.request.to_string()).collect())
     }
 
     fn good(number: u64, request: &str) -> Option<Awaited> {
-        Some(Awaited { number, result: Ok((Incarnation(5), prefill(request))) })
+        Some(Awaited {
+            number,
+            result: Ok(PrefillNews { incarnation: Incarnation(5), prefill: prefill(request), over: true }),
+        })
     }
 
     fn is_idle(awaits: &Awaits, now: Instant) -> bool {
@@ -235,15 +282,15 @@ mod tests {
     #[test]
     fn all_that_is_awaited_is_in_one_question() {
         let (mut awaits, now) = (Awaits::default(), Instant::now());
-        awaits.add(now, 1, place("p"), name("a"), PATIENCE);
+        awaits.add(now, 1, place("p"), over("a"), PATIENCE);
         assert_eq!(ask(&mut awaits, now, 10).unwrap(), ["a"]);
         assert_eq!(ask(&mut awaits, now, 11), None);
         // Two want the same.
-        awaits.add(now, 2, place("p"), name("b"), PATIENCE);
-        awaits.add(now, 3, place("p"), name("b"), PATIENCE);
+        awaits.add(now, 2, place("p"), over("b"), PATIENCE);
+        awaits.add(now, 3, place("p"), over("b"), PATIENCE);
         assert_eq!(ask(&mut awaits, now, 11).unwrap(), ["a", "b"]);
         // Two questions are without an answer: the next one waits, for the older one's.
-        awaits.add(now, 4, place("p"), name("c"), PATIENCE);
+        awaits.add(now, 4, place("p"), over("c"), PATIENCE);
         assert_eq!((ask(&mut awaits, now, 12), awaits.due(now)), (None, None));
         assert!(awaits.answered(now, 10, reply(&[], &[])).is_none());
         assert_eq!(ask(&mut awaits, now, 12).unwrap(), ["a", "b", "c"]);
@@ -267,9 +314,39 @@ mod tests {
     }
 
     #[test]
+    fn a_prefill_is_told_of_to_those_for_whom_it_is_far_enough() {
+        let (mut awaits, now) = (Awaits::default(), Instant::now());
+        let from = |from_tokens| AwaitedPrefill { request: name("a"), from_tokens };
+        for (number, from_tokens) in [(1, 0), (2, 30), (3, 20)] {
+            awaits.add(now, number, place("p"), from(from_tokens), PATIENCE);
+        }
+        let asked = awaits.ask(now, 10).unwrap().1;
+        assert_eq!(asked, [from(20)], "for the first of them");
+        let partial = Prefill { tokens: 25, ..prefill("a") };
+        let told = HandshakeReply::Prefills {
+            id: 0,
+            engine: EngineId::new("p").unwrap(),
+            incarnation: Incarnation(5),
+            ready: vec![],
+            gone: vec![],
+            partial: vec![partial.clone()],
+        };
+        assert!(awaits.answered(now, 10, Ok(told)).is_none());
+        let news = PrefillNews { incarnation: Incarnation(5), prefill: partial, over: false };
+        assert_eq!(awaits.poll(), Some(Awaited { number: 3, result: Ok(news) }));
+        assert_eq!(awaits.poll(), None);
+        assert_eq!((awaits.ask(now, 11), awaits.due(now)), (None, Some(now + PAUSE)));
+        let now = now + PAUSE;
+        assert_eq!(awaits.ask(now, 11).unwrap().1, [from(30)], "for those that are left");
+        assert!(awaits.answered(now, 11, reply(&["a"], &[])).is_none());
+        assert_eq!([awaits.poll(), awaits.poll()], [good(1, "a"), good(2, "a")]);
+        assert!(is_idle(&awaits, now));
+    }
+
+    #[test]
     fn a_question_is_asked_anew_from_time_to_time() {
         let (mut awaits, now) = (Awaits::default(), Instant::now());
-        awaits.add(now, 1, place("p"), name("a"), PATIENCE);
+        awaits.add(now, 1, place("p"), over("a"), PATIENCE);
         ask(&mut awaits, now, 10).unwrap();
         assert_eq!(awaits.due(now), Some(now + AGAIN));
         assert_eq!(ask(&mut awaits, now + AGAIN, 11).unwrap(), ["a"]);
@@ -284,8 +361,8 @@ mod tests {
     #[test]
     fn who_gets_no_answer_fails_by_engine() {
         let (mut awaits, now) = (Awaits::default(), Instant::now());
-        awaits.add(now, 1, place("p"), name("a"), PATIENCE);
-        awaits.add(now, 2, place("q"), name("a"), PATIENCE);
+        awaits.add(now, 1, place("p"), over("a"), PATIENCE);
+        awaits.add(now, 2, place("q"), over("a"), PATIENCE);
         let mut asked = [10, 11].map(|id| (awaits.ask(now, id).unwrap().0.engine.to_string(), id));
         asked.sort();
         let [(_, p), (_, q)] = asked;
@@ -304,7 +381,7 @@ mod tests {
             (20, Err(Error::new(ErrorKind::VersionMismatch, "version 1"))),
             (21, Ok(HandshakeReply::Refused { id: 0, code: RefusalCode::Version, message: "version 1".into() })),
         ] {
-            awaits.add(now, number, place("p"), name("a"), PATIENCE);
+            awaits.add(now, number, place("p"), over("a"), PATIENCE);
             ask(&mut awaits, now, number).unwrap();
             assert!(awaits.answered(now, number, older).is_none());
             assert_eq!(awaits.poll().unwrap().result.unwrap_err().0, Cause::Incompatible);
@@ -316,7 +393,7 @@ mod tests {
     fn a_question_has_a_bounded_length() {
         let (mut awaits, now) = (Awaits::default(), Instant::now());
         for number in 0..1000 {
-            awaits.add(now, number, place("p"), name(&format!("{number:0>512}")), PATIENCE);
+            awaits.add(now, number, place("p"), over(&format!("{number:0>512}")), PATIENCE);
         }
         let asked = ask(&mut awaits, now, 10_000).unwrap();
         assert_eq!(asked.len(), MAX_NAME_BYTES / 512);
@@ -324,7 +401,7 @@ mod tests {
         assert!(asked.iter().all(|name| name.parse::<u64>().unwrap() < asked.len() as u64), "the oldest first");
         let mut awaits = Awaits::default();
         for number in 0..2000 {
-            awaits.add(now, number, place("p"), name(&number.to_string()), PATIENCE);
+            awaits.add(now, number, place("p"), over(&number.to_string()), PATIENCE);
         }
         assert_eq!(ask(&mut awaits, now, 10_000).unwrap().len(), MAX_AWAITED);
     }

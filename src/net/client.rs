@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use serde_bytes::ByteBuf;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::awaits::{Awaited, Awaits, Place};
+use crate::net::awaits::{Awaited, AwaitedPrefill, Awaits, Place};
 use crate::net::request::{Phase, Request};
 use crate::net::requests::{Answer, Requests};
 use crate::net::resolver::Resolver;
 use crate::net::sealed::MAX_SEALED_REPLY;
 use crate::net::way::{PROBE_AFTER, PROBE_SILENT_AFTER, Step, Way};
 use crate::net::{endpoint, host_port, unbracketed};
-use crate::proto::ids::{EngineId, RankId, RequestId};
+use crate::proto::ids::{EngineId, RankId};
 use crate::proto::wire::limits::MAX_REPLY_BYTES;
 use crate::proto::wire::{HandshakeRequest, Message};
 use crate::secret::Key;
@@ -39,12 +39,12 @@ pub enum Ask {
         /// The ranks wanted.
         ranks: Vec<RankId>,
     },
-    /// To tell when one of these prefills of `engine` is over.
+    /// To tell when one of these prefills of `engine` is over, or as far as asked for.
     Await {
         /// The engine expected there.
         engine: EngineId,
-        /// The prefills, by their `transfer_id`.
-        requests: Vec<RequestId>,
+        /// The prefills.
+        prefills: Vec<AwaitedPrefill>,
     },
     /// To take one rank's metadata.
     Push {
@@ -149,7 +149,12 @@ impl Client {
         }
         let request = match ask {
             Ask::Query { engine, ranks } => HandshakeRequest::Query { id, engine, ranks },
-            Ask::Await { engine, requests } => HandshakeRequest::Await { id, engine, requests },
+            Ask::Await { engine, prefills } => {
+                let (requests, from_tokens): (Vec<_>, Vec<_>) =
+                    prefills.into_iter().map(|prefill| (prefill.request, prefill.from_tokens)).unzip();
+                let from_tokens = if from_tokens.iter().any(|from| *from > 0) { from_tokens } else { Vec::new() };
+                HandshakeRequest::Await { id, engine, requests, from_tokens }
+            }
             Ask::Push { expected, metadata } => {
                 HandshakeRequest::Push { id, expected, metadata: ByteBuf::from(metadata) }
             }
@@ -179,9 +184,8 @@ impl Client {
         }
     }
 
-    /// Awaits a prefill of `engine`, whose listener is at `host`:`port`, by its `transfer_id`: [`Client::poll_prefill`] tells
-    /// when it is over, or that it can't be awaited, as when the listener gives no sign for `patience`. `number` comes back
-    /// with it.
+    /// Awaits a prefill of `engine`, whose listener is at `host`:`port`: [`Client::poll_prefill`] tells once when it is over or
+    /// far enough, or that it can't be awaited, as when the listener gives no sign for `patience`. `number` comes back with it.
     #[allow(clippy::too_many_arguments)]
     pub fn await_prefill(
         &mut self,
@@ -190,11 +194,11 @@ impl Client {
         host: &str,
         port: u16,
         engine: EngineId,
-        request: RequestId,
+        prefill: AwaitedPrefill,
         patience: Duration,
     ) {
         let place = Place { host: unbracketed(host).to_owned(), port, engine };
-        self.awaits.add(now, number, place, request, patience);
+        self.awaits.add(now, number, place, prefill, patience);
         self.ask_awaits(now);
     }
 
@@ -203,17 +207,17 @@ impl Client {
         self.awaits.forget(number);
     }
 
-    /// The next prefill that was awaited and is over, or cannot be awaited.
+    /// The next prefill that was awaited and is over or far enough, or cannot be awaited.
     pub fn poll_prefill(&mut self) -> Option<Awaited> {
         self.awaits.poll()
     }
 
     /// Asks for prefills what is to be asked.
     fn ask_awaits(&mut self, now: Instant) {
-        while let Some((Place { host, port, engine }, requests, deadline)) = self.awaits.ask(now, OWN | self.asked) {
+        while let Some((Place { host, port, engine }, prefills, deadline)) = self.awaits.ask(now, OWN | self.asked) {
             let id = OWN | self.asked;
             self.asked = self.asked.wrapping_add(1) & !OWN;
-            self.ask(now, id, &host, port, Ask::Await { engine, requests }, deadline);
+            self.ask(now, id, &host, port, Ask::Await { engine, prefills }, deadline);
         }
     }
 

@@ -18,7 +18,7 @@ mod shared;
 mod way;
 
 pub use address::{Address, LocalAddress, choose, local_addresses};
-pub use awaits::{Awaited, unanswered};
+pub use awaits::{Awaited, AwaitedPrefill, unanswered};
 pub use blocking::{push_blocking, push_sealed, query_blocking, query_now, query_sealed};
 pub use client::{Ask, Client, ClientLimits};
 pub use listener::{Desk, Listener, ListenerConfig};

@@ -50,6 +50,11 @@ pub enum GroupKind {
 }
 
 impl GroupKind {
+    /// Whether every token's cache is kept, so that those at the beginning can be read before the end is known.
+    pub fn keeps_all(self) -> bool {
+        matches!(self, GroupKind::Full | GroupKind::Latent)
+    }
+
     /// The first token that is still looked at when the last of `tokens` tokens is computed (again); none where every
     /// token is.
     pub fn front(self, tokens: u64) -> Option<u64> {

@@ -13,7 +13,7 @@ mod session;
 use std::fmt;
 
 use crate::proto::ids::{EngineId, Incarnation};
-use crate::proto::wire::{Cause, EngineShape, RankMetadata};
+use crate::proto::wire::{Cause, EngineShape, Prefill, RankMetadata};
 
 pub use directory::{Directory, Pushes};
 pub use prefills::Asker;
@@ -32,6 +32,17 @@ pub struct HandshakeOutcome {
     pub ranks: Vec<RankMetadata>,
     /// What differs between the engines and need not be the same, for the log.
     pub notes: Vec<String>,
+}
+
+/// What an engine's listener told of a prefill that is awaited there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrefillNews {
+    /// The life of the engine that told it.
+    pub incarnation: Incarnation,
+    /// The prefill, as far as it is.
+    pub prefill: Prefill,
+    /// Whether it is over. Otherwise what its blocks hold can be read but not be relied on yet.
+    pub over: bool,
 }
 
 /// Why a handshake failed.

@@ -108,6 +108,9 @@ pub const TABLE: &[Setting] = &[
         "Heartbeats per lease, at least 100 ms apart."),
     row(Operator, "hold_timeout_ms", &[Worker], DURATION, "ms", Number(3_600_000),
         "How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its prefill."),
+    row(Operator, "portion_tokens", &[Worker], Whole(0, 1 << 20), "tokens", Number(256),
+        "Of prompts that both engines were asked for at once: from how many written tokens on a portion of the cache is read while \
+         the prefill engine still computes the rest. Prompts with fewer tokens to load are read whole. 0: nothing is read before the prefill is over."),
     row(Operator, "peer_ttl_ms", &[Worker], DURATION, "ms", Number(600_000),
         "A peer that no request has used for so long is disconnected."),
     row(Operator, "early_message_ms", &[Worker], DURATION, "ms", Number(30_000),
@@ -188,6 +191,7 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
     ("KVFERRY_AM_LIMIT", "The built `am_limit` program, for `scripts/bench`."),
     ("KVFERRY_AM_LIMIT_SENDER", "Set by that program for its own second process."),
     ("KVFERRY_BENCH_", "Set by benchmarks for their own processes."),
+    ("KVFERRY_CHAOS_", "Set by `scripts/chaos` for its engines."),
     ("KVFERRY_DEMO_", "Set by `scripts/demo` for its servers."),
     ("KVFERRY_TEST_", "Set by tests for their own processes; `KVFERRY_TEST_LOG` shows the library's log."),
 ];

@@ -33,6 +33,7 @@ fn next_prefill(client: &mut Client, limit: Duration) -> Option<Awaited> {
 #[test]
 fn prefills_are_told_when_they_are_over() {
     let name = |name: &str| RequestId::new(name).unwrap();
+    let when_over = |request: &str| AwaitedPrefill { request: name(request), from_tokens: 0 };
     let engine = || EngineId::new("p").unwrap();
     let shape = EngineShape { tp: 1, pp: 1, dcp: 1 };
     let directory = Directory::new(engine(), Incarnation(5), shape, Pushes::Refused).unwrap();
@@ -42,7 +43,7 @@ fn prefills_are_told_when_they_are_over() {
     let mut clients = [(); 2].map(|()| Client::new(ClientLimits::default()));
     for client in &mut clients {
         for (number, request) in (1u64..).zip(["a", "b", "c"]) {
-            client.await_prefill(Instant::now(), number, &host, port, engine(), name(request), LONG);
+            client.await_prefill(Instant::now(), number, &host, port, engine(), when_over(request), LONG);
         }
         // Longer than a question stays open: it is asked anew, and nothing comes of it.
         assert_eq!(next_prefill(client, Duration::from_millis(2_500)), None);
@@ -54,7 +55,7 @@ fn prefills_are_told_when_they_are_over() {
     for client in &mut clients {
         let mut told = [(); 2].map(|()| next_prefill(client, LONG).expect("two are over"));
         told.sort_by_key(|awaited| awaited.number);
-        assert_eq!(told[1].result, Ok((Incarnation(5), over.clone())));
+        assert_eq!(told[1].result, Ok(PrefillNews { incarnation: Incarnation(5), prefill: over.clone(), over: true }));
         assert_eq!(told[0].result.as_ref().unwrap_err().0, Cause::LeaseExpired);
     }
     // Queries go their own way meanwhile, and what is no more awaited is not told.
@@ -74,7 +75,7 @@ fn prefills_are_told_when_they_are_over() {
     assert_eq!(next_prefill(&mut clients[1], LONG).expect("the other still wants it").number, 3);
     assert_eq!(next_prefill(&mut clients[0], Duration::from_millis(50)), None);
     // A listener that is gone.
-    clients[0].await_prefill(Instant::now(), 9, &host, port, engine(), name("d"), Duration::from_secs(4));
+    clients[0].await_prefill(Instant::now(), 9, &host, port, engine(), when_over("d"), Duration::from_secs(4));
     listener.shutdown();
     let (cause, text) = next_prefill(&mut clients[0], LONG).expect("an end").result.unwrap_err();
     assert_eq!(cause, Cause::HandshakeFailed);
@@ -95,7 +96,15 @@ fn a_listener_that_is_gone_is_told_at_once_beside_an_open_question() {
     client.ask(Instant::now(), 1, &host, port, ask("q"), Instant::now() + LONG);
     assert!(answers(&mut client, 1)[0].1.is_ok(), "the listener is there, and has been heard");
     let name = RequestId::new("a").unwrap();
-    client.await_prefill(Instant::now(), 1, &host, port, engine(), name, 10 * LONG);
+    client.await_prefill(
+        Instant::now(),
+        1,
+        &host,
+        port,
+        engine(),
+        AwaitedPrefill { request: name, from_tokens: 0 },
+        10 * LONG,
+    );
     assert_eq!(next_prefill(&mut client, Duration::from_millis(300)), None);
     listener.shutdown();
     let asked = Instant::now();
@@ -103,4 +112,65 @@ fn a_listener_that_is_gone_is_told_at_once_beside_an_open_question() {
     let error = answers(&mut client, 1).remove(0).1.unwrap_err();
     assert!(error.message().contains("refused the connection"), "{error}");
     assert!(asked.elapsed() < LONG / 2, "{:?}", asked.elapsed());
+}
+
+#[test]
+fn prefills_under_way_are_told_to_who_wants_to_know() {
+    let name = || RequestId::new("a").unwrap();
+    let engine = || EngineId::new("p").unwrap();
+    let shape = EngineShape { tp: 1, pp: 1, dcp: 1 };
+    let directory = Directory::new(engine(), Incarnation(5), shape, Pushes::Refused).unwrap();
+    let directory = Arc::new(Mutex::new(directory));
+    let mut listener = Listener::bind_desk(&loopback(0), Reception(directory.clone())).unwrap();
+    let (host, port) = (listener.host().to_owned(), listener.port());
+    let prefill = |tokens: u64| Prefill {
+        request: name(),
+        blocks: vec![(0..tokens as u32).collect::<Vec<_>>().into()],
+        tokens,
+        lease_ms: 9,
+        lease_id: 3,
+    };
+    let tell = |tokens: u64| {
+        directory.lock().unwrap().prefill_progressed(prefill(tokens));
+        listener.wake();
+    };
+    let mut clients = [(); 2].map(|()| Client::new(ClientLimits::default()));
+    let ask = |client: &mut Client, from_tokens: u64| {
+        let awaited = AwaitedPrefill { request: name(), from_tokens };
+        client.await_prefill(Instant::now(), 1, &host, port, engine(), awaited, LONG);
+    };
+    let news = |tokens: u64, over: bool| {
+        let prefill = prefill(tokens);
+        Some(Awaited { number: 1, result: Ok(PrefillNews { incarnation: Incarnation(5), prefill, over }) })
+    };
+    assert!(!directory.lock().unwrap().is_followed(&name()));
+    ask(&mut clients[0], 4);
+    ask(&mut clients[1], 0);
+    assert_eq!(next_prefill(&mut clients[1], Duration::from_millis(50)), None);
+    assert_eq!(next_prefill(&mut clients[0], Duration::from_millis(50)), None);
+    assert!(directory.lock().unwrap().is_followed(&name()));
+    tell(3);
+    assert_eq!(next_prefill(&mut clients[0], Duration::from_millis(50)), None, "not far enough");
+    tell(5);
+    assert_eq!(next_prefill(&mut clients[0], LONG), news(5, false));
+    // What was told once is not told again; what is known already is told at once.
+    ask(&mut clients[0], 6);
+    assert_eq!(next_prefill(&mut clients[0], Duration::from_millis(50)), None);
+    tell(9);
+    assert_eq!(next_prefill(&mut clients[0], LONG), news(9, false));
+    ask(&mut clients[0], 8);
+    assert_eq!(next_prefill(&mut clients[0], LONG), news(9, false));
+    // Blocks that were given away are not told of.
+    ask(&mut clients[0], 8);
+    assert_eq!(next_prefill(&mut clients[0], LONG), news(9, false));
+    directory.lock().unwrap().prefill_withdrawn(&name());
+    ask(&mut clients[0], 8);
+    assert_eq!(next_prefill(&mut clients[0], Duration::from_millis(50)), None);
+    directory.lock().unwrap().prefilled(prefill(12));
+    listener.wake();
+    for client in &mut clients {
+        assert_eq!(next_prefill(client, LONG), news(12, true));
+    }
+    assert!(!directory.lock().unwrap().is_followed(&name()));
+    listener.shutdown();
 }

@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 
 use kvferry::ErrorKind;
 use kvferry::net::{
-    Address, Ask, Awaited, Client, ClientLimits, Desk, Listener, ListenerConfig, choose, local_addresses,
-    push_blocking, query_blocking, query_now,
+    Address, Ask, Awaited, AwaitedPrefill, Client, ClientLimits, Desk, Listener, ListenerConfig, choose,
+    local_addresses, push_blocking, query_blocking, query_now,
 };
-use kvferry::proto::handshake::{Directory, Pushes};
+use kvferry::proto::handshake::{Directory, PrefillNews, Pushes};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use kvferry::proto::wire::limits::MAX_REQUEST_BYTES;
 use kvferry::proto::wire::{Cause, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RefusalCode};

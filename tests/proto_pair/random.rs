@@ -9,6 +9,8 @@ use crate::sim::{Sim, ms};
 enum Op {
     Prefill { blocks: usize, abort: bool },
     Announce(usize),
+    Proceed(usize, usize),
+    Preempt(usize, bool),
     Complete(usize, bool),
     Arrive(usize),
     Allocate(usize, usize),
@@ -29,6 +31,8 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         6 => (1usize..9, prop::bool::weighted(0.1)).prop_map(|(blocks, abort)| Op::Prefill { blocks, abort }),
         3 => (1usize..9).prop_map(Op::Announce),
+        6 => (0usize..12, 1usize..4).prop_map(|(i, blocks)| Op::Proceed(i, blocks)),
+        2 => (0usize..12, any::<bool>()).prop_map(|(i, tell)| Op::Preempt(i, tell)),
         5 => (0usize..12, prop::bool::weighted(0.2)).prop_map(|(i, abort)| Op::Complete(i, abort)),
         5 => (0usize..12).prop_map(Op::Arrive),
         8 => (0usize..12, prop_oneof![3 => Just(0usize), 1 => 0usize..9]).prop_map(|(i, c)| Op::Allocate(i, c)),
@@ -52,6 +56,8 @@ fn apply(sim: &mut Sim, op: Op) {
     match op {
         Op::Prefill { blocks, abort } => drop(sim.prefill(blocks, abort)),
         Op::Announce(blocks) => _ = sim.announce(blocks),
+        Op::Proceed(i, blocks) => pick(i).into_iter().for_each(|i| sim.proceed(i, blocks)),
+        Op::Preempt(i, tell) => pick(i).into_iter().for_each(|i| sim.preempt(i, tell)),
         Op::Complete(i, abort) => pick(i).into_iter().for_each(|i| sim.complete(i, abort)),
         Op::Arrive(i) => pick(i).into_iter().for_each(|i| sim.arrive(i)),
         Op::Allocate(i, cached) => pick(i).into_iter().for_each(|i| sim.allocate(i, cached)),

@@ -8,7 +8,7 @@ use kvferry::proto::wire::{
 use kvferry::proto::worker::SessionId;
 use serde_bytes::ByteBuf;
 
-pub const BLOCKS: u32 = 200;
+pub const BLOCKS: u32 = 600;
 pub const BLOCK_TOKENS: u32 = 2;
 pub const WINDOW: u32 = 4;
 pub const BLOCK_BYTES: usize = 8;

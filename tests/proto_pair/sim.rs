@@ -8,14 +8,14 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry::proto::handshake::{Directory, HandshakeFailure, Pushes};
+use kvferry::proto::handshake::{Directory, HandshakeFailure, PrefillNews, Pushes};
 use kvferry::proto::ids::{Incarnation, RequestId};
 use kvferry::proto::plan::CopyPlan;
 use kvferry::proto::scheduler::{FinishOutcome, Notice, Scheduler, SchedulerConfig};
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
-    Blocks, Cause, HandshakeReply, HandshakeRequest, Message, PeerMessage, Prefill, StepMetadata, TransferParams,
-    Verdict, WorkerReport,
+    Blocks, Cause, HandshakeReply, HandshakeRequest, Message, PeerMessage, StepMetadata, TransferParams, Verdict,
+    WorkerReport,
 };
 use kvferry::proto::worker::{
     Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
@@ -44,6 +44,7 @@ pub fn worker_config(name: &str, agent: u64) -> WorkerConfig {
         hold_timeout_ms: 20_000,
         shared_grace_ms: 2_000,
         peer_ttl_ms: 8_000,
+        portion_tokens: u64::from(BLOCK_TOKENS),
         ..WorkerConfig::new(engine(name), RANK, SHAPE, Incarnation(agent))
     }
 }
@@ -65,8 +66,8 @@ enum Event {
     ReportD(WorkerReport),
     Handshake(SessionId),
     /// A question reaches P's listener.
-    Asked(AwaitId, RequestId),
-    Prefilled(AwaitId, Result<(Incarnation, Prefill), (Cause, String)>),
+    Asked(AwaitId, RequestId, u64),
+    Prefilled(AwaitId, Result<PrefillNews, (Cause, String)>),
     Connected(PeerKey),
     Lost(PeerKey),
     Transfer(TransferToken),
@@ -97,6 +98,14 @@ struct PRequest {
     called: RequestId,
 }
 
+/// A prompt that P has computed a part of.
+struct Begun {
+    id: RequestId,
+    full: Vec<u32>,
+    /// Whether its blocks were given away, and nobody knows yet.
+    untold: bool,
+}
+
 pub struct DRequest {
     pub id: RequestId,
     pub params: TransferParams,
@@ -121,6 +130,8 @@ struct Producer {
     memory: Memory,
     free: Vec<u32>,
     requests: HashMap<RequestId, PRequest>,
+    /// By the number of the prefill.
+    begun: BTreeMap<u32, Begun>,
     last_step: Time,
 }
 
@@ -146,12 +157,16 @@ pub struct Sim {
     /// Network and pace, set by the test.
     pub delay: Duration,
     pub transfer_time: Duration,
+    /// How long a cancelled transfer takes to end.
+    pub cancel_time: Duration,
     pub p_lag: Duration,
     pub partition_until: Time,
     pub down_until: Time,
     pub fail_next_transfer: bool,
     pub drop_verdicts: bool,
     pub sent: Vec<PeerMessage>,
+    /// The blocks that transfers wrote to, in their order: group and block.
+    written: Vec<(usize, u32)>,
 }
 
 fn producer(life: u64) -> Producer {
@@ -168,6 +183,7 @@ fn producer(life: u64) -> Producer {
         memory: Memory::new(16),
         free: (1..BLOCKS).collect(),
         requests: HashMap::new(),
+        begun: BTreeMap::new(),
         last_step: Time(0),
     }
 }
@@ -195,12 +211,14 @@ impl Sim {
             prefills: 0,
             delay: ms(1),
             transfer_time: ms(5),
+            cancel_time: ms(3),
             p_lag: ms(1),
             partition_until: Time(0),
             down_until: Time(0),
             fail_next_transfer: false,
             drop_verdicts: false,
             sent: Vec::new(),
+            written: Vec::new(),
         }
     }
 
@@ -243,6 +261,56 @@ impl Sim {
         }
     }
 
+    /// P computes up to `blocks` more blocks of a prompt that was announced, but not the last one.
+    pub fn proceed(&mut self, i: usize, blocks: usize) {
+        let DRequest { prefill, blocks_total, unfinished, ref params, .. } = self.requests[i];
+        let Some(name) = params.transfer_id.as_ref().map(request).filter(|_| unfinished) else { return };
+        let Begun { id, mut full, untold } = self.p.begun.remove(&prefill).unwrap_or_else(|| Begun {
+            id: self.free_name(),
+            full: Vec::new(),
+            untold: false,
+        });
+        let more = blocks.min((blocks_total - 1).saturating_sub(full.len())).min(self.p.free.len());
+        for _ in 0..more {
+            let block = self.p.free.remove(0);
+            self.p.memory.block(0, block).copy_from_slice(&tag(prefill, 0, full.len()));
+            full.push(block);
+        }
+        if untold {
+            self.p.scheduler.progressed(&id, &name, &[], 0).unwrap();
+        }
+        if self.p.directory.is_followed(&name) && !full.is_empty() {
+            let lists = [Blocks::from(full.clone()), Blocks::from(vec![0; full.len()])];
+            let tokens = full.len() as u64 * u64::from(BLOCK_TOKENS);
+            self.p.scheduler.progressed(&id, &name, &lists, tokens).unwrap();
+        }
+        self.p.begun.insert(prefill, Begun { id, full, untold: false });
+        self.p_tell();
+    }
+
+    /// P gives away the blocks of a prompt that it has computed a part of; it may say so later.
+    pub fn preempt(&mut self, i: usize, tell: bool) {
+        let DRequest { prefill, ref params, .. } = self.requests[i];
+        let Some(begun) = self.p.begun.get_mut(&prefill) else { return };
+        for block in begun.full.drain(..) {
+            self.p.memory.block(0, block).fill(0xEE);
+            self.p.free.push(block);
+        }
+        begun.untold = !tell;
+        let name = request(params.transfer_id.as_ref().unwrap());
+        if tell {
+            self.p.scheduler.progressed(&begun.id, &name, &[], 0).unwrap();
+        }
+        self.p_tell();
+    }
+
+    /// The lowest name that is free at P: names are used again as soon as they can be.
+    fn free_name(&self) -> RequestId {
+        let mut names = (0..).map(|n| request(format!("p-{n}")));
+        let begun = |name: &RequestId| self.p.begun.values().any(|begun| begun.id == *name);
+        names.find(|name| !self.p.requests.contains_key(name) && !begun(name)).unwrap()
+    }
+
     fn request(&mut self, prefill: u32, blocks_total: usize, params: TransferParams, unfinished: bool) -> usize {
         let id = request(format!("d-{prefill}"));
         self.requests.push(DRequest {
@@ -269,10 +337,17 @@ impl Sim {
         transfer_id: Option<String>,
     ) -> Option<Option<TransferParams>> {
         let windowed = blocks.min(WINDOW as usize / BLOCK_TOKENS as usize + 1);
-        if self.p.free.len() < blocks + windowed {
+        let there = self.p.begun.get(&prefill).map_or(0, |begun| begun.full.len());
+        if self.p.free.len() + there < blocks + windowed {
             return None;
         }
-        let full: Vec<u32> = (0..blocks).map(|_| self.p.free.remove(0)).collect();
+        let begun = self.p.begun.remove(&prefill);
+        let id = begun.as_ref().map_or_else(|| self.free_name(), |begun| begun.id.clone());
+        if begun.as_ref().is_some_and(|begun| begun.untold) {
+            self.p.scheduler.progressed(&id, &request(transfer_id.as_ref().unwrap()), &[], 0).unwrap();
+        }
+        let mut full = begun.map(|begun| begun.full).unwrap_or_default();
+        full.extend((there..blocks).map(|_| self.p.free.remove(0)));
         let tail: Vec<u32> = (0..windowed).map(|_| self.p.free.remove(0)).collect();
         for (position, &block) in full.iter().enumerate() {
             self.p.memory.block(0, block).copy_from_slice(&tag(prefill, 0, position));
@@ -280,9 +355,6 @@ impl Sim {
         for (i, &block) in tail.iter().enumerate() {
             self.p.memory.block(1, block).copy_from_slice(&tag(prefill, 1, blocks - windowed + i));
         }
-        // The lowest name that is free: names are used again as soon as they can be.
-        let mut names = (0..).map(|n| request(format!("p-{n}")));
-        let id = names.find(|name| !self.p.requests.contains_key(name)).unwrap();
         let padded: Vec<u32> = std::iter::repeat_n(0, blocks - windowed).chain(tail.iter().copied()).collect();
         let called = transfer_id.as_ref().map_or_else(|| id.clone(), request);
         let asked = TransferParams { do_remote_decode: true, transfer_id, ..Default::default() };
@@ -305,6 +377,8 @@ impl Sim {
         while let Some(notice) = self.p.scheduler.poll_notice() {
             match notice {
                 Notice::Ready(prefill) => self.p.directory.prefilled(prefill),
+                Notice::Progressed(prefill) => self.p.directory.prefill_progressed(prefill),
+                Notice::Withdrawn(request) => self.p.directory.prefill_withdrawn(&request),
                 Notice::Gone(request) => self.p.directory.prefill_gone(request),
             }
         }
@@ -315,13 +389,15 @@ impl Sim {
     }
 
     fn told(&mut self, number: AwaitId, reply: &[u8]) {
-        let Ok(HandshakeReply::Prefills { incarnation, mut ready, gone, .. }) = HandshakeReply::from_bytes(reply)
+        let Ok(HandshakeReply::Prefills { incarnation, mut ready, gone, mut partial, .. }) =
+            HandshakeReply::from_bytes(reply)
         else {
             panic!("not an answer to who awaits a prefill")
         };
-        let result = match (ready.pop(), gone.len()) {
-            (Some(prefill), 0) => Ok((incarnation, prefill)),
-            (None, 1) => Err((Cause::LeaseExpired, "nothing is kept".into())),
+        let result = match (ready.pop(), partial.pop(), gone.len()) {
+            (Some(prefill), None, 0) => Ok(PrefillNews { incarnation, prefill, over: true }),
+            (None, Some(prefill), 0) => Ok(PrefillNews { incarnation, prefill, over: false }),
+            (None, None, 1) => Err((Cause::LeaseExpired, "nothing is kept".into())),
             other => panic!("one prefill was asked for: {other:?}"),
         };
         let soon = (self.now + self.delay).max(self.partition_until);

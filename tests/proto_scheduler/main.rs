@@ -5,6 +5,7 @@
 mod refusals;
 mod reports;
 mod turns;
+mod under_way;
 
 use kvferry::ErrorKind;
 use kvferry::proto::aggregate::{Direction, Outcome};

@@ -196,7 +196,21 @@ pub(super) fn handshake_requests() -> Vec<(&'static str, HandshakeRequest)> {
         ("handshake_push", HandshakeRequest::Push { id: 3, expected: 8, metadata: ByteBuf::from(vec![1, 2]) }),
         (
             "handshake_await",
-            HandshakeRequest::Await { id: 4, engine: engine(), requests: vec![request("x-1"), request("x-2")] },
+            HandshakeRequest::Await {
+                id: 4,
+                engine: engine(),
+                requests: vec![request("x-1"), request("x-2")],
+                from_tokens: vec![],
+            },
+        ),
+        (
+            "handshake_await_portions",
+            HandshakeRequest::Await {
+                id: 4,
+                engine: engine(),
+                requests: vec![request("x-1"), request("x-2")],
+                from_tokens: vec![256, 0],
+            },
         ),
     ]
 }
@@ -224,6 +238,24 @@ pub(super) fn handshake_replies() -> Vec<(&'static str, HandshakeReply)> {
                     lease_id: 6,
                 }],
                 gone: vec![request("x-2")],
+                partial: vec![],
+            },
+        ),
+        (
+            "handshake_prefills_partial",
+            HandshakeReply::Prefills {
+                id,
+                engine: engine(),
+                incarnation: Incarnation(5),
+                ready: vec![],
+                gone: vec![],
+                partial: vec![Prefill {
+                    request: request("x-1"),
+                    blocks: vec![vec![5, 6].into(), Blocks::default()],
+                    tokens: 32,
+                    lease_ms: 30_000,
+                    lease_id: 6,
+                }],
             },
         ),
         ("handshake_refused", HandshakeReply::Refused { id, code: RefusalCode::NotReady, message }),

@@ -200,7 +200,7 @@ fn nothing_is_reported_while_a_transfer_may_write() {
 fn bad_block_lists_fail_the_load_and_give_the_blocks_back() {
     for (lists, word) in [
         ([&[3, 4][..], &[5][..]], "tokens 0 to 4 are to be loaded, the other side holds 2"),
-        ([&[BLOCKS][..], &[5][..]], "200"),
+        ([&[BLOCKS][..], &[5][..]], "600"),
         ([&[3, 3][..], &[5, 6][..]], "3"),
     ] {
         let mut w = worker(config());

@@ -24,7 +24,7 @@ pub enum Pushes {
 }
 
 /// What a listener knows: its engine, the encoded metadata of every rank, and prefills that are awaited. Holds one copy of
-/// each rank's bytes, nothing per query, and block ids of named prefills as long as their blocks are kept.
+/// each rank's bytes, nothing per query, and block ids of named prefills that are told of while they are under way, and as long as their blocks are kept.
 #[derive(Debug, Clone)]
 pub struct Directory {
     engine: EngineId,
@@ -218,6 +218,21 @@ impl Directory {
         self.prefills.ready(prefill);
     }
 
+    /// A prefill is under way, and its blocks hold so many tokens: who wants to know that is told.
+    pub fn prefill_progressed(&mut self, prefill: Prefill) {
+        self.prefills.progressed(prefill);
+    }
+
+    /// What was said of a prefill under way does not hold any more: its blocks were given away.
+    pub fn prefill_withdrawn(&mut self, request: &RequestId) {
+        self.prefills.withdrawn(request);
+    }
+
+    /// Whether anybody wants to know how far this prefill is.
+    pub fn is_followed(&self, request: &RequestId) -> bool {
+        self.prefills.is_followed(request)
+    }
+
     /// Nothing is kept of a prefill (any more): who awaits it is told.
     pub fn prefill_gone(&mut self, request: RequestId) {
         self.prefills.gone(request);
@@ -230,12 +245,12 @@ impl Directory {
     }
 
     /// Answers one request, whatever its bytes are. Empty only if the answer cannot be encoded, which does not happen
-    /// for lack of anything in the request. Who awaits prefills of which none is over is told so.
+    /// for lack of anything in the request. Who awaits prefills of which none is over or far enough is told so.
     pub fn answer(&mut self, request: &[u8]) -> Vec<u8> {
         self.answer_or_wait(None, request).unwrap_or_default()
     }
 
-    /// As [`Directory::answer`]; but who awaits prefills of which none is over, `None`, gets exactly one answer from
+    /// As [`Directory::answer`]; but who awaits prefills of which none is over or far enough, `None`, gets exactly one answer from
     /// [`Directory::poll_answer`]: when one is, or when the same `asker` awaits prefills again.
     pub fn answer_to(&mut self, asker: &[u8], request: &[u8]) -> Option<Vec<u8>> {
         self.answer_or_wait(Some(asker), request)
@@ -256,10 +271,11 @@ impl Directory {
             HandshakeRequest::Push { id, expected, metadata } => {
                 (id, self.push(version, id, expected, metadata.into_vec()))
             }
-            HandshakeRequest::Await { id, engine, requests } => match self.check_engine(&engine) {
+            HandshakeRequest::Await { id, engine, requests, from_tokens } => match self.check_engine(&engine) {
                 Ok(()) if requests.len() > MAX_AWAITED => (id, Err(too_many(requests.len()))),
                 Ok(()) => {
-                    let told = self.prefills.ask(asker, version, id, requests)?;
+                    let from = from_tokens.into_iter().chain(std::iter::repeat(0));
+                    let told = self.prefills.ask(asker, version, id, requests.into_iter().zip(from).collect())?;
                     (id, Ok(self.told(told)))
                 }
                 Err(refusal) => (id, Err(refusal)),
@@ -268,9 +284,9 @@ impl Directory {
         Some(outcome.unwrap_or_else(|refusal| refusal.encode(version, id)))
     }
 
-    fn told(&self, Told { version, id, ready, gone }: Told) -> Vec<u8> {
+    fn told(&self, Told { version, id, ready, gone, partial }: Told) -> Vec<u8> {
         let (engine, incarnation) = (self.engine.clone(), self.incarnation);
-        HandshakeReply::Prefills { id, engine, incarnation, ready, gone }
+        HandshakeReply::Prefills { id, engine, incarnation, ready, gone, partial }
             .to_bytes_in(version)
             .unwrap_or_else(|e| Refusal(RefusalCode::TooLarge, e.message().into()).encode(version, id))
     }

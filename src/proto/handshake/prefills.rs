@@ -1,9 +1,9 @@
-//! Prefills that clients await: those that are over, and who is to be told of the others.
+//! Prefills that clients await: those that are over, how far the others are, and who is to be told.
 //!
 //! A client has one question open at a time, about all that it awaits. When it asks again the older question is answered
 //! with nothing, so every question gets exactly one answer, and a client that is gone leaves one behind.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use crate::proto::ids::RequestId;
 use crate::proto::wire::Prefill;
@@ -17,6 +17,8 @@ const MAX_OPEN_BYTES: usize = 64 << 20;
 const NAME_BYTES: usize = 100;
 /// Prefills that are remembered as gone; the oldest makes room. As many as a worker's tombstones by default.
 const MAX_GONE: usize = 16_384;
+/// Prefills that were asked how far they are; the oldest makes room, until it is asked for again.
+const MAX_FOLLOWED: usize = 16_384;
 /// Block ids in one answer. What is left goes with the next.
 const MAX_IDS: usize = MAX_REPLY_BYTES / 2 / size_of::<u32>();
 
@@ -31,61 +33,119 @@ pub(super) struct Told {
     pub(super) id: u64,
     pub(super) ready: Vec<Prefill>,
     pub(super) gone: Vec<RequestId>,
+    pub(super) partial: Vec<Prefill>,
 }
+
+/// A prefill that is asked about, and from how many written tokens on the asker wants to know; 0: when it is over.
+pub(super) type Asked = (RequestId, u64);
 
 #[derive(Debug, Clone)]
 struct Open {
     asker: Asker,
     version: u16,
     id: u64,
-    requests: Vec<RequestId>,
+    requests: Vec<Asked>,
 }
 
 impl Open {
     fn bytes(&self) -> usize {
-        self.requests.iter().map(|name| name.as_str().len().saturating_add(NAME_BYTES).saturating_mul(2)).sum()
+        self.requests.iter().map(|(name, _)| name.as_str().len().saturating_add(NAME_BYTES).saturating_mul(2)).sum()
     }
 }
 
-#[derive(Debug, Clone, Default)]
+/// The names that were added last.
+#[derive(Debug, Clone)]
+struct Latest {
+    names: HashSet<RequestId>,
+    order: VecDeque<RequestId>,
+    most: usize,
+}
+
+impl Latest {
+    fn new(most: usize) -> Latest {
+        Latest { names: HashSet::new(), order: VecDeque::new(), most }
+    }
+
+    fn contains(&self, name: &RequestId) -> bool {
+        self.names.contains(name)
+    }
+
+    fn add(&mut self, name: RequestId) {
+        if self.names.insert(name.clone()) {
+            self.order.push_back(name);
+        }
+        if self.order.len() > self.most
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.names.remove(&oldest);
+        }
+    }
+
+    fn remove(&mut self, name: &RequestId) {
+        if self.names.remove(name) {
+            self.order.retain(|other| other != name);
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
 pub(super) struct Prefills {
     ready: HashMap<RequestId, Prefill>,
-    gone: HashSet<RequestId>,
-    gone_order: VecDeque<RequestId>,
+    gone: Latest,
+    /// How far those under way are.
+    partial: HashMap<RequestId, Prefill>,
+    /// Of which it was asked how far they are. A client that has its answer is about to ask again.
+    followed: Latest,
     /// From the oldest on.
     open: BTreeMap<u64, Open>,
     /// What their names take.
     open_bytes: usize,
     askers: HashMap<Asker, u64>,
-    /// Which questions are about a prefill.
-    about: HashMap<RequestId, BTreeSet<u64>>,
+    /// Which questions are about a prefill, and from how many tokens on each wants to know.
+    about: HashMap<RequestId, BTreeMap<u64, u64>>,
     due: VecDeque<(Asker, Told)>,
     next: u64,
+}
+
+impl Default for Prefills {
+    fn default() -> Self {
+        Prefills {
+            ready: HashMap::new(),
+            gone: Latest::new(MAX_GONE),
+            partial: HashMap::new(),
+            followed: Latest::new(MAX_FOLLOWED),
+            open: BTreeMap::new(),
+            open_bytes: 0,
+            askers: HashMap::new(),
+            about: HashMap::new(),
+            due: VecDeque::new(),
+            next: 0,
+        }
+    }
 }
 
 impl Prefills {
     /// What is known of these prefills. With nothing known yet and an `asker`, the question stays open and is answered by
     /// [`Prefills::pop_due`].
-    pub(super) fn ask(
-        &mut self,
-        asker: Option<&[u8]>,
-        version: u16,
-        id: u64,
-        requests: Vec<RequestId>,
-    ) -> Option<Told> {
+    pub(super) fn ask(&mut self, asker: Option<&[u8]>, version: u16, id: u64, requests: Vec<Asked>) -> Option<Told> {
         if let Some(asker) = asker
             && let Some(older) = self.askers.remove(asker)
         {
             self.answer(older);
         }
+        for (request, from) in &requests {
+            if *from > 0 && !self.ready.contains_key(request) && !self.gone.contains(request) {
+                self.followed.add(request.clone());
+            }
+        }
         let told = self.known(version, id, &requests);
         let Some(asker) = asker else { return Some(told) };
-        if !told.ready.is_empty() || !told.gone.is_empty() || requests.is_empty() {
+        if !told.ready.is_empty() || !told.gone.is_empty() || !told.partial.is_empty() || requests.is_empty() {
             return Some(told);
         }
         self.next += 1;
-        for request in &requests {
-            self.about.entry(request.clone()).or_default().insert(self.next);
+        for (request, from) in &requests {
+            self.about.entry(request.clone()).or_default().insert(self.next, *from);
         }
         self.askers.insert(asker.to_owned(), self.next);
         let open = Open { asker: asker.to_owned(), version, id, requests };
@@ -103,25 +163,41 @@ impl Prefills {
     pub(super) fn ready(&mut self, prefill: Prefill) {
         let request = prefill.request.clone();
         // The name was used before.
-        if self.gone.remove(&request) {
-            self.gone_order.retain(|gone| *gone != request);
-        }
+        self.gone.remove(&request);
+        self.withdrawn(&request);
+        self.followed.remove(&request);
         self.ready.insert(request.clone(), prefill);
-        self.tell(&request);
+        self.tell(&request, None);
+    }
+
+    /// A prefill is under way, and its blocks hold so many tokens.
+    pub(super) fn progressed(&mut self, prefill: Prefill) {
+        let (request, tokens) = (prefill.request.clone(), prefill.tokens);
+        if self.ready.contains_key(&request) {
+            return;
+        }
+        self.gone.remove(&request);
+        self.partial.insert(request.clone(), prefill);
+        self.tell(&request, Some(tokens));
+    }
+
+    /// What was said of a prefill under way does not hold any more.
+    pub(super) fn withdrawn(&mut self, request: &RequestId) {
+        self.partial.remove(request);
+    }
+
+    /// Whether anybody wants to know how far a prefill is.
+    pub(super) fn is_followed(&self, request: &RequestId) -> bool {
+        self.followed.contains(request)
     }
 
     /// Nothing is kept of a prefill (any more).
     pub(super) fn gone(&mut self, request: RequestId) {
         self.ready.remove(&request);
-        if self.gone.insert(request.clone()) {
-            self.gone_order.push_back(request.clone());
-        }
-        if self.gone_order.len() > MAX_GONE
-            && let Some(oldest) = self.gone_order.pop_front()
-        {
-            self.gone.remove(&oldest);
-        }
-        self.tell(&request);
+        self.withdrawn(&request);
+        self.followed.remove(&request);
+        self.gone.add(request.clone());
+        self.tell(&request, None);
     }
 
     /// The next answer to a question that was left open.
@@ -129,24 +205,37 @@ impl Prefills {
         self.due.pop_front()
     }
 
-    fn known(&self, version: u16, id: u64, requests: &[RequestId]) -> Told {
-        let mut told = Told { version, id, ready: Vec::new(), gone: Vec::new() };
+    fn known(&self, version: u16, id: u64, requests: &[Asked]) -> Told {
+        let mut told = Told { version, id, ready: Vec::new(), gone: Vec::new(), partial: Vec::new() };
         let mut ids = 0usize;
-        for request in requests {
-            if let Some(prefill) = self.ready.get(request) {
-                ids = prefill.blocks.iter().fold(ids, |sum, blocks| sum.saturating_add(blocks.len()));
-                if told.ready.is_empty() || ids <= MAX_IDS {
-                    told.ready.push(prefill.clone());
-                }
+        for (request, from) in requests {
+            let (prefill, list) = if let Some(prefill) = self.ready.get(request) {
+                (prefill, &mut told.ready)
             } else if self.gone.contains(request) {
                 told.gone.push(request.clone());
+                continue;
+            } else if let Some(prefill) =
+                self.partial.get(request).filter(|prefill| is_far_enough(prefill.tokens, *from))
+            {
+                (prefill, &mut told.partial)
+            } else {
+                continue;
+            };
+            let before = ids;
+            ids = prefill.blocks.iter().fold(ids, |sum, blocks| sum.saturating_add(blocks.len()));
+            if before == 0 || ids <= MAX_IDS {
+                list.push(prefill.clone());
             }
         }
         told
     }
 
-    fn tell(&mut self, request: &RequestId) {
-        for question in self.about.get(request).cloned().unwrap_or_default() {
+    /// Answers who asked about a prefill that has `tokens` tokens written; or is over.
+    fn tell(&mut self, request: &RequestId, tokens: Option<u64>) {
+        let asked = self.about.get(request).into_iter().flatten();
+        let concerned = asked.filter(|(_, from)| tokens.is_none_or(|tokens| is_far_enough(tokens, **from)));
+        let questions: Vec<u64> = concerned.map(|(question, _)| *question).collect();
+        for question in questions {
             self.answer(question);
         }
     }
@@ -159,7 +248,7 @@ impl Prefills {
         if self.askers.get(&asker) == Some(&question) {
             self.askers.remove(&asker);
         }
-        for request in &requests {
+        for (request, _) in &requests {
             if let Some(about) = self.about.get_mut(request) {
                 about.remove(&question);
                 if about.is_empty() {
@@ -170,6 +259,10 @@ impl Prefills {
         let told = self.known(version, id, &requests);
         self.due.push_back((asker, told));
     }
+}
+
+fn is_far_enough(tokens: u64, from: u64) -> bool {
+    from > 0 && tokens >= from
 }
 
 #[cfg(test)]
@@ -199,7 +292,13 @@ mod tests {
             id,
             ready: ready.iter().map(|r| prefill(r)).collect(),
             gone: gone.iter().map(|r| name(r)).collect(),
+            partial: vec![],
         }
+    }
+
+    /// These names, to be told of when they are over.
+    fn over(names: &[&str]) -> Vec<Asked> {
+        names.iter().map(|r| (name(r), 0)).collect()
     }
 
     /// Nothing is remembered of questions.
@@ -214,32 +313,68 @@ mod tests {
     #[test]
     fn a_question_stays_open_until_one_of_its_prefills_is_over() {
         let mut prefills = Prefills::default();
-        assert_eq!(prefills.ask(Some(b"x"), 4, 7, vec![name("a"), name("b")]), None);
-        assert_eq!(prefills.ask(Some(b"y"), 4, 8, vec![name("b")]), None);
+        assert_eq!(prefills.ask(Some(b"x"), 4, 7, over(&["a", "b"])), None);
+        assert_eq!(prefills.ask(Some(b"y"), 4, 8, over(&["b"])), None);
         prefills.ready(prefill("other"));
         assert_eq!(prefills.pop_due(), None);
         prefills.ready(prefill("b"));
         assert_eq!(prefills.pop_due(), Some((b"x".to_vec(), told(7, &["b"], &[]))));
         assert_eq!(prefills.pop_due(), Some((b"y".to_vec(), told(8, &["b"], &[]))));
         // What is known is told at once, as often as it is asked.
-        assert_eq!(prefills.ask(Some(b"x"), 4, 9, vec![name("a"), name("b")]), Some(told(9, &["b"], &[])));
-        assert_eq!(prefills.ask(Some(b"x"), 4, 10, vec![name("a")]), None);
+        assert_eq!(prefills.ask(Some(b"x"), 4, 9, over(&["a", "b"])), Some(told(9, &["b"], &[])));
+        assert_eq!(prefills.ask(Some(b"x"), 4, 10, over(&["a"])), None);
         prefills.gone(name("a"));
         prefills.gone(name("b"));
         assert_eq!(prefills.pop_due(), Some((b"x".to_vec(), told(10, &[], &["a"]))));
-        assert_eq!(prefills.ask(None, 4, 11, vec![name("b"), name("c")]), Some(told(11, &[], &["b"])));
-        assert_eq!(prefills.ask(None, 4, 12, vec![name("c")]), Some(told(12, &[], &[])));
+        assert_eq!(prefills.ask(None, 4, 11, over(&["b", "c"])), Some(told(11, &[], &["b"])));
+        assert_eq!(prefills.ask(None, 4, 12, over(&["c"])), Some(told(12, &[], &[])));
         // A name that is used again.
         prefills.ready(prefill("a"));
-        assert_eq!(prefills.ask(Some(b"x"), 4, 13, vec![name("a")]), Some(told(13, &["a"], &[])));
+        assert_eq!(prefills.ask(Some(b"x"), 4, 13, over(&["a"])), Some(told(13, &["a"], &[])));
         assert!(is_idle(&prefills));
+    }
+
+    #[test]
+    fn how_far_a_prefill_is_is_told_to_who_wants_to_know() {
+        let mut prefills = Prefills::default();
+        let at = |tokens: u64| Prefill { tokens, ..prefill("a") };
+        let far = |id: u64, tokens: u64| Told { partial: vec![at(tokens)], ..told(id, &[], &[]) };
+        assert_eq!(prefills.ask(Some(b"x"), 4, 1, vec![(name("a"), 10)]), None);
+        assert_eq!(prefills.ask(Some(b"y"), 4, 2, over(&["a"])), None);
+        prefills.progressed(at(9));
+        assert_eq!(prefills.pop_due(), None);
+        prefills.progressed(at(10));
+        assert_eq!(prefills.pop_due(), Some((b"x".to_vec(), far(1, 10))));
+        assert_eq!(prefills.pop_due(), None);
+        // Between two questions it is still followed.
+        assert!(prefills.is_followed(&name("a")) && !prefills.is_followed(&name("b")));
+        assert_eq!(prefills.ask(None, 4, 3, vec![(name("a"), 10)]), Some(far(3, 10)));
+        assert_eq!(prefills.ask(None, 4, 4, vec![(name("a"), 11)]), Some(told(4, &[], &[])));
+        prefills.withdrawn(&name("a"));
+        assert_eq!(prefills.ask(None, 4, 5, vec![(name("a"), 1)]), Some(told(5, &[], &[])));
+        prefills.progressed(at(3));
+        prefills.ready(prefill("a"));
+        // Too late.
+        prefills.progressed(at(4));
+        assert_eq!(prefills.ask(None, 4, 6, vec![(name("a"), 1)]), Some(told(6, &["a"], &[])));
+        prefills.gone(name("a"));
+        assert_eq!(prefills.pop_due(), Some((b"y".to_vec(), told(2, &["a"], &[]))));
+        assert!(!prefills.is_followed(&name("a")) && prefills.partial.is_empty() && is_idle(&prefills));
+        // A name that is used again while it is remembered as gone.
+        prefills.progressed(at(3));
+        assert_eq!(prefills.ask(None, 4, 7, vec![(name("a"), 1)]), Some(far(7, 3)));
+        // Nobody makes a listener remember names without end.
+        for number in 0..MAX_FOLLOWED + 5 {
+            prefills.ask(None, 4, 8, vec![(name(&number.to_string()), 1)]);
+        }
+        assert_eq!((prefills.followed.names.len(), prefills.followed.order.len()), (MAX_FOLLOWED, MAX_FOLLOWED));
     }
 
     #[test]
     fn who_asks_again_is_answered_twice() {
         let mut prefills = Prefills::default();
-        assert_eq!(prefills.ask(Some(b"x"), 4, 1, vec![name("a")]), None);
-        assert_eq!(prefills.ask(Some(b"x"), 4, 2, vec![name("a"), name("b")]), None);
+        assert_eq!(prefills.ask(Some(b"x"), 4, 1, over(&["a"])), None);
+        assert_eq!(prefills.ask(Some(b"x"), 4, 2, over(&["a", "b"])), None);
         assert_eq!(prefills.pop_due(), Some((b"x".to_vec(), told(1, &[], &[]))));
         assert_eq!(prefills.pop_due(), None);
         prefills.ready(prefill("b"));
@@ -256,7 +391,7 @@ mod tests {
             prefills.ready(long(request, ids));
         }
         let mut ready = |asked: &[&str]| -> Vec<String> {
-            let told = prefills.ask(Some(b"x"), 4, 1, asked.iter().map(|r| name(r)).collect()).unwrap();
+            let told = prefills.ask(Some(b"x"), 4, 1, over(asked)).unwrap();
             told.ready.iter().map(|prefill| prefill.request.as_str().to_owned()).collect()
         };
         assert_eq!(ready(&["a", "b", "c"]), ["a", "b"]);
@@ -269,10 +404,10 @@ mod tests {
     fn what_is_remembered_is_bounded_and_nobody_is_left_without_an_answer() {
         let mut prefills = Prefills::default();
         for asker in 0..MAX_OPEN as u64 {
-            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), 4, asker, vec![name("a")]), None);
+            assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), 4, asker, over(&["a"])), None);
         }
         assert_eq!((prefills.open.len(), prefills.due.len()), (MAX_OPEN, 0));
-        assert_eq!(prefills.ask(Some(b"one more"), 4, MAX_OPEN as u64, vec![name("a")]), None);
+        assert_eq!(prefills.ask(Some(b"one more"), 4, MAX_OPEN as u64, over(&["a"])), None);
         assert_eq!(prefills.open.len(), MAX_OPEN);
         assert_eq!(prefills.open_bytes, MAX_OPEN * 2 * (NAME_BYTES + 1));
         assert_eq!(prefills.pop_due(), Some((0u64.to_le_bytes().to_vec(), told(0, &[], &[]))));
@@ -286,17 +421,17 @@ mod tests {
         for number in 0..MAX_GONE {
             prefills.gone(name(&number.to_string()));
         }
-        assert_eq!((prefills.gone.len(), prefills.gone_order.len()), (MAX_GONE, MAX_GONE));
+        assert_eq!((prefills.gone.names.len(), prefills.gone.order.len()), (MAX_GONE, MAX_GONE));
         assert!(!prefills.gone.contains(&name("a")));
         // A name that is used again makes room for one, and the others are forgotten in their order.
         prefills.ready(prefill("5"));
         prefills.gone(name("5"));
-        assert_eq!((prefills.gone.len(), prefills.gone_order.len()), (MAX_GONE, MAX_GONE));
+        assert_eq!((prefills.gone.names.len(), prefills.gone.order.len()), (MAX_GONE, MAX_GONE));
         prefills.gone(name("a"));
         assert!(!prefills.gone.contains(&name("0")) && prefills.gone.contains(&name("5")));
         assert!(is_idle(&prefills));
         // Questions about much take the place of many.
-        let much: Vec<RequestId> = (0..MAX_AWAITED).map(|n| name(&format!("{n:0>512}"))).collect();
+        let much: Vec<Asked> = (0..MAX_AWAITED).map(|n| (name(&format!("{n:0>512}")), 0)).collect();
         for asker in 0..100u64 {
             assert_eq!(prefills.ask(Some(&asker.to_le_bytes()), 4, asker, much.clone()), None);
         }

@@ -30,6 +30,11 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a.max(1) } else { gcd(b, a % b) }
 }
 
+/// The least common multiple. Saturates.
+pub(super) fn common_multiple(a: u64, b: u64) -> u64 {
+    (a / gcd(a, b)).saturating_mul(b)
+}
+
 impl Meeting {
     pub(super) fn new(local: &Group, remote: &Group) -> Meeting {
         let (l, r) = (local.span(), remote.span());

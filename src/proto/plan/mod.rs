@@ -22,7 +22,7 @@ use crate::proto::wire::Blocks;
 pub use expand::{Blocks as SegmentBlocks, Expander, Operation};
 pub use holding::{Cell, HeldPart, Holding, Share, assign};
 pub use rank::{LocalRank, RankIndex, RankPlan, check_ranks};
-pub use wanted::Wanted;
+pub use wanted::{Part, Wanted};
 
 /// Under how many bytes per run, on average, a transfer between host memories is gathered into messages instead of
 /// moving run by run. Measured with `cargo bench --bench transfer -- runs` between two processes of a 2-core virtual

@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use super::ids::{check_ids, check_shared, ids};
+use super::meeting::common_multiple;
 use super::rank::{GroupPair, RankPlan};
 use super::template::{self, Steps};
-use super::wanted::Wanted;
+use super::wanted::{Part, Wanted};
 use super::{BlockPair, CopyPlan, Segment};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::GroupKind;
@@ -31,11 +32,29 @@ impl RankPlan {
     /// does not have, and for a local block named twice, which would be written twice; [`ErrorKind::OutOfRange`] for an
     /// id that is not a block.
     pub fn request(&self, wanted: &Wanted<'_>) -> Result<CopyPlan> {
-        plan(self, wanted)
+        plan(self, wanted, Part::Whole)
+    }
+
+    /// As [`RankPlan::request`], of a part of it. A portion needs the tokens up to its end of the other side, not those of the
+    /// whole request.
+    pub fn part(&self, wanted: &Wanted<'_>, part: Part) -> Result<CopyPlan> {
+        plan(self, wanted, part)
+    }
+
+    /// Portions begin and end at multiples of so many tokens, with which blocks of either side end. `None` when no group keeps all
+    /// tokens, or there is no such number of a reasonable size.
+    pub fn portion_tokens(&self) -> Option<u64> {
+        let spans = self.pairs.iter().filter(|pair| Part::Portion(0, 1).of(pair.local_group.kind, 0..1).is_some());
+        let spans = spans.flat_map(|pair| [pair.local_group.span(), pair.remote_group.span()]);
+        let step = spans.fold(None, |step, span| Some(step.map_or(span, |step| common_multiple(step, span))));
+        step.filter(|step| (1..=MAX_PORTION_STEP).contains(step))
     }
 }
 
-fn plan(rank: &RankPlan, wanted: &Wanted<'_>) -> Result<CopyPlan> {
+/// The largest number that portions are multiples of.
+const MAX_PORTION_STEP: u64 = 1 << 20;
+
+fn plan(rank: &RankPlan, wanted: &Wanted<'_>, part: Part) -> Result<CopyPlan> {
     for (side, lists, groups) in
         [("local", wanted.local, rank.local_groups), ("remote", wanted.remote, rank.remote_groups)]
     {
@@ -46,20 +65,22 @@ fn plan(rank: &RankPlan, wanted: &Wanted<'_>) -> Result<CopyPlan> {
             )));
         }
     }
-    if wanted.tokens.0 > wanted.tokens.1 || wanted.tokens.1 > wanted.remote_tokens {
+    let end = if let Part::Portion(_, to) = part { to } else { wanted.tokens.1 };
+    if wanted.tokens.0 > wanted.tokens.1 || end > wanted.remote_tokens {
         return Err(Error::invalid(format!(
-            "tokens {} to {} are to be loaded, the other side holds {}; send both engines the same prompt",
-            wanted.tokens.0, wanted.tokens.1, wanted.remote_tokens
+            "tokens {} to {end} are to be loaded, the other side holds {}; send both engines the same prompt",
+            wanted.tokens.0, wanted.remote_tokens
         )));
     }
     let mut lists = vec![BlockPair::default(); rank.lists as usize];
     let mut edges: Vec<Segment> = Vec::new();
     for group in &*rank.pairs {
+        let Some(planned) = part.of(group.local_group.kind, wanted.tokens()) else { continue };
         check_ids(group, wanted)?;
         if group.local_group.kind == GroupKind::State {
             state(group, wanted, &mut lists)?;
         } else {
-            tokens(rank, group, wanted, &mut lists, &mut edges)?;
+            tokens(rank, group, (wanted, planned), &mut lists, &mut edges)?;
         }
     }
     check_shared(rank, wanted)?;
@@ -110,13 +131,13 @@ fn place<'a>(group: u32, side: &str, ids: &'a [u32], span: u64, end: u64) -> Res
 fn tokens(
     rank: &RankPlan,
     group: &GroupPair,
-    wanted: &Wanted<'_>,
+    (wanted, planned): (&Wanted<'_>, Range<u64>),
     lists: &mut [BlockPair],
     edges: &mut Vec<Segment>,
 ) -> Result<()> {
     let meeting = group.meeting;
     let Range { start, end } = wanted.tokens();
-    if start == end {
+    if planned.is_empty() {
         return Ok(());
     }
     // Where the window begins, in a group that has one: for the last token, should it be computed again, and for the next.
@@ -152,10 +173,10 @@ fn tokens(
     }
     // Blocks in front of the window are not read by anybody, whether a host has them or not.
     let needed = window.map_or(0, |front| front / local_span);
-    let first = (start / meeting.grain).max(local.first.max(needed).saturating_mul(meeting.local_subs));
-    let grains = first..end.div_ceil(meeting.grain);
+    let first = (planned.start / meeting.grain).max(local.first.max(needed).saturating_mul(meeting.local_subs));
+    let grains = first..planned.end.div_ceil(meeting.grain);
     // The first grain is not whole where the request begins inside of it.
-    let whole = grains.start.max(start.div_ceil(meeting.grain))..grains.end;
+    let whole = grains.start.max(planned.start.div_ceil(meeting.grain))..grains.end;
     let straight = straight(group, wanted, &local, &remote, whole.clone());
     let one_by_one = if straight.is_some() { grains.start..whole.start } else { grains };
     let mut found = Found::new(group, one_by_one.end.saturating_sub(one_by_one.start));
@@ -182,7 +203,7 @@ fn tokens(
                 remote.ids.iter().filter(|id| !wanted.is_null(**id)).count(),
             )));
         };
-        let from = start.saturating_sub(grain.saturating_mul(meeting.grain));
+        let from = planned.start.saturating_sub(grain.saturating_mul(meeting.grain));
         if from == 0 {
             found.push(grain, here, there);
         } else if group.whole {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::proto::geometry::GroupKind;
 use crate::proto::wire::Blocks;
 
 /// What one request loads.
@@ -24,6 +25,32 @@ pub struct Wanted<'a> {
     /// local block with tokens in it: true leaves them as they are (nobody will read them), false is an error (a host that
     /// reuses whole blocks for other requests would read them).
     pub window_only: bool,
+}
+
+/// Which of what a request loads is planned: all of it at once, or, of a prefill under way, one portion after the other. Portions are
+/// of the groups that keep all tokens; of the others, what is to be loaded is known when the prefill is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// All of it.
+    Whole,
+    /// In groups that keep all tokens: from the first up to, not including, the second. Either is where the request begins or
+    /// ends, or a multiple of [`RankPlan::portion_tokens`](super::RankPlan::portion_tokens). Lists of other groups are not looked at.
+    Portion(u64, u64),
+    /// What portions up to this token leave.
+    Rest(u64),
+}
+
+impl Part {
+    /// The tokens of a group that are planned, of all that are to be loaded; `None` to leave the group alone.
+    pub(super) fn of(self, kind: GroupKind, all: Range<u64>) -> Option<Range<u64>> {
+        let keeps_all = kind.keeps_all();
+        match self {
+            Part::Portion(from, to) if keeps_all => Some(from.max(all.start)..to.min(all.end)),
+            Part::Portion(..) => None,
+            Part::Rest(from) if keeps_all => Some(from.clamp(all.start, all.end)..all.end),
+            Part::Whole | Part::Rest(_) => Some(all),
+        }
+    }
 }
 
 impl Wanted<'_> {

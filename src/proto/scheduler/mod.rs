@@ -7,12 +7,13 @@
 //! | a request came in | [`Scheduler::arrived`] | consumer | hold: workers connect and keep the lease alive |
 //! | prefix lookup | [`Scheduler::matched`] | consumer | none; how many tokens can be loaded |
 //! | blocks allocated | [`Scheduler::allocated`] | consumer | load, or release when nothing is to be loaded |
+//! | tokens are written | [`Scheduler::progressed`] | producer | consumers that want to know are told |
 //! | the request ended | [`Scheduler::finished`] | both | producer: grant or drop; consumer: release or abort |
 //! | a step is scheduled | [`Scheduler::encode_step`] | both | hands out what the calls above queued |
 //! | a rank reported | [`Scheduler::on_report`] | both | what every rank has reported is over, and returned |
 //! | the host knows that all ranks have | [`Scheduler::over`] | both | the same without their reports |
 //! | blocks are short, or weights have changed | [`Scheduler::forget_histories`] | consumer | conversations are let go of |
-//! | after `finished`, `on_report`, `over` | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
+//! | after `progressed`, `finished`, `on_report`, `over` | [`Scheduler::poll_notice`] | producer | what consumers that await prefills are told |
 //!
 //! A consumer's request is remembered from its first call until `finished` was called and no load is under way; a
 //! producer's from `finished` until its sending is over. So the machine holds no more than the engine does, and a bounded
@@ -74,6 +75,10 @@ pub struct Finish {
 pub enum Notice {
     /// It is over, its blocks are kept, and all ranks have said that these are written.
     Ready(Prefill),
+    /// It is under way, and its blocks hold so much.
+    Progressed(Prefill),
+    /// What was said of it while it was under way does not hold any more.
+    Withdrawn(RequestId),
     /// Nothing is kept of it (any more).
     Gone(RequestId),
 }
@@ -85,6 +90,18 @@ struct Sent {
     name: Option<RequestId>,
     /// What consumers that await it are to be told, until all ranks have said that it can be read.
     unannounced: Option<Prefill>,
+}
+
+/// A prefill that was told of while it is under way.
+#[derive(Debug)]
+struct UnderWay {
+    /// Its `transfer_id`.
+    name: RequestId,
+    /// Of the lease that it will be granted if its blocks stay its own until then.
+    lease_id: u64,
+    /// What was told last, of groups that keep all tokens.
+    blocks: Vec<Blocks>,
+    tokens: u64,
 }
 
 /// Where a consumer's request stands.
@@ -135,6 +152,8 @@ pub struct Scheduler {
     config: SchedulerConfig,
     address: Option<(String, u16)>,
     recvs: HashMap<RequestId, Recv>,
+    /// Prefills that were told of while they are under way.
+    under_way: HashMap<RequestId, UnderWay>,
     /// Finished prefills that are kept.
     sends: HashMap<RequestId, Sent>,
     /// What consumers call them.
@@ -156,6 +175,7 @@ impl Scheduler {
         Ok(Scheduler {
             address: None,
             recvs: HashMap::new(),
+            under_way: HashMap::new(),
             sends: HashMap::new(),
             called: HashSet::new(),
             notices: VecDeque::new(),
@@ -204,6 +224,7 @@ impl Scheduler {
     /// over. What is granted from here on is of another `life` of the engine.
     pub fn renew_engine(&mut self, life: Incarnation, ranks: Vec<Holding>) {
         self.config.incarnation = life;
+        self.notices.extend(self.under_way.drain().map(|(_, begun)| Notice::Withdrawn(begun.name)));
         self.set_engine(ranks);
         let queued = &self.step.holds;
         let waits = |(request, recv): (&RequestId, &Recv)| {
@@ -376,6 +397,25 @@ impl Scheduler {
         blocks: Vec<Blocks>,
         computed_tokens: u64,
     ) -> Result<Finish> {
+        let begun = self.under_way.remove(request);
+        let finish = self.finish(request, params, outcome, &blocks, computed_tokens, begun.as_ref());
+        if let Some(begun) = begun
+            && self.sends.get(request).is_none_or(|sent| sent.name.as_ref() != Some(&begun.name))
+        {
+            self.notices.push_back(Notice::Withdrawn(begun.name));
+        }
+        finish
+    }
+
+    fn finish(
+        &mut self,
+        request: &RequestId,
+        params: &TransferParams,
+        outcome: FinishOutcome,
+        blocks: &[Blocks],
+        computed_tokens: u64,
+        begun: Option<&UnderWay>,
+    ) -> Result<Finish> {
         let recv = self.recvs.get_mut(request);
         let known = recv.is_some();
         if let Some(recv) = recv {
@@ -418,12 +458,12 @@ impl Scheduler {
         }
         if params.do_remote_decode {
             let name = params::name(request, params)?;
-            let finish = self.finished_prefill(request, name.as_ref(), outcome, &blocks, computed_tokens);
+            let finish = self.finished_prefill(request, name.as_ref(), outcome, blocks, computed_tokens, begun);
             self.notices.extend(name.filter(|name| !self.called.contains(name)).map(Notice::Gone));
             return finish;
         }
         if params.do_remote_prefill && outcome == FinishOutcome::Complete && params.shared != Some(true) {
-            return self.finished_turn(request, &blocks, computed_tokens);
+            return self.finished_turn(request, blocks, computed_tokens);
         }
         Ok(Finish::default())
     }

@@ -1,12 +1,104 @@
 //! What of a request that has ended is kept for another engine, and offered to it.
 
-use super::{Finish, FinishOutcome, MAX_LEASE_ID, MultiTurn, Scheduler, Sent, params};
+use super::{Finish, FinishOutcome, MAX_LEASE_ID, MultiTurn, Notice, Scheduler, Sent, UnderWay, params};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::aggregate::Direction;
 use crate::proto::ids::RequestId;
 use crate::proto::wire::{Blocks, Grant, Prefill, TransferParams};
 
+/// Prefills that are told of while they are under way. A host that finishes what it begins has no more than its engine runs.
+const MAX_UNDER_WAY: usize = 65_536;
+
+impl UnderWay {
+    /// Whether these blocks, with so many tokens, can be those that were told of before and what has come since.
+    fn goes_on(&self, blocks: &[Blocks], tokens: u64) -> bool {
+        tokens >= self.tokens && self.blocks.iter().zip(blocks).all(|(known, now)| now.ids().starts_with(known.ids()))
+    }
+}
+
 impl Scheduler {
+    /// Producer: the first `tokens` tokens of a prefill under way that consumers may await as `name` are written, by all ranks, into
+    /// these blocks (per KV-cache group, in the order of the tokens; those of groups with windows, chunks or states are not looked
+    /// at). `tokens` 0: the blocks that were given before are given away, as when the request is preempted. To be called until
+    /// [`Scheduler::finished`] is, and behind it, while the blocks are kept, if what was written last is known only then.
+    ///
+    /// Consumers read what they are told of, but rely on it only if the lease that goes with it is granted at the end. So it does
+    /// no harm but work if a host tells late that blocks were given away. It must tell before it tells of others; other blocks
+    /// than before, and fewer tokens, are taken for that.
+    ///
+    /// Of several requests with one name the first counts.
+    ///
+    /// Behind `finished` the blocks are those that it was given, and `blocks` is not looked at.
+    ///
+    /// Errors: [`ErrorKind::InvalidArgument`] for a wrong number of lists, or one that does not hold so many tokens;
+    /// [`ErrorKind::Exhausted`] when too many are under way.
+    pub fn progressed(&mut self, request: &RequestId, name: &RequestId, blocks: &[Blocks], tokens: u64) -> Result<()> {
+        if tokens == 0 {
+            let begun = self.under_way.remove(request);
+            self.notices.extend(begun.map(|begun| Notice::Withdrawn(begun.name)));
+            return Ok(());
+        }
+        if let Some(Sent { name: called, unannounced }) = self.sends.get(request) {
+            if let (Some(prefill), true) = (unannounced, called.as_ref() == Some(name)) {
+                let tokens = tokens.min(prefill.tokens);
+                let told =
+                    Prefill { blocks: self.written(request, &prefill.blocks, tokens)?, tokens, ..prefill.clone() };
+                self.notices.push_back(Notice::Progressed(told));
+            }
+            return Ok(());
+        }
+        let written = self.written(request, blocks, tokens)?;
+        let another = |(other, begun): (&RequestId, &UnderWay)| other != request && begun.name == *name;
+        if self.called.contains(name) || self.under_way.iter().any(another) {
+            return Ok(());
+        }
+        let known = self.under_way.get(request).filter(|begun| begun.name == *name && begun.goes_on(&written, tokens));
+        let lease_id = match known {
+            Some(begun) => begun.lease_id,
+            None if self.under_way.len() >= MAX_UNDER_WAY && !self.under_way.contains_key(request) => {
+                return Err(Error::new(
+                    ErrorKind::Exhausted,
+                    format!(
+                        "request {request}: {MAX_UNDER_WAY} prefills under way are told of, and none of them has finished"
+                    ),
+                ));
+            }
+            None => self.next_lease(),
+        };
+        let begun = UnderWay { name: name.clone(), lease_id, blocks: written.clone(), tokens };
+        self.under_way.insert(request.clone(), begun);
+        let (request, lease_ms) = (name.clone(), self.config.lease_ms);
+        self.notices.push_back(Notice::Progressed(Prefill { request, blocks: written, tokens, lease_ms, lease_id }));
+        Ok(())
+    }
+
+    /// The blocks that hold the first `tokens` tokens, of groups that keep all of them.
+    fn written(&self, request: &RequestId, blocks: &[Blocks], tokens: u64) -> Result<Vec<Blocks>> {
+        self.check_lists(request, blocks)?;
+        let groups = self.config.groups.iter().zip(blocks).enumerate();
+        let written = groups.map(|(number, (group, list))| {
+            if !group.kind.keeps_all() {
+                return Ok(Blocks::default());
+            }
+            let used = tokens.div_ceil(group.span());
+            let ids = usize::try_from(used).ok().and_then(|used| list.ids().get(..used)).ok_or_else(|| {
+                Error::invalid(format!(
+                    "request {request}, KV-cache group {number}: {tokens} tokens are said to be written, which {used} blocks hold, but \
+                     {} were given",
+                    list.len()
+                ))
+            })?;
+            Ok(Blocks::from(ids.to_vec()))
+        });
+        written.collect()
+    }
+
+    /// The id of the next lease.
+    fn next_lease(&mut self) -> u64 {
+        self.lease_id = self.lease_id % MAX_LEASE_ID + 1;
+        self.lease_id
+    }
+
     /// A prefill that has ended.
     pub(super) fn finished_prefill(
         &mut self,
@@ -15,6 +107,7 @@ impl Scheduler {
         outcome: FinishOutcome,
         blocks: &[Blocks],
         computed_tokens: u64,
+        begun: Option<&UnderWay>,
     ) -> Result<Finish> {
         let called = name.unwrap_or(request);
         self.check_free(request, called)?;
@@ -30,7 +123,10 @@ impl Scheduler {
         let late = self.config.written_late;
         let name = if late { Some(called) } else { name };
         let lease_ms = self.config.lease_ms;
-        let mut params = self.grant(request, name, false, lease_ms, offered, computed_tokens)?;
+        let kept = offered.iter().map(|ids| Blocks::from(ids.as_slice())).collect::<Vec<_>>();
+        let begun = begun.filter(|begun| name == Some(&begun.name) && begun.goes_on(&kept, computed_tokens));
+        let lease_id = begun.map_or_else(|| self.next_lease(), |begun| begun.lease_id);
+        let mut params = self.grant(request, name, false, (lease_ms, lease_id), offered, computed_tokens)?;
         params.do_remote_prefill = true;
         if late {
             // The listener tells them when all workers have said that they are written.
@@ -62,7 +158,8 @@ impl Scheduler {
         if count == 0 || count > most_blocks || !params::goes_on(&self.config, &offered, computed_tokens) {
             return Ok(Finish::default());
         }
-        let mut params = self.grant(request, None, true, lease_ms, offered, computed_tokens)?;
+        let lease_id = self.next_lease();
+        let mut params = self.grant(request, None, true, (lease_ms, lease_id), offered, computed_tokens)?;
         params.do_remote_decode = true;
         // Whoever reads one that is let go of learns from the verdict that it must not count on what it read.
         let mut kept = self.histories.iter().map(|(_, blocks)| blocks).sum::<u64>();
@@ -96,8 +193,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// What consumers can need of `blocks`, which hold `tokens` tokens.
-    fn offered(&self, request: &RequestId, blocks: &[Blocks], tokens: u64) -> Result<Vec<Vec<u32>>> {
+    /// Refuses a wrong number of lists.
+    fn check_lists(&self, request: &RequestId, blocks: &[Blocks]) -> Result<()> {
         if blocks.len() != self.config.groups.len() {
             return Err(Error::invalid(format!(
                 "request {request}: expected one list of blocks for each of the {} KV-cache groups, got {}",
@@ -105,6 +202,12 @@ impl Scheduler {
                 blocks.len()
             )));
         }
+        Ok(())
+    }
+
+    /// What consumers can need of `blocks`, which hold `tokens` tokens.
+    fn offered(&self, request: &RequestId, blocks: &[Blocks], tokens: u64) -> Result<Vec<Vec<u32>>> {
+        self.check_lists(request, blocks)?;
         let groups = self.config.groups.iter().zip(blocks);
         let offered = groups.map(|(group, list)| {
             // A host may have blocks beyond the computed tokens (for tokens to come): they hold nothing yet.
@@ -122,7 +225,7 @@ impl Scheduler {
         request: &RequestId,
         name: Option<&RequestId>,
         history: bool,
-        lease_ms: u64,
+        (lease_ms, lease_id): (u64, u64),
         offered: Vec<Vec<u32>>,
         computed_tokens: u64,
     ) -> Result<TransferParams> {
@@ -133,7 +236,6 @@ impl Scheduler {
                  metadata to the scheduler side (serve) before the first request"
             )));
         };
-        self.lease_id = self.lease_id % MAX_LEASE_ID + 1;
         let params = TransferParams {
             do_remote_prefill: false,
             do_remote_decode: false,
@@ -146,14 +248,13 @@ impl Scheduler {
             remote_block_ids: Some(offered.iter().map(|ids| ids.iter().map(|&id| i64::from(id)).collect()).collect()),
             remote_num_tokens: i64::try_from(computed_tokens).ok(),
             remote_lease_ms: i64::try_from(lease_ms).ok(),
-            remote_lease_id: i64::try_from(self.lease_id).ok(),
+            remote_lease_id: i64::try_from(lease_id).ok(),
             tp_size: Some(i64::from(self.config.tp_size)),
             pp_size: Some(i64::from(self.config.pp_size)),
             dcp_size: Some(i64::from(self.config.dcp_size)),
             shared: None,
             transfer_mode: Some("pull".into()),
         };
-        let lease_id = self.lease_id;
         // An earlier request of this name, dropped in this very step: workers take grants before drops.
         self.step.dropped.retain(|dropped| dropped != called);
         self.stats.grants += 1;

@@ -101,6 +101,8 @@ pub const METRICS: &[Metric] = &[
     worker("recv_failures", Kind::CounterByCause, "recv_failures", "receives",
         "KV cache receives that failed, by cause, one per request and rank."),
     worker("bytes", Kind::Counter, "bytes", "bytes", "Bytes of KV cache received."),
+    worker("ahead_bytes", Kind::Counter, "ahead_bytes", "bytes",
+        "Bytes of KV cache whose reads began before the end of the prefill was known."),
     worker("blocks", Kind::Counter, "blocks", "blocks", "Blocks of KV cache received, over all KV cache groups."),
     worker("operations", Kind::Counter, "operations", "operations", "Operations posted to receive KV cache."),
     worker("sends_granted", Kind::Counter, "sends_granted", "leases",

@@ -29,6 +29,8 @@ pub struct Stats {
     pub recv_failures: BTreeMap<Cause, u64>,
     /// Bytes received.
     pub bytes: u64,
+    /// Of these, those whose reads began before the end of the prefill was known.
+    pub ahead_bytes: u64,
     /// Blocks received.
     pub blocks: u64,
     /// UCX operations posted.
@@ -79,6 +81,7 @@ impl Stats {
             recvs,
             recv_failures,
             bytes,
+            ahead_bytes,
             blocks,
             operations,
             sends_granted,
@@ -103,6 +106,7 @@ impl Stats {
         for (sum, more) in [
             (&mut self.recvs, recvs),
             (&mut self.bytes, bytes),
+            (&mut self.ahead_bytes, ahead_bytes),
             (&mut self.blocks, blocks),
             (&mut self.operations, operations),
             (&mut self.sends_granted, sends_granted),
@@ -165,6 +169,7 @@ mod tests {
             recvs: 2 * n,
             recv_failures: BTreeMap::from([(Cause::Timeout, 3 * n), (Cause::Aborted, n % 2)]),
             bytes: 5 * n,
+            ahead_bytes: 97 * n,
             blocks: 7 * n,
             operations: 11 * n,
             sends_granted: 13 * n,

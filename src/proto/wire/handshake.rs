@@ -28,7 +28,8 @@ pub enum HandshakeRequest {
         /// The encoded `RankMetadata`.
         metadata: Blob,
     },
-    /// Asks to be told when prefills are over. Answered when one of them is, or when the same client asks again.
+    /// Asks to be told when prefills are over, or have come far enough. Answered when one of them is, or when the same client
+    /// asks again.
     Await {
         /// Echoed in the reply.
         id: u64,
@@ -36,21 +37,27 @@ pub enum HandshakeRequest {
         engine: EngineId,
         /// The prefills, by their `transfer_id`.
         requests: Vec<RequestId>,
+        /// For each of them, from how many written tokens on it is far enough; 0, or no entry: only when it is over. A listener
+        /// that does not know this tells of those that are over.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        from_tokens: Vec<u64>,
     },
 }
 
-/// A prefill that is over, for who awaited it: what `kv_transfer_params` tell else.
+/// A prefill that is over, or that has come so far, for who awaited it: what `kv_transfer_params` tell else.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prefill {
     /// Its `transfer_id`, by which the producer's ranks know it.
     pub request: RequestId,
-    /// Per KV-cache group of the producer, its block ids.
+    /// Per KV-cache group of the producer, its block ids. While the prefill is under way, none of groups with windows, chunks or
+    /// states.
     pub blocks: Vec<Blocks>,
     /// Tokens whose cache the blocks hold.
     pub tokens: u64,
-    /// The lease granted, in milliseconds.
+    /// The lease granted, or to be granted, in milliseconds.
     pub lease_ms: u64,
-    /// Which of the producer's grants it is, from 1.
+    /// Which of the producer's grants it is, from 1. Another one than was told before of a prefill under way: its blocks were
+    /// given away meanwhile, and what was read of them is void.
     pub lease_id: u64,
 }
 
@@ -112,7 +119,7 @@ pub enum HandshakeReply {
         /// Ranks still missing.
         missing: u32,
     },
-    /// Prefills that were awaited and are over; none if the client has asked again.
+    /// Prefills that were awaited and are over or far enough; none if the client has asked again.
     Prefills {
         /// The id of the request that awaited them.
         id: u64,
@@ -124,6 +131,9 @@ pub enum HandshakeReply {
         ready: Vec<Prefill>,
         /// Those of which nothing is kept (any more).
         gone: Vec<RequestId>,
+        /// Those that are under way, and have as many tokens written as was asked for.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        partial: Vec<Prefill>,
     },
     /// No.
     Refused {

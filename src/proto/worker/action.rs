@@ -88,7 +88,7 @@ pub enum Action {
         /// Port of the engine's listener.
         port: u16,
     },
-    /// Await a prefill at its engine's listener; answer with `handle_prefill`.
+    /// Await a prefill at its engine's listener; answer with `handle_prefill` once, when it is over or far enough.
     Await {
         /// Echoed in the answer.
         number: AwaitId,
@@ -100,6 +100,8 @@ pub enum Action {
         port: u16,
         /// The prefill's `transfer_id`.
         request: RequestId,
+        /// From how many written tokens on it is far enough; 0: when it is over.
+        from_tokens: u64,
     },
     /// The answer to this [`Action::Await`] is of no use any more.
     Forget {

@@ -57,6 +57,9 @@ pub struct WorkerConfig {
     /// Default 5000: longer than an engine's step, during which it takes in no request.
     #[serde(default = "defaults::shared_grace_ms")]
     pub shared_grace_ms: u64,
+    /// From how many written tokens on a portion of a prefill under way is read; 0: none is. Default 256.
+    #[serde(default = "defaults::portion_tokens")]
+    pub portion_tokens: u64,
     /// A peer that no request has used for this long is disconnected. Default 600000 (10 min).
     #[serde(default = "defaults::peer_ttl_ms")]
     pub peer_ttl_ms: u64,
@@ -105,6 +108,9 @@ mod defaults {
     pub fn shared_grace_ms() -> u64 {
         5_000
     }
+    pub fn portion_tokens() -> u64 {
+        256
+    }
     pub fn peer_ttl_ms() -> u64 {
         600_000
     }
@@ -132,6 +138,7 @@ impl WorkerConfig {
             tombstones: defaults::tombstones(),
             hold_timeout_ms: defaults::hold_timeout_ms(),
             shared_grace_ms: defaults::shared_grace_ms(),
+            portion_tokens: defaults::portion_tokens(),
             peer_ttl_ms: defaults::peer_ttl_ms(),
             telemetry: true,
             trace: false,

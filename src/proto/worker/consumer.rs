@@ -9,12 +9,13 @@
 //! the last one lingers for a while before it does.
 
 mod ending;
+mod portions;
 mod reading;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::action::{Action, AwaitId, PeerKey, SessionId, TransferFigures, TransferToken};
+use super::action::{PeerKey, SessionId, TransferFigures, TransferToken};
 use super::config::{WorkerConfig, ms};
 use super::life::Life;
 use super::load::{LoadState, Phase};
@@ -22,14 +23,11 @@ use super::outbox::Outbox;
 use super::sessions::{Due, Joined, Leased, Sessions, State, Ticket};
 use super::timers::Deadlines;
 use crate::error::ErrorKind;
-use crate::proto::geometry::GroupKind;
 use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome, Session};
-use crate::proto::ids::{Incarnation, RequestId};
+use crate::proto::ids::RequestId;
 use crate::proto::plan::Holding;
 use crate::proto::time::Time;
-use crate::proto::wire::{
-    Cause, EngineShape, HandshakeReply, Hold, Load, Prefill, RankMetadata, Release, Remote, Verdict,
-};
+use crate::proto::wire::{Cause, EngineShape, HandshakeReply, Hold, Load, RankMetadata, Release, Remote, Verdict};
 
 #[derive(Debug)]
 enum Kind {
@@ -107,6 +105,8 @@ pub(super) struct Consumer {
     /// By what the producer calls it.
     users: HashMap<RequestId, BTreeSet<Ticket>>,
     tokens: HashMap<TransferToken, Ticket>,
+    /// Of these, those that read from prefills under way, and over which connection.
+    portions: HashMap<TransferToken, u64>,
     serials: HashMap<u64, Ticket>,
     sessions: Sessions,
     deadlines: Deadlines<Timer>,
@@ -128,6 +128,7 @@ impl Consumer {
             names: HashMap::new(),
             users: HashMap::new(),
             tokens: HashMap::new(),
+            portions: HashMap::new(),
             serials: HashMap::new(),
             sessions: Sessions::new(config),
             deadlines: Deadlines::new(),
@@ -213,74 +214,12 @@ impl Consumer {
             self.fail(now, ticket, Cause::InvalidRequest, text, out);
             return;
         }
-        self.await_prefill(now, ticket, out);
+        self.await_first(now, ticket, out);
         if joined {
             self.progress(now, ticket, None, out);
         } else {
             self.join(now, ticket, true, out);
         }
-    }
-
-    /// Asks for what is not known of a load yet.
-    fn await_prefill(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let Some(Want { kind: Kind::Load(load), remote, .. }) = self.wants.get(&ticket) else { return };
-        if !load.load.awaits {
-            return;
-        }
-        self.deadlines.set(Timer::Load(ticket), now + ms(self.config.hold_timeout_ms));
-        out.push(Action::Await {
-            number: AwaitId(ticket),
-            engine: remote.engine.clone(),
-            host: remote.host.clone(),
-            port: remote.port,
-            request: remote.request.clone(),
-        });
-    }
-
-    /// A prefill that a load awaits is over, by the word of this life of its engine.
-    pub(super) fn prefilled(
-        &mut self,
-        now: Time,
-        AwaitId(ticket): AwaitId,
-        result: Result<(Incarnation, Prefill), (Cause, String)>,
-        out: &mut Outbox,
-    ) {
-        let Some(want) = self.wants.get_mut(&ticket) else { return };
-        let Kind::Load(load) = &mut want.kind else { return };
-        if !load.load.awaits || load.failure.is_some() {
-            return;
-        }
-        let (incarnation, prefill) = match result {
-            Ok(prefill) => prefill,
-            Err((cause, message)) => return self.fail(now, ticket, cause, message, out),
-        };
-        let session = want.session.and_then(|id| self.sessions.get(id));
-        let connected_to = session.and_then(|session| session.incarnation).or(want.remote.incarnation);
-        if let Some(other) = connected_to.filter(|other| *other != incarnation) {
-            let text = format!(
-                "engine {} restarted: this rank is connected to incarnation {other}, the prefill is of {incarnation}",
-                want.remote.engine
-            );
-            return self.fail(now, ticket, Cause::PeerDied, text, out);
-        }
-        let end = load.load.tokens.1;
-        let stateful = |local: &Arc<RankMetadata>| local.geometry.groups.iter().any(|g| g.kind == GroupKind::State);
-        if prefill.tokens < end || prefill.tokens != end && self.local.as_ref().is_some_and(stateful) {
-            let text = format!(
-                "the producer holds {} tokens, {end} are to be loaded; send both engines the same prompt",
-                prefill.tokens
-            );
-            return self.fail(now, ticket, Cause::InvalidRequest, text, out);
-        }
-        // Until now heartbeats could not name the lease, and its length was a guess.
-        if let (true, Some(id)) = (std::mem::take(&mut want.beating), want.session) {
-            self.sessions.stop_beat(id, ticket, &(want.remote.request.clone(), want.remote.lease_id));
-        }
-        (want.remote.incarnation, want.remote.lease_id) = (Some(incarnation), prefill.lease_id);
-        want.remote.lease_ms = prefill.lease_ms;
-        load.prefilled(now, prefill);
-        self.deadlines.cancel(&Timer::Load(ticket));
-        self.progress(now, ticket, None, out);
     }
 
     pub(super) fn release(&mut self, now: Time, release: Release, out: &mut Outbox) {
@@ -399,20 +338,35 @@ impl Consumer {
         out: &mut Outbox,
     ) {
         let Some(ticket) = self.tokens.remove(&token) else { return };
+        let lane = self.portions.remove(&token);
+        self.read_of(now, ticket, token, result, out);
+        if let Some(connection) = lane {
+            self.next_portion(now, connection, out);
+        }
+    }
+
+    fn read_of(
+        &mut self,
+        now: Time,
+        ticket: Ticket,
+        token: TransferToken,
+        result: Result<TransferFigures, (Cause, String)>,
+        out: &mut Outbox,
+    ) {
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
+        let counts = load.completed(token, result.as_ref().ok().copied());
+        if !counts && load.failure.is_none() {
+            return self.voided(now, ticket, out);
+        }
         match result {
-            Ok(figures) => {
-                load.completed(token, Some(figures));
+            Ok(_) => {
                 if load.failure.is_none() {
                     self.confirm_if_read(now, ticket, out);
                 } else if load.in_flight().next().is_none() {
                     self.conclude(now, ticket, out);
                 }
             }
-            Err((cause, message)) => {
-                load.completed(token, None);
-                self.fail(now, ticket, cause, message, out);
-            }
+            Err((cause, message)) => self.fail(now, ticket, cause, message, out),
         }
     }
 
@@ -428,11 +382,11 @@ impl Consumer {
         let Some(&ticket) = self.serials.get(&serial) else { return };
         let Some(want) = self.wants.get_mut(&ticket).filter(|want| want.remote.request == *request) else { return };
         let Kind::Load(load) = &mut want.kind else { return };
-        let Some(read) = load.reads.iter_mut().find(|read| read.connection == key.connection) else { return };
+        let Some(read) = load.reads.get_mut(&key.connection) else { return };
         let text = match verdict {
             Verdict::Valid => {
                 read.valid = true;
-                if load.reads.iter().all(|read| read.valid) {
+                if load.reads.values().all(|read| read.valid) {
                     self.conclude(now, ticket, out);
                 }
                 return;

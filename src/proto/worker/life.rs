@@ -99,8 +99,23 @@ pub struct Receive {
     pub confirmed: Option<Time>,
     /// It was over.
     pub over: Time,
+    /// What was read of it while its prefill was under way, in the order in which it was posted.
+    pub portions: Vec<ReceivedPortion>,
     /// Its figures.
     pub record: RecvRecord,
     /// Why it failed, if it did.
     pub message: Option<String>,
+}
+
+/// What was read at once of a prefill under way, from one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ReceivedPortion {
+    /// The tokens: from the first up to, not including, the second.
+    pub tokens: (u64, u64),
+    /// Bytes moved.
+    pub bytes: u64,
+    /// The first operation was posted.
+    pub posted: Time,
+    /// The last byte came.
+    pub over: Time,
 }

@@ -1,8 +1,10 @@
 //! One load: its reads, what failed, and its figures.
 
+use std::collections::BTreeMap;
+
 use super::action::{TransferFigures, TransferToken};
-use super::life::Receive;
-use crate::proto::ids::{EngineId, RequestId};
+use super::life::{Receive, ReceivedPortion};
+use crate::proto::ids::{EngineId, Incarnation, RequestId};
 use crate::proto::stats::Stats;
 use crate::proto::time::Time;
 use crate::proto::wire::{Blocks, Cause, Load, Prefill, RecvFailure, RecvRecord, Remote};
@@ -10,7 +12,7 @@ use crate::proto::wire::{Blocks, Cause, Load, Prefill, RecvFailure, RecvRecord, 
 /// Where a load stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// No rank is connected yet, or the prefill is awaited; nothing is posted.
+    /// No rank is connected yet, or the prefill is awaited; nothing but portions of it is posted.
     Waiting,
     /// Transfers are under way, or ranks to read from still being connected to, or transfers winding down after a failure.
     Reading,
@@ -21,19 +23,41 @@ pub(super) enum Phase {
 /// One rank's read.
 #[derive(Debug)]
 pub(super) struct Read {
-    /// The connection that it goes over.
-    pub(super) connection: u64,
-    /// The transfer, while it may touch memory.
-    pub(super) token: Option<TransferToken>,
+    /// The transfers that may touch memory.
+    pub(super) in_flight: Vec<TransferToken>,
+    /// Up to which token it is posted in groups that keep all tokens.
+    pub(super) up_to: u64,
+    /// Whether nothing is left to be posted.
+    pub(super) whole: bool,
     /// Whether the producer rank has judged it valid.
     pub(super) valid: bool,
+}
+
+/// What was read of a prefill under way at once, from one rank.
+#[derive(Debug)]
+struct Portion {
+    token: TransferToken,
+    tokens: (u64, u64),
+    figures: Option<TransferFigures>,
+}
+
+impl Portion {
+    fn told(&self) -> Option<ReceivedPortion> {
+        let TransferFigures { bytes, posted_at, finished_at, .. } = self.figures?;
+        Some(ReceivedPortion { tokens: self.tokens, bytes, posted: posted_at, over: finished_at })
+    }
 }
 
 #[derive(Debug)]
 pub(super) struct LoadState {
     pub(super) load: Load,
     pub(super) phase: Phase,
-    pub(super) reads: Vec<Read>,
+    /// By the connection that each goes over.
+    pub(super) reads: BTreeMap<u64, Read>,
+    /// Of which life of its engine the prefill is that was awaited, and which lease it has or will have, once that is known.
+    pub(super) life: Option<(Incarnation, u64)>,
+    /// Reads of a lease that will never be granted, which may still touch memory.
+    pub(super) void: Vec<TransferToken>,
     /// The number under which the verdicts come.
     pub(super) serial: Option<u64>,
     /// The first thing that went wrong.
@@ -49,6 +73,7 @@ pub(super) struct LoadState {
     last_byte: Option<Time>,
     bytes: u64,
     operations: u64,
+    portions: Vec<Portion>,
 }
 
 fn micros(from: Time, to: Time) -> u64 {
@@ -60,7 +85,9 @@ impl LoadState {
         LoadState {
             load,
             phase: Phase::Waiting,
-            reads: Vec::new(),
+            reads: BTreeMap::new(),
+            life: None,
+            void: Vec::new(),
             serial: None,
             failure: None,
             known,
@@ -72,29 +99,70 @@ impl LoadState {
             last_byte: None,
             bytes: 0,
             operations: 0,
+            portions: Vec::new(),
         }
+    }
+
+    /// The prefill that was awaited is as far as this.
+    pub(super) fn progressed(&mut self, prefill: Prefill) {
+        let Prefill { blocks, tokens, .. } = prefill;
+        (self.load.remote_blocks, self.load.remote_tokens) = (blocks, tokens);
     }
 
     /// The prefill that was awaited is over. What was before that is none of the hand-over's time.
     pub(super) fn prefilled(&mut self, now: Time, prefill: Prefill) {
-        let Prefill { blocks, tokens, .. } = prefill;
-        (self.load.awaits, self.load.remote_blocks, self.load.remote_tokens) = (false, blocks, tokens);
+        self.progressed(prefill);
+        self.load.awaits = false;
         (self.known, self.arrived) = (now, now);
+    }
+
+    /// The blocks that were read are given away: nothing of them counts. Gives the reads that are still under way.
+    pub(super) fn start_anew(&mut self) -> Vec<TransferToken> {
+        let under_way: Vec<TransferToken> =
+            std::mem::take(&mut self.reads).into_values().flat_map(|read| read.in_flight).collect();
+        self.void.extend(&under_way);
+        (self.bytes, self.operations) = (0, 0);
+        [self.posted, self.all_posted, self.first_end, self.last_byte] = [None; 4];
+        self.portions.clear();
+        under_way
+    }
+
+    /// The read that goes over this connection.
+    pub(super) fn read_from(&mut self, connection: u64) -> &mut Read {
+        let up_to = self.load.tokens.0;
+        let new = || Read { in_flight: Vec::new(), up_to, whole: false, valid: false };
+        self.reads.entry(connection).or_insert_with(new)
+    }
+
+    /// Takes note of a portion that is posted.
+    pub(super) fn portion(&mut self, token: TransferToken, tokens: (u64, u64)) {
+        self.portions.push(Portion { token, tokens, figures: None });
     }
 
     /// Transfers that may still touch memory.
     pub(super) fn in_flight(&self) -> impl Iterator<Item = TransferToken> {
-        self.reads.iter().filter_map(|read| read.token)
+        self.reads.values().flat_map(|read| &read.in_flight).chain(&self.void).copied()
     }
 
-    /// Takes note of a completed transfer.
-    pub(super) fn completed(&mut self, token: TransferToken, figures: Option<TransferFigures>) {
-        for read in &mut self.reads {
-            if read.token == Some(token) {
-                read.token = None;
-            }
+    /// Takes note of a completed transfer. Gives whether it counts.
+    pub(super) fn completed(&mut self, token: TransferToken, figures: Option<TransferFigures>) -> bool {
+        if let Some(at) = self.void.iter().position(|void| *void == token) {
+            self.void.swap_remove(at);
+            return false;
         }
-        let Some(figures) = figures else { return };
+        for read in self.reads.values_mut() {
+            read.in_flight.retain(|other| *other != token);
+        }
+        if let Some(figures) = figures {
+            self.count_in(token, figures);
+        }
+        true
+    }
+
+    fn count_in(&mut self, token: TransferToken, figures: TransferFigures) {
+        if let Some(portion) = self.portions.iter_mut().rfind(|portion| portion.token == token) {
+            portion.figures = Some(figures);
+        }
         self.bytes = self.bytes.saturating_add(figures.bytes);
         self.operations = self.operations.saturating_add(figures.operations);
         self.posted = Some(self.posted.map_or(figures.posted_at, |t| t.min(figures.posted_at)));
@@ -109,10 +177,15 @@ impl LoadState {
         self.load.local_blocks.iter().flat_map(Blocks::ids).copied().filter(move |id| null != Some(*id))
     }
 
+    /// A time, if it is there. What was read while the prefill was under way took none of the hand-over's time.
+    fn since_arrival(&self, at: Option<Time>) -> Option<Time> {
+        at.map(|at| at.max(self.arrived))
+    }
+
     /// The figures of a load that is over at `now`. Phases that it did not reach count as zero.
     pub(super) fn record(&self, now: Time, request: &RequestId, remote: &Remote) -> RecvRecord {
-        let posted = self.posted.unwrap_or(now);
-        let last_byte = self.last_byte.unwrap_or(now);
+        let posted = self.since_arrival(self.posted).unwrap_or(now);
+        let last_byte = self.since_arrival(self.last_byte).unwrap_or(now);
         RecvRecord {
             request: request.clone(),
             remote_request: remote.request.clone(),
@@ -120,7 +193,7 @@ impl LoadState {
             bytes: self.bytes,
             operations: self.operations,
             queued_us: micros(self.arrived, posted),
-            first_us: micros(posted, self.first_end.unwrap_or(last_byte)),
+            first_us: micros(posted, self.since_arrival(self.first_end).unwrap_or(last_byte)),
             transfer_us: micros(posted, last_byte),
             confirm_us: micros(last_byte, now),
             cause: self.failure.as_ref().map(|(cause, _)| *cause),
@@ -141,13 +214,17 @@ impl LoadState {
         }
         stats.recvs += 1;
         stats.bytes += record.bytes;
+        let portions = self.portions.iter().filter_map(|portion| portion.figures);
+        stats.ahead_bytes += portions.map(|figures| figures.bytes).sum::<u64>();
         stats.blocks += record.blocks;
         stats.operations += record.operations;
         stats.recv_bytes.observe(record.bytes);
         stats.handover_time.observe(micros(self.known, now));
         stats.queued_time.observe(record.queued_us);
         // A load whose blocks hold nothing of this rank's posts nothing.
-        if let (Some(posted), Some(all)) = (self.posted, self.all_posted) {
+        // Nor does one of which all was read while its prefill was under way.
+        let all_posted = self.all_posted.filter(|at| *at >= self.arrived);
+        if let (Some(posted), Some(all)) = (self.since_arrival(self.posted), all_posted) {
             stats.posting_time.observe(micros(posted, all));
             stats.transfer_time.observe(record.transfer_us);
         }
@@ -168,13 +245,14 @@ impl LoadState {
             queued: self.arrived,
             handshake,
             planned: self.planned,
-            posted: self.posted,
-            all_posted: self.all_posted,
-            last_byte: self.last_byte,
+            posted: self.since_arrival(self.posted),
+            all_posted: self.since_arrival(self.all_posted),
+            last_byte: self.since_arrival(self.last_byte),
             over: now,
             confirmed: record.cause.is_none().then_some(now),
             record: record.clone(),
             message: self.failure.as_ref().map(|(_, text)| text.clone()),
+            portions: self.portions.iter().filter_map(Portion::told).collect(),
         }
     }
 

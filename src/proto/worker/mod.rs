@@ -18,7 +18,8 @@
 //! **Consumer.** A hold handshakes, connects and sends heartbeats. A load does what is missing of that, reads, says
 //! `Done`, and is reported in `finished_recving` when every producer rank has answered `Valid`; in any other case it is
 //! reported in `failed_recving` too. A report comes exactly once per load, and only when none of its transfers can touch
-//! memory any more. A load whose prefill may still be under way holds until that is over. A release tells the producer and
+//! memory any more. A load whose prefill may still be under way holds until that is over, and reads meanwhile what is written
+//! (see `consumer/portions.rs`). A release tells the producer and
 //! is not reported. Requests that name the same lease use it together: the producer is told when the last of them needs it
 //! no more.
 
@@ -36,15 +37,12 @@ use std::sync::Arc;
 
 pub use action::{Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
 pub use config::WorkerConfig;
-pub use life::{LeaseEnd, Life, Receive};
+pub use life::{LeaseEnd, Life, Receive, ReceivedPortion};
 
 use crate::error::Result;
-use crate::proto::handshake::HandshakeFailure;
-use crate::proto::ids::Incarnation;
+use crate::proto::handshake::{HandshakeFailure, PrefillNews};
 use crate::proto::time::Time;
-use crate::proto::wire::{
-    Cause, EngineShape, HandshakeReply, PeerMessage, Prefill, RankMetadata, StepMetadata, WorkerReport,
-};
+use crate::proto::wire::{Cause, EngineShape, HandshakeReply, PeerMessage, RankMetadata, StepMetadata, WorkerReport};
 use consumer::{Consumer, Holds};
 use outbox::Outbox;
 use producer::{Beat, Producer, Said};
@@ -176,14 +174,9 @@ impl Worker {
         self.consumer.shape_of(peer)
     }
 
-    /// The answer to [`Action::Await`]: the prefill, and the life of the engine that told it; or why there is none. Ignored
-    /// when nobody waits for it any more.
-    pub fn handle_prefill(
-        &mut self,
-        now: Time,
-        number: AwaitId,
-        result: Result<(Incarnation, Prefill), (Cause, String)>,
-    ) {
+    /// The answer to [`Action::Await`]: how far the prefill is, or why there is none. Ignored when nobody waits for it any
+    /// more.
+    pub fn handle_prefill(&mut self, now: Time, number: AwaitId, result: Result<PrefillNews, (Cause, String)>) {
         let now = self.advance(now);
         self.consumer.prefilled(now, number, result, &mut self.out);
     }

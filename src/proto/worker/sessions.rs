@@ -110,7 +110,7 @@ pub(super) struct Peer {
     pub(super) plan: RankPlan,
     /// How many ranks of our engine the producer rank hears from about a request.
     pub(super) readers: u32,
-    session: SessionId,
+    pub(super) session: SessionId,
     connected: bool,
     beats: BTreeMap<Leased, Beat>,
 }

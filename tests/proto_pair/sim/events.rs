@@ -56,12 +56,13 @@ impl Sim {
                 };
                 self.d.handle_handshake(now, id, result);
             }
-            Event::Asked(number, request) => {
+            Event::Asked(number, request, from) => {
                 if now < self.down_until {
                     let refused = Err((Cause::HandshakeFailed, "connection refused".into()));
                     return self.d.handle_prefill(now, number, refused);
                 }
-                let ask = HandshakeRequest::Await { id: number.0, engine: engine("p"), requests: vec![request] };
+                let (engine, requests, from_tokens) = (engine("p"), vec![request], vec![from]);
+                let ask = HandshakeRequest::Await { id: number.0, engine, requests, from_tokens };
                 let answer = self.p.directory.answer_to(&number.0.to_le_bytes(), &ask.to_bytes().unwrap());
                 answer.into_iter().for_each(|reply| self.told(number, &reply));
             }
@@ -112,6 +113,8 @@ impl Sim {
                 self.assert_writable(op.local_region as usize, to, len);
                 let data = self.p.memory.regions[op.remote_region as usize][from..from + len].to_vec();
                 self.d_memory.regions[op.local_region as usize][to..to + len].copy_from_slice(&data);
+                let blocks = (to / self.d_memory.stride) as u32..((to + len).div_ceil(self.d_memory.stride)) as u32;
+                self.written.extend(blocks.map(|block| (op.local_region as usize, block)));
                 bytes += op.len;
                 operations += 1;
             }
@@ -218,10 +221,10 @@ impl Sim {
                 assert_eq!((name, host.as_str(), port), (engine("p"), "10.0.0.1", 5680));
                 self.at(soon, Event::Handshake(session));
             }
-            Action::Await { number, engine: name, host, port, request } => {
+            Action::Await { number, engine: name, host, port, request, from_tokens } => {
                 assert_eq!((name, host.as_str(), port), (engine("p"), "10.0.0.1", 5680));
                 assert!(self.awaited.insert(number), "a wait's number is new");
-                self.at(soon, Event::Asked(number, request));
+                self.at(soon, Event::Asked(number, request, from_tokens));
             }
             Action::Forget { number } => drop(self.awaited.remove(&number)),
             Action::Connect { peer, metadata } => {
@@ -244,7 +247,7 @@ impl Sim {
             Action::Cancel { token } => {
                 if let Some(t) = self.transfers.get_mut(&token) {
                     t.failure.get_or_insert((Cause::TransportError, "cancelled".into()));
-                    self.at(self.now + ms(3), Event::Transfer(token));
+                    self.at(self.now + self.cancel_time, Event::Transfer(token));
                 }
             }
             Action::Send { peer: PeerRef::Outbound(key), message } => {
@@ -275,6 +278,18 @@ impl Sim {
 
     // ---- the end ---------------------------------------------------------------------------------------------------
 
+    /// How many blocks were read so far.
+    pub fn read(&self) -> usize {
+        self.written.len()
+    }
+
+    /// Of these, those of a request that holds its blocks.
+    pub fn read_of(&self, i: usize) -> usize {
+        let held =
+            |(group, block): &&(usize, u32)| self.requests[i].local.as_ref().is_some_and(|l| l[*group].contains(block));
+        self.written.iter().filter(held).count()
+    }
+
     pub fn outcome(&self, i: usize) -> Option<Result<(), Cause>> {
         self.requests[i].outcome
     }
@@ -291,6 +306,11 @@ impl Sim {
     pub fn settle(&mut self) {
         self.drop_verdicts = false;
         self.run(ms(15_000));
+        for i in 0..self.requests.len() {
+            if self.p.begun.contains_key(&self.requests[i].prefill) {
+                self.complete(i, true);
+            }
+        }
         for i in 0..self.requests.len() {
             self.finish(i, FinishOutcome::Complete);
         }

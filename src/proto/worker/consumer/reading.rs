@@ -1,11 +1,12 @@
 //! What a want does with the ranks that are connected: heartbeats, reads, and the question whether these hold good.
 
 use super::{Consumer, Kind, Timer, Want};
+use crate::proto::plan::Part;
 use crate::proto::time::Time;
 use crate::proto::wire::{Cause, PeerMessage};
 use crate::proto::worker::action::{Action, PeerRef, TransferToken};
 use crate::proto::worker::config::ms;
-use crate::proto::worker::load::{Phase, Read};
+use crate::proto::worker::load::Phase;
 use crate::proto::worker::outbox::Outbox;
 use crate::proto::worker::sessions::{Session, State, Ticket};
 
@@ -45,19 +46,24 @@ impl Consumer {
             let period = self.config.heartbeat_period(want.remote.lease_ms);
             self.sessions.beat(now, of_these(beating), ticket, &want.leased(), period, out);
         }
-        if let Some(begun) = begun
-            && (!begun || newly.is_some())
-        {
-            self.read(now, ticket, of_these(begun), out);
+        match begun {
+            Some(begun) if !begun || newly.is_some() => self.read(now, ticket, of_these(begun), out),
+            Some(_) => {}
+            None => self.read_portions(now, ticket, out),
         }
     }
 
-    /// Posts a load's reads from these ranks, one each; none if one of them cannot be planned.
+    /// Posts what is left of a load's reads from these ranks, one each; none if one of them cannot be planned.
     fn read(&mut self, now: Time, ticket: Ticket, connections: &[u64], out: &mut Outbox) {
+        if !self.may_read(now, ticket, out) {
+            return;
+        }
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
         let peers = connections.iter().filter_map(|connection| self.sessions.peer(*connection));
-        let plans: crate::Result<Vec<_>> =
-            peers.map(|peer| Ok((peer.key.clone(), peer.plan.request(&load.load.wanted())?))).collect();
+        let part = |connection: &u64| load.reads.get(connection).map_or(Part::Whole, |r| Part::Rest(r.up_to));
+        let plans: crate::Result<Vec<_>> = peers
+            .map(|peer| Ok((peer.key.clone(), peer.plan.part(&load.load.wanted(), part(&peer.key.connection))?)))
+            .collect();
         let posts = match plans {
             Ok(posts) => posts,
             Err(e) => return self.fail(now, ticket, Cause::InvalidRequest, e.message().into(), out),
@@ -68,16 +74,15 @@ impl Consumer {
             self.deadlines.set(Timer::Load(ticket), now + ms(self.config.transfer_timeout_ms));
         }
         for (peer, plan) in posts {
-            let mut token = None;
-            let connection = peer.connection;
+            let read = load.read_from(peer.connection);
+            read.whole = true;
             if !plan.is_empty() {
                 self.next += 1;
-                let number = TransferToken(self.next);
-                self.tokens.insert(number, ticket);
-                out.push(Action::Transfer { token: number, peer, plan });
-                token = Some(number);
+                let token = TransferToken(self.next);
+                self.tokens.insert(token, ticket);
+                out.push(Action::Transfer { token, peer, plan });
+                read.in_flight.push(token);
             }
-            load.reads.push(Read { connection, token, valid: false });
         }
         self.confirm_if_read(now, ticket, out);
     }
@@ -85,8 +90,9 @@ impl Consumer {
     /// Goes on to confirm a load of which nothing is left to read, from any rank.
     pub(super) fn confirm_if_read(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
         let Some(Want { kind: Kind::Load(load), session: Some(id), .. }) = self.wants.get(&ticket) else { return };
-        let ready = |session: &Session| session.state == State::Ready && load.reads.len() == session.peers.len();
-        if load.in_flight().next().is_none() && self.sessions.get(*id).is_some_and(ready) {
+        let read = load.reads.values().filter(|read| read.whole).count();
+        let ready = |session: &Session| session.state == State::Ready && read == session.peers.len();
+        if !load.load.awaits && load.in_flight().next().is_none() && self.sessions.get(*id).is_some_and(ready) {
             self.confirm(now, ticket, out);
         }
     }
