@@ -107,6 +107,35 @@ class Scheduler:
         prompt, external = _lib.whole("prompt_tokens", prompt_tokens), _lib.whole("external_tokens", external_tokens)
         self._handle.call("allocated", *_of(request, params), lists.ids, lists.offsets, lists.count, prompt, external)
 
+    def is_followed(self, name: str) -> bool:
+        """Producer: whether a consumer wants to know how far the prefill is that it awaits as `name` (its
+        `transfer_id`), so that `progressed` is worth calling."""
+        followed = _lib.new("uint8_t *")
+        self._handle.call("is_followed", _lib.text("a name", name), followed)
+        return bool(followed[0])
+
+    def progressed(self, request: str, name: str, blocks: BlockLists, tokens: int) -> None:
+        """Producer: the first `tokens` tokens of a prefill under way, awaited as `name` (its `transfer_id`), are
+        written by all ranks, into these blocks of its own (a list for each KV-cache group; those of groups with
+        windows, chunks or states are not looked at).
+
+        Consumers read them from now on, and rely on them if the lease is granted at the end (`finished`). 0 tokens: the
+        blocks given before are given away, as when the request is preempted; to be said before others are given.
+
+        To be called until `finished` is, and after it, while the blocks are kept, if what was written last is known
+        only then. Optional.
+        """
+        lists = _lib.Lists(blocks, "blocks")
+        self._handle.call(
+            "progressed",
+            _lib.text("a request id", request),
+            _lib.text("a name", name),
+            lists.ids,
+            lists.offsets,
+            lists.count,
+            _lib.whole("tokens", tokens),
+        )
+
     def finished(
         self,
         request: str,

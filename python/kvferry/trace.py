@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 
 STAGES: dict[str, tuple[str, str, str]] = {
     "total": ("known", "reported", "from the worker's first word of the request to the report"),
+    "ahead": ("first_portion", "known", "portions are read before the end of the prefill is known"),
     "held": ("known", "queued", "the lease is kept, the engine has not asked for the load"),
     "handshake": ("handshake", "connected", "metadata is fetched and ranks are connected, where the request waited"),
     "queued": ("queued", "planned", "the load waits until the first rank needed is connected"),
@@ -27,6 +28,7 @@ STAGES: dict[str, tuple[str, str, str]] = {
 """Each stage of a receive: its first and last moment as in the file, and what happens in it."""
 
 MOMENTS = (
+    "first_portion",
     "known",
     "queued",
     "handshake",
@@ -73,6 +75,8 @@ class Receive:
     bytes: int = 0
     blocks: int = 0
     operations: int = 0
+    portions: int = 0
+    ahead_bytes: int = 0
     engine: str = ""
     remote_request: str = ""
     message: str = ""
@@ -188,6 +192,8 @@ class _File:
         receive.bytes, receive.blocks, receive.operations = (
             int(_number(args, key, 0)) for key in ("bytes", "blocks", "operations")
         )
+        # Traces of releases before portions do not have them.
+        receive.portions, receive.ahead_bytes = (int(_number(args, key, 0)) for key in ("portions", "ahead_bytes"))
         receive.engine, receive.remote_request = _text(args, "engine"), _text(args, "remote_request")
         receive.message = args["message"] if isinstance(args.get("message"), str) else ""
         receive.moments, receive.outcome, receive.ended = moments, outcome, at
@@ -277,6 +283,8 @@ class Summary(TypedDict):
     bytes: int
     blocks: int
     operations: int
+    portions: int
+    ahead_bytes: int
     stages: list[StageSummary]
     slowest: list[SlowReceive]
     failures: list[Failure]
@@ -345,6 +353,8 @@ def summarize(trace: Trace, slowest: int = 10) -> Summary:
         "bytes": sum(one.bytes for one in received),
         "blocks": sum(one.blocks for one in received),
         "operations": sum(one.operations for one in received),
+        "portions": sum(one.portions for one in received),
+        "ahead_bytes": sum(one.ahead_bytes for one in received),
         "stages": [stage for stage in stages if stage is not None],
         "slowest": [
             {

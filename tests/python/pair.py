@@ -45,7 +45,8 @@ class Producer:
         self.cache = np.frombuffer(self.memory, dtype=np.uint8)
         self.worker = worker_of("prefill", self.cache.ctypes.data, **more)
         self.scheduler = scheduler_of("prefill", lease_ms=lease_ms)
-        self.scheduler.serve({(0, 0): self.worker.metadata()})
+        host, port = self.scheduler.serve({(0, 0): self.worker.metadata()})
+        self.place = {"remote_engine_id": "prefill", "remote_host": host, "remote_port": port}
         self.changing = threading.Event()
         self.steps()
 
@@ -59,6 +60,34 @@ class Producer:
         assert keep
         self.steps()
         return params
+
+    def awaited(self, name: str) -> Any:
+        """The params of who asks for a prefill before it is over."""
+        return {"do_remote_prefill": True, "transfer_id": name, **self.place}
+
+    def is_followed(self, name: str) -> bool:
+        return self.scheduler.is_followed(name)
+
+    def write(self, request: str, name: str, blocks: list[int], value: int) -> None:
+        """A prompt is computed up to and with these blocks, of which the last one is new; it holds `value`."""
+        self.cache[blocks[-1] * BLOCK : (blocks[-1] + 1) * BLOCK] = value
+        self.scheduler.progressed(request, name, [blocks], len(blocks) * TOKENS)
+
+    def give_away(self, request: str, name: str, blocks: list[int]) -> None:
+        for block in blocks:
+            self.cache[block * BLOCK : (block + 1) * BLOCK] = 255
+        self.scheduler.progressed(request, name, [], 0)
+
+    def finish(self, request: str, name: str, blocks: list[int]) -> None:
+        wanted = {"do_remote_decode": True, "transfer_id": name}
+        keep, _ = self.scheduler.finished(request, wanted, "complete", [blocks], len(blocks) * TOKENS)
+        assert keep
+        self.steps()
+
+    def report(self) -> bool:
+        """Whether a grant was told; who awaits the prefill knows then."""
+        report = self.worker.wait_encoded(1.0)
+        return report is not None and bool(self.scheduler.report(report)["granted"])
 
     def sent(self) -> list[str]:
         report = self.worker.poll_encoded()

@@ -19,6 +19,12 @@ from pair import BLOCK, BLOCKS, Pair, pair, until
 from peer import freeze, process
 
 
+def cli_text(summary: trace.Summary) -> str:
+    from kvferry.cli.trace import text
+
+    return text(summary)
+
+
 def events_of(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "["
@@ -80,7 +86,7 @@ def test_the_file_is_a_trace_that_viewers_take(tmp_path: Path) -> None:
             assert event["ph"] in ("M", "b", "e")
             if event["ph"] != "M":
                 assert isinstance(event["ts"], int)
-                assert event["cat"] in ("recv", "send", "handshake")
+                assert event["cat"] in ("recv", "send", "handshake", "portion")
         # Slices of one id are nested: what is opened last is closed first.
         open_slices: dict[tuple[str, str], list[str]] = {}
         for event in sorted((e for e in whole if e["ph"] != "M"), key=lambda e: e["ts"]):
@@ -90,6 +96,45 @@ def test_the_file_is_a_trace_that_viewers_take(tmp_path: Path) -> None:
             else:
                 assert stack.pop() == event["name"]
         assert not any(open_slices.values())
+
+
+def test_portions_of_a_prefill_under_way(tmp_path: Path) -> None:
+    """Three blocks are read while the fourth is computed, after two that were given away."""
+    name, path = "x-1", tmp_path / "decode.json"
+    with pair(trace=str(path), portion_tokens=16) as both:
+        both.load("r", both.ask("awaited", name))
+        until("the producer is asked", lambda: both.ask("is_followed", name))
+
+        def holds(*values: int) -> bool:
+            return all((both.cache[i * BLOCK : (i + 1) * BLOCK] == value).all() for i, value in enumerate(values))
+
+        for blocks in ([9], [9, 7]):
+            both.ask("write", "p", name, blocks, len(blocks))
+        until("two blocks are read", lambda: holds(1, 2))
+        both.ask("give_away", "p", name, [9, 7])
+        for blocks in ([5], [5, 6], [5, 6, 9]):
+            both.ask("write", "p", name, blocks, 10 + len(blocks))
+        until("they are read anew", lambda: holds(11, 12, 13))
+        early = both.worker.poll_encoded()
+        assert early is None or both.scheduler.report(early)["finished_recving"] == []
+        both.ask("write", "p", name, [5, 6, 9, 30], 14)
+        both.ask("finish", "p", name, [5, 6, 9, 30])
+        until("the grant is told", lambda: both.ask("report"))
+        assert both.over("r") is None
+        assert holds(11, 12, 13, 14)
+        totals = both.totals()
+        assert 3 * BLOCK <= totals["ahead_bytes"] <= totals["bytes"] == 4 * BLOCK
+        assert not both.ask("is_followed", name)
+    summary = trace.summarize(trace.read([path]))
+    assert summary["received"] == 1
+    assert summary["portions"] >= 1
+    assert summary["ahead_bytes"] >= 3 * BLOCK
+    stages = {stage["stage"]: stage for stage in summary["stages"]}
+    assert stages["ahead"]["count"] == 1
+    portions = [event for event in events_of(path) if event.get("cat") == "portion" and event["ph"] == "b"]
+    assert portions[0]["args"]["tokens"][0] == 0
+    assert sum(event["args"]["bytes"] for event in portions) == summary["ahead_bytes"]
+    assert f"{summary['portions']} portions" in cli_text(summary)
 
 
 def test_what_is_in_the_files_is_what_happened(tmp_path: Path) -> None:

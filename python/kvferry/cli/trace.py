@@ -50,6 +50,7 @@ def text(summary: trace.Summary) -> str:
         f"{what}, {summary['unfinished']} without an end in the trace; {bytes_text(summary['bytes'])} in "
         f"{summary['operations']} operations, over {summary['seconds']:.3f} s",
         *(f"  {_printable(process, 100)}" for process in summary["processes"]),
+        *_ahead(summary),
     ]
     if summary["left_out"] or summary["damaged"]:
         lines.append(
@@ -79,6 +80,14 @@ def text(summary: trace.Summary) -> str:
         sends = ", ".join(f"{count} {_printable(outcome)}" for outcome, count in summary["sends"].items())
         lines += ["", f"leases granted: {sends}"]
     return "\n".join(lines)
+
+
+def _ahead(summary: trace.Summary) -> list[str]:
+    if not summary["portions"]:
+        return []
+    ahead = summary["ahead_bytes"]
+    share = f"{bytes_text(ahead)} of it ({100 * ahead / max(1, summary['bytes']):.0f} %)"
+    return [f"{share} in {summary['portions']} portions, begun before the end of the prefill was known"]
 
 
 def _slowest(slowest: Sequence[trace.SlowReceive]) -> str:
