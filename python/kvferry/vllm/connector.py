@@ -211,7 +211,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The work for the workers since the last call."""
-        return self._scheduler.build_step()
+        return self._scheduler.build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in the workers' reports."""

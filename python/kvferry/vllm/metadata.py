@@ -39,25 +39,32 @@ class KvferryConnectorMetadata(KVConnectorMetadata):
         step: What `kvferry.Scheduler.step` returned; empty when there was nothing to do.
         refused: Loads to report as failed, by request id.
         grants: Whether the step grants leases, see `StepQueue`.
+        mark: To come back with the step's output, see `Progress`; 0: nobody waits for it.
     """
 
     step: bytes = b""
     refused: dict[str, RefusedLoad] = field(default_factory=dict)
     grants: bool = False
+    mark: int = 0
 
 
 @dataclass(frozen=True)
 class KvferryWorkerMetadata(KVConnectorWorkerMetadata):
-    """Reports of one or more ranks of one engine step, encoded as by `kvferry.Worker.poll_encoded`.
+    """News of one or more ranks of one engine step.
 
-    The reports are kept sorted, which makes `aggregate` commutative as well as associative; the empty tuple is its
+    The reports are kept sorted, which makes `aggregate` commutative as well as associative; one without news is its
     identity. A report is one rank's news since that rank's last report, so none may be dropped or counted twice.
+
+    Attributes:
+        reports: Reports, encoded as by `kvferry.Worker.poll_encoded`.
+        mark: The step's, 0 if it has none. All ranks of a step have the same.
     """
 
     reports: tuple[bytes, ...] = ()
+    mark: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvferryWorkerMetadata:
-        """The reports of both."""
+        """What both have."""
         if not isinstance(other, KvferryWorkerMetadata):
             raise TypeError(f"KvferryWorkerMetadata cannot be combined with {type(other).__name__}")
-        return KvferryWorkerMetadata(tuple(sorted(self.reports + other.reports)))
+        return KvferryWorkerMetadata(tuple(sorted(self.reports + other.reports)), max(self.mark, other.mark))

@@ -15,9 +15,11 @@ from .geometry import TokenShare, transfer_groups
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
 from .support import check_multi_turn, check_served, writes_late
+from .under_way import Progress
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -132,6 +134,9 @@ class SchedulerSide:
                 **options.scheduler,
             }
         )
+        # Portions have nothing of states.
+        drafts = vllm_config.speculative_config is not None
+        self._progress = Progress(self._scheduler, self._transferred, drafts)
 
     def serve(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """Takes all ranks' metadata and, on an engine that sends, starts the handshake listener.
@@ -171,8 +176,10 @@ class SchedulerSide:
             digest = history.fingerprint(request)
             name = dialects.name_of_prefill(request, asked, digest, self._push_dialect, self._late)
             self._prefills[request.request_id] = name, digest
-        if asked and self._holds_back:
-            _drop_last_token(request)
+            if self._holds_back:
+                _drop_last_token(request)
+            if name is not None:
+                self._progress.add(request.request_id, name, request.num_prompt_tokens)
         params = self._to_load(request)
         if params is None or request.request_id in self._others:
             return
@@ -253,6 +260,19 @@ class SchedulerSide:
         params = _wants(request, "do_remote_decode") or self._to_load(request)
         self._understood.pop(request_id, None)
         name, digest = self._prefills.pop(request_id, (None, None))
+        keep, answer = self._finished(request, blocks, params, name, digest)
+        self._progress.end(request_id, bool(answer))
+        return keep, answer
+
+    def _finished(
+        self,
+        request: Request,
+        blocks: Sequence[list[int]],
+        params: Mapping[str, Any] | None,
+        name: str | None,
+        digest: str | None,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
         if params is None:
             return False, None
         self._refusals.pop(request_id, None)
@@ -361,15 +381,15 @@ class SchedulerSide:
 
     # --- steps
 
-    def build_step(self) -> KvferryConnectorMetadata:
-        """The work of this engine step; cheap when there is none."""
+    def build_step(self, output: SchedulerOutput | None = None) -> KvferryConnectorMetadata:
+        """The work of this engine step, which computes what `output` says; cheap when there is none."""
         if self._wants_blocks and self._multi_turn:
             # A request waits that could have run: conversations give way, one a step, until there is room for it.
             self.make_room()
         self._wants_blocks = False
         refused, self._refused_loads = self._refused_loads, {}
         step = self._scheduler.step() if self._scheduler.has_pending() else b""
-        metadata = KvferryConnectorMetadata(step, refused, self._granted)
+        metadata = KvferryConnectorMetadata(step, refused, self._granted, self._progress.step(output))
         # Work that one step did not hold comes with the next.
         self._granted = self._granted and self._scheduler.has_pending()
         return metadata
@@ -396,9 +416,13 @@ class SchedulerSide:
         if metadata is not None:
             if not isinstance(metadata, KvferryWorkerMetadata):
                 raise TypeError(f"expected worker metadata of KvferryConnector, got {type(metadata).__name__}")
+            # First, because a report may say that a prefill is not kept any more.
+            if metadata.mark:
+                self._progress.confirm(metadata.mark)
             for report in metadata.reports:
                 self._scheduler.note(report)
         for request in output.finished_sending or ():
+            self._progress.forget(request)
             self._scheduler.over(request, "sending")
         for request in output.finished_recving or ():
             if request in self._unreported:

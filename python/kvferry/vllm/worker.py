@@ -55,6 +55,8 @@ class WorkerSide:
         # Of workers that were ended before a sleep.
         self._last_reports: list[bytes] = []
         self._refused: dict[str, RefusedLoad] = {}
+        # Of the step that runs, until its output has it.
+        self._mark = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Starts the worker and registers the memory behind `kv_caches`, each storage once."""
@@ -148,6 +150,7 @@ class WorkerSide:
             return
         self._submitted = metadata
         self._refused.update(metadata.refused)
+        self._mark = metadata.mark
         if not metadata.step:
             return
         if self._steps is None and self._kv_caches:
@@ -199,10 +202,11 @@ class WorkerSide:
 
     def take_worker_metadata(self) -> KvferryWorkerMetadata | None:
         """Reports for the scheduler side since the last call, None if there are none."""
-        if not self._reports:
+        if not self._reports and not self._mark:
             return None
-        taken, self._reports = self._reports, ()
-        return KvferryWorkerMetadata(taken)
+        taken = KvferryWorkerMetadata(self._reports, self._mark)
+        self._reports, self._mark = (), 0
+        return taken
 
     def shutdown(self) -> None:
         """Ends all transfers and gives the memory back. May be called again."""

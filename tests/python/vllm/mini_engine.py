@@ -327,6 +327,19 @@ class Engine:
             total += which.size
         return wrong, total
 
+    def _in_full_layers(self, request: str, tokens: int) -> list[tuple[Any, Any]]:
+        """What the layers with full attention hold of the first tokens of a request, and what they must hold."""
+        import torch
+
+        positions = range(tokens)
+        assert self.expected_salt is not None
+        cells = self._cells(request, positions, self.expected_salt)
+        return [
+            (self.views[name].view(torch.uint8).numpy()[blocks, :, slots], cells[layer, which])
+            for layer, name, which, blocks, slots in self._places(request, positions)
+            if name in FULL_LAYERS
+        ]
+
     # --- what the parent calls
 
     def add(
@@ -480,6 +493,43 @@ class Engine:
             self.abandoned.append(storage)
             new = moved[storage.data_ptr()].untyped_storage()
             view.set_(new, view.storage_offset(), view.size(), view.stride())
+
+    def missing(self, request: str, tokens: int) -> int:
+        """Bytes of a loaded request's first tokens that are not there (yet), of layers with full attention."""
+        return sum(int((found != wanted).sum()) for found, wanted in self._in_full_layers(request, tokens))
+
+    def untouched(self, request: str, tokens: int) -> int:
+        """Of these, those that are as in a new cache."""
+        return sum(int((found == 0).sum()) for found, wanted in self._in_full_layers(request, tokens))
+
+    def is_followed(self, request: str) -> bool:
+        """Whether a decode engine wants to know how far a prefill is."""
+        progress = self._own_connector()._scheduler._progress
+        return bool(progress._scheduler.is_followed(progress._prefills[request].name))
+
+    def keep_silent_of_preemptions(self) -> None:
+        """A fault: what was told of blocks that are given away is not taken back."""
+        progress = self._own_connector()._scheduler._progress
+        tell = progress._tell
+        progress._tell = lambda prefill, tokens: tokens > 0 and tell(prefill, tokens)
+
+    def fill_free(self) -> None:
+        """Others' bytes come into blocks that are free, as they would with a request that runs ahead of all others."""
+        import torch
+
+        free = self.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+        for name in FULL_LAYERS:
+            view = self.views[name].view(torch.uint8).numpy()
+            for block in free:
+                view[block.block_id] = 238
+
+    def preempt(self) -> None:
+        """As `/reset_prefix_cache?reset_running_requests=true`: all that runs begins again."""
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def _own_connector(self) -> Any:
+        connector: Any = self.scheduler.connector
+        return connector._connectors[0] if self.settings.child else connector
 
     def reset_caches(self) -> None:
         """As `/reset_prefix_cache?reset_external=true`, which an operator repeats until it succeeds."""

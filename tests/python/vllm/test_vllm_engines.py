@@ -30,10 +30,11 @@ class Pair:
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         runner: RunnerName = "mixin",
+        reads: dict[str, Any] | None = None,
     ) -> None:
         model = write_model(folder)
         self.model, self.hybrid = model, hybrid
-        limits = {"handshake_timeout_ms": 5000, "transfer_timeout_ms": 20000}
+        limits = {"handshake_timeout_ms": 5000, "transfer_timeout_ms": 20000, **(reads or {})}
         self.states: str = (prefill or {}).get("states", "")
         self.groups = 1 + hybrid + bool(self.states)
         prefill = {"runner": runner, **(prefill or {})}
