@@ -16,6 +16,7 @@ from typing import Any
 
 from kvferry.cli import main as make_key
 
+from . import under_way
 from .options import Options
 
 BY_TRANSPORT = {
@@ -26,12 +27,16 @@ BY_TRANSPORT = {
     "firewall": ("firewall", "firewall", 20),
     "restart-listener": ("faults", "restart_listener", 50),
     "lease-race": ("load", "lease_race", 10_000),
+    "preempt": ("load", "preempt", 3_000),
     "soak": ("load", "soak", 100_000),
 }
 """Series that run over TCP and over shared memory: module, function, rounds over each."""
 
 WHOLE = {"garbage": ("garbage", 1_000_000), "auth": ("auth", 1), "vllm": ("vllm", 3), "matrix": ("matrix", 1)}
 """Series with a module of their own, whose `run` does all: module, rounds."""
+
+PORTIONS = ("kill-consumer", "kill-producer", "freeze", "cut", "restart-listener", "preempt", "soak")
+"""Series that can be run with prompts that are read while they are computed."""
 
 TRANSPORTS = ("tcp", "shm")
 RDMA = ("rc", "ud")
@@ -94,6 +99,11 @@ def main() -> int:
         help="this one, may be repeated (default: tcp and shm); rc and ud need an RDMA device, see scripts/rdma-vm",
     )
     parser.add_argument("--key", action="store_true", help="all engines have one key")
+    parser.add_argument(
+        "--portions",
+        action="store_true",
+        help="both engines are asked at once, and prompts read while they are computed (always in preempt)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     matrix = parser.add_argument_group("of the series matrix")
     matrix.add_argument("--only", action="append", metavar="ROW", help="only this row; may be repeated")
@@ -107,6 +117,10 @@ def main() -> int:
         atexit.register(folder.cleanup)
         os.environ["KVFERRY_KEY_FILE"] = f"{folder.name}/key"
         make_key(["key", os.environ["KVFERRY_KEY_FILE"]])
+    if options.portions:
+        if taken := [series for series in options.series if series not in PORTIONS]:
+            parser.error(f"--portions is for {', '.join(PORTIONS)}, not for {', '.join(taken)}")
+        os.environ[under_way.VARIABLE] = "1"
     chosen = names if "all" in options.series else options.series
     results = {}
     failed = False

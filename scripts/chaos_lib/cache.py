@@ -50,17 +50,17 @@ class Cache:
             "areas": [{**area, "layer": f"layer.{i}", "offset": i * per_layer} for i in range(LAYERS)],
         }
 
-    def _expected(self, key: int, layer: int, count: int) -> NDArray[np.uint32]:
-        places = np.arange(count, dtype=np.uint32) * _PLACE
+    def _expected(self, key: int, layer: int, count: int, first: int = 0) -> NDArray[np.uint32]:
+        places = np.arange(first, first + count, dtype=np.uint32) * _PLACE
         base = places + self._layers[layer] + np.uint32(key & 0xFFFFFFFF) * _KEY
         expected: NDArray[np.uint32] = base[:, None] ^ self._ramp[None, :]
         return expected
 
-    def fill(self, key: int, blocks: Sequence[int]) -> None:
-        """Gives the blocks the bytes of request `key`."""
+    def fill(self, key: int, blocks: Sequence[int], first: int = 0) -> None:
+        """Gives the blocks the bytes of request `key`, from its block `first` on."""
         with np.errstate(over="ignore"):
             for layer in range(LAYERS):
-                self.words[layer, blocks] = self._expected(key, layer, len(blocks))
+                self.words[layer, blocks] = self._expected(key, layer, len(blocks), first)
 
     def wrong_bytes(self, key: int, blocks: Sequence[int]) -> int:
         """How many bytes of the blocks are not those of request `key`."""

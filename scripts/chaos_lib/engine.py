@@ -19,6 +19,7 @@ from typing import Any
 from kvferry import Scheduler, Worker, decode_report
 from kvferry.scheduler import Outcome
 
+from . import under_way
 from .cache import TOKENS, Cache
 
 _CLONE_NEWNET = 0x40000000
@@ -41,6 +42,9 @@ class Setup:
     # The network namespace to live in.
     netns: str | None = None
     worker: dict[str, object] = field(default_factory=dict)
+    # Of prompts that are computed in parts, see `UnderWay`.
+    silent: bool = False
+    aborts: int = 0
 
 
 @dataclass
@@ -115,13 +119,16 @@ class Engine:
                 "early_message_ms": 5_000,
                 "tombstone_ms": 5_000,
                 "peer_ttl_ms": 10_000,
+                "portion_tokens": TOKENS,
                 **setup.worker,
             }
         )
         self.worker.register(self.cache.words.ctypes.data, self.cache.words.nbytes)
         self.worker.set_geometry(self.cache.geometry())
         self.metadata = {(0, 0): self.worker.metadata()}
+        self.place: dict[str, Any] = {}
         self.scheduler = self._scheduler()
+        self.under_way = under_way.UnderWay(self, os.getpid(), setup.silent, setup.aborts)
         self.free = list(range(1, setup.blocks))
         self.held: dict[str, _Held] = {}
         self.loads: dict[str, _Held] = {}
@@ -144,14 +151,30 @@ class Engine:
             }
         )
         if self.setup.serves:
-            scheduler.serve(self.metadata)
+            host, port = scheduler.serve(self.metadata)
+            self.place = {"remote_engine_id": self.setup.name, "remote_host": host, "remote_port": port}
         return scheduler
 
-    def _take(self, count: int) -> list[int] | None:
+    def take(self, count: int) -> list[int] | None:
+        """So many free blocks, if there are."""
         if len(self.free) < count:
             return None
         taken, self.free = self.free[:count], self.free[count:]
         return taken
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Blocks come free, and get other bytes at once, as the next prefill would give them."""
+        self.spoil(blocks)
+        self.free += blocks
+
+    def spoil(self, blocks: list[int]) -> None:
+        """Blocks get bytes that are nobody's."""
+        self.garbage += 1
+        self.cache.fill(0x80000000 + self.garbage, blocks)
+
+    def keep(self, request: str, key: int, blocks: list[int]) -> None:
+        """A prefill's blocks stay for the consumer."""
+        self.held[request] = _Held(key, blocks, time.monotonic())
 
     # What the parent asks for.
 
@@ -159,7 +182,12 @@ class Engine:
         """Prefills `(request, key, blocks)`; the params for the consumer, None while there are not enough blocks."""
         answers: list[tuple[str, dict[str, Any] | None]] = []
         for request, key, count in wanted:
-            blocks = self._take(count)
+            if under_way.chosen():
+                self.under_way.begin(request, key, count)
+                asked = {"do_remote_prefill": True, "transfer_id": f"x-{request}", **self.place}
+                answers.append((request, asked))
+                continue
+            blocks = self.take(count)
             if blocks is None:
                 answers.append((request, None))
                 continue
@@ -168,7 +196,7 @@ class Engine:
                 request, {"do_remote_decode": True}, "complete", [blocks], count * TOKENS
             )
             assert keep, request
-            self.held[request] = _Held(key, blocks, time.monotonic())
+            self.keep(request, key, blocks)
             answers.append((request, params))
         self._step()
         return answers
@@ -180,7 +208,7 @@ class Engine:
         """
         refused = []
         for request, key, count, params, delay in wanted:
-            blocks = self._take(count)
+            blocks = self.take(count)
             if blocks is None:
                 refused.append(request)
                 continue
@@ -222,7 +250,9 @@ class Engine:
             "heap": heap_bytes(),
             "fds": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
-            "held": len(self.held),
+            "held": len(self.held) + len(self.under_way.prompts),
+            "preempted": self.under_way.preempted,
+            "aborted": self.under_way.aborted,
             "loads": len(self.loads),
             "free": len(self.free),
             "agent": stats["agent"],
@@ -252,10 +282,7 @@ class Engine:
         for request in report["finished_sending"]:
             held = self.held.pop(request, None)
             if held is not None:
-                # At once: the next prefill would do so.
-                self.garbage += 1
-                self.cache.fill(0x80000000 + self.garbage, held.blocks)
-                self.free += held.blocks
+                self.give_back(held.blocks)
                 self.freed.append((request, time.monotonic()))
         failures = {failure["request"]: failure for failure in report["failed_recving"]}
         ends = []
@@ -286,8 +313,9 @@ class Engine:
                 self.later = [entry for entry in self.later if entry[0] > now]
                 for _, request, params in due:
                     self._allocated(request, params)
+            self.under_way.step()
             self._step()
-            busy = bool(self.loads or self.held)
+            busy = bool(self.loads or self.held or self.under_way.prompts)
             while self._report(0.001 if busy and not self.pipe.poll(0) else 0):
                 self._step()
             while self.pipe.poll(0 if busy or self.later else 0.02):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
 from dataclasses import replace
 from typing import Any
 
+from . import under_way
 from .engine import Setup
 from .options import Options
 from .parent import Child, Requests, Tally, grown, hand_over, resources, settle, wait_unpinned
@@ -79,6 +81,64 @@ def _race(options: Options, transport: str, validated: bool) -> dict[str, Any]:
         "unexpected": sum(tally.causes.values()) - expired + tally.unexpected,
         "lease_expired": expired,
         "notes": tally.notes[:3] if not validated else tally.notes,
+    }
+
+
+def preempt(options: Options, transport: str) -> dict[str, Any]:
+    """Prompts are read while a producer with few blocks computes them, gives their blocks away, and begins again.
+
+    Twice: as it must be, with clients that leave, and with a producer that computes prompts again in the same blocks
+    and does not say so. What was read before then counts, and wrong bytes must be found, or the first part proves
+    nothing.
+    """
+    os.environ[under_way.VARIABLE] = "1"
+    checked = _preempted(options, transport, silent=False)
+    control = _preempted(options, transport, silent=True)
+    return {
+        "zeros": {
+            "wrong_bytes": checked["wrong"],
+            "unreported": checked["unreported"] + control["unreported"],
+            "pinned": checked["pinned"] + control["pinned"],
+            "unexpected": checked["unexpected"],
+            "control_without_wrong_bytes": int(control["wrong"] == 0),
+            "never_preempted": int(checked["preempted"] == 0),
+        },
+        "validated": checked,
+        "not_validated": control,
+    }
+
+
+def _preempted(options: Options, transport: str, silent: bool) -> dict[str, Any]:
+    rounds = max(300, options.rounds // 10) if silent else options.rounds
+    requests, tally = Requests(options.seed, most=64), Tally()
+    setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384)
+    small = replace(setup, name="prefill", serves=True, blocks=512, silent=silent, aborts=0 if silent else 1)
+    producer, consumer = Child(small), Child(setup)
+    started = 0
+    try:
+        while started < rounds:
+            waiting = hand_over(producer, consumer, requests.make(min(32, rounds - started)))
+            started += len(waiting)
+            settle(consumer, waiting, tally)
+            options.progress(started, rounds)
+        wait_unpinned(producer, tally, 60)
+        state = producer.ask("state")
+    finally:
+        producer.close()
+        consumer.close()
+    # Of a prompt whose client has left, nothing is kept.
+    ended = tally.causes.get("lease_expired", 0)
+    return {
+        "requests": started,
+        "good": tally.good,
+        "wrong": tally.wrong,
+        "unreported": tally.unreported,
+        "pinned": tally.pinned,
+        "unexpected": sum(tally.causes.values()) - ended + tally.unexpected,
+        "preempted": state["preempted"],
+        "aborted": state["aborted"],
+        "ended_without_cache": ended,
+        "notes": tally.notes[:3] if silent else tally.notes,
     }
 
 
