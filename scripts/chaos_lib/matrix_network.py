@@ -107,9 +107,9 @@ class Network:
                 raise TimeoutError(f"eth0 of network namespace {host.netns} does not come up")
             time.sleep(0.05)
 
-    def slow(self) -> None:
-        """Lets through `SLOW_BITS` a second from the prefill engine's host."""
-        words = ("root", "tbf", "rate", str(SLOW_BITS), "burst", "32kb", "latency", "1s")
+    def slow(self, bits: int = SLOW_BITS) -> None:
+        """Lets through so many bits a second from the prefill engine's host."""
+        words = ("root", "tbf", "rate", str(bits), "burst", "32kb", "latency", "1s")
         _run("ip", "netns", "exec", str(self.prefill.netns), "tc", "qdisc", "replace", "dev", "eth0", *words)
 
     def firewall(self, open_ports: Sequence[int]) -> None:
