@@ -57,6 +57,7 @@ def engine(role: str = "kv_producer", **changes: Any) -> Any:
             kv_load_failure_policy="fail",
         ),
         device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
         num_prefill_lookahead_tokens=changes.pop("lookahead", 0),
     )
 
