@@ -89,7 +89,11 @@ def work(pipe: Connection, engine: str, rank: int, tp: int, tag: int, more: dict
                     return
             report = worker.poll_encoded()
             if report is not None:
-                pipe.send(report)
+                try:
+                    pipe.send(report)
+                except BrokenPipeError:
+                    # The test is over, and nobody takes reports.
+                    return
 
 
 class Engine:
