@@ -10,7 +10,9 @@ use common::child::{Ask, Child, Lists, Tell, serve_if_child};
 use common::engine::{lists, ranks, scheduler_config, worker_config};
 use common::netns::{Hosts, skip};
 use kvferry::connector::{Scheduler, SchedulerConfig, Transport};
+use kvferry::proto::geometry::GroupKind;
 use kvferry::proto::ids::RankId;
+use kvferry::proto::shape::GroupSpec;
 use kvferry::proto::wire::{Cause, TransferParams, WorkerReport};
 
 /// The other processes of these tests.
@@ -279,4 +281,57 @@ fn two_hosts_with_two_addresses_each() {
             d[0].check(&[Loaded::whole(&name, &here)]);
         }
     }
+}
+
+/// While bytes come slowly, over a link or from a peer that is busy, neither side's progress thread takes a processor from
+/// engines that compute: it is woken when there are some, not for each packet, and does not look for them in between.
+#[test]
+fn a_slow_link_leaves_processors_to_others() {
+    let hosts = match Hosts::new(2, false) {
+        Ok(hosts) => hosts,
+        Err(why) => return skip("netns", &why),
+    };
+    let mut cache = CacheSpec::small(1, 1, 70);
+    // 64 KiB a token.
+    cache.model.groups = vec![GroupSpec::attention(GroupKind::Full, 0..8, 8, 512, 512)];
+    cache.engine.block_size = vec![4];
+    let mut p = workers(&hosts, &[0], "prefill", &cache);
+    let mut d = workers(&hosts, &[1], "decode", &CacheSpec { seed: 71, ..cache.clone() });
+    let mut head = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(0)), &[]);
+    let config = SchedulerConfig { host: None, ..scheduler_config("prefill", &cache) };
+    head.ok(&Ask::StartScheduler { config: Box::new(config) });
+    let Tell::Address(..) = head.ok(&Ask::Serve { ranks: metadata(&mut p) }) else { panic!("no address") };
+    metadata(&mut d);
+    let scheduler = Scheduler::start(scheduler_config("decode", &cache)).unwrap();
+    let blocks = |first: u32| -> Lists { vec![(first..first + 12).collect()] };
+    let mut loaded = vec![];
+    let mut load = |request: &str, there: Lists, here: Lists| {
+        p[0].ok(&Ask::Fill { request: request.into(), blocks: there.clone() });
+        let params = TransferParams { do_remote_decode: true, ..TransferParams::default() };
+        let finished = Ask::Finished { request: request.into(), params, blocks: there, tokens: 48 };
+        let Tell::Params(Some(params)) = head.ok(&finished) else { panic!("no params") };
+        p[0].ok(&Ask::Submit { step: head.bytes(&Ask::Step) });
+        scheduler.allocated(request, &params, common::engine::blocks(&here), 48, 48).unwrap();
+        let turns = |child: &mut Child| match child.ok(&Ask::Stats) {
+            Tell::Stats { turns, .. } => turns,
+            other => panic!("{other:?}"),
+        };
+        let before = [turns(&mut p[0]), turns(&mut d[0])];
+        d[0].ok(&Ask::Submit { step: scheduler.step().unwrap() });
+        report(&mut d[0], |r| {
+            assert!(r.failed_recving.is_empty(), "{r:#?}");
+            r.finished_recving.iter().any(|r| r.as_str() == request)
+        });
+        loaded.push(Loaded::whole(request, &here));
+        d[0].check(&loaded);
+        [turns(&mut p[0]) - before[0], turns(&mut d[0]) - before[1]]
+    };
+    // While the connection and its stream are made.
+    load("first", blocks(1), blocks(20));
+    if let Err(why) = hosts.slow(0, 5_000_000) {
+        return skip("netns", &why);
+    }
+    let turns = load("slow", blocks(14), blocks(6));
+    // 3 MiB take some 600 ms: over 100,000 turns of a thread that spins.
+    assert!(turns.iter().all(|turns| *turns < 20_000), "turns of the progress threads of P and D: {turns:?}");
 }

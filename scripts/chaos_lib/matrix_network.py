@@ -108,8 +108,12 @@ class Network:
             time.sleep(0.05)
 
     def slow(self, bits: int = SLOW_BITS) -> None:
-        """Lets through so many bits a second from the prefill engine's host."""
-        words = ("root", "tbf", "rate", str(bits), "burst", "32kb", "latency", "1s")
+        """Lets through so many bits a second from the prefill engine's host.
+
+        A bucket that holds less than what a socket hands over at once (64 KiB) has the kernel cut that into packets, with
+        a timer for each, which takes from engines of the same processors what a network card does by itself.
+        """
+        words = ("root", "tbf", "rate", str(bits), "burst", "128kb", "latency", "1s")
         _run("ip", "netns", "exec", str(self.prefill.netns), "tc", "qdisc", "replace", "dev", "eth0", *words)
 
     def firewall(self, open_ports: Sequence[int]) -> None:

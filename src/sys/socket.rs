@@ -79,6 +79,16 @@ impl Stretches {
         self.all.get(self.first..).unwrap_or_default()
     }
 
+    /// How many bytes are left.
+    pub fn len(&self) -> u64 {
+        self.left().iter().map(|stretch| stretch.len as u64).sum()
+    }
+
+    /// Whether nothing is left.
+    pub fn is_empty(&self) -> bool {
+        self.left().is_empty()
+    }
+
     /// The first `len` bytes of what is left are done.
     pub fn advance(&mut self, mut len: usize) {
         while let Some(stretch) = self.all.get_mut(self.first) {
@@ -214,6 +224,27 @@ pub enum Refusal {
 pub fn discard(socket: TcpStream) {
     // The kernel refuses this of no TCP socket.
     let _ = sockopt::set_socket_linger(&socket, Some(Duration::ZERO));
+}
+
+/// From now on `socket` is reported as readable only when so many bytes are there, or its end (`SO_RCVLOWAT`, socket(7));
+/// what is there can be read at any time. The kernel takes half of the socket's buffer at most.
+///
+/// # Errors
+/// What the kernel says.
+pub fn set_least_readable(socket: impl AsFd, bytes: u64) -> std::io::Result<()> {
+    let bytes = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    let len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option takes an int, which lives until the call returns.
+    let set = unsafe {
+        libc::setsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_RCVLOWAT,
+            (&raw const bytes).cast(),
+            len,
+        )
+    };
+    if set == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
 /// Whether the other side has not discarded the connection so far. On one host, what has arrived may still be the other

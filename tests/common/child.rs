@@ -84,8 +84,19 @@ pub enum Tell {
     Address(String, u16),
     Count(u64),
     Params(Option<Box<TransferParams>>),
-    Stats { loads: usize, leases: usize, transfers: u64, peers: u64, totals_bytes: u64, malformed_steps: u64 },
-    Error { kind: i32, message: String },
+    Stats {
+        loads: usize,
+        leases: usize,
+        transfers: u64,
+        peers: u64,
+        totals_bytes: u64,
+        malformed_steps: u64,
+        turns: u64,
+    },
+    Error {
+        kind: i32,
+        message: String,
+    },
 }
 
 /// Serves if this process is a child; the test named `child` of every binary that uses this calls it.
@@ -216,6 +227,7 @@ impl State {
                     peers: s.agent.peers,
                     totals_bytes: s.totals.bytes,
                     malformed_steps: s.malformed_steps,
+                    turns: s.agent.turns,
                 });
             }
             Ask::ShutDownWorker => self.worker().shutdown(Duration::from_secs(30))?,

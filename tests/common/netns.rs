@@ -75,6 +75,12 @@ impl Hosts {
         run(&format!("ip -n {} neigh replace {address} {nobody}", self.netns(host))).unwrap();
     }
 
+    /// Lets what `host` sends leave at so many bytes a second, one packet after the other.
+    pub fn slow(&self, host: usize, bytes_per_second: u64) -> Result<(), String> {
+        let limit = format!("tbf rate {}bit burst 4kb latency 1s", 8 * bytes_per_second);
+        run(&format!("tc -n {} qdisc replace dev eth0 root {limit}", self.netns(host)))
+    }
+
     /// The namespace of the host numbered from 0.
     pub fn netns(&self, host: usize) -> &str {
         // The first is the bridge's.

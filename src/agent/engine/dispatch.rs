@@ -450,9 +450,10 @@ impl Engine {
         self.dispatch(now);
         for id in self.streams.writing() {
             let (streams, mut io) = self.streams(now);
-            if streams.send(id, &mut io) {
+            let sent = streams.send(id, &mut io);
+            any |= sent.any;
+            if sent.any && sent.is_fast {
                 self.served_at = Some(now);
-                any = true;
             }
             self.dispatch(now);
         }

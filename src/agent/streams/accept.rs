@@ -89,7 +89,7 @@ impl Streams {
         let data = offer.encode(peer.version)?;
         if !offer.addresses.is_empty() {
             self.tickets.insert(offer.ticket, id);
-            self.outbound.insert(id, Outbound::offered(offer.ticket, offer.answer));
+            self.outbound.insert(id, Outbound::offered(offer.ticket, offer.answer, io.now));
         }
         io.effects.send(id, FrameKind::StreamOffer, 0, data);
         Ok(())

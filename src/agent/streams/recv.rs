@@ -3,7 +3,9 @@
 use std::cell::RefCell;
 use std::io::{ErrorKind as IoErrorKind, Read};
 use std::net::TcpStream;
+use std::time::Instant;
 
+use super::pace::Pace;
 use super::wire::{HEADING_BYTES, Heading};
 use super::{Io, Streams, TURN_BYTES, stretches};
 use crate::agent::core::effect::{Effect, Effects};
@@ -37,11 +39,45 @@ pub(crate) struct Receiver {
     chunks: u64,
     /// How many of them the peer knows of.
     told: u64,
+    pace: Pace,
+    /// How many bytes have to be there for the socket to be one that has changed.
+    wakes_at: u64,
 }
 
 impl Receiver {
-    pub(crate) fn new(socket: TcpStream) -> Self {
-        Receiver { socket, heading: [0; HEADING_BYTES], heading_len: 0, left: None, expected: 0, chunks: 0, told: 0 }
+    pub(crate) fn new(socket: TcpStream, now: Instant) -> Self {
+        Receiver {
+            socket,
+            heading: [0; HEADING_BYTES],
+            heading_len: 0,
+            left: None,
+            expected: 0,
+            chunks: 0,
+            told: 0,
+            pace: Pace::new(now),
+            wakes_at: 1,
+        }
+    }
+
+    /// Chunks that were asked for, if they come slowly.
+    pub(super) fn slow_chunks(&self) -> u64 {
+        if self.pace.is_fast() { 0 } else { self.expected.into() }
+    }
+
+    /// Nothing has come that was not taken: says how much has to come for the thread to be woken, which is never more than
+    /// what is left of the chunk.
+    fn wake_later(&mut self) {
+        let bytes = match self.pace.worth_waking() {
+            1 => 1,
+            worth => worth.min(self.left.as_ref().map_or(1, Stretches::len)).max(1),
+        };
+        // Of a chunk that is nearly there the rest is worth a call, of a rate that has hardly changed nothing is.
+        if bytes < self.wakes_at || bytes / 2 > self.wakes_at {
+            // Without it the thread is woken for each packet.
+            if socket::set_least_readable(&self.socket, bytes).is_ok() {
+                self.wakes_at = bytes;
+            }
+        }
     }
 }
 
@@ -57,8 +93,11 @@ impl Streams {
     }
 
     /// A chunk was asked for by a stream.
-    pub(crate) fn expect(&mut self, id: PeerId) {
+    pub(crate) fn expect(&mut self, id: PeerId, now: Instant) {
         if let Some(Inbound::Up(receiver)) = self.inbound.get_mut(&id) {
+            if receiver.expected == 0 {
+                receiver.pace.begin(now);
+            }
             receiver.expected = receiver.expected.saturating_add(1);
             self.reading.insert(id);
         }
@@ -97,6 +136,11 @@ impl Streams {
             }
         };
         let expected = receiver.expected;
+        if moved > 0 {
+            receiver.pace.moved(moved, io.now);
+        } else if ended.is_none() {
+            receiver.wake_later();
+        }
         if ended.is_some() || expected == 0 && moved == 0 {
             self.reading.remove(&id);
         }

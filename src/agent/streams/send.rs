@@ -3,10 +3,12 @@
 use std::collections::VecDeque;
 use std::io::{ErrorKind as IoErrorKind, Read};
 use std::net::TcpStream;
+use std::time::Instant;
 
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send};
 
+use super::pace::Pace;
 use super::wire::{HEADING_BYTES, Heading, Secret};
 use super::{Io, Streams, TURN_BYTES, stretches};
 use crate::agent::core::effect::Effects;
@@ -35,6 +37,7 @@ pub(crate) struct Outbound {
     lent: VecDeque<Vec<u32>>,
     /// How many chunks the peer has.
     received: u64,
+    pace: Pace,
 }
 
 /// A chunk that a peer asked for.
@@ -56,8 +59,17 @@ struct Sending {
     warm: bool,
 }
 
+/// What came of sending on.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Sent {
+    /// The socket took something.
+    pub(crate) any: bool,
+    /// It takes bytes so fast that the loop spins for it.
+    pub(crate) is_fast: bool,
+}
+
 impl Outbound {
-    pub(crate) fn offered(ticket: Secret, answer: Secret) -> Self {
+    pub(crate) fn offered(ticket: Secret, answer: Secret, now: Instant) -> Self {
         Outbound {
             ticket,
             answer,
@@ -66,6 +78,7 @@ impl Outbound {
             sending: None,
             lent: VecDeque::new(),
             received: 0,
+            pace: Pace::new(now),
         }
     }
 
@@ -93,6 +106,9 @@ impl Streams {
                     );
                     io.effects.lose(id, error.clone());
                     return Err(error);
+                }
+                if outbound.waiting.is_empty() && outbound.sending.is_none() {
+                    outbound.pace.begin(io.now);
                 }
                 outbound.waiting.push_back(Asked { chunk, pieces });
                 self.writing.insert(id);
@@ -122,12 +138,12 @@ impl Streams {
         Ok(())
     }
 
-    /// Sends on. Returns whether the socket took anything.
-    pub(crate) fn send(&mut self, id: PeerId, io: &mut Io<'_>) -> bool {
+    /// Sends on.
+    pub(crate) fn send(&mut self, id: PeerId, io: &mut Io<'_>) -> Sent {
         let Streams { outbound, writing, pipe, name, .. } = self;
         let Some(outbound) = outbound.get_mut(&id) else {
             writing.remove(&id);
-            return false;
+            return Sent::default();
         };
         let mut moved = 0;
         while moved < TURN_BYTES {
@@ -148,7 +164,10 @@ impl Streams {
                 outbound.sending = None;
             }
         }
-        moved > 0
+        if moved > 0 {
+            outbound.pace.moved(moved, io.now);
+        }
+        Sent { any: moved > 0, is_fast: outbound.pace.is_fast() }
     }
 
     /// Looks whether a stream that has changed has ended: nothing comes on it.
