@@ -285,8 +285,7 @@ fn two_hosts_with_two_addresses_each() {
 
 /// While bytes come slowly, over a link or from a peer that is busy, neither side's progress thread takes a processor from
 /// engines that compute: it is woken when there are some, not for each packet, and does not look for them in between.
-#[test]
-fn a_slow_link_leaves_processors_to_others() {
+fn a_slow_link_leaves_processors_to_others(streams: bool) {
     let hosts = match Hosts::new(2, false) {
         Ok(hosts) => hosts,
         Err(why) => return skip("netns", &why),
@@ -296,12 +295,14 @@ fn a_slow_link_leaves_processors_to_others() {
     cache.model.groups = vec![GroupSpec::attention(GroupKind::Full, 0..8, 8, 512, 512)];
     cache.engine.block_size = vec![4];
     let mut p = workers(&hosts, &[0], "prefill", &cache);
-    let mut d = workers(&hosts, &[1], "decode", &CacheSpec { seed: 71, ..cache.clone() });
+    let mut d = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(1)), &[]);
+    let mut config = worker_config("decode", d.rank, &cache, Transport::Tcp);
+    config.streams = streams;
+    d.bytes(&Ask::StartWorker { config: Box::new(config), cache: Some(CacheSpec { seed: 71, ..cache.clone() }) });
     let mut head = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(0)), &[]);
     let config = SchedulerConfig { host: None, ..scheduler_config("prefill", &cache) };
     head.ok(&Ask::StartScheduler { config: Box::new(config) });
     let Tell::Address(..) = head.ok(&Ask::Serve { ranks: metadata(&mut p) }) else { panic!("no address") };
-    metadata(&mut d);
     let scheduler = Scheduler::start(scheduler_config("decode", &cache)).unwrap();
     let blocks = |first: u32| -> Lists { vec![(first..first + 12).collect()] };
     let mut loaded = vec![];
@@ -316,15 +317,15 @@ fn a_slow_link_leaves_processors_to_others() {
             Tell::Stats { turns, .. } => turns,
             other => panic!("{other:?}"),
         };
-        let before = [turns(&mut p[0]), turns(&mut d[0])];
-        d[0].ok(&Ask::Submit { step: scheduler.step().unwrap() });
-        report(&mut d[0], |r| {
+        let before = [turns(&mut p[0]), turns(&mut d)];
+        d.ok(&Ask::Submit { step: scheduler.step().unwrap() });
+        report(&mut d, |r| {
             assert!(r.failed_recving.is_empty(), "{r:#?}");
             r.finished_recving.iter().any(|r| r.as_str() == request)
         });
         loaded.push(Loaded::whole(request, &here));
-        d[0].check(&loaded);
-        [turns(&mut p[0]) - before[0], turns(&mut d[0]) - before[1]]
+        d.check(&loaded);
+        [turns(&mut p[0]) - before[0], turns(&mut d) - before[1]]
     };
     // While the connection and its stream are made.
     load("first", blocks(1), blocks(20));
@@ -334,4 +335,14 @@ fn a_slow_link_leaves_processors_to_others() {
     let turns = load("slow", blocks(14), blocks(6));
     // 3 MiB take some 600 ms: over 100,000 turns of a thread that spins.
     assert!(turns.iter().all(|turns| *turns < 20_000), "turns of the progress threads of P and D: {turns:?}");
+}
+
+#[test]
+fn a_slow_link_leaves_processors_to_others_by_streams() {
+    a_slow_link_leaves_processors_to_others(true);
+}
+
+#[test]
+fn a_slow_link_leaves_processors_to_others_by_messages() {
+    a_slow_link_leaves_processors_to_others(false);
 }

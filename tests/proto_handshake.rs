@@ -9,7 +9,7 @@ use kvferry::proto::handshake::{Directory, HandshakeFailure, HandshakeOutcome, P
 use kvferry::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES, MAX_RANK_METADATA_BYTES, MAX_REQUEST_BYTES};
 use kvferry::proto::wire::{
     self, AgentMetadata, Cause, CompatField, EngineShape, HandshakeReply, HandshakeRequest, MemoryKind, Message,
-    RankBlob, RankMetadata, RefusalCode, RegionMetadata, kind,
+    Prefill, RankBlob, RankMetadata, RefusalCode, RegionMetadata, kind,
 };
 use kvferry::proto::{EngineId, Incarnation, RankId, RequestId};
 use proptest::prelude::*;
@@ -377,8 +377,18 @@ fn ranks_whose_workers_were_started_anew_are_served_as_they_are_now() {
     let mut swapped = give(&moved);
     swapped[0].0 = ranks()[1];
     refused(swapped, ErrorKind::InvalidArgument, &["(pp 0, tp 1)", "(pp 0, tp 0)"]);
+    let (request, blocks) = (RequestId::new("a").unwrap(), vec![]);
+    directory.prefill_progressed(Prefill { request: request.clone(), blocks, tokens: 32, lease_ms: 9, lease_id: 3 });
+    let follow = HandshakeRequest::Await { id: 2, engine: engine("p"), requests: vec![request], from_tokens: vec![1] };
+    let far =
+        |directory: &mut Directory| match HandshakeReply::from_bytes(&directory.answer(&follow.to_bytes().unwrap())) {
+            Ok(HandshakeReply::Prefills { partial, .. }) => partial.len(),
+            other => panic!("{other:?}"),
+        };
+    assert_eq!(far(&mut directory), 1);
     assert!(directory.renew(give(&moved), next).unwrap());
     assert_eq!(directory.incarnation(), next);
+    assert_eq!(far(&mut directory), 0, "of blocks of the life before");
     // Who has params of the life before asks for blocks that are gone.
     let failure = ask(&session(&[]), &mut directory).unwrap_err();
     assert_eq!(failure.cause, Cause::PeerDied);

@@ -33,7 +33,7 @@ from demo_lib.servers import ServerFailed, ServerGroup, say
 from demo_lib.workload import Prompt
 from kvferry.bench.plot import svg
 
-from .link_engines import CHUNK, FAMILIES, LONGEST, TOKEN_BYTES, Engines, Variant
+from .link_engines import CHUNK, FAMILIES, LONGEST, PORTIONS, TOKEN_BYTES, Engines, Variant
 from .matrix_launcher import Launcher
 from .matrix_network import Network
 
@@ -228,6 +228,9 @@ def _parser() -> argparse.ArgumentParser:
         "--ratios", type=numbers(float), default=list(RATIOS), help="of link to prefill; 0: the free link"
     )
     parser.add_argument("--only", choices=names, help="one family of engines (default: all)")
+    parser.add_argument(
+        "--portion-tokens", type=int, metavar="N", help="of the engine that reads in portions (default: as shipped)"
+    )
     parser.add_argument("--json", type=Path, help="also write all samples to this file")
     parser.add_argument(
         "--plot", type=Path, metavar="FOLDER", help="also draw the link's use at ratio 1 in this folder"
@@ -286,6 +289,8 @@ def main(arguments: list[str]) -> int:
     """The exit status."""
     options = _parser().parse_args(arguments)
     options.families = [family for family in FAMILIES if options.only in (None, family.name)]
+    if options.portion_tokens is not None:
+        PORTIONS["portion_tokens"] = options.portion_tokens
     folder = ROOT / "target" / "chaos" / datetime.now().strftime("link-%Y%m%d-%H%M%S-%f")
     folder.mkdir(parents=True)
     say(f"logs: {folder}")

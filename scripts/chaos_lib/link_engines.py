@@ -56,6 +56,8 @@ class Family:
         return self.name == "kvferry"
 
 
+PORTIONS: dict[str, Any] = {}
+"""Settings of the decode engine that reads in portions."""
 _NIXL = {"kv_connector_module_path": "demo_lib.nixl_observer", "kv_buffer_device": "cpu"}
 FAMILIES = (
     Family(
@@ -66,7 +68,7 @@ FAMILIES = (
             Variant("kvferry whole, at once", "whole", at_once=True),
             Variant("kvferry whole", "whole"),
         ),
-        {"portions": {}, "whole": {"portion_tokens": 0}},
+        {"portions": PORTIONS, "whole": {"portion_tokens": 0}},
     ),
     Family("pull", {"kv_connector": "QuietNixlConnector", **_NIXL}, (Variant("stock pull"),)),
     Family("push", {"kv_connector": "NixlPushConnector", "kv_buffer_device": "cpu"}, (Variant("stock push"),)),

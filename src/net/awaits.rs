@@ -133,6 +133,7 @@ impl Awaits {
                 if engine == place.engine =>
             {
                 let before = wait.names.len();
+                let tells = !(ready.is_empty() && gone.is_empty() && partial.is_empty());
                 let over = ready.into_iter().map(|prefill| PrefillNews { incarnation, prefill, over: true });
                 let partial = partial.into_iter().map(|prefill| PrefillNews { incarnation, prefill, over: false });
                 for news in over.chain(partial) {
@@ -152,7 +153,12 @@ impl Awaits {
                     });
                 }
                 if wait.open.is_empty() {
-                    let pause = if wait.names.len() < before { Duration::ZERO } else { SOON };
+                    let pause = match wait.names.len() < before {
+                        true => Duration::ZERO,
+                        // Of what nobody awaits any more.
+                        false if tells => PAUSE,
+                        false => SOON,
+                    };
                     wait.ask_at = wait.ask_at.min(now + pause);
                 }
                 None
@@ -341,6 +347,27 @@ mod tests {
         assert!(awaits.answered(now, 11, reply(&["a"], &[])).is_none());
         assert_eq!([awaits.poll(), awaits.poll()], [good(1, "a"), good(2, "a")]);
         assert!(is_idle(&awaits, now));
+    }
+
+    #[test]
+    fn news_of_what_is_not_awaited_any_more_delay_no_others() {
+        let mut awaits = Awaits::default();
+        let now = Instant::now();
+        awaits.add(now, 1, place("p"), AwaitedPrefill { request: name("a"), from_tokens: 20 }, PATIENCE);
+        awaits.add(now, 2, place("p"), over("b"), PATIENCE);
+        assert_eq!(ask(&mut awaits, now, 7), Some(vec!["a".into(), "b".into()]));
+        awaits.forget(1);
+        let far = HandshakeReply::Prefills {
+            id: 0,
+            engine: EngineId::new("p").unwrap(),
+            incarnation: Incarnation(5),
+            ready: vec![],
+            gone: vec![],
+            partial: vec![Prefill { tokens: 25, ..prefill("a") }],
+        };
+        assert!(awaits.answered(now, 7, Ok(far)).is_none());
+        assert_eq!(awaits.due(now), Some(now + PAUSE));
+        assert_eq!(ask(&mut awaits, now + PAUSE, 8), Some(vec!["b".into()]));
     }
 
     #[test]

@@ -89,7 +89,8 @@ pub const TABLE: &[Setting] = &[
     row(Operator, "deregister_timeout_ms", &[Agent], DURATION, "ms", Number(30_000),
         "How long deregistering waits for the transfers that use the memory."),
     row(Operator, "spin_us", &[Agent], Whole(0, 1_000_000), "us", Number(300),
-        "How long the progress thread spins without progress before it sleeps, while transfers are in flight."),
+        "How long the progress thread spins without progress before it sleeps, while transfers are in flight; not where bytes come \
+         slowly (less than 256 MiB a second)."),
     row(Operator, "copy_threads", &[Agent, Worker], Whole(1, 64), "threads", Number(2),
         "Threads that copy memory of other processes of this host, the progress thread among them; at most one per processor. \
          Memory whose pages may have to come from elsewhere (a mapped file) gets one beside the progress thread in any case."),

@@ -21,6 +21,7 @@ enum Op {
     RestartP,
     BreakConnections,
     FailTransfer,
+    Verify(bool),
     DropVerdicts(bool),
     Pace { delay: u64, transfer: u64, lag: u64 },
     Twin(usize, bool),
@@ -43,6 +44,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::RestartP),
         1 => Just(Op::BreakConnections),
         1 => Just(Op::FailTransfer),
+        1 => any::<bool>().prop_map(Op::Verify),
         1 => any::<bool>().prop_map(Op::DropVerdicts),
         2 => (0usize..12, any::<bool>()).prop_map(|(i, shared)| Op::Twin(i, shared)),
         2 => (0u64..50, prop_oneof![3 => 0u64..50, 1 => 0u64..6_000], prop_oneof![3 => 0u64..50, 1 => 0u64..2_000])
@@ -71,6 +73,7 @@ fn apply(sim: &mut Sim, op: Op) {
         Op::RestartP => sim.restart_p(),
         Op::BreakConnections => sim.break_connections(),
         Op::FailTransfer => sim.fail_next_transfer = true,
+        Op::Verify(on) => sim.verify = on,
         Op::DropVerdicts(on) => sim.drop_verdicts = on,
         Op::Pace { delay, transfer, lag } => {
             (sim.delay, sim.transfer_time, sim.p_lag) = (ms(delay), ms(transfer), ms(lag));

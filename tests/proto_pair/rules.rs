@@ -168,6 +168,67 @@ fn blocks_that_were_given_away_under_a_prefill_are_read_anew() {
 }
 
 #[test]
+fn a_portion_that_is_not_what_the_producer_had_is_read_again() {
+    // P gives the blocks away under the read, and D hears of that late.
+    let mut sim = Sim::new();
+    sim.verify = true;
+    let i = sim.announce(6);
+    sim.allocate(i, 0);
+    sim.run(ms(100));
+    sim.transfer_time = ms(50);
+    sim.proceed(i, 4);
+    sim.run(ms(10));
+    sim.preempt(i, true);
+    sim.run(ms(100));
+    assert_eq!(sim.outcome(i), None);
+    sim.transfer_time = ms(1);
+    sim.proceed(i, 5);
+    sim.run(ms(100));
+    assert_eq!(sim.posted(), 2, "portions are read again after the new start, once each");
+    sim.complete(i, false);
+    sim.run(ms(100));
+    assert_eq!(sim.outcome(i), Some(Ok(())), "every byte is compared");
+    sim.settle();
+    // P writes on, and is done before or after the portion is over.
+    for early in [true, false] {
+        let mut sim = Sim::new();
+        sim.verify = true;
+        let i = sim.announce(6);
+        sim.allocate(i, 0);
+        sim.run(ms(100));
+        sim.transfer_time = ms(50);
+        sim.proceed(i, 4);
+        sim.turn(i, 3);
+        sim.run(ms(10));
+        sim.turn(i, 3);
+        if !early {
+            sim.run(ms(100));
+            assert_eq!(sim.posted(), 1, "not again before the end");
+        }
+        sim.complete(i, false);
+        sim.run(ms(200));
+        assert_eq!(sim.outcome(i), Some(Ok(())), "every byte is compared");
+        sim.settle();
+    }
+}
+
+#[test]
+fn a_read_that_is_not_what_the_producer_had_fails_the_load() {
+    let mut sim = Sim::new();
+    sim.verify = true;
+    let i = sim.announce(6);
+    sim.allocate(i, 0);
+    sim.run(ms(100));
+    sim.transfer_time = ms(50);
+    sim.complete(i, false);
+    sim.run(ms(10));
+    sim.turn(i, 0);
+    sim.run(ms(100));
+    assert_eq!(sim.outcome(i), Some(Err(Cause::DigestMismatch)));
+    sim.settle();
+}
+
+#[test]
 fn a_read_of_blocks_that_were_given_away_has_its_time_and_no_more() {
     let mut sim = Sim::new();
     let i = sim.announce(6);

@@ -89,6 +89,8 @@ struct Transfer {
     /// Why it fails when it completes; it copies part of its bytes then.
     failure: Option<(Cause, String)>,
     posted: Time,
+    /// What P had when it was posted, if that must not change under it.
+    seen: Option<Vec<u8>>,
 }
 
 struct PRequest {
@@ -163,6 +165,8 @@ pub struct Sim {
     pub partition_until: Time,
     pub down_until: Time,
     pub fail_next_transfer: bool,
+    /// D compares what it has read with what P had.
+    pub verify: bool,
     pub drop_verdicts: bool,
     pub sent: Vec<PeerMessage>,
     /// The blocks that transfers wrote to, in their order: group and block.
@@ -216,6 +220,7 @@ impl Sim {
             partition_until: Time(0),
             down_until: Time(0),
             fail_next_transfer: false,
+            verify: false,
             drop_verdicts: false,
             sent: Vec::new(),
             written: Vec::new(),
@@ -286,6 +291,20 @@ impl Sim {
         }
         self.p.begun.insert(prefill, Begun { id, full, untold: false });
         self.p_tell();
+    }
+
+    /// Turns every bit of a block that P computes or keeps, the `n`th of a prompt's first group.
+    pub fn turn(&mut self, i: usize, n: usize) {
+        let prefill = self.requests[i].prefill;
+        let begun = self.p.begun.get(&prefill).map(|begun| begun.full[n]);
+        let kept = || self.p.requests.values().find(|request| request.kept).unwrap().blocks[0][n];
+        let block = begun.unwrap_or_else(kept);
+        self.p.memory.block(0, block).iter_mut().for_each(|byte| *byte ^= 0xff);
+    }
+
+    /// How many transfers D has posted.
+    pub fn posted(&self) -> usize {
+        self.tokens_seen.len()
     }
 
     /// P gives away the blocks of a prompt that it has computed a part of; it may say so later.

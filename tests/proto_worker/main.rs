@@ -10,13 +10,13 @@ mod rank;
 
 use std::sync::Arc;
 
-use kvferry::proto::handshake::HandshakeFailure;
+use kvferry::proto::handshake::{HandshakeFailure, PrefillNews};
 use kvferry::proto::ids::{Incarnation, RankId};
 use kvferry::proto::stats::Stats;
 use kvferry::proto::time::Time;
 use kvferry::proto::wire::{
-    Blocks, Cause, EngineShape, Grant, Hold, Load, PeerMessage, RankMetadata, Reader, Release, Remote, StepMetadata,
-    Verdict, WorkerReport,
+    Blocks, Cause, EngineShape, Grant, Hold, Load, PeerMessage, Prefill, RankMetadata, Reader, Release, Remote,
+    StepMetadata, Verdict, WorkerReport,
 };
 use kvferry::proto::worker::{
     Action, Life, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,

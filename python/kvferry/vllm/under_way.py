@@ -82,8 +82,13 @@ class Progress:
     def end(self, request: str, kept: bool) -> None:
         """It has ended; `kept`: its blocks are kept for them."""
         prefill = self._prefills.pop(request, None)
-        if prefill is not None and kept:
+        if prefill is None:
+            return
+        if kept:
             self._ended[request] = prefill
+        elif prefill.told:
+            # The library may not have been told of its end, as when that was refused.
+            self._tell(prefill, 0)
 
     def forget(self, request: str) -> None:
         """Nothing is kept of it any more."""
@@ -94,7 +99,9 @@ class Progress:
         if output is None or not (self._prefills or self._steps):
             return 0
         writes = list(self._written_by(output)) if self._prefills else []
-        if not writes and not (self._late and self._steps):
+        # A step that computes nothing ends at once, beside a drafter that still writes for the one before.
+        tells = self._late and self._steps and output.total_num_scheduled_tokens > 0
+        if not writes and not tells:
             return 0
         self._mark += 1
         if writes:
@@ -167,5 +174,8 @@ class Progress:
             logger.warning("Request %s is not read while it is computed: %s", prefill.request, error)
             self._prefills.pop(prefill.request, None)
             self._ended.pop(prefill.request, None)
+            if tokens and prefill.told:
+                # Nobody would say any more when they are given away.
+                self._tell(prefill, 0)
             return False
         return True

@@ -77,7 +77,8 @@ pub struct AgentConfig {
     pub cancel_grace: Duration,
     /// How long `deregister` waits for the transfers that use the region. Default: 30 s.
     pub deregister_timeout: Duration,
-    /// While transfers are in flight: how long the thread spins without progress before it sleeps. Default: 300 us, about
+    /// While transfers are in flight, unless their bytes come slowly (less than 256 MiB a second): how long the thread spins
+    /// without progress before it sleeps. Default: 300 us, about
     /// the time between two completions over TCP on one host. A thread that sleeps between them costs more: Linux wakes it
     /// on the processor of the one that sent, where the two then take turns, at half the speed and no less processor time.
     /// 10 ms is faster still where processors are idle, but takes them from engines that compute.

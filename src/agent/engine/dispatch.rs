@@ -389,6 +389,7 @@ impl Engine {
             self.streams.ended(id);
         }
         if let Ok(peer) = self.peers.get_mut(id) {
+            peer.flow.moved(answered.chunk.bytes, now);
             peer.flow.arrive(answered.departure, answered.chunk.bytes, now);
         }
         let Answered { chunk, mut result, is_unplaced, .. } = answered;

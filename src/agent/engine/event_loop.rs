@@ -3,7 +3,7 @@
 //! Waiting follows UCX's protocol for its event fd: progress until there is nothing left, arm, and only if arming
 //! found no news sleep on the fd. Three states decide how long:
 //!
-//! - operations of transfers in flight, but for chunks of slow streams, or a peer's request served just now: spin for [`AgentConfig::spin`] after the last
+//! - operations of transfers in flight, but for those that bytes come slowly for, or a peer's request served just now: spin for [`AgentConfig::spin`] after the last
 //!   progress, because the next news is some microseconds away and to be woken takes longer, unless too many threads of the
 //!   process spin already ([`Spinner`]); then sleep in steps of a millisecond, because some transports (CUDA IPC) do not
 //!   wake the fd, nor do our own copies on devices;
@@ -202,7 +202,7 @@ impl Loop {
         let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
         let copying = self.engine.device_copies.are_running() || self.engine.staged.is_running();
         let operations = self.engine.transfers.in_flight().operations;
-        let moving = serving || copying || operations > self.engine.streams.slow_chunks();
+        let moving = serving || copying || operations > 0 && operations > self.engine.peers.slow_reads(now);
         let spins = moving && now.saturating_duration_since(self.progressed_at) < spin && self.spinner.may_spin();
         if !spins {
             self.spinner.rest();

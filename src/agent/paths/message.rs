@@ -91,8 +91,7 @@ pub(super) fn post_chunk(
 /// Asks the peer for a chunk. `Err`: nothing was sent.
 fn request(turn: &mut Turn<'_>, chunk: Chunk, remote: &[Piece]) -> Result<()> {
     let from = turn.peer.identity()?;
-    let now = Instant::now();
-    let departure = turn.peer.flow.depart(now);
+    let departure = turn.peer.flow.depart(Instant::now());
     let reader = chunk.streamed.then(|| StreamReader {
         received: turn.streams.received(turn.peer.id),
         processor: affinity::processor() as u16,
@@ -101,8 +100,9 @@ fn request(turn: &mut Turn<'_>, chunk: Chunk, remote: &[Piece]) -> Result<()> {
     let number = turn.rpc.borrow().next_number();
     turn.peer.post_rpc(kind, number, Payload::Bytes(data), 0, turn.operations, turn.regions)?;
     if chunk.streamed {
-        turn.streams.expect(turn.peer.id, now);
+        turn.streams.expect(turn.peer.id);
     }
+    turn.peer.flow.departed(departure);
     turn.rpc.borrow_mut().insert(chunk, from, departure);
     Ok(())
 }

@@ -130,6 +130,11 @@ impl Peers {
         self.by_incarnation.get(&incarnation).copied()
     }
 
+    /// Reads under way whose bytes come too slowly to spin for them.
+    pub(crate) fn slow_reads(&self, now: Instant) -> u64 {
+        self.by_id.values().map(|peer| peer.flow.slow(now)).sum()
+    }
+
     pub(crate) fn ids(&self) -> Vec<PeerId> {
         self.by_id.keys().copied().collect()
     }
@@ -276,7 +281,7 @@ impl Peers {
             inbox: Inbox::default(),
             silent: false,
             server: Server::default(),
-            flow: FlowControl::default(),
+            flow: FlowControl::new(io.now),
             session: Session::new(self.secrets.is_keyed()),
             reach: Reach::default(),
             refused: BTreeSet::new(),

@@ -7,6 +7,8 @@
 
 use std::time::{Duration, Instant};
 
+use super::pace::Pace;
+
 /// The least that may be under way, in bytes: a few chunks.
 const LEAST: u64 = 3 << 20;
 /// Times what fits on the way.
@@ -24,7 +26,7 @@ pub(crate) struct Departure {
 }
 
 /// One connection's measurements.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct FlowControl {
     /// Bytes that have come, all together.
     delivered: u64,
@@ -32,16 +34,47 @@ pub(crate) struct FlowControl {
     rate: f64,
     /// The shortest time from a request to its reply, and when it was seen.
     shortest: Option<(Duration, Instant)>,
+    /// Requests without their reply.
+    under_way: u64,
+    pace: Pace,
 }
 
 impl FlowControl {
-    /// A request leaves.
+    pub(crate) fn new(now: Instant) -> Self {
+        FlowControl { delivered: 0, rate: 0.0, shortest: None, under_way: 0, pace: Pace::new(now) }
+    }
+
+    /// What a request that leaves now is measured by.
     pub(crate) fn depart(&self, now: Instant) -> Departure {
         Departure { at: now, delivered: self.delivered }
     }
 
+    /// The request has left.
+    pub(crate) fn departed(&mut self, departure: Departure) {
+        if self.under_way == 0 {
+            self.pace.begin(departure.at);
+        }
+        self.under_way = self.under_way.saturating_add(1);
+    }
+
+    /// So many bytes of replies have come, of which not all may be there.
+    pub(crate) fn moved(&mut self, bytes: u64, now: Instant) {
+        self.pace.moved(bytes, now);
+    }
+
+    /// How fast they come.
+    pub(crate) fn pace(&self) -> &Pace {
+        &self.pace
+    }
+
+    /// Requests whose replies come too slowly to spin for them.
+    pub(crate) fn slow(&self, now: Instant) -> u64 {
+        if self.pace.is_fast(now) { 0 } else { self.under_way }
+    }
+
     /// Its reply of `bytes` has come.
     pub(crate) fn arrive(&mut self, departure: Departure, bytes: u64, now: Instant) {
+        self.under_way = self.under_way.saturating_sub(1);
         self.delivered = self.delivered.saturating_add(bytes);
         let took = now.saturating_duration_since(departure.at);
         let sample = self.delivered.saturating_sub(departure.delivered) as f64 / took.as_secs_f64().max(1e-6);
@@ -72,7 +105,7 @@ mod tests {
     /// Returns the window after some seconds and the share of the link's rate that was used.
     fn run(rate: f64, delay: Duration, most: u64) -> (u64, f64) {
         let begin = Instant::now();
-        let mut flow = FlowControl::default();
+        let mut flow = FlowControl::new(begin);
         let (mut now, mut free_at) = (begin, begin);
         let mut under_way = std::collections::VecDeque::new();
         let mut moved = 0;

@@ -104,7 +104,7 @@ impl Streams {
                 log::debug!("agent {}: a stream from {} at {}", self.name, io.peers.name(id), attempt.to);
                 if let Ok(peer) = io.peers.get_mut(id) {
                     peer.streamed = true;
-                    self.inbound.insert(id, Inbound::Up(Receiver::new(attempt.socket, io.now)));
+                    self.inbound.insert(id, Inbound::Up(Receiver::new(attempt.socket)));
                 }
             }
             Err(error) => {

@@ -12,14 +12,13 @@
 //!
 //! The sockets are in one epoll descriptor, which wakes the loop for changes. Those with something to do are tried in each
 //! turn, which costs a system call and finds news some microseconds earlier. The loop spins for them only while they are
-//! fast ([`pace`]).
+//! fast ([`pace`](super::rpc::pace)).
 //!
 //! Pages that are lent show what is written to them until the reader has them. So the reader says which chunks it has, with
 //! its next request or by itself when it waits for none, and regions stay registered until then.
 
 mod accept;
 mod connect;
-mod pace;
 mod recv;
 mod send;
 pub(crate) mod wire;
@@ -157,15 +156,6 @@ impl Streams {
     /// Streams from which something may have come.
     pub(crate) fn reading(&self) -> Vec<PeerId> {
         self.reading.iter().copied().collect()
-    }
-
-    /// Chunks that were asked for and come too slowly to spin for them.
-    pub(crate) fn slow_chunks(&self) -> u64 {
-        let slow = |inbound: &Inbound| match inbound {
-            Inbound::Up(receiver) => receiver.slow_chunks(),
-            Inbound::Asked | Inbound::Failed => 0,
-        };
-        self.reading.iter().filter_map(|id| self.inbound.get(id)).map(slow).sum()
     }
 
     /// Closes the streams to and from a peer that is gone.

@@ -3,9 +3,7 @@
 use std::cell::RefCell;
 use std::io::{ErrorKind as IoErrorKind, Read};
 use std::net::TcpStream;
-use std::time::Instant;
 
-use super::pace::Pace;
 use super::wire::{HEADING_BYTES, Heading};
 use super::{Io, Streams, TURN_BYTES, stretches};
 use crate::agent::core::effect::{Effect, Effects};
@@ -39,13 +37,12 @@ pub(crate) struct Receiver {
     chunks: u64,
     /// How many of them the peer knows of.
     told: u64,
-    pace: Pace,
     /// How many bytes have to be there for the socket to be one that has changed.
     wakes_at: u64,
 }
 
 impl Receiver {
-    pub(crate) fn new(socket: TcpStream, now: Instant) -> Self {
+    pub(crate) fn new(socket: TcpStream) -> Self {
         Receiver {
             socket,
             heading: [0; HEADING_BYTES],
@@ -54,22 +51,16 @@ impl Receiver {
             expected: 0,
             chunks: 0,
             told: 0,
-            pace: Pace::new(now),
             wakes_at: 1,
         }
     }
 
-    /// Chunks that were asked for, if they come slowly.
-    pub(super) fn slow_chunks(&self) -> u64 {
-        if self.pace.is_fast() { 0 } else { self.expected.into() }
-    }
-
     /// Nothing has come that was not taken: says how much has to come for the thread to be woken, which is never more than
     /// what is left of the chunk.
-    fn wake_later(&mut self) {
-        let bytes = match self.pace.worth_waking() {
+    fn wake_later(&mut self, worth: u64) {
+        let bytes = match worth {
             1 => 1,
-            worth => worth.min(self.left.as_ref().map_or(1, Stretches::len)).max(1),
+            _ => worth.min(self.left.as_ref().map_or(1, Stretches::len)).max(1),
         };
         // Of a chunk that is nearly there the rest is worth a call, of a rate that has hardly changed nothing is.
         if bytes < self.wakes_at || bytes / 2 > self.wakes_at {
@@ -93,11 +84,8 @@ impl Streams {
     }
 
     /// A chunk was asked for by a stream.
-    pub(crate) fn expect(&mut self, id: PeerId, now: Instant) {
+    pub(crate) fn expect(&mut self, id: PeerId) {
         if let Some(Inbound::Up(receiver)) = self.inbound.get_mut(&id) {
-            if receiver.expected == 0 {
-                receiver.pace.begin(now);
-            }
             receiver.expected = receiver.expected.saturating_add(1);
             self.reading.insert(id);
         }
@@ -136,10 +124,11 @@ impl Streams {
             }
         };
         let expected = receiver.expected;
-        if moved > 0 {
-            receiver.pace.moved(moved, io.now);
-        } else if ended.is_none() {
-            receiver.wake_later();
+        if let Ok(peer) = io.peers.get_mut(id) {
+            peer.flow.moved(moved, io.now);
+            if moved == 0 && ended.is_none() {
+                receiver.wake_later(peer.flow.pace().worth_waking());
+            }
         }
         if ended.is_some() || expected == 0 && moved == 0 {
             self.reading.remove(&id);

@@ -8,7 +8,6 @@ use std::time::Instant;
 use rustix::io::Errno;
 use rustix::net::{SendFlags, send};
 
-use super::pace::Pace;
 use super::wire::{HEADING_BYTES, Heading, Secret};
 use super::{Io, Streams, TURN_BYTES, stretches};
 use crate::agent::core::effect::Effects;
@@ -16,6 +15,7 @@ use crate::agent::core::ids::PeerId;
 use crate::agent::core::iov::Iov;
 use crate::agent::core::limits::MAX_WAITING;
 use crate::agent::core::regions::Regions;
+use crate::agent::rpc::pace::Pace;
 use crate::agent::rpc::server::{locate, refusal};
 use crate::agent::rpc::wire::{Piece, stream_request, total};
 use crate::error::{Error, ErrorKind, Result};
@@ -167,7 +167,7 @@ impl Streams {
         if moved > 0 {
             outbound.pace.moved(moved, io.now);
         }
-        Sent { any: moved > 0, is_fast: outbound.pace.is_fast() }
+        Sent { any: moved > 0, is_fast: outbound.pace.is_fast(io.now) }
     }
 
     /// Looks whether a stream that has changed has ended: nothing comes on it.

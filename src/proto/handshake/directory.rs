@@ -198,6 +198,8 @@ impl Directory {
         let changes = self.ranks != new.ranks;
         if changes {
             (self.ranks, self.incarnation) = (new.ranks, life);
+            // Their blocks were of the life before.
+            self.prefills.withdraw_all();
         }
         Ok(changes)
     }

@@ -186,6 +186,11 @@ impl Prefills {
         self.partial.remove(request);
     }
 
+    /// Nothing that was said of prefills under way holds any more.
+    pub(super) fn withdraw_all(&mut self) {
+        self.partial.clear();
+    }
+
     /// Whether anybody wants to know how far a prefill is.
     pub(super) fn is_followed(&self, request: &RequestId) -> bool {
         self.followed.contains(request)

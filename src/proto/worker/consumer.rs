@@ -339,7 +339,7 @@ impl Consumer {
     ) {
         let Some(ticket) = self.tokens.remove(&token) else { return };
         let lane = self.portions.remove(&token);
-        self.read_of(now, ticket, token, result, out);
+        self.read_of(now, ticket, token, lane, result, out);
         if let Some(connection) = lane {
             self.next_portion(now, connection, out);
         }
@@ -350,6 +350,7 @@ impl Consumer {
         now: Time,
         ticket: Ticket,
         token: TransferToken,
+        lane: Option<u64>,
         result: Result<TransferFigures, (Cause, String)>,
         out: &mut Outbox,
     ) {
@@ -366,7 +367,10 @@ impl Consumer {
                     self.conclude(now, ticket, out);
                 }
             }
-            Err((cause, message)) => self.fail(now, ticket, cause, message, out),
+            Err((cause, message)) => match lane.filter(|_| cause == Cause::DigestMismatch && load.failure.is_none()) {
+                Some(connection) => self.doubt(now, ticket, token, connection, out),
+                None => self.fail(now, ticket, cause, message, out),
+            },
         }
     }
 

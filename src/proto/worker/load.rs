@@ -58,6 +58,8 @@ pub(super) struct LoadState {
     pub(super) life: Option<(Incarnation, u64)>,
     /// Reads of a lease that will never be granted, which may still touch memory.
     pub(super) void: Vec<TransferToken>,
+    /// A portion was not what the producer had: none is read any more before the prefill is over.
+    pub(super) doubtful: bool,
     /// The number under which the verdicts come.
     pub(super) serial: Option<u64>,
     /// The first thing that went wrong.
@@ -88,6 +90,7 @@ impl LoadState {
             reads: BTreeMap::new(),
             life: None,
             void: Vec::new(),
+            doubtful: false,
             serial: None,
             failure: None,
             known,
@@ -124,6 +127,7 @@ impl LoadState {
         (self.bytes, self.operations) = (0, 0);
         [self.posted, self.all_posted, self.first_end, self.last_byte] = [None; 4];
         self.portions.clear();
+        self.doubtful = false;
         under_way
     }
 
@@ -137,6 +141,13 @@ impl LoadState {
     /// Takes note of a portion that is posted.
     pub(super) fn portion(&mut self, token: TransferToken, tokens: (u64, u64)) {
         self.portions.push(Portion { token, tokens, figures: None });
+    }
+
+    /// A portion was not what the producer had. Gives its tokens.
+    pub(super) fn doubt(&mut self, token: TransferToken) -> Option<(u64, u64)> {
+        self.doubtful = true;
+        let at = self.portions.iter().rposition(|portion| portion.token == token)?;
+        Some(self.portions.remove(at).tokens)
     }
 
     /// Transfers that may still touch memory.

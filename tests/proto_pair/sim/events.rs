@@ -92,6 +92,15 @@ impl Sim {
         }
     }
 
+    /// What P has where a plan reads.
+    fn p_bytes(&self, plan: &CopyPlan) -> Vec<u8> {
+        let read = |op: kvferry::proto::plan::Operation| {
+            let from = op.remote_offset as usize;
+            self.p.memory.regions[op.remote_region as usize][from..from + op.len as usize].to_vec()
+        };
+        plan.clone().expand(64).flat_map(read).collect()
+    }
+
     fn transfer_done(&mut self, token: TransferToken) {
         if self.now < self.partition_until {
             let at = self.partition_until;
@@ -100,6 +109,7 @@ impl Sim {
         // A cancelled or broken transfer has two completions scheduled; the first one counts.
         let Some(t) = self.transfers.remove(&token) else { return };
         let alive = self.connections[&t.connection].life == self.p.life;
+        let changed = alive && t.seen.is_some_and(|seen| seen != self.p_bytes(&t.plan));
         let (mut bytes, mut operations) = (0, 0);
         if alive {
             let all = t.plan.bytes();
@@ -119,7 +129,8 @@ impl Sim {
                 operations += 1;
             }
         }
-        let result = match t.failure {
+        let mismatch = || changed.then(|| (Cause::DigestMismatch, "not what P had".into()));
+        let result = match t.failure.or_else(mismatch) {
             Some(failure) => Err(failure),
             None => Ok(TransferFigures {
                 bytes,
@@ -241,7 +252,8 @@ impl Sim {
                 let failing = !open || std::mem::take(&mut self.fail_next_transfer);
                 let failure = failing.then(|| (Cause::TransportError, "posting failed".into()));
                 let posted = self.now;
-                self.transfers.insert(token, Transfer { connection: peer.connection, plan, failure, posted });
+                let seen = (self.verify && open).then(|| self.p_bytes(&plan));
+                self.transfers.insert(token, Transfer { connection: peer.connection, plan, failure, posted, seen });
                 self.at(self.now + self.transfer_time, Event::Transfer(token));
             }
             Action::Cancel { token } => {

@@ -184,3 +184,58 @@ fn a_rank_that_cannot_be_reached_fails_the_load_after_its_reads_from_the_others(
     assert_eq!((begun.connects.len(), done.disconnects.len()), (1, AT_A_TIME));
     assert!(w.is_drained() && w.gauges().peers == 0);
 }
+
+#[test]
+fn a_load_that_starts_anew_reads_portions_from_all_ranks_again() {
+    let mut w = Worker::new(WorkerConfig { portion_tokens: 1, ..config() }).unwrap();
+    let mut local = metadata(engine("me"), 77, 8 * u64::from(MANY));
+    for area in &mut local.geometry.areas {
+        (area.heads, area.total_heads) = (MANY, MANY);
+    }
+    w.set_local(Arc::new(local));
+    let mut wanted = load("a", [&[3, 4], &[0, 0]]);
+    (wanted.awaits, wanted.remote_tokens, wanted.remote_blocks) = (true, 0, vec![Blocks::default(); 2]);
+    loads(&mut w, 10, wanted);
+    let (mut session, mut number) = (None, None);
+    for action in actions(&mut w) {
+        match action {
+            Action::Handshake { session: to, .. } => session = Some(to),
+            Action::Await { number: of, .. } => number = Some(of),
+            other => panic!("not expected: {other:?}"),
+        }
+    }
+    answer(&mut w, 20, session.unwrap(), 9, &many_ranks());
+    let mut connected = 0;
+    while let Some(peer) = actions(&mut w).into_iter().find_map(|action| match action {
+        Action::Connect { peer, .. } => Some(peer),
+        _ => None,
+    }) {
+        w.handle_connected(Time(30), &peer);
+        connected += 1;
+    }
+    assert!(connected > 1);
+    let told = |w: &mut Worker, lease_id: u64| {
+        let (request, blocks) = (request("p-a"), vec![Blocks::from(vec![7]), Blocks::default()]);
+        let prefill = Prefill { request, blocks, tokens: u64::from(BLOCK_TOKENS), lease_ms: 1_200, lease_id };
+        let news = PrefillNews { incarnation: Incarnation(9), prefill, over: false };
+        w.handle_prefill(Time(40), number.unwrap(), Ok(news));
+        actions(w)
+    };
+    let posted = |actions: &[Action]| -> Vec<TransferToken> {
+        let token = |action: &Action| match action {
+            Action::Transfer { token, .. } => Some(*token),
+            _ => None,
+        };
+        actions.iter().filter_map(token).collect()
+    };
+    let first = posted(&told(&mut w, 5));
+    assert_eq!(first.len(), connected);
+    assert_eq!(posted(&told(&mut w, 6)), [], "not beside reads of what was given away");
+    let mut again = Vec::new();
+    for token in first {
+        assert_eq!(again, []);
+        w.handle_transfer_done(Time(50), token, Err((Cause::Aborted, "cancelled".into())));
+        again = posted(&actions(&mut w));
+    }
+    assert_eq!(again.len(), connected);
+}

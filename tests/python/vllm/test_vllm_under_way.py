@@ -49,7 +49,7 @@ class Engine:
         data = NewRequestData(request, [1] * 100, [], SamplingParams(), None, (ids,), computed, None)
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = [data]
-        output.num_scheduled_tokens = {request: tokens}
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {request: tokens}, tokens
         return self.progress.step(output)
 
     def goes_on(self, request: str, ids: list[int] | None, computed: int, tokens: int, resumed: bool = False) -> int:
@@ -63,7 +63,7 @@ class Engine:
             num_computed_tokens=[computed],
             num_output_tokens=[0],
         )
-        output.num_scheduled_tokens = {request: tokens}
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {request: tokens}, tokens
         return self.progress.step(output)
 
     def over(self, mark: int) -> list[tuple[str, Blocks, int]]:
@@ -129,10 +129,22 @@ def test_with_a_drafter_the_next_step_tells() -> None:
     assert engine.over(first) == []
     second = engine.goes_on("r", [3], 32, 16)
     assert [tokens for *_, tokens in engine.over(second)] == [32]
-    # A step that writes nothing for it tells too.
-    empty = engine.progress.step(SchedulerOutput.make_empty())
-    assert [tokens for *_, tokens in engine.over(empty)] == [48]
+    # A step that computes nothing does not wait for the drafter.
     assert engine.progress.step(SchedulerOutput.make_empty()) == 0
+    # One that computes for others only tells too.
+    others = SchedulerOutput.make_empty()
+    others.num_scheduled_tokens, others.total_num_scheduled_tokens = {"other": 1}, 1
+    assert [tokens for *_, tokens in engine.over(engine.progress.step(others))] == [48]
+    assert engine.progress.step(others) == 0
+
+
+def test_of_a_prefill_that_is_not_kept_nothing_that_was_told_holds() -> None:
+    engine = Engine()
+    assert len(engine.over(engine.new("r", [1, 2], 0, 32))) == 1
+    engine.progress.end("r", kept=False)
+    assert engine.recorder.take() == [("r", (), 0)]
+    engine.progress.end("r", kept=False)
+    assert engine.recorder.take() == []
 
 
 def test_the_end_of_a_prefill() -> None:

@@ -125,11 +125,36 @@ impl Consumer {
         self.progress(now, ticket, None, out);
     }
 
-    /// A read of blocks that were given away is over; portions have their turn by [`Consumer::next_portion`].
+    /// A read of blocks that were given away is over.
     pub(super) fn voided(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { return };
-        if load.void.is_empty() && !load.load.awaits {
+        if load.void.is_empty() {
+            // Over every connection: on some the last read of them was over before, and nothing could follow it.
             self.progress(now, ticket, None, out);
+        }
+    }
+
+    /// What a portion has read is not what the producer had there: it has given the blocks away, or goes on writing behind what
+    /// was read. That range is read again when the prefill is over, and no further one before, or the load starts anew.
+    pub(super) fn doubt(&mut self, now: Time, ticket: Ticket, token: TransferToken, connection: u64, out: &mut Outbox) {
+        let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
+        let Some((from, to)) = load.doubt(token) else { return };
+        let read = load.read_from(connection);
+        if !read.whole {
+            read.up_to = from;
+            return;
+        }
+        // All that was left is posted already.
+        let Some(peer) = self.sessions.peer(connection).filter(|peer| peer.is_connected()) else { return };
+        match peer.plan.part(&load.load.wanted(), Part::Portion(from, to)) {
+            Ok(plan) => {
+                self.next += 1;
+                let token = TransferToken(self.next);
+                self.tokens.insert(token, ticket);
+                load.read_from(connection).in_flight.push(token);
+                out.push(Action::Transfer { token, peer: peer.key.clone(), plan });
+            }
+            Err(e) => self.fail(now, ticket, Cause::InvalidRequest, e.message().into(), out),
         }
     }
 
@@ -176,7 +201,7 @@ impl Consumer {
             return;
         }
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { return };
-        let waits = load.load.awaits && load.failure.is_none() && load.life.is_some();
+        let waits = load.load.awaits && load.failure.is_none() && load.life.is_some() && !load.doubtful;
         if !waits || !self.may_read(now, ticket, out) {
             return;
         }
