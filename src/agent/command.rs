@@ -15,7 +15,7 @@ use crate::agent::core::stats::AgentStats;
 use crate::agent::thread::waker::Waker;
 use crate::error::Result;
 use crate::mem::MemoryRange;
-use crate::proto::wire::AgentMetadata;
+use crate::proto::wire::{AgentMetadata, AgentRegion};
 use crate::sync::{AtomicU64, Condvar, Mutex};
 
 /// What the handle asks of the progress thread.
@@ -23,6 +23,8 @@ pub(crate) enum Command {
     Register { range: MemoryRange, reply: Reply<RegionId> },
     Deregister { region: RegionId, reply: Reply<()> },
     Metadata { reply: Reply<AgentMetadata> },
+    RegionMetadata { region: RegionId, reply: Reply<AgentRegion> },
+    AddRegion { peer: PeerId, region: Box<AgentRegion>, reply: Reply<u32> },
     Connect { metadata: Box<AgentMetadata>, reply: Reply<PeerId> },
     Disconnect { peer: PeerId },
     Route { peer: PeerId, reply: Reply<Option<Route>> },
@@ -123,6 +125,24 @@ impl Shared {
             };
             events = self.arrived.wait_timeout(events, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Waits until a transfer is over. False if it is not in time.
+    pub(crate) fn wait_transfer(&self, id: TransferId, timeout: Duration) -> bool {
+        let deadline = Instant::now().checked_add(timeout);
+        // Its end is published under this lock, after the id has left the table.
+        let mut events = lock(&self.events);
+        while self.live.lock().transfers.contains(&id) {
+            let left = match deadline {
+                Some(deadline) => match deadline.checked_duration_since(Instant::now()) {
+                    Some(left) => left,
+                    None => return false,
+                },
+                None => Duration::from_secs(3600),
+            };
+            events = self.arrived.wait_timeout(events, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// Progress thread: no event will come any more.
