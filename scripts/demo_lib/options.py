@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=CONNECTORS,
         default="kvferry",
         help="kvferry-at-once: the proxy asks both engines at the same time; stock: vLLM's NixlConnector as shipped; "
-        "stock-quiet: without its progress thread and CPU pinning; stock-plugin: as shipped, with kvferry's plug-in for NIXL",
+        "stock-quiet: without its progress thread and CPU pinning; stock-plugin: stock with kvferry's NIXL plug-in",
     )
     parser.add_argument("--compare", action="store_true", help="run all but stock-plugin in turn and print one table")
     parser.add_argument(

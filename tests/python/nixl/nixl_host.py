@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,7 +23,7 @@ Range = tuple[str, int, int]
 
 def pattern(seed: int, size: int) -> NDArray[np.uint8]:
     """Bytes that differ by seed and by place."""
-    words = np.arange((size + 7) // 8, dtype=np.uint64) + np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15)
+    words = np.arange((size + 7) // 8, dtype=np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)
     return words.view(np.uint8)[:size]
@@ -50,6 +51,9 @@ class Host:
     def buffer(self, name: str, seed: int, size: int) -> int:
         self.buffers[name] = pattern(seed, size).copy()
         return int(self.buffers[name].ctypes.data)
+
+    def fill(self, name: str, seed: int) -> None:
+        self.buffers[name][:] = pattern(seed, self.buffers[name].size)
 
     def contents(self, name: str) -> NDArray[np.uint8]:
         return self.buffers[name]
@@ -85,10 +89,11 @@ class Host:
         remote: list[tuple[int, int, int]],
         name: str,
         message: bytes = b"",
+        backends: Sequence[str] = (),
     ) -> None:
         ours = self.agent.get_xfer_descs(self._places(local), "DRAM")
         theirs = self.agent.get_xfer_descs(remote, "DRAM")
-        self.handles[key] = self.agent.initialize_xfer(operation, ours, theirs, name, message)
+        self.handles[key] = self.agent.initialize_xfer(operation, ours, theirs, name, message, list(backends))
 
     def make_prepped(
         self, key: str, operation: str, local: list[Range], remote: list[tuple[int, int, int]], name: str, indices: Any

@@ -7,8 +7,10 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hosts import INSTALLED, ROOT, Failed, Process, plugins, versions
+from hosts import ROOT, Failed, Process, plugins, versions
+from nixl_host import pattern
 
 COMPILE = ["g++", "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-access-control"]
 
@@ -51,10 +53,8 @@ def test_the_lists_of_known_versions_are_one() -> None:
 
 
 def test_an_unknown_version_is_refused_with_the_known_ones(plugin: Path, edge: str) -> None:
-    with Process(edge, plugin, env={"KVFERRY_NIXL_VERSION": "9.9.9"}) as host:
-        with pytest.raises(Failed):
-            host.start("a", ["KVFERRY"])
-            raise Failed("" if host.agent is None else "started")
+    with Process(edge, plugin, env={"KVFERRY_NIXL_VERSION": "9.9.9"}) as host, pytest.raises(Failed):
+        host.start("a", ["KVFERRY"], {})
     log = "".join(host.log)
     assert "NIXL 9.9.9" in log
     assert "is not known to this plug-in; known are 1.3.0, " in log
@@ -85,9 +85,8 @@ def test_the_library_is_found_beside_the_plug_in_through_a_link(plugin: Path, ed
 
 
 def test_parameters_are_checked_by_name(plugin: Path, edge: str) -> None:
-    with Process(edge, plugin) as host:
-        with pytest.raises(Failed):
-            host.start("a", ["KVFERRY"], {"colour": "blue"})
+    with Process(edge, plugin) as host, pytest.raises(Failed):
+        host.start("a", ["KVFERRY"], {"colour": "blue"})
     assert "colour" in "".join(host.log)
     with Process(edge, plugin) as host:
         assert host.start("a", ["KVFERRY"], {"window": "8", "num_threads": "4", "streams": "false"}) == ["KVFERRY"]
@@ -95,10 +94,21 @@ def test_parameters_are_checked_by_name(plugin: Path, edge: str) -> None:
 
 
 def test_both_backends_live_in_one_process(plugin: Path, edge: str) -> None:
-    """With NIXL's own UCX plug-in: its folder, and the plug-in installed into it, which a test does not change."""
-    folder = INSTALLED / edge / ".nixl_cu12.mesonpy.libs" / "plugins"
-    installed = folder / "libplugin_KVFERRY.so"
-    if not installed.exists():
-        pytest.skip("`kvferry nixl --install` has not been run for this NIXL")
-    with Process(edge, folder) as host:
-        assert sorted(host.start("a", ["KVFERRY", "UCX"])) == ["KVFERRY", "UCX"]
+    """The plug-in beside NIXL's own, where `kvferry nixl --install` puts it. Each agent has both."""
+    link = plugins(edge) / "libplugin_KVFERRY.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(plugin / "libplugin_KVFERRY.so")
+    with Process(edge, link.parent) as a, Process(edge, link.parent) as b:
+        addresses = []
+        for host, name, seed in ((a, "a", 1), (b, "b", 2)):
+            assert sorted(host.start(name, ["UCX", "KVFERRY"])) == ["KVFERRY", "UCX"]
+            addresses.append(host.buffer("cache", seed, 4096))
+            host.register("cache", [("cache", 0, 4096)])
+        a.add(b.metadata())
+        for backend in ("KVFERRY", "UCX"):
+            a.make("x", "READ", [("cache", 0, 4096)], [(addresses[1], 4096, 0)], "b", b"", [backend])
+            assert a.run("x") == "DONE"
+            a.release("x")
+            np.testing.assert_array_equal(a.contents("cache"), pattern(2, 4096))
+            a.fill("cache", 1)
+    link.unlink()

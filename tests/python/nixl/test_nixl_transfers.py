@@ -213,6 +213,11 @@ def test_a_killed_peer_is_an_error_and_a_restarted_one_works(plugin: Path, edge:
         error_of(a, "x")
         with Process(edge, plugin) as again:
             address = serve(again)
+            if edge.startswith("1.5"):
+                # It keeps the old metadata after a disconnection, and refuses other until that is removed.
+                with pytest.raises(Failed, match="NOT_ALLOWED"):
+                    a.add(again.metadata())
+                a.remove("b")
             a.add(again.metadata())
             a.make("y", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b", b"done")
             assert a.run("y", b"done") == "DONE"
@@ -226,7 +231,10 @@ def test_every_version_reads_and_notifies(plugin: Path, version: str, package: s
     if package == "nixl_cu13" and transport == "tcp":
         return
     env = {"KVFERRY_TRANSPORT": transport}
-    with Process(version, plugin, package=package, env=env) as a, Process(version, plugin, package=package, env=env) as b:
+    with (
+        Process(version, plugin, package=package, env=env) as a,
+        Process(version, plugin, package=package, env=env) as b,
+    ):
         for host, name, seed in ((a, "a", 1), (b, "b", 2)):
             host.start(name, ["KVFERRY"])
             address = host.buffer("cache", seed, SIZE)
