@@ -232,28 +232,6 @@ typedef struct kvf_buffer {
 // call `kvf_log_set` or `kvf_log_unset`; lines that it causes itself are dropped.
 typedef void (*kvf_log_callback)(uint32_t level, const char *target, const char *message, void *user);
 
-// A run of bytes that repeats at every block of one pair of lists: block `i` of list `list` moves `length` bytes
-// between `local_offset + local_ids[i] * local_stride` in the local region and `remote_offset + remote_ids[i] *
-// remote_stride` in the remote one. Offsets, strides and length are in bytes.
-typedef struct kvf_segment {
-  // Which pair of block lists.
-  uint32_t list;
-  // Local region, by its index.
-  uint32_t local_region;
-  // Remote region, by its index.
-  uint32_t remote_region;
-  // From the local region's first byte to that of block 0.
-  uint64_t local_offset;
-  // From the remote region's first byte to that of block 0.
-  uint64_t remote_offset;
-  // From a local block to the next.
-  uint64_t local_stride;
-  // From a remote block to the next.
-  uint64_t remote_stride;
-  // Moved per block.
-  uint64_t length;
-} kvf_segment;
-
 // Something that happened. Fields that a kind does not use are 0.
 typedef struct kvf_event {
   // A kvf_event_kind. A program ignores the kinds that it does not know.
@@ -279,6 +257,28 @@ typedef struct kvf_event {
   // How many bytes.
   uint64_t payload_len;
 } kvf_event;
+
+// A run of bytes that repeats at every block of one pair of lists: block `i` of list `list` moves `length` bytes
+// between `local_offset + local_ids[i] * local_stride` in the local region and `remote_offset + remote_ids[i] *
+// remote_stride` in the remote one. Offsets, strides and length are in bytes.
+typedef struct kvf_segment {
+  // Which pair of block lists.
+  uint32_t list;
+  // Local region, by its index.
+  uint32_t local_region;
+  // Remote region, by its index.
+  uint32_t remote_region;
+  // From the local region's first byte to that of block 0.
+  uint64_t local_offset;
+  // From the remote region's first byte to that of block 0.
+  uint64_t remote_offset;
+  // From a local block to the next.
+  uint64_t local_stride;
+  // From a remote block to the next.
+  uint64_t remote_stride;
+  // Moved per block.
+  uint64_t length;
+} kvf_segment;
 
 // The beginning of memory in which a worker leaves reports; the report is behind it. Read and write the flags atomically, the
 // one with acquire, the other with release ordering.
@@ -390,7 +390,8 @@ int32_t kvf_agent_start(const uint8_t *config, size_t config_len, struct kvf_age
 
 // Registers `len` bytes at `addr`, so that transfers can name them and peers can read and write them. `kind` is a
 // kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). `*region` names the registration,
-// `*index` is what segments on both sides call it. Waits for the registration, which pins the memory.
+// `*index` is what segments on both sides call it. Ranges may overlap: each is a region of its own. Waits for the
+// registration, which pins the memory.
 //
 // The memory must stay allocated until kvf_agent_deregister, kvf_agent_shutdown or kvf_agent_free has returned KVF_OK.
 int32_t kvf_agent_register(struct kvf_agent *agent,
@@ -409,6 +410,22 @@ int32_t kvf_agent_deregister(struct kvf_agent *agent,
 // The metadata with which another agent connects to this one and reaches the regions registered so far.
 int32_t kvf_agent_metadata(struct kvf_agent *agent, struct kvf_buffer *out);
 
+// The metadata of one region, for peers that have connected already: its size does not depend on other regions. The peer
+// passes it to kvf_agent_add_region.
+int32_t kvf_agent_region_metadata(struct kvf_agent *agent,
+                                  uint64_t region,
+                                  struct kvf_buffer *out);
+
+// Makes known a region of a peer's that was registered after the metadata of kvf_agent_connect was made. `metadata` is
+// of the peer's kvf_agent_region_metadata; `*index` becomes what segments call the region. Passing the same again does
+// nothing. Metadata of another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect with metadata that does
+// not list the region takes it away again.
+int32_t kvf_agent_add_region(struct kvf_agent *agent,
+                             uint64_t peer,
+                             const uint8_t *metadata,
+                             size_t metadata_len,
+                             uint32_t *index);
+
 // Connects to the agent that made `metadata`. Returns before the peer has answered: transfers and messages may be
 // started at once; KVF_EVENT_PEER_CONNECTED or KVF_EVENT_PEER_LOST follows.
 int32_t kvf_agent_connect(struct kvf_agent *agent,
@@ -425,28 +442,6 @@ int32_t kvf_agent_disconnect(struct kvf_agent *agent, uint64_t peer);
 int32_t kvf_agent_route(struct kvf_agent *agent,
                         uint64_t peer,
                         struct kvf_buffer *out);
-
-// Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
-// lie one list after the other in `local_ids` and in `remote_ids`; list `i` is the entries from `list_offsets[i]` to
-// before `list_offsets[i + 1]` of both, so that `list_offsets` has `lists + 1` entries. All arrays may be freed when
-// this returns. `user_data` means nothing to kvferry, and comes back in the transfer's event.
-//
-// What is wrong with the blocks (an id out of range, an unknown region) is the status of the transfer's
-// KVF_EVENT_TRANSFER_DONE.
-int32_t kvf_agent_transfer(struct kvf_agent *agent,
-                           uint64_t peer,
-                           uint32_t direction,
-                           const struct kvf_segment *segments,
-                           size_t segments_len,
-                           const uint32_t *local_ids,
-                           const uint32_t *remote_ids,
-                           const uint64_t *list_offsets,
-                           size_t lists,
-                           uint64_t user_data,
-                           uint64_t *transfer);
-
-// Stops a transfer. Its KVF_EVENT_TRANSFER_DONE still follows, with KVF_CANCELLED unless it was complete.
-int32_t kvf_agent_cancel(struct kvf_agent *agent, uint64_t transfer);
 
 // Sends a message of at most 16 MiB, copied before this returns. It arrives once and in order, unless the connection
 // breaks. KVF_EXHAUSTED while too many bytes to this peer are not sent yet.
@@ -485,6 +480,52 @@ int32_t kvf_agent_shutdown(struct kvf_agent *agent,
 // Frees the agent, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
 // status. The handle is dead in any case.
 int32_t kvf_agent_free(struct kvf_agent *agent);
+
+// Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
+// lie one list after the other in `local_ids` and in `remote_ids`; list `i` is the entries from `list_offsets[i]` to
+// before `list_offsets[i + 1]` of both, so that `list_offsets` has `lists + 1` entries. All arrays may be freed when
+// this returns. `user_data` means nothing to kvferry, and comes back in the transfer's event.
+//
+// What is wrong with the blocks (an id out of range, an unknown region) is the status of the transfer's
+// KVF_EVENT_TRANSFER_DONE.
+int32_t kvf_agent_transfer(struct kvf_agent *agent,
+                           uint64_t peer,
+                           uint32_t direction,
+                           const struct kvf_segment *segments,
+                           size_t segments_len,
+                           const uint32_t *local_ids,
+                           const uint32_t *remote_ids,
+                           const uint64_t *list_offsets,
+                           size_t lists,
+                           uint64_t user_data,
+                           uint64_t *transfer);
+
+// As kvf_agent_transfer, and sends a message of at most 16 MiB to the peer as soon as every byte was moved: the library
+// sends it, whether or not this side polls. It arrives as KVF_EVENT_MESSAGE, in order with those of kvf_agent_send. A
+// transfer that fails sends none. KVF_EXHAUSTED while too many bytes to this peer are not sent yet.
+int32_t kvf_agent_transfer_and_send(struct kvf_agent *agent,
+                                    uint64_t peer,
+                                    uint32_t direction,
+                                    const struct kvf_segment *segments,
+                                    size_t segments_len,
+                                    const uint32_t *local_ids,
+                                    const uint32_t *remote_ids,
+                                    const uint64_t *list_offsets,
+                                    size_t lists,
+                                    const uint8_t *message,
+                                    size_t message_len,
+                                    uint64_t user_data,
+                                    uint64_t *transfer);
+
+// Stops a transfer. Its KVF_EVENT_TRANSFER_DONE still follows, with KVF_CANCELLED unless it was complete.
+int32_t kvf_agent_cancel(struct kvf_agent *agent, uint64_t transfer);
+
+// Waits up to `timeout_ms` milliseconds until a transfer is over, and so touches no memory any more; its
+// KVF_EVENT_TRANSFER_DONE is polled as always. Returns at once for a transfer that is over. KVF_TIMEOUT when it is not
+// over in time: then its memory must stay allocated. After kvf_agent_cancel this waits until the memory is safe.
+int32_t kvf_agent_wait_transfer(struct kvf_agent *agent,
+                                uint64_t transfer,
+                                uint32_t timeout_ms);
 
 // Starts a listener that serves the metadata of one engine's ranks to other engines. It is bound when this returns; a
 // port that is taken is KVF_ADDRESS_IN_USE.

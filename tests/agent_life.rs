@@ -49,9 +49,6 @@ fn bad_memory_is_refused_and_the_agent_goes_on() {
         assert!(error.message().contains(text), "{error}");
     };
     let buffer = &node.buffers[0];
-    for (offset, len) in [(0, 64 << 10), (0, 1), (65535, 1), (1000, 5000)] {
-        refuse(buffer.range(offset, len), ErrorKind::AlreadyExists, "overlaps region 0");
-    }
     // Freed memory: a mapping that is gone, or what another thread's allocator has reserved there since.
     let freed = {
         let large = Buffer::patterned(3, 64 << 20);
@@ -63,7 +60,6 @@ fn bad_memory_is_refused_and_the_agent_goes_on() {
     refuse(range(1 << 46, 1 << 40, MemoryKind::Host), ErrorKind::OutOfRange, "not mapped into this process");
     refuse(range(main as *const () as u64, 8, MemoryKind::Host), ErrorKind::OutOfRange, "not mapped for reading and");
     if !kvferry::mem::cuda::available() {
-        refuse(buffer.range(0, 8), ErrorKind::AlreadyExists, "overlaps");
         let device = range(buffer.addr() + (1 << 30), 8, MemoryKind::Cuda { device: 0 });
         let error = node.agent.register(device).unwrap_err();
         assert!(error.message().contains("cannot be registered"), "{error}");

@@ -452,3 +452,49 @@ fn stale_and_foreign_ids_are_not_found() {
     over(agent.deregister(a.regions[0]));
     agent.shutdown(LIMIT).unwrap();
 }
+
+/// The message comes from the progress thread: nobody polls the agent whose transfer it is.
+#[test]
+fn a_message_follows_the_last_byte_without_a_poll() {
+    for transport in transports() {
+        let mut a = Node::start(config("a", transport), 1, &[1 << 20]);
+        let mut b = Node::start(config("b", transport), 2, &[1 << 20]);
+        let peer = a.connect(&b.agent.metadata().unwrap());
+        let ids: Vec<u32> = (0..256).collect();
+        let everything = plan(0, 0, 4096, 4096, ids.clone(), ids);
+        let id = a.agent.transfer_with(peer, Direction::Write, everything.clone(), b"written".to_vec(), 7).unwrap();
+        assert_eq!(b.wait_message().1, b"written");
+        assert_same("written", &b.contents(), &a.contents());
+        a.wait_done(id).0.unwrap();
+        // A transfer that fails sends none, and gives back its room in the send queue.
+        let beyond = plan(0, 0, 4096, 4096, vec![256], vec![0]);
+        for _ in 0..100 {
+            let id = a.agent.transfer_with(peer, Direction::Write, beyond.clone(), vec![0; 1 << 20], 0).unwrap();
+            assert_eq!(a.wait_done(id).0.unwrap_err().kind(), ErrorKind::OutOfRange);
+        }
+        a.agent.transfer_with(peer, Direction::Read, everything, b"read".to_vec(), 0).unwrap();
+        assert_eq!(b.wait_message().1, b"read");
+        a.agent.shutdown(LIMIT).unwrap();
+        b.agent.shutdown(LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn a_cancelled_transfer_can_be_waited_for_without_taking_events() {
+    let mut a = Node::start(config("a", wire()), 1, &[8 << 20]);
+    let b = Node::start(config("b", wire()), 2, &[8 << 20]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let ids: Vec<u32> = (0..2048).collect();
+    let everything = plan(0, 0, 4096, 4096, ids.clone(), ids);
+    for _ in 0..10 {
+        let id = a.agent.transfer(peer, Direction::Read, everything.clone(), 0).unwrap();
+        // It may be over already.
+        let _ = a.agent.cancel(id);
+        a.agent.wait_transfer(id, LIMIT).unwrap();
+        a.agent.wait_transfer(id, Duration::ZERO).unwrap();
+        assert!(a.wait_done(id).0.map_or_else(|error| error.kind() == ErrorKind::Cancelled, |()| true));
+    }
+    let id = a.agent.transfer(peer, Direction::Read, everything, 0).unwrap();
+    a.agent.wait_transfer(id, LIMIT).unwrap();
+    a.wait_done(id).0.unwrap();
+}

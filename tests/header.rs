@@ -25,6 +25,7 @@ fn generated() -> String {
         "buffer",
         "log",
         "agent",
+        "agent_transfer",
         "listener",
         "handshake",
         "worker",

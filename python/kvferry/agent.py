@@ -191,6 +191,20 @@ class Agent:
         """Connects to the agent that made `metadata` and returns its peer id."""
         return self._handle.number("uint64_t", "connect", _lib.data("metadata", metadata))
 
+    def region_metadata(self, region: Region) -> bytes:
+        """What a peer that has connected already needs to reach `region`, for its `add_region`."""
+        if not isinstance(region, Region):
+            raise invalid(f"region must be the Region that register returned, not {type(region).__name__}")
+        return self._handle.ask("region_metadata", region.id)
+
+    def add_region(self, peer: int, metadata: bytes) -> int:
+        """Makes known a region of the peer's that was registered after the metadata of `connect` was made.
+
+        `metadata` is of the peer's `region_metadata`. Returns the region's index, by which segments name it.
+        """
+        data = _lib.data("metadata", metadata)
+        return self._handle.number("uint32_t", "add_region", _lib.whole("peer", peer), data)
+
     def disconnect(self, peer: int) -> None:
         """Ends the connection; transfers with the peer are ended with an error."""
         self._handle.call("disconnect", _lib.whole("peer", peer))
@@ -202,15 +216,21 @@ class Agent:
             return None
         return Route(**found)
 
-    def read(self, peer: int, segments: Sequence[Segment], blocks: BlockPairs) -> Transfer:
-        """Starts copying from the peer's memory to ours."""
-        return self._start("KVF_READ", peer, segments, blocks)
+    def read(
+        self, peer: int, segments: Sequence[Segment], blocks: BlockPairs, message: bytes | None = None
+    ) -> Transfer:
+        """Starts copying from the peer's memory to ours. `message` is sent to the peer when every byte was moved."""
+        return self._start("KVF_READ", peer, segments, blocks, message)
 
-    def write(self, peer: int, segments: Sequence[Segment], blocks: BlockPairs) -> Transfer:
-        """Starts copying from our memory to the peer's."""
-        return self._start("KVF_WRITE", peer, segments, blocks)
+    def write(
+        self, peer: int, segments: Sequence[Segment], blocks: BlockPairs, message: bytes | None = None
+    ) -> Transfer:
+        """Starts copying from our memory to the peer's. `message` is sent to the peer when every byte was moved."""
+        return self._start("KVF_WRITE", peer, segments, blocks, message)
 
-    def _start(self, direction: str, peer: int, segments: Sequence[Segment], blocks: BlockPairs) -> Transfer:
+    def _start(
+        self, direction: str, peer: int, segments: Sequence[Segment], blocks: BlockPairs, message: bytes | None
+    ) -> Transfer:
         try:
             packed = b"".join([_SEGMENT.pack(*segment) for segment in segments])
         except (TypeError, struct.error) as error:
@@ -220,7 +240,11 @@ class Agent:
         plan = getattr(library.functions, direction), array, count, *_lib.pairs(blocks)
         # Held over the call, so that the event of a transfer that ends at once finds it in the table.
         with self._lock:
-            self._handle.call("transfer", _lib.whole("peer", peer), *plan, 0, self._id)
+            if message is None:
+                self._handle.call("transfer", _lib.whole("peer", peer), *plan, 0, self._id)
+            else:
+                data = _lib.data("a message", message)
+                self._handle.call("transfer_and_send", _lib.whole("peer", peer), *plan, data, 0, self._id)
             id = int(self._id[0])
             transfer = self._transfers[id] = Transfer(self, id)
         return transfer

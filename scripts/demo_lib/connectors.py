@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ REQUEST_LOG = "KVFERRY_REQUEST_LOG"
 # for all shared memory, reading another process's memory (CMA) included. Shared memory alone does not connect
 # ("Destination is unreachable"): NIXL's endpoints ask to be told of a peer's death, which needs TCP for that.
 UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
+
+# Where the plug-in for NIXL and its library are; scripts/demo sets them.
+PLUGIN_VARIABLES = ("NIXL_PLUGIN_DIR", "KVFERRY_LIBRARY")
 
 # A free port, so that two demos do not meet. The times are ten times the defaults, because here a slow machine is no
 # failure: with two tensor-parallel engines on two busy cores, the default lease of 30 s can run out before the read is
@@ -69,6 +73,7 @@ class Connector:
             "kv_connector": name,
             "kv_connector_module_path": "demo_lib.nixl_dump" if options.check_bytes else "demo_lib.nixl_observer",
             "kv_buffer_device": "cpu",
+            **({"kv_connector_extra_config": {"backends": ["KVFERRY"]}} if self.name == "stock-plugin" else {}),
             **config,
         }
 
@@ -86,7 +91,11 @@ class Connector:
         if not self.is_kvferry:
             result["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
             result["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-            if options.transport is not None:
+            if self.name == "stock-plugin":
+                result.update({name: os.environ[name] for name in PLUGIN_VARIABLES})
+                if options.transport is not None:
+                    result["KVFERRY_TRANSPORT"] = options.transport
+            elif options.transport is not None:
                 result["UCX_TLS"] = UCX_TLS[options.transport]
         return result
 
@@ -96,4 +105,5 @@ CONNECTORS = {
     "kvferry-at-once": Connector("kvferry-at-once", warm_up=False, at_once=True),
     "stock": Connector("stock", warm_up=True),
     "stock-quiet": Connector("stock-quiet", warm_up=True),
+    "stock-plugin": Connector("stock-plugin", warm_up=True),
 }

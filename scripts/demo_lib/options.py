@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-CONNECTORS = ("kvferry", "kvferry-at-once", "stock", "stock-quiet")
+COMPARED = ("kvferry", "kvferry-at-once", "stock", "stock-quiet")
+CONNECTORS = (*COMPARED, "stock-plugin")
 TRANSPORTS = ("tcp", "shm")
 EXECUTORS = ("mp", "ray")
 JUDGED_BY_BYTES = ("mla", "lfm2", "gdn")
@@ -122,9 +123,9 @@ def build_parser() -> argparse.ArgumentParser:
         choices=CONNECTORS,
         default="kvferry",
         help="kvferry-at-once: the proxy asks both engines at the same time; stock: vLLM's NixlConnector as shipped; "
-        "stock-quiet: without its progress thread and CPU pinning",
+        "stock-quiet: without its progress thread and CPU pinning; stock-plugin: stock with kvferry's NIXL plug-in",
     )
-    parser.add_argument("--compare", action="store_true", help="run all of them in turn and print one table")
+    parser.add_argument("--compare", action="store_true", help="run all but stock-plugin in turn and print one table")
     parser.add_argument(
         "--model",
         choices=MODELS,
@@ -196,7 +197,7 @@ def parse_options(arguments: list[str]) -> Options:
         decode=parsed.decode or Shape(),
         transport=parsed.transport,
         requests=parsed.requests or (MATRIX_REQUESTS if parsed.matrix else 12),
-        connectors=CONNECTORS if parsed.compare else (parsed.connector,),
+        connectors=COMPARED if parsed.compare else (parsed.connector,),
         compare=parsed.compare,
         model=model,
         executor=parsed.executor,
@@ -213,4 +214,5 @@ def parse_options(arguments: list[str]) -> Options:
 if __name__ == "__main__":
     _options = parse_options(sys.argv[1:])
     _wheel = ["kvferry"] if any(name.startswith("kvferry") for name in _options.connectors) else []
-    print("ray" if _options.executor == "ray" else "vllm", *_wheel)
+    _plugin = ["plugin"] if "stock-plugin" in _options.connectors else []
+    print("ray" if _options.executor == "ray" else "vllm", *_plugin, *_wheel)

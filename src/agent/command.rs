@@ -15,14 +15,19 @@ use crate::agent::core::stats::AgentStats;
 use crate::agent::thread::waker::Waker;
 use crate::error::Result;
 use crate::mem::MemoryRange;
-use crate::proto::wire::AgentMetadata;
+use crate::proto::wire::{AgentMetadata, AgentRegion};
 use crate::sync::{AtomicU64, Condvar, Mutex};
+
+/// How often a thread that waits for a transfer looks for itself.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// What the handle asks of the progress thread.
 pub(crate) enum Command {
     Register { range: MemoryRange, reply: Reply<RegionId> },
     Deregister { region: RegionId, reply: Reply<()> },
     Metadata { reply: Reply<AgentMetadata> },
+    RegionMetadata { region: RegionId, reply: Reply<AgentRegion> },
+    AddRegion { peer: PeerId, region: Box<AgentRegion>, reply: Reply<u32> },
     Connect { metadata: Box<AgentMetadata>, reply: Reply<PeerId> },
     Disconnect { peer: PeerId },
     Route { peer: PeerId, reply: Reply<Option<Route>> },
@@ -123,6 +128,22 @@ impl Shared {
             };
             events = self.arrived.wait_timeout(events, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Waits until a transfer is over. False if it is not in time.
+    pub(crate) fn wait_transfer(&self, id: TransferId, timeout: Duration) -> bool {
+        let deadline = Instant::now().checked_add(timeout);
+        // Its end is published under this lock, after the id has left the table. What a driver takes is not published.
+        let mut events = lock(&self.events);
+        while self.live.lock().transfers.contains(&id) {
+            let left = match deadline.map(|deadline| deadline.checked_duration_since(Instant::now())) {
+                Some(None) => return false,
+                Some(Some(left)) => left.min(LOOK),
+                None => LOOK,
+            };
+            events = self.arrived.wait_timeout(events, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// Progress thread: no event will come any more.

@@ -23,7 +23,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
-use crate::proto::wire::AgentMetadata;
+use crate::proto::wire::{AgentMetadata, AgentRegion};
 
 /// How long a registration may take: pinning hundreds of gigabytes for RDMA takes minutes.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(600);
@@ -148,10 +148,10 @@ impl Agent {
 
     /// Registers a range, so that transfers can name it and peers can read and write it. Waits for the progress thread
     /// and the registration itself (pinning gigabytes takes a while). The promise to keep the memory alive was made
-    /// with [`MemoryRange::new`].
+    /// with [`MemoryRange::new`]. Ranges may overlap: each is a region of its own.
     ///
     /// # Errors
-    /// [`ErrorKind::AlreadyExists`] when it overlaps a registered range; those of [`crate::mem::check`];
+    /// Those of [`crate::mem::check`];
     /// [`ErrorKind::Unsupported`] when UCX cannot move this kind of memory; [`ErrorKind::Exhausted`] after 65,536
     /// registrations; [`ErrorKind::Timeout`] after 10 minutes: then the range does not stay registered, but its memory must
     /// stay alive until the agent is shut down or has answered another call.
@@ -183,6 +183,24 @@ impl Agent {
     /// What a peer needs to connect and to reach the regions registered so far.
     pub fn metadata(&self) -> Result<AgentMetadata> {
         self.ask(None, |reply| Command::Metadata { reply })
+    }
+
+    /// What a peer that is connected already needs to reach one region. Its size does not depend on other regions.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for an id that names no region.
+    pub fn region_metadata(&self, region: RegionId) -> Result<AgentRegion> {
+        self.ask(None, |reply| Command::RegionMetadata { region, reply })
+    }
+
+    /// Makes a peer's region known that [`Agent::region_metadata`] describes there. Returns its index, by which plans
+    /// name it. Again with the same region does nothing.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for a stale peer id, [`ErrorKind::PeerDied`] for a region of another life of the peer,
+    /// [`ErrorKind::Corrupt`] for damaged metadata.
+    pub fn add_region(&self, peer: PeerId, region: AgentRegion) -> Result<u32> {
+        self.ask(None, |reply| Command::AddRegion { peer, region: Box::new(region), reply })
     }
 
     /// Connects to the agent that `metadata` describes, or finds the connection that exists. Returns before the peer
@@ -227,17 +245,46 @@ impl Agent {
     /// # Errors
     /// [`ErrorKind::NotFound`] for a stale peer id.
     pub fn transfer(&self, peer: PeerId, direction: Direction, plan: CopyPlan, user_data: u64) -> Result<TransferId> {
+        self.start_transfer(peer, direction, plan, None, user_data)
+    }
+
+    /// As [`Agent::transfer`], with a message that the progress thread sends to the peer as soon as every byte was moved.
+    /// If the transfer fails it is not sent.
+    ///
+    /// # Errors
+    /// Those of [`Agent::transfer`] and of [`Agent::send`].
+    pub fn transfer_with(
+        &self,
+        peer: PeerId,
+        direction: Direction,
+        plan: CopyPlan,
+        message: Vec<u8>,
+        user_data: u64,
+    ) -> Result<TransferId> {
+        check_message(&message)?;
+        self.start_transfer(peer, direction, plan, Some(message), user_data)
+    }
+
+    fn start_transfer(
+        &self,
+        peer: PeerId,
+        direction: Direction,
+        plan: CopyPlan,
+        message: Option<Vec<u8>>,
+        user_data: u64,
+    ) -> Result<TransferId> {
         let id = self.0.shared.live.ids.transfer()?;
         let mut live = self.0.shared.live.lock();
         if live.ended {
             return Err(shut_down());
         }
-        if !live.peers.contains_key(&peer) {
-            return Err(peer.unknown());
+        let unsent = live.peers.get(&peer).ok_or_else(|| peer.unknown())?;
+        if let Some(message) = &message {
+            reserve(unsent, message.len(), self.0.send_queue_bytes)?;
         }
         live.transfers.insert(id);
         drop(live);
-        self.0.shared.command(Command::Transfer(TransferRequest { id, peer, direction, plan, user_data }));
+        self.0.shared.command(Command::Transfer(TransferRequest { id, peer, direction, plan, message, user_data }));
         Ok(id)
     }
 
@@ -257,6 +304,19 @@ impl Agent {
         drop(live);
         self.0.shared.command(Command::Cancel { id });
         Ok(())
+    }
+
+    /// Waits until a transfer is over: from then on it touches no memory. Its [`Event::TransferDone`] is, or will be,
+    /// polled as always. Returns at once for a transfer that is over. After [`Agent::cancel`], this waits until the
+    /// cancelled transfer's memory may be freed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] when it is not over in time.
+    pub fn wait_transfer(&self, id: TransferId, timeout: Duration) -> Result<()> {
+        if self.0.shared.wait_transfer(id, timeout) {
+            return Ok(());
+        }
+        Err(Error::new(ErrorKind::Timeout, format!("{id} is not over after {timeout:?}; its memory must stay alive")))
     }
 
     /// Sends a message of at most 16 MiB. Never waits. It arrives once, in order, unless the connection breaks.

@@ -55,7 +55,7 @@ pub use self::core::config::{AgentConfig, Transport, Window};
 pub use self::core::event::{Direction, Event};
 pub use self::core::ids::{PeerId, RegionId, TransferId};
 pub use self::core::limits::MAX_MESSAGE_BYTES;
-pub use self::core::metadata::{MAX_METADATA_BYTES, decode_metadata, encode_metadata};
+pub use self::core::metadata::{MAX_METADATA_BYTES, decode_metadata, decode_region, encode_metadata, encode_region};
 pub use self::core::regions::MAX_REGIONS;
 pub use self::core::route::Route;
 pub use self::core::stats::AgentStats;

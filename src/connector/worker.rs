@@ -39,6 +39,8 @@ pub struct Worker {
     shared: Arc<Shared>,
     key: Option<Key>,
     local: Mutex<Option<Local>>,
+    /// What was registered.
+    ranges: Mutex<Vec<MemoryRange>>,
 }
 
 struct Local {
@@ -92,7 +94,7 @@ impl Worker {
         let machine = Machine::new(machine_config)?;
         shared.push(Command::Begin(Box::new(machine), tracer));
         agent.waker().wake();
-        Ok(Worker { config, agent, shared, key, local: Mutex::new(None) })
+        Ok(Worker { config, agent, shared, key, local: Mutex::new(None), ranges: Mutex::default() })
     }
 
     /// The configuration that the worker was started with.
@@ -109,7 +111,8 @@ impl Worker {
     /// [`Worker::set_geometry`].
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] after [`Worker::set_geometry`]; those of [`Agent::register`].
+    /// [`ErrorKind::InvalidArgument`] after [`Worker::set_geometry`]; [`ErrorKind::AlreadyExists`] when it overlaps a
+    /// registered range; those of [`Agent::register`].
     pub fn register(&self, range: MemoryRange) -> Result<u32> {
         let local = lock(&self.local);
         if local.is_some() {
@@ -118,8 +121,16 @@ impl Worker {
                  every region first"
             )));
         }
+        let mut ranges = lock(&self.ranges);
+        if let Some((other, known)) = ranges.iter().enumerate().find(|(_, known)| known.overlaps(&range)) {
+            return Err(Error::new(
+                ErrorKind::AlreadyExists,
+                format!("{range} overlaps region {other}, which is {known}; a byte of the cache is in one region"),
+            ));
+        }
         let region = self.agent.register(range)?;
-        drop(local);
+        ranges.push(range);
+        drop((ranges, local));
         Ok(region.index())
     }
 

@@ -11,13 +11,11 @@ use super::agent_config::Config;
 use super::boundary::{Out, slice, slice_mut};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
-use super::lists::Offsets;
 use super::{decode, log};
-use crate::agent::{Agent, Direction, Event, PeerId, RegionId, Route, TransferId};
-use crate::agent::{decode_metadata, encode_metadata};
+use crate::agent::{Agent, Event, PeerId, RegionId, Route};
+use crate::agent::{decode_metadata, decode_region, encode_metadata, encode_region};
 use crate::error::{Error, Result};
 use crate::mem::MemoryRange;
-use crate::proto::plan::{BlockPair, CopyPlan, Segment};
 use crate::proto::wire::MemoryKind;
 use crate::settings::{Part, parse_config};
 
@@ -36,16 +34,6 @@ pub enum kvf_memory_kind {
     KVF_MEMORY_CUDA = 1,
 }
 
-/// Which way a transfer moves bytes.
-#[repr(u32)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum kvf_direction {
-    /// From the peer's regions into ours.
-    KVF_READ = 0,
-    /// From our regions into the peer's.
-    KVF_WRITE = 1,
-}
-
 /// What a kvf_event tells.
 #[repr(u32)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,30 +47,6 @@ pub enum kvf_event_kind {
     KVF_EVENT_PEER_CONNECTED = 3,
     /// The peer is gone and its id dead; `status` and the payload, a text, say why.
     KVF_EVENT_PEER_LOST = 4,
-}
-
-/// A run of bytes that repeats at every block of one pair of lists: block `i` of list `list` moves `length` bytes
-/// between `local_offset + local_ids[i] * local_stride` in the local region and `remote_offset + remote_ids[i] *
-/// remote_stride` in the remote one. Offsets, strides and length are in bytes.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct kvf_segment {
-    /// Which pair of block lists.
-    pub list: u32,
-    /// Local region, by its index.
-    pub local_region: u32,
-    /// Remote region, by its index.
-    pub remote_region: u32,
-    /// From the local region's first byte to that of block 0.
-    pub local_offset: u64,
-    /// From the remote region's first byte to that of block 0.
-    pub remote_offset: u64,
-    /// From a local block to the next.
-    pub local_stride: u64,
-    /// From a remote block to the next.
-    pub remote_stride: u64,
-    /// Moved per block.
-    pub length: u64,
 }
 
 /// Something that happened. Fields that a kind does not use are 0.
@@ -114,8 +78,8 @@ pub struct kvf_event {
 }
 
 /// What a handle stands for.
-struct Host {
-    agent: Agent,
+pub(super) struct Host {
+    pub(super) agent: Agent,
     /// The bytes of the events handed out last.
     payloads: Mutex<Payloads>,
 }
@@ -166,7 +130,8 @@ pub unsafe extern "C" fn kvf_agent_start(config: *const u8, config_len: usize, o
 
 /// Registers `len` bytes at `addr`, so that transfers can name them and peers can read and write them. `kind` is a
 /// kvf_memory_kind, `device` the ordinal of the CUDA device (0 for host memory). `*region` names the registration,
-/// `*index` is what segments on both sides call it. Waits for the registration, which pins the memory.
+/// `*index` is what segments on both sides call it. Ranges may overlap: each is a region of its own. Waits for the
+/// registration, which pins the memory.
 ///
 /// The memory must stay allocated until kvf_agent_deregister, kvf_agent_shutdown or kvf_agent_free has returned KVF_OK.
 ///
@@ -214,6 +179,44 @@ pub unsafe extern "C" fn kvf_agent_metadata(agent: *mut kvf_agent, out: *mut kvf
     boundary!(kvf_agent_metadata, {
         // SAFETY: the caller's promise for out-parameters.
         unsafe { fill(out, || encode_metadata(&handle::get::<Host>(agent)?.agent.metadata()?)) }
+    })
+}
+
+/// The metadata of one region, for peers that have connected already: its size does not depend on other regions. The peer
+/// passes it to kvf_agent_add_region.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_region_metadata(agent: *mut kvf_agent, region: u64, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_agent_region_metadata, {
+        let region = RegionId::from_raw(region);
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || encode_region(&handle::get::<Host>(agent)?.agent.region_metadata(region)?)) }
+    })
+}
+
+/// Makes known a region of a peer's that was registered after the metadata of kvf_agent_connect was made. `metadata` is
+/// of the peer's kvf_agent_region_metadata; `*index` becomes what segments call the region. Passing the same again does
+/// nothing. Metadata of another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect with metadata that does
+/// not list the region takes it away again.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_add_region(
+    agent: *mut kvf_agent,
+    peer: u64,
+    metadata: *const u8,
+    metadata_len: usize,
+    index: *mut u32,
+) -> i32 {
+    boundary!(kvf_agent_add_region, {
+        // SAFETY: the caller's promise for out-parameters and arrays.
+        let (index, metadata) = unsafe { (Out::new(index, "index")?, slice(metadata, metadata_len, "metadata")?) };
+        let host = handle::get::<Host>(agent)?;
+        index.write(host.agent.add_region(PeerId::from_raw(peer), decode_region(metadata)?)?);
+        Ok(())
     })
 }
 
@@ -276,78 +279,6 @@ fn route(agent: &Agent, peer: PeerId) -> Result<Vec<u8>> {
         None => RouteMap { connected: false, lanes: String::new(), host: "", device: "", mixed: "" },
     };
     decode::encode("a route", &route)
-}
-
-/// Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
-/// lie one list after the other in `local_ids` and in `remote_ids`; list `i` is the entries from `list_offsets[i]` to
-/// before `list_offsets[i + 1]` of both, so that `list_offsets` has `lists + 1` entries. All arrays may be freed when
-/// this returns. `user_data` means nothing to kvferry, and comes back in the transfer's event.
-///
-/// What is wrong with the blocks (an id out of range, an unknown region) is the status of the transfer's
-/// KVF_EVENT_TRANSFER_DONE.
-///
-/// # Safety
-/// As the header's top says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_agent_transfer(
-    agent: *mut kvf_agent,
-    peer: u64,
-    direction: u32,
-    segments: *const kvf_segment,
-    segments_len: usize,
-    local_ids: *const u32,
-    remote_ids: *const u32,
-    list_offsets: *const u64,
-    lists: usize,
-    user_data: u64,
-    transfer: *mut u64,
-) -> i32 {
-    boundary!(kvf_agent_transfer, {
-        // SAFETY: the caller's promise for out-parameters.
-        let transfer = unsafe { Out::new(transfer, "transfer")? };
-        let host = handle::get::<Host>(agent)?;
-        let direction = match direction {
-            d if d == kvf_direction::KVF_READ as u32 => Direction::Read,
-            d if d == kvf_direction::KVF_WRITE as u32 => Direction::Write,
-            other => {
-                return Err(Error::invalid(format!("direction {other} is unknown; expected KVF_READ or KVF_WRITE")));
-            }
-        };
-        // SAFETY: the caller's promise for arrays.
-        let (segments, local, remote) = unsafe {
-            let offsets = Offsets::new(list_offsets, lists)?;
-            let segments = slice(segments, segments_len, "segments")?;
-            (segments, offsets.cut(local_ids, "local_ids")?, offsets.cut(remote_ids, "remote_ids")?)
-        };
-        let plan = CopyPlan {
-            segments: segments.iter().map(segment).collect(),
-            lists: local.into_iter().zip(remote).map(|(local, remote)| BlockPair { local, remote }).collect(),
-        };
-        transfer.write(host.agent.transfer(PeerId::from_raw(peer), direction, plan, user_data)?.raw());
-        Ok(())
-    })
-}
-
-fn segment(from: &kvf_segment) -> Segment {
-    Segment {
-        list: from.list,
-        local_region: from.local_region,
-        remote_region: from.remote_region,
-        local_offset: from.local_offset,
-        remote_offset: from.remote_offset,
-        local_stride: from.local_stride,
-        remote_stride: from.remote_stride,
-        len: from.length,
-    }
-}
-
-/// Stops a transfer. Its KVF_EVENT_TRANSFER_DONE still follows, with KVF_CANCELLED unless it was complete.
-///
-/// # Safety
-/// As the header's top says.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvf_agent_cancel(agent: *mut kvf_agent, transfer: u64) -> i32 {
-    boundary!(kvf_agent_cancel, { handle::get::<Host>(agent)?.agent.cancel(TransferId::from_raw(transfer)) })
 }
 
 /// Sends a message of at most 16 MiB, copied before this returns. It arrives once and in order, unless the connection

@@ -10,6 +10,7 @@
 mod boundary;
 pub mod agent;
 mod agent_config;
+pub mod agent_transfer;
 pub mod aggregator;
 pub mod buffer;
 mod decode;

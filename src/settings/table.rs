@@ -168,7 +168,9 @@ pub const TABLE: &[Setting] = &[
         "Level of the library's lines on standard error. Under vLLM, and wherever `kvferry.log` is used, Python's logging \
          decides instead.")),
     late(row(Environment, "library", &[], Text, "", Absent("the one in the Python package"),
-        "Path of the libkvferry.so that the Python package loads.")),
+        "Path of the libkvferry.so that the Python package and the NIXL plug-in load.")),
+    late(row(Environment, "nixl_version", &[], Text, "", Absent("that of the wheel"),
+        "The version of a NIXL that was built from source, for the NIXL plug-in.")),
 ];
 
 /// Variables for building and testing, which no engine looks at. Those that end with `_` are prefixes.

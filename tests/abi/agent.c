@@ -90,6 +90,19 @@ static int serve(const char *transport)
   char order = 0;
   read_all(STDIN_FILENO, &order, 1);
   CHECK(order == 's');
+  for (int told = 0; !told;) {
+    kvf_event event;
+    size_t count = 0;
+    OK(kvf_agent_wait(agent, GENEROUS_MS, &event, 1, &count));
+    CHECK(count == 1);
+    if (event.kind == KVF_EVENT_MESSAGE) {
+      kvf_buffer text;
+      OK(kvf_agent_recv(agent, event.payload, &text));
+      told = text.len == 5 && memcmp(text.data, "there", 5) == 0;
+      CHECK(told);
+      OK(kvf_buffer_free(&text));
+    }
+  }
   for (unsigned region = 0; region < REGIONS; region++) {
     OK(kvf_agent_deregister(agent, regions[region]));
     write_all(STDOUT_FILENO, caches[region], (size_t)BLOCKS * REMOTE);
@@ -232,7 +245,16 @@ static int test(const char *self, const char *transport)
   OK(kvf_agent_register(agent, local, (uint64_t)BLOCKS * LOCAL, KVF_MEMORY_HOST, 0, &region, &index));
   CHECK(index == 0);
   uint64_t other = 0;
-  FAILS(kvf_agent_register(agent, local + 9, 5, KVF_MEMORY_HOST, 0, &other, &index), KVF_ALREADY_EXISTS, "overlaps");
+  OK(kvf_agent_register(agent, local + 9, 5, KVF_MEMORY_HOST, 0, &other, &index));
+  CHECK(index == 1);
+  kvf_buffer one_region;
+  OK(kvf_agent_region_metadata(agent, other, &one_region));
+  FAILS(kvf_agent_add_region(agent, peer, one_region.data, one_region.len, &index), KVF_PEER_DIED, "incarnation");
+  FAILS(kvf_agent_add_region(agent, peer + 999, one_region.data, one_region.len, &index), KVF_NOT_FOUND, "peer");
+  FAILS(kvf_agent_add_region(agent, peer, one_region.data, one_region.len - 1, &index), KVF_CORRUPT, "");
+  OK(kvf_buffer_free(&one_region));
+  OK(kvf_agent_deregister(agent, other));
+  FAILS(kvf_agent_region_metadata(agent, other, &one_region), KVF_NOT_FOUND, "region");
 
   /* Region 0 fills the blocks' first bytes by list 0, region 1 the rest by list 1, each from past a margin. */
   const uint64_t first = 1500;
@@ -288,7 +310,12 @@ static int test(const char *self, const char *transport)
   CHECK(memcmp(local, expected, (size_t)BLOCKS * LOCAL) == 0);
 
   /* Writing the other way about: our blocks by their ids, theirs by ours. */
-  OK(kvf_agent_transfer(agent, peer, KVF_WRITE, segments, REGIONS, theirs, ours, offsets, 2, 10, &transfer));
+  FAILS(kvf_agent_transfer_and_send(agent, peer, KVF_WRITE, segments, REGIONS, theirs, ours, offsets, 2, NULL, 5, 10, &transfer),
+        KVF_INVALID_ARGUMENT, "message is NULL");
+  OK(kvf_agent_transfer_and_send(agent, peer, KVF_WRITE, segments, REGIONS, theirs, ours, offsets, 2, (const uint8_t *)"there", 5,
+                                 10, &transfer));
+  OK(kvf_agent_wait_transfer(agent, transfer, GENEROUS_MS));
+  OK(kvf_agent_wait_transfer(agent, transfer, 0));
   CHECK(finish(agent, transfer, text, sizeof text).status == KVF_OK);
   CHECK(memcmp(local, expected, (size_t)BLOCKS * LOCAL) == 0);
   write_all(down[1], "s", 1);

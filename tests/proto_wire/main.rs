@@ -14,9 +14,9 @@ use kvferry::proto::plan::{self, HeldPart, Holding, RankPlan};
 use kvferry::proto::stats::Stats;
 use kvferry::proto::wire::limits::MAX_BLOCK_IDS;
 use kvferry::proto::wire::{
-    self, AgentMetadata, Blocks, Cause, CompatField, EngineShape, Grant, HandshakeReply, HandshakeRequest, Hold, Load,
-    MemoryKind, Message, PeerMessage, Prefill, RankBlob, RankMetadata, Reader, RecvFailure, RecvRecord, RefusalCode,
-    RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict, Versions, WorkerReport,
+    self, AgentMetadata, AgentRegion, Blocks, Cause, CompatField, EngineShape, Grant, HandshakeReply, HandshakeRequest,
+    Hold, Load, MemoryKind, Message, PeerMessage, Prefill, RankBlob, RankMetadata, Reader, RecvFailure, RecvRecord,
+    RefusalCode, RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict, Versions, WorkerReport,
 };
 use kvferry::proto::{EngineId, Incarnation, RankId, RequestId};
 use proptest::prelude::*;
@@ -29,6 +29,7 @@ use samples::*;
 macro_rules! for_each_sample {
     ($check:ident) => {
         $check("agent_metadata", &agent());
+        $check("agent_region", &region());
         $check("rank_metadata", &rank());
         $check("step", &step());
         $check("worker_report", &report());

@@ -38,6 +38,14 @@ pub(super) fn agent() -> AgentMetadata {
     }
 }
 
+pub(super) fn region() -> AgentRegion {
+    AgentRegion {
+        incarnation: Incarnation(0x0123_4567_89ab_cdef),
+        index: 7,
+        region: RegionMetadata { base: 0x2000, len: 16, kind: MemoryKind::Host, rkey: vec![6, 7, 8], handle: None },
+    }
+}
+
 pub(super) fn rank() -> RankMetadata {
     let group = Group::new;
     RankMetadata {

@@ -345,6 +345,14 @@ def test_metadata_of_wrong_ranks_and_damaged_bytes_are_refused() -> None:
         engine.end()
 
 
+def test_a_worker_refuses_regions_that_overlap() -> None:
+    cache = np.zeros(8192, dtype=np.uint8)
+    with Worker({"engine_id": "e", "transport": "tcp"}) as worker:
+        worker.register(cache.ctypes.data, 8192)
+        with pytest.raises(kvferry.AlreadyExistsError, match="overlaps region 0"):
+            worker.register(cache.ctypes.data + 4096, 8)
+
+
 def test_steps_and_reports_of_strangers_are_refused() -> None:
     with Worker({"engine_id": "e", "transport": "tcp"}) as worker, Aggregator([(0, 0), (0, 1)]) as aggregator:
         for junk in (b"", b"junk", b"\xc1" * 300):

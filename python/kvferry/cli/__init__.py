@@ -13,14 +13,14 @@ from .._errors import KvferryError, UcxMissingError
 from .._lib import protocol_versions, ucx_info, version
 from ..bench import cli as bench
 from ..bench.errors import BenchError, UsageError
-from . import config, doctor, key, plan, trace
+from . import config, doctor, key, nixl, plan, trace
 
 BAD_INPUT, FAILED, CLOSED_PIPE = 2, 1, 141
 """Exit codes: what was asked for cannot be; it was tried in vain; and nobody reads the output, which is a shell's code
 for a program that SIGPIPE ended."""
 
 
-_SIMPLE: dict[str, ModuleType] = {"config": config, "doctor": doctor, "key": key, "trace": trace}
+_SIMPLE: dict[str, ModuleType] = {"config": config, "doctor": doctor, "key": key, "nixl": nixl, "trace": trace}
 """Commands whose bad input is their modules' `UsageError`."""
 
 
@@ -85,6 +85,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         commands.add_parser("config", help="show and check the configuration", description=config.__doc__)
     )
     key.add_arguments(commands.add_parser("key", help="write a new key file", description=key.__doc__))
+    nixl.add_arguments(
+        commands.add_parser("nixl", help="find kvferry's plug-in for stock NIXL, and try it", description=nixl.__doc__)
+    )
     doctor_command = commands.add_parser(
         "doctor",
         help="find what is in the way on this machine, and ask a running engine who it is",

@@ -52,6 +52,8 @@ pub(crate) struct TransferEnd {
     pub(crate) id: TransferId,
     /// As it was requested.
     pub(crate) user_data: u64,
+    /// To be sent to the peer if it succeeded.
+    pub(crate) message: Option<Vec<u8>>,
     pub(crate) peer: PeerId,
     pub(crate) direction: Direction,
     pub(crate) result: Result<()>,

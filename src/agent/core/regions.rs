@@ -58,12 +58,6 @@ impl Regions {
                 ),
             ));
         }
-        if let Some((other, region)) = self.iter().find(|(_, region)| region.range.overlaps(&range)) {
-            return Err(Error::new(
-                ErrorKind::AlreadyExists,
-                format!("{range} overlaps region {other}, which is {}; deregister that one first", region.range),
-            ));
-        }
         if let MemoryKind::Cuda { device } = range.kind() {
             self.enter_device(&range, device)?;
         }
@@ -240,6 +234,13 @@ impl Regions {
         let gone = || RegionMetadata { base: 0, len: 0, kind: MemoryKind::Host, rkey: Vec::new(), handle: None };
         let count = (0..self.slots.len()).rev().find(|index| self.live(*index as u32).is_some()).map_or(0, |i| i + 1);
         (0..count).map(|index| self.live(index as u32).map_or_else(gone, |region| region.metadata.clone())).collect()
+    }
+
+    /// One region as peers see it.
+    pub(crate) fn metadata_of(&self, id: RegionId) -> Result<RegionMetadata> {
+        let known = RegionId::of_index(self.salt, id.index()) == id;
+        let region = self.live(id.index()).filter(|_| known).ok_or_else(|| id.unknown())?;
+        Ok(region.metadata.clone())
     }
 
     /// Takes a region for memory of another kind, for tests of what follows from that.

@@ -11,6 +11,8 @@ pub(crate) struct TransferRequest {
     pub(crate) peer: PeerId,
     pub(crate) direction: Direction,
     pub(crate) plan: CopyPlan,
+    /// What is sent to the peer when every byte was moved; room for it is reserved in the peer's send queue.
+    pub(crate) message: Option<Vec<u8>>,
     /// The owner's, for the transfer's event.
     pub(crate) user_data: u64,
 }

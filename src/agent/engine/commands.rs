@@ -11,7 +11,7 @@ use crate::agent::core::request::TransferRequest;
 use crate::agent::paths;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
-use crate::proto::wire::AgentMetadata;
+use crate::proto::wire::{AgentMetadata, AgentRegion};
 
 impl Engine {
     /// Serves one command of the handle's.
@@ -23,6 +23,16 @@ impl Engine {
             Command::Metadata { reply } => {
                 let _ = reply.send(Ok(self.metadata()));
             }
+            Command::RegionMetadata { region, reply } => {
+                let incarnation = self.peers.local().incarnation;
+                let found = self.regions.metadata_of(region);
+                let _ =
+                    reply.send(found.map(|found| AgentRegion { incarnation, index: region.index(), region: found }));
+            }
+            Command::AddRegion { peer, region, reply } => {
+                let added = self.peers.get_mut(peer).and_then(|peer| peer.add_region(&region));
+                let _ = reply.send(added.map(|()| region.index));
+            }
             Command::Connect { metadata, reply } => self.serve_connect(&metadata, reply, now),
             Command::Disconnect { peer } => {
                 // It may have been lost since the handle looked.
@@ -33,8 +43,10 @@ impl Engine {
             }
             Command::Transfer(request) => {
                 let TransferRequest { id, peer, user_data, .. } = request;
+                let reserved = request.message.as_ref().map(Vec::len);
                 let known = self.peers.get(peer).is_ok();
                 if let Err(error) = self.start_transfer(request, now) {
+                    self.peers.release(peer, reserved);
                     // The handle found the peer alive.
                     let gone = || Error::new(ErrorKind::PeerDied, "the peer was lost before the transfer began");
                     self.refuse_transfer((id, user_data), peer, if known { error } else { gone() }, now);

@@ -132,7 +132,17 @@ impl Engine {
     }
 
     fn transfer_ended(&mut self, end: TransferEnd, now: Instant) {
-        let TransferEnd { id, user_data, peer, direction, result, bytes, operations, posted, regions } = end;
+        let TransferEnd { id, user_data, message, peer, direction, mut result, bytes, operations, posted, regions } =
+            end;
+        if let Some(message) = message {
+            if result.is_ok() {
+                let (peers, mut io) = self.peers(now);
+                let sent = peers.send(peer, message, &mut io);
+                result = sent.map_err(|e| e.context("the bytes were moved, but the transfer's message was not sent"));
+            } else {
+                self.peers.release(peer, Some(message.len()));
+            }
+        }
         self.shared.live.lock().transfers.remove(&id);
         match result {
             Ok(()) => self.stats.transfers_done += 1,

@@ -122,7 +122,8 @@ impl<'a> Context<'a> {
     ) -> Result<TransferId> {
         let id = self.engine.shared.live.ids.transfer()?;
         self.engine.shared.live.lock().transfers.insert(id);
-        let started = self.engine.start_transfer(TransferRequest { id, peer, direction, plan, user_data }, self.now);
+        let request = TransferRequest { id, peer, direction, plan, message: None, user_data };
+        let started = self.engine.start_transfer(request, self.now);
         if started.is_err() {
             self.engine.shared.live.lock().transfers.remove(&id);
         }

@@ -161,7 +161,10 @@ mod tests {
     fn start(engine: &mut Engine, peer: PeerId, direction: Direction) -> TransferId {
         let id = engine.shared.live.ids.transfer().unwrap();
         engine
-            .start_transfer(TransferRequest { id, peer, direction, plan: plan(), user_data: 0 }, Instant::now())
+            .start_transfer(
+                TransferRequest { id, peer, direction, plan: plan(), message: None, user_data: 0 },
+                Instant::now(),
+            )
             .unwrap();
         id
     }

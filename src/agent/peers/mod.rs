@@ -313,6 +313,13 @@ impl Peers {
         reserve(&self.get(id)?.unsent, len, limit)
     }
 
+    /// Gives back what was reserved for a message that is not sent.
+    pub(crate) fn release(&self, id: PeerId, reserved: Option<usize>) {
+        if let (Ok(peer), Some(len)) = (self.get(id), reserved) {
+            peer.unsent.fetch_sub(len as u64, Ordering::Relaxed);
+        }
+    }
+
     /// Sends a message for which room was reserved.
     pub(crate) fn send(&mut self, id: PeerId, data: Vec<u8>, io: &mut Io<'_>) -> Result<()> {
         let peer = self.get_mut(id)?;

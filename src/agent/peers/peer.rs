@@ -21,7 +21,8 @@ use crate::agent::rpc::server::{Payload, Server};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
-use crate::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
+use crate::proto::wire::limits::MAX_REGIONS;
+use crate::proto::wire::{AgentMetadata, AgentRegion, MemoryKind, RegionMetadata};
 use crate::sys::process::{Challenge, Neighbour, ProcessPlace, Witness};
 use crate::ucx::{self, Endpoint, Posted, Rkey};
 
@@ -333,6 +334,41 @@ impl Peer {
         self.regions = regions;
         self.refused.retain(|(_, index)| kept.contains(index));
         self.imports.retain(&kept);
+        self.look_behind_regions();
+        Ok(())
+    }
+
+    /// Takes one region, which was registered after the metadata that the peer was connected by.
+    pub(crate) fn add_region(&mut self, added: &AgentRegion) -> Result<()> {
+        if added.incarnation != self.incarnation {
+            return Err(Error::new(
+                ErrorKind::PeerDied,
+                format!(
+                    "region {} is of incarnation {} of agent {}, and the connection is to {}: connect by metadata of \
+                     that life",
+                    added.index, added.incarnation, self.name, self.incarnation
+                ),
+            ));
+        }
+        let index = added.index as usize;
+        if index >= MAX_REGIONS {
+            return Err(Error::corrupt(format!("region {index} of agent {}: at most {MAX_REGIONS} can be", self.name)));
+        }
+        if self.regions.get(index).and_then(Option::as_ref).is_some_and(|(known, _)| *known == added.region) {
+            return Ok(());
+        }
+        let region = self
+            .unpack(index, &added.region)
+            .map_err(|e| e.context(format!("region {index} of agent {}", self.name)))?;
+        if self.regions.len() <= index {
+            self.regions.resize(index.saturating_add(1), None);
+            self.lens.resize(index.saturating_add(1), 0);
+        }
+        if let (Some(slot), Some(len)) = (self.regions.get_mut(index), self.lens.get_mut(index)) {
+            *len = region.as_ref().map_or(0, |(region, _)| region.len);
+            *slot = region;
+        }
+        self.refused.retain(|(_, known)| *known != added.index);
         self.look_behind_regions();
         Ok(())
     }

@@ -24,6 +24,8 @@ use crate::proto::wire::MemoryKind;
 
 pub(crate) struct Transfer {
     user_data: u64,
+    /// What is sent to the peer at its end, if it succeeds.
+    message: Option<Vec<u8>>,
     peer: PeerId,
     direction: Direction,
     expander: Expander,
@@ -236,7 +238,7 @@ impl Transfers {
         regions: &mut Regions,
         effects: &mut Effects,
     ) -> Result<()> {
-        let TransferRequest { id, direction, plan, user_data, .. } = request;
+        let TransferRequest { id, direction, plan, message, user_data, .. } = request;
         let (mut locals, mut remotes) = (BTreeSet::new(), BTreeSet::new());
         for segment in plan.segments.iter() {
             if locals.insert(segment.local_region) {
@@ -254,6 +256,7 @@ impl Transfers {
         regions.enter(&used);
         let transfer = Transfer {
             user_data,
+            message,
             peer: peer.id,
             direction,
             expander: plan.expand(self.max_operation_bytes),
@@ -390,6 +393,7 @@ impl Transfers {
         effects.push(Effect::TransferEnded(TransferEnd {
             id,
             user_data: transfer.user_data,
+            message: transfer.message,
             peer: transfer.peer,
             direction: transfer.direction,
             result: transfer.stopped.map_or(Ok(()), Err),

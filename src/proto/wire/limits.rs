@@ -10,6 +10,8 @@ pub const MAX_AWAITED: usize = 1024;
 pub const MAX_RANK_METADATA_BYTES: usize = 4 << 20;
 /// Longest encoded agent metadata: a few ten thousand regions with rkeys of some hundred bytes.
 pub const MAX_AGENT_METADATA_BYTES: usize = 16 << 20;
+/// Longest encoded region of an agent: device memory has an entry for each allocation behind it.
+pub const MAX_AGENT_REGION_BYTES: usize = 1 << 20;
 /// Longest handshake request of any kind: a push carries a rank's metadata.
 pub const MAX_REQUEST_BYTES: usize = MAX_RANK_METADATA_BYTES + (64 << 10);
 /// Longest handshake reply.

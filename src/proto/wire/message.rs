@@ -5,7 +5,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::codec::{OLDEST, VERSION, Versions};
 use super::limits::*;
 use super::{
-    AgentMetadata, HandshakeReply, HandshakeRequest, PeerMessage, RankMetadata, ReportBatch, StepMetadata,
+    AgentMetadata, AgentRegion, HandshakeReply, HandshakeRequest, PeerMessage, RankMetadata, ReportBatch, StepMetadata,
     WorkerReport, codec,
 };
 use crate::error::{Error, ErrorKind, Result};
@@ -14,6 +14,8 @@ use crate::error::{Error, ErrorKind, Result};
 pub mod kind {
     /// [`AgentMetadata`](super::AgentMetadata).
     pub const AGENT_METADATA: &str = "agent_metadata";
+    /// [`AgentRegion`](super::AgentRegion).
+    pub const AGENT_REGION: &str = "agent_region";
     /// [`RankMetadata`](super::RankMetadata).
     pub const RANK_METADATA: &str = "rank_metadata";
     /// [`HandshakeRequest`](super::HandshakeRequest).
@@ -83,6 +85,7 @@ macro_rules! messages {
 
 messages! {
     AgentMetadata: kind::AGENT_METADATA, MAX_AGENT_METADATA_BYTES, OLDEST;
+    AgentRegion: kind::AGENT_REGION, MAX_AGENT_REGION_BYTES, OLDEST;
     RankMetadata: kind::RANK_METADATA, MAX_RANK_METADATA_BYTES, OLDEST;
     HandshakeRequest: kind::HANDSHAKE_REQUEST, MAX_REQUEST_BYTES, OLDEST;
     HandshakeReply: kind::HANDSHAKE_REPLY, MAX_REPLY_BYTES, OLDEST;

@@ -81,6 +81,18 @@ pub struct AgentMetadata {
     pub regions: Vec<RegionMetadata>,
 }
 
+/// One region of an agent, for a peer that knows the agent already: regions that are registered later need no new
+/// [`AgentMetadata`].
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct AgentRegion {
+    /// The life of the agent that has it.
+    pub incarnation: Incarnation,
+    /// Its index in transfers.
+    pub index: u32,
+    /// How to reach it.
+    pub region: RegionMetadata,
+}
+
 /// How an engine is split over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct EngineShape {

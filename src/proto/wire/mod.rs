@@ -25,7 +25,8 @@ pub(crate) use codec::{begins_as, version_for_answer};
 pub use handshake::{HandshakeReply, HandshakeRequest, Prefill, RankBlob, RefusalCode};
 pub use message::{Message, kind};
 pub use metadata::{
-    AgentMetadata, CompatField, DeviceHandle, DevicePiece, EngineShape, MemoryKind, RankMetadata, RegionMetadata,
+    AgentMetadata, AgentRegion, CompatField, DeviceHandle, DevicePiece, EngineShape, MemoryKind, RankMetadata,
+    RegionMetadata,
 };
 pub use params::TransferParams;
 pub use peer::{PeerMessage, Reader, Verdict};

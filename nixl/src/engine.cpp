@@ -1,0 +1,309 @@
+// The engine: memory, connections, and what comes in.
+#include "engine.h"
+
+#include <cstring>
+#include <memory>
+
+#include "config.h"
+#include "ucx.h"
+
+namespace kvferry {
+namespace {
+
+// The beginning of what a region's owner publishes; kvf_agent_region_metadata follows. Both sides run this plug-in on
+// machines of one byte order.
+struct RegionHeader {
+  char magic[4];
+  uint32_t index;
+  uint64_t base;
+};
+constexpr char REGION_MAGIC[4] = {'K', 'V', 'R', '1'};
+
+// The beginning of a notification; the sender's name and the text follow.
+struct NotificationHeader {
+  char magic[4];
+  uint32_t name_len;
+};
+constexpr char NOTIFICATION_MAGIC[4] = {'K', 'V', 'N', '1'};
+
+constexpr size_t EVENTS = 64;
+
+const char *name_of(nixl_mem_t mem) {
+  switch (mem) {
+    case DRAM_SEG:
+      return "DRAM";
+    case VRAM_SEG:
+      return "VRAM";
+    case BLK_SEG:
+      return "block storage";
+    case OBJ_SEG:
+      return "object storage";
+    case FILE_SEG:
+      return "file";
+  }
+  return "unknown";
+}
+
+}  // namespace
+
+int32_t Engine::start_agent(const Params &params) {
+  const std::string config = agent_config(localAgent, params);
+  return library().agent_start(reinterpret_cast<const uint8_t *>(config.data()), config.size(), &agent_);
+}
+
+Engine::Engine(const nixlBackendInitParams &params, const Nixl &nixl) : nixlBackendEngine(params) {
+  Params chosen = *params.customParams;
+  hint_ucx(nixl);
+  int32_t code = start_agent(chosen);
+  // NIXL's own UCX will do where there is no other.
+  if (code == KVF_UCX_MISSING && !chosen.count("ucx_lib")) {
+    if (const std::string path = bundled_ucx(nixl); !path.empty()) {
+      chosen["ucx_lib"] = path;
+      code = start_agent(chosen);
+    }
+  }
+  kvf_buffer metadata{};
+  if (code != KVF_OK) {
+    say_failed("starting an agent");
+    initErr = true;
+  } else if (library().agent_metadata(agent_, &metadata) != KVF_OK) {
+    say_failed("the agent's metadata");
+    initErr = true;
+  } else {
+    // Without regions, which NIXL has registered later and publishes one by one.
+    conn_info_ = take(metadata);
+  }
+}
+
+Engine::~Engine() {
+  if (agent_ && library().agent_free(agent_) != KVF_OK) say_failed("freeing the agent");
+}
+
+nixl_status_t Engine::registerMem(const nixlBlobDesc &range, const nixl_mem_t &mem, nixlBackendMD *&out) {
+  return guarded("registering memory", [&] {
+    if (mem != DRAM_SEG && mem != VRAM_SEG) {
+      say("memory of the kind " + std::string(name_of(mem)) + " cannot be registered; expected DRAM or VRAM");
+      return NIXL_ERR_NOT_SUPPORTED;
+    }
+    auto region = std::make_unique<LocalRegion>();
+    region->base = range.addr;
+    region->len = range.len;
+    const bool is_device = mem == VRAM_SEG;
+    const uint32_t kind = is_device ? KVF_MEMORY_CUDA : KVF_MEMORY_HOST;
+    const uint32_t device = is_device ? static_cast<uint32_t>(range.devId) : 0;
+    const int32_t code = library().agent_register(agent_, reinterpret_cast<void *>(range.addr), range.len, kind, device,
+                                                  &region->id, &region->index);
+    if (code != KVF_OK) {
+      say_failed("registering " + std::to_string(range.len) + " bytes of " + name_of(mem));
+      return status_of(code);
+    }
+    {
+      std::unique_lock lock(own_mutex_);
+      own_regions_.insert(region->id);
+    }
+    out = region.release();
+    return NIXL_SUCCESS;
+  });
+}
+
+nixl_status_t Engine::deregisterMem(nixlBackendMD *metadata) {
+  return guarded("deregistering memory", [&] {
+    std::unique_ptr<LocalRegion> region(static_cast<LocalRegion *>(metadata));
+    {
+      std::unique_lock lock(own_mutex_);
+      own_regions_.erase(region->id);
+    }
+    const int32_t code = library().agent_deregister(agent_, region->id);
+    if (code != KVF_OK) say_failed("deregistering memory");
+    return status_of(code);
+  });
+}
+
+nixl_status_t Engine::getPublicData(const nixlBackendMD *metadata, std::string &out) const {
+  return guarded("a region's metadata", [&] {
+    const auto *region = static_cast<const LocalRegion *>(metadata);
+    kvf_buffer encoded{};
+    const int32_t code = library().agent_region_metadata(agent_, region->id, &encoded);
+    if (code != KVF_OK) {
+      say_failed("a region's metadata");
+      return status_of(code);
+    }
+    RegionHeader header{{}, region->index, region->base};
+    std::memcpy(header.magic, REGION_MAGIC, sizeof header.magic);
+    out.assign(reinterpret_cast<const char *>(&header), sizeof header);
+    out += take(encoded);
+    return NIXL_SUCCESS;
+  });
+}
+
+nixl_status_t Engine::getConnInfo(std::string &out) const {
+  return guarded("the connection's metadata", [&] {
+    out = conn_info_;
+    return NIXL_SUCCESS;
+  });
+}
+
+nixl_status_t Engine::loadRemoteConnInfo(const std::string &name, const std::string &metadata) {
+  return guarded("connecting", [&] {
+    std::lock_guard lock(mutex_);
+    Remote &remote = remotes_[name];
+    remote = {};
+    remote.life = ++lives_;
+    remote.metadata = metadata;
+    const nixl_status_t status = connect_to(name, remote);
+    if (status != NIXL_SUCCESS) remotes_.erase(name);
+    return status;
+  });
+}
+
+// Connects and makes the remote's regions known.
+nixl_status_t Engine::connect_to(const std::string &name, Remote &remote) const {
+  const auto bytes = [](const std::string &text) { return reinterpret_cast<const uint8_t *>(text.data()); };
+  remote.is_connected = false;
+  int32_t code = library().agent_connect(agent_, bytes(remote.metadata), remote.metadata.size(), &remote.peer);
+  for (auto region = remote.regions.begin(); code == KVF_OK && region != remote.regions.end(); ++region) {
+    uint32_t index;
+    code = library().agent_add_region(agent_, remote.peer, bytes(region->second), region->second.size(), &index);
+  }
+  if (code != KVF_OK) {
+    say_failed("connecting to agent " + name);
+    return status_of(code);
+  }
+  remote.is_connected = true;
+  return NIXL_SUCCESS;
+}
+
+// Connections are made when metadata is loaded.
+nixl_status_t Engine::connect(const std::string &name) {
+  return guarded("connecting", [&] {
+    if (name == localAgent) return NIXL_SUCCESS;
+    std::lock_guard lock(mutex_);
+    const auto found = remotes_.find(name);
+    if (found == remotes_.end()) {
+      say("the metadata of agent " + name + " is not loaded");
+      return NIXL_ERR_NOT_FOUND;
+    }
+    return found->second.is_connected ? NIXL_SUCCESS : connect_to(name, found->second);
+  });
+}
+
+// Forgets the remote. The connection stays for what the remote does with it: its transfers and its messages use it too.
+nixl_status_t Engine::disconnect(const std::string &name) {
+  return guarded("disconnecting", [&] {
+    if (name == localAgent) return NIXL_SUCCESS;
+    std::lock_guard lock(mutex_);
+    return remotes_.erase(name) ? NIXL_SUCCESS : NIXL_ERR_NOT_FOUND;
+  });
+}
+
+nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &range, const nixl_mem_t &, const std::string &name,
+                                   nixlBackendMD *&out) {
+  return guarded("loading a remote region", [&] {
+    RegionHeader header;
+    if (range.metaInfo.size() < sizeof header ||
+        (std::memcpy(&header, range.metaInfo.data(), sizeof header), std::memcmp(header.magic, REGION_MAGIC, 4) != 0)) {
+      say("the metadata of a region of agent " + name + " is not of this plug-in");
+      return NIXL_ERR_MISMATCH;
+    }
+    std::lock_guard lock(mutex_);
+    const auto found = remotes_.find(name);
+    if (found == remotes_.end()) {
+      say("a region of agent " + name + " came before the metadata of its connection");
+      return NIXL_ERR_NOT_FOUND;
+    }
+    Remote &remote = found->second;
+    std::string encoded = range.metaInfo.substr(sizeof header);
+    uint32_t index = 0;
+    const auto add = [&] {
+      return library().agent_add_region(agent_, remote.peer, reinterpret_cast<const uint8_t *>(encoded.data()),
+                                        encoded.size(), &index);
+    };
+    int32_t code = remote.is_connected ? add() : KVF_NOT_FOUND;
+    if (code == KVF_NOT_FOUND && connect_to(name, remote) == NIXL_SUCCESS) code = add();
+    if (code != KVF_OK) {
+      say_failed("a region of agent " + name);
+      return status_of(code);
+    }
+    auto region = std::make_unique<RemoteRegion>();
+    region->index = index;
+    region->base = header.base;
+    region->life = remote.life;
+    remote.regions[index] = std::move(encoded);
+    out = region.release();
+    return NIXL_SUCCESS;
+  });
+}
+
+nixl_status_t Engine::loadLocalMD(nixlBackendMD *in, nixlBackendMD *&out) {
+  return guarded("loading a local region", [&] {
+    const auto *local = static_cast<const LocalRegion *>(in);
+    auto region = std::make_unique<RemoteRegion>();
+    region->index = local->index;
+    region->base = local->base;
+    region->own_id = local->id;
+    out = region.release();
+    return NIXL_SUCCESS;
+  });
+}
+
+nixl_status_t Engine::unloadMD(nixlBackendMD *metadata) {
+  delete metadata;
+  return NIXL_SUCCESS;
+}
+
+std::string Engine::wrap(const std::string &message) const {
+  NotificationHeader header{{}, static_cast<uint32_t>(localAgent.size())};
+  std::memcpy(header.magic, NOTIFICATION_MAGIC, sizeof header.magic);
+  std::string wrapped(reinterpret_cast<const char *>(&header), sizeof header);
+  return wrapped + localAgent + message;
+}
+
+void Engine::take_message(const std::string &message) const {
+  NotificationHeader header;
+  if (message.size() >= sizeof header) {
+    std::memcpy(&header, message.data(), sizeof header);
+    const size_t end = sizeof header + size_t{header.name_len};
+    if (std::memcmp(header.magic, NOTIFICATION_MAGIC, 4) == 0 && message.size() >= end) {
+      notifications_.emplace_back(message.substr(sizeof header, header.name_len), message.substr(end));
+      return;
+    }
+  }
+  say("a message that is no notification was dropped: every agent that connects must run this plug-in");
+}
+
+// Takes all events of the agent. With mutex_ held.
+void Engine::take_events() const {
+  kvf_event events[EVENTS];
+  size_t count = EVENTS;
+  while (count == EVENTS && library().agent_poll(agent_, events, EVENTS, &count) == KVF_OK) {
+    for (size_t i = 0; i < count; i++) take_event(events[i]);
+  }
+}
+
+void Engine::take_event(const kvf_event &event) const {
+  std::string payload;
+  if (kvf_buffer bytes{}; event.payload && library().agent_recv(agent_, event.payload, &bytes) == KVF_OK) {
+    payload = take(bytes);
+  }
+  if (event.kind == KVF_EVENT_TRANSFER_DONE) {
+    const auto found = in_flight_.find(event.transfer);
+    // A request that was released has left the table.
+    if (found == in_flight_.end()) return;
+    Request &request = *found->second;
+    in_flight_.erase(found);
+    request.is_active = false;
+    request.status = status_of(event.status);
+    if (event.status != KVF_OK) say("a transfer with agent " + request.agent + " failed: " + payload);
+  } else if (event.kind == KVF_EVENT_MESSAGE) {
+    take_message(payload);
+  } else if (event.kind == KVF_EVENT_PEER_LOST) {
+    for (auto &[name, remote] : remotes_) {
+      if (remote.is_connected && remote.peer == event.peer) {
+        remote.is_connected = false;
+        say("the connection to agent " + name + " broke: " + payload);
+      }
+    }
+  }
+}
+
+}  // namespace kvferry

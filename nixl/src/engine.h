@@ -1,0 +1,125 @@
+// A NIXL backend on an agent of kvferry.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "abi.h"
+#include "library.h"
+#include "plan.h"
+#include "version.h"
+
+namespace kvferry {
+
+// A transfer of NIXL's, which may be posted again and again.
+struct Request : nixlBackendReqH {
+  std::string agent;
+  kvf_direction direction = KVF_READ;
+  Plan plan;
+  // The life of the peer whose regions the plan names.
+  uint64_t life = 0;
+
+  // Within this agent: what is copied, and the registrations that this needs.
+  struct Copy {
+    void *to;
+    const void *from;
+    size_t len;
+  };
+  bool is_own = false;
+  std::vector<Copy> copies;
+  std::vector<uint64_t> own_regions;
+
+  // The last posting: its transfer while it is in flight, and how it stands.
+  uint64_t transfer = 0;
+  bool is_active = false;
+  nixl_status_t status = NIXL_ERR_NOT_POSTED;
+};
+
+// Every public function may be called from any thread, as NIXL does; it holds no lock of its own over most of them.
+class Engine final : public nixlBackendEngine {
+ public:
+  Engine(const nixlBackendInitParams &params, const Nixl &nixl);
+  ~Engine() override;
+
+  bool supportsRemote() const override { return true; }
+  bool supportsLocal() const override { return true; }
+  bool supportsNotif() const override { return true; }
+  Mems getSupportedMems() const override { return {DRAM_SEG, VRAM_SEG}; }
+
+  nixl_status_t registerMem(const nixlBlobDesc &, const nixl_mem_t &, nixlBackendMD *&) override;
+  nixl_status_t deregisterMem(nixlBackendMD *) override;
+  nixl_status_t connect(const std::string &) override;
+  nixl_status_t disconnect(const std::string &) override;
+  nixl_status_t unloadMD(nixlBackendMD *) override;
+  nixl_status_t prepXfer(const nixl_xfer_op_t &, const Ranges &, const Ranges &, const std::string &, nixlBackendReqH *&,
+                         const nixlBackendOptionalArgs *) const override;
+  nixl_status_t postXfer(const nixl_xfer_op_t &, const Ranges &, const Ranges &, const std::string &, nixlBackendReqH *&,
+                         const nixlBackendOptionalArgs *) const override;
+  nixl_status_t checkXfer(nixlBackendReqH *) const override;
+  nixl_status_t releaseReqH(nixlBackendReqH *) const override;
+  nixl_status_t getPublicData(const nixlBackendMD *, std::string &) const override;
+  nixl_status_t getConnInfo(std::string &) const override;
+  nixl_status_t loadRemoteConnInfo(const std::string &, const std::string &) override;
+  nixl_status_t loadRemoteMD(const nixlBlobDesc &, const nixl_mem_t &, const std::string &, nixlBackendMD *&) override;
+  nixl_status_t loadLocalMD(nixlBackendMD *, nixlBackendMD *&) override;
+  nixl_status_t getNotifs(Notifications &) override;
+  nixl_status_t genNotif(const std::string &, const std::string &) const override;
+
+ private:
+  int32_t start_agent(const Params &params);
+
+  // A remote agent that NIXL has loaded.
+  struct Remote {
+    uint64_t life = 0;
+    uint64_t peer = 0;
+    bool is_connected = false;
+    // What the connection is made with, again where it broke.
+    std::string metadata;
+    std::unordered_map<uint32_t, std::string> regions;
+  };
+
+  nixl_status_t connect_to(const std::string &name, Remote &remote) const;
+  nixl_status_t send(const std::string &name, Remote &remote, const std::string &message) const;
+  int32_t start(Request &request, Remote &remote, const std::string *message) const;
+  nixl_status_t post_own(Request &request, const nixlBackendOptionalArgs *options) const;
+  std::string wrap(const std::string &message) const;
+  void take_events() const;
+  void take_event(const kvf_event &event) const;
+  void take_message(const std::string &message) const;
+
+  kvf_agent *agent_ = nullptr;
+  std::string conn_info_;
+
+  // Guards all that follows up to own_mutex_, and is held by whoever takes events from the agent.
+  mutable std::mutex mutex_;
+  mutable std::map<std::string, Remote> remotes_;
+  mutable uint64_t lives_ = 0;
+  mutable std::unordered_map<uint64_t, Request *> in_flight_;
+  mutable Notifications notifications_;
+
+  // Shared while memory of registrations of this agent is copied, exclusive while one ends.
+  mutable std::shared_mutex own_mutex_;
+  std::unordered_set<uint64_t> own_regions_;
+};
+
+// Calls `function`; an exception becomes a status and a line on standard error, for none may reach NIXL.
+template <class Function>
+nixl_status_t guarded(const char *what, Function &&function) noexcept {
+  try {
+    return function();
+  } catch (const std::exception &error) {
+    try {
+      say(std::string(what) + ": " + error.what());
+    } catch (...) {
+    }
+  } catch (...) {
+  }
+  return NIXL_ERR_BACKEND;
+}
+
+}  // namespace kvferry

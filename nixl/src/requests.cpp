@@ -1,0 +1,193 @@
+// The engine: transfers and notifications.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "engine.h"
+
+namespace kvferry {
+namespace {
+
+// How long releasing a transfer in flight may take. A cancelled one ends by itself within the agent's cancel_grace_ms,
+// after which its connection is closed.
+constexpr uint32_t RELEASE_MS = 60000;
+
+}  // namespace
+
+nixl_status_t Engine::prepXfer(const nixl_xfer_op_t &op, const Ranges &local, const Ranges &remote,
+                               const std::string &name, nixlBackendReqH *&out, const nixlBackendOptionalArgs *) const {
+  return guarded("preparing a transfer", [&] {
+    if (!are_pairs(local, remote)) {
+      say("a transfer's local and remote ranges differ in number or length, or are in no registered memory");
+      return NIXL_ERR_INVALID_PARAM;
+    }
+    auto request = std::make_unique<Request>();
+    request->agent = name;
+    request->direction = op == NIXL_READ ? KVF_READ : KVF_WRITE;
+    if (name == localAgent) {
+      if (local.mem() != DRAM_SEG || remote.mem() != DRAM_SEG) {
+        say("a transfer within one agent is possible between DRAM only");
+        return NIXL_ERR_NOT_SUPPORTED;
+      }
+      request->is_own = true;
+      for (size_t i = 0; i < local.size(); i++) {
+        auto *ours = reinterpret_cast<void *>(local[i].addr), *theirs = reinterpret_cast<void *>(remote[i].addr);
+        if (op == NIXL_READ) {
+          request->copies.push_back({ours, theirs, local[i].len});
+        } else {
+          request->copies.push_back({theirs, ours, local[i].len});
+        }
+        request->own_regions.push_back(static_cast<const LocalRegion *>(local[i].metadataP)->id);
+        request->own_regions.push_back(static_cast<const RemoteRegion *>(remote[i].metadataP)->own_id);
+      }
+      std::sort(request->own_regions.begin(), request->own_regions.end());
+      const auto end = std::unique(request->own_regions.begin(), request->own_regions.end());
+      request->own_regions.erase(end, request->own_regions.end());
+    } else {
+      request->plan = make_plan(local, remote);
+      request->life = static_cast<const RemoteRegion *>(remote[0].metadataP)->life;
+    }
+    out = request.release();
+    return NIXL_SUCCESS;
+  });
+}
+
+nixl_status_t Engine::postXfer(const nixl_xfer_op_t &, const Ranges &, const Ranges &, const std::string &,
+                               nixlBackendReqH *&handle, const nixlBackendOptionalArgs *options) const {
+  return guarded("starting a transfer", [&] {
+    Request &request = *static_cast<Request *>(handle);
+    if (request.is_own) return post_own(request, options);
+    std::string message;
+    const bool has_message = options && options->hasNotif;
+    if (has_message) message = wrap(options->notifMsg);
+    std::lock_guard lock(mutex_);
+    if (request.is_active) return NIXL_ERR_REPOST_ACTIVE;
+    const auto found = remotes_.find(request.agent);
+    if (found == remotes_.end() || found->second.life != request.life) {
+      say("agent " + request.agent + " was removed or loaded anew after the transfer was made; make a new one");
+      return request.status = NIXL_ERR_NOT_FOUND;
+    }
+    Remote &remote = found->second;
+    int32_t code = remote.is_connected ? start(request, remote, has_message ? &message : nullptr) : KVF_NOT_FOUND;
+    // The connection broke since; the agent may still be there.
+    if (code == KVF_NOT_FOUND) {
+      if (connect_to(request.agent, remote) != NIXL_SUCCESS) return request.status = NIXL_ERR_REMOTE_DISCONNECT;
+      code = start(request, remote, has_message ? &message : nullptr);
+    }
+    if (code != KVF_OK) {
+      say_failed("starting a transfer with agent " + request.agent);
+      return request.status = code == KVF_NOT_FOUND ? NIXL_ERR_REMOTE_DISCONNECT : status_of(code);
+    }
+    in_flight_[request.transfer] = &request;
+    request.is_active = true;
+    return request.status = NIXL_IN_PROG;
+  });
+}
+
+int32_t Engine::start(Request &request, Remote &remote, const std::string *message) const {
+  const Plan &plan = request.plan;
+  const size_t lists = plan.list_offsets.size() - 1;
+  if (!message) {
+    return library().agent_transfer(agent_, remote.peer, request.direction, plan.segments.data(), plan.segments.size(),
+                                    plan.local_ids.data(), plan.remote_ids.data(), plan.list_offsets.data(), lists, 0,
+                                    &request.transfer);
+  }
+  const auto *text = reinterpret_cast<const uint8_t *>(message->data());
+  return library().agent_transfer_and_send(agent_, remote.peer, request.direction, plan.segments.data(),
+                                           plan.segments.size(), plan.local_ids.data(), plan.remote_ids.data(),
+                                           plan.list_offsets.data(), lists, text, message->size(), 0, &request.transfer);
+}
+
+nixl_status_t Engine::post_own(Request &request, const nixlBackendOptionalArgs *options) const {
+  {
+    std::shared_lock lock(own_mutex_);
+    for (uint64_t region : request.own_regions) {
+      if (!own_regions_.count(region)) {
+        say("memory of a transfer within this agent was deregistered; make a new one");
+        return request.status = NIXL_ERR_NOT_FOUND;
+      }
+    }
+    for (const Request::Copy &copy : request.copies) std::memmove(copy.to, copy.from, copy.len);
+  }
+  if (options && options->hasNotif) {
+    std::lock_guard lock(mutex_);
+    notifications_.emplace_back(localAgent, options->notifMsg);
+  }
+  return request.status = NIXL_SUCCESS;
+}
+
+nixl_status_t Engine::checkXfer(nixlBackendReqH *handle) const {
+  return guarded("looking at a transfer", [&] {
+    const Request &request = *static_cast<Request *>(handle);
+    std::lock_guard lock(mutex_);
+    if (request.is_active) take_events();
+    return request.status;
+  });
+}
+
+nixl_status_t Engine::releaseReqH(nixlBackendReqH *handle) const {
+  return guarded("releasing a transfer", [&] {
+    std::unique_ptr<Request> request(static_cast<Request *>(handle));
+    uint64_t transfer = 0;
+    {
+      std::lock_guard lock(mutex_);
+      if (request->is_active) {
+        transfer = request->transfer;
+        in_flight_.erase(transfer);
+        // One that is over needs no cancelling.
+        library().agent_cancel(agent_, transfer);
+      }
+    }
+    // NIXL's user may free the memory when this returns.
+    if (transfer && library().agent_wait_transfer(agent_, transfer, RELEASE_MS) != KVF_OK) {
+      say_failed("releasing a transfer with agent " + request->agent);
+      std::lock_guard lock(mutex_);
+      in_flight_[transfer] = request.get();
+      request.release();
+      return NIXL_ERR_REPOST_ACTIVE;
+    }
+    return NIXL_SUCCESS;
+  });
+}
+
+nixl_status_t Engine::getNotifs(Notifications &out) {
+  return guarded("taking notifications", [&] {
+    std::lock_guard lock(mutex_);
+    take_events();
+    for (auto &notification : notifications_) out.push_back(std::move(notification));
+    notifications_.clear();
+    return NIXL_SUCCESS;
+  });
+}
+
+nixl_status_t Engine::genNotif(const std::string &name, const std::string &message) const {
+  return guarded("sending a notification", [&] {
+    std::lock_guard lock(mutex_);
+    if (name == localAgent) {
+      notifications_.emplace_back(localAgent, message);
+      return NIXL_SUCCESS;
+    }
+    const auto found = remotes_.find(name);
+    if (found == remotes_.end()) {
+      say("the metadata of agent " + name + " is not loaded");
+      return NIXL_ERR_NOT_FOUND;
+    }
+    return send(name, found->second, message);
+  });
+}
+
+nixl_status_t Engine::send(const std::string &name, Remote &remote, const std::string &message) const {
+  const std::string wrapped = wrap(message);
+  const auto attempt = [&] {
+    return library().agent_send(agent_, remote.peer, reinterpret_cast<const uint8_t *>(wrapped.data()), wrapped.size());
+  };
+  int32_t code = remote.is_connected ? attempt() : KVF_NOT_FOUND;
+  if (code == KVF_NOT_FOUND) {
+    if (connect_to(name, remote) != NIXL_SUCCESS) return NIXL_ERR_REMOTE_DISCONNECT;
+    code = attempt();
+  }
+  if (code != KVF_OK) say_failed("sending a notification to agent " + name);
+  return code == KVF_NOT_FOUND ? NIXL_ERR_REMOTE_DISCONNECT : status_of(code);
+}
+
+}  // namespace kvferry

@@ -1,0 +1,1 @@
+"""kvferry's plug-in beside NIXL's UCX backend, through stock NIXL's own API."""

@@ -1,0 +1,210 @@
+"""Runs the cases and prints the table. `scripts/bench-nixl --help` tells the options."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from .side import BACKENDS, Side, pattern
+
+LIMIT = 60.0
+"""Seconds that a transfer may take."""
+
+
+class Case(NamedTuple):
+    """Blocks of one length, read in random order."""
+
+    name: str
+    blocks: int
+    block: int
+
+
+CASES = (
+    Case("2,048 x 16 KiB", 2048, 16 << 10),
+    Case("8,192 x 4 KiB", 8192, 4 << 10),
+    Case("512 x 64 KiB", 512, 64 << 10),
+    Case("32 MiB in one", 1, 32 << 20),
+    Case("one 4 KiB", 1, 4 << 10),
+)
+UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
+
+
+NOTIFICATION = "notification"
+
+
+class Reader(NamedTuple):
+    """The side that reads, with the pipe to the owner and where the owner's memory is."""
+
+    side: Side
+    pipe: Connection
+    remote: int
+
+    def ask(self, question: object) -> float:
+        """What the owner answers."""
+        self.pipe.send(question)
+        return float(self.pipe.recv())
+
+
+class Figures(NamedTuple):
+    """One round's, in seconds."""
+
+    posted: float
+    done: float
+    cpu: float
+
+
+def cpu() -> float:
+    """Seconds of processor time that this process has used."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def reads(reader: Reader, case: Case, rounds: int) -> list[Figures]:
+    """The case's rounds. The first one is checked, and left out."""
+    side, size = reader.side, case.blocks * case.block
+    order = random.Random(case.name)
+    ours, theirs = list(range(case.blocks)), list(range(case.blocks))
+    order.shuffle(ours)
+    order.shuffle(theirs)
+    handle = side.prepare(reader.remote, case.block, ours, theirs)
+    found = []
+    for number in range(rounds + 1):
+        side.memory[:size] = 0
+        before = cpu() + reader.ask("cpu")
+        start = time.perf_counter()
+        state = side.agent.transfer(handle)
+        posted = time.perf_counter() - start
+        while state == "PROC" and time.perf_counter() - start < LIMIT:
+            state = side.agent.check_xfer_state(handle)
+        done = time.perf_counter() - start
+        used = cpu() + reader.ask("cpu") - before
+        if state != "DONE":
+            raise RuntimeError(f"{case.name}: the transfer ended as {state}")
+        if number == 0:
+            source = pattern(size).reshape(case.blocks, case.block)
+            if not (side.memory[:size].reshape(case.blocks, case.block)[ours] == source[theirs]).all():
+                raise RuntimeError(f"{case.name}: the bytes are wrong")
+        else:
+            found.append(Figures(posted, done, used))
+    side.agent.release_xfer_handle(handle)
+    return found
+
+
+def notifications(reader: Reader, rounds: int) -> list[Figures]:
+    """Half of the way of a notification of 64 bytes to the owner and back."""
+    found = []
+    for number in range(rounds + 5):
+        reader.pipe.send("echo")
+        start = time.perf_counter()
+        reader.side.agent.send_notif("owner", b"x" * 64)
+        posted = time.perf_counter() - start
+        while not reader.side.agent.get_new_notifs() and time.perf_counter() - start < LIMIT:
+            pass
+        done = (time.perf_counter() - start) / 2
+        reader.pipe.recv()
+        if number >= 5:
+            found.append(Figures(posted, done, 0.0))
+    return found
+
+
+def read(pipe: Connection, backend: str, version: str, rounds: int, wanted: list[str]) -> None:
+    """The process that reads: every case, in processes of its own, so that no other backend's threads run beside it."""
+    largest = max(case.blocks * case.block for case in CASES)
+    theirs, child = spawn("--owner", backend, version, str(largest))
+    metadata, remote = theirs.recv()
+    side = Side("reader", backend, version, largest)
+    side.agent.add_remote_agent(metadata)
+    reader = Reader(side, theirs, remote)
+    reader.ask(side.metadata())
+    found = {case.name: reads(reader, case, rounds) for case in CASES if is_wanted(case.name, wanted)}
+    if is_wanted(NOTIFICATION, wanted):
+        found[NOTIFICATION] = notifications(reader, 20 * rounds)
+    pipe.send(found)
+    theirs.send(None)
+    child.wait()
+
+
+def is_wanted(name: str, wanted: list[str]) -> bool:
+    """Whether a case was asked for."""
+    return not wanted or any(part in name for part in wanted)
+
+
+def show(transport: str, name: str, size: int, found: dict[str, list[Figures]]) -> None:
+    """One line of the table."""
+    cells = []
+    for backend in BACKENDS:
+        posted, done, used = (statistics.median(column) for column in zip(*found[backend], strict=True))
+        per_gb = f"{used / (size / 1e9):7.2f}" if size >= 1 << 20 else "      -"
+        cells.append(f"{posted * 1e6:9.0f} {done * 1e6:9.0f} {per_gb}")
+    ours, theirs = (statistics.median(row.done for row in found[backend]) for backend in BACKENDS)
+    print(f"{transport:4} {name:16} | {cells[0]} | {cells[1]} | {ours / theirs:5.2f}", flush=True)
+
+
+def owner(pipe: Connection, backend: str, version: str, size: int) -> None:
+    """The process that is read from."""
+    side = Side("owner", backend, version, size)
+    side.memory[:] = pattern(size)
+    pipe.send((side.metadata(), side.address))
+    while (question := pipe.recv()) is not None:
+        if question == "cpu":
+            pipe.send(cpu())
+        elif question == "echo":
+            while not side.agent.get_new_notifs():
+                pass
+            side.agent.send_notif("reader", b"y" * 64)
+            pipe.send(0.0)
+        else:
+            side.agent.add_remote_agent(question)
+            pipe.send(0.0)
+
+
+def spawn(role: str, *arguments: str) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """A process of this program, and a pipe to it."""
+    ours, theirs = multiprocessing.Pipe()
+    descriptor = theirs.fileno()
+    command = [sys.executable, "-m", "bench_nixl", role, str(descriptor), *arguments]
+    child = subprocess.Popen(command, pass_fds=[descriptor], stdout=sys.stderr)
+    theirs.close()
+    return ours, child
+
+
+def main() -> None:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(prog="scripts/bench-nixl")
+    parser.add_argument("--version", default="1.5.1")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--transport", action="append", choices=sorted(UCX_TLS))
+    parser.add_argument("--case", action="append", default=[], help="a part of a case's name, such as notification")
+    options = parser.parse_args()
+    print("                      |       KVFERRY, us           |           UCX, us           |")
+    print("                      |  transfer      done CPU s/GB|  transfer      done CPU s/GB| ratio")
+    sizes = {**{case.name: case.blocks * case.block for case in CASES}, NOTIFICATION: 64}
+    for transport in options.transport or ("tcp", "shm"):
+        os.environ["KVFERRY_TRANSPORT"], os.environ["UCX_TLS"] = transport, UCX_TLS[transport]
+        found: dict[str, dict[str, list[Figures]]] = {}
+        for backend in BACKENDS * options.repeats:
+            pipe, child = spawn("--reader", backend, options.version, str(options.rounds), *options.case)
+            for name, figures in pipe.recv().items():
+                found.setdefault(name, {}).setdefault(backend, []).extend(figures)
+            child.wait()
+        for name, both in found.items():
+            show(transport, name, sizes[name], both)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--owner"]:
+        owner(Connection(int(sys.argv[2])), sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    elif sys.argv[1:2] == ["--reader"]:
+        read(Connection(int(sys.argv[2])), sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6:])
+    else:
+        main()

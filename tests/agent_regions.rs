@@ -1,0 +1,92 @@
+//! Regions that are registered after the connection was made, and regions that overlap.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+
+mod agent_support;
+
+use agent_support::{Buffer, Node, assert_same, config, pattern_bytes, plan, transports};
+use kvferry::ErrorKind;
+use kvferry::agent::{Direction, decode_region, encode_region};
+use kvferry::proto::ids::Incarnation;
+
+const LEN: usize = 64 << 10;
+
+#[test]
+fn regions_registered_after_the_connection_are_added_one_by_one() {
+    for transport in transports() {
+        let mut a = Node::start(config("a", transport), 1, &[LEN]);
+        let b = Node::start(config("b", transport), 2, &[]);
+        let peer = a.connect(&b.agent.metadata().unwrap());
+        let blocks: Vec<u32> = (0..16).collect();
+        let mut sizes = Vec::new();
+        let later: Vec<Buffer> = (0..3).map(|seed| Buffer::patterned(10 + seed, LEN)).collect();
+        for (seed, buffer) in (10..).zip(&later) {
+            let region = b.agent.register(buffer.range(0, LEN)).unwrap();
+            let encoded = encode_region(&b.agent.region_metadata(region).unwrap()).unwrap();
+            sizes.push(encoded.len());
+            let plan = plan(0, region.index(), 4096, 4096, blocks.clone(), blocks.clone());
+            let early = a.agent.transfer(peer, Direction::Read, plan.clone(), 0).unwrap();
+            assert_eq!(a.wait_done(early).0.unwrap_err().kind(), ErrorKind::NotFound);
+            for _ in 0..2 {
+                let added = a.agent.add_region(peer, decode_region(&encoded).unwrap()).unwrap();
+                assert_eq!(added, region.index());
+            }
+            a.move_all(peer, Direction::Read, plan);
+            assert_same("read", &a.contents(), &[pattern_bytes(seed, LEN)]);
+        }
+        assert_eq!(sizes, vec![sizes[0]; 3], "the size does not depend on other regions");
+        a.agent.shutdown(agent_support::LIMIT).unwrap();
+        b.agent.shutdown(agent_support::LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn a_region_of_another_life_and_damaged_bytes_are_refused() {
+    let a = Node::start(config("a", agent_support::wire()), 1, &[LEN]);
+    let b = Node::start(config("b", agent_support::wire()), 2, &[LEN]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let region = b.agent.region_metadata(b.regions[0]).unwrap();
+    let kind = |region| a.agent.add_region(peer, region).unwrap_err().kind();
+    let mut other = region.clone();
+    other.incarnation = Incarnation(other.incarnation.0 ^ 1);
+    assert_eq!(kind(other), ErrorKind::PeerDied);
+    let mut far = region.clone();
+    far.index = u32::MAX;
+    assert_eq!(kind(far), ErrorKind::Corrupt);
+    let mut longer = region.clone();
+    longer.region.len += 1;
+    assert_eq!(kind(longer), ErrorKind::Corrupt);
+    let encoded = encode_region(&region).unwrap();
+    for cut in 0..encoded.len() {
+        assert!(decode_region(&encoded[..cut]).is_err());
+    }
+    a.agent.disconnect(peer).unwrap();
+    assert_eq!(kind(region), ErrorKind::NotFound);
+    b.agent.deregister(b.regions[0]).unwrap();
+    assert_eq!(b.agent.region_metadata(b.regions[0]).unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn overlapping_regions_are_regions_of_their_own() {
+    for transport in transports() {
+        let mut a = Node::start(config("a", transport), 1, &[LEN]);
+        let b = Node::start(config("b", transport), 2, &[LEN]);
+        let inner = b.agent.register(b.buffers[0].range(4096, 8192)).unwrap();
+        let same = b.agent.register(b.buffers[0].range(0, LEN)).unwrap();
+        assert_eq!((inner.index(), same.index()), (1, 2));
+        let peer = a.connect(&b.agent.metadata().unwrap());
+        let mut expected = a.contents();
+        let theirs = b.contents();
+        // The first block of the inner region is the second one of the others.
+        a.move_all(peer, Direction::Read, plan(0, 1, 4096, 4096, vec![5], vec![0]));
+        expected[0][5 * 4096..6 * 4096].copy_from_slice(&theirs[0][4096..8192]);
+        assert_same("inner", &a.contents(), &expected);
+        b.agent.deregister(inner).unwrap();
+        b.agent.deregister(b.regions[0]).unwrap();
+        a.move_all(peer, Direction::Read, plan(0, 2, 4096, 4096, vec![6], vec![2]));
+        expected[0][6 * 4096..7 * 4096].copy_from_slice(&theirs[0][8192..12288]);
+        assert_same("what is left", &a.contents(), &expected);
+        a.agent.shutdown(agent_support::LIMIT).unwrap();
+        b.agent.shutdown(agent_support::LIMIT).unwrap();
+    }
+}

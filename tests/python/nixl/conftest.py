@@ -1,0 +1,38 @@
+"""The plug-in, built, and the versions of NIXL that are installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvferry._find import library_path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from hosts import ROOT, plugin_folder, versions
+
+VERSIONS = versions()
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plug-in, for NIXL_PLUGIN_DIR."""
+    if not VERSIONS:
+        pytest.skip("no NIXL is installed: run scripts/setup nixl")
+    if shutil.which("g++") is None:
+        pytest.skip("the plug-in needs g++")
+    # The one that the other tests use.
+    os.environ.setdefault("KVFERRY_LIBRARY", str(library_path()))
+    done = subprocess.run([ROOT / "scripts" / "build-nixl"], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return plugin_folder(ROOT / done.stdout.strip(), tmp_path_factory.mktemp("nixl") / "plugins")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`version`: every version that is installed; `edge`: the oldest and the newest of them."""
+    if "version" in metafunc.fixturenames:
+        metafunc.parametrize("version", VERSIONS or ["none"])
+    if "edge" in metafunc.fixturenames:
+        metafunc.parametrize("edge", sorted({VERSIONS[0], VERSIONS[-1]}) if VERSIONS else ["none"])

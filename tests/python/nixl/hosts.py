@@ -1,0 +1,119 @@
+"""Processes of stock NIXL with the plug-in, as tests use them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nixl_host import GENEROUS
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+INSTALLED = ROOT / ".deps" / "nixl"
+
+
+def versions() -> list[str]:
+    """The versions that scripts/setup has installed, oldest first."""
+    found = [folder.name for folder in INSTALLED.glob("*") if (folder / ".complete").is_file()]
+    return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+
+
+def plugins(version: str, package: str = "nixl_cu12") -> Path:
+    """NIXL's own plug-ins."""
+    return INSTALLED / version / f".{package}.mesonpy.libs" / "plugins"
+
+
+class Failed(Exception):
+    """The other process's exception, as text."""
+
+
+class Process:
+    """A process with a NIXL agent; every method of `nixl_host.Host` can be called on it."""
+
+    def __init__(
+        self, version: str, folder: Path, *, package: str = "nixl_cu12", env: dict[str, str] | None = None
+    ) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        variables = dict(os.environ)
+        variables["PYTHONPATH"] = os.pathsep.join([str(INSTALLED / version), str(HERE / "stubs"), str(HERE)])
+        variables["NIXL_PLUGIN_DIR"] = str(folder)
+        variables.setdefault("KVFERRY_TRANSPORT", "tcp")
+        variables.update(env or {})
+        theirs_fd = theirs.fileno()
+        self.child = subprocess.Popen(
+            [sys.executable, str(HERE / "nixl_host.py"), str(theirs_fd), package],
+            env=variables,
+            pass_fds=[theirs_fd],
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        theirs.close()
+        self.pipe = ours
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.child.stderr is not None
+        for line in self.child.stderr:
+            self.log.append(line)
+
+    def ask(self, command: str, *arguments: object) -> None:
+        """Sends a command; `answer` is what it returns."""
+        self.pipe.send((command, arguments))
+
+    def answer(self) -> Any:
+        assert self.pipe.poll(2 * GENEROUS), f"no answer: {''.join(self.log)}"
+        try:
+            succeeded, value = self.pipe.recv()
+        except EOFError:
+            self.child.wait(GENEROUS)
+            raise AssertionError(f"the process ended with {self.child.returncode}: {''.join(self.log)}") from None
+        if not succeeded:
+            raise Failed(value)
+        return value
+
+    def __getattr__(self, command: str) -> Any:
+        def call(*arguments: object) -> Any:
+            self.ask(command, *arguments)
+            return self.answer()
+
+        return call
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pipe.close()
+        try:
+            code = self.child.wait(GENEROUS if kind is None else 5)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        finally:
+            self._reader.join(5)
+        if kind is None:
+            assert code in (0, -9), f"ended with {code}: {''.join(self.log)}"
+        else:
+            sys.stderr.write("".join(self.log))
+
+
+def plugin_folder(built: Path, folder: Path) -> Path:
+    """A folder with the plug-in alone."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(built, folder / built.name)
+    return folder

@@ -1,0 +1,150 @@
+"""A process with an agent of stock NIXL, which does what a test tells it over a pipe.
+
+Run as a program with the descriptor of a `multiprocessing` connection and the package (nixl_cu12 or nixl_cu13).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+GENEROUS = 60.0
+"""Seconds that anything may take on a busy machine."""
+Range = tuple[str, int, int]
+"""A buffer's name, an offset in it and a length."""
+
+
+def pattern(seed: int, size: int) -> NDArray[np.uint8]:
+    """Bytes that differ by seed and by place."""
+    words = np.arange((size + 7) // 8, dtype=np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    return words.view(np.uint8)[:size]
+
+
+class Host:
+    """What tests may ask for: each method is one command."""
+
+    def __init__(self, package: str) -> None:
+        self.api: Any = importlib.import_module(f"{package}._api")
+        self.buffers: dict[str, NDArray[np.uint8]] = {}
+        self.registered: dict[str, Any] = {}
+        self.handles: dict[str, Any] = {}
+        self.notifications: list[tuple[str, bytes]] = []
+        self.agent: Any = None
+
+    def start(self, name: str, backends: list[str], params: dict[str, str] | None = None) -> list[str]:
+        config = self.api.nixl_agent_config(backends=[] if params is not None else backends)
+        self.agent = self.api.nixl_agent(name, config)
+        if params is not None:
+            for backend in backends:
+                self.agent.create_backend(backend, params)
+        return list(self.agent.backends)
+
+    def buffer(self, name: str, seed: int, size: int) -> int:
+        self.buffers[name] = pattern(seed, size).copy()
+        return int(self.buffers[name].ctypes.data)
+
+    def fill(self, name: str, seed: int) -> None:
+        self.buffers[name][:] = pattern(seed, self.buffers[name].size)
+
+    def contents(self, name: str) -> NDArray[np.uint8]:
+        return self.buffers[name]
+
+    def _places(self, ranges: list[Range]) -> list[tuple[int, int, int]]:
+        return [(int(self.buffers[name].ctypes.data) + offset, length, 0) for name, offset, length in ranges]
+
+    def register(self, key: str, ranges: list[Range]) -> None:
+        places = [(*place, "") for place in self._places(ranges)]
+        self.registered[key] = self.agent.register_memory(places, "DRAM")
+
+    def deregister(self, key: str) -> None:
+        self.agent.deregister_memory(self.registered.pop(key))
+
+    def metadata(self) -> bytes:
+        return bytes(self.agent.get_agent_metadata())
+
+    def partial(self, key: str, connection: bool) -> bytes:
+        return bytes(self.agent.get_partial_agent_metadata(self.registered[key], connection, ["KVFERRY"]))
+
+    def add(self, metadata: bytes) -> str:
+        name = self.agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove(self, name: str) -> None:
+        self.agent.remove_remote_agent(name)
+
+    def make(
+        self,
+        key: str,
+        operation: str,
+        local: list[Range],
+        remote: list[tuple[int, int, int]],
+        name: str,
+        message: bytes = b"",
+        backends: Sequence[str] = (),
+    ) -> None:
+        ours = self.agent.get_xfer_descs(self._places(local), "DRAM")
+        theirs = self.agent.get_xfer_descs(remote, "DRAM")
+        self.handles[key] = self.agent.initialize_xfer(operation, ours, theirs, name, message, list(backends))
+
+    def make_prepped(
+        self, key: str, operation: str, local: list[Range], remote: list[tuple[int, int, int]], name: str, indices: Any
+    ) -> None:
+        ours = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._places(local), "DRAM")
+        theirs = self.agent.prep_xfer_dlist(name, remote, "DRAM")
+        self.handles[key] = self.agent.make_prepped_xfer(operation, ours, indices[0], theirs, indices[1])
+
+    def post(self, key: str, message: bytes = b"") -> str:
+        return str(self.agent.transfer(self.handles[key], message))
+
+    def wait(self, key: str) -> str:
+        deadline = time.monotonic() + GENEROUS
+        while (state := self.agent.check_xfer_state(self.handles[key])) == "PROC":
+            assert time.monotonic() < deadline, "the transfer did not end"
+        return str(state)
+
+    def run(self, key: str, message: bytes = b"") -> str:
+        state = self.post(key, message)
+        return self.wait(key) if state == "PROC" else state
+
+    def release(self, key: str) -> None:
+        self.agent.release_xfer_handle(self.handles.pop(key))
+
+    def notify(self, name: str, message: bytes) -> None:
+        self.agent.send_notif(name, message)
+
+    def notified(self, count: int) -> list[tuple[str, bytes]]:
+        deadline = time.monotonic() + GENEROUS
+        while len(self.notifications) < count:
+            assert time.monotonic() < deadline, f"only {self.notifications}"
+            for name, messages in self.agent.get_new_notifs().items():
+                self.notifications += [(name, bytes(message)) for message in messages]
+        taken, self.notifications = self.notifications[:count], self.notifications[count:]
+        return taken
+
+
+def main() -> None:
+    pipe = Connection(int(sys.argv[1]))
+    host = Host(sys.argv[2])
+    while True:
+        try:
+            command, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, getattr(host, command)(*arguments))
+        except Exception as error:
+            answer = (False, f"{type(error).__name__}: {error}")
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The declarations of NIXL's plug-in interface fit every version that the plug-in accepts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hosts import ROOT, Failed, Process, plugins, versions
+from nixl_host import pattern
+
+COMPILE = ["g++", "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-access-control"]
+
+
+@pytest.fixture(scope="session")
+def program(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """nixl/tests/abi_check.cpp, compiled."""
+    built = tmp_path_factory.mktemp("abi") / "abi_check"
+    source = ROOT / "nixl" / "tests" / "abi_check.cpp"
+    subprocess.run([*COMPILE, source, "-o", built, "-ldl", "-lpthread"], check=True)
+    return built
+
+
+@pytest.mark.parametrize("package", ["nixl_cu12", "nixl_cu13"])
+def test_engines_of_every_wheel_have_these_fields_and_slots(program: Path, version: str, package: str) -> None:
+    posix = [plugins(version, package) / "libplugin_POSIX.so", "POSIX"]
+    done = subprocess.run([program, *posix], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    # Where UCX's is that has most of its own functions.
+    ucx = [plugins(version, package) / "libplugin_UCX.so", "UCX", "nixlUcxEngine"]
+    done = subprocess.run([program, *ucx], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_an_interface_that_differs_is_noticed(program: Path, version: str) -> None:
+    telemetry = plugins(version) / "libplugin_POSIX.so"
+    done = subprocess.run([program, telemetry, "UCX", "nixlPosixIOQueue"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "the name is POSIX" in done.stdout
+
+
+def test_the_lists_of_known_versions_are_one() -> None:
+    source = (ROOT / "nixl" / "src" / "version.cpp").read_text()
+    known = re.search(r"KNOWN\[\] = \{(.*?)\}", source, re.DOTALL)
+    assert known is not None
+    listed = re.findall(r'"([0-9.]+)"', known.group(1))
+    lines = (ROOT / "scripts" / "lib" / "nixl-versions.txt").read_text().splitlines()
+    assert listed == [line for line in lines if line and not line.startswith("#")]
+    assert set(versions()) <= set(listed)
+
+
+def test_an_unknown_version_is_refused_with_the_known_ones(plugin: Path, edge: str) -> None:
+    with Process(edge, plugin, env={"KVFERRY_NIXL_VERSION": "9.9.9"}) as host, pytest.raises(Failed):
+        host.start("a", ["KVFERRY"], {})
+    log = "".join(host.log)
+    assert "NIXL 9.9.9" in log
+    assert "is not known to this plug-in; known are 1.3.0, " in log
+
+
+def test_a_library_that_is_missing_or_foreign_is_an_error(plugin: Path, edge: str) -> None:
+    for library, expected in (("/nowhere/libkvferry.so", "cannot load libkvferry"), ("libc.so.6", "has no kvf_")):
+        with Process(edge, plugin, env={"KVFERRY_LIBRARY": library}) as host, pytest.raises(Failed):
+            host.start("a", ["KVFERRY"], {})
+        assert expected in "".join(host.log)
+    env = {"KVFERRY_LIBRARY": ""}
+    with Process(edge, plugin, env=env) as host, pytest.raises(Failed):
+        host.start("a", ["KVFERRY"], {})
+    assert "there is no libkvferry beside the plug-in" in "".join(host.log)
+
+
+def test_the_library_is_found_beside_the_plug_in_through_a_link(plugin: Path, edge: str, tmp_path: Path) -> None:
+    library = os.environ.get("KVFERRY_LIBRARY")
+    if not library:
+        pytest.skip("the library's path is not known here")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libkvferry.so").symlink_to(library)
+    (tmp_path / "lib" / "libplugin_KVFERRY.so").write_bytes((plugin / "libplugin_KVFERRY.so").read_bytes())
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "libplugin_KVFERRY.so").symlink_to(tmp_path / "lib" / "libplugin_KVFERRY.so")
+    with Process(edge, tmp_path / "plugins", env={"KVFERRY_LIBRARY": ""}) as host:
+        assert host.start("a", ["KVFERRY"], {}) == ["KVFERRY"]
+
+
+def test_parameters_are_checked_by_name(plugin: Path, edge: str) -> None:
+    with Process(edge, plugin) as host, pytest.raises(Failed):
+        host.start("a", ["KVFERRY"], {"colour": "blue"})
+    assert "colour" in "".join(host.log)
+    with Process(edge, plugin) as host:
+        assert host.start("a", ["KVFERRY"], {"window": "8", "num_threads": "4", "streams": "false"}) == ["KVFERRY"]
+    assert "num_threads is for other backends" in "".join(host.log)
+
+
+def test_both_backends_live_in_one_process(plugin: Path, edge: str) -> None:
+    """The plug-in beside NIXL's own, where `kvferry nixl --install` puts it. Each agent has both."""
+    link = plugins(edge) / "libplugin_KVFERRY.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(plugin / "libplugin_KVFERRY.so")
+    with Process(edge, link.parent) as a, Process(edge, link.parent) as b:
+        addresses = []
+        for host, name, seed in ((a, "a", 1), (b, "b", 2)):
+            assert sorted(host.start(name, ["UCX", "KVFERRY"])) == ["KVFERRY", "UCX"]
+            addresses.append(host.buffer("cache", seed, 4096))
+            host.register("cache", [("cache", 0, 4096)])
+        a.add(b.metadata())
+        for backend in ("KVFERRY", "UCX"):
+            a.make("x", "READ", [("cache", 0, 4096)], [(addresses[1], 4096, 0)], "b", b"", [backend])
+            assert a.run("x") == "DONE"
+            a.release("x")
+            np.testing.assert_array_equal(a.contents("cache"), pattern(2, 4096))
+            a.fill("cache", 1)
+    link.unlink()

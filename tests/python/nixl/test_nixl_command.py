@@ -1,0 +1,63 @@
+"""`kvferry nixl`: what it finds, installs and tries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kvferry
+import pytest
+from hosts import HERE, INSTALLED, ROOT
+from kvferry import nixl
+
+PACKAGE = str(Path(kvferry.__file__).resolve().parents[1])
+
+
+def run(*paths: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([PACKAGE, *paths]), **env}
+    command = [sys.executable, "-m", "kvferry", "nixl"]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def test_the_plug_in_is_found_and_read_through(plugin: Path, edge: str) -> None:
+    done = run(str(INSTALLED / edge), str(HERE / "stubs"), env={"NIXL_PLUGIN_DIR": str(plugin)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("read through it: every byte right") == 2
+    assert f"nixl_cu12 {edge}" in done.stdout
+    assert f"nixl_cu13 {edge}" in done.stdout
+
+
+def test_a_plug_in_that_is_missing_or_no_nixl_is_said(edge: str, tmp_path: Path) -> None:
+    done = run(str(INSTALLED / edge), env={"NIXL_PLUGIN_DIR": str(tmp_path)})
+    assert done.returncode == 1
+    assert f"no plug-in in {tmp_path}: kvferry nixl --install" in done.stdout
+    done = run(env={})
+    assert done.returncode == 2
+    assert "this Python has no NIXL" in done.stderr
+
+
+def test_installing_links_to_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, folder, ours = tmp_path / "built.so", tmp_path / "plugins", tmp_path / "_nixl" / nixl.FILE_NAME
+    monkeypatch.setattr(nixl, "_OURS", ours)
+    folder.mkdir()
+    known = nixl.Installed("nixl_cu12", nixl.KNOWN[-1], folder)
+    assert known.plugin is None
+    with pytest.raises(kvferry.NotFoundError, match="scripts/build-nixl"):
+        nixl.install(known)
+    with pytest.raises(kvferry.InvalidArgumentError, match="scripts/build-nixl makes it"):
+        nixl.take_plugin(built)
+    built.write_bytes(b"a plug-in")
+    nixl.take_plugin(built)
+    for _ in range(2):
+        assert nixl.install(known).resolve() == ours
+    assert known.plugin == folder / nixl.FILE_NAME
+    assert known.plugin.read_bytes() == b"a plug-in"
+    with pytest.raises(kvferry.UnsupportedError, match="known are 1"):
+        nixl.install(known._replace(version="9.9.9"))
+
+
+def test_the_lists_of_known_versions_are_one() -> None:
+    lines = (ROOT / "scripts" / "lib" / "nixl-versions.txt").read_text().splitlines()
+    assert list(nixl.KNOWN) == [line for line in lines if not line.startswith("#")]
