@@ -252,6 +252,22 @@ fn what_is_remembered_is_bounded() {
 }
 
 #[test]
+fn of_completed_requests_the_latest_are_remembered() {
+    let ranks = engine(1, 1);
+    let mut a = Aggregator::new(ranks.clone()).unwrap();
+    let name = |n: usize| format!("r{n}");
+    for n in 0..=4096 {
+        a.add(&received(ranks[0], &[&name(n)])).unwrap();
+    }
+    assert_eq!(a.poll().unwrap().finished_recving.len(), 4097);
+    // The oldest one is news again.
+    a.add(&received(ranks[0], &[&name(1), &name(4096)])).unwrap();
+    assert_eq!(a.poll(), None);
+    a.add(&received(ranks[0], &[&name(0)])).unwrap();
+    assert_eq!(a.poll().unwrap().finished_recving, ids(&[&name(0)]));
+}
+
+#[test]
 fn wrong_ranks_and_counts_are_refused() {
     let empty = Aggregator::new([]).unwrap_err();
     assert_eq!(empty.kind(), ErrorKind::InvalidArgument);

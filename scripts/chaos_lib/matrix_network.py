@@ -110,8 +110,8 @@ class Network:
     def slow(self, bits: int = SLOW_BITS) -> None:
         """Lets through so many bits a second from the prefill engine's host.
 
-        A bucket that holds less than what a socket hands over at once (64 KiB) has the kernel cut that into packets, with a
-        timer for each, which takes from engines of the same processors what a network card does by itself.
+        A bucket that holds less than what a socket hands over at once (64 KiB) has the kernel cut that into packets,
+        with a timer for each, which takes from engines of the same processors what a network card does by itself.
         """
         words = ("root", "tbf", "rate", str(bits), "burst", "128kb", "latency", "1s")
         _run("ip", "netns", "exec", str(self.prefill.netns), "tc", "qdisc", "replace", "dev", "eth0", *words)

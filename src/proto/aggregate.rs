@@ -17,8 +17,11 @@ use super::wire::limits::MAX_RANKS;
 use super::wire::{self, Blocks, Cause, RecvRecord, ReportBatch, WorkerReport};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Requests remembered by default: so many under way, and as many completed ones, per direction.
+/// Requests under way that are remembered by default, per direction.
 pub const DEFAULT_LIMIT: usize = 1 << 16;
+/// Completed requests that are remembered at most. A rank that repeats itself does so in one of its next reports, and each takes
+/// some 200 bytes.
+const MAX_COMPLETED: usize = 4096;
 
 /// Which of a request's two sides a report is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -114,7 +117,7 @@ impl Aggregator {
         Self::with_limit(ranks, DEFAULT_LIMIT)
     }
 
-    /// As [`Aggregator::new`], remembering `limit` requests under way and as many completed, per direction.
+    /// As [`Aggregator::new`], remembering `limit` requests under way and as many completed, of these 4096 at most, per direction.
     pub fn with_limit(ranks: impl IntoIterator<Item = RankId>, limit: usize) -> Result<Aggregator> {
         let ranks: Vec<RankId> = ranks.into_iter().collect::<BTreeSet<_>>().into_iter().collect();
         if ranks.is_empty() {
@@ -378,12 +381,12 @@ impl Side {
         }
     }
 
-    /// Remembers a completed request, and forgets the oldest beyond `limit`.
+    /// Remembers a completed request, and forgets the oldest beyond `limit` or [`MAX_COMPLETED`].
     fn bury(&mut self, request: &RequestId, reported: RankSet, limit: usize) {
         self.serial = self.serial.wrapping_add(1);
         self.done.insert(request.clone(), (reported, self.serial));
         self.done_order.push_back((request.clone(), self.serial));
-        while self.done_order.len() > limit {
+        while self.done_order.len() > limit.min(MAX_COMPLETED) {
             let Some((oldest, serial)) = self.done_order.pop_front() else { break };
             if self.done.get(&oldest).is_some_and(|(_, known)| *known == serial) {
                 self.done.remove(&oldest);

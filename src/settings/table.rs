@@ -162,7 +162,7 @@ pub const TABLE: &[Setting] = &[
     row(Program, "ranks", &[Aggregator], Other("list of maps of pp and tp"), "", Required,
         "Every rank whose report is needed."),
     row(Program, "limit", &[Aggregator], Whole(1, 1 << 32), "requests", Absent("the library's bound"),
-        "Requests under way that are remembered, and as many ended ones."),
+        "Requests under way that are remembered, and as many ended ones, of these 4096 at most."),
 
     late(row(Environment, "log", &[], Choice(&["off", "error", "warn", "info", "debug", "trace"]), "", Name("warn"),
         "Level of the library's lines on standard error. Under vLLM, and wherever `kvferry.log` is used, Python's logging \
