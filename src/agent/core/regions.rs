@@ -26,8 +26,6 @@ struct Region {
     users: u32,
     /// Whom to tell when it is unmapped; `Some` as soon as it is being deregistered.
     closing: Option<Vec<Reply<()>>>,
-    /// Until when peers that read it may still do so; set while it is being deregistered.
-    grace: Option<Instant>,
 }
 
 /// Regions by index. `None`: deregistered.
@@ -38,13 +36,22 @@ pub(crate) struct Regions {
     lens: Vec<u64>,
     /// Those that other agents of the host could map, whether they are still registered or not.
     exported: BTreeSet<u32>,
+    /// Until when peers that read a region may still do so, of those that are being deregistered.
+    graces: BTreeMap<u32, Instant>,
     /// The primary contexts of the devices in use; the first is the progress thread's current one.
     cuda: BTreeMap<u32, PrimaryContext>,
 }
 
 impl Regions {
     pub(crate) fn new(salt: u64) -> Self {
-        Regions { salt, slots: Vec::new(), lens: Vec::new(), exported: BTreeSet::new(), cuda: BTreeMap::new() }
+        Regions {
+            salt,
+            slots: Vec::new(),
+            lens: Vec::new(),
+            exported: BTreeSet::new(),
+            graces: BTreeMap::new(),
+            cuda: BTreeMap::new(),
+        }
     }
 
     /// Checks and registers a range; the thread that calls is the one that drives UCX.
@@ -94,7 +101,7 @@ impl Regions {
         });
         let handle = exported.as_ref().map(|exported| exported.handle.clone());
         let metadata = RegionMetadata { base: range.addr(), len: range.len(), kind: range.kind(), rkey, handle };
-        Ok(Region { range, memory, _exported: exported, metadata, users: 0, closing: None, grace: None })
+        Ok(Region { range, memory, _exported: exported, metadata, users: 0, closing: None })
     }
 
     fn iter(&self) -> impl Iterator<Item = (usize, &Region)> {
@@ -180,7 +187,9 @@ impl Regions {
                 let waiting = region.closing.get_or_insert_default();
                 waiting.retain(Reply::is_wanted);
                 waiting.push(reply);
-                region.grace = region.grace.or(grace);
+                if let Some(grace) = grace {
+                    self.graces.entry(index).or_insert(grace);
+                }
                 if let Some(len) = self.lens.get_mut(index as usize) {
                     *len = 0;
                 }
@@ -199,6 +208,7 @@ impl Regions {
         if let Some(slot) = self.slots.get_mut(id.index() as usize) {
             *slot = None;
         }
+        self.graces.remove(&id.index());
         if let Some(len) = self.lens.get_mut(id.index() as usize) {
             *len = 0;
         }
@@ -206,14 +216,16 @@ impl Regions {
 
     /// The next end of a grace.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.iter().filter_map(|(_, region)| region.grace).min()
+        self.graces.values().min().copied()
     }
 
     /// Takes the regions whose readers have had their time.
     pub(crate) fn take_overdue(&mut self, now: Instant) -> Vec<u32> {
-        let regions = self.slots.iter_mut().zip(0..);
-        let overdue = regions.filter_map(|(slot, index)| slot.as_mut()?.grace.take_if(|at| *at <= now).map(|_| index));
-        overdue.collect()
+        let overdue: Vec<u32> = self.graces.iter().filter(|(_, at)| **at <= now).map(|(index, _)| *index).collect();
+        for index in &overdue {
+            self.graces.remove(index);
+        }
+        overdue
     }
 
     /// Unmaps a region that is being deregistered if no transfer uses it any more.
@@ -221,6 +233,7 @@ impl Regions {
         let Some(slot) = self.slots.get_mut(index as usize) else { return };
         let unused = slot.as_ref().is_some_and(|region| region.users == 0 && region.closing.is_some());
         if let Some(Region { memory, closing, .. }) = slot.take_if(|_| unused) {
+            self.graces.remove(&index);
             // The last owner: operations hold one each, and there are none.
             drop(memory);
             for reply in closing.unwrap_or_default() {
