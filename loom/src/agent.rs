@@ -8,13 +8,21 @@ pub mod core {
             Message { peer: u32, data: Vec<u8> },
             Other(u32),
         }
+
+        impl Event {
+            pub fn not_done((id, _): (u32, u64), _: u32, _: crate::error::Error, _: std::time::Instant) -> Self {
+                Event::Other(id)
+            }
+        }
     }
 
     pub mod live;
     pub mod reply;
 
     pub mod request {
-        pub struct TransferRequest;
+        pub struct TransferRequest {
+            pub id: u32,
+        }
     }
 
     pub mod ids {

@@ -9,9 +9,10 @@ mod error {
     pub struct Error(pub u32);
     pub enum ErrorKind {
         ShutDown,
+        Timeout,
     }
     impl Error {
-        pub fn new(_: ErrorKind, _: &str) -> Error {
+        pub fn new(_: ErrorKind, _: impl Into<String>) -> Error {
             Error(0)
         }
     }

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use crate::agent::core::event::Event;
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
-use crate::agent::core::live::{Live, lock};
+use crate::agent::core::live::{Live, LiveIds, lock};
 use crate::agent::core::reply::Reply;
 use crate::agent::core::request::TransferRequest;
 use crate::agent::core::route::Route;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::thread::waker::Waker;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::wire::{AgentMetadata, AgentRegion};
 use crate::sync::{AtomicU64, Condvar, Mutex};
@@ -56,6 +56,11 @@ fn message_bytes(event: &Event) -> u64 {
     }
 }
 
+fn lost(id: TransferId) -> Error {
+    let text = format!("the agent has ended before {id} was over, which may still touch its memory: it must stay alive");
+    Error::new(ErrorKind::ShutDown, text)
+}
+
 impl Shared {
     pub(crate) fn new(entropy: u64) -> Result<Self> {
         Ok(Shared {
@@ -82,6 +87,14 @@ impl Shared {
     /// Progress thread: drops the commands that nobody will serve, which tells their callers.
     pub(crate) fn drop_commands(&self) {
         let commands = std::mem::take(&mut *lock(&self.commands));
+        let mut live = self.live.lock();
+        for command in &commands {
+            // It has not begun, and so touches no memory.
+            if let Command::Transfer(request) = command {
+                live.lost.remove(&request.id);
+            }
+        }
+        drop(live);
         drop(commands);
     }
 
@@ -130,30 +143,51 @@ impl Shared {
         }
     }
 
-    /// Waits until a transfer is over. False if it is not in time.
-    pub(crate) fn wait_transfer(&self, id: TransferId, timeout: Duration) -> bool {
+    /// Waits until a transfer is over.
+    pub(crate) fn wait_transfer(&self, id: TransferId, timeout: Duration) -> Result<()> {
         let deadline = Instant::now().checked_add(timeout);
         // Its end is published under this lock, after the id has left the table. What a driver takes is not published.
         let mut events = lock(&self.events);
-        while self.live.lock().transfers.contains(&id) {
+        loop {
+            let live = self.live.lock();
+            if live.lost.contains(&id) {
+                return Err(lost(id));
+            }
+            if !live.transfers.contains_key(&id) {
+                return Ok(());
+            }
+            drop(live);
             let left = match deadline.map(|deadline| deadline.checked_duration_since(Instant::now())) {
-                Some(None) => return false,
+                Some(None) => {
+                    let text = format!("{id} is not over after {timeout:?}; its memory must stay alive");
+                    return Err(Error::new(ErrorKind::Timeout, text));
+                }
                 Some(Some(left)) => left.min(LOOK),
                 None => LOOK,
             };
             events = self.arrived.wait_timeout(events, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        true
     }
 
-    /// Progress thread: no event will come any more.
+    /// Progress thread: the transfers that are not over are given up, though their operations may go on.
+    pub(crate) fn abandon_transfers(&self) {
+        let mut live = self.live.lock();
+        let LiveIds { transfers, lost, .. } = &mut *live;
+        lost.extend(transfers.keys());
+    }
+
+    /// Progress thread: no event will come any more. Transfers that are not over get their last one here.
     pub(crate) fn end(&self) {
         // Under the events' lock, so that a waiter either sees the flag or gets the notification.
-        let events = lock(&self.events);
+        let mut events = lock(&self.events);
         let mut live = self.live.lock();
         live.ended = true;
         live.peers.clear();
-        live.transfers.clear();
+        let now = Instant::now();
+        for (id, (peer, user_data)) in std::mem::take(&mut live.transfers) {
+            live.lost.insert(id);
+            events.push_back(Event::not_done((id, user_data), peer, lost(id), now));
+        }
         drop(live);
         drop(events);
         self.arrived.notify_all();

@@ -282,7 +282,7 @@ impl Agent {
         if let Some(message) = &message {
             reserve(unsent, message.len(), self.0.send_queue_bytes)?;
         }
-        live.transfers.insert(id);
+        live.transfers.insert(id, (peer, user_data));
         drop(live);
         self.0.shared.command(Command::Transfer(TransferRequest { id, peer, direction, plan, message, user_data }));
         Ok(id)
@@ -298,7 +298,7 @@ impl Agent {
         if live.ended {
             return Err(shut_down());
         }
-        if !live.transfers.contains(&id) {
+        if !live.transfers.contains_key(&id) {
             return Err(id.unknown());
         }
         drop(live);
@@ -311,12 +311,10 @@ impl Agent {
     /// cancelled transfer's memory may be freed.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] when it is not over in time.
+    /// [`ErrorKind::Timeout`] when it is not over in time; [`ErrorKind::ShutDown`] when the agent has ended before it was
+    /// over: its memory must stay alive for ever.
     pub fn wait_transfer(&self, id: TransferId, timeout: Duration) -> Result<()> {
-        if self.0.shared.wait_transfer(id, timeout) {
-            return Ok(());
-        }
-        Err(Error::new(ErrorKind::Timeout, format!("{id} is not over after {timeout:?}; its memory must stay alive")))
+        self.0.shared.wait_transfer(id, timeout)
     }
 
     /// Sends a message of at most 16 MiB. Never waits. It arrives once, in order, unless the connection breaks.
@@ -451,6 +449,42 @@ mod tests {
             let _ = self.0.recv();
             None
         }
+    }
+
+    /// Panics when it is told to.
+    struct Stumbler(Receiver<()>);
+
+    impl Driver for Stumbler {
+        fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
+            assert!(self.0.try_recv().is_err(), "this panic is the test's");
+            None
+        }
+    }
+
+    #[test]
+    fn a_transfer_that_the_progress_thread_left_behind_is_not_said_to_be_over() {
+        let quiet = |name: &str| AgentConfig { name: name.to_owned(), rehearse: false, ..AgentConfig::default() };
+        let (tell, told) = sync_channel(1);
+        let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Stumbler(told)))).unwrap();
+        let other = Agent::start(quiet("b")).unwrap();
+        let peer = agent.connect(&other.metadata().unwrap()).unwrap();
+        let never = TransferId::from_raw(7);
+        agent.wait_transfer(never, Duration::ZERO).unwrap();
+        // As one that the thread has taken up.
+        let id = agent.0.shared.live.ids.transfer().unwrap();
+        agent.0.shared.live.lock().transfers.insert(id, (peer, 9));
+        assert_eq!(agent.wait_transfer(id, Duration::from_millis(1)).unwrap_err().kind(), ErrorKind::Timeout);
+        tell.send(()).unwrap();
+        agent.waker().wake();
+        let error = agent.wait_transfer(id, Duration::from_secs(60)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ShutDown, "{error}");
+        let events = std::iter::from_fn(|| agent.poll_event());
+        let ends = events.filter_map(|event| match event {
+            Event::TransferDone { id, user_data, result, .. } => Some((id, user_data, result.unwrap_err().kind())),
+            _ => None,
+        });
+        assert_eq!(ends.collect::<Vec<_>>(), [(id, 9, ErrorKind::ShutDown)]);
+        assert_eq!(agent.shutdown(Duration::from_secs(1)).unwrap_err().kind(), ErrorKind::Internal);
     }
 
     #[test]

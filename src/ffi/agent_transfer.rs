@@ -172,7 +172,8 @@ pub unsafe extern "C" fn kvf_agent_cancel(agent: *mut kvf_agent, transfer: u64) 
 
 /// Waits up to `timeout_ms` milliseconds until a transfer is over, and so touches no memory any more; its
 /// KVF_EVENT_TRANSFER_DONE is polled as always. Returns at once for a transfer that is over. KVF_TIMEOUT when it is not
-/// over in time: then its memory must stay allocated. After kvf_agent_cancel this waits until the memory is safe.
+/// over in time: then its memory must stay allocated. KVF_SHUT_DOWN when the agent has ended before it was over: then its
+/// memory must stay allocated for ever. After kvf_agent_cancel this waits until the memory is safe.
 ///
 /// # Safety
 /// As the header's top says.

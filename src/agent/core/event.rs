@@ -71,3 +71,20 @@ pub enum Event {
         error: Error,
     },
 }
+
+impl Event {
+    /// The end of a transfer of which nothing is known to have been moved.
+    pub(crate) fn not_done((id, user_data): (TransferId, u64), peer: PeerId, error: Error, now: Instant) -> Event {
+        Event::TransferDone {
+            id,
+            user_data,
+            peer,
+            result: Err(error),
+            bytes: 0,
+            operations: 0,
+            posted_at: now,
+            all_posted_at: now,
+            finished_at: now,
+        }
+    }
+}

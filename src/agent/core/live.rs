@@ -17,7 +17,10 @@ pub(crate) struct Live {
 pub(crate) struct LiveIds {
     /// With the bytes of messages to each that are not sent yet.
     pub(crate) peers: HashMap<PeerId, Arc<AtomicU64>>,
-    pub(crate) transfers: HashSet<TransferId>,
+    /// With the peer and what the owner gave, which their events have.
+    pub(crate) transfers: HashMap<TransferId, (PeerId, u64)>,
+    /// Those that nobody drives to their end any more: whether they still touch memory is not known.
+    pub(crate) lost: HashSet<TransferId>,
     /// Set when the progress thread takes no more commands.
     pub(crate) ended: bool,
 }

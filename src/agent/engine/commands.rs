@@ -111,17 +111,7 @@ impl Engine {
     fn refuse_transfer(&mut self, (id, user_data): (TransferId, u64), peer: PeerId, error: Error, now: Instant) {
         self.stats.transfers_failed += 1;
         self.shared.live.lock().transfers.remove(&id);
-        self.events.push_back(Event::TransferDone {
-            id,
-            user_data,
-            peer,
-            result: Err(error),
-            bytes: 0,
-            operations: 0,
-            posted_at: now,
-            all_posted_at: now,
-            finished_at: now,
-        });
+        self.events.push_back(Event::not_done((id, user_data), peer, error, now));
     }
 }
 
@@ -135,10 +125,11 @@ mod tests {
     use super::*;
     use crate::agent::AgentConfig;
     use crate::agent::command::Shared;
-    use crate::agent::core::event::Event;
+    use crate::agent::core::event::{Direction, Event};
     use crate::agent::core::ids::PeerId;
     use crate::agent::core::reply::answer;
     use crate::proto::ids::Incarnation;
+    use crate::proto::plan::CopyPlan;
 
     #[test]
     fn messages_count_as_unread_until_they_are_polled() {
@@ -149,6 +140,26 @@ mod tests {
         shared.publish(&mut VecDeque::from([message(10), lost, message(5)]));
         let left = std::iter::from_fn(|| shared.poll_event().map(|_| shared.unread_bytes()));
         assert_eq!(left.collect::<Vec<_>>(), [5, 5, 0]);
+    }
+
+    #[test]
+    fn transfers_that_were_given_up_are_never_safe_and_those_that_did_not_begin_are() {
+        let shared = Shared::new(1).unwrap();
+        let peer = PeerId::from_raw(1);
+        let [given_up, begun, queued] = [2, 3, 4].map(TransferId::from_raw);
+        let kind = |id| shared.wait_transfer(id, Duration::ZERO).map_err(|error| error.kind());
+        shared.live.lock().transfers.insert(given_up, (peer, 0));
+        shared.abandon_transfers();
+        shared.live.lock().transfers.remove(&given_up);
+        assert_eq!(kind(given_up), Err(ErrorKind::ShutDown));
+        let plan = CopyPlan { segments: [].into(), lists: Vec::new() };
+        let (direction, message) = (Direction::Read, None);
+        shared.command(Command::Transfer(TransferRequest { id: queued, peer, direction, plan, message, user_data: 0 }));
+        shared.live.lock().transfers.extend([(begun, (peer, 0)), (queued, (peer, 0))]);
+        shared.end();
+        shared.drop_commands();
+        assert_eq!([given_up, begun, queued].map(kind), [Err(ErrorKind::ShutDown), Err(ErrorKind::ShutDown), Ok(())]);
+        assert_eq!(std::iter::from_fn(|| shared.poll_event()).count(), 2);
     }
 
     #[test]

@@ -121,7 +121,7 @@ impl<'a> Context<'a> {
         user_data: u64,
     ) -> Result<TransferId> {
         let id = self.engine.shared.live.ids.transfer()?;
-        self.engine.shared.live.lock().transfers.insert(id);
+        self.engine.shared.live.lock().transfers.insert(id, (peer, user_data));
         let request = TransferRequest { id, peer, direction, plan, message: None, user_data };
         let started = self.engine.start_transfer(request, self.now);
         if started.is_err() {

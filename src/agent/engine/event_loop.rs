@@ -332,6 +332,7 @@ impl Loop {
     fn finish(mut self, in_time: bool) -> Result<()> {
         let now = Instant::now();
         if !in_time {
+            self.shared.abandon_transfers();
             self.engine.transfers.abandon(&mut self.engine.effects);
             self.engine.dispatch(now);
         }
