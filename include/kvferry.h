@@ -418,8 +418,9 @@ int32_t kvf_agent_region_metadata(struct kvf_agent *agent,
 
 // Makes known a region of a peer's that was registered after the metadata of kvf_agent_connect was made. `metadata` is
 // of the peer's kvf_agent_region_metadata; `*index` becomes what segments call the region. Passing the same again does
-// nothing. Metadata of another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect with metadata that does
-// not list the region takes it away again.
+// nothing; other metadata of a region that is known is KVF_CORRUPT, because an index names one region for ever. Metadata of
+// another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect with metadata that lists regions but not this one takes
+// it away again; metadata that lists no region takes none away.
 int32_t kvf_agent_add_region(struct kvf_agent *agent,
                              uint64_t peer,
                              const uint8_t *metadata,
@@ -522,7 +523,8 @@ int32_t kvf_agent_cancel(struct kvf_agent *agent, uint64_t transfer);
 
 // Waits up to `timeout_ms` milliseconds until a transfer is over, and so touches no memory any more; its
 // KVF_EVENT_TRANSFER_DONE is polled as always. Returns at once for a transfer that is over. KVF_TIMEOUT when it is not
-// over in time: then its memory must stay allocated. After kvf_agent_cancel this waits until the memory is safe.
+// over in time: then its memory must stay allocated. KVF_SHUT_DOWN when the agent has ended before it was over: then its
+// memory must stay allocated for ever. After kvf_agent_cancel this waits until the memory is safe.
 int32_t kvf_agent_wait_transfer(struct kvf_agent *agent,
                                 uint64_t transfer,
                                 uint32_t timeout_ms);

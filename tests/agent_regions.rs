@@ -67,6 +67,41 @@ fn a_region_of_another_life_and_damaged_bytes_are_refused() {
 }
 
 #[test]
+fn connecting_again_without_regions_keeps_those_that_were_added() {
+    for transport in transports() {
+        let mut a = Node::start(config("a", transport), 1, &[LEN]);
+        let b = Node::start(config("b", transport), 2, &[]);
+        let metadata = b.agent.metadata().unwrap();
+        assert!(metadata.regions.is_empty());
+        let peer = a.connect(&metadata);
+        let buffer = Buffer::patterned(9, LEN);
+        let region = b.agent.register(buffer.range(0, LEN)).unwrap();
+        let described = b.agent.region_metadata(region).unwrap();
+        a.agent.add_region(peer, described).unwrap();
+        assert_eq!(a.agent.connect(&metadata).unwrap(), peer);
+        a.move_all(peer, Direction::Read, plan(0, region.index(), 4096, 4096, vec![1], vec![2]));
+        a.agent.shutdown(agent_support::LIMIT).unwrap();
+        b.agent.shutdown(agent_support::LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn an_index_that_is_known_is_not_described_anew() {
+    let mut a = Node::start(config("a", agent_support::wire()), 1, &[LEN]);
+    let b = Node::start(config("b", agent_support::wire()), 2, &[LEN, LEN]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let mut other = b.agent.region_metadata(b.regions[1]).unwrap();
+    other.index = 0;
+    let error = a.agent.add_region(peer, other).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt);
+    assert!(error.message().contains("one of the two is not that region"), "{error}");
+    a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]));
+    assert_eq!(a.contents()[0][..4096], pattern_bytes(2, LEN)[..4096]);
+    a.agent.shutdown(agent_support::LIMIT).unwrap();
+    b.agent.shutdown(agent_support::LIMIT).unwrap();
+}
+
+#[test]
 fn overlapping_regions_are_regions_of_their_own() {
     for transport in transports() {
         let mut a = Node::start(config("a", transport), 1, &[LEN]);

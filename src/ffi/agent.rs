@@ -198,8 +198,9 @@ pub unsafe extern "C" fn kvf_agent_region_metadata(agent: *mut kvf_agent, region
 
 /// Makes known a region of a peer's that was registered after the metadata of kvf_agent_connect was made. `metadata` is
 /// of the peer's kvf_agent_region_metadata; `*index` becomes what segments call the region. Passing the same again does
-/// nothing. Metadata of another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect with metadata that does
-/// not list the region takes it away again.
+/// nothing; other metadata of a region that is known is KVF_CORRUPT, because an index names one region for ever. Metadata of
+/// another life of the peer is KVF_PEER_DIED. A later kvf_agent_connect with metadata that lists regions but not this one takes
+/// it away again; metadata that lists no region takes none away.
 ///
 /// # Safety
 /// As the header's top says.

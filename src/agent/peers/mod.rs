@@ -215,7 +215,10 @@ impl Peers {
         if let Some(id) = self.find(metadata.incarnation) {
             let peer = self.get_mut(id)?;
             (peer.silent, peer.vouched) = (false, true);
-            peer.update_regions(metadata)?;
+            // Metadata without any is of owners that add regions one by one, and those may be in use.
+            if !metadata.regions.is_empty() {
+                peer.update_regions(metadata)?;
+            }
             return Ok(id);
         }
         let mut peer = self.make(metadata.name.clone(), metadata.incarnation, &metadata.address, io)?;

@@ -1,6 +1,8 @@
 //! One connection: what is known of the other side, and how frames go to it.
 
 use std::collections::BTreeSet;
+use std::io;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +30,18 @@ use crate::ucx::{self, Endpoint, Posted, Rkey};
 
 /// A region of the peer's, and its rkey if UCX has it. `None` for one that the peer has deregistered.
 type RemoteRegion = Option<(RegionMetadata, Option<Rc<Rkey>>)>;
+
+/// Where it is; nowhere if there is none.
+fn range_of(region: Option<&RemoteRegion>) -> Range<u64> {
+    let region = region.and_then(Option::as_ref);
+    region.map_or(0..0, |(region, _)| region.base..region.base.saturating_add(region.len))
+}
+
+/// Looks behind the memory of this process.
+fn look_at(neighbour: &Arc<Neighbour>) -> impl Fn(&[Range<u64>]) -> io::Result<Vec<bool>> + Send + 'static {
+    let neighbour = Arc::clone(neighbour);
+    move |ranges| neighbour.is_filled_by_kernel(ranges)
+}
 
 /// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
 const REFUSALS: usize = 4;
@@ -303,10 +317,8 @@ impl Peer {
 
     fn look_behind_regions(&mut self) {
         let Some(neighbour) = &self.neighbour else { return };
-        let range = |region: &RemoteRegion| {
-            region.as_ref().map_or(0..0, |(region, _)| region.base..region.base.saturating_add(region.len))
-        };
-        self.backing.update(neighbour, self.regions.iter().map(range).collect());
+        let ranges = self.regions.iter().map(|region| range_of(Some(region)));
+        self.backing.update(ranges.collect(), look_at(neighbour));
     }
 
     /// Whether the kernel fills all pages of its region `index` by itself, so that a copy waits for nobody.
@@ -354,8 +366,16 @@ impl Peer {
         if index >= MAX_REGIONS {
             return Err(Error::corrupt(format!("region {index} of agent {}: at most {MAX_REGIONS} can be", self.name)));
         }
-        if self.regions.get(index).and_then(Option::as_ref).is_some_and(|(known, _)| *known == added.region) {
-            return Ok(());
+        if let Some(Some((known, _))) = self.regions.get(index) {
+            if *known == added.region {
+                return Ok(());
+            }
+            // Its rkey and its mapping are in use, and an index is never used again.
+            return Err(Error::corrupt(format!(
+                "region {index} of agent {} is known as {} bytes at {:#x}, and is now described as {} bytes at {:#x}, or with \
+                 another key: one of the two is not that region",
+                self.name, known.len, known.base, added.region.len, added.region.base
+            )));
         }
         let region = self
             .unpack(index, &added.region)
@@ -369,7 +389,10 @@ impl Peer {
             *slot = region;
         }
         self.refused.retain(|(_, known)| *known != added.index);
-        self.look_behind_regions();
+        if let Some(neighbour) = &self.neighbour {
+            let range = range_of(self.regions.get(index));
+            self.backing.add(index, range, look_at(neighbour));
+        }
         Ok(())
     }
 
