@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,13 +60,21 @@ def packaged_plugin() -> Path | None:
     return _OURS if _OURS.is_file() else None
 
 
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    """Puts what `make` makes in the place of `path`, which processes may have mapped: they keep the file they have."""
+    with tempfile.TemporaryDirectory(prefix=".kvferry-", dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        make(made)
+        os.replace(made, path)
+
+
 def take_plugin(path: Path) -> None:
     """Copies a plug-in that `scripts/build-nixl` has made into this package, where it finds the library."""
     if not path.is_file():
         raise invalid(f"there is no plug-in {path}: scripts/build-nixl makes it")
     try:
         _OURS.parent.mkdir(exist_ok=True)
-        shutil.copy(path, _OURS)
+        _replace(_OURS, lambda place: shutil.copy(path, place))
     except OSError as error:
         raise make_error(-19, "io", f"{_OURS} cannot be written: {error.strerror}") from error
 
@@ -82,8 +92,7 @@ def install(nixl: Installed) -> Path:
         raise make_error(-2, "not_found", text)
     link = nixl.folder / FILE_NAME
     try:
-        link.unlink(missing_ok=True)
-        link.symlink_to(_OURS)
+        _replace(link, lambda place: os.symlink(_OURS, place))
     except OSError as error:
         raise make_error(-19, "io", f"{link} cannot be written: {error.strerror}") from error
     return link
