@@ -28,6 +28,10 @@ constexpr char NOTIFICATION_MAGIC[4] = {'K', 'V', 'N', '1'};
 
 constexpr size_t EVENTS = 64;
 
+// What NIXL's user may leave untaken.
+constexpr size_t MAX_NOTIFICATIONS = 65536;
+constexpr size_t MAX_NOTIFICATION_BYTES = size_t{256} << 20;
+
 const char *name_of(nixl_mem_t mem) {
   switch (mem) {
     case DRAM_SEG:
@@ -89,18 +93,26 @@ nixl_status_t Engine::registerMem(const nixlBlobDesc &range, const nixl_mem_t &m
     region->base = range.addr;
     region->len = range.len;
     const bool is_device = mem == VRAM_SEG;
-    const uint32_t kind = is_device ? KVF_MEMORY_CUDA : KVF_MEMORY_HOST;
-    const uint32_t device = is_device ? static_cast<uint32_t>(range.devId) : 0;
-    const int32_t code = library().agent_register(agent_, reinterpret_cast<void *>(range.addr), range.len, kind, device,
-                                                  &region->id, &region->index);
-    if (code != KVF_OK) {
-      say_failed("registering " + std::to_string(range.len) + " bytes of " + name_of(mem));
-      return status_of(code);
+    region->kind = is_device ? KVF_MEMORY_CUDA : KVF_MEMORY_HOST;
+    region->device = is_device ? static_cast<uint32_t>(range.devId) : 0;
+    // NIXL finds a peer's range by its address and length, and refuses a second one of other metadata.
+    std::lock_guard lock(shared_mutex_);
+    const auto [place, is_new] = shared_.try_emplace(place_of(*region));
+    Shared &shared = place->second;
+    if (is_new) {
+      const int32_t code = library().agent_register(agent_, reinterpret_cast<void *>(range.addr), range.len,
+                                                    region->kind, region->device, &shared.id, &shared.index);
+      if (code != KVF_OK) {
+        shared_.erase(place);
+        say_failed("registering " + std::to_string(range.len) + " bytes of " + name_of(mem));
+        return status_of(code);
+      }
+      std::unique_lock own_lock(own_mutex_);
+      own_regions_.insert(shared.id);
     }
-    {
-      std::unique_lock lock(own_mutex_);
-      own_regions_.insert(region->id);
-    }
+    shared.registrations++;
+    region->id = shared.id;
+    region->index = shared.index;
     out = region.release();
     return NIXL_SUCCESS;
   });
@@ -110,10 +122,22 @@ nixl_status_t Engine::deregisterMem(nixlBackendMD *metadata) {
   return guarded("deregistering memory", [&] {
     std::unique_ptr<LocalRegion> region(static_cast<LocalRegion *>(metadata));
     {
+      std::lock_guard lock(shared_mutex_);
+      const auto place = shared_.find(place_of(*region));
+      if (place != shared_.end() && place->second.id == region->id) {
+        if (--place->second.registrations > 0) return NIXL_SUCCESS;
+        shared_.erase(place);
+      }
+    }
+    {
       std::unique_lock lock(own_mutex_);
       own_regions_.erase(region->id);
     }
-    const int32_t code = library().agent_deregister(agent_, region->id);
+    // NIXL lets its user free the memory whatever this returns, so it returns when nothing touches that any more.
+    int32_t code;
+    while ((code = library().agent_deregister(agent_, region->id)) == KVF_TIMEOUT) {
+      say_failed("deregistering memory, which is tried again");
+    }
     if (code != KVF_OK) say_failed("deregistering memory");
     return status_of(code);
   });
@@ -264,11 +288,26 @@ void Engine::take_message(const std::string &message) const {
     std::memcpy(&header, message.data(), sizeof header);
     const size_t end = sizeof header + size_t{header.name_len};
     if (std::memcmp(header.magic, NOTIFICATION_MAGIC, 4) == 0 && message.size() >= end) {
-      notifications_.emplace_back(message.substr(sizeof header, header.name_len), message.substr(end));
+      keep(message.substr(sizeof header, header.name_len), message.substr(end));
       return;
     }
   }
-  say("a message that is no notification was dropped: every agent that connects must run this plug-in");
+  foreign_line_.say("a message that is no notification was dropped: every agent that connects must run this plug-in");
+}
+
+// Keeps a notification until NIXL takes it. False if too many are kept. With mutex_ held.
+bool Engine::keep(std::string name, std::string text) const {
+  const size_t bytes = name.size() + text.size();
+  if (notifications_.size() >= MAX_NOTIFICATIONS || bytes > MAX_NOTIFICATION_BYTES - notification_bytes_) {
+    full_line_.say("a notification of agent " + name + " was dropped: " + std::to_string(notifications_.size()) +
+                   " with " + std::to_string(notification_bytes_) + " bytes are untaken, and at most " +
+                   std::to_string(MAX_NOTIFICATIONS) + " with " + std::to_string(MAX_NOTIFICATION_BYTES) +
+                   " bytes are kept; take them more often");
+    return false;
+  }
+  notification_bytes_ += bytes;
+  notifications_.emplace_back(std::move(name), std::move(text));
+  return true;
 }
 
 // Takes all events of the agent. With mutex_ held.
@@ -287,7 +326,6 @@ void Engine::take_event(const kvf_event &event) const {
   }
   if (event.kind == KVF_EVENT_TRANSFER_DONE) {
     const auto found = in_flight_.find(event.transfer);
-    // A request that was released has left the table.
     if (found == in_flight_.end()) return;
     Request &request = *found->second;
     in_flight_.erase(found);

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <shared_mutex>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -38,6 +39,8 @@ struct Request : nixlBackendReqH {
   uint64_t transfer = 0;
   bool is_active = false;
   nixl_status_t status = NIXL_ERR_NOT_POSTED;
+  // Whether NIXL was told that it cannot be released yet.
+  bool is_refused = false;
 };
 
 // Every public function may be called from any thread, as NIXL does; it holds no lock of its own over most of them.
@@ -91,16 +94,34 @@ class Engine final : public nixlBackendEngine {
   void take_events() const;
   void take_event(const kvf_event &event) const;
   void take_message(const std::string &message) const;
+  bool keep(std::string name, std::string text) const;
+  int32_t wait_until_over(const Request &request, uint64_t transfer) const;
+
+  // Address, length, kind and device of a registration.
+  using Place = std::tuple<uintptr_t, size_t, uint32_t, uint32_t>;
+  static Place place_of(const LocalRegion &region) { return {region.base, region.len, region.kind, region.device}; }
+  // A region of the agent's, for all registrations of one place.
+  struct Shared {
+    uint64_t id;
+    uint32_t index;
+    size_t registrations;
+  };
 
   kvf_agent *agent_ = nullptr;
   std::string conn_info_;
 
-  // Guards all that follows up to own_mutex_, and is held by whoever takes events from the agent.
+  // Guards all that follows up to shared_mutex_, and is held by whoever takes events from the agent.
   mutable std::mutex mutex_;
   mutable std::map<std::string, Remote> remotes_;
   mutable uint64_t lives_ = 0;
   mutable std::unordered_map<uint64_t, Request *> in_flight_;
   mutable Notifications notifications_;
+  mutable size_t notification_bytes_ = 0;
+  mutable LineLimit full_line_, foreign_line_;
+
+  // Guards the next, also while a region is registered, so that one of the same place waits for it.
+  std::mutex shared_mutex_;
+  std::map<Place, Shared> shared_;
 
   // Shared while memory of registrations of this agent is copied, exclusive while one ends.
   mutable std::shared_mutex own_mutex_;

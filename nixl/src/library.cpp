@@ -97,6 +97,18 @@ const Library &library() { return functions; }
 
 void say(const std::string &line) { std::fprintf(stderr, "kvferry NIXL plug-in: %s\n", line.c_str()); }
 
+void LineLimit::say(const std::string &line) {
+  const auto now = std::chrono::steady_clock::now();
+  if (has_last_ && now - last_ < std::chrono::seconds(10)) {
+    left_out_++;
+    return;
+  }
+  kvferry::say(line + " (" + std::to_string(left_out_) + " such lines left out)");
+  last_ = now;
+  has_last_ = true;
+  left_out_ = 0;
+}
+
 void say_failed(const std::string &what) {
   char text[1024] = "";
   functions.last_error(text, sizeof text, nullptr);

@@ -1,6 +1,8 @@
 // libkvferry, opened at run time, and what this plug-in says on standard error.
 #pragma once
 
+#include <chrono>
+#include <cstdint>
 #include <string>
 
 #include "abi.h"
@@ -35,6 +37,18 @@ struct Library {
 // Opens libkvferry: the file that KVFERRY_LIBRARY names, else the one beside this plug-in. Null when there is none that
 // fits, after a line that says why.
 const Library *open_library();
+
+// Lines that others can cause are limited in rate, so that nobody fills a disk from outside.
+class LineLimit {
+ public:
+  // Says the line if it is the first or ten seconds have passed since the last one.
+  void say(const std::string &line);
+
+ private:
+  std::chrono::steady_clock::time_point last_{};
+  bool has_last_ = false;
+  uint64_t left_out_ = 0;
+};
 
 // After open_library() has returned one.
 const Library &library();

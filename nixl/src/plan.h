@@ -16,6 +16,8 @@ struct LocalRegion : nixlBackendMD {
   uint32_t index = 0;
   uintptr_t base = 0;
   size_t len = 0;
+  uint32_t kind = 0;
+  uint32_t device = 0;
 };
 
 // A range of a peer's, or of this agent as the target of its own transfers.

@@ -111,7 +111,7 @@ nixl_status_t Engine::post_own(Request &request, const nixlBackendOptionalArgs *
   }
   if (options && options->hasNotif) {
     std::lock_guard lock(mutex_);
-    notifications_.emplace_back(localAgent, options->notifMsg);
+    if (!keep(localAgent, options->notifMsg)) return request.status = NIXL_ERR_BACKEND;
   }
   return request.status = NIXL_SUCCESS;
 }
@@ -127,27 +127,40 @@ nixl_status_t Engine::checkXfer(nixlBackendReqH *handle) const {
 
 nixl_status_t Engine::releaseReqH(nixlBackendReqH *handle) const {
   return guarded("releasing a transfer", [&] {
-    std::unique_ptr<Request> request(static_cast<Request *>(handle));
+    // NIXL's as long as this does not succeed. Whoever takes its end meanwhile still finds it by in_flight_.
+    auto *request = static_cast<Request *>(handle);
     uint64_t transfer = 0;
     {
       std::lock_guard lock(mutex_);
       if (request->is_active) {
         transfer = request->transfer;
-        in_flight_.erase(transfer);
         // One that is over needs no cancelling.
         library().agent_cancel(agent_, transfer);
       }
     }
     // NIXL's user may free the memory when this returns.
-    if (transfer && library().agent_wait_transfer(agent_, transfer, RELEASE_MS) != KVF_OK) {
-      say_failed("releasing a transfer with agent " + request->agent);
+    if (transfer && wait_until_over(*request, transfer) != KVF_OK) {
       std::lock_guard lock(mutex_);
-      in_flight_[transfer] = request.get();
-      request.release();
+      request->is_refused = true;
       return NIXL_ERR_REPOST_ACTIVE;
     }
+    {
+      std::lock_guard lock(mutex_);
+      if (transfer) in_flight_.erase(transfer);
+    }
+    delete request;
     return NIXL_SUCCESS;
   });
+}
+
+// NIXL takes the second release of a request for one that succeeds, so that one lasts as long as the transfer.
+int32_t Engine::wait_until_over(const Request &request, uint64_t transfer) const {
+  int32_t code;
+  while ((code = library().agent_wait_transfer(agent_, transfer, RELEASE_MS)) != KVF_OK) {
+    say_failed("releasing a transfer with agent " + request.agent);
+    if (code != KVF_TIMEOUT || !request.is_refused) break;
+  }
+  return code;
 }
 
 nixl_status_t Engine::getNotifs(Notifications &out) {
@@ -156,6 +169,7 @@ nixl_status_t Engine::getNotifs(Notifications &out) {
     take_events();
     for (auto &notification : notifications_) out.push_back(std::move(notification));
     notifications_.clear();
+    notification_bytes_ = 0;
     return NIXL_SUCCESS;
   });
 }
@@ -164,8 +178,7 @@ nixl_status_t Engine::genNotif(const std::string &name, const std::string &messa
   return guarded("sending a notification", [&] {
     std::lock_guard lock(mutex_);
     if (name == localAgent) {
-      notifications_.emplace_back(localAgent, message);
-      return NIXL_SUCCESS;
+      return keep(localAgent, message) ? NIXL_SUCCESS : NIXL_ERR_BACKEND;
     }
     const auto found = remotes_.find(name);
     if (found == remotes_.end()) {

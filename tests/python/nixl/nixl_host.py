@@ -116,10 +116,21 @@ class Host:
         return self.wait(key) if state == "PROC" else state
 
     def release(self, key: str) -> None:
-        self.agent.release_xfer_handle(self.handles.pop(key))
+        self.agent.release_xfer_handle(self.handles[key])
+        del self.handles[key]
 
     def notify(self, name: str, message: bytes) -> None:
         self.agent.send_notif(name, message)
+
+    def notify_many(self, name: str, message: bytes, count: int) -> int:
+        """How many were refused."""
+        refused = 0
+        for _ in range(count):
+            try:
+                self.agent.send_notif(name, message)
+            except Exception:
+                refused += 1
+        return refused
 
     def notified(self, count: int) -> list[tuple[str, bytes]]:
         deadline = time.monotonic() + GENEROUS

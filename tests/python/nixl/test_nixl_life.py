@@ -1,0 +1,117 @@
+"""Stock NIXL with the plug-in: memory registered twice, peers loaded anew, and what does not end in time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hosts import HERE, ROOT, Failed, Process
+from nixl_host import pattern
+
+SIZE = 1 << 20
+LARGE = 256 << 20
+"""Takes long enough to be in flight when the next call comes."""
+MAX_NOTIFICATIONS = 65_536
+
+
+def serve(host: Process, name: str, seed: int, size: int) -> int:
+    assert host.start(name, ["KVFERRY"]) == ["KVFERRY"]
+    address = int(host.buffer("cache", seed, size))
+    host.register("cache", [("cache", 0, size)])
+    return address
+
+
+def read(a: Process, address: int) -> None:
+    a.fill("cache", 1)
+    a.make("read", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
+    assert a.run("read") == "DONE"
+    a.release("read")
+    np.testing.assert_array_equal(a.contents("cache"), pattern(2, SIZE))
+
+
+def test_memory_that_is_registered_twice_is_one_region(plugin: Path, edge: str) -> None:
+    with Process(edge, plugin) as a, Process(edge, plugin) as b:
+        serve(a, "a", 1, SIZE)
+        address = serve(b, "b", 2, SIZE)
+        assert a.add(b.metadata()) == "b"
+        b.register("again", [("cache", 0, SIZE)])
+        assert a.add(b.metadata()) == "b"
+        read(a, address)
+        b.deregister("cache")
+        read(a, address)
+        # All of it deregistered, and registered anew: a region of its own.
+        b.deregister("again")
+        b.register("cache", [("cache", 0, SIZE)])
+        with pytest.raises(Failed, match="NOT_ALLOWED"):
+            a.add(b.metadata())
+        if edge.startswith("1.5"):
+            a.remove("b")
+        assert a.add(b.metadata()) == "b"
+        read(a, address)
+
+
+def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge: str) -> None:
+    with Process(edge, plugin) as a, Process(edge, plugin) as b:
+        serve(a, "a", 1, LARGE)
+        address = serve(b, "b", 2, LARGE)
+        a.add(b.metadata())
+        a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b", b"read")
+        metadata = b.metadata()
+        assert a.post("x", b"read") == "PROC"
+        a.remove("b")
+        a.add(metadata)
+        # NIXL 1.5 does not look at a transfer with a peer that was removed. The notification follows its last byte.
+        assert b.notified(1) == [("a", b"read")]
+        np.testing.assert_array_equal(a.contents("cache"), b.contents("cache"))
+
+
+@pytest.fixture(scope="module")
+def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A libkvferry that late.cpp makes late."""
+    del plugin
+    folder = tmp_path_factory.mktemp("late")
+    (folder / "libkvferry.so.1").symlink_to(os.environ["KVFERRY_LIBRARY"])
+    made = folder / "libkvferry_late.so"
+    build = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-I", ROOT / "include"]
+    link = ["-Wl,--no-as-needed", folder / "libkvferry.so.1", f"-Wl,-rpath,{folder}", "-ldl", "-o", made]
+    subprocess.run([*build, HERE / "late.cpp", *link], check=True)
+    yield made
+
+
+def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: str, late: Path) -> None:
+    env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": "3"}
+    with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
+        serve(a, "a", 1, LARGE)
+        address = serve(b, "b", 2, LARGE)
+        a.add(b.metadata())
+        a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
+        assert a.post("x") == "PROC"
+        with pytest.raises(Failed, match="REPOST_ACTIVE"):
+            a.release("x")
+        # NIXL does not look at what this one returns.
+        a.release("x")
+        assert sum("releasing a transfer with agent b" in line for line in a.log) == 3, a.log
+        a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
+        assert a.run("x") == "DONE"
+
+
+def test_a_deregistration_that_is_late_is_tried_again(plugin: Path, edge: str, late: Path) -> None:
+    env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_DEREGISTER": "2"}
+    with Process(edge, plugin, env=env) as a:
+        serve(a, "a", 1, SIZE)
+        a.deregister("cache")
+        assert sum("deregistering memory, which is tried again" in line for line in a.log) == 2, a.log
+
+
+def test_notifications_that_nobody_takes_are_bounded(plugin: Path, edge: str) -> None:
+    with Process(edge, plugin) as a:
+        serve(a, "a", 1, SIZE)
+        assert a.notify_many("a", b"m", MAX_NOTIFICATIONS + 10) == 10
+        assert sum("a notification of agent a was dropped" in line for line in a.log) == 1, a.log
+        assert a.notified(MAX_NOTIFICATIONS) == [("a", b"m")] * MAX_NOTIFICATIONS
+        a.notify("a", b"again")
+        assert a.notified(1) == [("a", b"again")]
