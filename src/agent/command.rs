@@ -57,7 +57,8 @@ fn message_bytes(event: &Event) -> u64 {
 }
 
 fn lost(id: TransferId) -> Error {
-    let text = format!("the agent has ended before {id} was over, which may still touch its memory: it must stay alive");
+    let text =
+        format!("the agent has ended before {id} was over, which may still touch its memory: it must stay alive");
     Error::new(ErrorKind::ShutDown, text)
 }
 

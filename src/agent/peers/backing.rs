@@ -98,7 +98,9 @@ impl Backing {
         }
         if LOOKS.fetch_add(1, Ordering::Relaxed) >= MAX_LOOKS {
             LOOKS.fetch_sub(1, Ordering::Relaxed);
-            log::warn!("{MAX_LOOKS} threads look behind the memory of other processes; copy threads copy that of one more");
+            log::warn!(
+                "{MAX_LOOKS} threads look behind the memory of other processes; copy threads copy that of one more"
+            );
             return;
         }
         state.is_looking = true;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +54,17 @@ def test_memory_that_is_registered_twice_is_one_region(plugin: Path, edge: str) 
 
 
 def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge: str) -> None:
-    with Process(edge, plugin) as a, Process(edge, plugin) as b:
+    # Where each operation needs what is known of the region.
+    env = {"KVFERRY_TRANSPORT": "shm"}
+    with Process(edge, plugin, env=env) as a, Process(edge, plugin, env=env) as b:
         serve(a, "a", 1, LARGE)
         address = serve(b, "b", 2, LARGE)
         a.add(b.metadata())
+        b.buffer("other", 3, SIZE)
+        b.register("other", [("other", 0, SIZE)])
+        # Not of the region that is read.
+        metadata = b.partial("other", True)
         a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b", b"read")
-        metadata = b.metadata()
         assert a.post("x", b"read") == "PROC"
         a.remove("b")
         a.add(metadata)
@@ -70,7 +74,7 @@ def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge
 
 
 @pytest.fixture(scope="module")
-def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A libkvferry that late.cpp makes late."""
     del plugin
     folder = tmp_path_factory.mktemp("late")
@@ -79,7 +83,7 @@ def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     build = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-I", ROOT / "include"]
     link = ["-Wl,--no-as-needed", folder / "libkvferry.so.1", f"-Wl,-rpath,{folder}", "-ldl", "-o", made]
     subprocess.run([*build, HERE / "late.cpp", *link], check=True)
-    yield made
+    return made
 
 
 def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: str, late: Path) -> None:
