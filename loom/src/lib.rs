@@ -149,6 +149,7 @@ mod proto {
         }
 
         pub struct AgentMetadata;
+        pub struct AgentRegion;
         pub struct RankMetadata;
         #[derive(Debug, Default)]
         pub struct WorkerReport {
