@@ -198,14 +198,15 @@ impl Agent {
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for a stale peer id, [`ErrorKind::PeerDied`] for a region of another life of the peer,
-    /// [`ErrorKind::Corrupt`] for damaged metadata.
+    /// [`ErrorKind::Corrupt`] for damaged metadata, and for other metadata than before of a region that is known.
     pub fn add_region(&self, peer: PeerId, region: AgentRegion) -> Result<u32> {
         self.ask(None, |reply| Command::AddRegion { peer, region: Box::new(region), reply })
     }
 
     /// Connects to the agent that `metadata` describes, or finds the connection that exists. Returns before the peer
     /// has answered: transfers and messages may be given at once, [`Event::PeerConnected`] or [`Event::PeerLost`]
-    /// follows.
+    /// follows. For a connection that exists, the regions that `metadata` lists replace those that were known; metadata
+    /// that lists none takes none away.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] or [`ErrorKind::VersionMismatch`] for damaged or foreign metadata,
