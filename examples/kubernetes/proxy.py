@@ -4,14 +4,19 @@
 
 Each completion goes to the prefill server first, limited to one token and marked for remote decode. The
 `kv_transfer_params` of the answer go with the original request to the decode server, whose answer is passed on as it
-comes. Other requests go to the decode server. It keeps no state, so several may run side by side.
+comes. Other requests go to the decode server. Several may run side by side.
+
+With --at-once both servers get a completion at the same time, under one `transfer_id`, and the decode engine asks the
+prefill engine for the rest. Where that engine is, the proxy has from an answer, so the first completion, and the next
+after one that failed, go the other way. --prefill is then the address of one engine, not of a load balancer.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import aiohttp
@@ -20,6 +25,8 @@ from aiohttp import web
 REQUEST_ID = "X-Request-Id"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 DROPPED = ("content-length", "host", "transfer-encoding", "connection", "content-encoding")
+PLACE = ("remote_engine_id", "remote_host", "remote_port")
+"""What of a prefill engine's `kv_transfer_params` says where it is."""
 Headers = MutableMapping[str, str]
 
 
@@ -40,19 +47,28 @@ def passed_on(headers: Any) -> Headers:
     return kept  # type: ignore[no-any-return]
 
 
-def of_prefill(body: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+def of_prefill(body: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The request for the prefill server: one token, one sample, no stream."""
     left_out = ("stream_options", "min_tokens", "max_completion_tokens")
     short = {key: value for key, value in body.items() if key not in left_out}
-    return {**short, "max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": asked}
+    return {**short, "max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": dict(asked)}
 
 
 class Proxy:
-    """Handlers for one prefill and one decode address; either may be a load balancer in front of several servers."""
+    """Handlers for one prefill and one decode address. Either may be a load balancer in front of several servers, but
+    for the prefill address of a proxy that asks both `at_once`.
 
-    def __init__(self, prefill: str, decode: str) -> None:
+    Attributes:
+        asked: The `kv_transfer_params` for the prefill server.
+    """
+
+    asked: Mapping[str, Any] = {"do_remote_decode": True}
+
+    def __init__(self, prefill: str, decode: str, at_once: bool = False) -> None:
         self._prefill, self._decode = prefill.rstrip("/"), decode.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
+        self._at_once = at_once
+        self._place: dict[str, Any] | None = None
 
     def application(self) -> web.Application:
         """The aiohttp application."""
@@ -83,21 +99,50 @@ class Proxy:
             return web.json_response({"error": f"a server behind the proxy failed: {error!r}"}, status=502)
 
     async def hand_over(self, request: web.Request, body: dict[str, Any], headers: Headers) -> web.StreamResponse:
-        """The prefill server first, then the decode server."""
-        params = await self.prefill(request.path, body, headers, {"do_remote_decode": True})
+        """The prefill server first, then the decode server; or both at once."""
+        if self._at_once and self._place is not None:
+            return await self._ask_both(request, body, headers, self._place)
+        params = await self.prefill(request.path, body, headers, self.asked)
         if isinstance(params, web.Response):
             return params
         return await self.decode(request, body, headers, params)
 
+    async def _ask_both(
+        self, request: web.Request, body: dict[str, Any], headers: Headers, place: dict[str, Any]
+    ) -> web.StreamResponse:
+        """Both servers at the same time. Where one fails, the other's request is aborted."""
+        name = uuid.uuid4().hex
+        params = {**place, "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name}
+        prefill = asyncio.create_task(self.prefill(request.path, body, headers, {**self.asked, "transfer_id": name}))
+        decode = asyncio.create_task(self.decode(request, body, headers, params))
+        ended = False
+        try:
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            answer: Any = prefill.result() if prefill.done() else None
+            if not isinstance(answer, web.Response):
+                answer = await decode
+            ended = answer.status == 200
+            return answer
+        finally:
+            if not ended:
+                # The engine may have moved, or the client has left.
+                self._place = None
+            for task in (prefill, decode):
+                task.cancel()
+            await asyncio.gather(prefill, decode, return_exceptions=True)
+
     async def prefill(
-        self, path: str, body: dict[str, Any], headers: Headers, asked: dict[str, Any]
+        self, path: str, body: dict[str, Any], headers: Headers, asked: Mapping[str, Any]
     ) -> dict[str, Any] | web.Response:
         """The `kv_transfer_params` that `asked` gets, empty where there are none; a failure as the client gets it."""
         assert self._session is not None
         async with self._session.post(self._prefill + path, json=of_prefill(body, asked), headers=headers) as answer:
             if answer.status != 200:
                 return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
-            return (await answer.json()).get("kv_transfer_params") or {}
+            params: dict[str, Any] = (await answer.json()).get("kv_transfer_params") or {}
+        if all(key in params for key in PLACE):
+            self._place = {key: params[key] for key in PLACE}
+        return params
 
     async def decode(
         self, request: web.Request, body: dict[str, Any], headers: Headers, params: dict[str, Any]
@@ -147,8 +192,9 @@ def main() -> None:
     parser.add_argument("--decode", required=True, metavar="URL")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--at-once", action="store_true", help="ask both servers at the same time")
     given = parser.parse_args()
-    app = Proxy(given.prefill, given.decode).application()
+    app = Proxy(given.prefill, given.decode, given.at_once).application()
     # With handler_cancellation a handler ends when its client has gone.
     web.run_app(app, host=given.host, port=given.port, handler_cancellation=True)
 

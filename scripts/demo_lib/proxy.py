@@ -1,30 +1,26 @@
 """The proxy of examples/kubernetes in front of a prefill and a decode server, with what the demo adds.
 
 It writes down when a request's prefill was answered and when its first token came, and lets a caller exchange the
-parameters of two requests. With `at_once` both servers get a request at the same time, under one `transfer_id`, and the
-decode engine asks the prefill engine for the rest. Where that engine is, the proxy has from its first answer, so the
-first request goes the other way.
+parameters of two requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 from examples.kubernetes import proxy
-from examples.kubernetes.proxy import REQUEST_ID, open_session
+from examples.kubernetes.proxy import PLACE, REQUEST_ID, open_session
 
 __all__ = ["REQUEST_ID", "KvParams", "Proxy", "Record", "open_session"]
 
 KvParams = dict[str, Any]
 
-PLACE = ("remote_engine_id", "remote_host", "remote_port")
 ASKED: KvParams = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -59,14 +55,13 @@ class Record:
 class Proxy(proxy.Proxy):
     """One proxy; `records` holds a Record per request id."""
 
+    asked = ASKED
+
     def __init__(self, prefill_url: str, decode_url: str, at_once: bool = False) -> None:
-        super().__init__(prefill_url, decode_url)
+        super().__init__(prefill_url, decode_url, at_once)
         self.records: dict[str, Record] = {}
         # Sees each answer of the prefill server and may replace its parameters (for the negative control).
         self.exchange: Callable[[str, KvParams], Any] | None = None
-        self._at_once = at_once
-        # What a decode engine needs to find the prefill engine, from the last answer.
-        self._place: KvParams | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
 
@@ -99,35 +94,16 @@ class Proxy(proxy.Proxy):
     async def hand_over(self, request: web.Request, body: dict[str, Any], headers: proxy.Headers) -> web.StreamResponse:
         # Made now, for its time of arrival.
         self.record(headers[REQUEST_ID])
-        if self._at_once and self._place is not None and self.exchange is None:
-            return await self._ask_both(request, body, headers, self._place)
-        params = await self.prefill(request.path, body, headers, ASKED)
+        if self.exchange is None:
+            return await super().hand_over(request, body, headers)
+        params = await self.prefill(request.path, body, headers, self.asked)
         if isinstance(params, web.Response):
             return params
-        if self.exchange is not None:
-            params = await self.exchange(headers[REQUEST_ID], params)
+        params = await self.exchange(headers[REQUEST_ID], params)
         return await self.decode(request, body, headers, params)
 
-    async def _ask_both(
-        self, request: web.Request, body: dict[str, Any], headers: proxy.Headers, place: KvParams
-    ) -> web.StreamResponse:
-        """Both servers at the same time. Where one fails, the other's request is aborted."""
-        name = uuid.uuid4().hex
-        params = {**place, "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name}
-        prefill = asyncio.create_task(self.prefill(request.path, body, headers, {**ASKED, "transfer_id": name}))
-        decode = asyncio.create_task(self.decode(request, body, headers, params))
-        try:
-            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
-            if prefill.done() and isinstance(failure := prefill.result(), web.Response):
-                return failure
-            return await decode
-        finally:
-            for task in (prefill, decode):
-                task.cancel()
-            await asyncio.gather(prefill, decode, return_exceptions=True)
-
     async def prefill(
-        self, path: str, body: dict[str, Any], headers: proxy.Headers, asked: KvParams
+        self, path: str, body: dict[str, Any], headers: proxy.Headers, asked: Mapping[str, Any]
     ) -> KvParams | web.Response:
         params = await super().prefill(path, body, headers, asked)
         if isinstance(params, web.Response):
@@ -135,7 +111,6 @@ class Proxy(proxy.Proxy):
         if not params:
             text = "the prefill server's answer has no kv_transfer_params: is a KV connector configured there?"
             return web.json_response({"error": text}, status=502)
-        self._place = {key: params.get(key) for key in PLACE}
         record = self.record(headers[REQUEST_ID])
         record.prefill_answered = time.perf_counter()
         record.params = params

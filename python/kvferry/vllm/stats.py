@@ -58,11 +58,12 @@ class KvferryStats(KVConnectorStats):
         data = self.data
         failures: Mapping[str, int] = data.get(FAILURES, {})
         seconds = _sum(data, "transfer_time") / 1e6
-        megabytes = data.get("bytes", 0) / 2**20
+        megabytes, ahead = (data.get(key, 0) / 2**20 for key in ("bytes", "ahead_bytes"))
         line: dict[str, int | float] = {
             "Receives": data.get("recvs", 0),
             "Failed receives": sum(failures.values()),
             "MB received": round(megabytes, 3),
+            "MB received while prefilling": round(ahead, 3),
             "Avg transfer time (ms)": _average_ms(data, "transfer_time"),
             "P90 transfer time (ms)": _quantile_ms(data, "transfer_time", 0.9),
             "Avg hand-over time (ms)": _average_ms(data, "handover_time"),
@@ -70,7 +71,8 @@ class KvferryStats(KVConnectorStats):
             "Avg queued time (ms)": _average_ms(data, "queued_time"),
             "Avg posting time (ms)": _average_ms(data, "posting_time"),
             "Avg confirm time (ms)": _average_ms(data, "confirm_time"),
-            "Throughput (MB/s)": round(megabytes / seconds, 1) if seconds else 0,
+            # A load's time begins when its prefill is over.
+            "Throughput (MB/s)": round(max(megabytes - ahead, 0) / seconds, 1) if seconds else 0,
             "Sends granted": data.get("sends_granted", 0),
             "Sends read": data.get("sends_read", 0),
             "Sends released": data.get("sends_released", 0),

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -88,6 +89,13 @@ class Process:
 
         return call
 
+    def said(self, text: str, times: int) -> int:
+        """How many lines of its log have `text`, waiting for so many."""
+        deadline = time.monotonic() + GENEROUS
+        while (seen := sum(text in line for line in self.log)) < times and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return seen
+
     def kill(self) -> None:
         self.child.kill()
         self.child.wait()
@@ -105,7 +113,7 @@ class Process:
             self.kill()
             raise
         finally:
-            self._reader.join(5)
+            self._reader.join(GENEROUS)
         if kind is None:
             assert code in (0, -9), f"ended with {code}: {''.join(self.log)}"
         else:

@@ -98,7 +98,7 @@ def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: st
             a.release("x")
         # NIXL does not look at what this one returns.
         a.release("x")
-        assert sum("releasing a transfer with agent b" in line for line in a.log) == 3, a.log
+        assert a.said("releasing a transfer with agent b", 3) == 3, a.log
         a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
         assert a.run("x") == "DONE"
 
@@ -108,14 +108,14 @@ def test_a_deregistration_that_is_late_is_tried_again(plugin: Path, edge: str, l
     with Process(edge, plugin, env=env) as a:
         serve(a, "a", 1, SIZE)
         a.deregister("cache")
-        assert sum("deregistering memory, which is tried again" in line for line in a.log) == 2, a.log
+        assert a.said("deregistering memory, which is tried again", 2) == 2, a.log
 
 
 def test_notifications_that_nobody_takes_are_bounded(plugin: Path, edge: str) -> None:
     with Process(edge, plugin) as a:
         serve(a, "a", 1, SIZE)
         assert a.notify_many("a", b"m", MAX_NOTIFICATIONS + 10) == 10
-        assert sum("a notification of agent a was dropped" in line for line in a.log) == 1, a.log
+        assert a.said("a notification of agent a was dropped", 1) == 1, a.log
         assert a.notified(MAX_NOTIFICATIONS) == [("a", b"m")] * MAX_NOTIFICATIONS
         a.notify("a", b"again")
         assert a.notified(1) == [("a", b"again")]

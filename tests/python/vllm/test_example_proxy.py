@@ -35,13 +35,18 @@ def server(handler: Handler) -> web.Application:
     return app
 
 
-def between(prefill: Handler, decode: Handler, use: Callable[[aiohttp.ClientSession, str], Awaitable[Any]]) -> Any:
+def between(
+    prefill: Handler,
+    decode: Handler,
+    use: Callable[[aiohttp.ClientSession, str], Awaitable[Any]],
+    at_once: bool = False,
+) -> Any:
     """Runs `use` with a client and the address of a proxy between the two servers."""
 
     async def whole() -> Any:
         first, first_url = await serve(server(prefill))
         second, second_url = await serve(server(decode))
-        proxy, url = await serve(Proxy(first_url, second_url).application())
+        proxy, url = await serve(Proxy(first_url, second_url, at_once).application())
         try:
             async with aiohttp.ClientSession() as session:
                 return await use(session, url)
@@ -85,6 +90,44 @@ def test_a_request_goes_to_both_servers(path: str) -> None:
     assert first["kv_transfer_params"] == {"do_remote_decode": True}
     assert (first["max_tokens"], first["n"], first["stream"], "stream_options" in first) == (1, 1, False, False)
     assert second == {**second, "max_tokens": 9, "n": 3, "stream": True, "kv_transfer_params": PARAMS}
+
+
+def test_both_servers_are_asked_at_once() -> None:
+    place = {"remote_engine_id": "p", "remote_host": "10.0.0.1", "remote_port": 5680}
+    asked: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
+    decoding = asyncio.Event()
+    statuses = iter((200, 200, 500, 200))
+
+    async def prefill(request: web.Request) -> web.Response:
+        asked["prefill"].append((await request.json())["kv_transfer_params"])
+        if "transfer_id" in asked["prefill"][-1]:
+            # Its answer comes when the other one has been asked.
+            await decoding.wait()
+        return web.json_response({"kv_transfer_params": {**place, "remote_block_ids": [[1]]}})
+
+    async def decode(request: web.Request) -> web.Response:
+        asked["decode"].append((await request.json())["kv_transfer_params"])
+        decoding.set()
+        return web.json_response({}, status=next(statuses))
+
+    async def use(session: aiohttp.ClientSession, url: str) -> list[int]:
+        answers = []
+        for _ in range(4):
+            async with session.post(url + "/v1/completions", json={}) as answer:
+                answers.append(answer.status)
+        return answers
+
+    assert between(prefill, decode, use, at_once=True) == [200, 200, 500, 200]
+    first, *both, last = zip(asked["prefill"], asked["decode"], strict=True)
+    # In the first, where the prefill engine is was not known, and after one that failed it is asked for anew.
+    for alone, then in (first, last):
+        assert alone == {"do_remote_decode": True}
+        assert then == {**place, "remote_block_ids": [[1]]}
+    for alone, then in both:
+        name = then["transfer_id"]
+        assert alone == {"do_remote_decode": True, "transfer_id": name}
+        assert then == {**place, "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name}
+    assert both[0][1]["transfer_id"] != both[1][1]["transfer_id"]
 
 
 def test_the_clients_own_request_id_goes_to_both_servers() -> None:

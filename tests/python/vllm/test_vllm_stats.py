@@ -103,6 +103,9 @@ def test_log_line() -> None:
     assert line["P90 transfer time (ms)"] == 45
     assert line["Throughput (MB/s)"] == 150
     assert all(value == 0 for value in KvferryStats().reduce().values())
+    ahead = KvferryStats({**TWO.data, "ahead_bytes": TWO.data["bytes"]}).reduce()
+    assert ahead["MB received while prefilling"] == ahead["MB received"]
+    assert ahead["Throughput (MB/s)"] == 0
     beyond = KvferryStats({"transfer_time": histogram("transfer_time", 99_000_000)})
     assert beyond.reduce()["P90 transfer time (ms)"] == 30_000
 
