@@ -140,14 +140,20 @@ fn of_many_prompts_those_that_are_computed_first_arrive_first() {
     sim.settle();
 }
 
+/// D awaits a prompt of six blocks, and P's listener knows.
+fn awaiting() -> (Sim, usize) {
+    let mut sim = Sim::new();
+    let i = sim.announce(6);
+    sim.allocate(i, 0);
+    sim.run(ms(100));
+    (sim, i)
+}
+
 #[test]
 fn blocks_that_were_given_away_under_a_prefill_are_read_anew() {
     for tell in [true, false] {
         for reads in [true, false] {
-            let mut sim = Sim::new();
-            let i = sim.announce(6);
-            sim.allocate(i, 0);
-            sim.run(ms(100));
+            let (mut sim, i) = awaiting();
             // A read that is slow to end would write what it found behind the one that follows it.
             sim.transfer_time = ms(if reads { 5 } else { 500 });
             sim.proceed(i, 4);
@@ -170,11 +176,8 @@ fn blocks_that_were_given_away_under_a_prefill_are_read_anew() {
 #[test]
 fn a_portion_that_is_not_what_the_producer_had_is_read_again() {
     // P gives the blocks away under the read, and D hears of that late.
-    let mut sim = Sim::new();
+    let (mut sim, i) = awaiting();
     sim.verify = true;
-    let i = sim.announce(6);
-    sim.allocate(i, 0);
-    sim.run(ms(100));
     sim.transfer_time = ms(50);
     sim.proceed(i, 4);
     sim.run(ms(10));
@@ -191,11 +194,8 @@ fn a_portion_that_is_not_what_the_producer_had_is_read_again() {
     sim.settle();
     // P writes on, and is done before or after the portion is over.
     for early in [true, false] {
-        let mut sim = Sim::new();
+        let (mut sim, i) = awaiting();
         sim.verify = true;
-        let i = sim.announce(6);
-        sim.allocate(i, 0);
-        sim.run(ms(100));
         sim.transfer_time = ms(50);
         sim.proceed(i, 4);
         sim.turn(i, 3);
@@ -214,11 +214,8 @@ fn a_portion_that_is_not_what_the_producer_had_is_read_again() {
 
 #[test]
 fn a_read_that_is_not_what_the_producer_had_fails_the_load() {
-    let mut sim = Sim::new();
+    let (mut sim, i) = awaiting();
     sim.verify = true;
-    let i = sim.announce(6);
-    sim.allocate(i, 0);
-    sim.run(ms(100));
     sim.transfer_time = ms(50);
     sim.complete(i, false);
     sim.run(ms(10));
@@ -230,10 +227,7 @@ fn a_read_that_is_not_what_the_producer_had_fails_the_load() {
 
 #[test]
 fn a_read_of_blocks_that_were_given_away_has_its_time_and_no_more() {
-    let mut sim = Sim::new();
-    let i = sim.announce(6);
-    sim.allocate(i, 0);
-    sim.run(ms(100));
+    let (mut sim, i) = awaiting();
     sim.transfer_time = ms(60_000);
     sim.cancel_time = ms(60_000);
     sim.proceed(i, 4);
@@ -251,10 +245,7 @@ fn a_read_of_blocks_that_were_given_away_has_its_time_and_no_more() {
 
 #[test]
 fn a_prefill_that_is_aborted_under_its_portions_fails_the_load() {
-    let mut sim = Sim::new();
-    let i = sim.announce(6);
-    sim.allocate(i, 0);
-    sim.run(ms(100));
+    let (mut sim, i) = awaiting();
     sim.proceed(i, 4);
     sim.run(ms(3));
     sim.complete(i, true);
@@ -265,10 +256,7 @@ fn a_prefill_that_is_aborted_under_its_portions_fails_the_load() {
 
 #[test]
 fn a_load_that_is_aborted_under_a_portion_waits_for_it() {
-    let mut sim = Sim::new();
-    let i = sim.announce(6);
-    sim.allocate(i, 0);
-    sim.run(ms(100));
+    let (mut sim, i) = awaiting();
     sim.transfer_time = ms(1_000);
     sim.proceed(i, 4);
     sim.run(ms(10));
@@ -285,10 +273,7 @@ fn a_load_that_is_aborted_under_a_portion_waits_for_it() {
 
 #[test]
 fn a_prefill_that_ends_without_a_hand_over_fails_the_load() {
-    let mut sim = Sim::new();
-    let i = sim.announce(6);
-    sim.allocate(i, 0);
-    sim.run(ms(100));
+    let (mut sim, i) = awaiting();
     sim.complete(i, true);
     sim.run(ms(100));
     assert_eq!(sim.outcome(i), Some(Err(Cause::LeaseExpired)));
@@ -309,10 +294,7 @@ fn a_prefill_that_never_is_over_fails_the_load_in_the_end() {
 
 #[test]
 fn a_load_that_is_aborted_while_it_waits_gives_the_prefill_back() {
-    let mut sim = Sim::new();
-    let i = sim.announce(6);
-    sim.allocate(i, 0);
-    sim.run(ms(100));
+    let (mut sim, i) = awaiting();
     sim.finish(i, FinishOutcome::Aborted);
     sim.run(ms(100));
     assert_eq!(sim.outcome(i), Some(Err(Cause::Aborted)));
@@ -324,10 +306,7 @@ fn a_load_that_is_aborted_while_it_waits_gives_the_prefill_back() {
 
 #[test]
 fn a_producer_that_dies_fails_the_load_that_waits() {
-    let mut sim = Sim::new();
-    let i = sim.announce(6);
-    sim.allocate(i, 0);
-    sim.run(ms(100));
+    let (mut sim, i) = awaiting();
     sim.restart_p();
     sim.run(ms(100));
     assert_eq!(sim.outcome(i), Some(Err(Cause::PeerDied)));
