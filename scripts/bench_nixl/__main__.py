@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
@@ -39,6 +40,10 @@ UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
 
 
 NOTIFICATION = "notification"
+SINGLE = ("one 4 KiB", NOTIFICATION)
+"""Cases of one small operation, which also run with agents that are polled."""
+POLLED = ", polled"
+"""Follows a case's name where the agents have no progress thread of NIXL's and both processes poll."""
 
 
 class Reader(NamedTuple):
@@ -71,6 +76,7 @@ def cpu() -> float:
 def reads(reader: Reader, case: Case, rounds: int) -> list[Figures]:
     """The case's rounds. The first one is checked, and left out."""
     side, size = reader.side, case.blocks * case.block
+    rounds *= 20 if case.name in SINGLE else 1
     order = random.Random(case.name)
     ours, theirs = list(range(case.blocks)), list(range(case.blocks))
     order.shuffle(ours)
@@ -116,50 +122,74 @@ def notifications(reader: Reader, rounds: int) -> list[Figures]:
     return found
 
 
-def read(pipe: Connection, backend: str, version: str, rounds: int, wanted: list[str]) -> None:
+def read(pipe: Connection, backend: str, version: str, threads: bool, rounds: int, wanted: list[str]) -> None:
     """The process that reads: every case, in processes of its own, so that no other backend's threads run beside it."""
     largest = max(case.blocks * case.block for case in CASES)
-    theirs, child = spawn("--owner", backend, version, str(largest))
+    theirs, child = spawn("--owner", backend, version, str(largest), str(int(threads)))
     metadata, remote = theirs.recv()
-    side = Side("reader", backend, version, largest)
+    side = Side("reader", backend, version, largest, threads)
     side.agent.add_remote_agent(metadata)
     reader = Reader(side, theirs, remote)
     reader.ask(side.metadata())
-    found = {case.name: reads(reader, case, rounds) for case in CASES if is_wanted(case.name, wanted)}
-    if is_wanted(NOTIFICATION, wanted):
-        found[NOTIFICATION] = notifications(reader, 20 * rounds)
+    found = {}
+    for case in CASES:
+        if is_wanted(case.name, threads, wanted):
+            found[named(case.name, threads)] = reads(reader, case, rounds)
+    if is_wanted(NOTIFICATION, threads, wanted):
+        found[named(NOTIFICATION, threads)] = notifications(reader, 20 * rounds)
     pipe.send(found)
     theirs.send(None)
     child.wait()
 
 
-def is_wanted(name: str, wanted: list[str]) -> bool:
-    """Whether a case was asked for."""
-    return not wanted or any(part in name for part in wanted)
+def named(name: str, threads: bool) -> str:
+    """A case's name in the table."""
+    return name if threads else name + POLLED
 
 
-def show(transport: str, name: str, size: int, found: dict[str, list[Figures]]) -> None:
-    """One line of the table."""
+def is_wanted(name: str, threads: bool, wanted: list[str]) -> bool:
+    """Whether a case was asked for and runs with such agents."""
+    return (threads or name in SINGLE) and (not wanted or any(part in named(name, threads) for part in wanted))
+
+
+def median(found: dict[str, list[Figures]], backend: str) -> float:
+    """Seconds until a backend's transfers were done, p50."""
+    return statistics.median(row.done for row in found[backend])
+
+
+def show(transport: str, name: str, size: int, found: dict[str, list[Figures]], theirs: float) -> None:
+    """One line of the table. `theirs` is what the ratio is against: UCX's better way to run."""
     cells = []
     for backend in BACKENDS:
         posted, done, used = (statistics.median(column) for column in zip(*found[backend], strict=True))
         per_gb = f"{used / (size / 1e9):7.2f}" if size >= 1 << 20 else "      -"
         cells.append(f"{posted * 1e6:9.0f} {done * 1e6:9.0f} {per_gb}")
-    ours, theirs = (statistics.median(row.done for row in found[backend]) for backend in BACKENDS)
-    print(f"{transport:4} {name:16} | {cells[0]} | {cells[1]} | {ours / theirs:5.2f}", flush=True)
+    ratio = median(found, "KVFERRY") / theirs
+    print(f"{transport:4} {name:20} | {cells[0]} | {cells[1]} | {ratio:5.2f}", flush=True)
 
 
-def owner(pipe: Connection, backend: str, version: str, size: int) -> None:
+def asked(pipe: Connection, side: Side, threads: bool) -> object:
+    """The next question. Until it comes, an agent without a progress thread is polled."""
+    while not threads and not pipe.poll():
+        # Asking the pipe is a system call; one in 32 polls keeps it out of what is measured.
+        for _ in range(32):
+            side.agent.update_notifs()
+    return pipe.recv()
+
+
+def owner(pipe: Connection, backend: str, version: str, size: int, threads: bool) -> None:
     """The process that is read from."""
-    side = Side("owner", backend, version, size)
+    side = Side("owner", backend, version, size, threads)
     side.memory[:] = pattern(size)
     pipe.send((side.metadata(), side.address))
-    while (question := pipe.recv()) is not None:
+    while (question := asked(pipe, side, threads)) is not None:
         if question == "cpu":
             pipe.send(cpu())
         elif question == "echo":
-            while not side.agent.get_new_notifs():
+            # asked() may have taken it from NIXL already.
+            while not side.agent.update_notifs():
                 pass
+            side.agent.notifs.clear()
             side.agent.send_notif("reader", b"y" * 64)
             pipe.send(0.0)
         else:
@@ -186,25 +216,30 @@ def main() -> None:
     parser.add_argument("--transport", action="append", choices=sorted(UCX_TLS))
     parser.add_argument("--case", action="append", default=[], help="a part of a case's name, such as notification")
     options = parser.parse_args()
-    print("                      |       KVFERRY, us           |           UCX, us           |")
-    print("                      |  transfer      done CPU s/GB|  transfer      done CPU s/GB| ratio")
+    print("                          |       KVFERRY, us           |           UCX, us           |")
+    print("                          |  transfer      done CPU s/GB|  transfer      done CPU s/GB| ratio")
     sizes = {**{case.name: case.blocks * case.block for case in CASES}, NOTIFICATION: 64}
+    modes = [threads for threads in (True, False) if any(is_wanted(name, threads, options.case) for name in sizes)]
     for transport in options.transport or ("tcp", "shm"):
         os.environ["KVFERRY_TRANSPORT"], os.environ["UCX_TLS"] = transport, UCX_TLS[transport]
         found: dict[str, dict[str, list[Figures]]] = {}
-        for backend in BACKENDS * options.repeats:
-            pipe, child = spawn("--reader", backend, options.version, str(options.rounds), *options.case)
+        for backend, threads in list(itertools.product(BACKENDS, modes)) * options.repeats:
+            arguments = [backend, options.version, str(int(threads)), str(options.rounds)]
+            pipe, child = spawn("--reader", *arguments, *options.case)
             for name, figures in pipe.recv().items():
                 found.setdefault(name, {}).setdefault(backend, []).extend(figures)
             child.wait()
-        for name, both in found.items():
-            show(transport, name, sizes[name], both)
+        for name, size in sizes.items():
+            rows = {row: found[row] for row in (name, name + POLLED) if row in found}
+            for row, both in rows.items():
+                show(transport, row, size, both, min(median(other, "UCX") for other in rows.values()))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--owner"]:
-        owner(Connection(int(sys.argv[2])), sys.argv[3], sys.argv[4], int(sys.argv[5]))
+        owner(Connection(int(sys.argv[2])), sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6] == "1")
     elif sys.argv[1:2] == ["--reader"]:
-        read(Connection(int(sys.argv[2])), sys.argv[3], sys.argv[4], int(sys.argv[5]), sys.argv[6:])
+        threads, rounds = sys.argv[5] == "1", int(sys.argv[6])
+        read(Connection(int(sys.argv[2])), sys.argv[3], sys.argv[4], threads, rounds, sys.argv[7:])
     else:
         main()

@@ -23,14 +23,14 @@ def pattern(size: int) -> NDArray[np.uint8]:
 
 
 class Side:
-    """An agent with `size` bytes of registered memory."""
+    """An agent with `size` bytes of registered memory. Without NIXL's progress thread, UCX moves only when it is polled."""
 
-    def __init__(self, name: str, backend: str, version: str, size: int) -> None:
+    def __init__(self, name: str, backend: str, version: str, size: int, threads: bool) -> None:
         sys.path.insert(0, str(ROOT / ".deps" / "nixl" / version))
         # Older versions import PyTorch, and need it for tensors only.
         sys.path.append(str(ROOT / "tests" / "python" / "nixl" / "stubs"))
         api: Any = importlib.import_module("nixl_cu12._api")
-        self.agent = api.nixl_agent(name, api.nixl_agent_config(backends=[backend]))
+        self.agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=threads, backends=[backend]))
         self.backend = backend
         self.memory: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
         self.address = int(self.memory.ctypes.data)
