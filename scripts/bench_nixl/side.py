@@ -23,7 +23,7 @@ def pattern(size: int) -> NDArray[np.uint8]:
 
 
 class Side:
-    """An agent with `size` bytes of registered memory. Without NIXL's progress thread, UCX moves only when it is polled."""
+    """An agent with `size` bytes of registered memory. Without NIXL's progress thread, UCX needs polls to move on."""
 
     def __init__(self, name: str, backend: str, version: str, size: int, threads: bool) -> None:
         sys.path.insert(0, str(ROOT / ".deps" / "nixl" / version))

@@ -13,6 +13,8 @@ from pathlib import Path
 
 COMPARED = ("kvferry", "kvferry-at-once", "stock", "stock-quiet")
 CONNECTORS = (*COMPARED, "stock-plugin")
+BACKENDS = ("stock-plugin", "stock")
+"""The stock connector with either backend of NIXL, of which --compare-backends gives each its turns."""
 TRANSPORTS = ("tcp", "shm")
 EXECUTORS = ("mp", "ray")
 JUDGED_BY_BYTES = ("mla", "lfm2", "gdn")
@@ -127,6 +129,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compare", action="store_true", help="run all but stock-plugin in turn and print one table")
     parser.add_argument(
+        "--compare-backends",
+        type=_positive,
+        metavar="TURNS",
+        help="run stock-plugin and stock in turn, each so often, and print one table",
+    )
+    parser.add_argument(
         "--model",
         choices=MODELS,
         help="hybrid: sliding-window and full attention; chunked: chunked local and full attention; mla: latents; "
@@ -176,8 +184,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _check(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     """Ends the program where options do not go together."""
+    if parsed.compare and parsed.compare_backends:
+        parser.error("--compare and --compare-backends are two comparisons: leave one out")
     if parsed.matrix:
-        if parsed.compare:
+        if parsed.compare or parsed.compare_backends:
             parser.error("--matrix runs one connector: choose it with --connector and leave --compare out")
         for option in ("prefill", "decode", "model"):
             if getattr(parsed, option) is not None:
@@ -192,13 +202,14 @@ def parse_options(arguments: list[str]) -> Options:
     parsed = parser.parse_args(arguments)
     _check(parser, parsed)
     model = parsed.model or MODELS[0]
+    compared = COMPARED if parsed.compare else BACKENDS * (parsed.compare_backends or 0)
     return Options(
         prefill=parsed.prefill or Shape(),
         decode=parsed.decode or Shape(),
         transport=parsed.transport,
         requests=parsed.requests or (MATRIX_REQUESTS if parsed.matrix else 12),
-        connectors=COMPARED if parsed.compare else (parsed.connector,),
-        compare=parsed.compare,
+        connectors=compared or (parsed.connector,),
+        compare=bool(compared),
         model=model,
         executor=parsed.executor,
         check_bytes=parsed.check_bytes or model in JUDGED_BY_BYTES,

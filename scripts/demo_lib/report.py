@@ -53,6 +53,8 @@ class Result:
     notes: list[str] = field(default_factory=list)
     # The hand-over before the counted ones, where the run makes one.
     first_handover_ms: float | None = None
+    # Processors that the prefill and the decode engine use together without a request, where the run measures it.
+    idle_cpus: float | None = None
 
     @property
     def equal(self) -> bool:
@@ -104,6 +106,7 @@ class Result:
                 "first_handover_ms": _rounded(self.first_handover_ms),
                 "handover_p50_ms": _rounded(statistics.median(handovers)) if handovers else None,
                 "handover_max_ms": _rounded(max(handovers)) if handovers else None,
+                "idle_cpus": _rounded(self.idle_cpus),
             },
         }
 
@@ -174,12 +177,36 @@ def format_rows(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def joined(results: Sequence[Result]) -> list[Result]:
+    """One result for each connector: the rows of all its turns. What a turn has once is the median over them."""
+    turns: dict[str, list[Result]] = {}
+    for result in results:
+        turns.setdefault(result.connector, []).append(result)
+    return [
+        Result(
+            name,
+            tokens_count=found[0].tokens_count,
+            rows=[row for result in found for row in result.rows],
+            failures=[failure for result in found for failure in result.failures],
+            notes=[note for result in found for note in result.notes],
+            first_handover_ms=_median(result.first_handover_ms for result in found),
+            idle_cpus=_median(result.idle_cpus for result in found),
+        )
+        for name, found in turns.items()
+    ]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
 def format_comparison(results: Sequence[Result]) -> str:
     """The table of several connectors, as Markdown."""
     lines = [
         "| connector | prompts equal | first hand-over ms | hand-over p50 ms | hand-over max ms | transfer p50 ms "
-        "| transfer max ms | first token p50 ms |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| transfer max ms | first token p50 ms | idle CPUs |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:
         handovers = result.handovers()
@@ -190,6 +217,6 @@ def format_comparison(results: Sequence[Result]) -> str:
             f"| {result.connector} | {equal} of {len(result.rows)} | {_shown(result.first_handover_ms)} "
             f"| {_shown(statistics.median(handovers) if handovers else None)} | {_shown(max(handovers, default=None))} "
             f"| {_shown(statistics.median(times) if times else None, 2)} | {_shown(max(times, default=None), 2)} "
-            f"| {_shown(statistics.median(tokens) if tokens else None)} |"
+            f"| {_shown(statistics.median(tokens) if tokens else None)} | {_shown(result.idle_cpus, 3)} |"
         )
     return "\n".join(lines)

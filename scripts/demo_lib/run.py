@@ -24,7 +24,7 @@ from .metrics import fetch_metrics, parse_counters
 from .model import make_model
 from .options import JUDGED_BY_BYTES, Options, Shape, parse_options
 from .proxy import KvParams, Proxy, open_session
-from .report import Receive, Result, Row, format_comparison, format_rows, read_receives
+from .report import Receive, Result, Row, format_comparison, format_rows, joined, read_receives
 from .servers import Server, ServerFailed, ServerGroup, available_gib, say
 from .verdict import (
     check_aborted,
@@ -44,6 +44,8 @@ SPARE_GIB = 2.0
 BASELINE_PARALLEL = 4
 ENDING_LIMIT_S = 30.0
 WARM_UP_ATTEMPTS = 5
+IDLE_S = 10.0
+"""How long the engines are watched without a request."""
 
 
 @dataclass
@@ -291,6 +293,13 @@ def show(result: Result) -> None:
     print("passed" if result.passed else "not passed", flush=True)
 
 
+async def idle_cpus(servers: ServerGroup, engines: tuple[Server, ...]) -> float:
+    """Processors that all processes of `engines` use while nothing is asked of them."""
+    begin, used = time.monotonic(), servers.cpu_s(engines)
+    await asyncio.sleep(IDLE_S)
+    return (servers.cpu_s(engines) - used) / (time.monotonic() - begin)
+
+
 def write_json(options: Options, value: Any) -> None:
     """Writes the file of --json, if there is to be one."""
     if options.json is not None:
@@ -322,9 +331,9 @@ async def _run_all(setting: Setting) -> int:
     single = setting.servers.start(baseline_spec(setting.model, options, SCRIPTS, DEPS))
     baseline: dict[str, list[int]] | None = None
     results: list[Result] = []
-    for name in options.connectors:
+    for turn, name in enumerate(options.connectors):
         connector = CONNECTORS[name]
-        outputs = Outputs(setting.folder / f"receives-{name}.jsonl", setting.folder / f"cache-{name}")
+        outputs = Outputs(setting.folder / f"receives-{turn}-{name}.jsonl", setting.folder / f"cache-{name}")
         if baseline is None and not together:
             say("starting the baseline server alone: there is not enough memory for it and two engines")
             await setting.servers.wait_ready([single], setting.session, options.start_limit_s)
@@ -341,13 +350,16 @@ async def _run_all(setting: Setting) -> int:
             baseline = await run_baseline(setting, single)
             setting.servers.stop([single])
         result = await run_connector(setting, connector, prefill, decode, baseline, outputs)
+        if options.compare:
+            result.idle_cpus = await idle_cpus(setting.servers, (prefill, decode))
         setting.servers.stop([prefill, decode])
         # Up to 14 MiB per prompt and rank.
         shutil.rmtree(outputs.dump, ignore_errors=True)
         for server in (prefill, decode):
-            os.rename(server.log, server.log.with_name(f"{server.name}-{name}.log"))
+            os.rename(server.log, server.log.with_name(f"{server.name}-{turn}-{name}.log"))
         show(result)
         results.append(result)
+    results = joined(results)
     if options.compare:
         print("\n" + format_comparison(results))
     found = [result.as_json() for result in results]

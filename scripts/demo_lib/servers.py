@@ -198,6 +198,10 @@ class ServerGroup:
         found = _tagged_processes(self.tag)
         return found if server is None else [pid for pid in found if _group_of(pid) == server.pid]
 
+    def cpu_s(self, servers: Iterable[Server]) -> float:
+        """Seconds of processor time that the processes of `servers` have used."""
+        return sum(_cpu_s(pid) for server in servers for pid in self.processes(server))
+
     def stop(self, servers: Iterable[Server] | None = None) -> None:
         """Ends `servers`, by default all, with every process that they started."""
         chosen = list(self._servers if servers is None else servers)
@@ -223,6 +227,15 @@ def _group_of(pid: int) -> int | None:
         return os.getpgid(pid)
     except ProcessLookupError:
         return None
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        # After the command's name, which may hold anything: the third field and on.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _tagged_processes(tag: str) -> list[int]:
