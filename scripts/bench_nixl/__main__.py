@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import os
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from .side import BACKENDS, Side, pattern
+from . import faults
+from .side import BACKENDS, Side, pattern, spawn
 
 LIMIT = 60.0
 """Seconds that a transfer may take."""
@@ -197,16 +196,6 @@ def owner(pipe: Connection, backend: str, version: str, size: int, threads: bool
             pipe.send(0.0)
 
 
-def spawn(role: str, *arguments: str) -> tuple[Connection, subprocess.Popen[bytes]]:
-    """A process of this program, and a pipe to it."""
-    ours, theirs = multiprocessing.Pipe()
-    descriptor = theirs.fileno()
-    command = [sys.executable, "-m", "bench_nixl", role, str(descriptor), *arguments]
-    child = subprocess.Popen(command, pass_fds=[descriptor], stdout=sys.stderr)
-    theirs.close()
-    return ours, child
-
-
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="scripts/bench-nixl")
@@ -215,7 +204,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--transport", action="append", choices=sorted(UCX_TLS))
     parser.add_argument("--case", action="append", default=[], help="a part of a case's name, such as notification")
+    parser.add_argument("--faults", action="store_true", help="instead: what happens when a peer dies or is frozen")
     options = parser.parse_args()
+    if options.faults:
+        for transport in options.transport or ("tcp", "shm"):
+            os.environ["KVFERRY_TRANSPORT"], os.environ["UCX_TLS"] = transport, UCX_TLS[transport]
+            faults.show(options.version, transport)
+        return
     print("                          |       KVFERRY, us           |           UCX, us           |")
     print("                          |  transfer      done CPU s/GB|  transfer      done CPU s/GB| ratio")
     sizes = {**{case.name: case.blocks * case.block for case in CASES}, NOTIFICATION: 64}
@@ -241,5 +236,7 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--reader"]:
         threads, rounds = sys.argv[5] == "1", int(sys.argv[6])
         read(Connection(int(sys.argv[2])), sys.argv[3], sys.argv[4], threads, rounds, sys.argv[7:])
+    elif sys.argv[1:2] == ["--fault"]:
+        faults.fault(Connection(int(sys.argv[2])), *sys.argv[3:6])
     else:
         main()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +53,13 @@ class Side:
     @staticmethod
     def _blocks(base: int, block: int, count: int) -> list[tuple[int, int, int]]:
         return [(base + number * block, block, 0) for number in range(count)]
+
+
+def spawn(role: str, *arguments: str, session: bool = False) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """A process of this program, in a session of its own if `session`, and a pipe to it."""
+    ours, theirs = multiprocessing.Pipe()
+    descriptor = theirs.fileno()
+    command = [sys.executable, "-m", "bench_nixl", role, str(descriptor), *arguments]
+    child = subprocess.Popen(command, pass_fds=[descriptor], stdout=sys.stderr, start_new_session=session)
+    theirs.close()
+    return ours, child

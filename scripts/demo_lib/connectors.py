@@ -20,8 +20,8 @@ REQUEST_LOG = "KVFERRY_REQUEST_LOG"
 # ("Destination is unreachable"): NIXL's endpoints ask to be told of a peer's death, which needs TCP for that.
 UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
 
-# Where the plug-in for NIXL and its library are; scripts/demo sets them.
-PLUGIN_VARIABLES = ("NIXL_PLUGIN_DIR", "KVFERRY_LIBRARY")
+# The folder of the plug-in for NIXL; scripts/demo sets it.
+PLUGINS = "KVFERRY_DEMO_PLUGINS"
 
 # A free port, so that two demos do not meet. The times are ten times the defaults, because here a slow machine is no
 # failure: with two tensor-parallel engines on two busy cores, the default lease of 30 s can run out before the read is
@@ -92,7 +92,7 @@ class Connector:
             result["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
             result["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
             if self.name == "stock-plugin":
-                result.update({name: os.environ[name] for name in PLUGIN_VARIABLES})
+                result["NIXL_PLUGIN_DIR"] = os.environ[PLUGINS]
                 if options.transport is not None:
                     result["KVFERRY_TRANSPORT"] = options.transport
             elif options.transport is not None:
