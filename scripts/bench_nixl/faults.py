@@ -51,7 +51,10 @@ class Reader:
         """Polls the read until it ends. What to say of it."""
         begin = time.monotonic()
         while self.state == "PROC" and time.monotonic() - begin < limit_s:
-            self.state = self.side.agent.check_xfer_state(self.handle)
+            try:
+                self.state = self.side.agent.check_xfer_state(self.handle)
+            except Exception as error:
+                self.state = type(error).__name__
             time.sleep(0.001)
         return f"{self.state} after {time.monotonic() - begin:.1f} s"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def read(a: Process, address: int) -> None:
     a.make("read", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
     assert a.run("read") == "DONE"
     a.release("read")
-    np.testing.assert_array_equal(a.contents("cache"), pattern(2, SIZE))
+    np.testing.assert_array_equal(a.contents("cache")[:SIZE], pattern(2, SIZE))
 
 
 def test_memory_that_is_registered_twice_is_one_region(plugin: Path, edge: str) -> None:
@@ -71,6 +72,58 @@ def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge
         # NIXL 1.5 does not look at a transfer with a peer that was removed. The notification follows its last byte.
         assert b.notified(1) == [("a", b"read")]
         np.testing.assert_array_equal(a.contents("cache"), b.contents("cache"))
+
+
+def outcome(a: Process, key: str) -> str:
+    """How a transfer that was posted ends: the state, or the error as text."""
+    try:
+        return str(a.wait(key))
+    except Failed as error:
+        return str(error)
+
+
+def freeze_in_a_read(a: Process, b: Process) -> None:
+    """Begins a read from a peer that is stopped: over TCP it cannot end before the peer goes on."""
+    serve(a, "a", 1, LARGE)
+    address = serve(b, "b", 2, LARGE)
+    a.add(b.metadata())
+    # Connected.
+    read(a, address)
+    b.child.send_signal(signal.SIGSTOP)
+    a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
+    assert a.post("x") == "PROC"
+
+
+def test_a_read_from_a_frozen_peer_goes_on_when_the_peer_does(plugin: Path, edge: str) -> None:
+    with Process(edge, plugin) as a, Process(edge, plugin) as b:
+        freeze_in_a_read(a, b)
+        b.child.send_signal(signal.SIGCONT)
+        assert a.wait("x") == "DONE"
+        np.testing.assert_array_equal(a.contents("cache"), b.contents("cache"))
+
+
+def test_a_peer_that_is_killed_in_a_read_is_an_error(plugin: Path, edge: str) -> None:
+    with Process(edge, plugin) as a, Process(edge, plugin) as b:
+        freeze_in_a_read(a, b)
+        b.kill()
+        assert "REMOTE_DISCONNECT" in outcome(a, "x")
+
+
+def test_a_peer_that_is_killed_while_its_memory_is_copied(plugin: Path, edge: str) -> None:
+    env = {"KVFERRY_TRANSPORT": "shm"}
+    with Process(edge, plugin, env=env) as a, Process(edge, plugin, env=env) as b:
+        serve(a, "a", 1, LARGE)
+        address = serve(b, "b", 2, LARGE)
+        a.add(b.metadata())
+        read(a, address)
+        a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
+        assert a.post("x") == "PROC"
+        b.kill()
+        # The copy does not wait for the peer and may have ended before. Either way it ends, and what is done is right.
+        ended = outcome(a, "x")
+        assert ended == "DONE" or "REMOTE_DISCONNECT" in ended
+        if ended == "DONE":
+            np.testing.assert_array_equal(a.contents("cache"), pattern(2, LARGE))
 
 
 @pytest.fixture(scope="module")
