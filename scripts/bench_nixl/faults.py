@@ -20,7 +20,7 @@ FROZEN_S = 10.0
 LIMIT = 60.0
 """Seconds that a transfer may take to end."""
 ANSWER_S = 2 * LIMIT + FROZEN_S
-FAULTS = ("killed in a transfer", "frozen in a transfer", "restarted")
+FAULTS = ("killed in a transfer", "frozen in a transfer", "restarted, removed", "restarted, added")
 
 
 class Reader:
@@ -106,16 +106,23 @@ def frozen(reader: Reader) -> str:
     return f"{meanwhile}; next read: {reader.read(SMALL)}"
 
 
-def restarted(reader: Reader) -> str:
-    """The owner is killed, and another one takes its name."""
+def removed(reader: Reader) -> str:
+    """The owner is killed, and another one takes its name after the first was removed."""
     reader.owner.kill()
     reader.owner.wait()
     reader.side.agent.remove_remote_agent("owner")
+    return added(reader)
+
+
+def added(reader: Reader) -> str:
+    """The owner is killed, and another one takes its name."""
+    reader.owner.kill()
+    reader.owner.wait()
     reader.start()
     return f"next read: {reader.read(SMALL)}"
 
 
-FAULT = dict(zip(FAULTS, (killed, frozen, restarted), strict=True))
+FAULT = dict(zip(FAULTS, (killed, frozen, removed, added), strict=True))
 
 
 def observe(version: str, backend: str, name: str) -> str:
