@@ -162,12 +162,12 @@ def test_the_time_is_kept_where_packets_are_dropped() -> None:
             filling.connect_ex(full.getsockname())
             fills = bool(select.select([], [filling], [], 3)[1])
         start = time.monotonic()
-        told = ask(f"127.0.0.1:{full.getsockname()[1]}", "--timeout 15")
+        told = ask(f"127.0.0.1:{full.getsockname()[1]}", "--timeout 40")
         took = time.monotonic() - start
     assert told["peer"]["case"] == "unreachable", told["peer"]
     assert any("does not answer" in line for line in told["peer"]["evidence"])
     # The kernel would try for two minutes; the start of Python on a busy machine is not counted by the command.
-    assert took < 60
+    assert took < 110
 
 
 def key_at(path: Path) -> str:
