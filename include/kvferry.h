@@ -453,7 +453,8 @@ int32_t kvf_agent_send(struct kvf_agent *agent,
 
 // Takes up to `cap` of the oldest events not yet taken, without waiting; `*count` becomes their number, which may
 // be 0. The payloads of the events taken before are dropped: fetch what you need with kvf_agent_recv first. One thread
-// at a time polls or waits.
+// at a time polls or waits. While a thread polls without a pause for something small, it drives the agent in place of the
+// library's thread.
 int32_t kvf_agent_poll(struct kvf_agent *agent,
                        struct kvf_event *out,
                        size_t cap,

@@ -36,6 +36,8 @@ fn connected_idle_agents_use_no_processor_time() {
         a.move_all(peer, Direction::Read, one());
         a.agent.send(peer, vec![1; 100]).unwrap();
         b.wait_message();
+        // As one who waits by polling without a pause, so that the progress thread stands aside.
+        (0..100_000).for_each(|_| assert!(a.agent.poll_event().is_none()));
         let turns_of_both = || a.agent.stats().unwrap().turns + b.agent.stats().unwrap().turns;
         // What serves reads spins on for a while.
         until("the spin after the transfer to be over", || {

@@ -16,6 +16,7 @@ pub mod core {
         }
     }
 
+    pub mod id_map;
     pub mod live;
     pub mod reply;
 

@@ -80,7 +80,10 @@ nixl_status_t Engine::postXfer(const nixl_xfer_op_t &, const Ranges &, const Ran
     }
     in_flight_[request.transfer] = &request;
     request.is_active = true;
-    return request.status = NIXL_IN_PROG;
+    request.status = NIXL_IN_PROG;
+    // A small one may be over.
+    take_events();
+    return request.status;
   });
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::agent::core::event::Event;
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
+use crate::agent::core::limits::LIGHT_BYTES;
 use crate::agent::core::live::{Live, LiveIds, lock};
 use crate::agent::core::reply::Reply;
 use crate::agent::core::request::TransferRequest;
@@ -16,7 +17,7 @@ use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::wire::{AgentMetadata, AgentRegion};
-use crate::sync::{AtomicU64, Condvar, Mutex};
+use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard};
 
 /// How often a thread that waits for a transfer looks for itself.
 const LOOK: Duration = Duration::from_millis(100);
@@ -38,14 +39,30 @@ pub(crate) enum Command {
     ShutDown { deadline: Instant },
 }
 
+impl Command {
+    /// Whether it is served within some microseconds, so that the caller's thread may do it.
+    pub(crate) fn is_light(&self) -> bool {
+        match self {
+            Command::Transfer(request) => request.is_light(),
+            Command::Send { data, .. } => data.len() as u64 <= LIGHT_BYTES,
+            _ => false,
+        }
+    }
+}
+
 pub(crate) struct Shared {
     pub(crate) live: Live,
     pub(crate) waker: Waker,
     commands: Mutex<VecDeque<Command>>,
     events: Mutex<VecDeque<Event>>,
+    /// How many there are, so that who polls in vain takes no lock from who publishes. Changed under that lock.
+    unread: AtomicU64,
     /// Bytes of the messages among them.
     unread_bytes: AtomicU64,
     arrived: Condvar,
+    /// Threads that wait for that, changed and read under the events' lock: without any, nobody has to be woken, which takes
+    /// a system call.
+    waiters: AtomicU64,
 }
 
 /// What an event counts in the bytes that are unread.
@@ -69,20 +86,38 @@ impl Shared {
             waker: Waker::new()?,
             commands: Mutex::default(),
             events: Mutex::default(),
+            unread: AtomicU64::new(0),
             unread_bytes: AtomicU64::new(0),
             arrived: Condvar::new(),
+            waiters: AtomicU64::new(0),
         })
     }
 
     /// Queues a command and wakes the thread.
     pub(crate) fn command(&self, command: Command) {
-        lock(&self.commands).push_back(command);
+        self.queue(command);
         self.waker.wake();
+    }
+
+    /// Queues a command, for which the thread has to be woken if nobody else serves it.
+    pub(crate) fn queue(&self, command: Command) {
+        lock(&self.commands).push_back(command);
+    }
+
+    /// Whether there are commands that nobody has taken.
+    pub(crate) fn has_commands(&self) -> bool {
+        !lock(&self.commands).is_empty()
     }
 
     /// Progress thread: the oldest command.
     pub(crate) fn next_command(&self) -> Option<Command> {
         lock(&self.commands).pop_front()
+    }
+
+    /// The oldest command if it is such a one; for who has the engine.
+    pub(crate) fn next_command_if(&self, is_such: impl FnOnce(&Command) -> bool) -> Option<Command> {
+        let mut commands = lock(&self.commands);
+        if commands.front().is_some_and(is_such) { commands.pop_front() } else { None }
     }
 
     /// Progress thread: drops the commands that nobody will serve, which tells their callers.
@@ -106,11 +141,28 @@ impl Shared {
         }
         let bytes: u64 = events.iter().map(message_bytes).sum();
         self.unread_bytes.fetch_add(bytes, Ordering::Relaxed);
-        lock(&self.events).append(events);
-        self.arrived.notify_all();
+        let mut published = lock(&self.events);
+        published.append(events);
+        self.unread.store(published.len() as u64, Ordering::Release);
+        let is_awaited = self.waiters.load(Ordering::Relaxed) > 0;
+        drop(published);
+        if is_awaited {
+            self.arrived.notify_all();
+        }
+    }
+
+    /// Waits for news with the events' lock, at most so long.
+    fn wait<'a>(&self, events: MutexGuard<'a, VecDeque<Event>>, limit: Duration) -> MutexGuard<'a, VecDeque<Event>> {
+        self.waiters.fetch_add(1, Ordering::Relaxed);
+        let events = self.arrived.wait_timeout(events, limit).unwrap_or_else(PoisonError::into_inner).0;
+        self.waiters.fetch_sub(1, Ordering::Relaxed);
+        events
     }
 
     pub(crate) fn poll_event(&self) -> Option<Event> {
+        if self.unread.load(Ordering::Acquire) == 0 {
+            return None;
+        }
         self.take(&mut lock(&self.events))
     }
 
@@ -121,6 +173,7 @@ impl Shared {
 
     fn take(&self, events: &mut VecDeque<Event>) -> Option<Event> {
         let event = events.pop_front()?;
+        self.unread.store(events.len() as u64, Ordering::Release);
         self.unread_bytes.fetch_sub(message_bytes(&event), Ordering::Relaxed);
         Some(event)
     }
@@ -140,7 +193,7 @@ impl Shared {
                 // So far away that it does not matter when to look again.
                 None => Duration::from_secs(3600),
             };
-            events = self.arrived.wait_timeout(events, left).unwrap_or_else(PoisonError::into_inner).0;
+            events = self.wait(events, left);
         }
     }
 
@@ -166,7 +219,7 @@ impl Shared {
                 Some(Some(left)) => left.min(LOOK),
                 None => LOOK,
             };
-            events = self.arrived.wait_timeout(events, left).unwrap_or_else(PoisonError::into_inner).0;
+            events = self.wait(events, left);
         }
     }
 
@@ -190,6 +243,7 @@ impl Shared {
             events.push_back(Event::not_done((id, user_data), peer, lost(id), now));
         }
         drop(live);
+        self.unread.store(events.len() as u64, Ordering::Release);
         drop(events);
         self.arrived.notify_all();
     }

@@ -17,7 +17,9 @@ use crate::agent::core::route::Route;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::engine::driver::MakeDriver;
 use crate::agent::engine::event_loop::{self, Started};
+use crate::agent::engine::turn::Driven;
 use crate::agent::peers::inbox::reserve;
+use crate::agent::thread::callers::Polled;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
@@ -36,7 +38,7 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A transfer engine: registered regions, peers, transfers and messages, served by one thread of its own (the progress
-/// thread), which owns everything of UCX.
+/// thread). Without a driver, callers' threads take its place for small transfers that they wait for.
 ///
 /// A handle: cheap to clone, usable from any thread but the progress thread itself, where a driver has
 /// [`Context`](crate::agent::Context) for the same verbs and those that wait here would wait for themselves. When the
@@ -47,6 +49,7 @@ pub struct Agent(Arc<Inner>);
 struct Inner {
     shared: Arc<Shared>,
     started: Started,
+    has_driver: bool,
     deregister_timeout: Duration,
     send_queue_bytes: u64,
     thread: Mutex<Option<Thread>>,
@@ -89,6 +92,7 @@ impl Agent {
 
     fn launch(config: AgentConfig, make: Option<MakeDriver>) -> Result<Agent> {
         config.validate()?;
+        let has_driver = make.is_some();
         let incarnation = draw_incarnation()?;
         let shared = Arc::new(Shared::new(incarnation.0)?);
         let (deregister_timeout, send_queue_bytes) = (config.deregister_timeout, config.send_queue_bytes);
@@ -120,6 +124,7 @@ impl Agent {
         Ok(Agent(Arc::new(Inner {
             shared,
             started,
+            has_driver,
             deregister_timeout,
             send_queue_bytes,
             thread: Mutex::new(Some(Thread { join, ended })),
@@ -285,7 +290,10 @@ impl Agent {
         }
         live.transfers.insert(id, (peer, user_data));
         drop(live);
-        self.0.shared.command(Command::Transfer(TransferRequest { id, peer, direction, plan, message, user_data }));
+        let request = TransferRequest { id, peer, direction, plan, message, user_data };
+        if !self.0.copy_at_once(&request) {
+            self.0.serve_at_once(Command::Transfer(request));
+        }
         Ok(id)
     }
 
@@ -332,12 +340,23 @@ impl Agent {
         let unsent = live.peers.get(&peer).ok_or_else(|| peer.unknown())?;
         reserve(unsent, data.len(), self.0.send_queue_bytes)?;
         drop(live);
-        self.0.shared.command(Command::Send { peer, data });
+        self.0.serve_at_once(Command::Send { peer, data });
         Ok(())
     }
 
     /// The oldest event not yet taken. Never waits. With a driver there are none here.
+    ///
+    /// A caller that polls without a pause for something small drives the agent meanwhile, in place of the progress
+    /// thread, which leaves a processor to others and spares two wake-ups.
     pub fn poll_event(&self) -> Option<Event> {
+        self.next_event().or_else(|| {
+            self.0.poll();
+            self.next_event()
+        })
+    }
+
+    /// As [`Agent::poll_event`], for one who takes what there is and does not poll for more.
+    pub(crate) fn next_event(&self) -> Option<Event> {
         self.0.shared.poll_event()
     }
 
@@ -382,6 +401,42 @@ impl Agent {
 }
 
 impl Inner {
+    /// Lends the engine to the calling thread if nobody else has it or waits for it.
+    fn try_with<R: Send>(&self, use_it: impl FnOnce(&mut Driven) -> R + Send) -> Option<R> {
+        if self.started.callers.may_take() { self.started.engine.try_with(use_it) } else { None }
+    }
+
+    /// Makes a transfer on the calling thread if that takes some microseconds and nobody else has the engine. Returns whether
+    /// it is over.
+    fn copy_at_once(&self, request: &TransferRequest) -> bool {
+        let copy = |driven: &mut Driven| driven.copy_at_once(request);
+        !self.has_driver && request.is_light() && self.try_with(copy) == Some(true)
+    }
+
+    /// Serves a command on the calling thread if that takes some microseconds and nobody else has the engine; else leaves
+    /// it to the progress thread.
+    fn serve_at_once(&self, command: Command) {
+        let is_light = !self.has_driver && command.is_light();
+        self.shared.queue(command);
+        if !is_light || self.try_with(Driven::serve_at_once).unwrap_or(true) {
+            self.shared.waker.wake();
+        }
+    }
+
+    /// What a poll does that has found no event.
+    fn poll(&self) {
+        if self.has_driver {
+            return;
+        }
+        match self.started.callers.poll(Instant::now()) {
+            Polled::Nothing => {}
+            Polled::Ask => self.shared.waker.wake(),
+            Polled::Drive => {
+                self.try_with(Driven::poll);
+            }
+        }
+    }
+
     fn shutdown(&self, timeout: Duration) -> Result<()> {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Thread { join, ended }) = thread.take() else { return Ok(()) };

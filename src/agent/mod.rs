@@ -1,6 +1,6 @@
 //! The transfer engine: registered regions, peers, transfers and messages between two processes, on UCX.
 //!
-//! [`Agent`] is the handle, usable from any thread. The **progress thread** that it starts owns everything of UCX and is
+//! [`Agent`] is the handle, usable from any thread. The **progress thread** that it starts drives everything of UCX and is
 //! one event loop over UCX's event fd, an eventfd for commands, the driver's ZMQ sockets, and a timer.
 //! A [`Driver`] rides on that thread and uses the same verbs through [`Context`] without queues.
 //!

@@ -298,7 +298,8 @@ pub unsafe extern "C" fn kvf_agent_send(agent: *mut kvf_agent, peer: u64, data: 
 
 /// Takes up to `cap` of the oldest events not yet taken, without waiting; `*count` becomes their number, which may
 /// be 0. The payloads of the events taken before are dropped: fetch what you need with kvf_agent_recv first. One thread
-/// at a time polls or waits.
+/// at a time polls or waits. While a thread polls without a pause for something small, it drives the agent in place of the
+/// library's thread.
 ///
 /// # Safety
 /// As the header's top says.
@@ -353,7 +354,8 @@ unsafe fn take_events(
     payloads.bytes.clear();
     let mut taken = 0usize;
     for place in out.iter_mut() {
-        let Some(event) = first.take().or_else(|| host.agent.poll_event()) else { break };
+        let next = if taken == 0 { first.take().or_else(|| host.agent.poll_event()) } else { host.agent.next_event() };
+        let Some(event) = next else { break };
         place.write(payloads.describe(event));
         taken = taken.saturating_add(1);
     }

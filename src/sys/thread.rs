@@ -2,6 +2,7 @@
 
 use std::io;
 use std::mem::size_of;
+use std::os::fd::RawFd;
 use std::time::Duration;
 
 /// What `sched_getattr` and `sched_setattr` exchange: SCHED_ATTR_SIZE_VER0 of linux/sched/types.h.
@@ -51,6 +52,20 @@ pub fn processor() -> usize {
     usize::try_from(unsafe { libc::sched_getcpu() }).unwrap_or(usize::MAX)
 }
 
+/// Sleeps until any of the descriptors is readable, or closed, or the time is up; also earlier, when a signal comes. Returns
+/// which are.
+pub fn wait_readable<const N: usize>(descriptors: [Option<RawFd>; N], limit: Duration) -> [bool; N] {
+    // The kernel passes over negative ones.
+    let mut polled = descriptors.map(|fd| libc::pollfd { fd: fd.unwrap_or(-1), events: libc::POLLIN, revents: 0 });
+    let limit = libc::timespec {
+        tv_sec: libc::time_t::try_from(limit.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_nsec: libc::c_long::from(limit.subsec_nanos()),
+    };
+    // SAFETY: the kernel writes to the N entries of `polled` and reads `limit`; null leaves the signals' mask as it is.
+    let found = unsafe { libc::ppoll(polled.as_mut_ptr(), N as libc::nfds_t, &raw const limit, std::ptr::null()) };
+    polled.map(|one| found > 0 && one.revents != 0)
+}
+
 /// Blocks SIGPIPE in the calling thread: `splice` raises it when a connection is broken, and has no flag against that. A
 /// program that does not ignore the signal would die of it.
 ///
@@ -71,7 +86,19 @@ pub fn block_broken_pipe_signals() -> io::Result<()> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::io::Write;
+    use std::os::fd::AsRawFd;
+
     use super::*;
+
+    #[test]
+    fn waiting_tells_which_descriptors_are_readable_and_ends_in_time() {
+        let (near, far) = std::os::unix::net::UnixStream::pair().unwrap();
+        let both = [Some(near.as_raw_fd()), None, Some(far.as_raw_fd())];
+        assert_eq!(wait_readable(both, Duration::from_micros(1)), [false; 3]);
+        (&far).write_all(b"x").unwrap();
+        assert_eq!(wait_readable(both, Duration::from_secs(3600)), [true, false, false]);
+    }
 
     #[test]
     fn a_broken_pipe_does_not_signal_the_thread_that_asked() {

@@ -80,7 +80,8 @@ impl Worker {
         let mut params: ucp_worker_params_t = unsafe { MaybeUninit::zeroed().assume_init() };
         params.field_mask =
             u64::from(ucx_sys::UCP_WORKER_PARAM_FIELD_THREAD_MODE.0 | ucx_sys::UCP_WORKER_PARAM_FIELD_NAME.0);
-        params.thread_mode = ucx_sys::UCS_THREAD_MODE_SINGLE;
+        // One thread at a time, which need not be the one that made it.
+        params.thread_mode = ucx_sys::UCS_THREAD_MODE_SERIALIZED;
         params.name = name.as_ptr();
         let mut handle = ptr::null_mut();
         // SAFETY: context and parameters are alive during the call, which copies what it keeps.

@@ -1,8 +1,8 @@
 //! Ids in use, kept by the progress thread so that the handle can refuse stale ones without waiting.
 
-use std::collections::{HashMap, HashSet};
 use std::sync::PoisonError;
 
+use super::id_map::{IdMap, IdSet};
 use super::ids::{IdSource, PeerId, TransferId};
 use crate::sync::{Arc, AtomicU64, Mutex, MutexGuard};
 
@@ -16,11 +16,11 @@ pub(crate) struct Live {
 #[derive(Default)]
 pub(crate) struct LiveIds {
     /// With the bytes of messages to each that are not sent yet.
-    pub(crate) peers: HashMap<PeerId, Arc<AtomicU64>>,
+    pub(crate) peers: IdMap<PeerId, Arc<AtomicU64>>,
     /// With the peer and what the owner gave, which their events have.
-    pub(crate) transfers: HashMap<TransferId, (PeerId, u64)>,
+    pub(crate) transfers: IdMap<TransferId, (PeerId, u64)>,
     /// Those that nobody drives to their end any more: whether they still touch memory is not known.
-    pub(crate) lost: HashSet<TransferId>,
+    pub(crate) lost: IdSet<TransferId>,
     /// Set when the progress thread takes no more commands.
     pub(crate) ended: bool,
 }

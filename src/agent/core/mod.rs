@@ -4,6 +4,7 @@ pub(crate) mod config;
 pub(crate) mod effect;
 pub(crate) mod event;
 pub(crate) mod frame;
+pub(crate) mod id_map;
 pub(crate) mod ids;
 pub(crate) mod in_flight;
 pub(crate) mod iov;

@@ -10,30 +10,33 @@
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
 //!
+//! While a caller polls without a pause and there is nothing long to move, the thread stands aside, and the caller drives the
+//! engine ([`Callers`]).
+//!
 //! When UCX's event fd woke the thread in vain several times in a row, only changes of it count ([`EdgeWait`]).
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
 use super::Engine;
-use super::driver::{Context, Driver, MakeDriver};
-use crate::agent::command::{Command, Shared};
+use super::driver::MakeDriver;
+use super::turn::{Driven, News, Turned};
+use crate::agent::command::Shared;
 use crate::agent::core::config::AgentConfig;
+use crate::agent::thread::callers::{Callers, LOOK};
 use crate::agent::thread::edge_wait::EdgeWait;
 use crate::agent::thread::spin::Spinner;
 use crate::agent::thread::time_slice::TimeSlice;
+use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
+use crate::sys::isolated::{Gone, Isolated};
+use crate::sys::thread::wait_readable;
 use crate::ucx::Armed;
 
-/// How long UCX may be driven before messages, commands and timers are looked at: requests that arrived are answered, and
-/// further ones sent, only after that. With CMA, one progress call copies up to about 4 MiB.
-const PROGRESS_TIME: Duration = Duration::from_micros(100);
-/// Commands served per turn.
-const COMMANDS_PER_TURN: usize = 256;
 /// The longest sleep while UCX has anything to do.
 const BUSY_SLEEP: Duration = Duration::from_millis(1);
 /// How often sockets are looked at while the loop does not sleep.
@@ -42,17 +45,26 @@ const LOOK_INTERVAL: Duration = Duration::from_micros(500);
 const VAIN_WAKES: u32 = 4;
 /// The longest sleep while only changes of UCX's event fd wake, should UCX ever have news without one.
 const EDGE_SLEEP: Duration = Duration::from_millis(100);
-/// What UCX gets to end the last operations when a shutdown's time is already up.
-const LAST_CHANCE: Duration = Duration::from_millis(100);
 /// The step in which UCX is armed again after an error of arming, which no UCX is known to return.
 const ARM_RETRY: Duration = Duration::from_millis(1);
 
 /// What the progress thread reports when it is up.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(crate) struct Started {
     pub(crate) name: String,
     pub(crate) incarnation: Incarnation,
     pub(crate) ucx: String,
+    pub(crate) engine: Arc<Isolated<Driven>>,
+    pub(crate) callers: Arc<Callers>,
+}
+
+/// Drops the engine on the progress thread, however that ends.
+struct Owner(Arc<Isolated<Driven>>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.0.clear();
+    }
 }
 
 /// Runs an agent: the progress thread's function. Returns when the agent was shut down.
@@ -63,303 +75,229 @@ pub(crate) fn run(
     make: Option<MakeDriver>,
     up: &SyncSender<Started>,
 ) -> Result<()> {
-    let engine = Engine::new(config, incarnation, shared)?;
-    let started =
-        Started { name: engine.config.name.clone(), incarnation, ucx: engine.context.library().info().to_string() };
-    let edges = EdgeWait::of(engine.worker.event_fd())?;
-    let driver = make.map(|make| make(shared.waker.clone()));
     let now = Instant::now();
-    let shared = Arc::clone(shared);
+    let callers = Arc::new(Callers::new(now));
+    let name = config.name.clone();
+    let engine = Isolated::new(|| {
+        let engine = Engine::new(config, incarnation, shared)?;
+        let driver = make.map(|make| make(shared.waker.clone()));
+        Ok::<_, Error>(Driven::new(engine, driver, &callers))
+    })?;
+    let owner = Owner(Arc::new(engine));
+    let (ucx, edges) = lent(owner.0.with(|driven| {
+        let engine = &driven.engine;
+        EdgeWait::of(engine.worker.event_fd()).map(|edges| (engine.context.library().info().to_string(), edges))
+    }))??;
     // Only now, so that the threads that UCX has made do not inherit it.
     let (time_slice, asked) = TimeSlice::new(now);
     if let Err(error) = asked {
-        log::debug!("agent {}: the kernel gives no shorter turns: {error}", engine.config.name);
+        log::debug!("agent {name}: the kernel gives no shorter turns: {error}");
     }
-    let spinner = Spinner::new();
-    let context = Loop {
-        engine,
-        driver,
-        shared,
-        progressed_at: now,
-        looked_at: now,
+    // The starter waits for it.
+    let engine = Arc::clone(&owner.0);
+    let _ = up.send(Started { name, incarnation, ucx, engine, callers: Arc::clone(&callers) });
+    let waker = shared.waker.clone();
+    let mut thread = Thread {
         edges,
         vain: 0,
-        spinner,
+        waker,
+        looked_at: now,
+        spinner: Spinner::new(),
         time_slice,
-        lends_until: None,
+        callers: Arc::clone(&callers),
     };
-    // The starter waits for it.
-    let _ = up.send(started);
-    context.run()
+    // The driver's first turn needs no reason.
+    let mut news = News { is_woken: true, has_changes: false };
+    loop {
+        callers.want(true);
+        let rest = lent(owner.0.with(|driven| {
+            callers.want(false);
+            thread.turn(driven, news)
+        }))?;
+        news = match rest {
+            Rest::No(news) => news,
+            Rest::Sleep(sleep) => thread.sleep(&sleep, None),
+            Rest::StandAside(streams) => thread.stand_aside(streams),
+            Rest::Over { in_time } => return lent(owner.0.end(|driven| driven.finish(in_time)))?,
+        };
+    }
 }
 
-struct Loop {
-    /// Of the event fd of the engine's worker; closed before that.
+/// The engine, or why the thread has none any more.
+fn lent<T>(engine: std::result::Result<T, Gone>) -> Result<T> {
+    engine
+        .map_err(|gone| Error::new(ErrorKind::Internal, format!("a caller's thread failed while it polled: {gone:?}")))
+}
+
+/// How the thread comes to its next turn.
+enum Rest {
+    /// At once.
+    No(News),
+    Sleep(Sleep),
+    /// As long as a caller polls, unless the sockets of streams change.
+    StandAside(Option<RawFd>),
+    /// No more.
+    Over {
+        in_time: bool,
+    },
+}
+
+/// What the thread sleeps for.
+struct Sleep {
+    /// `None` is for ever.
+    until: Option<Instant>,
+    now: Instant,
+    ucx: RawFd,
+    /// Whether only changes of `ucx` count.
+    edges: bool,
+    streams: Option<RawFd>,
+    spin: Duration,
+}
+
+/// What the progress thread has for itself.
+struct Thread {
+    /// Of the event fd of the engine's worker.
     edges: EdgeWait,
     /// How often the event fd woke the thread since there was any progress.
     vain: u32,
-    engine: Engine,
-    driver: Option<Box<dyn Driver>>,
-    shared: Arc<Shared>,
-    /// When anything happened last.
-    progressed_at: Instant,
+    waker: Waker,
     /// When the sockets were looked at last.
     looked_at: Instant,
     spinner: Spinner,
     time_slice: TimeSlice,
-    /// While the agent shuts down: until when pages are left to the sockets that have them.
-    lends_until: Option<Instant>,
+    callers: Arc<Callers>,
 }
 
-impl Loop {
-    fn run(mut self) -> Result<()> {
-        // The driver's first turn needs no reason.
-        let mut woken = true;
-        let mut wish: Option<Instant> = None;
-        loop {
-            self.engine.stats.turns += 1;
-            // What the thread was woken for goes out before UCX is driven, which takes its time.
-            let mut any = self.serve_commands(Instant::now());
-            if any {
-                self.engine.post_transfers();
-            }
-            any |= self.progress();
-            let now = Instant::now();
-            any |= self.engine.drive_streams(now);
-            self.engine.check_timers(now);
-            any |= self.engine.post_transfers();
-            if self.driver.is_some() {
-                if any || woken || !self.engine.events.is_empty() || wish.is_some_and(|at| at <= now) {
-                    wish = self.driver_turn();
-                    // What it started is posted before the loop sleeps.
-                    any |= self.engine.post_transfers() || !self.engine.events.is_empty();
-                }
-            } else {
-                self.shared.publish(&mut self.engine.events);
-            }
-            if let Some(deadline) = self.engine.closing {
-                if self.may_end(now) {
-                    return self.finish(true);
-                }
-                if now >= deadline {
-                    return self.finish(false);
-                }
-            }
-            if any {
-                // Posting has taken its time.
-                self.progressed_at = Instant::now();
-                self.vain = 0;
-            }
-            woken = self.wait(any, wish);
+impl Thread {
+    /// Takes a turn, and says how the thread comes to the next one.
+    fn turn(&mut self, driven: &mut Driven, news: News) -> Rest {
+        self.callers.leave();
+        let any = match driven.turn(news) {
+            Turned::Any => true,
+            Turned::Nothing => false,
+            Turned::Over { in_time } => return Rest::Over { in_time },
+        };
+        if any {
+            self.vain = 0;
+        }
+        let rest = self.rest(driven, any);
+        match (rest, &driven.driver) {
+            // Its sockets are its own, so nobody else gets the engine meanwhile.
+            (Rest::Sleep(sleep), Some(_)) => Rest::No(self.sleep(&sleep, Some(driven))),
+            (rest, _) => rest,
         }
     }
 
-    /// Drives UCX until it is idle or has had its time, and takes what came of it.
-    fn progress(&mut self) -> bool {
-        let begin = Instant::now();
-        let mut any = false;
-        while self.engine.worker.progress() {
-            any = true;
-            if begin.elapsed() >= PROGRESS_TIME {
-                break;
-            }
-        }
+    /// How long the state allows to sleep.
+    fn rest(&mut self, driven: &mut Driven, any: bool) -> Rest {
         let now = Instant::now();
-        // Failures first, so that the operations that they end are the lost peer's.
-        self.engine.reap_failed_endpoints(now);
-        self.engine.reap_completions(now);
-        self.engine.reap_copies(now);
-        any |= self.engine.reap_device_copies(now) | self.engine.reap_staged(now);
-        self.engine.receive_messages(now);
-        any
-    }
-
-    fn serve_commands(&mut self, now: Instant) -> bool {
-        if !self.shared.waker.take() {
-            return false;
+        if self.callers.are_polling(now) && driven.is_light() {
+            self.spinner.rest();
+            self.callers.enter();
+            return Rest::StandAside(driven.engine.streams.fd());
         }
-        for _ in 0..COMMANDS_PER_TURN {
-            match self.shared.next_command() {
-                Some(Command::ShutDown { deadline }) => self.begin_shutdown(deadline, now),
-                Some(command) => self.engine.serve(command, now),
-                None => return true,
-            }
-        }
-        // There may be more.
-        self.shared.waker.wake();
-        true
-    }
-
-    fn driver_turn(&mut self) -> Option<Instant> {
-        let mut context = Context::new(&mut self.engine, Instant::now());
-        self.driver.as_mut().and_then(|driver| driver.turn(&mut context))
-    }
-
-    /// Sleeps as long as the state allows. Returns whether the driver should have a turn.
-    fn wait(&mut self, any: bool, wish: Option<Instant>) -> bool {
-        let now = Instant::now();
-        let spin = self.engine.config.spin;
-        let serving = self.engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
-        let copying = self.engine.device_copies.are_running() || self.engine.staged.is_running();
-        let operations = self.engine.transfers.in_flight().operations;
-        let moving = serving || copying || operations > 0 && operations > self.engine.peers.slow_reads(now);
-        let spins = moving && now.saturating_duration_since(self.progressed_at) < spin && self.spinner.may_spin();
+        let engine = &mut driven.engine;
+        let spin = engine.config.spin;
+        let serving = engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
+        let copying = engine.device_copies.are_running() || engine.staged.is_running();
+        let operations = engine.transfers.in_flight().operations;
+        let moving = serving || copying || operations > 0 && operations > engine.peers.slow_reads(now);
+        let spins = moving && now.saturating_duration_since(driven.progressed_at) < spin && self.spinner.may_spin();
         if !spins {
             self.spinner.rest();
         }
         if any {
             self.time_slice.work(now);
         }
+        let edges = self.vain >= VAIN_WAKES;
+        let ucx = if edges { self.edges.fd() } else { engine.worker.event_fd().as_raw_fd() };
+        let sleep = |until| Rest::Sleep(Sleep { until, now, ucx, edges, streams: engine.streams.fd(), spin });
         if any || spins {
-            if self.driver.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
-                return self.shared.waker.is_pending();
+            if driven.driver.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
+                return Rest::No(News { is_woken: self.waker.is_pending(), has_changes: false });
             }
-            return self.sleep(Some(now), now);
+            return sleep(Some(now));
         }
-        let limit = match self.engine.worker.arm() {
-            Ok(Armed::Busy) => return false,
+        let limit = match engine.worker.arm() {
+            Ok(Armed::Busy) => return Rest::No(News::default()),
             Ok(Armed::Yes) => None,
             Err(e) => {
-                log::error!("agent {}: {}", self.engine.config.name, ucx_error(e));
+                log::error!("agent {}: {}", engine.config.name, ucx_error(e));
                 now.checked_add(ARM_RETRY)
             }
         };
-        let edges = (self.vain >= VAIN_WAKES).then(|| now + EDGE_SLEEP);
-        let works = self.engine.worker.in_flight() > 0 || copying;
-        let busy = (works || self.engine.closing.is_some()).then(|| now + BUSY_SLEEP);
-        let timers = [limit, busy, edges, wish, self.engine.deadline()];
-        self.engine.stats.sleeps += 1;
-        self.sleep(timers.into_iter().flatten().min(), now)
+        let works = engine.worker.in_flight() > 0 || copying;
+        let busy = (works || engine.closing.is_some()).then(|| now + BUSY_SLEEP);
+        let timers = [limit, busy, edges.then(|| now + EDGE_SLEEP), driven.wish, engine.deadline()];
+        engine.stats.sleeps += 1;
+        sleep(timers.into_iter().flatten().min())
     }
 
-    /// Waits for the file descriptors and sockets until `until`; `None` is for ever.
-    fn sleep(&mut self, until: Option<Instant>, now: Instant) -> bool {
-        let timeout = match until {
+    /// Waits for the file descriptors, and for the sockets of the driver if there is one.
+    fn sleep(&mut self, sleep: &Sleep, driven: Option<&Driven>) -> News {
+        let timeout = match sleep.until {
             None => -1,
             // Rounded up: a timer that is looked at too early would be looked at again and again.
-            Some(until) => i64::try_from(until.saturating_duration_since(now).as_nanos().div_ceil(1_000_000))
+            Some(until) => i64::try_from(until.saturating_duration_since(sleep.now).as_nanos().div_ceil(1_000_000))
                 .unwrap_or(i64::MAX)
                 .min(3_600_000),
         };
-        let news = self.vain >= VAIN_WAKES;
-        let event_fd = if news { self.edges.fd() } else { self.engine.worker.event_fd().as_raw_fd() };
-        let mut items = vec![
-            zmq::PollItem::from_fd(event_fd, zmq::POLLIN),
-            zmq::PollItem::from_fd(self.shared.waker.fd(), zmq::POLLIN),
-        ];
-        let streams = self.engine.streams.fd().map(|fd| zmq::PollItem::from_fd(fd, zmq::POLLIN));
+        let mut items =
+            vec![zmq::PollItem::from_fd(sleep.ucx, zmq::POLLIN), zmq::PollItem::from_fd(self.waker.fd(), zmq::POLLIN)];
+        let streams = sleep.streams.map(|fd| zmq::PollItem::from_fd(fd, zmq::POLLIN));
         let has_streams = streams.is_some();
         items.extend(streams);
-        if let Some(driver) = &self.driver {
+        if let Some(driver) = driven.and_then(|driven| driven.driver.as_ref()) {
             driver.poll_items(&mut items);
         }
         // A look that does not sleep needs no raised descriptor: what is pending is seen in the next turn.
-        let sleeps = timeout != 0 && self.shared.waker.lie_down();
+        let sleeps = timeout != 0 && self.waker.lie_down();
         if sleeps {
             self.time_slice.sleep();
         }
         let polled = zmq::poll(&mut items, if sleeps { timeout } else { 0 });
         let is_raised = items.get(1).is_some_and(|waker| waker.get_revents() != zmq::PollEvents::empty());
-        self.shared.waker.get_up(is_raised);
+        self.waker.get_up(is_raised);
         self.looked_at = Instant::now();
         if sleeps {
             self.time_slice.wake(self.looked_at);
-            self.spinner.wake(self.looked_at, self.engine.config.spin);
+            self.spinner.wake(self.looked_at, sleep.spin);
         }
         if let Err(error) = polled {
             // A signal is no matter. Anything else (a socket that was closed under us) must not become a busy loop.
             if error != zmq::Error::EINTR {
-                log::error!("agent {}: waiting for events: {error}", self.engine.config.name);
+                log::error!("waiting for events: {error}");
                 std::thread::sleep(BUSY_SLEEP);
             }
-            return true;
+            return News { is_woken: true, has_changes: false };
         }
         let mut ready = items.iter().map(|item| item.get_revents() != zmq::PollEvents::empty());
         // UCX's own descriptor, whose news become events.
         if ready.next() == Some(true) {
             self.vain = self.vain.saturating_add(1);
-            if news {
+            if sleep.edges {
                 self.edges.clear();
             }
         }
         let is_raised = ready.next() == Some(true);
-        if has_streams && ready.next() == Some(true) {
-            self.engine.streams.note_changes();
-        }
-        ready.any(|is_ready| is_ready) || is_raised
+        let has_changes = has_streams && ready.next() == Some(true);
+        News { is_woken: ready.any(|is_ready| is_ready) || is_raised, has_changes }
     }
 
-    fn begin_shutdown(&mut self, deadline: Instant, now: Instant) {
-        if self.engine.closing.is_some() {
-            return;
-        }
-        if let Some(driver) = &mut self.driver {
-            driver.shut_down(&mut Context::new(&mut self.engine, now));
-        }
-        self.engine.closing = Some(deadline);
-        self.engine.peers.shut();
-        self.lends_until = now.checked_add(deadline.saturating_duration_since(now) / 2);
-        // Half of the time for operations to end by themselves, the other half for what force takes.
-        let half = deadline.saturating_duration_since(now) / 2;
-        self.engine.transfers.cancel_grace = self.engine.transfers.cancel_grace.min(half);
-        let error = Error::new(ErrorKind::ShutDown, "the agent was shut down");
-        self.engine.transfers.stop_all(&error, &mut self.engine.effects, now);
-        self.engine.revoke_all();
-        self.engine.dispatch(now);
-    }
-
-    /// Whether nothing is left to wait for.
-    fn may_end(&mut self, now: Instant) -> bool {
-        // Half of the time for peers to take what is on its way to them.
-        let lends = self.engine.streams.lend() || self.engine.revocations.are_open();
-        let has_borrowers = lends || self.engine.staged.is_running();
-        let lends = self.lends_until.is_some_and(|until| now < until) && has_borrowers;
-        let idle = self.engine.transfers.len() == 0
-            && !lends
-            && self.engine.events.is_empty()
-            && self.driver.as_ref().is_none_or(|driver| driver.finished());
-        if !idle {
-            return false;
-        }
-        for id in self.engine.peers.ids() {
-            // Known, as it has just been listed.
-            let _ = self.engine.disconnect(id, now);
-        }
-        self.engine.peers.have_closed()
-    }
-
-    /// Frees everything, or, if UCX does not let go, leaves it alive for ever. `in_time`: no transfer is left.
-    fn finish(mut self, in_time: bool) -> Result<()> {
-        let now = Instant::now();
-        if !in_time {
-            self.shared.abandon_transfers();
-            self.engine.transfers.abandon(&mut self.engine.effects);
-            self.engine.dispatch(now);
-        }
-        if self.driver.is_some() {
-            self.driver_turn();
-        }
-        self.driver = None;
-        self.shared.publish(&mut self.engine.events);
-        let limit = self.engine.closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(now)).max(LAST_CHANCE);
-        let Engine { peers, worker, regions, context, config, staged, device_copies, .. } = self.engine;
-        // What they have under way is waited for before its memory is given up.
-        drop((staged, device_copies));
-        drop(peers);
-        match worker.close(limit) {
-            Ok(()) if in_time => Ok(()),
-            Ok(()) => Err(Error::new(
-                ErrorKind::Timeout,
-                format!("agent {}: transfers were still in flight when the shutdown's time was up", config.name),
-            )),
-            Err(error) => {
-                // UCX may still touch registered memory.
-                std::mem::forget(regions);
-                std::mem::forget(context);
-                Err(Error::new(
-                    ErrorKind::Timeout,
-                    format!("agent {}: {error}; registered memory must stay alive", config.name),
-                ))
+    /// Waits until no caller polls without a pause any more, or until there is something that callers do not do.
+    fn stand_aside(&mut self, streams: Option<RawFd>) -> News {
+        loop {
+            let is_calm = self.waker.lie_down();
+            let [mut is_raised, mut has_changes] = [false; 2];
+            if is_calm {
+                self.time_slice.sleep();
+                [is_raised, has_changes] = wait_readable([Some(self.waker.fd()), streams], LOOK);
+            }
+            self.waker.get_up(is_raised);
+            let now = Instant::now();
+            self.time_slice.wake(now);
+            if !is_calm || is_raised || has_changes || !self.callers.are_polling(now) {
+                return News { is_woken: true, has_changes };
             }
         }
     }

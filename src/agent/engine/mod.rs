@@ -11,6 +11,7 @@ pub(crate) mod driver;
 pub(crate) mod event_loop;
 pub(crate) mod probe;
 mod scheduler;
+pub(crate) mod turn;
 mod ucx_settings;
 mod warmup;
 
@@ -50,7 +51,7 @@ use crate::secret::{Key, sealed_len};
 use crate::sys::process::ProcessPlace;
 use crate::ucx::{self, MessageSink, Worker, WorkerOptions};
 
-/// Everything that the progress thread owns. Fields are dropped in the order in which they stand: what uses UCX's
+/// Everything of UCX, and the parts that use it; for one thread at a time. Fields are dropped in the order in which they stand: what uses UCX's
 /// objects before those.
 pub(crate) struct Engine {
     config: AgentConfig,
@@ -62,6 +63,8 @@ pub(crate) struct Engine {
     stats: AgentStats,
     /// Set when the agent shuts down: when it must be over.
     closing: Option<Instant>,
+    /// Whether device memory was ever registered.
+    has_devices: bool,
     /// When a peer's request came last.
     served_at: Option<Instant>,
     /// How many announced messages were refused when that was looked at last.
@@ -69,7 +72,7 @@ pub(crate) struct Engine {
     scheduler: Scheduler,
     transfers: Transfers,
     operations: Operations,
-    /// Shared with what UCX hands arriving messages to, on this thread.
+    /// Shared with what UCX hands arriving messages to.
     rpc: Rc<RefCell<Client>>,
     peers: Peers,
     streams: Streams,
@@ -111,6 +114,7 @@ impl Engine {
             effects: Effects::default(),
             stats: AgentStats::default(),
             closing: None,
+            has_devices: false,
             served_at: None,
             refused: 0,
             scheduler: Scheduler::default(),
@@ -178,6 +182,7 @@ impl Engine {
         self.check_open()?;
         let region = self.regions.register(&self.context, range)?;
         if let MemoryKind::Cuda { device } = range.kind() {
+            self.has_devices = true;
             self.device_copies.prepare(device);
             if let Err(error) = self.staged.prepare(device) {
                 log::debug!("agent {}: CUDA device {device}: {error}", self.config.name);

@@ -170,7 +170,7 @@ impl CopyPool {
     }
 
     /// Takes a batch back.
-    fn give_back(&mut self, mut batch: Batch) {
+    pub(crate) fn give_back(&mut self, mut batch: Batch) {
         batch.clear();
         self.spare.push(batch);
     }

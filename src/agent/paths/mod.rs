@@ -7,7 +7,7 @@ pub(crate) mod device_copies;
 mod device_copy;
 mod message;
 pub(crate) mod one_sided;
-mod process_vm;
+pub(crate) mod process_vm;
 mod stream;
 
 use std::cell::RefCell;
@@ -99,10 +99,7 @@ impl Turn<'_> {
 
     /// Which way the bytes go.
     fn way(&self) -> Way {
-        match self.transfer.direction() {
-            Direction::Read => Way::Read,
-            Direction::Write => Way::Write,
-        }
+        way(self.transfer.direction())
     }
 
     /// The next operation if it is of this profile.
@@ -124,6 +121,14 @@ impl Turn<'_> {
     /// Notes that operations are being posted.
     fn begin(&mut self, operations: u64) {
         self.transfer.begin(operations, Instant::now());
+    }
+}
+
+/// Which way bytes go.
+fn way(direction: Direction) -> Way {
+    match direction {
+        Direction::Read => Way::Read,
+        Direction::Write => Way::Write,
     }
 }
 

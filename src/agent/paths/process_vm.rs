@@ -5,12 +5,17 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::copy_pool::Job;
+use super::copy_pool::{CopyPool, Job};
 use super::{Path, Profile, Turn};
+use crate::agent::core::event::Direction;
+use crate::agent::core::regions::Regions;
 use crate::agent::core::stats::AgentStats;
 use crate::agent::peers::Peer;
 use crate::agent::thread::affinity;
 use crate::error::{Error, ErrorKind, Result};
+use crate::proto::plan::CopyPlan;
+use crate::proto::wire::MemoryKind;
+use crate::sys::process::Batch;
 
 /// What one call copies: some 50 us of work, so that others and new commands wait for little, and enough that the call
 /// itself does not count.
@@ -87,4 +92,44 @@ impl Path for ProcessVm {
         }
         Ok(bytes)
     }
+}
+
+/// Copies all that a light transfer moves, by one call. `None` if that cannot be done here and now, or failed: then the
+/// transfer has to begin as any other, and says why if it is its own fault.
+///
+/// It is for callers that wait for one small copy, of which noting a transfer, its turn and its operations would be the
+/// greater part.
+pub(crate) fn copy_at_once(
+    (direction, plan): (Direction, &CopyPlan),
+    peer: &Peer,
+    regions: &Regions,
+    copy_pool: &mut CopyPool,
+) -> Option<()> {
+    let neighbour = peer.neighbour.as_ref().filter(|neighbour| !copy_pool.is_stuck(neighbour))?;
+    plan.check(regions.lens(), peer.lens()).ok()?;
+    let mut batch = copy_pool.batch();
+    let pushed = push_all(plan, peer, regions, &mut batch);
+    let copied = pushed.and_then(|()| neighbour.copy(super::way(direction), &mut batch).ok());
+    copy_pool.give_back(batch);
+    copied
+}
+
+fn push_all(plan: &CopyPlan, peer: &Peer, regions: &Regions, batch: &mut Batch) -> Option<()> {
+    for segment in plan.segments.iter() {
+        let range = regions.live_range(segment.local_region).ok()?;
+        let base = peer.base(segment.remote_region)?;
+        let are_hosts = range.kind() == MemoryKind::Host && peer.kind(segment.remote_region) == Some(MemoryKind::Host);
+        if !(are_hosts && peer.is_filled_by_kernel(segment.remote_region)) {
+            return None;
+        }
+        let pair = plan.lists.get(segment.list as usize)?;
+        for (local, remote) in pair.local.ids().iter().zip(pair.remote.ids()) {
+            // None of it overflows in a plan that was checked.
+            let at = |id: u32, stride: u64, offset: u64| stride.checked_mul(id.into())?.checked_add(offset);
+            let here = at(*local, segment.local_stride, segment.local_offset)?;
+            let there = at(*remote, segment.remote_stride, segment.remote_offset)?.checked_add(base)?;
+            batch.push(range, here, there, segment.len).ok()?;
+        }
+    }
+    Some(())
 }

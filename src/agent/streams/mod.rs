@@ -158,6 +158,11 @@ impl Streams {
         self.reading.iter().copied().collect()
     }
 
+    /// Whether any stream has something to move, or may have.
+    pub(crate) fn are_moving(&self) -> bool {
+        self.changed || !self.writing.is_empty() || !self.reading.is_empty()
+    }
+
     /// Closes the streams to and from a peer that is gone.
     pub(crate) fn close(&mut self, id: PeerId, regions: &mut Regions) {
         self.attempts.remove(&id);

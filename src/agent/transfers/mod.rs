@@ -6,17 +6,18 @@
 
 mod window;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 pub(crate) use self::window::{Load, Windows};
 use super::core::config::AgentConfig;
 use super::core::effect::{Effect, Effects, OperationEnd, TransferEnd};
 use super::core::event::Direction;
+use super::core::id_map::IdMap;
 use super::core::ids::{PeerId, TransferId};
-use super::core::limits::{CHUNK_BYTES, STREAM_BYTES};
+use super::core::limits::{CHUNK_BYTES, MAX_LIGHT, STREAM_BYTES};
 use super::core::regions::Regions;
-use super::core::request::TransferRequest;
+use super::core::request::{TransferRequest, is_light};
 use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::plan::{Expander, Operation, SegmentBlocks};
@@ -55,6 +56,8 @@ pub(crate) struct Transfer {
     gathered: bool,
     /// Whether a stream is worth having for it.
     streamable: bool,
+    /// Whether it takes some microseconds at most.
+    is_light: bool,
     /// What is left to do to prove that the right bytes came.
     proof: Proof,
 }
@@ -179,7 +182,7 @@ impl Transfer {
 
 /// All transfers that are not over.
 pub(crate) struct Transfers {
-    table: HashMap<TransferId, Transfer>,
+    table: IdMap<TransferId, Transfer>,
     /// Per peer, those that have something to post, in the order of their turns.
     queues: BTreeMap<PeerId, VecDeque<TransferId>>,
     /// Ends of grace.
@@ -195,7 +198,7 @@ pub(crate) struct Transfers {
 impl Transfers {
     pub(crate) fn new(config: &AgentConfig) -> Self {
         Transfers {
-            table: HashMap::new(),
+            table: IdMap::default(),
             queues: BTreeMap::new(),
             graces: BTreeSet::new(),
             windows: Windows::new(config.total_window, config.peer_window),
@@ -250,6 +253,7 @@ impl Transfers {
         }
         plan.check(regions.lens(), peer.lens())?;
         let bytes = plan.bytes();
+        let is_light = is_light(&plan);
         let is_device = |index: &u32| regions.range(*index).is_some_and(|range| range.kind() != MemoryKind::Host);
         let by_device = locals.iter().all(is_device) && remotes.iter().all(|region| peer.is_importable(*region));
         let used: Vec<u32> = locals.into_iter().collect();
@@ -275,6 +279,7 @@ impl Transfers {
             grace: None,
             unflushed: false,
             gathered: false,
+            is_light,
             streamable: direction == Direction::Read && bytes >= STREAM_BYTES,
             proof: if self.verify && direction == Direction::Read { Proof::Due } else { Proof::No },
         };
@@ -291,6 +296,16 @@ impl Transfers {
     /// The peers with transfers that have something to post; few.
     pub(crate) fn waiting_peers(&self) -> Vec<PeerId> {
         self.queues.keys().copied().collect()
+    }
+
+    /// Whether what was read is to be proved right.
+    pub(crate) fn verifies(&self) -> bool {
+        self.verify
+    }
+
+    /// Whether all that there are take some microseconds together.
+    pub(crate) fn are_light(&self) -> bool {
+        self.table.len() <= MAX_LIGHT && self.table.values().all(|transfer| transfer.is_light)
     }
 
     pub(crate) fn is_idle(&self) -> bool {

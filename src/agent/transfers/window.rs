@@ -1,8 +1,7 @@
 //! How much may be in flight, to one peer and to all.
 
-use std::collections::HashMap;
-
 use crate::agent::core::config::Window;
+use crate::agent::core::id_map::IdMap;
 use crate::agent::core::ids::PeerId;
 
 /// Operations in flight and their bytes.
@@ -34,14 +33,14 @@ impl Load {
 #[derive(Debug)]
 pub(crate) struct Windows {
     total: Load,
-    peers: HashMap<PeerId, Load>,
+    peers: IdMap<PeerId, Load>,
     total_limit: Window,
     peer_limit: Window,
 }
 
 impl Windows {
     pub(super) fn new(total_limit: Window, peer_limit: Window) -> Self {
-        Windows { total: Load::default(), peers: HashMap::new(), total_limit, peer_limit }
+        Windows { total: Load::default(), peers: IdMap::default(), total_limit, peer_limit }
     }
 
     /// In flight to all peers.

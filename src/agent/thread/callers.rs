@@ -1,0 +1,152 @@
+//! Callers that poll without a pause, and whether they drive the engine in the progress thread's place.
+//!
+//! A caller that waits for a small transfer by polling has a processor already. Handing the transfer to the progress
+//! thread and its end back takes two wake-ups, which cost more than the transfer, and a second processor. So while a
+//! caller polls without a pause, the progress thread stands aside: it looks again and again whether the caller still
+//! polls, and takes over when it does not.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use crate::sync::{AtomicBool, AtomicU64};
+
+/// Polls with longer pauses between them are not without a pause, as long as the progress thread does not stand aside.
+const PAUSE: Duration = Duration::from_micros(50);
+/// So many polls without a pause make a caller that waits. Who only collects what has happened, as an engine does in
+/// each of its steps, polls less often.
+const MANY: u64 = 32;
+/// How often the progress thread is asked to stand aside while it does not.
+const ASK_EVERY: u64 = 1024;
+/// How long nobody has polled when the progress thread takes over: long enough for a caller to look after something else
+/// between two small transfers.
+const PATIENCE: Duration = Duration::from_millis(1);
+/// How often it looks.
+pub(crate) const LOOK: Duration = Duration::from_micros(200);
+
+/// What a poll that found nothing is to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Polled {
+    /// Nothing: the progress thread has its own reasons to work.
+    Nothing,
+    /// Ask the progress thread to stand aside.
+    Ask,
+    /// Drive the engine.
+    Drive,
+}
+
+/// Shared by the handle and the progress thread.
+#[derive(Debug)]
+pub(crate) struct Callers {
+    start: Instant,
+    /// Nanoseconds from `start` to the last poll.
+    last: AtomicU64,
+    /// Polls without a pause so far.
+    polls: AtomicU64,
+    /// Whether the progress thread stands aside. Changed only by who has the engine.
+    drive: AtomicBool,
+    /// Whether the progress thread waits for the engine: locks are not fair, and callers that take it again and again would
+    /// keep it from that thread for long.
+    wanted: AtomicBool,
+}
+
+impl Callers {
+    pub(crate) fn new(now: Instant) -> Self {
+        Callers {
+            start: now,
+            last: AtomicU64::new(0),
+            polls: AtomicU64::new(0),
+            drive: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
+        }
+    }
+
+    fn since_start(&self, now: Instant) -> u64 {
+        u64::try_from(now.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn is_within(&self, last: u64, now: u64, limit: Duration) -> bool {
+        u128::from(now.saturating_sub(last)) < limit.as_nanos()
+    }
+
+    /// A caller has polled and found nothing. None of the counts has to be exact, so callers need not agree about them.
+    pub(crate) fn poll(&self, now: Instant) -> Polled {
+        let now = self.since_start(now);
+        let last = self.last.swap(now, Ordering::Relaxed);
+        let drive = self.drive();
+        if !self.is_within(last, now, if drive { PATIENCE } else { PAUSE }) {
+            self.polls.store(0, Ordering::Relaxed);
+            return Polled::Nothing;
+        }
+        let polls = self.polls.fetch_add(1, Ordering::Relaxed);
+        if polls < MANY {
+            Polled::Nothing
+        } else if drive {
+            Polled::Drive
+        } else if (polls - MANY).is_multiple_of(ASK_EVERY) {
+            Polled::Ask
+        } else {
+            Polled::Nothing
+        }
+    }
+
+    /// Whether a caller polls without a pause.
+    pub(crate) fn are_polling(&self, now: Instant) -> bool {
+        let last = self.last.load(Ordering::Relaxed);
+        self.polls.load(Ordering::Relaxed) >= MANY && self.is_within(last, self.since_start(now), PATIENCE)
+    }
+
+    /// Whether callers drive the engine. Who has the engine can rely on it.
+    pub(crate) fn drive(&self) -> bool {
+        self.drive.load(Ordering::Relaxed)
+    }
+
+    /// The progress thread waits for the engine, or does not any more.
+    pub(crate) fn want(&self, wanted: bool) {
+        self.wanted.store(wanted, Ordering::Relaxed);
+    }
+
+    /// Whether a caller may take the engine if it is free.
+    pub(crate) fn may_take(&self) -> bool {
+        !self.wanted.load(Ordering::Relaxed)
+    }
+
+    /// The progress thread stands aside; for who has the engine.
+    pub(crate) fn enter(&self) {
+        self.drive.store(true, Ordering::Relaxed);
+    }
+
+    /// The progress thread drives the engine; for who has the engine.
+    pub(crate) fn leave(&self) {
+        self.drive.store(false, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_who_polls_without_a_pause_drives() {
+        let start = Instant::now();
+        let callers = Callers::new(start);
+        let at = |micros| start + Duration::from_micros(micros);
+        // Once in a while.
+        for round in 1..200 {
+            assert_eq!(callers.poll(at(round * 60)), Polled::Nothing);
+            assert!(!callers.are_polling(at(round * 60)));
+        }
+        let begin = 20_000;
+        let polled: Vec<Polled> = (0..=MANY + ASK_EVERY + 1).map(|poll| callers.poll(at(begin + poll * 10))).collect();
+        let asked: Vec<usize> = (0..polled.len()).filter(|at| polled.get(*at) == Some(&Polled::Ask)).collect();
+        assert_eq!(asked, [MANY as usize + 1, (MANY + ASK_EVERY) as usize + 1]);
+        let last = begin + (MANY + ASK_EVERY + 1) * 10;
+        callers.enter();
+        assert!(callers.are_polling(at(last + 999)) && !callers.are_polling(at(last + 1000)));
+        assert_eq!(callers.poll(at(last + 10)), Polled::Drive);
+        assert_eq!(callers.poll(at(last + 900)), Polled::Drive, "a short pause");
+        assert_eq!(callers.poll(at(last + 1900)), Polled::Nothing, "a pause");
+        assert!(!callers.are_polling(at(last + 1901)));
+        callers.leave();
+        assert!(!callers.drive());
+    }
+}

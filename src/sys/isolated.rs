@@ -1,0 +1,137 @@
+//! A value that threads use in turn, of parts that must not be used at once.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Why there is no value any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gone {
+    /// It was taken out.
+    Ended,
+    /// A thread panicked while it had it.
+    Broken,
+}
+
+/// A value for one thread at a time, whose parts may share each other (`Rc`), which [`Mutex`] alone does not allow.
+///
+/// It is made of what may go from thread to thread, and lent only to functions that take and return such things, so none
+/// of its parts is ever shared with anything outside. What the compiler cannot see remains: the value must not put parts
+/// of itself into variables of a thread, nor have parts that belong to the thread that made them, such as a lock's guard.
+#[derive(Debug)]
+pub struct Isolated<T>(Mutex<Option<Whole<T>>>);
+
+#[derive(Debug)]
+struct Whole<T>(T);
+
+// SAFETY: a `Whole` is made by `Isolated::new` alone, inside a function that is `Send`, so it shares no `Rc` with what
+// stayed outside; and functions that get at it are `Send` and return what is `Send`, so they cannot bring any part in or out.
+// Whatever its parts share among each other is therefore used only by the thread that has the lock, which orders one
+// thread's use before the next one's.
+unsafe impl<T> Send for Whole<T> {}
+
+impl<T> Isolated<T> {
+    /// Makes the value, on the calling thread.
+    ///
+    /// # Errors
+    /// That of `make`.
+    pub fn new<E: Send>(make: impl FnOnce() -> Result<T, E> + Send) -> Result<Self, E> {
+        Ok(Isolated(Mutex::new(Some(Whole(make()?)))))
+    }
+
+    /// Waits until no other thread has the value, and lends it.
+    ///
+    /// # Errors
+    /// When there is none any more.
+    pub fn with<R: Send>(&self, use_it: impl FnOnce(&mut T) -> R + Send) -> Result<R, Gone> {
+        let mut value = self.0.lock().map_err(|_| Gone::Broken)?;
+        lend(&mut value, use_it)
+    }
+
+    /// Lends the value if no other thread has it.
+    pub fn try_with<R: Send>(&self, use_it: impl FnOnce(&mut T) -> R + Send) -> Option<R> {
+        lend(&mut self.0.try_lock().ok()?, use_it).ok()
+    }
+
+    /// Takes the value out and gives it to `end`.
+    ///
+    /// # Errors
+    /// When there is none any more.
+    pub fn end<R: Send>(&self, end: impl FnOnce(T) -> R + Send) -> Result<R, Gone> {
+        let value = self.0.lock().map_err(|_| Gone::Broken)?.take();
+        // Not with the lock: whoever tries meanwhile finds that there is none.
+        value.map(|whole| end(whole.0)).ok_or(Gone::Ended)
+    }
+
+    /// Drops the value on the calling thread, also after a panic.
+    pub fn clear(&self) {
+        drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
+
+fn lend<T, R>(value: &mut MutexGuard<'_, Option<Whole<T>>>, use_it: impl FnOnce(&mut T) -> R) -> Result<R, Gone> {
+    match value.as_mut() {
+        Some(whole) => Ok(use_it(&mut whole.0)),
+        None => Err(Gone::Ended),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests {
+    use std::cell::Cell;
+    use std::rc::Rc;
+    use std::sync::Arc;
+
+    use super::*;
+
+    type Counter = Rc<Cell<u64>>;
+
+    /// Two parts that share a counter.
+    fn pair() -> Arc<Isolated<(Counter, Counter)>> {
+        let made = Isolated::new(|| {
+            let counter = Rc::new(Cell::new(0));
+            Ok::<_, ()>((Rc::clone(&counter), counter))
+        });
+        Arc::new(made.unwrap())
+    }
+
+    #[test]
+    fn threads_use_it_in_turn() {
+        let pair = pair();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..10_000 {
+                        pair.with(|(one, other)| {
+                            let again = Rc::clone(one);
+                            again.set(again.get() + 1);
+                            assert_eq!(other.get(), again.get());
+                        })
+                        .unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(pair.with(|(one, _)| (one.get(), Rc::strong_count(one))), Ok((40_000, 2)));
+    }
+
+    #[test]
+    fn who_tries_does_not_wait_and_finds_nothing_behind_the_end() {
+        let pair = pair();
+        let found = pair.with(|_| std::thread::scope(|scope| scope.spawn(|| pair.try_with(|_| ())).join().unwrap()));
+        assert_eq!(found, Ok(None));
+        assert_eq!(pair.try_with(|(one, _)| one.get()), Some(0));
+        assert_eq!(pair.end(|(one, _)| Rc::strong_count(&one)), Ok(2));
+        assert_eq!((pair.with(|_| ()), pair.try_with(|_| ())), (Err(Gone::Ended), None));
+    }
+
+    #[test]
+    fn behind_a_panic_it_can_only_be_dropped() {
+        let pair = pair();
+        let other = Arc::clone(&pair);
+        let panicked = std::thread::spawn(move || other.with(|_| panic!("this panic is the test's"))).join();
+        assert!(panicked.is_err());
+        assert_eq!((pair.with(|_| ()), pair.try_with(|_| ())), (Err(Gone::Broken), None));
+        pair.clear();
+        pair.clear();
+    }
+}
