@@ -13,7 +13,7 @@ use kvferry::agent::{Agent, Direction, Event, PeerId};
 
 const LEN: usize = 1 << 20;
 const BLOCK: usize = 4096;
-const ROUNDS: u32 = 2_000;
+const ROUNDS: u32 = 400;
 
 /// Polls without a pause for the next event.
 fn poll(agent: &Agent) -> Event {
@@ -62,7 +62,7 @@ fn messages_and_transfers_arrive_whole_and_in_order_while_both_sides_poll() {
                 ask(&a, peer, round);
                 // Some small, a few of a length that the progress thread moves, among the messages.
                 let len = match round {
-                    _ if round % 500 == 99 => LEN,
+                    _ if round % 100 == 99 => LEN,
                     _ if round % 7 == 0 => BLOCK,
                     _ => continue,
                 };
