@@ -17,12 +17,22 @@ pub mod core {
     }
 
     pub mod id_map;
+
+    pub mod limits {
+        pub const LIGHT_BYTES: u64 = 1;
+    }
+
     pub mod live;
     pub mod reply;
 
     pub mod request {
         pub struct TransferRequest {
             pub id: u32,
+        }
+        impl TransferRequest {
+            pub fn is_light(&self) -> bool {
+                true
+            }
         }
     }
 
