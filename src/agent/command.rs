@@ -134,7 +134,7 @@ impl Shared {
         drop(commands);
     }
 
-    /// Progress thread: gives `events` to whoever polls the handle.
+    /// Gives `events` to whoever polls the handle; for who has the engine.
     pub(crate) fn publish(&self, events: &mut VecDeque<Event>) {
         if events.is_empty() {
             return;

@@ -23,9 +23,10 @@ pub struct Isolated<T>(Mutex<Option<Whole<T>>>);
 struct Whole<T>(T);
 
 // SAFETY: a `Whole` is made by `Isolated::new` alone, inside a function that is `Send`, so it shares no `Rc` with what
-// stayed outside; and functions that get at it are `Send` and return what is `Send`, so they cannot bring any part in or out.
-// Whatever its parts share among each other is therefore used only by the thread that has the lock, which orders one
-// thread's use before the next one's.
+// stayed outside; and functions that get at it are `Send` and return what is `Send`, so they cannot bring any part in or
+// out. Whatever its parts share among each other is therefore used only by the thread that has the lock, which orders one
+// thread's use before the next one's. What is put into it keeps the promise of `Isolated`: UCX's objects may be used by any
+// thread, one at a time (`UCS_THREAD_MODE_SERIALIZED`).
 unsafe impl<T> Send for Whole<T> {}
 
 impl<T> Isolated<T> {

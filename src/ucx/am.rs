@@ -24,8 +24,8 @@ pub struct AmMessage {
 
 /// Takes the data of messages while it lies in UCX's own buffer.
 pub trait MessageSink {
-    /// Whether it took the data: then only the header is [delivered](super::Worker::poll_message). Called on the worker's
-    /// thread while UCX works: must not use UCX, wait or panic (a panic counts as not taken).
+    /// Whether it took the data: then only the header is [delivered](super::Worker::poll_message). Called on the thread
+    /// that drives the worker, while UCX works: must not use UCX, wait or panic (a panic counts as not taken).
     fn take(&self, header: &[u8], data: &[u8]) -> bool;
 }
 

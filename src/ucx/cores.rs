@@ -97,7 +97,7 @@ impl WorkerCore {
     }
 
     pub(super) fn progress(&self) -> bool {
-        // SAFETY: the worker is alive, this is its thread, and no callback of UCX's calls this.
+        // SAFETY: the worker is alive, no other thread has it (`Worker`), and no callback of UCX's calls this.
         let events = unsafe { self.api().ucp_worker_progress(self.handle) };
         let reaped = self.reap();
         events != 0 || reaped
@@ -167,8 +167,8 @@ impl WorkerCore {
 
 impl Drop for WorkerCore {
     fn drop(&mut self) {
-        // SAFETY: endpoints, rkeys and operations hold an Rc of this core, so none is left, and the thread is the
-        // worker's, because Rc keeps them all on it. The handle is not used again.
+        // SAFETY: endpoints, rkeys and operations hold an Rc of this core, so none is left, and no other
+        // thread has any, because they go from thread to thread together (`Worker`). The handle is not used again.
         unsafe { self.api().ucp_worker_destroy(self.handle) };
         for (_, slot) in self.slots.take() {
             // SAFETY: made by Box::into_raw; UCX, which had the address, no longer has the worker.

@@ -1,9 +1,9 @@
 //! UCX made safe: the only user of `ucx-sys`.
 //!
 //! libucp is opened at run time ([`Library`]). A [`Context`] registers [`Memory`] and may be used from
-//! several threads; a [`Worker`] and its [`Endpoint`]s and [`Rkey`]s belong to the one thread that made the
-//! worker. Ownership keeps the order that UCX asks for: memory, rkeys, endpoints and workers hold what they
-//! need, and an operation under way holds all that it uses until UCX has ended it.
+//! several threads; a [`Worker`] and its [`Endpoint`]s and [`Rkey`]s are used by one thread at a time, and go from
+//! one to another all together or not at all. Ownership keeps the order that UCX asks for: memory, rkeys, endpoints
+//! and workers hold what they need, and an operation under way holds all that it uses until UCX has ended it.
 //!
 //! Nothing here blocks, except [`Worker::close`] and the drop of a worker. The owner calls
 //! [`Worker::progress`] and then empties [`Worker::poll_completion`], [`Worker::poll_message`] and

@@ -1,4 +1,4 @@
-//! A queue that UCX's callbacks push to and the worker's owner pops from, all on one thread.
+//! A queue that UCX's callbacks push to and the worker's owner pops from, all on one thread at a time.
 
 use std::cell::Cell;
 use std::collections::VecDeque;

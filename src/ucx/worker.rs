@@ -1,4 +1,4 @@
-//! A UCX worker: the engine that one thread drives.
+//! A UCX worker: the engine that one thread at a time drives.
 
 use std::cell::Cell;
 use std::fmt;
@@ -50,7 +50,8 @@ pub enum Armed {
     Busy,
 }
 
-/// A UCX worker and all that happens on it. Made, driven and dropped on one thread: it is `!Send`.
+/// A UCX worker and all that happens on it, for one thread at a time. It is `!Send`, as are its endpoints and rkeys, which
+/// share it by `Rc`: it goes to another thread only together with all of them (`sys::isolated`).
 ///
 /// Dropping it closes all endpoints by force and drives UCX until every operation has ended, for at most ten
 /// seconds; if UCX is not done then, the worker and all memory that UCX may still touch are leaked on
@@ -69,7 +70,7 @@ impl Worker {
         Self::with_options(context, &WorkerOptions::default())
     }
 
-    /// Makes a worker on the calling thread.
+    /// Makes a worker.
     ///
     /// # Errors
     /// UCX's status when it cannot make one, or one with an event fd.
@@ -240,7 +241,7 @@ impl Worker {
         if self.core.has_news() {
             return Ok(Armed::Busy);
         }
-        // SAFETY: the worker is alive and this is its thread.
+        // SAFETY: the worker is alive and no other thread has it (`Worker`).
         match unsafe { self.core.api().ucp_worker_arm(self.core.handle) } {
             ucx_sys::UCS_OK => Ok(Armed::Yes),
             ucx_sys::UCS_ERR_BUSY => Ok(Armed::Busy),

@@ -27,11 +27,11 @@ pub(crate) const MAX_WAITING: usize = 1024;
 /// Transfers of at least this many bytes are read by a stream. Shorter ones go by messages, past what is under way on it.
 pub(crate) const STREAM_BYTES: u64 = 256 << 10;
 
-/// Bytes of a transfer or a message that takes some microseconds: copying so many within a host takes 10.
+/// Bytes of a transfer or a message that is small enough for a caller's thread.
 pub(crate) const LIGHT_BYTES: u64 = 64 << 10;
-/// Blocks of such a transfer.
-pub(crate) const LIGHT_BLOCKS: u64 = 64;
-/// So many such transfers take some microseconds together.
+/// Pieces of such a transfer, one for each segment and block.
+pub(crate) const LIGHT_PIECES: u64 = 64;
+/// So many such transfers may be under way while callers drive the engine.
 pub(crate) const MAX_LIGHT: usize = 16;
 
 /// Refuses a message over the limit.

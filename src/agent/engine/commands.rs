@@ -1,4 +1,4 @@
-//! What the handle asks for, done on the progress thread.
+//! What the handle asks for, done by the thread that has the engine.
 
 use std::time::Instant;
 

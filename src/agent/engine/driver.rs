@@ -21,8 +21,8 @@ pub type MakeDriver = Box<dyn FnOnce(Waker) -> Box<dyn Driver> + Send>;
 /// A driver that runs on an agent's progress thread, such as `connector::Worker`'s.
 ///
 /// It is made on that thread (by the function given to [`Agent::start_with`](crate::agent::Agent::start_with)), is
-/// called only there, and is dropped there. Nothing in it may block. With a driver, all
-/// events are its own: the handle's `poll_event` returns none.
+/// called only there, and is dropped there. Nothing in it may block. With a driver, all events are its own: the handle's
+/// `poll_event` returns none.
 pub trait Driver: Send {
     /// Called after every wake-up of the loop, at least whenever an event, a ready socket, a
     /// [`Waker`](crate::agent::Waker) or the returned time asks for it; spurious calls happen. Takes all events from

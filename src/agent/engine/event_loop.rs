@@ -3,15 +3,15 @@
 //! Waiting follows UCX's protocol for its event fd: progress until there is nothing left, arm, and only if arming
 //! found no news sleep on the fd. Three states decide how long:
 //!
-//! - operations of transfers in flight, but for those that bytes come slowly for, or a peer's request served just now: spin for [`AgentConfig::spin`] after the last
-//!   progress, because the next news is some microseconds away and to be woken takes longer, unless too many threads of the
-//!   process spin already ([`Spinner`]); then sleep in steps of a millisecond, because some transports (CUDA IPC) do not
-//!   wake the fd, nor do our own copies on devices;
+//! - operations of transfers in flight, but for those that bytes come slowly for, or a peer's request served just now: spin
+//!   for [`AgentConfig::spin`] after the last progress, because the next news is some microseconds away and to be woken takes
+//!   longer, unless too many threads of the process spin already ([`Spinner`]); then sleep in steps of a millisecond, because
+//!   some transports (CUDA IPC) do not wake the fd, nor do our own copies on devices;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
 //!
-//! While a caller polls without a pause and there is nothing long to move, the thread stands aside, and the caller drives the
-//! engine ([`Callers`]).
+//! While a caller polls without a pause and there is nothing long to move, the thread stands aside, and the caller drives
+//! the engine ([`Callers`]).
 //!
 //! When UCX's event fd woke the thread in vain several times in a row, only changes of it count ([`EdgeWait`]).
 
@@ -95,9 +95,10 @@ pub(crate) fn run(
     }
     // The starter waits for it.
     let engine = Arc::clone(&owner.0);
-    let _ = up.send(Started { name, incarnation, ucx, engine, callers: Arc::clone(&callers) });
+    let _ = up.send(Started { name: name.clone(), incarnation, ucx, engine, callers: Arc::clone(&callers) });
     let waker = shared.waker.clone();
     let mut thread = Thread {
+        name,
         edges,
         vain: 0,
         waker,
@@ -125,8 +126,11 @@ pub(crate) fn run(
 
 /// The engine, or why the thread has none any more.
 fn lent<T>(engine: std::result::Result<T, Gone>) -> Result<T> {
-    engine
-        .map_err(|gone| Error::new(ErrorKind::Internal, format!("a caller's thread failed while it polled: {gone:?}")))
+    engine.map_err(|gone| {
+        let text =
+            format!("a caller's thread has left the engine unusable ({gone:?}); the log has its panic's message");
+        Error::new(ErrorKind::Internal, text)
+    })
 }
 
 /// How the thread comes to its next turn.
@@ -156,6 +160,8 @@ struct Sleep {
 
 /// What the progress thread has for itself.
 struct Thread {
+    /// The agent's name, for log lines.
+    name: String,
     /// Of the event fd of the engine's worker.
     edges: EdgeWait,
     /// How often the event fd woke the thread since there was any progress.
@@ -266,7 +272,7 @@ impl Thread {
         if let Err(error) = polled {
             // A signal is no matter. Anything else (a socket that was closed under us) must not become a busy loop.
             if error != zmq::Error::EINTR {
-                log::error!("waiting for events: {error}");
+                log::error!("agent {}: waiting for events: {error}", self.name);
                 std::thread::sleep(BUSY_SLEEP);
             }
             return News { is_woken: true, has_changes: false };

@@ -51,8 +51,8 @@ use crate::secret::{Key, sealed_len};
 use crate::sys::process::ProcessPlace;
 use crate::ucx::{self, MessageSink, Worker, WorkerOptions};
 
-/// Everything of UCX, and the parts that use it; for one thread at a time. Fields are dropped in the order in which they stand: what uses UCX's
-/// objects before those.
+/// Everything of UCX, and the parts that use it; for one thread at a time. Fields are dropped in the order in which they
+/// stand: what uses UCX's objects before those.
 pub(crate) struct Engine {
     config: AgentConfig,
     shared: Arc<Shared>,

@@ -25,6 +25,14 @@ def serve(host: Process, name: str, seed: int, size: int) -> int:
     return address
 
 
+def acquaint(a: Process, b: Process, size: int) -> int:
+    """Both serve `size` bytes, and a knows b. The address of b's."""
+    serve(a, "a", 1, size)
+    address = serve(b, "b", 2, size)
+    assert a.add(b.metadata()) == "b"
+    return address
+
+
 def read(a: Process, address: int) -> None:
     a.fill("cache", 1)
     a.make("read", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
@@ -35,9 +43,7 @@ def read(a: Process, address: int) -> None:
 
 def test_memory_that_is_registered_twice_is_one_region(plugin: Path, edge: str) -> None:
     with Process(edge, plugin) as a, Process(edge, plugin) as b:
-        serve(a, "a", 1, SIZE)
-        address = serve(b, "b", 2, SIZE)
-        assert a.add(b.metadata()) == "b"
+        address = acquaint(a, b, SIZE)
         b.register("again", [("cache", 0, SIZE)])
         assert a.add(b.metadata()) == "b"
         read(a, address)
@@ -58,9 +64,7 @@ def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge
     # Where each operation needs what is known of the region.
     env = {"KVFERRY_TRANSPORT": "shm"}
     with Process(edge, plugin, env=env) as a, Process(edge, plugin, env=env) as b:
-        serve(a, "a", 1, LARGE)
-        address = serve(b, "b", 2, LARGE)
-        a.add(b.metadata())
+        address = acquaint(a, b, LARGE)
         b.buffer("other", 3, SIZE)
         b.register("other", [("other", 0, SIZE)])
         # Not of the region that is read.
@@ -84,9 +88,7 @@ def outcome(a: Process, key: str) -> str:
 
 def freeze_in_a_read(a: Process, b: Process) -> None:
     """Begins a read from a peer that is stopped: over TCP it cannot end before the peer goes on."""
-    serve(a, "a", 1, LARGE)
-    address = serve(b, "b", 2, LARGE)
-    a.add(b.metadata())
+    address = acquaint(a, b, LARGE)
     # Connected.
     read(a, address)
     b.child.send_signal(signal.SIGSTOP)
@@ -112,9 +114,7 @@ def test_a_peer_that_is_killed_in_a_read_is_an_error(plugin: Path, edge: str) ->
 def test_a_peer_that_is_killed_while_its_memory_is_copied(plugin: Path, edge: str) -> None:
     env = {"KVFERRY_TRANSPORT": "shm"}
     with Process(edge, plugin, env=env) as a, Process(edge, plugin, env=env) as b:
-        serve(a, "a", 1, LARGE)
-        address = serve(b, "b", 2, LARGE)
-        a.add(b.metadata())
+        address = acquaint(a, b, LARGE)
         read(a, address)
         a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
         assert a.post("x") == "PROC"
@@ -142,9 +142,7 @@ def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: str, late: Path) -> None:
     env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": "3"}
     with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
-        serve(a, "a", 1, LARGE)
-        address = serve(b, "b", 2, LARGE)
-        a.add(b.metadata())
+        address = acquaint(a, b, LARGE)
         a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
         assert a.post("x") == "PROC"
         with pytest.raises(Failed, match="REPOST_ACTIVE"):
