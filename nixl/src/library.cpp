@@ -14,21 +14,22 @@ namespace {
 Library functions;
 bool is_open = false;
 
-// Where libkvferry may be: a release has it in one folder with the plug-in, the Python package in a folder beside it.
+// Where libkvferry may be: in one folder with the plug-in, or in the Python package `kvferry` where the plug-in is
+// SITE/.PACKAGE.mesonpy.libs/plugins/libplugin_KVFERRY.so.
 std::vector<std::string> candidates() {
   if (const char *chosen = std::getenv("KVFERRY_LIBRARY"); chosen && *chosen) return {chosen};
   std::vector<std::string> found;
   Dl_info info;
   if (!dladdr(reinterpret_cast<void *>(&open_library), &info)) return found;
   std::error_code error;
-  // NIXL's folder of plug-ins may have only a symbolic link to it.
+  // The folder that NIXL_PLUGIN_DIR names may have only a symbolic link to it.
   auto folder = std::filesystem::canonical(info.dli_fname, error).parent_path();
   if (error) return found;
   for (const char *name : {"libkvferry.so.1", "libkvferry.so"}) {
     if (std::filesystem::exists(folder / name, error)) found.push_back(folder / name);
   }
   std::vector<std::string> packaged;
-  for (const auto &entry : std::filesystem::directory_iterator(folder.parent_path() / "_native", error)) {
+  for (const auto &entry : std::filesystem::directory_iterator(folder.parent_path().parent_path() / "kvferry" / "_native", error)) {
     if (entry.path().extension() == ".so") packaged.push_back(entry.path());
   }
   std::sort(packaged.begin(), packaged.end());

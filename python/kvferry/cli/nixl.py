@@ -1,6 +1,4 @@
-"""Says which versions of NIXL this Python has and whether they find kvferry's plug-in, and reads through it.
-
-With --install, puts the plug-in where these NIXLs look for plug-ins, beside their own."""
+"""Says which versions of NIXL this Python has and whether they find kvferry's plug-in, and reads through it."""
 
 from __future__ import annotations
 
@@ -21,14 +19,7 @@ class UsageError(ValueError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
-    parser.add_argument(
-        "--install",
-        nargs="?",
-        const="",
-        metavar="PLUGIN",
-        help="link the plug-in from the folder of every NIXL; PLUGIN: a file of scripts/build-nixl to take first",
-    )
+    """Adds the command's arguments: it has none."""
 
 
 def _read(package: str) -> str | None:
@@ -51,8 +42,6 @@ def run(options: argparse.Namespace) -> int:
     found = nixl.installed()
     if not found:
         raise UsageError("this Python has no NIXL: pip install 'nixl[cu12]' or 'nixl[cu13]'")
-    if options.install:
-        nixl.take_plugin(Path(options.install))
     failed = False
     for one in found:
         print(f"{one.package} {one.version}")
@@ -60,11 +49,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"  refused: the plug-in knows {', '.join(nixl.KNOWN)}")
             failed = True
             continue
-        if options.install is not None:
-            print(f"  installed: {nixl.install(one)}")
         if one.plugin is None:
             folder = os.environ.get("NIXL_PLUGIN_DIR") or one.folder
-            print(f"  no plug-in in {folder}: kvferry nixl --install")
+            print(f"  no plug-in in {folder}: the wheel kvferry-nixl puts it into the folder of NIXL's wheel")
             failed = True
             continue
         print(f"  plug-in: {one.plugin}")

@@ -26,7 +26,8 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the plug-in needs g++")
     # The one that the other tests use.
     os.environ.setdefault("KVFERRY_LIBRARY", str(library_path()))
-    done = subprocess.run([ROOT / "scripts" / "build-nixl"], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    command = [ROOT / "scripts" / "build-nixl", "--library"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     return plugin_folder(ROOT / done.stdout.strip(), tmp_path_factory.mktemp("nixl") / "plugins")
 
 

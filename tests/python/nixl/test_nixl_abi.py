@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts import ROOT, Failed, Process, plugins, versions
+from kvferry._find import library_path
 from nixl_host import pattern
 
 COMPILE = ["g++", "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-access-control"]
@@ -71,15 +71,20 @@ def test_a_library_that_is_missing_or_foreign_is_an_error(plugin: Path, edge: st
     assert "there is no libkvferry beside the plug-in" in "".join(host.log)
 
 
-def test_the_library_is_found_beside_the_plug_in_through_a_link(plugin: Path, edge: str, tmp_path: Path) -> None:
-    library = os.environ.get("KVFERRY_LIBRARY")
-    if not library:
-        pytest.skip("the library's path is not known here")
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libkvferry.so").symlink_to(library)
-    (tmp_path / "lib" / "libplugin_KVFERRY.so").write_bytes((plugin / "libplugin_KVFERRY.so").read_bytes())
+@pytest.mark.parametrize(
+    ("folder", "library"),
+    [("lib", "lib/libkvferry.so"), (".nixl_cu12.mesonpy.libs/plugins", "kvferry/_native/lib_native.so")],
+    ids=["beside", "package"],
+)
+def test_the_library_is_found_from_the_plug_in_through_a_link(
+    plugin: Path, edge: str, tmp_path: Path, folder: str, library: str
+) -> None:
+    for path in (tmp_path / folder / "libplugin_KVFERRY.so", tmp_path / library):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / library).symlink_to(library_path())
+    (tmp_path / folder / "libplugin_KVFERRY.so").write_bytes((plugin / "libplugin_KVFERRY.so").read_bytes())
     (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "libplugin_KVFERRY.so").symlink_to(tmp_path / "lib" / "libplugin_KVFERRY.so")
+    (tmp_path / "plugins" / "libplugin_KVFERRY.so").symlink_to(tmp_path / folder / "libplugin_KVFERRY.so")
     with Process(edge, tmp_path / "plugins", env={"KVFERRY_LIBRARY": ""}) as host:
         assert host.start("a", ["KVFERRY"], {}) == ["KVFERRY"]
 
@@ -94,7 +99,7 @@ def test_parameters_are_checked_by_name(plugin: Path, edge: str) -> None:
 
 
 def test_both_backends_live_in_one_process(plugin: Path, edge: str) -> None:
-    """The plug-in beside NIXL's own, where `kvferry nixl --install` puts it. Each agent has both."""
+    """The plug-in beside NIXL's own, where the wheel kvferry-nixl puts it. Each agent has both."""
     link = plugins(edge) / "libplugin_KVFERRY.so"
     link.unlink(missing_ok=True)
     link.symlink_to(plugin / "libplugin_KVFERRY.so")

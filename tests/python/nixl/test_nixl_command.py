@@ -1,4 +1,4 @@
-"""`kvferry nixl`: what it finds, installs and tries."""
+"""`kvferry nixl`: what it finds and tries."""
 
 from __future__ import annotations
 
@@ -32,35 +32,10 @@ def test_the_plug_in_is_found_and_read_through(plugin: Path, edge: str) -> None:
 def test_a_plug_in_that_is_missing_or_no_nixl_is_said(edge: str, tmp_path: Path) -> None:
     done = run(str(INSTALLED / edge), env={"NIXL_PLUGIN_DIR": str(tmp_path)})
     assert done.returncode == 1
-    assert f"no plug-in in {tmp_path}: kvferry nixl --install" in done.stdout
+    assert f"no plug-in in {tmp_path}: the wheel kvferry-nixl puts it" in done.stdout
     done = run(env={})
     assert done.returncode == 2
     assert "this Python has no NIXL" in done.stderr
-
-
-def test_installing_links_to_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built, folder, ours = tmp_path / "built.so", tmp_path / "plugins", tmp_path / "_nixl" / nixl.FILE_NAME
-    monkeypatch.setattr(nixl, "_OURS", ours)
-    folder.mkdir()
-    known = nixl.Installed("nixl_cu12", nixl.KNOWN[-1], folder)
-    assert known.plugin is None
-    with pytest.raises(kvferry.NotFoundError, match="scripts/build-nixl"):
-        nixl.install(known)
-    with pytest.raises(kvferry.InvalidArgumentError, match="scripts/build-nixl makes it"):
-        nixl.take_plugin(built)
-    built.write_bytes(b"a plug-in")
-    nixl.take_plugin(built)
-    # A process may have the one that is there mapped: it is replaced, not written to.
-    inode = ours.stat().st_ino
-    nixl.take_plugin(built)
-    assert ours.stat().st_ino != inode
-    assert [path.name for path in ours.parent.iterdir()] == [nixl.FILE_NAME]
-    for _ in range(2):
-        assert nixl.install(known).resolve() == ours
-    assert known.plugin == folder / nixl.FILE_NAME
-    assert known.plugin.read_bytes() == b"a plug-in"
-    with pytest.raises(kvferry.UnsupportedError, match="known are 1"):
-        nixl.install(known._replace(version="9.9.9"))
 
 
 def test_the_lists_of_known_versions_are_one() -> None:
