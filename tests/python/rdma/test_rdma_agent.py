@@ -49,8 +49,16 @@ def key(tmp_path: Path) -> dict[str, object]:
     return {"key_file": str(tmp_path / "key")}
 
 
-@pytest.mark.parametrize("keyed", [False, True], ids=["open", "key"])
-@pytest.mark.parametrize("tls", ["rc", "ud"])
+@pytest.mark.parametrize(
+    ("tls", "keyed"),
+    [
+        ("rc", False),
+        ("ud", True),
+        pytest.param("rc", True, marks=pytest.mark.long),
+        pytest.param("ud", False, marks=pytest.mark.long),
+    ],
+    ids=["rc-open", "ud-key", "rc-key", "ud-open"],
+)
 def test_every_byte_of_every_pattern(start: Callable[..., Any], tmp_path: Path, tls: str, keyed: bool) -> None:
     more = key(tmp_path) if keyed else {}
     owner, user = start("owner", tls, 1, **more), start("user", tls, 2, **more)
@@ -116,6 +124,7 @@ def test_deregistering_ends_access_and_other_connections_go_on(start: Callable[.
     assert owner.ask("route", back)[0]
 
 
+@pytest.mark.long
 def test_the_time_of_a_transfer_is_the_time_that_it_took(start: Callable[..., Any]) -> None:
     owner, user = start("owner", "rc", 1), start("user", "rc", 2)
     peer = user.ask("connect", owner.ask("metadata"))
