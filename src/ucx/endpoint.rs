@@ -26,6 +26,9 @@ use super::status::{Status, UcxError};
 /// header is one of them. With one more it cuts the message in two, and the receiver copies the halves together.
 pub const MAX_PARTS: usize = 15;
 
+/// Up to so many bytes, UCX is asked to copy a message's data and be done with it. Otherwise it sends by TCP even a single
+/// byte from where it is, which takes a more costly system call and a completion.
+const COPIED_BYTES: usize = 8 << 10;
 const AM: &str = "ucp_am_send_nbx";
 
 /// Part of a registered range: offset and length in bytes.
@@ -296,6 +299,9 @@ impl Endpoint {
                 param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE.0;
                 param.memory_type = ucx_sys::UCS_MEMORY_TYPE_HOST;
                 let (data, length) = buffers.data;
+                if length <= COPIED_BYTES {
+                    param.op_attr_mask |= ucx_sys::UCP_OP_ATTR_FLAG_FAST_CMPL.0;
+                }
                 // SAFETY: the endpoint is open; header and data are owned by the operation until UCX is done.
                 unsafe { self.start_am(ep, id, buffers, (data.cast(), length), param) }
             },

@@ -93,15 +93,12 @@ impl Frame {
             FrameKind::RegionRevoked => 18,
             FrameKind::RegionReleased => 19,
         };
+        let [m0, m1, m2, m3] = MAGIC;
+        let start = u64::from_le_bytes([m0, m1, m2, m3, VERSION, kind, 0, 0]);
         let mut bytes = [0; FRAME_BYTES];
-        let fields = MAGIC
-            .into_iter()
-            .chain([VERSION, kind, 0, 0])
-            .chain(self.incarnation.0.to_le_bytes())
-            .chain(self.connection.to_le_bytes())
-            .chain(self.sequence.to_le_bytes());
-        for (to, from) in bytes.iter_mut().zip(fields) {
-            *to = from;
+        let words = [start, self.incarnation.0, self.connection, self.sequence];
+        for (to, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *to = word.to_le_bytes();
         }
         bytes
     }
