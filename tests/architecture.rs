@@ -1,7 +1,7 @@
 //! The layers of `src`, read from what its files import.
 //!
-//! docs/architecture.md says what the layers are for. Submodules and their parent may name each other; any other two files
-//! may not import each other in a circle. Unit tests, which stand last in a file, may import what they like.
+//! docs/architecture.md says what the layers are for. Files may not import each other in a circle, where a module's use of
+//! its own submodules does not count. Unit tests, which stand last in a file, may import what they like.
 
 #![allow(clippy::panic, clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
@@ -46,6 +46,8 @@ const IMPURE: &[&str] =
 
 /// The code of each module by its path, such as `agent::peers::hello`: without comments and unit tests.
 type Sources = BTreeMap<String, String>;
+/// What each module imports: the names, each with its path.
+type Names = BTreeMap<String, BTreeMap<String, String>>;
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
 /// The code of a file, without comments and unit tests.
@@ -69,19 +71,20 @@ fn read(folder: &Path, module: &str, sources: &mut Sources) {
     }
 }
 
-/// Whether one module stands within the other.
-fn are_related(a: &str, b: &str) -> bool {
-    let within = |inner: &str, outer: &str| {
-        outer.is_empty() || inner == outer || inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with("::"))
-    };
-    within(a, b) || within(b, a)
+/// Whether a module is another one or stands within it.
+fn is_within(inner: &str, outer: &str) -> bool {
+    outer.is_empty() || inner.strip_prefix(outer).is_some_and(|rest| rest.is_empty() || rest.starts_with("::"))
 }
 
-/// The paths of a `use`, such as `a::{b, c::d}`, each whole.
-fn expand(tree: &str) -> Vec<String> {
+/// The paths of a `use`, such as `a::{b, c::d as e}`, each whole and with the name that it brings.
+fn expand(tree: &str) -> Vec<(String, String)> {
     let Some(open) = tree.find('{') else {
+        let (path, alias) = tree.split_once(" as ").map_or((tree, None), |(path, alias)| (path, Some(alias)));
         // A long path may go on in the next line.
-        return vec![tree.split(" as ").next().unwrap_or(tree).split_whitespace().collect()];
+        let path: String = path.split_whitespace().collect();
+        let path = path.strip_suffix("::self").unwrap_or(&path);
+        let name = alias.map_or_else(|| path.rsplit("::").next().unwrap_or_default(), str::trim);
+        return vec![(name.to_owned(), path.to_owned())];
     };
     let (head, body) = (&tree[..open], &tree[open + 1..tree.rfind('}').expect("a brace that is closed")]);
     let (mut depth, mut begin, mut parts) = (0, 0, Vec::new());
@@ -98,12 +101,12 @@ fn expand(tree: &str) -> Vec<String> {
     }
     parts.push(&body[begin..]);
     let parts = parts.into_iter().map(str::trim).filter(|part| !part.is_empty());
-    parts.flat_map(expand).map(|part| format!("{}{part}", head.trim())).collect()
+    parts.flat_map(|part| expand(&format!("{}{part}", head.trim()))).collect()
 }
 
-/// The paths that a module's code imports or names from the crate's root.
-fn paths(code: &str) -> BTreeSet<String> {
-    let mut found = BTreeSet::new();
+/// The names that a module's code imports, each with its path.
+fn imports(code: &str) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
     for (at, _) in code.match_indices("use ") {
         let line = code[..at].rfind('\n').map_or(0, |at| at + 1);
         let before = code[line..at].trim();
@@ -118,15 +121,18 @@ fn paths(code: &str) -> BTreeSet<String> {
             }
         }
     }
-    for (at, _) in code.match_indices("crate::") {
-        let path = code[at..].split(|letter: char| !(letter.is_alphanumeric() || "_:".contains(letter)));
-        found.extend(path.take(1).map(|path| path.trim_end_matches(':').to_owned()));
-    }
     found
 }
 
-/// The module that a path of `from`'s code leads to, if it is one of the sources.
-fn target(from: &str, path: &str, sources: &Sources) -> Option<String> {
+/// The paths that a module's code names, such as `crate::a::B`, `super::c` or `imported::d`.
+fn paths(code: &str) -> impl Iterator<Item = &str> {
+    let words = code.split(|letter: char| !(letter.is_alphanumeric() || "_:".contains(letter)));
+    words.map(|word| word.trim_matches(':')).filter(|word| word.contains("::"))
+}
+
+/// The module that a path of `from`'s code leads to, if it is one of the sources: where the thing is defined, not where
+/// it is exported again.
+fn target(from: &str, path: &str, names: &Names) -> Option<String> {
     let mut parts: Vec<&str> = if from.is_empty() { Vec::new() } else { from.split("::").collect() };
     let mut steps = path.split("::").peekable();
     match *steps.peek()? {
@@ -141,29 +147,40 @@ fn target(from: &str, path: &str, sources: &Sources) -> Option<String> {
             }
         }
         first => {
-            // A submodule, or another crate.
+            // A submodule, something imported, or another crate.
             let inner = parts.iter().copied().chain([first]).collect::<Vec<_>>().join("::");
-            sources.get(&inner)?;
+            if !names.contains_key(&inner) {
+                let imported = names[from].get(first).filter(|path| !path.starts_with(first))?;
+                return target(from, &path.replacen(first, imported, 1), names);
+            }
         }
     }
     parts.extend(steps);
-    (1..=parts.len()).rev().map(|len| parts[..len].join("::")).find(|module| sources.contains_key(module))
+    let (len, module) = (0..=parts.len())
+        .rev()
+        .map(|len| (len, parts[..len].join("::")))
+        .find(|(_, module)| names.contains_key(module))?;
+    let exported = parts.get(len).and_then(|name| names[&module].get(*name));
+    let inner = exported.and_then(|path| target(&module, path, names));
+    Some(inner.unwrap_or(module))
 }
 
-/// Which modules each module imports, those within it and around it left out.
+/// Which modules each module imports, those within it left out, and the crate's root.
 fn graph(sources: &Sources) -> Graph {
+    let names: Names = sources.iter().map(|(module, code)| (module.clone(), imports(code))).collect();
     let edges = |(from, code): (&String, &String)| {
-        let targets = paths(code).into_iter().filter_map(|path| target(from, &path, sources));
-        (from.clone(), targets.filter(|to| !are_related(from, to)).collect())
+        let imported = names[from].values().map(String::as_str);
+        let targets = imported.chain(paths(code)).filter_map(|path| target(from, path, &names));
+        (from.clone(), targets.filter(|to| !is_within(to, from) && !to.is_empty()).collect())
     };
     sources.iter().map(edges).collect()
 }
 
 /// Imports that do not point down a table of layers.
-fn upward(graph: &Graph, layers: &[&[&str]]) -> Vec<String> {
+fn upward(graph: &Graph, layers: &[&[&'static str]]) -> Vec<String> {
     let place = |module: &str| {
-        let holds = |part: &&str| module == *part || module.strip_prefix(*part).is_some_and(|m| m.starts_with("::"));
-        layers.iter().enumerate().find_map(|(layer, parts)| Some((layer, *parts.iter().find(|part| holds(part))?)))
+        let part = |parts: &[&'static str]| parts.iter().copied().find(|part| is_within(module, part));
+        layers.iter().enumerate().find_map(|(layer, parts)| Some((layer, part(parts)?)))
     };
     let mut wrong = Vec::new();
     for (from, targets) in graph {
@@ -182,7 +199,7 @@ fn upward(graph: &Graph, layers: &[&[&str]]) -> Vec<String> {
 /// Modules under `root` that stand in no layer.
 fn unplaced(sources: &Sources, root: &str, layers: &[&[&str]]) -> Vec<String> {
     let depth = if root.is_empty() { 1 } else { root.split("::").count() + 1 };
-    let within = |module: &&String| are_related(module, root) && module.split("::").count() == depth && *module != root;
+    let within = |module: &&String| is_within(module, root) && module.split("::").count() == depth && *module != root;
     let placed = |module: &&String| !module.is_empty() && !layers.concat().contains(&module.as_str());
     sources.keys().filter(within).filter(placed).cloned().collect()
 }
@@ -279,6 +296,23 @@ fn an_import_that_points_up_is_found_however_it_is_written() {
     let beside =
         made_up(&[("agent::transfers", "use super::streams::Streams;"), ("agent::streams", ""), ("agent", "")]);
     assert_eq!(upward(&beside, AGENT_LAYERS), ["agent::transfers imports agent::streams"]);
+}
+
+#[test]
+fn a_circle_is_found_through_another_name_and_through_a_parent() {
+    let again = made_up(&[
+        ("proto", ""),
+        ("proto::wire", "mod codec;\nmod message;\npub use codec::decode;\npub use message::{Kind as K, Message};"),
+        ("proto::wire::codec", "fn begins<M: super::K>() {}"),
+        ("proto::wire::message", "use crate::proto::wire;\nfn from() { wire::decode() }"),
+    ]);
+    assert_eq!(circles(&again), [["proto::wire::codec", "proto::wire::message"]]);
+    let parent = made_up(&[
+        ("mem", "mod host;\nuse crate::sys::Page;"),
+        ("mem::host", "use super::Range;"),
+        ("sys", "use crate::mem::host;"),
+    ]);
+    assert_eq!(circles(&parent), [["mem", "mem::host", "sys"]]);
 }
 
 #[test]

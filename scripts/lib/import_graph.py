@@ -1,7 +1,7 @@
 """Draws which files of src/agent import which: `import_graph.py [COMMIT]` writes an SVG to standard output.
 
 Imports are read as tests/architecture.rs reads them, and the layers are those of its table: a module is a file, unit
-tests are left out, and so are imports between a module and its own submodules.
+tests are left out, and so are a module's imports of its own submodules.
 """
 
 from __future__ import annotations
@@ -56,33 +56,34 @@ def sources(files: Iterator[tuple[str, str]]) -> Sources:
     return found
 
 
-def _expand(tree: str) -> Iterator[str]:
-    """The paths of a `use`, such as `a::{b, c::d}`, each whole."""
+def _expand(tree: str) -> Iterator[tuple[str, str]]:
+    """The paths of a `use`, such as `a::{b, c::d as e}`, each whole and after the name that it brings."""
     head, brace, rest = tree.partition("{")
     if not brace:
-        yield "".join(tree.split(" as ")[0].split())
+        path, _, alias = tree.partition(" as ")
+        path = "".join(path.split()).removesuffix("::self")
+        yield alias.strip() or path.rsplit("::", 1)[-1], path
         return
     depth, part = 0, ""
     for letter in f"{rest[: rest.rindex('}')]},":
         depth += (letter == "{") - (letter == "}")
         if letter == "," and depth == 0:
             if part.strip():
-                yield from (f"{head.strip()}{path}" for path in _expand(part.strip()))
+                yield from _expand(f"{head.strip()}{part.strip()}")
             part = ""
         else:
             part += letter
 
 
-def _paths(code: str) -> set[str]:
-    """The paths that a module's code imports or names from the crate's root."""
-    found = {path.rstrip(":") for path in re.findall(r"crate::[\w:]+", code)}
-    for tree in re.findall(r"^[ \t]*(?:pub(?:\([\w: ]+\))?\s+)?use ([\w\s:{},*]+);", code, re.MULTILINE):
-        found.update(_expand(tree))
-    return found
+def _imports(code: str) -> dict[str, str]:
+    """The names that a module's code imports, each with its path."""
+    trees = re.findall(r"^[ \t]*(?:pub(?:\([\w: ]+\))?\s+)?use ([\w\s:{},*]+);", code, re.MULTILINE)
+    return dict(one for tree in trees for one in _expand(tree))
 
 
-def _target(module: str, path: str, known: Sources) -> str | None:
-    """The module that a path of `module`'s code leads to, if it is one of the sources."""
+def _target(module: str, path: str, names: dict[str, dict[str, str]]) -> str | None:
+    """The module that a path of `module`'s code leads to, if it is one of the sources: where the thing is defined, not
+    where it is exported again."""
     parts, steps = module.split("::"), path.split("::")
     if steps[0] == "crate":
         parts, steps = [], steps[1:]
@@ -91,22 +92,27 @@ def _target(module: str, path: str, known: Sources) -> str | None:
     elif steps[0] == "super":
         while steps and steps[0] == "super":
             parts, steps = parts[:-1], steps[1:]
-    elif "::".join([*parts, steps[0]]) not in known:
-        return None
+    elif "::".join([*parts, steps[0]]) not in names:
+        imported = names[module].get(steps[0], steps[0])
+        if imported.split("::")[0] == steps[0]:
+            return None
+        return _target(module, "::".join([imported, *steps[1:]]), names)
     parts += steps
-    return next((m for n in range(len(parts), 0, -1) if (m := "::".join(parts[:n])) in known), None)
+    for n in range(len(parts), 0, -1):
+        if (found := "::".join(parts[:n])) in names:
+            exported = names[found].get(parts[n]) if n < len(parts) else None
+            return (exported and _target(found, exported, names)) or found
+    return None
 
 
 def graph(known: Sources) -> Graph:
-    """The imports between modules that do not stand within each other."""
-
-    def are_related(a: str, b: str) -> bool:
-        return f"{a}::".startswith(f"{b}::") or f"{b}::".startswith(f"{a}::")
-
+    """Which modules each module imports, those within it left out."""
+    names = {module: _imports(code) for module, code in known.items()}
     found: Graph = {}
     for module, code in known.items():
-        targets = {_target(module, path, known) for path in _paths(code)}
-        found[module] = {to for to in targets if to is not None and not are_related(module, to)}
+        paths = {*names[module].values(), *re.findall(r"\w+(?:::\w+)+", code)}
+        targets = {_target(module, path, names) for path in paths}
+        found[module] = {to for to in targets if to is not None and not f"{to}::".startswith(f"{module}::")}
     return found
 
 

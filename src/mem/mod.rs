@@ -3,6 +3,7 @@
 //! [`check`] is asked before any registration, so that a null pointer, freed host memory, or a device pointer that was
 //! called host memory is an error with an explanation and never a crash in UCX.
 
+mod check;
 mod convert;
 pub mod copy;
 pub mod cuda;
@@ -12,9 +13,10 @@ pub(crate) mod mapping;
 mod range;
 mod registered;
 
+pub use check::check;
 pub use convert::ucx_error;
 pub use iov::Iov;
-pub use range::{MemoryRange, check};
+pub use range::MemoryRange;
 pub use registered::map;
 
 /// Which way bytes go.

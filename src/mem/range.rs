@@ -1,8 +1,7 @@
-//! A stated range of memory, and the checks that a registration starts with.
+//! A stated range of memory.
 
 use std::fmt;
 
-use super::{cuda, host};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::MemoryKind;
 
@@ -116,24 +115,6 @@ impl fmt::Display for MemoryRange {
     }
 }
 
-/// Checks that `range` is what it says it is: mapped host memory that no CUDA device owns, or an allocation of the
-/// stated CUDA device that holds the whole range.
-///
-/// # Errors
-/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for memory of another kind or device,
-/// [`ErrorKind::OutOfRange`](crate::ErrorKind::OutOfRange) for a range that is not mapped or leaves its allocation,
-/// [`ErrorKind::Cuda`](crate::ErrorKind::Cuda) where the CUDA driver is absent or refuses,
-/// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for managed memory.
-pub fn check(range: &MemoryRange) -> Result<()> {
-    match range.kind {
-        MemoryKind::Host => {
-            cuda::check_not_device(range)?;
-            host::check_mapped(range)
-        }
-        MemoryKind::Cuda { device } => cuda::check_device(range, device),
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -161,16 +142,5 @@ mod tests {
             let b = range(addr, len).unwrap();
             assert_eq!((a.overlaps(&b), b.overlaps(&a)), (expected, expected), "{b}");
         }
-    }
-
-    #[test]
-    fn owned_memory_passes_and_unmapped_memory_does_not() {
-        let bytes = vec![7u8; 100_000];
-        let good = range(bytes.as_ptr() as u64, bytes.len() as u64).unwrap();
-        check(&good).unwrap();
-        // The first page of the address space is never mapped for ordinary processes (vm.mmap_min_addr).
-        let error = check(&range(16, 64).unwrap()).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::OutOfRange);
-        assert!(error.message().contains("not mapped"), "{error}");
     }
 }

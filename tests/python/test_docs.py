@@ -233,7 +233,7 @@ def test_the_copies_of_a_list_of_block_ids_are_counted() -> None:
 
 
 def test_every_cause_of_a_failure_has_a_line() -> None:
-    source = (ROOT / "src/proto/wire/report.rs").read_text(encoding="utf-8")
+    source = (ROOT / "src/proto/wire/cause.rs").read_text(encoding="utf-8")
     causes = re.findall(r'Cause::\w+ => "(\w+)"', source)
     assert len(causes) > 5
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")

@@ -46,6 +46,8 @@ def test_imports_are_found_however_they_are_written() -> None:
         found = made_up(mod="", core__ids="", engine__mod="use self::inner::A;", engine__inner="", peers=line)
         assert "agent::core::ids" in found["agent::peers"], line
         assert found["agent::engine"] == set(), line
+    again = made_up(core__mod="pub use self::ids::PeerId as Id;", core__ids="", core__frame="use super::Id;")
+    assert again["agent::core::frame"] == {"agent::core::ids"}
     for line in ("// use super::core::ids;", "#[cfg(test)]\nmod tests { use super::core::ids; }", "use std::core;"):
         assert made_up(core__ids="", peers=line)["agent::peers"] == set(), line
 
@@ -77,7 +79,7 @@ def test_arrows_point_down_and_a_circle_is_red() -> None:
     assert len(arrows(down)) == 2
     assert all(begin < end and colour != import_graph.RED for begin, end, colour in arrows(down))
     round_about = import_graph.svg(
-        made_up(core__ids="", peers="use super::{engine::A, core::ids::B};", engine="use super::peers::A;"),
+        made_up(core__ids="", peers="use super::{engine::E, core::ids::A};", engine="use super::peers::P;"),
         TABLE,
         "x",
     )

@@ -48,7 +48,7 @@ impl Peers {
             return;
         }
         let frame = peer.frame(FrameKind::Goodbye, peer.next_sequence);
-        let Ok((header, data)) = peer.wrap(frame, Vec::new()) else { return };
+        let Ok((header, data)) = peer.session.wrap(frame, Vec::new()) else { return };
         let token = io.operations.insert(InFlight::Goodbye);
         if !matches!(peer.endpoint.send_am(AM_ID, &header, data, token), Ok(Posted::Pending)) {
             io.operations.remove(token);

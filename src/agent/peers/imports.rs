@@ -1,6 +1,5 @@
 //! Device memory of a peer on this host, as this process reaches it.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 
 use super::Peer;
@@ -9,32 +8,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::ipc::Imported;
 use crate::proto::wire::MemoryKind;
-
-/// Mappings of one peer's regions.
-#[derive(Default)]
-pub(crate) struct Imports {
-    /// By region and device of this side.
-    mapped: BTreeMap<(u32, u32), Arc<Imported>>,
-    /// Every mapping that was made of a region, as long as a copy under way holds it.
-    made: BTreeMap<u32, Vec<Weak<Imported>>>,
-    /// Regions that the driver did not map.
-    refused: BTreeSet<u32>,
-    /// Regions that the peer has deregistered, whatever its metadata says; none above [`MAX_REGIONS`].
-    revoked: BTreeSet<u32>,
-}
-
-impl Imports {
-    /// Forgets all but those of these regions.
-    pub(super) fn retain(&mut self, regions: &BTreeSet<u32>) {
-        self.mapped.retain(|(region, _), _| regions.contains(region));
-        self.refused.retain(|region| regions.contains(region));
-    }
-
-    /// Whether the peer has deregistered its region `index`.
-    pub(super) fn is_revoked(&self, index: usize) -> bool {
-        u32::try_from(index).is_ok_and(|index| self.revoked.contains(&index))
-    }
-}
 
 impl Peer {
     /// Whether it is an agent of this process.

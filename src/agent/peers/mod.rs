@@ -14,6 +14,7 @@ pub(crate) mod inbox;
 mod peer;
 pub(crate) mod reach;
 pub(crate) mod secure;
+mod session;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -24,11 +25,12 @@ use self::admission::Admission;
 use self::backing::Backing;
 use self::close::ClosingEndpoints;
 use self::hello::MAX_WITHDRAWN;
-use self::imports::Imports;
 use self::inbox::{Inbox, Item, reserve};
+use self::peer::Imports;
 pub(crate) use self::peer::Peer;
 use self::reach::Reach;
-use self::secure::{Secrets, Session};
+use self::secure::Secrets;
+use self::session::Session;
 use super::core::effect::{Effect, Effects};
 use super::core::event::Event;
 use super::core::frame::{Frame, FrameKind};
@@ -285,7 +287,7 @@ impl Peers {
             silent: false,
             server: Server::default(),
             flow: FlowControl::new(io.now),
-            session: Session::new(self.secrets.is_keyed()),
+            session: Session { keyed: self.secrets.is_keyed(), ..Session::default() },
             reach: Reach::default(),
             refused: BTreeSet::new(),
             imports: Imports::default(),

@@ -1,19 +1,18 @@
 //! One connection: what is known of the other side, and how frames go to it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::backing::Backing;
 use super::hello::Hello;
-use super::imports::Imports;
 use super::inbox::Inbox;
 use super::reach::{Pair, Reach};
-use super::secure::Session;
+use super::session::Session;
 use crate::agent::core::frame::{AM_ID, Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::in_flight::{InFlight, Operations};
@@ -21,6 +20,7 @@ use crate::agent::core::regions::Regions;
 use crate::agent::rpc::flow_control::FlowControl;
 use crate::agent::rpc::server::{Payload, Server};
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::cuda::ipc::Imported;
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::limits::MAX_REGIONS;
@@ -45,6 +45,32 @@ fn look_at(neighbour: &Arc<Neighbour>) -> impl Fn(&[Range<u64>]) -> io::Result<V
 
 /// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
 const REFUSALS: usize = 4;
+
+/// What this process has mapped of a peer's device memory (`imports.rs`).
+#[derive(Default)]
+pub(crate) struct Imports {
+    /// By region and device of this side.
+    pub(super) mapped: BTreeMap<(u32, u32), Arc<Imported>>,
+    /// Every mapping that was made of a region, as long as a copy under way holds it.
+    pub(super) made: BTreeMap<u32, Vec<Weak<Imported>>>,
+    /// Regions that the driver did not map.
+    pub(super) refused: BTreeSet<u32>,
+    /// Regions that the peer has deregistered, whatever its metadata says; none above [`MAX_REGIONS`].
+    pub(super) revoked: BTreeSet<u32>,
+}
+
+impl Imports {
+    /// Forgets all but those of these regions.
+    fn retain(&mut self, regions: &BTreeSet<u32>) {
+        self.mapped.retain(|(region, _), _| regions.contains(region));
+        self.refused.retain(|region| regions.contains(region));
+    }
+
+    /// Whether the peer has deregistered its region `index`.
+    fn is_revoked(&self, index: usize) -> bool {
+        u32::try_from(index).is_ok_and(|index| self.revoked.contains(&index))
+    }
+}
 
 /// One connection.
 pub(crate) struct Peer {
@@ -140,11 +166,11 @@ impl Peer {
         reserved: Option<u64>,
         operations: &mut Operations,
     ) -> Result<()> {
-        if self.must_wait(frame.kind) {
-            self.wait(frame, data, reserved);
+        if self.session.keyed && !self.is_ready() && frame.kind == FrameKind::Data {
+            self.session.waiting.push((frame, data, reserved));
             return Ok(());
         }
-        let (header, data) = self.wrap(frame, data)?;
+        let (header, data) = self.session.wrap(frame, data)?;
         let token = operations.insert(InFlight::Message { peer: self.id, reserved: reserved.unwrap_or(0) });
         let posted = self.endpoint.send_am(AM_ID, &header, data, token);
         if !matches!(posted, Ok(Posted::Pending)) {
@@ -167,7 +193,7 @@ impl Peer {
         let frame = self.frame(kind, sequence);
         let (posted, token) = match payload {
             Payload::Bytes(data) => {
-                let (header, data) = self.wrap(frame, data)?;
+                let (header, data) = self.session.wrap(frame, data)?;
                 let token = operations.insert(InFlight::Rpc { peer: self.id, held, regions: Vec::new() });
                 (self.endpoint.send_am(AM_ID, &header, data, token), token)
             }

@@ -12,13 +12,13 @@ use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::hello::Hello;
-use super::{Io, Peer, Peers};
+use super::{Io, Peers};
 use crate::agent::core::frame::{FRAME_BYTES, Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::limits::MAX_MESSAGE_BYTES;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
-use crate::secret::{Channel, Initiator, Key, Protocol, Responder};
+use crate::secret::{Initiator, Key, Protocol, Responder};
 
 /// Agents whose last hello's number is remembered after they are gone. Far above the peers at a time, whose numbers are
 /// always remembered.
@@ -67,50 +67,6 @@ impl Seen {
             }
         }
         Ok(())
-    }
-}
-
-/// A connection's share.
-#[derive(Default)]
-pub(crate) struct Session {
-    /// Whether nothing may leave in clear.
-    keyed: bool,
-    /// Our hello, as long as it may be answered.
-    initiator: Option<Initiator>,
-    channel: Option<Channel>,
-    /// Messages for the time when there is a channel: frame, data, what was reserved for it.
-    waiting: Vec<(Frame, Vec<u8>, Option<u64>)>,
-}
-
-impl Session {
-    pub(crate) fn new(keyed: bool) -> Session {
-        Session { keyed, ..Session::default() }
-    }
-}
-
-impl Peer {
-    /// Whether a message has to wait for the channel.
-    pub(super) fn must_wait(&self, kind: FrameKind) -> bool {
-        self.session.keyed && !self.is_ready() && kind == FrameKind::Data
-    }
-
-    pub(super) fn wait(&mut self, frame: Frame, data: Vec<u8>, reserved: Option<u64>) {
-        self.session.waiting.push((frame, data, reserved));
-    }
-
-    /// A frame and its data as they go out: as they are without a key, else sealed.
-    pub(super) fn wrap(&mut self, frame: Frame, data: Vec<u8>) -> Result<([u8; FRAME_BYTES], Vec<u8>)> {
-        let plain = !self.session.keyed || matches!(frame.kind, FrameKind::SealedHello | FrameKind::SealedAnswer);
-        if plain {
-            return Ok((frame.encode(), data));
-        }
-        let channel = self
-            .session
-            .channel
-            .as_mut()
-            .ok_or_else(|| Error::new(ErrorKind::Internal, "a frame before the channel is there was not sent"))?;
-        let (number, sealed) = channel.sealer.seal(&frame.encode(), &data)?;
-        Ok((Frame { kind: FrameKind::Sealed, sequence: number, ..frame }.encode(), sealed))
     }
 }
 

@@ -92,14 +92,9 @@ pub fn encode<T: Serialize>(kind: &str, version: u16, body: &T) -> Result<Vec<u8
         .map_err(|e| Error::new(ErrorKind::Internal, format!("encoding a {kind} message: {e}")))
 }
 
-/// Whether `bytes` are not too many and begin as [`encode`] begins a message of this kind. The body is not looked at.
-pub(crate) fn begins_as<M: super::Message>(bytes: &[u8]) -> bool {
-    bytes.len() <= M::MAX_BYTES && body_of(M::KIND, M::OLDEST, bytes).is_some()
-}
-
 /// What follows the bytes with which [`encode`] begins a message of this kind, in a version from `oldest` on. None for
 /// one that begins in another way, which may be the same message in another order of fields.
-fn body_of<'a>(kind: &str, oldest: u16, bytes: &'a [u8]) -> Option<&'a [u8]> {
+pub(super) fn body_of<'a>(kind: &str, oldest: u16, bytes: &'a [u8]) -> Option<&'a [u8]> {
     (oldest..=VERSION).rev().find_map(|version| {
         // The body comes last; without content it is one byte.
         let empty = encode(kind, version, &()).ok()?;
@@ -171,29 +166,4 @@ fn mismatch(kind: &str, oldest: u16, head: &Head) -> Error {
             Versions { oldest, newest: VERSION }
         ),
     )
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::proto::wire::{Message, StepMetadata, WorkerReport};
-
-    #[test]
-    fn the_beginning_tells_kind_and_version() {
-        let step = StepMetadata::default().to_bytes().unwrap();
-        assert!(begins_as::<StepMetadata>(&step));
-        assert!(!begins_as::<WorkerReport>(&step));
-        // The body is not looked at, what is before it is, whole.
-        let body = step.windows(5).position(|bytes| bytes == b"\xa4body").unwrap() + 5;
-        for len in 0..=step.len() {
-            assert_eq!(begins_as::<StepMetadata>(step.get(..len).unwrap()), len >= body, "{len} of {}", step.len());
-        }
-        let other = encode(StepMetadata::KIND, VERSION, &"anything").unwrap();
-        assert!(begins_as::<StepMetadata>(&other));
-        let version = other.windows(1).position(|byte| byte == [VERSION as u8]).unwrap();
-        let mut newer = other.clone();
-        *newer.get_mut(version).unwrap() += 1;
-        assert!(!begins_as::<StepMetadata>(&newer));
-    }
 }

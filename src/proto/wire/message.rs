@@ -73,6 +73,11 @@ pub trait Message: Serialize + DeserializeOwned {
     }
 }
 
+/// Whether `bytes` are not too many and begin as [`codec::encode`] begins a message of this kind. The body is not looked at.
+pub(crate) fn begins_as<M: Message>(bytes: &[u8]) -> bool {
+    bytes.len() <= M::MAX_BYTES && codec::body_of(M::KIND, M::OLDEST, bytes).is_some()
+}
+
 macro_rules! messages {
     ($($type:ty: $kind:expr, $max:expr, $oldest:expr;)*) => {
         $(impl Message for $type {
@@ -93,4 +98,28 @@ messages! {
     StepMetadata: kind::STEP, MAX_STEP_BYTES, VERSION;
     WorkerReport: kind::WORKER_REPORT, MAX_REPORT_BYTES, VERSION;
     ReportBatch: kind::REPORT_BATCH, MAX_REPORT_BYTES, VERSION;
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_beginning_tells_kind_and_version() {
+        let step = StepMetadata::default().to_bytes().unwrap();
+        assert!(begins_as::<StepMetadata>(&step));
+        assert!(!begins_as::<WorkerReport>(&step));
+        // The body is not looked at, what is before it is, whole.
+        let body = step.windows(5).position(|bytes| bytes == b"\xa4body").unwrap() + 5;
+        for len in 0..=step.len() {
+            assert_eq!(begins_as::<StepMetadata>(step.get(..len).unwrap()), len >= body, "{len} of {}", step.len());
+        }
+        let other = codec::encode(StepMetadata::KIND, VERSION, &"anything").unwrap();
+        assert!(begins_as::<StepMetadata>(&other));
+        let version = other.windows(1).position(|byte| byte == [VERSION as u8]).unwrap();
+        let mut newer = other.clone();
+        *newer.get_mut(version).unwrap() += 1;
+        assert!(!begins_as::<StepMetadata>(&newer));
+    }
 }

@@ -1,4 +1,4 @@
-//! Who an agent and a rank are, and how their memory is reached.
+//! Who an agent and a rank are.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -6,63 +6,11 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
+use super::RegionMetadata;
 use super::limits::{MAX_COMPAT_FIELDS, MAX_RANKS, MAX_REGIONS};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::Geometry;
 use crate::proto::ids::{EngineId, Incarnation, RankId};
-
-/// Where a region's bytes live.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum MemoryKind {
-    /// Ordinary process memory.
-    Host,
-    /// Memory of a CUDA device, by its ordinal in the owning process.
-    Cuda {
-        /// The device ordinal.
-        device: u32,
-    },
-}
-
-/// How other processes of the owner's host map device memory: by CUDA's handle of the allocation that a region is in, or
-/// piece by piece.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct DeviceHandle {
-    /// The handle's bytes (`CUipcMemHandle`, 64); none where there are pieces.
-    #[serde(with = "serde_bytes")]
-    pub handle: Vec<u8>,
-    /// Offset of the region in the allocation, or in the first piece, in bytes.
-    pub offset: u64,
-    /// The allocations that the region's addresses are mapped to, one behind the other.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub pieces: Vec<DevicePiece>,
-}
-
-/// An allocation of CUDA's virtual memory management.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct DevicePiece {
-    /// The descriptor of its handle in the owner's process.
-    pub fd: i32,
-    /// Its length in bytes.
-    pub len: u64,
-}
-
-/// One registered region as a remote agent needs it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct RegionMetadata {
-    /// Virtual address of the first byte in the owning process.
-    pub base: u64,
-    /// Length in bytes.
-    pub len: u64,
-    /// Kind of memory.
-    pub kind: MemoryKind,
-    /// The packed rkey in its checked envelope.
-    #[serde(with = "serde_bytes")]
-    pub rkey: Vec<u8>,
-    /// Device memory: the handle for other processes of the host, if there is one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub handle: Option<DeviceHandle>,
-}
 
 /// All that a remote agent needs to connect and to read or write registered regions. Its size grows with regions,
 /// never with blocks.

@@ -6,6 +6,7 @@
 
 mod batch;
 mod blocks;
+mod cause;
 mod codec;
 mod handshake;
 pub mod limits;
@@ -13,6 +14,7 @@ mod message;
 mod metadata;
 mod params;
 mod peer;
+mod region;
 mod report;
 mod scan;
 mod step;
@@ -20,15 +22,15 @@ mod step;
 pub use batch::ReportBatch;
 pub(crate) use batch::requests;
 pub use blocks::Blocks;
+pub use cause::Cause;
+pub(crate) use codec::version_for_answer;
 pub use codec::{MAX_DEPTH, OLDEST, VERSION, Versions, decode, encode};
-pub(crate) use codec::{begins_as, version_for_answer};
 pub use handshake::{HandshakeReply, HandshakeRequest, Prefill, RankBlob, RefusalCode};
+pub(crate) use message::begins_as;
 pub use message::{Message, kind};
-pub use metadata::{
-    AgentMetadata, AgentRegion, CompatField, DeviceHandle, DevicePiece, EngineShape, MemoryKind, RankMetadata,
-    RegionMetadata,
-};
+pub use metadata::{AgentMetadata, AgentRegion, CompatField, EngineShape, RankMetadata};
 pub use params::TransferParams;
 pub use peer::{PeerMessage, Reader, Verdict};
-pub use report::{Cause, RecvFailure, RecvRecord, WorkerReport};
+pub use region::{DeviceHandle, DevicePiece, MemoryKind, RegionMetadata};
+pub use report::{RecvFailure, RecvRecord, WorkerReport};
 pub use step::{Grant, Hold, Load, Release, Remote, StepMetadata};
