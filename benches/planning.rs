@@ -155,11 +155,11 @@ fn first_contact(layers: u32, ranks: u32) -> (f64, f64) {
         ranks: theirs.iter().map(blob).collect(),
     };
     let reply = reply.to_bytes().unwrap();
-    let session = Session::new(Arc::clone(&mine), 1, mine.engine.clone(), None, Vec::new());
+    let session = Session::new(Arc::clone(&mine), 1, mine.engine.clone(), None);
     let own = [Holding::new(mine.rank, &mine.geometry)];
     let round = || {
         let start = Instant::now();
-        let outcome = session.judge_bytes(&reply).unwrap();
+        let outcome = session.judge(HandshakeReply::from_bytes(&reply).unwrap()).unwrap();
         let judged = start.elapsed();
         let others: Vec<Holding> = outcome.ranks.iter().map(|rank| Holding::new(rank.rank, &rank.geometry)).collect();
         let shares = assign(mine.rank, &own, &others, 0).unwrap();

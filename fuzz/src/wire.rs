@@ -26,10 +26,10 @@ pub fn run(data: &[u8]) {
     match which % 9 {
         0 => _ = survives::<HandshakeRequest>(bytes),
         1 => {
-            survives::<HandshakeReply>(bytes);
+            let Some(reply) = survives::<HandshakeReply>(bytes) else { return };
             let local = Arc::new(rank::metadata(rank::engine("d"), 77, 8));
-            let session = Session::new(local, 7, EngineId::new("engine-p").unwrap(), Some(Incarnation(9)), vec![]);
-            let _ = session.judge_bytes(bytes);
+            let session = Session::new(local, 7, EngineId::new("engine-p").unwrap(), Some(Incarnation(9)));
+            let _ = session.judge(reply);
         }
         2 => {
             if let Some(metadata) = survives::<RankMetadata>(bytes) {

@@ -1,6 +1,6 @@
 //! The handshake without its sockets: [`Session`] is the client's half, [`Directory`] the listener's.
 //!
-//! A client asks for the ranks that it needs in one query and judges the reply: protocol version, engine, incarnation,
+//! A client asks for all ranks in one query and judges the reply: protocol version, engine, incarnation,
 //! compatibility field by field, shape, geometry. The first thing that does not fit is named with both values and a
 //! remedy.
 //!
@@ -28,7 +28,7 @@ pub struct HandshakeOutcome {
     pub incarnation: Incarnation,
     /// Its shape.
     pub shape: EngineShape,
-    /// The ranks asked for, in the order asked.
+    /// All its ranks, ascending.
     pub ranks: Vec<RankMetadata>,
     /// What differs between the engines and need not be the same, for the log.
     pub notes: Vec<String>,

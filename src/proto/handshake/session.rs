@@ -5,11 +5,9 @@ use std::sync::Arc;
 
 use super::{HandshakeFailure, HandshakeOutcome};
 use crate::error::{Error, ErrorKind, Result};
-use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::ids::{EngineId, Incarnation};
 use crate::proto::plan::RankIndex;
-use crate::proto::wire::{
-    Cause, CompatField, HandshakeReply, HandshakeRequest, Message, RankBlob, RankMetadata, RefusalCode,
-};
+use crate::proto::wire::{Cause, CompatField, HandshakeReply, Message, RankBlob, RankMetadata, RefusalCode};
 
 /// One query to one engine and what is expected of its reply.
 #[derive(Debug, Clone)]
@@ -18,7 +16,6 @@ pub struct Session {
     id: u64,
     engine: EngineId,
     incarnation: Option<Incarnation>,
-    ranks: Vec<RankId>,
 }
 
 fn fail(cause: Cause, message: impl Into<String>) -> HandshakeFailure {
@@ -26,38 +23,10 @@ fn fail(cause: Cause, message: impl Into<String>) -> HandshakeFailure {
 }
 
 impl Session {
-    /// A session of the rank `local` with `engine` (in the life `incarnation`, if that is known), asking for `ranks`
-    /// (empty means all). `id` ties the reply to the query.
-    pub fn new(
-        local: Arc<RankMetadata>,
-        id: u64,
-        engine: EngineId,
-        incarnation: Option<Incarnation>,
-        ranks: Vec<RankId>,
-    ) -> Session {
-        Session { local, id, engine, incarnation, ranks }
-    }
-
-    /// The id that ties the reply to the query.
-    pub fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// The query, encoded. Errors: [`ErrorKind::Exhausted`] when it asks for too many ranks.
-    pub fn request(&self) -> Result<Vec<u8>> {
-        HandshakeRequest::Query { id: self.id, engine: Some(self.engine.clone()), ranks: self.ranks.clone() }.to_bytes()
-    }
-
-    /// Judges the reply's bytes: as [`Session::judge`], after decoding.
-    pub fn judge_bytes(&self, reply: &[u8]) -> Result<HandshakeOutcome, HandshakeFailure> {
-        let reply = HandshakeReply::from_bytes(reply).map_err(|e| {
-            let cause = match e.kind() {
-                ErrorKind::VersionMismatch => Cause::Incompatible,
-                _ => Cause::HandshakeFailed,
-            };
-            fail(cause, format!("the answer of engine {}'s listener: {e}", self.engine))
-        })?;
-        self.judge(reply)
+    /// A session of the rank `local` with `engine` (in the life `incarnation`, if that is known), which is asked for all its
+    /// ranks. `id` ties the reply to the query.
+    pub fn new(local: Arc<RankMetadata>, id: u64, engine: EngineId, incarnation: Option<Incarnation>) -> Session {
+        Session { local, id, engine, incarnation }
     }
 
     /// Judges a reply: engine, incarnation, ranks, then for each rank compatibility field by field and the layers that
@@ -114,8 +83,13 @@ impl Session {
                         return Err(fail(Cause::HandshakeFailed, format!("engine {engine} gave rank {rank} twice")));
                     }
                 }
-                let ranks = self.pick(decoded, shape.ranks())?;
-                Ok(HandshakeOutcome { engine, incarnation, shape, ranks, notes: notes.into_iter().collect() })
+                if decoded.len() != shape.ranks() as usize {
+                    let text =
+                        format!("engine {engine} has {} ranks, its listener gave {}", shape.ranks(), decoded.len());
+                    return Err(fail(Cause::HandshakeFailed, text));
+                }
+                let (ranks, notes) = (decoded.into_values().collect(), notes.into_iter().collect());
+                Ok(HandshakeOutcome { engine, incarnation, shape, ranks, notes })
             }
         }
     }
@@ -169,29 +143,6 @@ impl Session {
             }
         }
         local.check(&RankIndex::new(remote)).map_err(|e| mismatch(e.message().into()))
-    }
-
-    /// The ranks asked for, in that order; all in rank order when none were named.
-    fn pick(&self, mut found: BTreeMap<RankId, RankMetadata>, all: u32) -> Result<Vec<RankMetadata>, HandshakeFailure> {
-        if self.ranks.is_empty() {
-            if found.len() != all as usize {
-                let text = format!("engine {} has {all} ranks, its listener gave {}", self.engine, found.len());
-                return Err(fail(Cause::HandshakeFailed, text));
-            }
-            return Ok(found.into_values().collect());
-        }
-        let mut picked = Vec::with_capacity(self.ranks.len());
-        for rank in &self.ranks {
-            match found.remove(rank) {
-                Some(m) => picked.push(m),
-                None if picked.iter().any(|m: &RankMetadata| m.rank == *rank) => {}
-                None => {
-                    let text = format!("rank {rank} was asked for, the listener of engine {} left it out", self.engine);
-                    return Err(fail(Cause::HandshakeFailed, text));
-                }
-            }
-        }
-        Ok(picked)
     }
 }
 

@@ -262,7 +262,7 @@ impl Consumer {
     ) -> Option<Result<Vec<String>, HandshakeFailure>> {
         let local = self.local.clone()?;
         let (engine, life) = self.sessions.awaited(id)?;
-        let session = Session::new(Arc::clone(&local), id.0, engine, life, Vec::new());
+        let session = Session::new(Arc::clone(&local), id.0, engine, life);
         let mut outcome = match answer.and_then(|reply| session.judge(reply)) {
             Ok(outcome) => outcome,
             Err(failure) => {

@@ -1,6 +1,9 @@
 //! The handshake's two halves against each other and against everything that may come over the network.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+mod judging;
+mod versions;
+
 use std::sync::Arc;
 
 use kvferry::ErrorKind;
@@ -9,7 +12,7 @@ use kvferry::proto::handshake::{Directory, HandshakeFailure, HandshakeOutcome, P
 use kvferry::proto::wire::limits::{MAX_AWAITED, MAX_QUERY_BYTES, MAX_RANK_METADATA_BYTES, MAX_REQUEST_BYTES};
 use kvferry::proto::wire::{
     self, AgentMetadata, Cause, CompatField, EngineShape, HandshakeReply, HandshakeRequest, MemoryKind, Message,
-    Prefill, RankBlob, RankMetadata, RefusalCode, RegionMetadata, kind,
+    Prefill, RankBlob, RankMetadata, RefusalCode, RegionMetadata,
 };
 use kvferry::proto::{EngineId, Incarnation, RankId, RequestId};
 use proptest::prelude::*;
@@ -77,14 +80,19 @@ fn directory() -> Directory {
     directory
 }
 
-/// A session of rank (1, 0) of engine `d` that wants the ranks `wanted` of `p`.
-fn session(wanted: &[RankId]) -> Session {
-    let local = Arc::new(metadata("d", RankId { pp: 1, tp: 0 }));
-    Session::new(local, 42, engine("p"), Some(LIFE), wanted.to_vec())
+/// A query for these ranks of engine `p`, or for all.
+fn query(ranks: &[RankId]) -> Vec<u8> {
+    HandshakeRequest::Query { id: 42, engine: Some(engine("p")), ranks: ranks.to_vec() }.to_bytes().unwrap()
 }
 
-fn ask(session: &Session, directory: &mut Directory) -> Result<HandshakeOutcome, HandshakeFailure> {
-    session.judge_bytes(&directory.answer(&session.request().unwrap()))
+/// What rank (1, 0) of engine `d` makes of a reply of `p`.
+fn judge(reply: HandshakeReply) -> Result<HandshakeOutcome, HandshakeFailure> {
+    let local = Arc::new(metadata("d", RankId { pp: 1, tp: 0 }));
+    Session::new(local, 42, engine("p"), Some(LIFE)).judge(reply)
+}
+
+fn ask(directory: &mut Directory) -> Result<HandshakeOutcome, HandshakeFailure> {
+    judge(HandshakeReply::from_bytes(&directory.answer(&query(&[]))).unwrap())
 }
 
 fn refusal(reply: &[u8]) -> (u64, RefusalCode, String) {
@@ -103,19 +111,19 @@ fn says(text: &str, parts: &[&str]) {
 #[test]
 fn all_ranks_or_some_come_in_one_reply() {
     let mut directory = directory();
-    assert_eq!(session(&[]).id(), 42);
-    let outcome = ask(&session(&[]), &mut directory).unwrap();
+    let outcome = ask(&mut directory).unwrap();
     assert_eq!((outcome.engine, outcome.incarnation, outcome.shape), (engine("p"), LIFE, SHAPE));
     assert_eq!(outcome.ranks, ranks().into_iter().map(|rank| metadata("p", rank)).collect::<Vec<_>>());
     let wanted = [RankId { pp: 1, tp: 0 }, RankId { pp: 0, tp: 1 }];
-    let outcome = ask(&session(&wanted), &mut directory).unwrap();
-    assert_eq!(outcome.ranks.iter().map(|m| m.rank).collect::<Vec<_>>(), wanted);
+    let reply = HandshakeReply::from_bytes(&directory.answer(&query(&wanted))).unwrap();
+    let HandshakeReply::Ranks { ranks, .. } = reply else { panic!("{reply:?}") };
+    assert_eq!(ranks.iter().map(|blob| blob.rank).collect::<Vec<_>>(), wanted);
 }
 
 #[test]
 fn the_reply_is_the_encoding_of_its_type_and_holds_a_rank_once() {
     let rank = RankId { pp: 1, tp: 0 };
-    let reply = directory().answer(&session(&[rank, rank, rank]).request().unwrap());
+    let reply = directory().answer(&query(&[rank, rank, rank]));
     let blob = ByteBuf::from(metadata("p", rank).to_bytes().unwrap());
     let expected = HandshakeReply::Ranks {
         id: 42,
@@ -125,7 +133,6 @@ fn the_reply_is_the_encoding_of_its_type_and_holds_a_rank_once() {
         ranks: vec![RankBlob { rank, metadata: blob }],
     };
     assert_eq!(reply, expected.to_bytes_in(wire::VERSION).unwrap());
-    assert_eq!(session(&[rank, rank, rank]).judge_bytes(&reply).unwrap().ranks.len(), 1);
 }
 
 #[test]
@@ -152,106 +159,7 @@ fn the_listener_says_what_it_refuses() {
     // A message of another kind.
     says(&refusal(&full.answer(&metadata("p", ranks()[0]).to_bytes().unwrap())).2, &["rank_metadata"]);
     // It still works.
-    assert!(ask(&session(&[]), &mut full).is_ok());
-}
-
-/// `message`, written in `version` by a side that speaks `speaks`; None for a build that does not tell.
-fn sent_in(message: &HandshakeRequest, version: u16, speaks: Option<[u16; 2]>) -> Vec<u8> {
-    #[derive(serde::Serialize)]
-    struct Envelope<'a> {
-        magic: &'a str,
-        version: u16,
-        #[serde(skip_serializing_if = "Option::is_none")]
-        speaks: Option<[u16; 2]>,
-        kind: &'a str,
-        body: &'a HandshakeRequest,
-    }
-    let kind = kind::HANDSHAKE_REQUEST;
-    rmp_serde::to_vec_named(&Envelope { magic: "kvferry", version, speaks, kind, body: message }).unwrap()
-}
-
-/// The version that a message is written in.
-fn version_of(bytes: &[u8]) -> u16 {
-    #[derive(serde::Deserialize)]
-    struct Envelope {
-        version: u16,
-    }
-    rmp_serde::from_slice::<Envelope>(bytes).unwrap().version
-}
-
-#[test]
-fn two_neighbouring_versions_talk_in_the_newer_one_that_both_speak() {
-    let query = || HandshakeRequest::Query { id: 42, engine: Some(engine("p")), ranks: vec![] };
-    let name = || RequestId::new("x").unwrap();
-    let await_ =
-        || HandshakeRequest::Await { id: 42, engine: engine("p"), requests: vec![name()], from_tokens: vec![] };
-    // What the client sends first is read by the oldest listener.
-    assert_eq!(version_of(&session(&[]).request().unwrap()), wire::OLDEST);
-    for (version, speaks, answered_in) in
-        [(4, None, 4), (4, Some([3, 4]), 4), (4, Some([4, 5]), 5), (5, Some([4, 5]), 5), (5, Some([5, 6]), 5)]
-    {
-        let mut directory = directory();
-        let reply = directory.answer(&sent_in(&query(), version, speaks));
-        assert_eq!(version_of(&reply), answered_in, "{version}, {speaks:?}");
-        assert_eq!(session(&[]).judge_bytes(&reply).unwrap().ranks.len(), 4);
-        // Whoever reads it, ranks' metadata is encoded once.
-        let HandshakeReply::Ranks { ranks, .. } = HandshakeReply::from_bytes(&reply).unwrap() else { panic!() };
-        assert!(ranks.iter().all(|rank| version_of(&rank.metadata) == wire::OLDEST));
-        // An answer that comes later, and a refusal.
-        assert_eq!(directory.answer_to(b"x", &sent_in(&await_(), version, speaks)), None);
-        directory.prefill_gone(name());
-        assert_eq!(version_of(&directory.poll_answer().unwrap().1), answered_in);
-        let wrong = HandshakeRequest::Query { id: 42, engine: Some(engine("q")), ranks: vec![] };
-        assert_eq!(version_of(&directory.answer(&sent_in(&wrong, version, speaks))), answered_in);
-    }
-}
-
-#[test]
-fn versions_that_are_not_neighbours_are_refused_with_both_ranges() {
-    let query = HandshakeRequest::Query { id: 42, engine: None, ranks: vec![] };
-    for (version, speaks, theirs, answered_in) in [
-        (3, None, "its sender speaks version 3,", 4),
-        (3, Some([2, 3]), "its sender speaks versions 2 to 3,", 4),
-        (6, Some([6, 7]), "its sender speaks versions 6 to 7,", 5),
-        (0, None, "its sender speaks version 0,", 4),
-    ] {
-        let reply = directory().answer(&sent_in(&query, version, speaks));
-        let (id, code, text) = refusal(&reply);
-        assert_eq!((id, code, version_of(&reply)), (0, RefusalCode::Version, answered_in));
-        says(&text, &[&format!("protocol version {version} arrived"), theirs, "this build versions 4 to 5"]);
-        says(&text, &["upgrade the older side, one protocol version at a time", "docs/guide.md"]);
-        // The reply of such a listener, and its refusal.
-        let mut reply = directory().answer(&session(&[]).request().unwrap());
-        let at = reply.windows(7).position(|w| w == b"version").unwrap() + 7;
-        reply[at] = version as u8;
-        let failure = session(&[]).judge_bytes(&reply).unwrap_err();
-        assert_eq!(failure.cause, Cause::Incompatible);
-        says(&failure.message, &["listener", "this build versions 4 to 5", "upgrade the older side"]);
-        let refused = HandshakeReply::Refused { id: 0, code: RefusalCode::Version, message: text };
-        let failure = session(&[]).judge(refused).unwrap_err();
-        assert_eq!(failure.cause, Cause::Incompatible);
-    }
-}
-
-#[test]
-fn one_engine_is_of_one_release() {
-    let rank = ranks()[0];
-    let bytes = metadata("p", rank).to_bytes().unwrap();
-    let at = bytes.windows(7).position(|w| w == b"\xa6speaks").unwrap();
-    assert_eq!(bytes[at + 7..at + 10], [0x92, wire::OLDEST as u8, wire::VERSION as u8]);
-    // As a build of version 4 writes it.
-    let older = [&[0x84], &bytes[1..at], &bytes[at + 10..]].concat();
-    assert_eq!(RankMetadata::from_bytes(&older).unwrap(), metadata("p", rank));
-    let mut newer = bytes.clone();
-    (newer[at + 8], newer[at + 9]) = (5, 6);
-    for (other, speaks) in [(older, "version 4"), (newer, "versions 4 to 6")] {
-        let mut directory = Directory::new(engine("p"), LIFE, SHAPE, Pushes::Refused).unwrap();
-        let error = directory.offer(other).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Incompatible);
-        says(error.message(), &[&format!("speaks protocol {speaks}, its scheduler side versions 4 to 5")]);
-        says(error.message(), &["need the same kvferry release"]);
-        assert_eq!(directory.missing(), 4);
-    }
+    assert!(ask(&mut full).is_ok());
 }
 
 #[test]
@@ -317,7 +225,7 @@ fn a_query_before_all_ranks_are_there_may_be_tried_again() {
         HandshakeRequest::Push { id: 8, expected, metadata }.to_bytes().unwrap()
     };
     for (index, rank) in ranks().into_iter().enumerate() {
-        let failure = ask(&session(&[]), &mut directory).unwrap_err();
+        let failure = ask(&mut directory).unwrap_err();
         assert!(failure.cause == Cause::HandshakeFailed, "{failure:?}");
         says(&failure.message, &[&format!("{} of its 4 ranks", 4 - index)]);
         assert!(!directory.is_ready());
@@ -327,7 +235,7 @@ fn a_query_before_all_ranks_are_there_may_be_tried_again() {
             assert_eq!(reply, HandshakeReply::Pushed { id: 8, missing: 3 - index as u32 });
         }
     }
-    assert!(directory.is_ready() && ask(&session(&[]), &mut directory).is_ok());
+    assert!(directory.is_ready() && ask(&mut directory).is_ok());
     let (id, code, text) = refusal(&directory.answer(&push(ranks()[0], 8)));
     assert_eq!((id, code), (8, RefusalCode::Push));
     says(&text, &["expects 8 ranks", "started for 4"]);
@@ -353,7 +261,7 @@ fn ranks_whose_workers_were_started_anew_are_served_as_they_are_now() {
         ranks().into_iter().map(encode).collect()
     };
     let served = |directory: &mut Directory| {
-        let found = ask(&session(&[]), directory).unwrap();
+        let found = ask(directory).unwrap();
         found.ranks.iter().map(|m| (m.agent.incarnation, m.agent.regions[0].base)).collect::<Vec<_>>()
     };
     let before = served(&mut directory);
@@ -390,7 +298,7 @@ fn ranks_whose_workers_were_started_anew_are_served_as_they_are_now() {
     assert_eq!(directory.incarnation(), next);
     assert_eq!(far(&mut directory), 0, "of blocks of the life before");
     // Who has params of the life before asks for blocks that are gone.
-    let failure = ask(&session(&[]), &mut directory).unwrap_err();
+    let failure = ask(&mut directory).unwrap_err();
     assert_eq!(failure.cause, Cause::PeerDied);
     says(&failure.message, &["has restarted"]);
     let query = HandshakeRequest::Query { id: 3, engine: None, ranks: vec![] }.to_bytes().unwrap();
@@ -436,177 +344,6 @@ fn offers_that_do_not_fit_are_refused() {
     }
 }
 
-/// Serves `change`d metadata for every rank and asks for (1, 0).
-fn judged(change: &dyn Fn(&mut RankMetadata)) -> Result<HandshakeOutcome, HandshakeFailure> {
-    let rank = RankId { pp: 1, tp: 0 };
-    let mut m = metadata("p", rank);
-    change(&mut m);
-    let blob = RankBlob { rank, metadata: ByteBuf::from(m.to_bytes().unwrap()) };
-    session(&[rank]).judge(HandshakeReply::Ranks {
-        id: 42,
-        engine: engine("p"),
-        incarnation: LIFE,
-        shape: m.shape,
-        ranks: vec![blob],
-    })
-}
-
-#[test]
-fn incompatible_engines_learn_which_field_differs_and_both_values() {
-    let incompatible = |change: &dyn Fn(&mut RankMetadata), parts: &[&str]| {
-        let failure = judged(change).unwrap_err();
-        assert!(failure.cause == Cause::Incompatible, "{failure:?}");
-        says(&failure.message, parts);
-    };
-    assert!(judged(&|_| ()).is_ok());
-    // Order does not matter.
-    assert!(judged(&|m| m.compat.reverse()).is_ok());
-    incompatible(
-        &|m| m.compat[0].value = "other".into(),
-        &["engine p rank (pp 1, tp 0)", "\"model\" differs", "\"tiny\" here", "\"other\" there", "same model"],
-    );
-    incompatible(&|m| m.compat.truncate(1), &["\"cache_dtype\" differs", "\"float32\" here", "missing there"]);
-    incompatible(
-        &|m| m.compat.push(CompatField { name: "extra".into(), value: "x".into(), informative: true }),
-        &["\"extra\" differs", "missing here", "\"x\" there"],
-    );
-    incompatible(&|m| m.geometry.areas[0].total_heads = 4, &["number of KV heads of the model", "2 here", "4 on"]);
-    incompatible(&|m| m.geometry.areas[0].content = 32, &["bytes per token and head", "64 here", "32 on"]);
-    incompatible(&|m| m.geometry.groups[0].kind = GroupKind::Latent, &["kind of cache", "full here", "latent on"]);
-    let whole = |m: &mut RankMetadata| {
-        m.geometry.groups[0].block_size = 32;
-        (m.geometry.areas[0].tokens, m.geometry.areas[0].content) = (1, 1024);
-    };
-    incompatible(&whole, &["block size", "16 here", "32 on", "attention backend"]);
-    // Shapes and block sizes may differ.
-    assert!(judged(&|m| m.shape.tp = 4).is_ok());
-    assert!(judged(&|m| (m.geometry.groups[0].block_size, m.geometry.areas[0].tokens) = (8, 8)).is_ok());
-    incompatible(&|m| m.geometry.areas[0].part = "k".into(), &["layout", "kv here", "k on"]);
-}
-
-/// As [`judged`], with `local` in place of what this side states.
-fn judged_by(
-    local: &dyn Fn(&mut RankMetadata),
-    remote: &dyn Fn(&mut RankMetadata),
-) -> Result<HandshakeOutcome, HandshakeFailure> {
-    let rank = RankId { pp: 1, tp: 0 };
-    let (mut here, mut there) = (metadata("d", rank), metadata("p", rank));
-    local(&mut here);
-    remote(&mut there);
-    let blob = RankBlob { rank, metadata: ByteBuf::from(there.to_bytes().unwrap()) };
-    let session = Session::new(Arc::new(here), 42, engine("p"), Some(LIFE), vec![rank]);
-    let shape = there.shape;
-    session.judge(HandshakeReply::Ranks { id: 42, engine: engine("p"), incarnation: LIFE, shape, ranks: vec![blob] })
-}
-
-#[test]
-fn formats_are_compared_by_layer_where_both_state_them() {
-    let format = |text: &'static str| move |m: &mut RankMetadata| m.geometry.areas[0].format = text.into();
-    assert!(judged_by(&format("bfloat16"), &format("bfloat16")).is_ok());
-    let failure = judged_by(&format("bfloat16"), &format("float16 TRITON")).unwrap_err();
-    assert_eq!(failure.cause, Cause::Incompatible);
-    let parts = ["format of layer \"layers.1\"", "\"bfloat16\" here", "\"float16 TRITON\" on", "attention backend"];
-    says(&failure.message, &parts);
-    // An earlier release states none.
-    assert!(judged_by(&format("bfloat16"), &|_| ()).is_ok());
-    assert!(judged_by(&|_| (), &format("bfloat16")).is_ok());
-}
-
-#[test]
-fn a_field_that_both_call_informative_is_told_and_not_compared() {
-    let field = |value: &'static str, informative| {
-        move |m: &mut RankMetadata| m.compat.push(CompatField { name: "vllm".into(), value: value.into(), informative })
-    };
-    assert_eq!(judged_by(&field("0.32", true), &field("0.32", true)).unwrap().notes, [""; 0]);
-    let outcome = judged_by(&field("0.32", true), &field("0.33", true)).unwrap();
-    assert_eq!(outcome.notes, ["vllm differs: \"0.32\" here, \"0.33\" there"]);
-    // An earlier release leaves it at that one value.
-    for (ours, theirs) in [(true, false), (false, true), (false, false)] {
-        let failure = judged_by(&field("0.32", ours), &field("0.33", theirs)).unwrap_err();
-        says(&failure.message, &["\"vllm\" differs", "\"0.32\" here", "\"0.33\" there", "same vllm"]);
-    }
-}
-
-#[test]
-fn heads_whose_copies_nobody_knows_need_equal_numbers_of_ranks() {
-    let by_rank = |total: u32| {
-        move |m: &mut RankMetadata| {
-            let area = &mut m.geometry.areas[0];
-            (area.total_heads, area.heads_by_rank) = (total, true);
-        }
-    };
-    assert!(judged_by(&by_rank(2), &by_rank(2)).is_ok());
-    assert!(judged_by(&|_| (), &by_rank(2)).is_ok());
-    for (ours, theirs) in [(2, 4), (4, 2)] {
-        let failure = judged_by(&by_rank(ours), &by_rank(theirs)).unwrap_err();
-        assert_eq!(failure.cause, Cause::Incompatible);
-        let shards = [format!("{ours} shards here"), format!("{theirs} on the other side")];
-        says(&failure.message, &["layer \"layers.1\"", &shards[0], &shards[1], "same --tensor-parallel-size"]);
-    }
-}
-
-#[test]
-fn replies_that_do_not_answer_the_query_are_failures() {
-    let rank = RankId { pp: 1, tp: 0 };
-    let blob = |name: &str, rank: RankId, of: RankId| RankBlob {
-        rank,
-        metadata: ByteBuf::from(metadata(name, of).to_bytes().unwrap()),
-    };
-    let judge = |id: u64, name: &str, incarnation: Incarnation, ranks: Vec<RankBlob>| {
-        session(&[rank])
-            .judge(HandshakeReply::Ranks { id, engine: engine(name), incarnation, shape: SHAPE, ranks })
-            .unwrap_err()
-    };
-    let mine = || vec![blob("p", rank, rank)];
-    let failed = |failure: HandshakeFailure, cause: Cause, parts: &[&str]| {
-        assert!(failure.cause == cause, "{failure:?}");
-        says(&failure.message, parts);
-    };
-    let bad = Cause::HandshakeFailed;
-    failed(judge(41, "p", LIFE, mine()), bad, &["query 42", "query 41"]);
-    failed(judge(42, "q", LIFE, mine()), bad, &["\"p\" was expected", "\"q\" answered"]);
-    failed(
-        judge(42, "p", Incarnation(1), mine()),
-        Cause::PeerDied,
-        &["restarted since", "0000000000000abc expected", "0000000000000001 found", "prefill the request again"],
-    );
-    failed(judge(42, "p", LIFE, vec![]), bad, &["(pp 1, tp 0) was asked for"]);
-    failed(judge(42, "p", LIFE, vec![mine().remove(0), mine().remove(0)]), bad, &["twice"]);
-    failed(
-        judge(42, "p", LIFE, vec![blob("p", rank, RankId { pp: 0, tp: 0 })]),
-        bad,
-        &["(pp 0, tp 0)", "as that of rank (pp 1, tp 0)"],
-    );
-    failed(judge(42, "p", LIFE, vec![blob("q", rank, rank)]), bad, &["of engine q"]);
-    let damaged = vec![RankBlob { rank, metadata: ByteBuf::from(vec![1, 2, 3]) }];
-    failed(judge(42, "p", LIFE, damaged), bad, &["not a kvferry message"]);
-    let reply = HandshakeReply::Pushed { id: 42, missing: 0 };
-    failed(session(&[]).judge(reply).unwrap_err(), bad, &["something else"]);
-    let reply = HandshakeReply::Ranks { id: 42, engine: engine("p"), incarnation: LIFE, shape: SHAPE, ranks: mine() };
-    failed(session(&[]).judge(reply).unwrap_err(), bad, &["has 4 ranks, its listener gave 1"]);
-    failed(session(&[]).judge_bytes(b"\xc0").unwrap_err(), bad, &["engine p's listener", "not a kvferry message"]);
-    let refused =
-        |id, code| session(&[]).judge(HandshakeReply::Refused { id, code, message: "why".into() }).unwrap_err();
-    failed(refused(42, RefusalCode::UnknownRank), bad, &["refused: why"]);
-    failed(refused(0, RefusalCode::Malformed), bad, &["refused: why"]);
-    failed(refused(0, RefusalCode::Version), Cause::Incompatible, &["refused: why"]);
-    failed(refused(41, RefusalCode::UnknownRank), bad, &["query 41"]);
-    failed(refused(42, RefusalCode::NotReady), bad, &["refused: why"]);
-}
-
-#[test]
-fn a_refusal_for_a_reason_of_a_newer_release_is_still_a_refusal() {
-    #[derive(serde::Serialize)]
-    #[serde(rename_all = "snake_case")]
-    enum Newer {
-        Refused { id: u64, code: &'static str, message: &'static str, since: u32 },
-    }
-    let reply = Newer::Refused { id: 42, code: "overloaded", message: "come back later", since: 3 };
-    let bytes = wire::encode(kind::HANDSHAKE_REPLY, wire::VERSION, &reply).unwrap();
-    let failure = session(&[]).judge_bytes(&bytes).unwrap_err();
-    says(&failure.message, &["come back later"]);
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
@@ -616,7 +353,6 @@ proptest! {
         cut in any::<prop::sample::Index>(),
     ) {
         let mut directory = directory();
-        let session = session(&[]);
         let damage = |bytes: &[u8]| {
             let mut bytes = bytes.to_vec();
             for (at, value) in &changes {
@@ -625,14 +361,14 @@ proptest! {
             }
             bytes
         };
-        let request = session.request().unwrap();
+        let request = query(&[]);
         let reply = directory.answer(&damage(&request));
         prop_assert!(HandshakeReply::from_bytes(&reply).is_ok());
         let cut_request = &request[..cut.index(request.len())];
         prop_assert_eq!(refusal(&directory.answer(cut_request)).1, RefusalCode::Malformed);
         let good = directory.answer(&request);
-        let _ = session.judge_bytes(&damage(&good));
-        prop_assert!(session.judge_bytes(&good[..cut.index(good.len())]).is_err());
-        prop_assert!(session.judge_bytes(&good).is_ok());
+        let _ = HandshakeReply::from_bytes(&damage(&good)).map(judge);
+        prop_assert!(HandshakeReply::from_bytes(&good[..cut.index(good.len())]).is_err());
+        prop_assert!(judge(HandshakeReply::from_bytes(&good).unwrap()).is_ok());
     }
 }
