@@ -10,7 +10,7 @@ use common::cache::{CacheSpec, Loaded};
 use common::child::{Ask, LONG, Lists, Tell, serve_if_child};
 use common::engine::{Engine, lists, scheduler_config};
 use kvferry::connector::Transport;
-use kvferry::net::query_blocking;
+use kvferry::net::query;
 use kvferry::proto::scheduler::FinishOutcome;
 use kvferry::proto::shape::Parts;
 use kvferry::proto::wire::{Cause, HandshakeReply, TransferParams};
@@ -77,7 +77,7 @@ fn requests_arrive(tp: u32, pp: u32, transport: Transport) {
     assert_eq!((p.scheduler.has_pending(), d.scheduler.has_pending()), (false, false));
     // The listener serves the ranks, whole and one by one.
     let (host, port) = p.address.clone().unwrap();
-    let Ok(HandshakeReply::Ranks { ranks, .. }) = query_blocking(&host, port, None, vec![], LONG) else {
+    let Ok(HandshakeReply::Ranks { ranks, .. }) = query(None, &host, port, None, vec![], LONG) else {
         panic!("no ranks")
     };
     assert_eq!(ranks.len(), all);
@@ -116,7 +116,7 @@ fn a_cold_start_needs_no_warm_up() {
     let there = lists(7, 4, true);
     let params = p.finish_prefill("p", &there, 16);
     d.load("d", &params, &here, 16);
-    let refused = query_blocking(&host, port, None, vec![], Duration::from_millis(200)).unwrap();
+    let refused = query(None, &host, port, None, vec![], Duration::from_millis(200)).unwrap();
     assert!(matches!(&refused, HandshakeReply::Refused { .. }), "{refused:?}");
 
     p.workers[1].ok(&one);

@@ -12,7 +12,7 @@ use common::child::{Ask, LONG, Lists, Tell, serve_if_child};
 use common::engine::{Engine, Said, blocks, lists, scheduler_config};
 use kvferry::ErrorKind;
 use kvferry::connector::{Scheduler, Transport, WorkerConfig};
-use kvferry::net::query_blocking;
+use kvferry::net::query;
 use kvferry::proto::ids::{EngineId, RankId};
 use kvferry::proto::scheduler::FinishOutcome;
 use kvferry::proto::wire::{Cause, HandshakeReply, Message, RefusalCode, StepMetadata, TransferParams};
@@ -102,10 +102,10 @@ fn wrong_engines_unknown_ranks_and_incarnations_are_refused_by_name() {
 
     let (host, port) = p.address.clone().unwrap();
     let nobody = RankId { pp: 0, tp: 7 };
-    let reply = query_blocking(&host, port, None, vec![nobody], LONG).unwrap();
+    let reply = query(None, &host, port, None, vec![nobody], LONG).unwrap();
     let HandshakeReply::Refused { code: RefusalCode::UnknownRank, message, .. } = reply else { panic!("{reply:?}") };
     assert!(message.contains("tp 7") && message.contains("prefill"), "{message}");
-    let wrong = query_blocking(&host, port, Some(EngineId::new("x").unwrap()), vec![], LONG).unwrap();
+    let wrong = query(None, &host, port, Some(EngineId::new("x").unwrap()), vec![], LONG).unwrap();
     assert!(matches!(wrong, HandshakeReply::Refused { code: RefusalCode::WrongEngine, .. }), "{wrong:?}");
     works(&mut p, &mut d, "next");
 }

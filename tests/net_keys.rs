@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvferry::ErrorKind;
-use kvferry::net::{Address, Gate, Listener, ListenerConfig, push_sealed, query_blocking, query_sealed};
+use kvferry::net::{self, Address, Gate, Listener, ListenerConfig, push};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId};
 use kvferry::proto::wire::limits::{MAX_RANK_METADATA_BYTES, MAX_REPLY_BYTES};
 use kvferry::proto::wire::{EngineShape, HandshakeReply, HandshakeRequest, Message, RankBlob, RefusalCode};
@@ -75,7 +75,7 @@ fn ranks(id: u64, lens: &[usize]) -> HandshakeReply {
 }
 
 fn query(key: Option<&Key>, port: u16) -> kvferry::Result<HandshakeReply> {
-    query_sealed(key, "127.0.0.1", port, Some(EngineId::new(SECRET).unwrap()), vec![], LONG)
+    net::query(key, "127.0.0.1", port, Some(EngineId::new(SECRET).unwrap()), vec![], LONG)
 }
 
 fn contains(haystack: &[u8], needle: &[u8]) -> bool {
@@ -93,7 +93,7 @@ fn with_the_key_every_byte_arrives() {
     let (listener, passed) = listener(0, Some(key(1)), &[10]);
     for len in [0, 65_000, 65_536, MAX_RANK_METADATA_BYTES] {
         let metadata = blob(len, 9).into_vec();
-        let missing = push_sealed(Some(&key(1)), "127.0.0.1", listener.port(), 4, metadata.clone(), LONG).unwrap();
+        let missing = push(Some(&key(1)), "127.0.0.1", listener.port(), 4, metadata.clone(), LONG).unwrap();
         assert_eq!(missing, 3);
         assert!(passed.pushes.lock().unwrap().pop().unwrap() == metadata, "{len}");
     }
@@ -123,9 +123,9 @@ fn another_key_or_none_is_refused_on_either_side_and_others_go_on() {
     assert!(keyless.message().contains("has no key"), "{keyless}");
     assert_eq!(query(None, open.port()).unwrap(), ranks(1, &[100]));
 
-    let pushed = push_sealed(Some(&key(2)), "127.0.0.1", closed.port(), 1, vec![7; 100], LONG).unwrap_err();
+    let pushed = push(Some(&key(2)), "127.0.0.1", closed.port(), 1, vec![7; 100], LONG).unwrap_err();
     assert!(pushed.message().contains("different keys"), "{pushed}");
-    let pushed = push_sealed(None, "127.0.0.1", closed.port(), 1, vec![7; 100], LONG).unwrap_err();
+    let pushed = push(None, "127.0.0.1", closed.port(), 1, vec![7; 100], LONG).unwrap_err();
     assert!(pushed.message().contains("key_file"), "{pushed}");
     good();
     assert_eq!(passed.count.load(Ordering::Relaxed), 4);
@@ -185,7 +185,7 @@ fn a_relay_sees_nothing_of_the_engine_with_a_key_and_all_of_it_without() {
         let seen = Seen::default();
         let port = relay(listener.port(), &seen, |_, frame| frame);
         assert_eq!(query(key.as_ref(), port).unwrap(), ranks(1, &[5000]));
-        assert_eq!(push_sealed(key.as_ref(), "127.0.0.1", port, 1, blob(100_000, 5).into_vec(), LONG), Ok(3));
+        assert_eq!(push(key.as_ref(), "127.0.0.1", port, 1, blob(100_000, 5).into_vec(), LONG), Ok(3));
         assert_eq!(passed.count.load(Ordering::Relaxed), 2);
         let frames: Vec<u8> = seen.lock().unwrap().iter().flat_map(|(_, frame)| frame.clone()).collect();
         for needle in [SECRET.as_bytes(), &blob(5000, 0)[..64], &blob(100_000, 5)[70_000..70_064], b"handshake"] {
@@ -219,7 +219,7 @@ fn damaged_frames_fail_that_request_only() {
                     }
                     bytes
                 });
-                let result = query_sealed(Some(&key(1)), "127.0.0.1", port, None, vec![], LONG);
+                let result = net::query(Some(&key(1)), "127.0.0.1", port, None, vec![], LONG);
                 if frame == 2 && (16..32).contains(&place) && !cut {
                     // Another channel's name: the listener does not know it, and the client opens another channel.
                     assert_eq!(result.unwrap(), ranks(1, &[200_000]));
@@ -265,7 +265,7 @@ fn a_client_with_a_key_takes_nothing_in_clear() {
         })
         .unwrap();
         let limit = Duration::from_secs(3);
-        let result = query_sealed(
+        let result = net::query(
             Some(&key(1)),
             "127.0.0.1",
             listener.port(),
@@ -341,7 +341,7 @@ fn a_captured_handshake_is_refused_in_this_life_of_the_listener_and_the_next() {
     let (tapped, query_bytes) = tap(port);
     assert_eq!(query(Some(&key(1)), tapped).unwrap(), ranks(1, &[5000]));
     let (tapped, push_bytes) = tap(port);
-    push_sealed(Some(&key(1)), "127.0.0.1", tapped, 1, vec![6; 100_000], LONG).unwrap();
+    push(Some(&key(1)), "127.0.0.1", tapped, 1, vec![6; 100_000], LONG).unwrap();
     let captures = [query_bytes.lock().unwrap().clone(), push_bytes.lock().unwrap().clone()];
     assert!(captures[0].len() > 100 && captures[1].len() > 100_000);
     assert_eq!(passed.count.load(Ordering::Relaxed), 2);
@@ -364,7 +364,7 @@ fn a_captured_handshake_is_refused_in_this_life_of_the_listener_and_the_next() {
     // The same without a key: what was captured is answered again, with everything.
     let (open, passed) = listener(0, None, &[5000]);
     let (tapped, bytes) = tap(open.port());
-    query_blocking("127.0.0.1", tapped, None, vec![], LONG).unwrap();
+    net::query(None, "127.0.0.1", tapped, None, vec![], LONG).unwrap();
     let capture = bytes.lock().unwrap().clone();
     let back = replay(open.port(), &capture, &blob(5000, 0)[4900..]);
     assert!(contains(&back, SECRET.as_bytes()) && back.len() > 5000);

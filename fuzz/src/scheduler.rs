@@ -18,6 +18,10 @@ fn scheduler() -> Scheduler {
     scheduler
 }
 
+fn take_step(scheduler: &mut Scheduler) -> StepMetadata {
+    StepMetadata::from_bytes(&scheduler.encode_step().unwrap()).unwrap()
+}
+
 /// Whatever the params are, every call with them ends.
 pub fn try_params(params: &TransferParams) {
     let mut scheduler = scheduler();
@@ -28,7 +32,7 @@ pub fn try_params(params: &TransferParams) {
     let lists = vec![vec![1, 2].into(), vec![3].into()];
     let _ = scheduler.allocated(&id, params, lists, prompt, tokens);
     let _ = scheduler.finished(&id, params, FinishOutcome::Complete, vec![], 0);
-    let step = scheduler.build_step();
+    let step = take_step(&mut scheduler);
     assert_eq!(StepMetadata::from_bytes(&step.to_bytes().unwrap()).unwrap(), step);
 }
 
@@ -159,17 +163,17 @@ pub fn run(data: &[u8]) {
                     }
                 }
             }
-            5 => model.take(&scheduler.build_step()),
+            5 => model.take(&take_step(&mut scheduler)),
             6 => {
-                model.take(&scheduler.build_step());
-                scheduler.on_report(&report(vec![], vec![id.clone()])).unwrap();
+                model.take(&take_step(&mut scheduler));
+                scheduler.on_report(&report(vec![], vec![id.clone()]).into()).unwrap();
                 if model.loading.remove(&id) == Some(false) {
                     model.loaded.insert(id);
                 }
             }
             _ => {
-                model.take(&scheduler.build_step());
-                scheduler.on_report(&report(vec![id.clone()], vec![])).unwrap();
+                model.take(&take_step(&mut scheduler));
+                scheduler.on_report(&report(vec![id.clone()], vec![]).into()).unwrap();
                 model.sending.remove(&id);
             }
         }
@@ -177,8 +181,8 @@ pub fn run(data: &[u8]) {
         assert!(scheduler.receiving() >= model.loading.len() + model.loaded.len());
     }
     let names: Vec<RequestId> = (0..4).map(|n| rank::request(format!("r{n}"))).collect();
-    model.take(&scheduler.build_step());
-    scheduler.on_report(&report(names.clone(), names.clone())).unwrap();
+    model.take(&take_step(&mut scheduler));
+    scheduler.on_report(&report(names.clone(), names.clone()).into()).unwrap();
     for id in &names {
         let _ = scheduler.finished(id, &TransferParams::default(), FinishOutcome::Aborted, vec![], 0);
     }

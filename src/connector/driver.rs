@@ -116,7 +116,7 @@ impl WorkerDriver {
             match (command, self.running.as_mut()) {
                 (Command::Begin(machine, tracer), None) => {
                     let shared = Arc::clone(&self.shared);
-                    let client = Client::with_key(ClientLimits::default(), self.key.take());
+                    let client = Client::new(ClientLimits::default(), self.key.take());
                     let mut running =
                         Running::new(*machine, shared, self.log.take(), client, self.handshake_timeout, context.now());
                     running.tracer = tracer;

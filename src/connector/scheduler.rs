@@ -161,11 +161,6 @@ impl Scheduler {
         lock(&self.listener).as_ref().map(|l| (l.host().to_owned(), l.port()))
     }
 
-    /// Why the listener's thread ended, if it did without [`Scheduler::shutdown`].
-    pub fn listener_failure(&self) -> Option<Error> {
-        lock(&self.listener).as_ref().and_then(Listener::failure)
-    }
-
     fn listen(&self) -> Result<(String, u16)> {
         let mut listener = lock(&self.listener);
         if listener.is_none() {
@@ -312,13 +307,13 @@ impl Scheduler {
         SchedulerStats { listener_requests, ..lock(&self.machine).stats() }
     }
 
-    /// Takes the report of a rank, or of several; see [`Machine::on_batch`]. Returns what every rank has reported with it.
+    /// Takes the report of a rank, or of several; see [`Machine::on_report`]. Returns what every rank has reported with it.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a rank that is not the engine's, [`ErrorKind::Exhausted`] when too many requests
     /// are under way.
     pub fn on_report(&self, reports: &ReportBatch) -> Result<Outcome> {
-        let outcome = lock(&self.machine).on_batch(reports)?;
+        let outcome = lock(&self.machine).on_report(reports)?;
         self.tell_waiting();
         Ok(outcome)
     }

@@ -186,9 +186,9 @@ impl Worker {
     /// Returns how many ranks are still missing there.
     ///
     /// # Errors
-    /// As [`Worker::metadata`] and [`net::push_sealed`].
+    /// As [`Worker::metadata`] and [`net::push`].
     pub fn push_metadata(&self, host: &str, port: u16, expected: u32, timeout: Duration) -> Result<u32> {
-        net::push_sealed(self.key.as_ref(), host, port, expected, self.metadata()?, timeout)
+        net::push(self.key.as_ref(), host, port, expected, self.metadata()?, timeout)
     }
 
     /// Hands over a step's work, as the scheduler side's `step` encoded it. Never waits. Only its envelope is checked

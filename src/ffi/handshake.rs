@@ -74,7 +74,7 @@ pub unsafe extern "C" fn kvf_handshake_survey(
 fn survey(host: &str, port: u16, config: Config) -> Result<Vec<u8>> {
     let key = Key::configured(config.key_file.as_deref())?;
     let timeout = Duration::from_millis(config.timeout_ms.unwrap_or(10_000).into());
-    let reply = net::query_now(key.as_ref(), host, port, config.engine, Vec::new(), timeout)?;
+    let reply = net::query(key.as_ref(), host, port, config.engine, Vec::new(), timeout)?;
     let answered = |e: Error| e.context(format_args!("the listener at {}", net::host_port(host, port)));
     match reply {
         HandshakeReply::Ranks { engine, incarnation, shape, ranks, .. } => {

@@ -8,43 +8,15 @@ use crate::proto::ids::{EngineId, RankId};
 use crate::proto::wire::HandshakeReply;
 use crate::secret::Key;
 
-/// Asks the listener at `host`:`port` for the metadata of `ranks` (all if empty) of `engine` (any if None), and waits
-/// up to `timeout`, also for a listener that is not up or not complete yet. A refusal is a reply.
+/// Asks the listener at `host`:`port` for the metadata of `ranks` (all if empty) of `engine` (any if None), sealed with
+/// `key` if there is one, and waits up to `timeout`, also for a listener that is not complete yet. An address that refuses
+/// connections, or a name that does not resolve, is not waited for. A refusal is a reply.
 ///
 /// # Errors
 /// [`ErrorKind::Unreachable`] or [`ErrorKind::Timeout`] without an answer in time, [`ErrorKind::Corrupt`] or
-/// [`ErrorKind::VersionMismatch`] for one that cannot be understood.
-pub fn query_blocking(
-    host: &str,
-    port: u16,
-    engine: Option<EngineId>,
-    ranks: Vec<RankId>,
-    timeout: Duration,
-) -> Result<HandshakeReply> {
-    query_sealed(None, host, port, engine, ranks, timeout)
-}
-
-/// As [`query_blocking`], sealed with `key` if there is one.
-///
-/// # Errors
-/// As [`query_blocking`]; [`ErrorKind::Incompatible`] where the listener has no key or another one.
-pub fn query_sealed(
-    key: Option<&Key>,
-    host: &str,
-    port: u16,
-    engine: Option<EngineId>,
-    ranks: Vec<RankId>,
-    timeout: Duration,
-) -> Result<HandshakeReply> {
-    ask_blocking(key, host, port, Ask::Query { engine, ranks }, timeout, timeout)
-}
-
-/// As [`query_sealed`], but only for a listener that is up: an address that refuses connections, or a name that does not
-/// resolve, is not waited for.
-///
-/// # Errors
-/// As [`query_sealed`].
-pub fn query_now(
+/// [`ErrorKind::VersionMismatch`] for one that cannot be understood, [`ErrorKind::Incompatible`] where the listener has no
+/// key or another one.
+pub fn query(
     key: Option<&Key>,
     host: &str,
     port: u16,
@@ -53,23 +25,16 @@ pub fn query_now(
     timeout: Duration,
 ) -> Result<HandshakeReply> {
     let grace = ClientLimits::default().grace.min(timeout);
-    ask_blocking(key, host, port, Ask::Query { engine, ranks }, timeout, grace)
+    ask(key, host, port, Ask::Query { engine, ranks }, timeout, grace)
 }
 
 /// Hands one rank's encoded `RankMetadata` to the listener of its own engine, which is complete with `expected` ranks,
-/// and waits up to `timeout`. Returns how many ranks are still missing.
+/// sealed with `key` if there is one, and waits up to `timeout`, also for a listener that is not up yet. Returns how many
+/// ranks are still missing.
 ///
 /// # Errors
-/// As [`query_blocking`]; [`ErrorKind::InvalidArgument`] with the listener's words when it refuses.
-pub fn push_blocking(host: &str, port: u16, expected: u32, metadata: Vec<u8>, timeout: Duration) -> Result<u32> {
-    push_sealed(None, host, port, expected, metadata, timeout)
-}
-
-/// As [`push_blocking`], sealed with `key` if there is one.
-///
-/// # Errors
-/// As [`push_blocking`]; [`ErrorKind::Incompatible`] where the listener has no key or another one.
-pub fn push_sealed(
+/// As [`query`]; [`ErrorKind::InvalidArgument`] with the listener's words when it refuses.
+pub fn push(
     key: Option<&Key>,
     host: &str,
     port: u16,
@@ -77,7 +42,7 @@ pub fn push_sealed(
     metadata: Vec<u8>,
     timeout: Duration,
 ) -> Result<u32> {
-    match ask_blocking(key, host, port, Ask::Push { expected, metadata }, timeout, timeout)? {
+    match ask(key, host, port, Ask::Push { expected, metadata }, timeout, timeout)? {
         HandshakeReply::Pushed { missing, .. } => Ok(missing),
         HandshakeReply::Refused { message, .. } => Err(Error::invalid(message)),
         HandshakeReply::Ranks { .. } | HandshakeReply::Prefills { .. } => {
@@ -86,18 +51,18 @@ pub fn push_sealed(
     }
 }
 
-fn ask_blocking(
+fn ask(
     key: Option<&Key>,
     host: &str,
     port: u16,
-    ask: Ask,
+    question: Ask,
     timeout: Duration,
     grace: Duration,
 ) -> Result<HandshakeReply> {
     let limits = ClientLimits { grace, ..ClientLimits::default() };
-    let mut client = Client::with_key(limits, key.cloned());
+    let mut client = Client::new(limits, key.cloned());
     let start = Instant::now();
-    client.ask(start, 1, host, port, ask, start + timeout);
+    client.ask(start, 1, host, port, question, start + timeout);
     loop {
         let now = Instant::now();
         client.turn(now);

@@ -121,13 +121,9 @@ impl Connection {
 }
 
 impl Client {
-    /// A client without connections. It has no thread until the first [`Client::ask`]; from then on ZMQ's own.
-    pub fn new(limits: ClientLimits) -> Client {
-        Client::with_key(limits, None)
-    }
-
-    /// As [`Client::new`]; with a key, requests and replies are sealed with it.
-    pub fn with_key(limits: ClientLimits, key: Option<Key>) -> Client {
+    /// A client without connections. It has no thread until the first [`Client::ask`]; from then on ZMQ's own. With a key,
+    /// requests and replies are sealed with it.
+    pub fn new(limits: ClientLimits, key: Option<Key>) -> Client {
         Client {
             requests: Requests::new(key, limits.retry_max),
             limits,
@@ -229,11 +225,6 @@ impl Client {
             }
         }
         self.ask_awaits(now);
-    }
-
-    /// Drops a question; it gets no answer.
-    pub fn forget(&mut self, id: u64) {
-        self.requests.forget(id);
     }
 
     /// Sends and receives what can be without waiting, and lets deadlines pass.

@@ -19,7 +19,7 @@ mod way;
 
 pub use address::{Address, LocalAddress, choose, local_addresses};
 pub use awaits::{Awaited, AwaitedPrefill, unanswered};
-pub use blocking::{push_blocking, push_sealed, query_blocking, query_now, query_sealed};
+pub use blocking::{push, query};
 pub use client::{Ask, Client, ClientLimits};
 pub use listener::{Desk, Listener, ListenerConfig};
 pub use requests::Answer;

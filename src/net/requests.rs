@@ -58,11 +58,6 @@ impl Requests {
         self.answers.push_back(Answer { id, result });
     }
 
-    pub(super) fn forget(&mut self, id: u64) {
-        self.open.remove(&id);
-        self.answers.retain(|a| a.id != id);
-    }
-
     pub(super) fn poll_answer(&mut self) -> Option<Answer> {
         self.answers.pop_front()
     }

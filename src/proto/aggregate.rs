@@ -2,7 +2,7 @@
 //!
 //! Each rank reports a request's send or receive once, whenever it is done with it. The request is over when every rank
 //! that was expected to has reported; it failed if any of them says so. Which ranks those are is told at run time: by
-//! default all of the engine's, per request and direction whatever the plan's readers make it.
+//! default all of the engine's, per request and direction however many the plan's readers make it.
 
 mod rank_set;
 
@@ -79,8 +79,6 @@ struct Pending {
     reported: RankSet,
     /// How many ranks must report; none means all.
     count: Option<u32>,
-    /// Which ranks must report; none means any.
-    ranks: Option<RankSet>,
     failures: BTreeMap<RankId, (Cause, String)>,
     invalid: BTreeSet<u32>,
 }
@@ -133,11 +131,6 @@ impl Aggregator {
         Ok(Aggregator { ranks, limit: limit.max(1), grant, send, recv, ready: Outcome::default() })
     }
 
-    /// The engine's ranks, ascending.
-    pub fn ranks(&self) -> &[RankId] {
-        &self.ranks
-    }
-
     /// Requests under way, both directions together.
     pub fn pending(&self) -> usize {
         self.send.pending.len().saturating_add(self.recv.pending.len())
@@ -155,33 +148,20 @@ impl Aggregator {
                 self.ranks.len()
             )));
         }
-        self.set_expected(request, direction, Some(count), None)
-    }
-
-    /// From now on exactly `ranks` end `request`. Otherwise as [`Aggregator::expect`].
-    ///
-    /// Errors: also [`ErrorKind::InvalidArgument`] for a rank that is not the engine's.
-    pub fn expect_ranks(&mut self, request: &RequestId, direction: Direction, ranks: &[RankId]) -> Result<()> {
-        let mut set = RankSet::default();
-        for rank in ranks {
-            set.insert(self.index(*rank)?);
+        let limit = self.limit;
+        let side = self.side_mut(direction);
+        if side.done.contains_key(request) {
+            return Ok(());
         }
-        if set.is_empty() {
-            return Err(Error::invalid(format!(
-                "no rank was named to report request {request}, expected at least one"
-            )));
+        if !side.pending.contains_key(request) && side.pending.len() >= limit {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("request {request} would be one more under way than the limit of {limit}"),
+            ));
         }
-        self.set_expected(request, direction, None, Some(set))
-    }
-
-    /// The ranks that have not reported `request` yet; empty for one that is not under way. With a mere count expected,
-    /// some of these need not report.
-    pub fn waiting_for(&self, request: &RequestId, direction: Direction) -> Vec<RankId> {
-        let Some(pending) = self.side(direction).pending.get(request) else { return Vec::new() };
-        let missing = |index: usize| {
-            !pending.reported.contains(index) && pending.ranks.as_ref().is_none_or(|ranks| ranks.contains(index))
-        };
-        self.ranks.iter().enumerate().filter(|&(index, _)| missing(index)).map(|(_, &rank)| rank).collect()
+        side.pending.entry(request.clone()).or_default().count = Some(count);
+        self.settle(request, direction);
+        Ok(())
     }
 
     /// Takes one report, wholly or (on error) not at all.
@@ -285,13 +265,6 @@ impl Aggregator {
         std::iter::once(side).chain(grant)
     }
 
-    fn side(&self, direction: Direction) -> &Side {
-        match direction {
-            Direction::Send => &self.send,
-            Direction::Recv => &self.recv,
-        }
-    }
-
     fn side_mut(&mut self, direction: Direction) -> &mut Side {
         match direction {
             Direction::Send => &mut self.send,
@@ -319,39 +292,12 @@ impl Aggregator {
         )
     }
 
-    fn set_expected(
-        &mut self,
-        request: &RequestId,
-        direction: Direction,
-        count: Option<u32>,
-        ranks: Option<RankSet>,
-    ) -> Result<()> {
-        let limit = self.limit;
-        let side = self.side_mut(direction);
-        if side.done.contains_key(request) {
-            return Ok(());
-        }
-        if !side.pending.contains_key(request) && side.pending.len() >= limit {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                format!("request {request} would be one more under way than the limit of {limit}"),
-            ));
-        }
-        let pending = side.pending.entry(request.clone()).or_default();
-        (pending.count, pending.ranks) = (count, ranks);
-        self.settle(request, direction);
-        Ok(())
-    }
-
     /// Moves `request` to the outcome if all expected ranks have reported.
     fn settle(&mut self, request: &RequestId, direction: Direction) {
         let (all, limit) = (self.ranks.len(), self.limit);
         let side = self.side_mut(direction);
-        let complete = side.pending.get(request).is_some_and(|pending| match (&pending.ranks, pending.count) {
-            (Some(ranks), _) => pending.reported.contains_all(ranks),
-            (None, Some(count)) => pending.reported.len() >= count as usize,
-            (None, None) => pending.reported.len() >= all,
-        });
+        let needed = |pending: &Pending| pending.count.map_or(all, |count| count as usize);
+        let complete = side.pending.get(request).is_some_and(|pending| pending.reported.len() >= needed(pending));
         if !complete {
             return;
         }

@@ -80,11 +80,6 @@ impl Library {
         }
     }
 
-    /// The libucp that this process has opened, if it has.
-    pub fn opened() -> Option<&'static Self> {
-        OPENED.get()
-    }
-
     /// Path, version and origin.
     pub fn info(&self) -> &LibraryInfo {
         &self.info

@@ -46,7 +46,6 @@ pub(super) fn missing(raw: &Ucp) -> Vec<&'static str> {
         ucp_worker_progress,
         ucp_worker_get_efd,
         ucp_worker_arm,
-        ucp_worker_signal,
         ucp_worker_set_am_recv_handler,
         ucp_ep_create,
         ucp_ep_close_nbx,

@@ -62,14 +62,6 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Makes a worker with the default [`WorkerOptions`].
-    ///
-    /// # Errors
-    /// UCX's status when it cannot make one.
-    pub fn new(context: &Arc<Context>) -> Result<Self, UcxError> {
-        Self::with_options(context, &WorkerOptions::default())
-    }
-
     /// Makes a worker.
     ///
     /// # Errors
@@ -247,16 +239,6 @@ impl Worker {
             ucx_sys::UCS_ERR_BUSY => Ok(Armed::Busy),
             status => Err(UcxError::new("ucp_worker_arm", Status::from_raw(status), "")),
         }
-    }
-
-    /// Makes the armed event fd readable.
-    ///
-    /// # Errors
-    /// UCX's status.
-    pub fn signal(&self) -> Result<(), UcxError> {
-        // SAFETY: the worker is alive.
-        let status = unsafe { self.core.api().ucp_worker_signal(self.core.handle) };
-        Status::from_raw(status).check("ucp_worker_signal", String::new)
     }
 
     /// Closes all endpoints by force and waits, for at most `limit`, until UCX has ended every operation.

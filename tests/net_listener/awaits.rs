@@ -40,7 +40,7 @@ fn prefills_are_told_when_they_are_over() {
     let directory = Arc::new(Mutex::new(directory));
     let mut listener = Listener::bind_desk(&loopback(0), Reception(directory.clone())).unwrap();
     let (host, port) = (listener.host().to_owned(), listener.port());
-    let mut clients = [(); 2].map(|()| Client::new(ClientLimits::default()));
+    let mut clients = [(); 2].map(|()| Client::new(ClientLimits::default(), None));
     for client in &mut clients {
         for (number, request) in (1u64..).zip(["a", "b", "c"]) {
             client.await_prefill(Instant::now(), number, &host, port, engine(), when_over(request), LONG);
@@ -91,7 +91,7 @@ fn a_listener_that_is_gone_is_told_at_once_beside_an_open_question() {
     let mut listener = Listener::bind_desk(&loopback(0), Reception(Arc::new(Mutex::new(directory)))).unwrap();
     let (host, port) = (listener.host().to_owned(), listener.port());
     // Nothing else finds out within the time of this test.
-    let mut client = Client::new(ClientLimits { resend: 10 * LONG, ..ClientLimits::default() });
+    let mut client = Client::new(ClientLimits { resend: 10 * LONG, ..ClientLimits::default() }, None);
     let ask = |engine: &str| Ask::Query { engine: Some(EngineId::new(engine).unwrap()), ranks: vec![] };
     client.ask(Instant::now(), 1, &host, port, ask("q"), Instant::now() + LONG);
     assert!(answers(&mut client, 1)[0].1.is_ok(), "the listener is there, and has been heard");
@@ -134,7 +134,7 @@ fn prefills_under_way_are_told_to_who_wants_to_know() {
         directory.lock().unwrap().prefill_progressed(prefill(tokens));
         listener.wake();
     };
-    let mut clients = [(); 2].map(|()| Client::new(ClientLimits::default()));
+    let mut clients = [(); 2].map(|()| Client::new(ClientLimits::default(), None));
     let ask = |client: &mut Client, from_tokens: u64| {
         let awaited = AwaitedPrefill { request: name(), from_tokens };
         client.await_prefill(Instant::now(), 1, &host, port, engine(), awaited, LONG);

@@ -5,7 +5,7 @@ use super::*;
 /// What a client with the default patience is told of the listener at a host and port, and after how long.
 fn failure(host: &str, port: u16, limit: Duration) -> (kvferry::Error, Duration) {
     let start = Instant::now();
-    let error = query_now(None, host, port, None, vec![], limit).unwrap_err();
+    let error = query(None, host, port, None, vec![], limit).unwrap_err();
     (error, start.elapsed())
 }
 
@@ -93,14 +93,14 @@ fn the_address_of_a_name_that_fits_is_found() {
         }
     });
     let Ok(_listener) = Listener::bind(&loopback(port), |b| reply(&ranks(id_of(&request(b)), "v4"))) else { return };
-    assert_eq!(query_blocking("localhost", port, None, vec![], LONG), Ok(ranks(1, "v4")));
+    assert_eq!(query(None, "localhost", port, None, vec![], LONG), Ok(ranks(1, "v4")));
 }
 
 /// A name service that takes its time stops nobody else: other listeners are asked meanwhile.
 #[test]
 fn names_are_resolved_beside_the_loop() {
     let listener = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)), "quick"))).unwrap();
-    let mut client = Client::new(ClientLimits::default());
+    let mut client = Client::new(ClientLimits::default(), None);
     let begin = Instant::now();
     for id in 1..=20 {
         client.ask(begin, id, &format!("no-such-host-{id}.invalid"), 5680, all(), begin + LONG);

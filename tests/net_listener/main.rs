@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use kvferry::ErrorKind;
 use kvferry::net::{
     Address, Ask, Awaited, AwaitedPrefill, Client, ClientLimits, Desk, Listener, ListenerConfig, choose,
-    local_addresses, push_blocking, query_blocking, query_now,
+    local_addresses, push, query,
 };
 use kvferry::proto::handshake::{Directory, PrefillNews, Pushes};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
@@ -202,12 +202,12 @@ fn ipv6_is_bracketed_all_the_way() {
     let listener = Listener::bind(&at(Ipv6Addr::LOCALHOST.into(), 0), answer).unwrap();
     assert_eq!(listener.host(), "::1");
     for host in ["::1", "[::1]"] {
-        let got = query_blocking(host, listener.port(), None, vec![], LONG).unwrap();
+        let got = query(None, host, listener.port(), None, vec![], LONG).unwrap();
         assert_eq!(got, ranks(1, "six"));
     }
     let any = Listener::bind(&at(Ipv6Addr::UNSPECIFIED.into(), 0), answer).unwrap();
     for host in ["::1", "127.0.0.1"] {
-        assert_eq!(query_blocking(host, any.port(), None, vec![], LONG).unwrap(), ranks(1, "six"));
+        assert_eq!(query(None, host, any.port(), None, vec![], LONG).unwrap(), ranks(1, "six"));
     }
     let taken = Listener::bind(&at(Ipv6Addr::LOCALHOST.into(), listener.port()), echo).unwrap_err();
     assert!(taken.message().contains(&format!("[::1]:{}", listener.port())), "{taken}");
@@ -224,7 +224,7 @@ fn the_wildcard_is_bound_but_not_advertised() {
     assert_eq!(listener.host(), found);
     assert!(local_only || !listener.host().starts_with("127."));
     for host in [found.as_str(), "127.0.0.1"] {
-        assert_eq!(query_blocking(host, listener.port(), None, vec![], LONG).unwrap(), ranks(1, "wild"));
+        assert_eq!(query(None, host, listener.port(), None, vec![], LONG).unwrap(), ranks(1, "wild"));
     }
 }
 
@@ -238,21 +238,21 @@ fn a_listener_that_is_not_ready_is_asked_again() {
         reply(&if n < 4 { refused(id, RefusalCode::NotReady) } else { ranks(id, "late") })
     })
     .unwrap();
-    let got = query_blocking("127.0.0.1", listener.port(), None, vec![], LONG).unwrap();
+    let got = query(None, "127.0.0.1", listener.port(), None, vec![], LONG).unwrap();
     assert_eq!(got, ranks(1, "late"));
     assert_eq!(asked.load(Ordering::SeqCst), 5);
 
     // One that stays so gives its refusal as the answer when the time is up.
     let never = Listener::bind(&loopback(0), |bytes| reply(&refused(id_of(&request(bytes)), RefusalCode::NotReady)));
     let port = never.as_ref().unwrap().port();
-    let got = query_blocking("127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap();
+    let got = query(None, "127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap();
     assert_eq!(got, refused(1, RefusalCode::NotReady));
 }
 
 #[test]
 fn an_unreachable_head_is_named() {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
-    let error = query_blocking("127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap_err();
+    let error = query(None, "127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable);
     for part in [&format!("127.0.0.1:{port}"), "check that the producer engine runs"] {
         assert!(error.message().contains(part), "{error}");
@@ -260,18 +260,18 @@ fn an_unreachable_head_is_named() {
     // One that accepts and says nothing: not ZMQ.
     let mute = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = mute.local_addr().unwrap().port();
-    let error = query_blocking("127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap_err();
+    let error = query(None, "127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable);
     // One that takes the request and answers nothing.
     let context = zmq::Context::new();
     let router = context.socket(zmq::ROUTER).unwrap();
     router.bind("tcp://127.0.0.1:*").unwrap();
     let port = router.get_last_endpoint().unwrap().unwrap().rsplit_once(':').unwrap().1.parse().unwrap();
-    let silent = query_blocking("127.0.0.1", port, None, vec![], Duration::from_millis(1500)).unwrap_err();
+    let silent = query(None, "127.0.0.1", port, None, vec![], Duration::from_millis(1500)).unwrap_err();
     assert_eq!(silent.kind(), ErrorKind::Timeout, "{silent}");
     assert!(silent.message().contains("answered none"), "{silent}");
     for (host, port) in [("no host", 1u16), ("127.0.0.1", 0), ("", 7)] {
-        let error = query_blocking(host, port, None, vec![], LONG).unwrap_err();
+        let error = query(None, host, port, None, vec![], LONG).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
     }
 }
@@ -279,11 +279,12 @@ fn an_unreachable_head_is_named() {
 #[test]
 fn a_head_that_comes_late_is_found() {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
-    let asking = std::thread::spawn(move || query_blocking("127.0.0.1", port, None, vec![], LONG));
+    let pushing = std::thread::spawn(move || push(None, "127.0.0.1", port, 2, b"good".to_vec(), LONG));
     // Longer than who wants to know at once would ask again.
     std::thread::sleep(2 * ClientLimits::default().grace);
-    let _listener = Listener::bind(&loopback(port), |b| reply(&ranks(id_of(&request(b)), "late"))).unwrap();
-    assert_eq!(asking.join().unwrap().unwrap(), ranks(1, "late"));
+    let pushed = |b: &[u8]| reply(&HandshakeReply::Pushed { id: id_of(&request(b)), missing: 1 });
+    let _listener = Listener::bind(&loopback(port), pushed).unwrap();
+    assert_eq!(pushing.join().unwrap(), Ok(1));
 }
 
 #[test]
@@ -295,8 +296,8 @@ fn pushes_and_their_refusals() {
         other => reply(&refused(id_of(&other), RefusalCode::Push)),
     })
     .unwrap();
-    assert_eq!(push_blocking("127.0.0.1", listener.port(), 4, b"good".to_vec(), LONG), Ok(3));
-    let error = push_blocking("127.0.0.1", listener.port(), 4, b"bad".to_vec(), LONG).unwrap_err();
+    assert_eq!(push(None, "127.0.0.1", listener.port(), 4, b"good".to_vec(), LONG), Ok(3));
+    let error = push(None, "127.0.0.1", listener.port(), 4, b"bad".to_vec(), LONG).unwrap_err();
     assert_eq!((error.kind(), error.message()), (ErrorKind::InvalidArgument, "no"));
 }
 
@@ -327,7 +328,7 @@ fn all() -> Ask {
 fn an_id_that_tells_no_question_from_another_is_refused() {
     let mute = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = mute.local_addr().unwrap().port();
-    let (mut client, now) = (Client::new(ClientLimits::default()), Instant::now());
+    let (mut client, now) = (Client::new(ClientLimits::default(), None), Instant::now());
     client.ask(now, 7, "127.0.0.1", port, all(), now + LONG);
     for id in [0, 7] {
         client.ask(now, id, "127.0.0.1", port, all(), now + LONG);
@@ -345,7 +346,7 @@ fn one_client_asks_many_over_one_socket_each() {
     let newer = Listener::bind(&loopback(0), |_| reply(&refused(0, RefusalCode::Version))).unwrap();
     let garbage = Listener::bind(&loopback(0), |_| vec![0x7e; 3]).unwrap();
     let limits = ClientLimits { idle: Duration::from_millis(50), ..ClientLimits::default() };
-    let mut client = Client::new(limits);
+    let mut client = Client::new(limits, None);
     assert_eq!(client.next_deadline(), None);
     let now = Instant::now();
     for token in 1..=100u64 {
@@ -362,8 +363,6 @@ fn one_client_asks_many_over_one_socket_each() {
     client.ask(now, 200, "127.0.0.1", stray.port(), all(), now + Duration::from_millis(700));
     client.ask(now, 201, "127.0.0.1", newer.port(), all(), now + LONG);
     client.ask(now, 202, "127.0.0.1", garbage.port(), all(), now + LONG);
-    client.ask(now, 203, "127.0.0.1", garbage.port(), all(), now + LONG);
-    client.forget(203);
     let got = answers(&mut client, 3);
     assert!(got[0].1.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout), "{got:?}");
     assert_eq!(got[1].1, Ok(refused(0, RefusalCode::Version)));
@@ -386,7 +385,7 @@ fn an_answer_that_came_before_the_deadline_counts_however_late_it_is_read() {
         reply(&ranks(id_of(&request(bytes)), "e"))
     })
     .unwrap();
-    let mut client = Client::new(ClientLimits::default());
+    let mut client = Client::new(ClientLimits::default(), None);
     let begin = Instant::now();
     client.ask(begin, 1, "127.0.0.1", listener.port(), all(), begin + LONG);
     while listener.requests() == 0 {
@@ -413,7 +412,7 @@ fn a_lost_request_is_sent_again_on_a_new_connection() {
     router.bind("tcp://127.0.0.1:*").unwrap();
     let port: u16 = router.get_last_endpoint().unwrap().unwrap().rsplit_once(':').unwrap().1.parse().unwrap();
     let limits = ClientLimits { resend: Duration::from_millis(100), ..ClientLimits::default() };
-    let mut client = Client::new(limits);
+    let mut client = Client::new(limits, None);
     let now = Instant::now();
     client.ask(now, 1, "127.0.0.1", port, all(), now + LONG);
     let mut taken = false;
@@ -446,7 +445,7 @@ impl Desk for Loses {
 fn a_lost_answer_is_asked_for_again_while_others_come() {
     let listener = Listener::bind_desk(&loopback(0), Loses { answered: 0 }).unwrap();
     let limits = ClientLimits { resend: Duration::from_millis(200), ..ClientLimits::default() };
-    let mut client = Client::new(limits);
+    let mut client = Client::new(limits, None);
     let begin = Instant::now();
     let ask = |client: &mut Client, id| {
         client.ask(Instant::now(), id, "127.0.0.1", listener.port(), all(), begin + 2 * LONG);
@@ -471,7 +470,7 @@ fn a_lost_answer_is_asked_for_again_while_others_come() {
 
 #[test]
 fn connections_are_bounded() {
-    let mut client = Client::new(ClientLimits { connections: 2, ..ClientLimits::default() });
+    let mut client = Client::new(ClientLimits { connections: 2, ..ClientLimits::default() }, None);
     let now = Instant::now();
     for (token, port) in [(1u64, 1u16), (2, 2), (3, 3)] {
         client.ask(now, token, "127.0.0.1", port, all(), now + Duration::from_millis(50));
@@ -497,7 +496,7 @@ fn every_address_of_the_host_reaches_the_listener() {
     let listed = local_addresses().unwrap().into_iter().map(|a| a.ip);
     hosts.extend(listed.filter(|ip| !ip.to_string().starts_with("fe80")).map(|ip| ip.to_string()));
     for host in hosts {
-        let got = query_blocking(&host, listener.port(), None, vec![], Duration::from_secs(5));
+        let got = query(None, &host, listener.port(), None, vec![], Duration::from_secs(5));
         assert_eq!(got, Ok(ranks(1, "all")), "by {host}, advertised is {advertised}");
     }
 }

@@ -27,6 +27,10 @@ use super::rank::*;
 #[path = "sim/events.rs"]
 mod events;
 
+fn take_step(scheduler: &mut Scheduler) -> StepMetadata {
+    StepMetadata::from_bytes(&scheduler.encode_step().unwrap()).unwrap()
+}
+
 pub const LEASE_MS: u64 = 1_000;
 
 pub fn ms(n: u64) -> Duration {
@@ -449,7 +453,7 @@ impl Sim {
 
     fn p_step(&mut self) {
         if self.p.scheduler.has_pending() {
-            let step = self.p.scheduler.build_step();
+            let step = take_step(&mut self.p.scheduler);
             let at = (self.now + self.p_lag).max(self.p.last_step);
             self.p.last_step = at;
             self.at(at, Event::StepP(self.p.life, step));
@@ -535,7 +539,7 @@ impl Sim {
 
     fn d_step(&mut self) {
         if self.d_scheduler.has_pending() {
-            let step = self.d_scheduler.build_step();
+            let step = take_step(&mut self.d_scheduler);
             let at = (self.now + ms(1)).max(self.d_last_step);
             self.d_last_step = at;
             self.at(at, Event::StepD(step));

@@ -22,6 +22,10 @@ fn id(name: &str) -> RequestId {
     RequestId::new(name).unwrap()
 }
 
+fn ids(names: &[&str]) -> Vec<RequestId> {
+    names.iter().map(|name| id(name)).collect()
+}
+
 /// A full group of 4 tokens a block, and a window of 6 tokens: at most 3 blocks.
 fn config() -> SchedulerConfig {
     SchedulerConfig::new(
@@ -35,6 +39,10 @@ fn scheduler() -> Scheduler {
     let mut s = Scheduler::new(config()).unwrap();
     s.set_address("10.1.2.3", 5680);
     s
+}
+
+fn take_step(scheduler: &mut Scheduler) -> StepMetadata {
+    StepMetadata::from_bytes(&scheduler.encode_step().unwrap()).unwrap()
 }
 
 fn lists(full: &[u32], window: &[u32]) -> Vec<Blocks> {
@@ -63,16 +71,13 @@ fn offered() -> TransferParams {
     }
 }
 
-fn over(recving: &[&str], sending: &[&str]) -> WorkerReport {
-    WorkerReport {
-        finished_sending: sending.iter().map(|n| id(n)).collect(),
-        finished_recving: recving.iter().map(|n| id(n)).collect(),
-        ..WorkerReport::new(RankId { pp: 0, tp: 0 })
-    }
+fn over(recving: &[&str], sending: &[&str]) -> ReportBatch {
+    let (finished_sending, finished_recving) = (ids(sending), ids(recving));
+    WorkerReport { finished_sending, finished_recving, ..WorkerReport::new(RankId { pp: 0, tp: 0 }) }.into()
 }
 
-fn granted(names: &[&str]) -> WorkerReport {
-    WorkerReport { granted: names.iter().map(|n| id(n)).collect(), ..WorkerReport::new(RankId { pp: 0, tp: 0 }) }
+fn granted(names: &[&str]) -> ReportBatch {
+    WorkerReport { granted: ids(names), ..WorkerReport::new(RankId { pp: 0, tp: 0 }) }.into()
 }
 
 #[test]
@@ -90,9 +95,9 @@ fn a_complete_prefill_is_kept_granted_and_offered() {
     assert_eq!((p.remote_num_tokens, p.remote_lease_ms, p.remote_lease_id), (Some(18), Some(30_000), Some(1)));
     assert_eq!((p.tp_size, p.pp_size, p.dcp_size), (Some(1), Some(1), Some(1)));
     assert_eq!(p.transfer_mode.as_deref(), Some("pull"));
-    let step = StepMetadata::from_bytes(&s.encode_step().unwrap()).unwrap();
+    let step = take_step(&mut s);
     assert_eq!((step.grants[0].request.as_str(), step.grants[0].lease_ms, step.grants[0].lease_id), ("p-1", 30_000, 1));
-    assert!(!s.has_pending() && s.build_step().is_empty());
+    assert!(!s.has_pending() && take_step(&mut s).is_empty());
     let again = s.finished(&id("p-1"), &asked(), FinishOutcome::Complete, lists(&[1], &[2]), 4).unwrap_err();
     assert_eq!(again.kind(), ErrorKind::AlreadyExists);
     assert_eq!((s.sending(), s.stats().sending, s.stats().receiving), (1, 1, 0));
@@ -100,7 +105,7 @@ fn a_complete_prefill_is_kept_granted_and_offered() {
     assert_eq!((s.sending(), s.stats().sending), (0, 0));
     let mut d = scheduler();
     d.arrived(&id("d-1"), &p).unwrap();
-    assert_eq!(d.build_step().holds[0].remote.lease_id, 1, "what P offers, D understands");
+    assert_eq!(take_step(&mut d).holds[0].remote.lease_id, 1, "what P offers, D understands");
 }
 
 #[test]
@@ -114,7 +119,7 @@ fn ids_of_leases_are_as_random_as_what_the_driver_gives_and_fit_json() {
         let lists = lists(&[11], &[23]);
         let finish = s.finished(&id(&format!("p-{n}")), &asked(), FinishOutcome::Complete, lists, 4).unwrap();
         assert_eq!(finish.params.unwrap().remote_lease_id, Some(id_of as i64));
-        assert_eq!(s.build_step().grants[0].lease_id, id_of);
+        assert_eq!(take_step(&mut s).grants[0].lease_id, id_of);
     }
 }
 
@@ -126,7 +131,7 @@ fn requests_that_others_may_follow_are_marked_for_the_workers() {
         d.arrived(&id(name), &params).unwrap();
         d.allocated(&id(name), &params, lists(&[1, 2, 3, 4, 5], &[7, 8, 9]), 18, 18).unwrap();
         d.finished(&id(&format!("{name}-unknown")), &params, FinishOutcome::Aborted, vec![], 0).unwrap();
-        let step = d.build_step();
+        let step = take_step(&mut d);
         let marks = [step.holds[0].remote.shared, step.loads[0].remote.shared, step.releases[0].remote.shared];
         assert_eq!(marks, [shared == Some(true); 3]);
     }
@@ -176,7 +181,7 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
         assert_eq!(error.kind(), ErrorKind::AlreadyExists);
         assert!(error.message().contains("transfer_id"), "{error}");
     }
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.grants[0].request.as_str(), step.grants[0].name.clone()), ("p-1", Some(id("x-1"))));
     assert_eq!((step.grants.len(), step.dropped.len(), s.poll_notice()), (1, 0, None));
     s.on_report(&over(&[], &["p-1"])).unwrap();
@@ -189,7 +194,7 @@ fn a_named_prefill_is_known_by_its_name_and_who_awaits_it_is_told() {
     ] {
         assert_eq!(s.finished(&id("p-3"), &named("x-3"), outcome, blocks, 18).is_ok(), dropped);
         assert_eq!((s.poll_notice(), s.poll_notice()), (Some(Notice::Gone(id("x-3"))), None));
-        assert_eq!(s.build_step().dropped, if dropped { vec![id("x-3")] } else { vec![] });
+        assert_eq!(take_step(&mut s).dropped, if dropped { vec![id("x-3")] } else { vec![] });
     }
     // One that is over before all ranks have confirmed it.
     s.finished(&id("p-6"), &named("x-6"), FinishOutcome::Complete, blocks(), 18).unwrap();
@@ -217,13 +222,13 @@ fn where_blocks_are_written_late_a_decoder_asks_the_listener_for_them() {
         let params = finish.params.unwrap();
         assert_eq!((params.transfer_id.as_deref(), params.do_remote_prefill), (Some(called), true));
         assert_eq!((params.remote_request_id.clone(), params.remote_block_ids.clone()), (None, None));
-        let grant = s.build_step().grants.remove(0);
+        let grant = take_step(&mut s).grants.remove(0);
         assert_eq!((grant.request.as_str(), grant.name), (request, Some(id(called))));
         let mut d = scheduler();
         assert_eq!(d.matched(&id("d"), &params, 18, 0).unwrap().tokens, 18);
         assert!(d.matched(&id("d"), &params, 19, 0).is_err(), "how much is held is known all the same");
         d.allocated(&id("d"), &params, lists(&[1, 2, 3, 4, 5], &[6, 7, 8]), 18, 18).unwrap();
-        let load = d.build_step().loads.remove(0);
+        let load = take_step(&mut d).loads.remove(0);
         assert_eq!((load.awaits, load.remote.request.as_str(), load.remote.lease_id), (true, called, grant.lease_id));
         assert_eq!(s.poll_notice(), None);
         s.on_report(&granted(&[request])).unwrap();
@@ -239,7 +244,7 @@ fn a_request_may_come_before_its_prefill_is_over() {
     s.arrived(&id("d-1"), &announced()).unwrap();
     assert_eq!(s.matched(&id("d-1"), &announced(), 18, 4).unwrap(), Match { tokens: 14, asynchronous: true });
     s.allocated(&id("d-1"), &announced(), lists(&[1, 2, 3, 4], &[5, 6]), 18, 14).unwrap();
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.holds[0].remote.request.as_str(), step.holds[0].remote.lease_id), ("x-1", 0));
     let load = &step.loads[0];
     assert!(load.awaits && load.remote_blocks.is_empty() && load.refused.is_none());
@@ -247,11 +252,11 @@ fn a_request_may_come_before_its_prefill_is_over() {
     // All of it is there already: the prefill is given back by its name.
     s.arrived(&id("d-2"), &announced()).unwrap();
     s.allocated(&id("d-2"), &announced(), lists(&[], &[]), 18, 0).unwrap();
-    assert_eq!(s.build_step().releases[0].remote.request.as_str(), "x-1");
+    assert_eq!(take_step(&mut s).releases[0].remote.request.as_str(), "x-1");
     // With what an answer has, that counts.
     let both = TransferParams { transfer_id: Some("x-1".into()), ..offered() };
     s.allocated(&id("d-3"), &both, lists(&[1, 2, 3, 4, 5], &[6, 7, 8]), 18, 18).unwrap();
-    let load = &s.build_step().loads[0];
+    let load = &take_step(&mut s).loads[0];
     assert_eq!((load.awaits, load.remote.request.as_str(), load.remote_blocks.len()), (false, "p-1", 2));
 
     type Change = fn(&mut TransferParams);
@@ -287,7 +292,7 @@ fn prefills_that_abort_or_have_no_blocks_are_dropped() {
     for finish in [aborted, empty, nulls] {
         assert_eq!((finish.keep, finish.params), (false, None));
     }
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.dropped.len(), step.grants.len(), s.sending()), (3, 0, 0));
     let plain = s.finished(&id("d"), &TransferParams::default(), FinishOutcome::Complete, lists(&[1], &[2]), 4);
     assert!(!plain.unwrap().keep && !s.has_pending(), "a request without params is none of ours");
@@ -299,7 +304,7 @@ fn a_name_that_is_dropped_and_used_again_in_one_step_is_granted() {
     let blocks = || lists(&[1, 2], &[3, 4]);
     s.finished(&id("r"), &asked(), FinishOutcome::Aborted, blocks(), 4).unwrap();
     assert!(s.finished(&id("r"), &asked(), FinishOutcome::Complete, blocks(), 4).unwrap().keep);
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.grants.len(), step.dropped.len()), (1, 0), "the drop would end the lease that is granted");
 }
 
@@ -321,7 +326,7 @@ fn arriving_holds_and_allocating_loads_once() {
     assert!(!s.has_pending());
     s.arrived(&id("d"), &offered()).unwrap();
     s.arrived(&id("d"), &offered()).unwrap();
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!(step.holds.len(), 1);
     let remote = &step.holds[0].remote;
     assert_eq!((remote.engine.as_str(), remote.request.as_str(), remote.port), ("p", "p-1", 5680));
@@ -330,7 +335,7 @@ fn arriving_holds_and_allocating_loads_once() {
     assert_eq!(s.matched(&id("d"), &offered(), 18, 18).unwrap(), Match::default());
     s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
     s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 0).unwrap();
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.loads.len(), step.releases.len()), (1, 0));
     let load = &step.loads[0];
     assert_eq!(load.refused, None);
@@ -352,20 +357,20 @@ fn new_workers_are_told_what_waits() {
     for name in ["waits", "loads", "queued"] {
         s.arrived(&id(name), &offered()).unwrap();
         if name != "queued" {
-            assert_eq!(s.build_step().holds.len(), 1);
+            assert_eq!(take_step(&mut s).holds.len(), 1);
         }
     }
     s.allocated(&id("loads"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
-    assert_eq!(s.build_step().loads.len(), 1);
+    assert_eq!(take_step(&mut s).loads.len(), 1);
     s.renew_engine(Incarnation(0xD), vec![]);
-    let step = s.build_step();
+    let step = take_step(&mut s);
     let mut holds: Vec<&str> = step.holds.iter().map(|hold| hold.request.as_str()).collect();
     holds.sort_unstable();
     // What the old workers loaded they have reported. What no step took is told once.
     assert_eq!((holds, step.loads.len()), (vec!["queued", "waits"], 0));
     s.arrived(&id("fresh"), &offered()).unwrap();
     s.renew_engine(Incarnation(0xE), vec![]);
-    let step = s.build_step();
+    let step = take_step(&mut s);
     let holds: Vec<&str> = step.holds.iter().map(|hold| hold.request.as_str()).collect();
     assert_eq!(holds, ["fresh", "queued", "waits"]);
     assert_eq!(step.holds[2].remote.request.as_str(), "p-1");
@@ -378,7 +383,7 @@ fn the_producer_may_have_other_groups_and_block_sizes() {
     let mut s = Scheduler::new(config).unwrap();
     let params = TransferParams { remote_block_ids: Some(vec![vec![7]]), remote_num_tokens: Some(20), ..offered() };
     s.allocated(&id("d"), &params, lists(&[1, 2, 3, 4, 5], &[31, 32, 33, 34, 35]), 18, 18).unwrap();
-    let load = &s.build_step().loads[0];
+    let load = &take_step(&mut s).loads[0];
     assert_eq!((load.refused.as_ref(), load.tokens, load.remote_tokens, load.window_only), (None, (0, 18), 20, true));
     assert_eq!(load.remote_blocks, [Blocks::from(vec![7])]);
 }
@@ -397,7 +402,7 @@ fn blocks_that_the_tokens_do_not_fit_become_a_load_that_is_refused_by_name() {
     ] {
         let mut s = scheduler();
         s.allocated(&id("d"), &offered(), blocks.clone(), 18, tokens).unwrap();
-        let load = &s.build_step().loads[0];
+        let load = &take_step(&mut s).loads[0];
         let text = load.refused.as_ref().expect("refused");
         assert!(text.contains(words), "{text}");
         assert_eq!(load.local_blocks, blocks, "all of them are suspect");
@@ -417,7 +422,7 @@ fn a_state_is_handed_over_one_token_before_the_end() {
     assert!(e.message().contains("after 18 tokens, 17 are needed"), "{e}");
     assert_eq!(s.matched(&id("d"), &held(17), 18, 0).unwrap().tokens, 17);
     s.allocated(&id("d"), &held(17), lists(&[1, 2, 3, 4, 5], &[9]), 18, 17).unwrap();
-    let load = &s.build_step().loads[0];
+    let load = &take_step(&mut s).loads[0];
     assert_eq!((load.refused.as_ref(), load.tokens), (None, (0, 17)));
     let finish = s.finished(&id("p-1"), &asked(), FinishOutcome::Complete, lists(&[1, 2, 3, 4, 5], &[0, 6, 7]), 17);
     assert_eq!(finish.unwrap().params.unwrap().remote_block_ids, Some(vec![vec![1, 2, 3, 4, 5], vec![7]]));
@@ -428,14 +433,14 @@ fn whatever_is_not_loaded_is_released() {
     let mut s = scheduler();
     s.arrived(&id("hit"), &offered()).unwrap();
     s.allocated(&id("hit"), &offered(), vec![], 18, 0).unwrap();
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.holds.len(), step.releases.len()), (0, 1), "a hold that no step took is not sent any more");
     s.arrived(&id("waiting"), &offered()).unwrap();
-    assert_eq!(s.build_step().holds.len(), 1);
+    assert_eq!(take_step(&mut s).holds.len(), 1);
     assert!(!s.finished(&id("waiting"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
     assert!(!s.finished(&id("rejected"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
     assert!(s.has_pending());
-    let released: Vec<String> = s.build_step().releases.iter().map(|r| r.request.to_string()).collect();
+    let released: Vec<String> = take_step(&mut s).releases.iter().map(|r| r.request.to_string()).collect();
     assert_eq!(released, ["waiting", "rejected"]);
     assert!(!s.finished(&id("hit"), &offered(), FinishOutcome::Complete, vec![], 0).unwrap().keep);
     assert!(!s.has_pending() && s.receiving() == 0);
@@ -450,13 +455,13 @@ fn a_request_that_ends_under_its_load_is_aborted_and_keeps_its_blocks() {
     s.allocated(&id("d"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
     assert!(s.finished(&id("d"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
     assert!(s.finished(&id("d"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.loads.len(), step.aborts), (1, vec![id("d")]));
     assert_eq!(s.receiving(), 1);
     s.on_report(&over(&["d"], &[])).unwrap();
     assert_eq!(s.receiving(), 0);
     s.allocated(&id("e"), &offered(), lists(&[1, 2, 3], &[0, 5, 6]), 18, 10).unwrap();
-    let _ = s.build_step();
+    let _ = take_step(&mut s);
     assert!(s.finished(&id("e"), &offered(), FinishOutcome::Aborted, vec![], 0).unwrap().keep);
     s.on_report(&over(&["e"], &[])).unwrap();
     assert!(!s.has_pending(), "an abort of what is over is not sent");

@@ -33,12 +33,13 @@ fn what_every_rank_has_reported_is_over_and_nothing_before() {
     let mut last = Outcome::default();
     for (index, &rank) in ranks.iter().rev().enumerate() {
         assert_eq!((s.poll_notice(), s.sending()), (None, 1));
-        let report = WorkerReport {
+        let report: ReportBatch = WorkerReport {
             granted: vec![id("p-1")],
             finished_recving: vec![id("d")],
             stats: Stats { bytes: 10, ..Stats::default() },
             ..WorkerReport::new(rank)
-        };
+        }
+        .into();
         last = s.on_report(&report).unwrap();
         assert_eq!(last.stats.bytes, 10, "figures are told as they come");
         let all = index + 1 == ranks.len();
@@ -57,9 +58,9 @@ fn what_every_rank_has_reported_is_over_and_nothing_before() {
         }
         batch
     };
-    assert_eq!(s.on_batch(&batch(&ranks[1..])).unwrap(), Outcome::default());
+    assert_eq!(s.on_report(&batch(&ranks[1..])).unwrap(), Outcome::default());
     assert_eq!(s.sending(), 1);
-    assert_eq!(s.on_batch(&batch(&ranks[..2])).unwrap().finished_sending, [id("p-1")]);
+    assert_eq!(s.on_report(&batch(&ranks[..2])).unwrap().finished_sending, [id("p-1")]);
     assert_eq!((s.poll_notice(), s.sending(), s.receiving()), (Some(Notice::Gone(id("x-1"))), 0, 0));
 }
 
@@ -82,7 +83,7 @@ fn a_receive_that_any_rank_failed_has_failed_with_every_ranks_cause_and_blocks()
             .into_iter()
             .collect();
         let report = WorkerReport { finished_recving: vec![id("d")], failed_recving, ..WorkerReport::new(rank) };
-        outcome = s.on_report(&report).unwrap();
+        outcome = s.on_report(&report.into()).unwrap();
     }
     let [failure] = &outcome.failed_recving[..] else { panic!("{outcome:?}") };
     assert_eq!((&failure.request, failure.invalid_blocks.ids()), (&id("d"), &[3, 4, 9][..]));
@@ -97,15 +98,15 @@ fn a_report_of_a_rank_that_the_engine_has_not_is_refused_and_changes_nothing() {
     grant(&mut s, "p-1", &asked());
     let sent = |rank| WorkerReport { finished_sending: vec![id("p-1")], ..WorkerReport::new(rank) };
     for stranger in [RankId { pp: 2, tp: 0 }, RankId { pp: 0, tp: 2 }, RankId { pp: u32::MAX, tp: u32::MAX }] {
-        let error = s.on_report(&sent(stranger)).unwrap_err();
+        let error = s.on_report(&sent(stranger).into()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument);
         assert!(error.message().contains(&stranger.to_string()) && error.message().contains("engine's 4"), "{error}");
     }
     // What came with it in a batch is not lost.
     let mut batch = ReportBatch::from(sent(RankId { pp: 2, tp: 0 }));
     ranks.iter().for_each(|&rank| batch.add(sent(rank)));
-    assert_eq!(s.on_batch(&batch).unwrap_err().kind(), ErrorKind::InvalidArgument);
-    let outcome = s.on_report(&WorkerReport::new(ranks[0])).unwrap();
+    assert_eq!(s.on_report(&batch).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let outcome = s.on_report(&WorkerReport::new(ranks[0]).into()).unwrap();
     assert_eq!((outcome.finished_sending, s.sending()), (vec![id("p-1")], 0));
     let huge = Scheduler::new(SchedulerConfig { tp_size: u32::MAX, pp_size: u32::MAX, ..config() }).unwrap_err();
     assert!(huge.message().contains("at most 4096"), "{huge}");
@@ -125,7 +126,7 @@ fn a_rank_that_never_reports_keeps_its_requests_until_the_host_says_that_they_ar
         ..WorkerReport::new(rank)
     };
     for &rank in &ranks[1..] {
-        assert!(s.on_report(&report(rank)).unwrap().finished_sending.is_empty());
+        assert!(s.on_report(&report(rank).into()).unwrap().finished_sending.is_empty());
     }
     assert_eq!((s.sending(), s.receiving(), s.poll_notice()), (1, 2, None));
     for _ in 0..2 {
@@ -138,7 +139,7 @@ fn a_rank_that_never_reports_keeps_its_requests_until_the_host_says_that_they_ar
     assert!(!is_loading(&mut s, "d"));
     assert_eq!((s.sending(), s.receiving()), (0, 0));
     // The late report is old news but for its figures.
-    let late = s.on_report(&report(ranks[0])).unwrap();
+    let late = s.on_report(&report(ranks[0]).into()).unwrap();
     assert_eq!(late, Outcome { stats: Stats { bytes: 10, ..Stats::default() }, ..Outcome::default() });
 }
 
@@ -156,13 +157,13 @@ fn an_id_that_is_used_again_is_a_request_of_its_own() {
         };
         if round == 1 {
             // One rank's report came before the host said so, and the others' never do.
-            s.on_report(&report(ranks[0])).unwrap();
+            s.on_report(&report(ranks[0]).into()).unwrap();
             s.over(&id("r"), Direction::Send);
             s.over(&id("d"), Direction::Recv);
         } else {
             for &rank in &ranks {
                 assert_eq!(s.sending(), 1);
-                s.on_report(&report(rank)).unwrap();
+                s.on_report(&report(rank).into()).unwrap();
             }
             assert!(matches!(s.poll_notice(), Some(Notice::Ready(_))));
         }

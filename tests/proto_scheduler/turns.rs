@@ -41,7 +41,7 @@ fn a_decoded_request_is_kept_for_the_next_turn() {
     assert_eq!(params.remote_block_ids, Some(vec![vec![11, 12, 13, 14, 15], vec![24, 25]]));
     assert_eq!((params.remote_num_tokens, params.remote_lease_ms), (Some(18), Some(480_000)));
     assert_eq!(params.remote_request_id.as_deref(), Some("d"));
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.grants[0].request.as_str(), step.grants[0].lease_ms), ("d", 480_000));
     assert_eq!((step.releases.len(), step.dropped.len(), s.sending(), s.receiving()), (0, 0, 1, 0));
     s.on_report(&over(&[], &["d"])).unwrap();
@@ -60,7 +60,7 @@ fn what_no_turn_can_go_on_from_is_not_kept() {
     for (why, blocks, tokens) in cases {
         let mut s = engine();
         assert_eq!(decoded(&mut s, "d", blocks, tokens), None, "{why}");
-        assert_eq!((s.sending(), s.build_step().grants.len()), (0, 0), "{why}");
+        assert_eq!((s.sending(), take_step(&mut s).grants.len()), (0, 0), "{why}");
     }
     let mut s = Scheduler::new(SchedulerConfig { multi_turn: None, ..multi_turn() }).unwrap();
     assert_eq!(decoded(&mut s, "d", whole(), 18), None, "nobody asked for it");
@@ -85,36 +85,36 @@ fn the_oldest_conversations_give_way() {
     for name in ["a", "b", "c"] {
         assert!(decoded(&mut s, name, lists(&[31], &[41]), 3).is_some(), "{name}");
     }
-    assert_eq!(s.build_step().dropped, []);
+    assert_eq!(take_step(&mut s).dropped, []);
     s.on_report(&over(&[], &["b"])).unwrap();
     assert!(decoded(&mut s, "d", whole(), 18).is_some());
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.grants[0].request.as_str(), step.dropped), ("d", vec![id("a")]), "c is left");
     assert_eq!(s.sending(), 3, "until the workers have let go of a");
     s.on_report(&over(&[], &["a"])).unwrap();
     assert!(decoded(&mut s, "a", whole(), 18).is_some());
-    assert_eq!(s.build_step().dropped, vec![id("c"), id("d")]);
+    assert_eq!(take_step(&mut s).dropped, vec![id("c"), id("d")]);
     // More than all that may be kept.
     let more: Vec<u32> = (1..=10).collect();
     assert_eq!(decoded(&mut s, "e", lists(&more, &[0, 0, 0, 0, 0, 0, 0, 0, 41, 42]), 40), None);
-    assert_eq!((s.sending(), s.build_step().dropped), (3, vec![]));
+    assert_eq!((s.sending(), take_step(&mut s).dropped), (3, vec![]));
 }
 
 #[test]
 fn a_prefill_loads_what_a_decode_engine_has_and_is_handed_over_in_its_turn() {
     let mut s = engine();
     s.arrived(&id("p"), &history()).unwrap();
-    assert_eq!(s.build_step().holds[0].remote.request.as_str(), "p-1");
+    assert_eq!(take_step(&mut s).holds[0].remote.request.as_str(), "p-1");
     assert_eq!(s.matched(&id("p"), &history(), 16, 4).unwrap(), Match { tokens: 12, asynchronous: true });
     assert_eq!(s.matched(&id("p"), &history(), 16, 9).unwrap(), Match::default(), "seven are computed here");
     s.allocated(&id("p"), &history(), lists(&[1, 2, 3], &[5, 6, 7]), 16, 12).unwrap();
-    let load = &s.build_step().loads[0];
+    let load = &take_step(&mut s).loads[0];
     assert_eq!((load.tokens, load.remote_tokens, load.refused.as_ref()), ((4, 16), 18, None));
     assert_eq!(load.remote_blocks, lists(&[11, 12, 13, 14, 15], &[23, 24, 25]));
     s.on_report(&over(&["p"], &[])).unwrap();
     let params = s.finished(&id("p"), &history(), FinishOutcome::Complete, whole(), 18).unwrap().params.unwrap();
     assert_eq!((params.do_remote_prefill, params.remote_request_id.as_deref()), (true, Some("p")));
-    let step = s.build_step();
+    let step = take_step(&mut s);
     assert_eq!((step.grants.len(), step.releases.len(), s.receiving(), s.sending()), (1, 0, 0, 1));
 }
 
@@ -125,19 +125,19 @@ fn a_history_that_is_not_loaded_is_given_back() {
     {
         let mut s = engine();
         s.arrived(&id("p"), &history()).unwrap();
-        let _ = s.build_step();
+        let _ = take_step(&mut s);
         if allocated {
             s.allocated(&id("p"), &history(), vec![], 0, 0).unwrap();
         }
         let complete = outcome == FinishOutcome::Complete;
         assert_eq!(s.finished(&id("p"), &history(), outcome, whole(), 18).unwrap().keep, complete);
-        let step = s.build_step();
+        let step = take_step(&mut s);
         assert_eq!((step.releases.len(), step.grants.len()), (1, usize::from(complete)));
     }
     // Of which nothing was said before it ended.
     let mut s = engine();
     s.finished(&id("p"), &history(), FinishOutcome::Aborted, vec![], 0).unwrap();
-    assert_eq!(s.build_step().releases.len(), 1);
+    assert_eq!(take_step(&mut s).releases.len(), 1);
 }
 
 /// Those that await it must not wait any longer, however it ends.
@@ -155,7 +155,7 @@ fn a_prefill_that_ends_under_the_load_of_its_history_is_handed_over_to_nobody() 
         }
         assert_eq!(s.poll_notice(), transfer_id.map(|name| Notice::Gone(id(name))));
         assert_eq!(s.poll_notice(), None);
-        let step = s.build_step();
+        let step = take_step(&mut s);
         assert_eq!((step.aborts, step.dropped), (vec![id("q")], vec![id(transfer_id.unwrap_or("q"))]));
         assert_eq!(s.stats().drops, 1);
         s.on_report(&over(&["q"], &[])).unwrap();
@@ -169,9 +169,9 @@ fn the_host_can_have_conversations_let_go_of() {
     for name in ["a", "b", "c"] {
         assert!(decoded(&mut s, name, lists(&[31], &[41]), 3).is_some());
     }
-    assert!(s.build_step().grants.iter().all(|grant| grant.history));
-    assert_eq!((s.forget_histories(1), s.build_step().dropped), (1, vec![id("a")]));
-    assert_eq!((s.forget_histories(usize::MAX), s.build_step().dropped), (2, vec![id("b"), id("c")]));
+    assert!(take_step(&mut s).grants.iter().all(|grant| grant.history));
+    assert_eq!((s.forget_histories(1), take_step(&mut s).dropped), (1, vec![id("a")]));
+    assert_eq!((s.forget_histories(usize::MAX), take_step(&mut s).dropped), (2, vec![id("b"), id("c")]));
     assert_eq!((s.forget_histories(5), s.has_pending(), s.sending()), (0, false, 3));
     s.on_report(&over(&[], &["a", "b", "c"])).unwrap();
     assert_eq!(s.sending(), 0);

@@ -36,7 +36,7 @@ fn the_lease_that_is_promised_is_granted() {
     assert!(!s.has_pending(), "workers have nothing to do for it");
     let params = finish(&mut s, "p-1", &named("x-1"), FinishOutcome::Complete).unwrap();
     assert_eq!(params.remote_lease_id, Some(501));
-    assert_eq!(s.build_step().grants[0].lease_id, 501);
+    assert_eq!(take_step(&mut s).grants[0].lease_id, 501);
     // What was written last is known when the request has ended; whose blocks these are the machine knows itself.
     tell(&mut s, "p-1", &[], 16);
     assert_eq!(progress(&mut s), (16, vec![11, 12, 13, 14], 501));

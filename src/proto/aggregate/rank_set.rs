@@ -20,20 +20,8 @@ impl RankSet {
         }
     }
 
-    pub(super) fn contains(&self, index: usize) -> bool {
-        self.0.get(index / 64).is_some_and(|bits| bits & (1u64 << (index % 64)) != 0)
-    }
-
-    pub(super) fn contains_all(&self, others: &RankSet) -> bool {
-        others.0.iter().enumerate().all(|(word, bits)| bits & !self.0.get(word).copied().unwrap_or(0) == 0)
-    }
-
     pub(super) fn len(&self) -> usize {
         self.0.iter().map(|bits| bits.count_ones() as usize).sum()
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 }
 
@@ -44,13 +32,8 @@ mod tests {
     #[test]
     fn it_is_a_set() {
         let mut set = RankSet::default();
-        assert!(set.is_empty());
         assert!(set.insert(3) && set.insert(64) && set.insert(4095));
         assert!(!set.insert(64));
         assert_eq!(set.len(), 3);
-        assert!(set.contains(3) && set.contains(4095) && !set.contains(2) && !set.contains(1 << 20));
-        let mut few = RankSet::default();
-        few.insert(64);
-        assert!(set.contains_all(&few) && !few.contains_all(&set) && few.contains_all(&RankSet::default()));
     }
 }

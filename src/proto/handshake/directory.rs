@@ -76,19 +76,9 @@ impl Directory {
         Ok(Directory { engine, incarnation, shape, pushes, ranks: BTreeMap::new(), prefills: Prefills::default() })
     }
 
-    /// The engine served.
-    pub fn engine(&self) -> &EngineId {
-        &self.engine
-    }
-
     /// This life of the engine.
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
-    }
-
-    /// The engine's shape.
-    pub fn shape(&self) -> EngineShape {
-        self.shape
     }
 
     /// Whether every rank has reported, so that queries are answered.

@@ -35,8 +35,7 @@ use crate::proto::aggregate::{Aggregator, Direction, Outcome};
 use crate::proto::ids::{Incarnation, RequestId};
 use crate::proto::plan::Holding;
 use crate::proto::wire::{
-    Blocks, Hold, Load, Message, Prefill, Release, Remote, ReportBatch, StepMetadata, TransferParams, WorkerReport,
-    limits,
+    Blocks, Hold, Load, Message, Prefill, Release, Remote, ReportBatch, StepMetadata, TransferParams, limits,
 };
 
 /// The largest id of a lease: it travels through the JSON of proxies, whose numbers may have 53 bits.
@@ -473,33 +472,29 @@ impl Scheduler {
         self.notices.pop_front()
     }
 
-    /// The work for the next step, for every worker alike. Each piece of work is handed out once.
-    pub fn build_step(&mut self) -> StepMetadata {
-        std::mem::take(&mut self.step)
-    }
-
-    /// As [`Scheduler::build_step`], encoded. What does not fit into one message comes with the next steps
-    /// ([`Scheduler::has_pending`]).
+    /// The work for the next step, for every worker alike, as an encoded [`StepMetadata`]. Each piece of work is handed out
+    /// once. What does not fit into one message comes with the next steps ([`Scheduler::has_pending`]).
     ///
     /// Errors: those of encoding; nothing is taken then.
     pub fn encode_step(&mut self) -> Result<Vec<u8>> {
         step::take(&mut self.step, StepMetadata::MAX_BYTES)
     }
 
-    /// Takes one rank's own report, wholly or (on error) not at all. Returns what every rank has reported with it, and
-    /// the figures in it. Ranks may report in any order; a report that comes again ends nothing twice.
+    /// Takes reports of ranks. Returns what every rank has reported with them, and the figures in them. Ranks may report in
+    /// any order; a report that comes again ends nothing twice. On error the ranks before the failing one have been taken,
+    /// and what is over with them is returned with the next report; the batch can be given again.
     ///
     /// Errors: those of [`Aggregator::add`].
-    pub fn on_report(&mut self, report: &WorkerReport) -> Result<Outcome> {
-        self.aggregator.add(report)?;
-        Ok(self.settle())
-    }
-
-    /// As [`Scheduler::on_report`], of several ranks. On error the ranks before the failing one have been taken, and what
-    /// is over with them is returned with the next report; the batch can be given again.
-    pub fn on_batch(&mut self, batch: &ReportBatch) -> Result<Outcome> {
-        self.aggregator.add_batch(batch)?;
-        Ok(self.settle())
+    pub fn on_report(&mut self, reports: &ReportBatch) -> Result<Outcome> {
+        self.aggregator.add_batch(reports)?;
+        let outcome = self.aggregator.poll().unwrap_or_default();
+        for request in &outcome.granted {
+            let prefill = self.sends.get_mut(request).and_then(|sent| sent.unannounced.take());
+            self.notices.extend(prefill.map(Notice::Ready));
+        }
+        outcome.finished_sending.iter().for_each(|request| self.sent(request));
+        outcome.finished_recving.iter().for_each(|request| self.received(request));
+        Ok(outcome)
     }
 
     /// The host knows by itself that every rank is done with `request` on this side. It is over now, whether or not the
@@ -511,17 +506,6 @@ impl Scheduler {
             Direction::Send => self.sent(request),
             Direction::Recv => self.received(request),
         }
-    }
-
-    fn settle(&mut self) -> Outcome {
-        let outcome = self.aggregator.poll().unwrap_or_default();
-        for request in &outcome.granted {
-            let prefill = self.sends.get_mut(request).and_then(|sent| sent.unannounced.take());
-            self.notices.extend(prefill.map(Notice::Ready));
-        }
-        outcome.finished_sending.iter().for_each(|request| self.sent(request));
-        outcome.finished_recving.iter().for_each(|request| self.received(request));
-        outcome
     }
 
     fn sent(&mut self, request: &RequestId) {
