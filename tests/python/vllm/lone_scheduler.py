@@ -9,7 +9,8 @@ from typing import Any
 
 import kvferry
 import numpy as np
-from mini_engine import BLOCK, Engine, Settings
+from mini_config import BLOCK, Settings
+from mini_engine import Engine
 
 PAGE = 64
 

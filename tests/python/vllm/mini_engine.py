@@ -1,4 +1,4 @@
-"""A vLLM engine without a model, in a process of its own.
+"""A vLLM engine without a model.
 
 The scheduler, the KV-cache manager, the cache views and the output aggregator are vLLM's, and both roles of the
 connector are there. In place of the model, `Engine._compute` writes bytes into the cache that follow from the engine,
@@ -8,83 +8,32 @@ the layer, the head, the token and its position. A state follows from all tokens
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
-import multiprocessing
 import os
-import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import mini_runner
-from mini_runner import RunnerName
-from peer import freeze
-
-BLOCK = 16
-HEADS = 2
-HEAD_SIZE = 32
-FULL_LAYERS = ("model.layers.0.self_attn.attn", "model.layers.2.self_attn.attn")
-WINDOW_LAYERS = ("model.layers.1.self_attn.attn", "model.layers.3.self_attn.attn")
-WINDOW = 40
-STATE_LAYERS = ("model.layers.1.mixer", "model.layers.3.mixer")
-LONGEST = 1024
-"""Tokens of a request."""
-LIMIT = 240.0
-"""Seconds after which a wait has failed; a working wait takes a small part of it even on a crowded machine."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an engine is made of."""
-
-    role: str
-    model: str
-    salt: int
-    policy: str = "fail"
-    hybrid: bool = False
-    child: bool = False
-    blocks: int = 96
-    block: int = BLOCK
-    layout: str = "LBHNC"
-    prefix_caching: bool = True
-    extra: dict[str, Any] = field(default_factory=dict)
-    runner: RunnerName = "mixin"
-    chunk: int = 0
-    """Tokens of a chunk, for a model with chunked local attention in place of windows."""
-    states: str = ""
-    """vLLM's `mamba_cache_mode`, for a model that has states in place of windows."""
-    speculative: int = 0
-    """Tokens ahead, for which states have more inputs and requests more blocks."""
-
-
-def write_model(folder: Path, layers: int = 4) -> str:
-    """A model's configuration, which is all of the model that is read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HEADS * HEAD_SIZE,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HEAD_SIZE,
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+from mini_config import (
+    FULL_LAYERS,
+    HEAD_SIZE,
+    HEADS,
+    LIMIT,
+    LONGEST,
+    STATE_LAYERS,
+    WINDOW,
+    WINDOW_LAYERS,
+    Settings,
+    kv_cache_config,
+    vllm_config,
+)
 
 
 class Engine:
-    """Runs in the child process; the parent calls its public methods through `Remote`."""
+    """Runs in the child process; the parent calls its public methods through `mini_remote.Remote`."""
 
     def __init__(self, settings: Settings) -> None:
         import torch
@@ -99,10 +48,10 @@ class Engine:
         from vllm.v1.worker.utils import allocate_kv_cache
 
         self.settings, self.salt, self.block = settings, settings.salt, settings.block
-        self.config = config = self._vllm_config(settings)
+        self.config = config = vllm_config(settings)
         if settings.states:
             config.cache_config.mamba_cache_mode = settings.states
-        self.kv_cache_config = self._kv_cache_config(settings)
+        self.kv_cache_config = kv_cache_config(settings)
         config.cache_config.num_gpu_blocks = settings.blocks
         with set_current_vllm_config(config):
             store = Path(settings.model) / f"group-{os.getpid()}"
@@ -149,90 +98,6 @@ class Engine:
 
         for name in (*FULL_LAYERS, *WINDOW_LAYERS, *STATE_LAYERS):
             config.compilation_config.static_forward_context[name] = Layer()
-
-    def _vllm_config(self, settings: Settings) -> Any:
-        from vllm.config import KVTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-
-        connector: dict[str, Any] = {
-            "kv_connector": "KvferryConnector",
-            "kv_connector_module_path": "kvferry.vllm",
-            "kv_role": settings.role,
-            "kv_connector_extra_config": {"host": "127.0.0.1", "port": 0, **settings.extra},
-        }
-        if settings.child:
-            # Beside a connector of vLLM that needs nothing but a folder.
-            other = {
-                "kv_connector": "ExampleConnector",
-                "kv_role": settings.role,
-                "kv_connector_extra_config": {"shared_storage_path": settings.model},
-            }
-            connector = {
-                "kv_connector": "MultiConnector",
-                "kv_role": settings.role,
-                "kv_connector_extra_config": {"connectors": [connector, other]},
-            }
-        return EngineArgs(
-            model=settings.model,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=LONGEST,
-            max_num_seqs=8,
-            max_num_batched_tokens=1024,
-            block_size=settings.block,
-            enable_prefix_caching=settings.prefix_caching,
-            enforce_eager=True,
-            kv_cache_memory_bytes=1 << 24,
-            disable_hybrid_kv_cache_manager=settings.child,
-            kv_transfer_config=KVTransferConfig(**connector, kv_load_failure_policy=settings.policy),
-        ).create_engine_config()
-
-    def _kv_cache_config(self, settings: Settings) -> Any:
-        import torch
-        from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-        from vllm.v1.kv_cache_interface import (
-            ChunkedLocalAttentionSpec,
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-            KVCacheTensor,
-            MambaSpec,
-            SlidingWindowSpec,
-        )
-
-        shape: dict[str, Any] = {
-            "block_size": settings.block,
-            "num_kv_heads": HEADS,
-            "head_size": HEAD_SIZE,
-            "dtype": torch.bfloat16,
-        }
-        full: Any = FullAttentionSpec(**shape)
-        window: Any = SlidingWindowSpec(**shape, sliding_window=WINDOW)
-        if settings.chunk:
-            window = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=settings.chunk)
-        page, layers = full.page_size_bytes, len(FULL_LAYERS)
-        placement: dict[str, Any] = {
-            "size": page * settings.blocks * layers,
-            "layer_stride": page * settings.blocks,
-            "block_stride": page,
-        }
-        groups = [KVCacheGroupSpec(list(FULL_LAYERS), full)]
-        if settings.hybrid:
-            groups.append(KVCacheGroupSpec(list(WINDOW_LAYERS), window))
-        if settings.states:
-            state = MambaSpec(
-                block_size=LONGEST if settings.states == "none" else settings.block,
-                shapes=((3 + settings.speculative, 64), (4, 8, 8)),
-                dtypes=(torch.bfloat16, torch.float32),
-                mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
-                mamba_cache_mode=settings.states,
-                num_speculative_blocks=settings.speculative,
-                page_size_padded=page,
-            )
-            groups.append(KVCacheGroupSpec(list(STATE_LAYERS), state))
-        # The groups overlay each other, as vLLM lays them out: a block belongs to one group at a time.
-        tensors = [KVCacheTensor(layers=list(group.layer_names), **placement) for group in groups]
-        return KVCacheConfig(settings.blocks, tensors, groups)
 
     # --- the model's place
 
@@ -610,109 +475,3 @@ class Engine:
         """As at the end of vLLM's processes."""
         self.worker.shutdown()
         self.scheduler.shutdown()
-
-
-def _serve(pipe: Connection, environment: dict[str, str], settings: Settings) -> None:
-    try:
-        # The server that this was forked from has the environment of an earlier test.
-        os.environ.clear()
-        os.environ.update(environment)
-        engine = Engine(settings)
-        pipe.send(("ok", None))
-        while (call := pipe.recv()) is not None:
-            try:
-                pipe.send(("ok", getattr(engine, call[0])(*call[1:])))
-            except Exception:
-                pipe.send(("error", traceback.format_exc()))
-        engine.shutdown()
-        pipe.send(("ok", None))
-    except EOFError:
-        pass
-    except Exception:
-        pipe.send(("error", traceback.format_exc()))
-
-
-# An engine imports vLLM for most of the time that it takes to start, so each is forked from a process that has done it.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "vllm.config",
-        "vllm.distributed.kv_transfer.kv_connector.utils",
-        "vllm.engine.arg_utils",
-        "vllm.model_executor.layers.attention_layer_base",
-        "vllm.v1.attention.backends.triton_attn",
-        "vllm.v1.core.sched.scheduler",
-        "vllm.v1.structured_output",
-        "vllm.v1.worker.kv_connector_model_runner_mixin",
-        "vllm.v1.worker.utils",
-    ]
-)
-
-
-class Remote:
-    """An `Engine` in a process of its own; its methods are called by name."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._pipe, other = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_serve, args=(other, dict(os.environ), settings), daemon=True)
-        self._process.start()
-        other.close()
-
-    def wait_started(self) -> Remote:
-        """Returns when the engine is ready."""
-        self._answer("start")
-        return self
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """`method(*arguments)` in the engine."""
-        self.start(method, *arguments)
-        return self.result(method)
-
-    def start(self, method: str, *arguments: Any) -> None:
-        """Begins `method(*arguments)` in the engine; `result` waits for its end."""
-        self._pipe.send((method, *arguments))
-
-    def result(self, method: str) -> Any:
-        """What the method that was started returned."""
-        return self._answer(method)
-
-    def _answer(self, method: str) -> Any:
-        if not self._pipe.poll(2 * LIMIT):
-            raise TimeoutError(f"the engine did not answer {method}")
-        kind, value = self._pipe.recv()
-        if kind == "error":
-            raise RuntimeError(f"{method} failed in the engine:\n{value}")
-        return value
-
-    def freeze(self) -> None:
-        """The engine does nothing, and is not gone."""
-        freeze(self._pid)
-
-    def thaw(self) -> None:
-        """The engine goes on."""
-        os.kill(self._pid, signal.SIGCONT)
-
-    @property
-    def _pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """How the process ended; None while it runs."""
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        """The engine dies at once."""
-        self._process.kill()
-        self._process.join()
-
-    def close(self) -> None:
-        """The engine shuts down in good order; an engine that is gone already is no error."""
-        if self._process.is_alive():
-            self._pipe.send(None)
-            self._answer("shutdown")
-            self._process.join(LIMIT)
-            if self._process.is_alive():
-                self.kill()
-                raise TimeoutError("the engine did not end after its shutdown")

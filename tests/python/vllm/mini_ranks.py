@@ -22,7 +22,7 @@ from kvferry.vllm.config import parse_options
 from kvferry.vllm.geometry import TokenShare, transfer_groups
 from kvferry.vllm.metadata import KvferryConnectorMetadata
 from kvferry.vllm.worker import WorkerSide
-from mini_engine import FULL_LAYERS, HEAD_SIZE, WINDOW_LAYERS, write_model
+from mini_config import FULL_LAYERS, HEAD_SIZE, WINDOW_LAYERS, write_model
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,

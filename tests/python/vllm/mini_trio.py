@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mini_engine import Remote, Settings, write_model
+from mini_config import Settings, write_model
+from mini_remote import Remote
 from mini_runner import RunnerName
 
 POLICIES = ("fail", "recompute")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvferry.vllm import interior
 from kvferry.vllm.interior import CPU_TOKENWISE, TOKENWISE
-from mini_engine import FULL_LAYERS, WINDOW_LAYERS
+from mini_config import FULL_LAYERS, WINDOW_LAYERS
 from mini_ranks import Engine, hand_over, model
 from test_vllm_geometry import Cache, attention
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec

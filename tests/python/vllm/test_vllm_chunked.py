@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from mini_engine import BLOCK
+from mini_config import BLOCK
 from test_vllm_engines import Pair, prompt
 
 CHUNKS = {"whole-blocks": 3 * BLOCK, "within-blocks": 2 * BLOCK + BLOCK // 2}

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mini_engine import BLOCK, Remote, Settings, write_model
+from mini_config import BLOCK, Settings, write_model
+from mini_remote import Remote
 from mini_runner import RunnerName
 
 P_SALT, D_SALT, OTHER_SALT = 1, 2, 3

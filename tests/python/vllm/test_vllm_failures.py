@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mini_engine import BLOCK, Remote, Settings, write_model
+from mini_config import BLOCK, Settings, write_model
+from mini_remote import Remote
 from mini_trio import POLICIES, REMOTE_DECODE, Trio, prompt
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from kvferry.vllm.heads import KvHeads
-from mini_engine import FULL_LAYERS
+from mini_config import FULL_LAYERS
 from mini_ranks import Engine, hand_over, model
 
 

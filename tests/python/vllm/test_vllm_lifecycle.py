@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from lone_scheduler import LoneScheduler
-from mini_engine import write_model
+from mini_config import write_model
 from mini_trio import prompt
 
 ORDERS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mini_engine import BLOCK, LIMIT
+from mini_config import BLOCK, LIMIT
 from test_vllm_engines import REMOTE_DECODE, Pair, prompt
 
 CHUNK = 4 * BLOCK

@@ -15,7 +15,7 @@ import torch
 from kvferry.vllm import states
 from kvferry.vllm.interior import FORMAT_BYTES
 from kvferry.vllm.scheduler import _drop_last_token
-from mini_engine import FULL_LAYERS
+from mini_config import FULL_LAYERS
 from mini_ranks import BLOCK, Engine, Mixed, bytes_of, hand_over, held, model
 from test_vllm_engines import Pair, prompt
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mini_engine import Remote, Settings, write_model
+from mini_config import Settings, write_model
+from mini_remote import Remote
 from mini_runner import RunnerName
 
 SALT = 5
