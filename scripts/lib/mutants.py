@@ -106,7 +106,7 @@ def proto_crate() -> Path:
     shutil.rmtree(tree / "tests", ignore_errors=True)
     copy_into(
         tree,
-        tracked("src/proto", "src/error.rs", "tests/proto_*", "tests/golden", "docs/protocol.md", "Cargo.lock"),
+        tracked("src/proto", "src/error.rs", "tests/proto_*", "tests/golden", "docs/protocol-leases.md", "Cargo.lock"),
     )
     lines = (ROOT / "Cargo.toml").read_text().splitlines()
     crates = [line for line in lines if line.split(" = ")[0] in PROTO_CRATES]

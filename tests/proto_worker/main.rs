@@ -75,7 +75,7 @@ fn from() -> PeerRef {
 
 #[test]
 fn defaults_are_those_of_the_page() {
-    let page = include_str!("../../docs/protocol.md");
+    let page = include_str!("../../docs/protocol-leases.md");
     let defaults = serde_json::to_value(config()).unwrap();
     let mut compared = 0;
     for row in page.lines().filter_map(|line| line.strip_prefix("| `")) {

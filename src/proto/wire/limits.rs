@@ -1,4 +1,4 @@
-//! Bounds on what is sent and on what is accepted. Sources and reasons are in `docs/protocol.md`.
+//! Bounds on what is sent and on what is accepted. Sources and reasons are in `docs/protocol-leases.md`.
 
 /// Most ranks of one engine.
 pub const MAX_RANKS: u32 = 4096;
