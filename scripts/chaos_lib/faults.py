@@ -5,12 +5,26 @@ from __future__ import annotations
 import random
 import signal
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from .engine import Setup
 from .network import run, two_hosts
 from .options import Options
-from .parent import LONG, Child, Requests, Tally, hand_over, resources, settle, start_loads, wait_level, wait_unpinned
+from .parent import (
+    LONG,
+    Child,
+    Requests,
+    Tally,
+    hand_over,
+    pair,
+    resources,
+    settle,
+    start_loads,
+    until_good,
+    wait_level,
+    wait_unpinned,
+)
 
 TRANSPORTS = ("tcp", "shm")
 
@@ -79,19 +93,44 @@ def _levels(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
     return {"resources_start": before, "resources_end": after}
 
 
-Levels = list[tuple[dict[str, int], dict[str, int]]]
-"""Per engine: its resources at the end, and what is above the start's."""
+class Pair(NamedTuple):
+    """Two engines, and what a series makes of them."""
+
+    producer: Child
+    consumer: Child
+    requests: Requests
+    tally: Tally
+    dice: random.Random
+
+    def burst(self) -> set[str]:
+        """Many requests at once; returns at a random moment of them."""
+        names = hand_over(self.producer, self.consumer, self.requests.make(BURST))
+        time.sleep(_moment(self.dice))
+        return names
 
 
-def _pair_levels(pair: tuple[Child, Child], before: list[dict[str, int]]) -> Levels:
-    return [wait_level(child, start) for child, start in zip(pair, before, strict=True)]
-
-
-def _pair_summary(tally: Tally, levels: Levels, **more: Any) -> dict[str, Any]:
-    """Of a series that both engines survive."""
-    (producer, over_producer), (consumer, over_consumer) = levels
+def _survived(
+    options: Options, producer: Setup, consumer: Setup, fault: Callable[[Pair, int], None], counted: str
+) -> dict[str, Any]:
+    """A series of `fault(pair, number)` that both engines survive, and after which requests must arrive."""
+    requests, tally, dice = Requests(options.seed, most=128), Tally(), random.Random(options.seed)
+    warm = max(2, options.rounds // 10)
+    before: list[dict[str, int]] = []
+    with pair(producer, consumer) as children:
+        both = Pair(*children, requests, tally, dice)
+        for number in range(warm + options.rounds):
+            _plain(*children, requests, tally)
+            if number == warm:
+                wait_unpinned(both.producer, tally, UNPINNED_S)
+                before = [resources(child) for child in children]
+            fault(both, number)
+            options.progress(number + 1, warm + options.rounds)
+        _plain(*children, requests, tally)
+        wait_unpinned(both.producer, tally, UNPINNED_S)
+        levels = [wait_level(child, start) for child, start in zip(children, before, strict=True)]
+    (of_producer, over_producer), (of_consumer, over_consumer) = levels
     over = {key: over_producer[key] + over_consumer[key] for key in over_producer}
-    return _summary(tally, over, producer=producer, consumer=consumer, **more)
+    return _summary(tally, over, producer=of_producer, consumer=of_consumer, **{counted: options.rounds})
 
 
 def kill_consumer(options: Options, transport: str) -> dict[str, Any]:
@@ -180,102 +219,54 @@ def kill_producer(options: Options, transport: str) -> dict[str, Any]:
 
 def freeze(options: Options, transport: str) -> dict[str, Any]:
     """One of the two engines stands still for longer than the lease, then goes on; in turns."""
-    rounds = options.rounds
-    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
-    producer, consumer = Child(_setup("prefill", transport, True)), Child(_setup("decode", transport, False))
-    before: list[dict[str, int]] = []
-    warm = max(2, rounds // 10)
-    try:
-        for number in range(warm + rounds):
-            _plain(producer, consumer, requests, tally)
-            if number == warm:
-                wait_unpinned(producer, tally, UNPINNED_S)
-                before = [resources(producer), resources(consumer)]
-            victim = (producer, consumer)[number % 2]
-            burst = hand_over(producer, consumer, requests.make(BURST))
-            time.sleep(_moment(dice))
-            victim.signal(signal.SIGSTOP)
-            time.sleep(LEASE_MS / 1000 * (1.2 + dice.random()))
-            victim.signal(signal.SIGCONT)
-            settle(consumer, burst, tally)
-            wait_unpinned(producer, tally, UNPINNED_S)
-            options.progress(number + 1, warm + rounds)
-        _plain(producer, consumer, requests, tally)
-        wait_unpinned(producer, tally, UNPINNED_S)
-        levels = _pair_levels((producer, consumer), before)
-    finally:
-        producer.close()
-        consumer.close()
-    return _pair_summary(tally, levels, freezes=rounds)
+
+    def fault(both: Pair, number: int) -> None:
+        victim = (both.producer, both.consumer)[number % 2]
+        burst = both.burst()
+        victim.signal(signal.SIGSTOP)
+        time.sleep(LEASE_MS / 1000 * (1.2 + both.dice.random()))
+        victim.signal(signal.SIGCONT)
+        settle(both.consumer, burst, both.tally)
+        wait_unpinned(both.producer, both.tally, UNPINNED_S)
+
+    return _survived(options, _setup("prefill", transport, True), _setup("decode", transport, False), fault, "freezes")
 
 
 def restart_listener(options: Options, transport: str) -> dict[str, Any]:
     """The head's listener ends and comes back on another port while requests are under way."""
-    rounds = options.rounds
-    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
-    producer, consumer = Child(_setup("prefill", transport, True)), Child(_setup("decode", transport, False))
-    before: list[dict[str, int]] = []
-    warm = max(2, rounds // 10)
-    try:
-        for number in range(warm + rounds):
-            if number == warm:
-                before = [resources(producer), resources(consumer)]
-            _plain(producer, consumer, requests, tally)
-            wanted = requests.make(BURST)
-            params = dict(producer.ask("prefill", wanted))
-            first, second = wanted[: BURST // 2], wanted[BURST // 2 :]
-            burst = start_loads(consumer, first, params)
-            time.sleep(_moment(dice))
-            producer.ask("restart_listener")
-            # These still name the former port, where nobody listens: they fail or use the connection that is there.
-            burst |= start_loads(consumer, second, params)
-            settle(consumer, burst, tally)
-            options.progress(number + 1, warm + rounds)
-        _plain(producer, consumer, requests, tally)
-        wait_unpinned(producer, tally, UNPINNED_S)
-        levels = _pair_levels((producer, consumer), before)
-    finally:
-        producer.close()
-        consumer.close()
-    return _pair_summary(tally, levels, restarts=rounds)
+
+    def fault(both: Pair, number: int) -> None:
+        wanted = both.requests.make(BURST)
+        params = dict(both.producer.ask("prefill", wanted))
+        burst = start_loads(both.consumer, wanted[: BURST // 2], params)
+        time.sleep(_moment(both.dice))
+        both.producer.ask("restart_listener")
+        # These still name the former port, where nobody listens: they fail or use the connection that is there.
+        burst |= start_loads(both.consumer, wanted[BURST // 2 :], params)
+        settle(both.consumer, burst, both.tally)
+
+    return _survived(options, _setup("prefill", transport, True), _setup("decode", transport, False), fault, "restarts")
 
 
 def cut(options: Options, transport: str) -> dict[str, Any]:
     """The network between two hosts drops everything for a while, short or long, then works again."""
-    rounds = options.rounds
-    dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=128), Tally()
-    warm = max(2, rounds // 10)
-    before: list[dict[str, int]] = []
     with two_hosts() as ((p_netns, p_address), (d_netns, d_address)):
-        producer = Child(_setup("prefill", transport, True, host=p_address, netns=p_netns))
-        consumer = Child(_setup("decode", transport, False, host=d_address, netns=d_netns))
-        try:
-            for number in range(warm + rounds):
-                _plain(producer, consumer, requests, tally)
-                if number == warm:
-                    wait_unpinned(producer, tally, UNPINNED_S)
-                    before = [resources(producer), resources(consumer)]
-                burst = hand_over(producer, consumer, requests.make(BURST))
-                time.sleep(_moment(dice))
-                rule = ("-i", "eth0", "-j", "DROP")
-                side = (p_netns, d_netns)[number % 2]
-                run("ip", "netns", "exec", side, "iptables", "-I", "INPUT", *rule)
-                run("ip", "netns", "exec", side, "iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
-                time.sleep(dice.choice((0.1, 0.5, 2.5)) * (0.5 + dice.random()))
-                run("ip", "netns", "exec", side, "iptables", "-F")
-                settle(consumer, burst, tally)
-                # Connections that died in the cut may fail a request more; none may be lost or wrong.
-                deadline, good = time.monotonic() + LONG, tally.good
-                while tally.good == good:
-                    if time.monotonic() > deadline:
-                        tally.unexpected += 1
-                        tally.note(f"no request works within {LONG:.0f} s of a cut")
-                        break
-                    settle(consumer, hand_over(producer, consumer, requests.make(1)), tally)
-                options.progress(number + 1, warm + rounds)
-            wait_unpinned(producer, tally, UNPINNED_S)
-            levels = _pair_levels((producer, consumer), before)
-        finally:
-            producer.close()
-            consumer.close()
-    return _pair_summary(tally, levels, cuts=rounds)
+
+        def fault(both: Pair, number: int) -> None:
+            burst = both.burst()
+            side = (p_netns, d_netns)[number % 2]
+            run("ip", "netns", "exec", side, "iptables", "-I", "INPUT", "-i", "eth0", "-j", "DROP")
+            run("ip", "netns", "exec", side, "iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
+            time.sleep(both.dice.choice((0.1, 0.5, 2.5)) * (0.5 + both.dice.random()))
+            run("ip", "netns", "exec", side, "iptables", "-F")
+            settle(both.consumer, burst, both.tally)
+            # Connections that died in the cut may fail a request more; none may be lost or wrong.
+            until_good(both.producer, both.consumer, both.requests, both.tally, "a cut")
+
+        return _survived(
+            options,
+            _setup("prefill", transport, True, host=p_address, netns=p_netns),
+            _setup("decode", transport, False, host=d_address, netns=d_netns),
+            fault,
+            "cuts",
+        )

@@ -10,7 +10,7 @@ from .engine import Setup
 from .faults import BURST, LEASE_MS, UNPINNED_S
 from .network import deliver, hosts, swallow
 from .options import Options
-from .parent import LONG, Child, Requests, Tally, hand_over, resources, settle, wait_level, wait_unpinned
+from .parent import LONG, Child, Requests, Tally, hand_over, resources, settle, until_good, wait_level, wait_unpinned
 
 HANDSHAKE_MS = 3000
 FROZEN_S = HANDSHAKE_MS / 1000 / 2
@@ -116,13 +116,7 @@ def firewall(options: Options, transport: str) -> dict[str, Any]:
                 count, until_failed = _behind(shut, producer, consumer, requests, tally, beside, took)
                 behind, longest = behind + count, max(longest, until_failed)
                 deliver(netns["d"], DATA)
-                deadline, arrived = time.monotonic() + LONG, tally.good
-                while tally.good == arrived:
-                    if time.monotonic() > deadline:
-                        tally.unexpected += 1
-                        tally.note(f"no request works within {LONG:.0f} s of the firewall's opening")
-                        break
-                    settle(consumer, hand_over(shut, consumer, requests.make(1)), tally)
+                until_good(shut, consumer, requests, tally, "the firewall's opening")
                 wait_unpinned(shut, tally, UNPINNED_S)
                 shut.kill()
                 options.progress(number + 1, warm + rounds)

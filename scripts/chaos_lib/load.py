@@ -12,9 +12,39 @@ from typing import Any
 from . import under_way
 from .engine import Setup
 from .options import Options
-from .parent import Child, Requests, Tally, grown, hand_over, resources, settle, wait_unpinned
+from .parent import Requests, Tally, grown, hand_over, pair, resources, settle, wait_unpinned
 
 RACE_LEASE_MS = 1000
+
+
+def _part(tally: Tally, started: int, validated: bool, **more: Any) -> dict[str, Any]:
+    """One half of a series in which leases may run out."""
+    return {
+        "requests": started,
+        "good": tally.good,
+        "wrong": tally.wrong,
+        "unreported": tally.unreported,
+        "pinned": tally.pinned,
+        "unexpected": tally.causes.total() - tally.causes["lease_expired"] + tally.unexpected,
+        **more,
+        "notes": tally.notes if validated else tally.notes[:3],
+    }
+
+
+def _compared(checked: dict[str, Any], control: dict[str, Any], **more: int) -> dict[str, Any]:
+    """Both halves; `more`: further numbers that must be 0."""
+    return {
+        "zeros": {
+            "wrong_bytes": checked["wrong"],
+            "unreported": checked["unreported"] + control["unreported"],
+            "pinned": checked["pinned"] + control["pinned"],
+            "unexpected": checked["unexpected"],
+            "control_without_wrong_bytes": int(control["wrong"] == 0),
+            **more,
+        },
+        "validated": checked,
+        "not_validated": control,
+    }
 
 
 def lease_race(options: Options, transport: str) -> dict[str, Any]:
@@ -27,18 +57,7 @@ def lease_race(options: Options, transport: str) -> dict[str, Any]:
     """
     checked = _race(options, transport, validated=True)
     control = _race(options, transport, validated=False)
-    return {
-        "zeros": {
-            "wrong_bytes": checked["wrong"],
-            "unreported": checked["unreported"] + control["unreported"],
-            "pinned": checked["pinned"] + control["pinned"],
-            "unexpected": checked["unexpected"],
-            "control_without_wrong_bytes": int(control["wrong"] == 0),
-            "no_lease_ran_out": int(checked["lease_expired"] == 0),
-        },
-        "validated": checked,
-        "not_validated": control,
-    }
+    return _compared(checked, control, no_lease_ran_out=int(checked["lease_expired"] == 0))
 
 
 def _race(options: Options, transport: str, validated: bool) -> dict[str, Any]:
@@ -46,8 +65,7 @@ def _race(options: Options, transport: str, validated: bool) -> dict[str, Any]:
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=64), Tally()
     lease = RACE_LEASE_MS if validated else 3_600_000
     setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384, lease_ms=lease)
-    producer, consumer = Child(replace(setup, name="prefill", serves=True)), Child(setup)
-    try:
+    with pair(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
         # Connections are made before, so that the time from arrival to the first heartbeat is short.
         settle(consumer, hand_over(producer, consumer, requests.make(2)), tally, may_fail=False)
         started = 0
@@ -68,20 +86,7 @@ def _race(options: Options, transport: str, validated: bool) -> dict[str, Any]:
             settle(consumer, waiting, tally)
             wait_unpinned(producer, tally, 10.0)
             options.progress(started, rounds)
-    finally:
-        producer.close()
-        consumer.close()
-    expired = tally.causes.get("lease_expired", 0)
-    return {
-        "requests": started,
-        "good": tally.good,
-        "wrong": tally.wrong,
-        "unreported": tally.unreported,
-        "pinned": tally.pinned,
-        "unexpected": sum(tally.causes.values()) - expired + tally.unexpected,
-        "lease_expired": expired,
-        "notes": tally.notes[:3] if not validated else tally.notes,
-    }
+    return _part(tally, started, validated, lease_expired=tally.causes["lease_expired"])
 
 
 def preempt(options: Options, transport: str) -> dict[str, Any]:
@@ -94,18 +99,7 @@ def preempt(options: Options, transport: str) -> dict[str, Any]:
     os.environ[under_way.VARIABLE] = "1"
     checked = _preempted(options, transport, silent=False)
     control = _preempted(options, transport, silent=True)
-    return {
-        "zeros": {
-            "wrong_bytes": checked["wrong"],
-            "unreported": checked["unreported"] + control["unreported"],
-            "pinned": checked["pinned"] + control["pinned"],
-            "unexpected": checked["unexpected"],
-            "control_without_wrong_bytes": int(control["wrong"] == 0),
-            "never_preempted": int(checked["preempted"] == 0),
-        },
-        "validated": checked,
-        "not_validated": control,
-    }
+    return _compared(checked, control, never_preempted=int(checked["preempted"] == 0))
 
 
 def _preempted(options: Options, transport: str, silent: bool) -> dict[str, Any]:
@@ -113,9 +107,8 @@ def _preempted(options: Options, transport: str, silent: bool) -> dict[str, Any]
     requests, tally = Requests(options.seed, most=64), Tally()
     setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384)
     small = replace(setup, name="prefill", serves=True, blocks=512, silent=silent, aborts=0 if silent else 1)
-    producer, consumer = Child(small), Child(setup)
     started = 0
-    try:
+    with pair(small, setup) as (producer, consumer):
         while started < rounds:
             waiting = hand_over(producer, consumer, requests.make(min(32, rounds - started)))
             started += len(waiting)
@@ -123,23 +116,10 @@ def _preempted(options: Options, transport: str, silent: bool) -> dict[str, Any]
             options.progress(started, rounds)
         wait_unpinned(producer, tally, 60)
         state = producer.ask("state")
-    finally:
-        producer.close()
-        consumer.close()
     # Of a prompt whose client has left, nothing is kept.
-    ended = tally.causes.get("lease_expired", 0)
-    return {
-        "requests": started,
-        "good": tally.good,
-        "wrong": tally.wrong,
-        "unreported": tally.unreported,
-        "pinned": tally.pinned,
-        "unexpected": sum(tally.causes.values()) - ended + tally.unexpected,
-        "preempted": state["preempted"],
-        "aborted": state["aborted"],
-        "ended_without_cache": ended,
-        "notes": tally.notes[:3] if silent else tally.notes,
-    }
+    ended = tally.causes["lease_expired"]
+    more = {"preempted": state["preempted"], "aborted": state["aborted"], "ended_without_cache": ended}
+    return _part(tally, started, not silent, **more)
 
 
 def soak(options: Options, transport: str) -> dict[str, Any]:
@@ -147,14 +127,13 @@ def soak(options: Options, transport: str) -> dict[str, Any]:
     rounds = options.rounds
     requests, tally = Requests(options.seed, most=32), Tally()
     setup = Setup("decode", False, transport, blocks=32_768, block_bytes=2048, lease_ms=30_000)
-    producer, consumer = Child(replace(setup, name="prefill", serves=True)), Child(setup)
     at_tenth: dict[str, dict[str, int]] = {}
     at_half: dict[str, dict[str, int]] = {}
     first: list[float] = []
     started = 0
     tenth = rounds // 10
     begin = time.monotonic()
-    try:
+    with pair(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
         while started < rounds:
             if started >= tenth and not at_tenth:
                 wait_unpinned(producer, tally, 60)
@@ -172,9 +151,6 @@ def soak(options: Options, transport: str) -> dict[str, Any]:
             options.progress(started, rounds)
         wait_unpinned(producer, tally, 60)
         at_end = {"producer": resources(producer), "consumer": resources(consumer)}
-    finally:
-        producer.close()
-        consumer.close()
     over = [grown(at_tenth[side], at_end[side]) for side in ("producer", "consumer")]
     ratio = statistics.median(tally.seconds) / statistics.median(first)
     return {

@@ -8,8 +8,9 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait as wait_pipes
 from typing import Any
 
 from .engine import Done, Setup, main
@@ -113,6 +114,17 @@ class Child:
         self.pipe.close()
 
 
+@contextmanager
+def pair(producer: Setup, consumer: Setup) -> Iterator[tuple[Child, Child]]:
+    """Two engines until the end of the block."""
+    children = Child(producer), Child(consumer)
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.close()
+
+
 @dataclass
 class Tally:
     """What a series counts. The first group must be zero."""
@@ -195,6 +207,17 @@ def settle(consumer: Child, open_requests: set[str], tally: Tally, limit: float 
         open_requests.clear()
 
 
+def until_good(producer: Child, consumer: Child, requests: Requests, tally: Tally, fault: str) -> None:
+    """Requests, one after the other, until one has arrived."""
+    deadline, good = time.monotonic() + LONG, tally.good
+    while tally.good == good:
+        if time.monotonic() > deadline:
+            tally.unexpected += 1
+            tally.note(f"no request works within {LONG:.0f} s of {fault}")
+            break
+        settle(consumer, hand_over(producer, consumer, requests.make(1)), tally)
+
+
 def wait_unpinned(producer: Child, tally: Tally, limit: float) -> float:
     """Waits until the producer holds no blocks; counts those that are pinned longer than `limit` seconds."""
     start = time.monotonic()
@@ -208,11 +231,6 @@ def wait_unpinned(producer: Child, tally: Tally, limit: float) -> float:
             tally.note(f"{held} requests' blocks are still held after {took:.1f} s")
             return took
         time.sleep(0.05)
-
-
-def pipes_ready(children: list[Child], timeout: float) -> None:
-    """Sleeps until one of them has said something."""
-    wait_pipes([child.pipe for child in children], timeout)
 
 
 KEYS = ("fds", "threads", "peers", "regions", "rss")
