@@ -16,9 +16,7 @@ use kvferry::proto::geometry::GroupKind;
 use kvferry::proto::handshake::Session;
 use kvferry::proto::plan::{CopyPlan, Holding, LocalRank, RankPlan, Segment, Wanted, assign};
 use kvferry::proto::shape::{EngineSpec, GroupSpec, Layout, ModelSpec, Parts, RankCache};
-use kvferry::proto::wire::{
-    AgentMetadata, Blocks, HandshakeReply, MemoryKind, Message, RankBlob, RankMetadata, RegionMetadata,
-};
+use kvferry::proto::wire::{Blocks, HandshakeReply, Message, RankBlob, RankMetadata};
 use kvferry::proto::{EngineId, Incarnation};
 
 const LAYERS: u32 = 64;
@@ -27,23 +25,12 @@ const BLOCK_SIZE: u32 = 16;
 const REMOTE_TP: u32 = 4;
 const ROUNDS: usize = 31;
 
+/// With an address and keys as long as UCX's.
 fn metadata(spec: &EngineSpec, rank: &RankCache) -> RankMetadata {
-    let region =
-        |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1; 64], handle: None };
-    RankMetadata {
-        engine: EngineId::new("engine").unwrap(),
-        rank: rank.rank,
-        shape: spec.shape(),
-        compat: vec![],
-        geometry: rank.geometry.clone(),
-        agent: AgentMetadata {
-            name: "agent".into(),
-            incarnation: Incarnation(1),
-            ucx_version: "1.22".into(),
-            address: vec![1; 64],
-            regions: rank.region_lens.iter().map(region).collect(),
-        },
-    }
+    let mut found = rank.metadata(&EngineId::new("engine").unwrap(), spec.shape());
+    found.agent.address = vec![1; 64];
+    found.agent.regions.iter_mut().for_each(|region| region.rkey = vec![1; 64]);
+    found
 }
 
 /// How block ids follow each other.

@@ -7,7 +7,7 @@ mod agent_support;
 use std::time::{Duration, Instant};
 
 use agent_support::child::{Remote, serve};
-use agent_support::{LIMIT, Node, assert_same, config, model, pattern_bytes, plan, transports, until, wire};
+use agent_support::{LIMIT, Node, assert_same, config, pattern_bytes, plan, transports, until, wire};
 use kvferry::ErrorKind;
 use kvferry::agent::Window;
 use kvferry::agent::{AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, Transport, decode_metadata, encode_metadata};
@@ -110,11 +110,7 @@ fn an_agent_can_be_its_own_peer() {
         a.wait_connected();
         a.agent.send(peer, vec![9; 10]).unwrap();
         assert_eq!(a.wait_message(), (peer, vec![9; 10]));
-        let plan = plan(0, 1, 1000, 900, vec![0, 3], vec![7, 2]);
-        let mut expected = a.contents();
-        model(&plan, Direction::Read, &mut expected, &mut a.contents());
-        a.move_all(peer, Direction::Read, plan);
-        assert_same("both", &a.contents(), &expected);
+        a.read_from_itself(peer);
     }
 }
 

@@ -10,8 +10,8 @@ use kvferry::proto::plan::{
     BlockPair, CopyPlan, Expander, HeldPart, Holding, ORDERED_PAIRS, Operation, RankPlan, Segment, Wanted, assign,
 };
 use kvferry::proto::shape::{EngineSpec, GroupSpec, Layout, ModelSpec, Parts};
-use kvferry::proto::wire::{AgentMetadata, Blocks, MemoryKind, RankMetadata, RegionMetadata};
-use kvferry::proto::{EngineId, Incarnation, RankId};
+use kvferry::proto::wire::{Blocks, RankMetadata};
+use kvferry::proto::{EngineId, RankId};
 use proptest::prelude::*;
 
 #[test]
@@ -59,22 +59,7 @@ fn heads_that_one_rank_has_are_one_cell_wherever_another_rank_begins() {
 
 /// The metadata of an engine's only rank.
 fn only_rank(spec: &EngineSpec, model: &ModelSpec) -> RankMetadata {
-    let rank = spec.ranks(model).unwrap().remove(0);
-    let region = |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1], handle: None };
-    RankMetadata {
-        engine: EngineId::new("engine").unwrap(),
-        rank: rank.rank,
-        shape: spec.shape(),
-        compat: vec![],
-        geometry: rank.geometry,
-        agent: AgentMetadata {
-            name: "agent".into(),
-            incarnation: Incarnation(1),
-            ucx_version: "1.22".into(),
-            address: vec![1, 2, 3],
-            regions: rank.region_lens.iter().map(region).collect(),
-        },
-    }
+    spec.ranks(model).unwrap()[0].metadata(&EngineId::new("engine").unwrap(), spec.shape())
 }
 
 fn plan(local: &RankMetadata, remote: &RankMetadata) -> kvferry::Result<RankPlan> {

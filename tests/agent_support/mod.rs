@@ -226,6 +226,26 @@ impl Node {
         operations
     }
 
+    /// Of an agent that is its own peer: copies blocks between its two regions and compares every byte.
+    pub fn read_from_itself(&mut self, peer: PeerId) {
+        let plan = plan(0, 1, 1000, 900, vec![0, 3], vec![7, 2]);
+        let mut expected = self.contents();
+        model(&plan, Direction::Read, &mut expected, &mut self.contents());
+        self.move_all(peer, Direction::Read, plan);
+        assert_same("both", &self.contents(), &expected);
+    }
+
+    /// Deregisters the only region under a transfer into it; from then on nothing of it is written.
+    pub fn deregister_under(&mut self, transfer: TransferId) {
+        self.agent.deregister(self.regions[0]).unwrap();
+        self.buffers[0].fill(99);
+        let after = self.contents();
+        if let Err(error) = self.wait_done(transfer).0 {
+            assert_eq!(error.kind(), kvferry::ErrorKind::Cancelled, "{error}");
+        }
+        assert_same("deregistered", &self.contents(), &after);
+    }
+
     pub fn contents(&self) -> Vec<Vec<u8>> {
         self.buffers.iter().map(Buffer::bytes).collect()
     }

@@ -22,30 +22,11 @@ use kvferry::ErrorKind;
 use kvferry::proto::geometry::{Group, GroupKind};
 use kvferry::proto::plan::{Cell, CopyPlan, Holding, Part, RankPlan, Share, Wanted, assign};
 use kvferry::proto::shape::{EngineSpec, Layout, ModelSpec, RankCache};
-use kvferry::proto::wire::{AgentMetadata, Blocks, MemoryKind, RankMetadata, RegionMetadata};
-use kvferry::proto::{EngineId, Incarnation, RankId};
+use kvferry::proto::wire::{Blocks, RankMetadata};
+use kvferry::proto::{EngineId, RankId};
 use oracle::{Identity, Travel, places, travel};
 
 const CASES: u64 = 20_500;
-
-/// What a test would send to the other side for a rank.
-fn metadata(spec: &EngineSpec, rank: &RankCache) -> RankMetadata {
-    let region = |&len: &u64| RegionMetadata { base: 0x1000, len, kind: MemoryKind::Host, rkey: vec![1], handle: None };
-    RankMetadata {
-        engine: EngineId::new("engine").unwrap(),
-        rank: rank.rank,
-        shape: spec.shape(),
-        compat: vec![],
-        geometry: rank.geometry.clone(),
-        agent: AgentMetadata {
-            name: "agent".into(),
-            incarnation: Incarnation(1),
-            ucx_version: "1.22".into(),
-            address: vec![1, 2, 3],
-            regions: rank.region_lens.iter().map(region).collect(),
-        },
-    }
-}
 
 /// An engine's ranks, and what they hold.
 struct Engine {
@@ -57,7 +38,8 @@ struct Engine {
 impl Engine {
     fn new(spec: &EngineSpec, model: &ModelSpec) -> Engine {
         let ranks = spec.ranks(model).unwrap_or_else(|e| panic!("{e}: {spec:?} {model:?}"));
-        let metadata = ranks.iter().map(|rank| (rank.rank, metadata(spec, rank))).collect();
+        let id = EngineId::new("engine").unwrap();
+        let metadata = ranks.iter().map(|rank| (rank.rank, rank.metadata(&id, spec.shape()))).collect();
         let holdings = ranks.iter().map(RankCache::holding).collect();
         Engine { ranks, metadata, holdings }
     }

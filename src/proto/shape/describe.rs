@@ -221,7 +221,7 @@ impl Deployment {
         let spec = EngineSpec { num_blocks: spec.num_blocks.max(needed), ..spec.clone() };
         let ranks = spec.ranks(&self.model).map_err(named)?;
         let engine = EngineId::new(name).map_err(named)?;
-        let metadata = ranks.iter().map(|cache| metadata(&engine, spec.shape(), cache)).collect();
+        let metadata = ranks.iter().map(|cache| cache.metadata(&engine, spec.shape())).collect();
         Ok(Side { ranks, metadata, blocks })
     }
 
@@ -296,17 +296,21 @@ struct Side {
     blocks: Vec<Blocks>,
 }
 
-pub(super) fn metadata(engine: &EngineId, shape: EngineShape, cache: &RankCache) -> RankMetadata {
-    let region = |&len: &u64| RegionMetadata { base: 0, len, kind: MemoryKind::Host, rkey: Vec::new(), handle: None };
-    let agent = AgentMetadata {
-        name: engine.to_string(),
-        incarnation: Incarnation(1),
-        ucx_version: String::new(),
-        address: Vec::new(),
-        regions: cache.region_lens.iter().map(region).collect(),
-    };
-    let (rank, geometry) = (cache.rank, cache.geometry.clone());
-    RankMetadata { engine: engine.clone(), rank, shape, compat: Vec::new(), geometry, agent }
+impl RankCache {
+    /// What the rank would tell others, without memory that could be reached.
+    pub fn metadata(&self, engine: &EngineId, shape: EngineShape) -> RankMetadata {
+        let region =
+            |&len: &u64| RegionMetadata { base: 0, len, kind: MemoryKind::Host, rkey: Vec::new(), handle: None };
+        let agent = AgentMetadata {
+            name: engine.to_string(),
+            incarnation: Incarnation(1),
+            ucx_version: String::new(),
+            address: Vec::new(),
+            regions: self.region_lens.iter().map(region).collect(),
+        };
+        let (rank, geometry) = (self.rank, self.geometry.clone());
+        RankMetadata { engine: engine.clone(), rank, shape, compat: Vec::new(), geometry, agent }
+    }
 }
 
 fn held(cache: &RankCache, layers: &HashMap<String, u32>) -> DescribedRank {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-use super::describe::{MAX_DESCRIBED_RANKS, metadata, ranges};
+use super::describe::{MAX_DESCRIBED_RANKS, ranges};
 use super::{EngineSpec, ModelSpec};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::{Area, Group, GroupKind};
@@ -341,7 +341,7 @@ fn compare(own: &OwnSide, there: &Engine<'_>, first: &RankMetadata) -> Result<Ve
     let named = |e: Error| e.context("this side");
     let engine = EngineId::new("here").map_err(named)?;
     let caches = own.engine.ranks(&own.model).map_err(named)?;
-    let ours: Vec<RankMetadata> = caches.iter().map(|cache| metadata(&engine, shape, cache)).collect();
+    let ours: Vec<RankMetadata> = caches.iter().map(|cache| cache.metadata(&engine, shape)).collect();
     let numbers = layer_numbers(&ours);
     let here = Engine { ranks: &ours, numbers: &numbers };
     let mut fields: Vec<SurveyedField> = here

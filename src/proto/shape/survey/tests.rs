@@ -12,7 +12,7 @@ fn model(heads: u32) -> ModelSpec {
 fn engine(spec: &EngineSpec, model: &ModelSpec) -> Vec<RankMetadata> {
     let id = EngineId::new("prefill").unwrap();
     let caches = spec.ranks(model).unwrap();
-    let mut ranks: Vec<RankMetadata> = caches.iter().map(|cache| metadata(&id, spec.shape(), cache)).collect();
+    let mut ranks: Vec<RankMetadata> = caches.iter().map(|cache| cache.metadata(&id, spec.shape())).collect();
     for rank in &mut ranks {
         rank.compat = vec![CompatField { name: "model".into(), value: "tiny".into(), informative: false }];
         for area in &mut rank.geometry.areas {
