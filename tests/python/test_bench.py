@@ -26,7 +26,7 @@ from kvferry.cli import main
 KEYS = [
     *("work", "transport", "ours_ms", "peer_ms", "limit_ms", "ratio_peer", "ratio_limit", "caller_us"),
     *("peer_caller_us", "notify_us", "cpu_s_per_gb", "peer_cpu_s_per_gb", "ours_p99_ms", "peer_p99_ms"),
-    "peer_notify_us",
+    *("peer_notify_us", "mooncake_ms", "ratio_mooncake"),
 ]
 
 
@@ -156,6 +156,23 @@ def test_without_the_nixl_package_its_remedy_is_told(
         assert "pip install nixl" in capsys.readouterr().err
 
 
+def test_mooncake_is_refused_where_it_has_no_part_or_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As where it is not installed: the import fails.
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    for words, told in (
+        ("", "--peer mooncake goes with --transport tcp"),
+        ("--transport tcp --poll-ms 5", "--poll-ms does not go with --peer mooncake"),
+        ("--transport tcp", "pip install mooncake-transfer-engine-non-cuda"),
+        ("--transport tcp --peer moon", "invalid choice"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "transfer", "--peer", "mooncake", *shlex.split(words)])
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+
+
 def test_without_numpy_the_other_commands_work_and_its_remedy_is_told() -> None:
     # In a process of its own: numpy is loaded here.
     script = "import sys; sys.modules['numpy'] = None; from kvferry.cli import main; main(sys.argv[1:])"
@@ -232,9 +249,10 @@ def test_figures() -> None:
     assert percentile([5, 1, 4, 2, 3], 0.5) == 3
     assert percentile(range(1, 16), 0.99) == 15
     assert [number(value) for value in (None, 0, 0.01234, 1.234, 1234.5)] == ["-", "0", "0.0123", "1.23", "1,234"]
-    made = row("w", "shm", ours_ms=2.0, peer_ms=4.0, limit_ms=1.0)
+    made = row("w", "tcp", ours_ms=2.0, peer_ms=4.0, limit_ms=1.0, mooncake_ms=8.0)
     assert list(made) == KEYS
-    assert (made["ratio_peer"], made["ratio_limit"], made["notify_us"]) == (0.5, 0.5, None)
+    assert (made["ratio_peer"], made["ratio_limit"], made["ratio_mooncake"]) == (0.5, 0.5, 0.25)
+    assert (made["notify_us"], row("w", "tcp", ours_ms=2.0)["ratio_mooncake"]) == (None, None)
     assert columns(("a", "b"), [("x", "1"), ("yy", "22")]) == "a    b\n--  --\nx    1\nyy  22"
 
 

@@ -41,6 +41,8 @@ def make(setup: Setup, memory: Memory, starts: bool, other: int) -> Starter | Ot
         from .engines import behind as module  # type: ignore[no-redef]
     elif name.startswith("nixl"):
         from .engines import nixl as module  # type: ignore[no-redef]
+    elif name.startswith("mooncake"):
+        from .engines import mooncake as module  # type: ignore[no-redef]
     else:
         from .engines import medium as module  # type: ignore[no-redef]
     return module.starter(setup, memory, other) if starts else module.other(setup, memory)

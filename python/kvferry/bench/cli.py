@@ -1,4 +1,4 @@
-"""Measures kvferry, beside NIXL (--peer nixl) and beside the medium itself (--limit).
+"""Measures kvferry, beside NIXL (--peer nixl), Mooncake (--peer mooncake) and the medium itself (--limit).
 
 Every byte that is moved is compared, outside the timed part. docs/benchmarks.md tells how each figure is taken."""
 
@@ -97,7 +97,14 @@ def add_transfer(works: Any) -> None:
     add("--api", choices=("agent", "worker"), default="agent", help="what of kvferry is used (default %(default)s)")
     add("--poll-ms", type=_milliseconds, default=0.0, metavar="MS", help="look for the end at this interval only")
     add("--watch", action="store_true", help="see by the memory when the last byte came, for `notify`; costs some CPU")
-    add("--peer", choices=("nixl",), help="alternate with the nixl package, num_threads 0 and 4")
+    add(
+        "--peer",
+        choices=("nixl", "mooncake"),
+        action="append",
+        default=[],
+        help="alternate with the nixl package, num_threads 0 and 4, or over tcp with Mooncake's engine, 4 and 16 "
+        "connections; may be given twice",
+    )
     add("--limit", action="store_true", help="alternate with the medium itself")
     add("--library", type=_file, metavar="FILE", help="alternate with another build of libkvferry.so")
     add(

@@ -12,7 +12,7 @@ from statistics import median
 
 from . import cuda
 from . import transfer as transfers
-from .engines import nixl
+from .engines import mooncake, nixl
 from .errors import UsageError
 from .figures import Row, about, json_text
 from .plot import svg
@@ -35,6 +35,18 @@ def _write(path: Path, option: str, text: str) -> None:
 def _need_nixl(peer: str | None) -> None:
     if peer is not None and (why := nixl.missing()) is not None:
         raise UsageError(why)
+
+
+def _need_peers(options: argparse.Namespace) -> None:
+    if "nixl" in options.peer:
+        _need_nixl("nixl")
+    if "mooncake" in options.peer:
+        if options.transport != "tcp":
+            raise UsageError("--peer mooncake goes with --transport tcp")
+        if options.poll_ms:
+            raise UsageError("--poll-ms does not go with --peer mooncake, whose call returns at the end")
+        if (why := mooncake.missing()) is not None:
+            raise UsageError(why)
 
 
 def _fits(work: Work, engines: int) -> None:
@@ -61,7 +73,7 @@ def transfer(options: argparse.Namespace) -> int:
         raise UsageError("--watch sees the host's memory only; it does not go with --transport cuda")
     if options.watch and options.direction == "write":
         raise UsageError("--watch sees what the starting side reads; it does not go with --direction write")
-    _need_nixl(options.peer)
+    _need_peers(options)
     work = Work(
         options.pattern,
         options.block_bytes,
@@ -76,13 +88,14 @@ def transfer(options: argparse.Namespace) -> int:
         options.transport,
         options.rounds,
         options.api,
-        options.peer is not None,
+        "nixl" in options.peer,
         options.limit,
         options.am_limit,
         options.poll_ms,
         options.watch,
         _config(options),
         options.library,
+        "mooncake" in options.peer,
     )
     plans = [plan]
     if options.grow is not None:

@@ -17,10 +17,11 @@ from .. import ucx_info, version
 class Row(TypedDict):
     """One line of results. Times are medians, None where not measured.
 
-    `ours_ms`, `peer_ms` and `limit_ms` are times to completion of kvferry, of NIXL in its better setting and of the
-    medium; `ratio_peer` is ours by the peer's (lower is better for us), `ratio_limit` the limit's by ours: the part of
-    what the medium allows that is reached. `caller_us` is time taken from the thread that starts the transfer and looks
-    after it. `notify_us` is from the last byte until the producer knows. CPU is that of both processes together.
+    `ours_ms`, `peer_ms`, `mooncake_ms` and `limit_ms` are times to completion of kvferry, of NIXL and Mooncake, each in
+    its better setting, and of the medium; `ratio_peer` is ours by NIXL's and `ratio_mooncake` ours by Mooncake's (lower
+    is better for us), `ratio_limit` the limit's by ours: the part of what the medium allows that is reached.
+    `caller_us` is time taken from the thread that starts the transfer and looks after it. `notify_us` is from the last
+    byte until the producer knows. CPU is that of both processes together.
     """
 
     work: str
@@ -38,6 +39,8 @@ class Row(TypedDict):
     ours_p99_ms: float | None
     peer_p99_ms: float | None
     peer_notify_us: float | None
+    mooncake_ms: float | None
+    ratio_mooncake: float | None
 
 
 def percentile(values: Iterable[float], part: float) -> float:
@@ -51,9 +54,11 @@ def row(work: str, transport: str, **known: float | None) -> Row:
     made: Row = dict.fromkeys(Row.__annotations__)  # type: ignore[assignment]
     made.update(known)  # type: ignore[typeddict-item]
     made["work"], made["transport"] = work, transport
-    ours, peer, limit = made["ours_ms"], made["peer_ms"], made["limit_ms"]
+    ours, peer, mooncake, limit = made["ours_ms"], made["peer_ms"], made["mooncake_ms"], made["limit_ms"]
     if ours and peer:
         made["ratio_peer"] = ours / peer
+    if ours and mooncake:
+        made["ratio_mooncake"] = ours / mooncake
     if ours and limit:
         made["ratio_limit"] = limit / ours
     return made

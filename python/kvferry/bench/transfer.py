@@ -1,4 +1,4 @@
-"""Transfers: kvferry, NIXL and the medium in alternating rounds."""
+"""Transfers: kvferry, NIXL, Mooncake and the medium in alternating rounds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from .engines.engine import Setup
+from .engines.mooncake import MOONCAKE_LANES
 from .engines.nixl import NIXL_THREADS
 from .figures import Progress, Row, best, columns, number, percentile, row
 from .memory import Pages
@@ -35,9 +36,10 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. `api` is the engine of ours: "agent" or "worker". `watch`: a thread of the starting side looks
-    when the last byte comes, so that `notify_us` is right also where nobody looks for long; it takes processor time.
-    `library`: another build of libkvferry.so to take turns with."""
+    """What is measured. `api` is the engine of ours: "agent" or "worker". `peer`: beside NIXL. `watch`: a thread of the
+    starting side looks when the last byte comes, so that `notify_us` is right also where nobody looks for long; it
+    takes processor time. `library`: another build of libkvferry.so to take turns with. `mooncake`: beside Mooncake,
+    over TCP only; `poll_s` does not concern it."""
 
     work: Work
     transport: str = "shm"
@@ -50,6 +52,7 @@ class Plan:
     watch: bool = False
     config: dict[str, object] = field(default_factory=dict)
     library: Path | None = None
+    mooncake: bool = False
 
     @property
     def text(self) -> str:
@@ -91,6 +94,9 @@ def setups(plan: Plan) -> list[Setup]:
     if plan.peer:
         for threads in NIXL_THREADS:
             made.append(Setup(f"nixl-{threads}", plan.work, plan.transport, plan.poll_s, {"num_threads": threads}))
+    if plan.mooncake:
+        for lanes in MOONCAKE_LANES:
+            made.append(Setup(f"mooncake-{lanes}", plan.work, plan.transport, options={"lanes": lanes}))
     if plan.limit:
         if plan.am_limit is not None and plan.transport == "tcp" and plan.work.direction == "read":
             made.append(Setup("am", plan.work, plan.transport, 0.0, {"program": str(plan.am_limit)}))
@@ -134,7 +140,7 @@ def alternate(engines: Sequence[Setup], rounds: int, text: str, watch: bool = Fa
 
 
 def summary(plan: Plan, samples: Sequence[Samples]) -> Row:
-    """The row. Each of NIXL's figures is that of the setting in which it is better."""
+    """The row. Each figure of NIXL's and of Mooncake's is that of the setting in which it is better."""
     ours, *others = samples
     nixl = [one for one in others if one.name.startswith("nixl")]
     limit = next((one for one in others if one.name in ("am", MEDIA[plan.transport][0])), None)
@@ -155,6 +161,7 @@ def summary(plan: Plan, samples: Sequence[Samples]) -> Row:
         ours_p99_ms=percentile(ours.of("ms"), 0.99),
         peer_p99_ms=min(nixl_p99, default=None),
         peer_notify_us=best([one.of("notify_us") for one in nixl]),
+        mooncake_ms=best([one.of("ms") for one in others if one.name.startswith("mooncake")]),
     )
 
 
@@ -163,7 +170,10 @@ def label(engine: str) -> str:
     name, _, library = engine.partition("@")
     if library:
         return f"{label(name)} of {Path(library).name}"
-    return _NAMES.get(engine) or f"NIXL, num_threads {engine.rpartition('-')[2]}"
+    peer, _, setting = engine.rpartition("-")
+    if peer == "mooncake":
+        return f"Mooncake, {setting} lanes"
+    return _NAMES.get(engine) or f"NIXL, num_threads {setting}"
 
 
 def table(plan: Plan, samples: Sequence[Samples]) -> str:
