@@ -46,11 +46,13 @@ TCP: list[Shape] = [
 
 @dataclass(frozen=True)
 class Settings:
-    """How thoroughly: counted rounds, whether beside NIXL, and the program of UCX's own messages."""
+    """How thoroughly: counted rounds, whether beside NIXL, the program of UCX's own messages, and whether beside
+    Mooncake where that has a part, which is transfers over TCP."""
 
     rounds: int
     peer: bool
     am_limit: Path | None
+    mooncake: bool = False
 
 
 class Measurements:
@@ -80,9 +82,12 @@ class Measurements:
     def _transfer(self, shape: Shape) -> Row:
         transport, pattern, blocks, size = shape
         work = Work(pattern, size, blocks)  # type: ignore[arg-type]
-        am = self._settings.am_limit if transport == "tcp" else None
-        settings = self._settings
-        return self._run(Plan(work, transport, settings.rounds, peer=settings.peer, limit=True, am_limit=am))
+        settings, tcp = self._settings, transport == "tcp"
+        am = settings.am_limit if tcp else None
+        mooncake = settings.mooncake and tcp
+        return self._run(
+            Plan(work, transport, settings.rounds, peer=settings.peer, limit=True, am_limit=am, mooncake=mooncake)
+        )
 
     def _caller(self, transport: str) -> Row:
         work = Work("random", 1024, MANY_BLOCKS, MANY_LAYERS)

@@ -8,8 +8,10 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
+from kvferry.bench.engines import mooncake
 from kvferry.bench.figures import about, columns
 
 from . import compare
@@ -21,8 +23,8 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(
         prog="scripts/bench",
-        description="Measures what is asked of kvferry's speed, beside NIXL and the medium in the same runs, and "
-        "judges every line. Exit status 0 when all was measured, met or not; 1 when something broke.",
+        description="Measures what is asked of kvferry's speed, beside NIXL, Mooncake and the medium in the same runs, "
+        "and judges every line. Exit status 0 when all was measured, met or not; 1 when something broke.",
         epilog="Environment: KVFERRY_LIBRARY=PATH   measure this libkvferry.so with this tree's Python package, and "
         "build and install no wheel",
     )
@@ -30,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     add("--only", metavar="PATTERN", action="append", help="lines by name (as --list prints them), * and ? allowed")
     add("--list", action="store_true", help="print the lines' names and what is asked")
     add("--rounds", type=int, default=15, metavar="N", help="counted rounds (default %(default)s)")
-    add("--no-peer", action="store_true", help="without NIXL: such lines are not judged")
+    add("--no-peer", action="store_true", help="without NIXL and Mooncake: such lines are not judged")
     add("--vllm", action="store_true", help="also the lines with real vLLM servers (scripts/demo --compare, 15 min)")
     add("--plots", type=Path, metavar="FOLDER", help="also draw how each grows with blocks, size, requests and peers")
     add("--json", type=Path, metavar="FILE", help="also write rows and verdicts as JSON")
@@ -69,7 +71,10 @@ def main(arguments: list[str]) -> int:
         print(columns(("line", "asked"), [(line.name, line.asked) for line in lines], texts=2))
         return 0
     program = os.environ.get("KVFERRY_AM_LIMIT")
-    settings = Settings(max(1, options.rounds), not options.no_peer, Path(program) if program else None)
+    peer = not options.no_peer
+    settings = Settings(
+        max(1, options.rounds), peer, Path(program) if program else None, peer and mooncake.missing() is None
+    )
     taken = Measurements(settings)
     verdicts: list[tuple[Line, Verdict]] = []
     broke = False
@@ -85,12 +90,19 @@ def main(arguments: list[str]) -> int:
             _save(options.json, taken, verdicts)
     words = {True: "met", False: "not met", None: "not judged"}
     print(f"\n{settings.rounds} alternating rounds, {os.sched_getaffinity(0).__len__()} processors")
-    cells = [(line.name, line.asked, verdict.got, words[verdict.met]) for line, verdict in verdicts]
-    print(columns(("line", "asked", "got", ""), cells, texts=4))
+    print(summary([(line, verdict, words[verdict.met]) for line, verdict in verdicts], peer))
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
         grow(settings, options.plots)
     return 1 if broke else 0
+
+
+def summary(judged: Sequence[tuple[Line, Verdict, str]], peer: bool) -> str:
+    """Asked, got, met; with peers also the column of Mooncake's."""
+    head = ["line", "asked", "got", "", "of Mooncake's"]
+    cells = [[line.name, line.asked, verdict.got, met, verdict.mooncake] for line, verdict, met in judged]
+    shown = len(head) if peer else len(head) - 1
+    return columns(head[:shown], [some[:shown] for some in cells], texts=shown)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -106,7 +118,14 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _save(path: Path, taken: Measurements, verdicts: list[tuple[Line, Verdict]]) -> None:
     judged = [
-        {"line": line.name, "asked": line.asked, "got": verdict.got, "met": verdict.met} for line, verdict in verdicts
+        {
+            "line": line.name,
+            "asked": line.asked,
+            "got": verdict.got,
+            "met": verdict.met,
+            "mooncake": verdict.mooncake or None,
+        }
+        for line, verdict in verdicts
     ]
     path.write_text(
         json.dumps({"about": about(), "rows": taken.rows, "lines": judged}, indent=2) + "\n", encoding="utf-8"

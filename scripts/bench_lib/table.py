@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from kvferry.bench.figures import Row, number, percentile
@@ -13,10 +13,12 @@ from .measure import SHM, TCP, Measurements, Shape
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out. `met` is None where there was nothing to compare with."""
+    """What came out. `met` is None where there was nothing to compare with. `mooncake` is kvferry's time divided by
+    Mooncake's, "not here" where that is not installed, and empty for lines in which it has no part."""
 
     got: str
     met: bool | None
+    mooncake: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,15 @@ def _at_most(value: float | None, most: float, text: str | None = None) -> Verdi
 
 
 def _ratio(shape: Shape, most: float) -> Callable[[Measurements], Verdict]:
-    return lambda taken: _at_most(taken.transfer(shape)["ratio_peer"], most)
+    def judge(taken: Measurements) -> Verdict:
+        one = taken.transfer(shape)
+        verdict = _at_most(one["ratio_peer"], most)
+        if one["transport"] != "tcp":
+            return verdict
+        mooncake = one["ratio_mooncake"]
+        return replace(verdict, mooncake="not here" if mooncake is None else number(mooncake))
+
+    return judge
 
 
 def _limit(shapes: list[Shape]) -> Callable[[Measurements], Verdict]:
