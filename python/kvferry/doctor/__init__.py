@@ -4,6 +4,7 @@ Everything that loads libkvferry or UCX runs in processes of its own: UCX reads 
 UCX, and one that crashes must not take the answer along.
 """
 
-from .findings import KINDS, STATES, Case, Finding, Kind, State, exit_code, markdown
+from .findings import Finding, exit_code, markdown
+from .kinds import KINDS, STATES, Case, Kind, State
 
 __all__ = ["KINDS", "STATES", "Case", "Finding", "Kind", "State", "exit_code", "markdown"]

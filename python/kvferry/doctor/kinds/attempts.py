@@ -1,0 +1,155 @@
+"""Findings by trying: transfers on this machine, and a running engine."""
+
+from __future__ import annotations
+
+from .case import Case, Kind
+
+_UNTRIED = "or the key file cannot be used"
+
+
+def _transfer(what: str, absent: str) -> dict[str, Case]:
+    return {
+        "moved": Case("ok", f"{what} moved blocks between two processes, and every byte was right."),
+        "wrong": Case(
+            "problem",
+            "Bytes arrived that the other process does not have.",
+            "do not use this path: report it with this output, and meanwhile set `verify` for the connector or "
+            "switch the transport off (`transport`, UCX_TLS)",
+        ),
+        "failed": Case(
+            "problem",
+            "The transfer did not succeed; the evidence has the error.",
+            "follow the error's text; the findings `ucx` and `transports` say what UCX has to work with",
+        ),
+        "absent": Case("not applicable", absent),
+        "skipped": Case("not applicable", "Left out by --no-transfers."),
+    }
+
+
+ATTEMPTS: dict[str, Kind] = {
+    "transfer-same-host": Kind(
+        "transfer within the host",
+        "Moves blocks between two processes as two engines on this host would, with the transport that is configured.",
+        {
+            **_transfer("The fast path", f"There is no library, UCX or transport to try it with, {_UNTRIED}."),
+            "slow": Case(
+                "warning",
+                "It worked, but through the network stack and not by copies between the processes.",
+                "see the findings `same-host` and `transports`; UCX_TLS must have cma (the transport `auto` without "
+                "UCX_TLS has it)",
+            ),
+        },
+    ),
+    "transfer-tcp": Kind(
+        "transfer over TCP",
+        "Moves blocks between two processes over TCP, as between hosts without RDMA.",
+        _transfer("TCP", f"There is no library, UCX or TCP transport to try it with, {_UNTRIED}."),
+    ),
+    "transfer-rdma": Kind(
+        "transfer over RDMA",
+        "Moves blocks one-sided between two processes through this host's RDMA device.",
+        {
+            **_transfer("RDMA", f"There is no library, UCX or RDMA device that UCX uses to try it with, {_UNTRIED}."),
+            "slow": Case(
+                "warning",
+                "It worked, but by messages and not one-sided.",
+                "look at `ucx_info -d`: the device must have rc, dc or srd; ud alone does not read memory",
+            ),
+        },
+    ),
+    "transfer-cuda": Kind(
+        "transfer between GPU memories",
+        "Moves blocks between memory of the first GPU in two processes.",
+        {
+            **_transfer("CUDA", f"There is no library, UCX or GPU that UCX can move memory of, {_UNTRIED}."),
+            "slow": Case(
+                "warning",
+                "It worked, but by way of host memory.",
+                "give both engines one PID namespace and one view of the GPUs, and let them read each other's memory "
+                "(ptrace), or let UCX use cuda_ipc (UCX_TLS)",
+            ),
+        },
+    ),
+    "peer": Kind(
+        "peer's handshake",
+        "With --peer: asks that listener for the metadata of all ranks, as a decode engine does.",
+        {
+            "answered": Case(
+                "ok", "The engine answered with all of its ranks, in a version of the protocol that both sides speak."
+            ),
+            "unreachable": Case(
+                "problem",
+                "The host's name does not resolve, or nothing answers at that host and port.",
+                "check host and port (the engine logs where it listens, 5680 plus the data-parallel index by "
+                "default), that it runs and is a producer, and that no firewall is between",
+            ),
+            "silent": Case(
+                "problem",
+                "A listener took the question and did not answer in time, or the engine's ranks are not all up yet.",
+                "wait until the engine has started; if it has, check that its process is not stopped",
+            ),
+            "foreign": Case(
+                "problem",
+                "Something else than kvferry's listener has that port, or its answer cannot be read.",
+                "give the port that the engine logs (5680 plus the data-parallel index by default), not vLLM's own",
+            ),
+            "key": Case(
+                "problem",
+                "The keys differ, or only one side has one.",
+                "give both sides the same key file (KVFERRY_KEY_FILE or key_file; `kvferry key` makes one)",
+            ),
+            "version": Case(
+                "problem",
+                "The engine speaks no version of the protocol that this side speaks.",
+                "upgrade the older side, one protocol version at a time ('Upgrading' in docs/guide.md)",
+            ),
+            "refused": Case(
+                "problem", "The listener refused the question, or its answer cannot be used.", "follow the error's text"
+            ),
+            "unknown": Case("not applicable", "libkvferry is missing, so nothing was asked."),
+        },
+    ),
+    "peer-shape": Kind(
+        "peer's shape",
+        "With --peer: field by field, what the engine has; with --shape, whether an engine of that shape fits it.",
+        {
+            "described": Case(
+                "not applicable",
+                "Nothing is compared, because --shape does not describe this side; the evidence has the peer.",
+            ),
+            "fits": Case("ok", "An engine of the shape given here can hand over requests to and from this one."),
+            "differs": Case(
+                "problem",
+                "The engines cannot exchange caches: their handshake would be refused.",
+                "start both engines with the same model, cache dtype and attention backend, or correct the options "
+                "of this command: {names}",
+            ),
+            "unknown": Case("not applicable", "libkvferry is missing, or the engine did not answer."),
+        },
+    ),
+    "peer-path": Kind(
+        "path to the peer",
+        "With --peer: connects to the agents of the engine's ranks and leaves again; reads nothing of their memory.",
+        {
+            "fast": Case("ok", "Bytes are read without the peer's processor, or copied by the kernel within the host."),
+            "served": Case(
+                "ok",
+                "Bytes travel in messages that the peer's processor serves, as over TCP between hosts; reads of 256 "
+                "KiB and more of host memory go by streams where there can be one.",
+            ),
+            "slow": Case(
+                "warning",
+                "The peer is on this host, and bytes travel in messages or streams all the same.",
+                "see the findings `same-host`, `transports` and `container`",
+            ),
+            "unconnected": Case(
+                "problem",
+                "The listener answered, but a rank's agent cannot be reached.",
+                "open the ports between the hosts (UCX and streams take free ones; UCX_TCP_PORT_RANGE narrows both), "
+                "and let both sides use a network that reaches the other (UCX_NET_DEVICES)",
+            ),
+            "unknown": Case("not applicable", "There is nobody, or no UCX, to connect with."),
+            "skipped": Case("not applicable", "Left out by --no-connect."),
+        },
+    ),
+}
