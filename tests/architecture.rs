@@ -26,7 +26,7 @@ const LAYERS: &[&[&str]] = &[
 /// The parts of the agent, likewise.
 const AGENT_LAYERS: &[&[&str]] = &[
     &["agent::core", "agent::thread"],
-    &["agent::command", "agent::rpc"],
+    &["agent::command", "agent::metrics_file", "agent::rpc"],
     &["agent::peers"],
     &["agent::transfers", "agent::streams"],
     &["agent::paths"],

@@ -54,6 +54,7 @@ pub mod core {
 
     pub mod stats {
         pub struct AgentStats;
+        pub struct PeerStats;
     }
 }
 

@@ -276,6 +276,16 @@ class Agent:
         """Gauges, counters and histograms of the agent since its start; `kvferry.stats.metrics` tells what each is."""
         return _wire.unpack_map("stats", self._handle.ask("stats"))
 
+    def peers(self) -> list[dict[str, object]]:
+        """What was moved from and to each peer since the start, and which way: a map per name of a peer.
+
+        `name`, `connected` (1 or 0), `lanes`, `host`, `device` and `mixed` as in `Route`, empty while not connected,
+        and the counters that `kvferry.stats.metrics` has under the scope "peer". Transfers count on the side that
+        started them.
+        """
+        found: list[dict[str, object]] = _wire.unpack_map("peers", self._handle.ask("peers"))["peers"]
+        return found
+
     def shutdown(self, timeout: float = 10.0) -> None:
         """Ends all transfers, gives all memory back and frees the agent. Calling it again does nothing.
 

@@ -16,15 +16,15 @@ class Metric(NamedTuple):
     """One figure.
 
     `scope` tells where its `key` is: "worker" in `Report["stats"]` and in the `totals` of `Worker.stats`, "agent" in
-    `Agent.stats` and in the `agent` of `Worker.stats`, "scheduler" in `Scheduler.stats`. `name` is that of Prometheus
-    after a prefix and before the `_total` of a counter.
+    `Agent.stats` and in the `agent` of `Worker.stats`, "peer" in `Agent.peers`, "scheduler" in `Scheduler.stats`.
+    `name` is that of Prometheus after a prefix and before the `_total` of a counter.
 
     A counter with `causes` is a map of them. A histogram is a map of `counts` per bucket, without the zeros at their
     end, and `sum`; `bounds` are the inclusive upper bounds of all buckets but the last. Both are whole numbers, which
     divided by `divisor` are in `unit`: a histogram of seconds counts microseconds.
     """
 
-    scope: Literal["worker", "agent", "scheduler"]
+    scope: Literal["worker", "agent", "peer", "scheduler"]
     key: str
     kind: Literal["counter", "gauge", "histogram"]
     name: str
@@ -57,9 +57,10 @@ def prometheus(rows: Iterable[Mapping[str, object]]) -> str:
     """Figures in Prometheus' text format 0.0.4 (content type `text/plain; version=0.0.4`), named `kvferry_*`.
 
     Args:
-        rows: A map per source: `labels` (a map of texts; no two rows may have the same) and of `totals`, `agent` and
-            `scheduler` those that there are. So `{"labels": {"rank": "0"}, **worker.stats()}` is a row, and
-            `{"agent": agent.stats()}`, and `{"scheduler": scheduler.stats()}`. Figures that a map lacks count as 0.
+        rows: A map per source: `labels` (a map of texts; no two rows may have the same) and of `totals`, `agent`,
+            `peers` and `scheduler` those that there are. So `{"labels": {"rank": "0"}, **worker.stats()}` is a row, and
+            `{"agent": agent.stats(), "peers": agent.peers()}`, and `{"scheduler": scheduler.stats()}`. Figures that a
+            map lacks count as 0.
 
     Raises `InvalidArgumentError` that names a label or value that cannot be.
     """

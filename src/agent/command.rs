@@ -9,10 +9,10 @@ use crate::agent::core::event::Event;
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
 use crate::agent::core::limits::LIGHT_BYTES;
 use crate::agent::core::live::{Live, LiveIds, lock};
-use crate::agent::core::reply::Reply;
+use crate::agent::core::reply::{Reply, answer};
 use crate::agent::core::request::TransferRequest;
 use crate::agent::core::route::Route;
-use crate::agent::core::stats::AgentStats;
+use crate::agent::core::stats::{AgentStats, PeerStats};
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
@@ -36,6 +36,7 @@ pub(crate) enum Command {
     Cancel { id: TransferId },
     Send { peer: PeerId, data: Vec<u8> },
     Stats { reply: Reply<AgentStats> },
+    PeerStats { reply: Reply<Vec<PeerStats>> },
     ShutDown { deadline: Instant },
 }
 
@@ -73,6 +74,10 @@ fn message_bytes(event: &Event) -> u64 {
     }
 }
 
+pub(crate) fn shut_down() -> Error {
+    Error::new(ErrorKind::ShutDown, "the agent is shut down")
+}
+
 fn lost(id: TransferId) -> Error {
     let text =
         format!("the agent has ended before {id} was over, which may still touch its memory: it must stay alive");
@@ -97,6 +102,22 @@ impl Shared {
     pub(crate) fn command(&self, command: Command) {
         self.queue(command);
         self.waker.wake();
+    }
+
+    /// Sends a command and waits for its answer.
+    pub(crate) fn ask<T>(&self, timeout: Duration, make: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
+        if self.live.lock().ended {
+            return Err(shut_down());
+        }
+        let (reply, answer) = answer();
+        self.command(make(reply));
+        // A thread that ended between the check and the command drops no queue of its own accord: look again.
+        if self.live.lock().ended {
+            self.drop_commands();
+        }
+        answer.wait(timeout).unwrap_or_else(|| {
+            Err(Error::new(ErrorKind::Timeout, format!("the progress thread did not answer within {timeout:?}")))
+        })
     }
 
     /// Queues a command, for which the thread has to be woken if nobody else serves it.

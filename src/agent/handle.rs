@@ -1,23 +1,25 @@
 //! The handle: what other threads hold of an agent.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::agent::command::{Command, Shared};
+use crate::agent::command::{Command, Shared, shut_down};
 use crate::agent::core::config::AgentConfig;
 use crate::agent::core::event::{Direction, Event};
 use crate::agent::core::ids::{PeerId, RegionId, TransferId};
 use crate::agent::core::limits::check_message;
-use crate::agent::core::reply::{Reply, answer};
+use crate::agent::core::reply::Reply;
 use crate::agent::core::request::TransferRequest;
 use crate::agent::core::route::Route;
-use crate::agent::core::stats::AgentStats;
+use crate::agent::core::stats::{AgentStats, PeerStats};
 use crate::agent::engine::driver::MakeDriver;
 use crate::agent::engine::event_loop::{self, Started};
 use crate::agent::engine::turn::Driven;
+use crate::agent::metrics_file::MetricsFile;
 use crate::agent::peers::inbox::reserve;
 use crate::agent::thread::callers::Polled;
 use crate::agent::thread::waker::Waker;
@@ -34,6 +36,8 @@ const REGISTER_TIMEOUT: Duration = Duration::from_secs(600);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long dropping the last handle of a running agent may take.
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the end waits for the last figures to be written.
+const LAST_FIGURES: Duration = Duration::from_secs(5);
 /// What the thread gets beyond its own deadline to say that it ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
@@ -53,6 +57,7 @@ struct Inner {
     deregister_timeout: Duration,
     send_queue_bytes: u64,
     thread: Mutex<Option<Thread>>,
+    metrics_file: Mutex<Option<MetricsFile>>,
 }
 
 struct Thread {
@@ -69,10 +74,6 @@ impl Drop for Ending {
         self.0.end();
         self.0.drop_commands();
     }
-}
-
-fn shut_down() -> Error {
-    Error::new(ErrorKind::ShutDown, "the agent is shut down")
 }
 
 impl Agent {
@@ -96,6 +97,7 @@ impl Agent {
         let incarnation = draw_incarnation()?;
         let shared = Arc::new(Shared::new(incarnation.0)?);
         let (deregister_timeout, send_queue_bytes) = (config.deregister_timeout, config.send_queue_bytes);
+        let metrics_file = config.metrics_file.clone().filter(|path| !path.as_os_str().is_empty());
         let (up, is_up) = sync_channel(1);
         let (end, ended) = sync_channel(1);
         let for_thread = Arc::clone(&shared);
@@ -121,14 +123,19 @@ impl Agent {
                 });
             }
         };
-        Ok(Agent(Arc::new(Inner {
+        let agent = Agent(Arc::new(Inner {
             shared,
             started,
             has_driver,
             deregister_timeout,
             send_queue_bytes,
             thread: Mutex::new(Some(Thread { join, ended })),
-        })))
+            metrics_file: Mutex::new(None),
+        }));
+        if let Some(path) = metrics_file {
+            agent.0.keep_metrics(&path)?;
+        }
+        Ok(agent)
     }
 
     /// The configured name.
@@ -371,6 +378,12 @@ impl Agent {
         self.ask(None, |reply| Command::Stats { reply })
     }
 
+    /// What was moved from and to each peer, and which way, by the peers' names. The figures of a connection stay when it is
+    /// over, of the last 256 that were made by [`Agent::connect`].
+    pub fn peer_stats(&self) -> Result<Vec<PeerStats>> {
+        self.ask(None, |reply| Command::PeerStats { reply })
+    }
+
     /// Shuts the agent down: cancels every transfer, closes every connection, frees UCX, ends the thread. Each
     /// transfer still gets its event, which can be taken afterwards. Memory may be freed after `Ok`. A second call
     /// is `Ok` and does nothing.
@@ -384,23 +397,23 @@ impl Agent {
 
     /// Sends a command and waits for its answer. What the command of a caller who has given up has made is undone.
     fn ask<T>(&self, timeout: Option<Duration>, make: impl FnOnce(Reply<T>) -> Command) -> Result<T> {
-        if self.0.shared.live.lock().ended {
-            return Err(shut_down());
-        }
-        let (reply, answer) = answer();
-        self.0.shared.command(make(reply));
-        let timeout = timeout.unwrap_or(ANSWER_TIMEOUT);
-        // A thread that ended between the check and the command drops no queue of its own accord: look again.
-        if self.0.shared.live.lock().ended {
-            self.0.shared.drop_commands();
-        }
-        answer.wait(timeout).unwrap_or_else(|| {
-            Err(Error::new(ErrorKind::Timeout, format!("the progress thread did not answer within {timeout:?}")))
-        })
+        self.0.shared.ask(timeout.unwrap_or(ANSWER_TIMEOUT), make)
     }
 }
 
 impl Inner {
+    /// Starts the thread that writes the agent's figures to a file. It holds no handle, which would keep the agent alive.
+    fn keep_metrics(&self, pattern: &Path) -> Result<()> {
+        let shared = Arc::clone(&self.shared);
+        let figures = move || {
+            let stats = shared.ask(ANSWER_TIMEOUT, |reply| Command::Stats { reply })?;
+            Ok((stats, shared.ask(ANSWER_TIMEOUT, |reply| Command::PeerStats { reply })?))
+        };
+        let file = MetricsFile::start(pattern, (&self.started.name, self.started.incarnation), figures)?;
+        *self.metrics_file.lock().unwrap_or_else(PoisonError::into_inner) = Some(file);
+        Ok(())
+    }
+
     /// Lends the engine to the calling thread if nobody else has it or waits for it.
     fn try_with<R: Send>(&self, use_it: impl FnOnce(&mut Driven) -> R + Send) -> Option<R> {
         if self.started.callers.may_take() { self.started.engine.try_with(use_it) } else { None }
@@ -438,6 +451,9 @@ impl Inner {
     }
 
     fn shutdown(&self, timeout: Duration) -> Result<()> {
+        if let Some(file) = self.metrics_file.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            file.end(timeout.min(LAST_FIGURES));
+        }
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Thread { join, ended }) = thread.take() else { return Ok(()) };
         let now = Instant::now();

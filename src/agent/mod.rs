@@ -44,6 +44,7 @@ mod engine;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod handle;
+mod metrics_file;
 mod paths;
 mod peers;
 mod rpc;
@@ -58,7 +59,7 @@ pub use self::core::limits::MAX_MESSAGE_BYTES;
 pub use self::core::metadata::{MAX_METADATA_BYTES, decode_metadata, decode_region, encode_metadata, encode_region};
 pub use self::core::regions::MAX_REGIONS;
 pub use self::core::route::Route;
-pub use self::core::stats::AgentStats;
+pub use self::core::stats::{AgentStats, PeerStats};
 pub use engine::driver::{Context, Driver, MakeDriver};
 pub use engine::probe::Probe;
 pub use handle::Agent;

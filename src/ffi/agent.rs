@@ -12,7 +12,7 @@ use super::boundary::{Out, slice, slice_mut};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
-use crate::agent::{Agent, Event, PeerId, RegionId, Route};
+use crate::agent::{Agent, Event, PeerId, PeerStats, RegionId, Route};
 use crate::agent::{decode_metadata, decode_region, encode_metadata, encode_region};
 use crate::error::{Error, Result};
 use crate::mem::MemoryRange;
@@ -280,6 +280,28 @@ fn route(agent: &Agent, peer: PeerId) -> Result<Vec<u8>> {
         None => RouteMap { connected: false, lanes: String::new(), host: "", device: "", mixed: "" },
     };
     decode::encode("a route", &route)
+}
+
+#[derive(Serialize)]
+struct PeersMap {
+    peers: Vec<PeerStats>,
+}
+
+/// What was moved from and to each peer, and which way, in figures since the start: a msgpack map whose peers is a list of
+/// maps with name, connected (1 or 0), lanes, host, device and mixed (as of kvf_agent_route, empty while not connected), and
+/// the counters that kvf_stats_metrics has under the scope "peer". Connections to agents of one name count together, also
+/// those that are over, of which the last 256 are kept that kvf_agent_connect made. Transfers count on the side that
+/// started them.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_peers(agent: *mut kvf_agent, out: *mut kvf_buffer) -> i32 {
+    boundary!(kvf_agent_peers, {
+        let told = |agent: &Agent| decode::encode("the peers", &PeersMap { peers: agent.peer_stats()? });
+        // SAFETY: the caller's promise for out-parameters.
+        unsafe { fill(out, || told(&handle::get::<Host>(agent)?.agent)) }
+    })
 }
 
 /// Sends a message of at most 16 MiB, copied before this returns. It arrives once and in order, unless the connection

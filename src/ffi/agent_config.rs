@@ -32,12 +32,13 @@ pub(super) struct Config {
     verify: Option<bool>,
     rehearse: Option<bool>,
     telemetry: Option<bool>,
+    metrics_file: Option<PathBuf>,
 }
 
 impl Config {
     pub(super) fn agent_config(self) -> Result<AgentConfig> {
-        let (ucx_lib, key_file) = (self.ucx_lib, self.key_file);
-        let mut config = AgentConfig { ucx: self.ucx, ucx_lib, key_file, ..AgentConfig::default() };
+        let (ucx_lib, key_file, metrics_file) = (self.ucx_lib, self.key_file, self.metrics_file);
+        let mut config = AgentConfig { ucx: self.ucx, ucx_lib, key_file, metrics_file, ..AgentConfig::default() };
         if let Some(name) = self.name {
             config.name = name;
         }

@@ -127,6 +127,9 @@ pub const TABLE: &[Setting] = &[
          for UCX to weigh its protocols."),
     row(Operator, "telemetry", &[Agent, Worker], Flag, "", Is(true),
         "Whether anything is counted, for vLLM's log line and metrics and for the stats of hosts."),
+    row(Operator, "metrics_file", &[Agent], Path, "", Absent("no file"),
+        "File that an agent writes every 5 seconds with its figures and those of each peer, in Prometheus' text format; `%p` \
+         stands for the process id, `%a` for the agent's name."),
     late(row(Operator, "trace", &[Worker], Path, "", Absent("no trace"),
         "File to be made for a trace of the lives of requests, for `kvferry trace`; `%p` stands for the process id, and a \
          name that is taken gets a number.")),

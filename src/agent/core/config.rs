@@ -103,6 +103,9 @@ pub struct AgentConfig {
     pub rehearse: bool,
     /// Whether times of transfers are counted in histograms. Default: yes.
     pub telemetry: bool,
+    /// A file that is kept up to date with the agent's figures and those of each peer, in Prometheus' text format. `%p` in it
+    /// stands for the process id, `%a` for the agent's name. `None` and an empty path mean none. Default: `None`.
+    pub metrics_file: Option<PathBuf>,
     /// Whether each connection is logged at level info, for owners that do not do so themselves. Default: yes.
     pub tells_connections: bool,
 }
@@ -129,6 +132,7 @@ impl Default for AgentConfig {
             verify: false,
             rehearse: true,
             telemetry: true,
+            metrics_file: None,
             tells_connections: true,
         }
     }

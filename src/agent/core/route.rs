@@ -1,7 +1,7 @@
 //! Which way bytes go between this agent and a peer.
 
 /// How a peer is reached. The paths are those of long runs; short ones between host memories travel in messages.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Route {
     /// Transports and devices of the connection, such as `tcp/eth0, cma/memory`.
     pub lanes: String,

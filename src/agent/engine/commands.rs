@@ -64,6 +64,9 @@ impl Engine {
             Command::Stats { reply } => {
                 let _ = reply.send(Ok(self.stats()));
             }
+            Command::PeerStats { reply } => {
+                let _ = reply.send(Ok(self.peers.stats(paths::route)));
+            }
             // The loop's own.
             Command::ShutDown { .. } => {}
         }
@@ -110,6 +113,9 @@ impl Engine {
     /// Ends a transfer that could not be taken up.
     fn refuse_transfer(&mut self, (id, user_data): (TransferId, u64), peer: PeerId, error: Error, now: Instant) {
         self.stats.transfers_failed += 1;
+        if let Some(traffic) = self.peers.traffic(peer) {
+            traffic.transfers_failed += 1;
+        }
         self.shared.live.lock().transfers.remove(&id);
         self.events.push_back(Event::not_done((id, user_data), peer, error, now));
     }

@@ -5,13 +5,14 @@ use std::time::Instant;
 
 use super::Engine;
 use crate::agent::core::effect::{Effect, OperationEnd, TransferEnd};
-use crate::agent::core::event::{Direction, Event};
+use crate::agent::core::event::Event;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::in_flight::InFlight;
 use crate::agent::core::iov;
 use crate::agent::core::limits::CHUNK_PIECES;
 use crate::agent::core::request::TransferRequest;
+use crate::agent::core::stats::{PathBytes, Traffic};
 use crate::agent::paths::{self, one_sided, process_vm};
 use crate::agent::peers::reach::Pair;
 use crate::agent::rpc::client::Answered;
@@ -150,7 +151,7 @@ impl Engine {
         }
         let (bytes, operations) = (plan.bytes(), plan.runs());
         self.stats.operations += operations;
-        self.stats.copied_bytes += bytes;
+        self.count(peer, PathBytes { copied: bytes, ..PathBytes::default() });
         let end = TransferEnd {
             id: *id,
             user_data: *user_data,
@@ -167,6 +168,14 @@ impl Engine {
         true
     }
 
+    /// Counts bytes, of the agent and of the peer.
+    fn count(&mut self, peer: PeerId, moved: PathBytes) {
+        self.stats.add(moved);
+        if let Some(traffic) = self.peers.traffic(peer) {
+            traffic.post(moved);
+        }
+    }
+
     fn transfer_ended(&mut self, end: TransferEnd, now: Instant) {
         let TransferEnd { id, user_data, message, peer, direction, mut result, bytes, operations, posted, regions } =
             end;
@@ -180,13 +189,10 @@ impl Engine {
             }
         }
         self.shared.live.lock().transfers.remove(&id);
-        match result {
-            Ok(()) => self.stats.transfers_done += 1,
-            Err(_) => self.stats.transfers_failed += 1,
-        }
-        match direction {
-            Direction::Read => self.stats.bytes_read += bytes,
-            Direction::Write => self.stats.bytes_written += bytes,
+        let moved = Traffic::of(direction, bytes, result.is_ok());
+        self.stats.end(&moved);
+        if let Some(traffic) = self.peers.traffic(peer) {
+            traffic.merge(&moved);
         }
         let (posted_at, all_posted_at) = posted.unwrap_or((now, now));
         if self.config.telemetry && result.is_ok() && posted.is_some() {
@@ -236,9 +242,9 @@ impl Engine {
                 Some(InFlight::Copy { transfer, peer, operation }) if is_refusal && self.refuse(peer, operation) => {
                     self.transfers.take_back(transfer, operation, &mut self.effects);
                 }
-                Some(InFlight::Copy { transfer, operation: Operation { len, .. }, .. }) => {
+                Some(InFlight::Copy { transfer, peer, operation: Operation { len, .. } }) => {
                     let moved = if result.is_ok() { len } else { 0 };
-                    self.stats.one_sided_bytes += moved;
+                    self.count(peer, PathBytes { one_sided: moved, ..PathBytes::default() });
                     let end = OperationEnd { transfer, windowed: Some(len), moved, result };
                     self.transfers.operation_ended(end, &mut self.effects, now);
                 }

@@ -5,7 +5,7 @@
 use std::time::Instant;
 
 use super::{Path, Profile, Turn};
-use crate::agent::core::stats::AgentStats;
+use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::batch::ITEM_BYTES;
@@ -23,8 +23,8 @@ impl Path for DeviceCopy {
         "copied by the device (CUDA IPC)"
     }
 
-    fn count(&self, bytes: u64, stats: &mut AgentStats) {
-        stats.device_copied_bytes += bytes;
+    fn count(&self, bytes: u64) -> PathBytes {
+        PathBytes { device_copied: bytes, ..PathBytes::default() }
     }
 
     fn carries(&self, _peer: &Peer, profile: Profile) -> bool {

@@ -7,7 +7,7 @@ use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
 use crate::agent::core::iov::Iov;
 use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, STREAM_CHUNK_BYTES};
-use crate::agent::core::stats::AgentStats;
+use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::agent::rpc::client::{Chunk, Service};
 use crate::agent::rpc::server::Payload;
@@ -30,8 +30,8 @@ impl Path for Message {
         "served by messages"
     }
 
-    fn count(&self, bytes: u64, stats: &mut AgentStats) {
-        stats.served_bytes += bytes;
+    fn count(&self, bytes: u64) -> PathBytes {
+        PathBytes { served: bytes, ..PathBytes::default() }
     }
 
     fn carries(&self, _peer: &Peer, _profile: Profile) -> bool {

@@ -21,7 +21,7 @@ use super::core::ids::TransferId;
 use super::core::in_flight::Operations;
 use super::core::regions::Regions;
 use super::core::route::Route;
-use super::core::stats::AgentStats;
+use super::core::stats::{AgentStats, PathBytes};
 use super::peers::Peer;
 use super::peers::reach::Pair;
 use super::rpc::client::Client;
@@ -118,6 +118,12 @@ impl Turn<'_> {
         self.windows.enter(self.peer.id, len);
     }
 
+    /// Counts bytes, of the agent and of the peer.
+    fn count(&mut self, moved: PathBytes) {
+        self.stats.add(moved);
+        self.peer.traffic.post(moved);
+    }
+
     /// Notes that operations are being posted.
     fn begin(&mut self, operations: u64) {
         self.transfer.begin(operations, Instant::now());
@@ -137,8 +143,8 @@ trait Path: Sync {
     /// Its name in logs and statistics.
     fn name(&self) -> &'static str;
 
-    /// Counts bytes that were posted to go this way. One that may be refused counts them when they have gone.
-    fn count(&self, bytes: u64, stats: &mut AgentStats);
+    /// What bytes that were posted to go this way count as. One that may be refused counts them itself, when they have gone.
+    fn count(&self, bytes: u64) -> PathBytes;
 
     /// Whether it carries this over the connection to `peer`.
     fn carries(&self, peer: &Peer, profile: Profile) -> bool;
@@ -171,7 +177,7 @@ pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
         let path = choose(turn.peer, profile);
         let bytes = path.post(turn, profile)?;
         if !profile.digest {
-            path.count(bytes, turn.stats);
+            turn.count(path.count(bytes));
         }
         total += bytes;
         // Where UCX has refused the first operation, the next path's turn is now.

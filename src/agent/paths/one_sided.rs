@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
 use crate::agent::core::in_flight::InFlight;
-use crate::agent::core::stats::AgentStats;
+use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::error::{Error, Result};
 use crate::mem::ucx_error;
@@ -31,7 +31,9 @@ impl Path for OneSided {
         NAME
     }
 
-    fn count(&self, _bytes: u64, _stats: &mut AgentStats) {}
+    fn count(&self, _bytes: u64) -> PathBytes {
+        PathBytes::default()
+    }
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {
         // Device memory would have to be gathered by a copy per run as well.
@@ -75,7 +77,7 @@ impl Path for OneSided {
                 Posted::Pending => turn.enter_flight(operation.len),
                 Posted::Done => {
                     turn.transfer.add_bytes(operation.len);
-                    turn.stats.one_sided_bytes += operation.len;
+                    turn.count(PathBytes { one_sided: operation.len, ..PathBytes::default() });
                 }
             }
             turn.transfer.begin(1, now);

@@ -9,7 +9,7 @@ use super::copy_pool::{CopyPool, Job};
 use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
 use crate::agent::core::regions::Regions;
-use crate::agent::core::stats::AgentStats;
+use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::agent::thread::affinity;
 use crate::error::{Error, ErrorKind, Result};
@@ -33,8 +33,8 @@ impl Path for ProcessVm {
         "copied (process_vm_readv)"
     }
 
-    fn count(&self, bytes: u64, stats: &mut AgentStats) {
-        stats.copied_bytes += bytes;
+    fn count(&self, bytes: u64) -> PathBytes {
+        PathBytes { copied: bytes, ..PathBytes::default() }
     }
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {

@@ -3,7 +3,7 @@
 use super::message::post_chunk;
 use super::{Path, Profile, Turn};
 use crate::agent::core::limits::{CHUNK_PIECES, STREAM_CHUNK_BYTES};
-use crate::agent::core::stats::AgentStats;
+use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::error::Result;
 
@@ -18,8 +18,8 @@ impl Path for Stream {
         "read by streams"
     }
 
-    fn count(&self, bytes: u64, stats: &mut AgentStats) {
-        stats.streamed_bytes += bytes;
+    fn count(&self, bytes: u64) -> PathBytes {
+        PathBytes { streamed: bytes, ..PathBytes::default() }
     }
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {

@@ -16,7 +16,7 @@ pub(crate) mod reach;
 pub(crate) mod secure;
 mod session;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -37,7 +37,8 @@ use super::core::frame::{Frame, FrameKind};
 use super::core::ids::PeerId;
 use super::core::in_flight::Operations;
 use super::core::live::Live;
-use super::core::stats::AgentStats;
+use super::core::route::Route;
+use super::core::stats::{AgentStats, PeerStats, Traffic};
 use super::rpc::flow_control::FlowControl;
 use super::rpc::server::Server;
 use crate::error::{Error, ErrorKind, Result};
@@ -51,6 +52,8 @@ use crate::ucx::{self, EndpointOptions, Worker, tells_segments};
 /// Peers that may be connected at a time. Engines of a thousand ranks on both sides stay under it; a peer that makes
 /// connections without end does not take the process down.
 const MAX_PEERS: usize = 16_384;
+/// Connections that are over whose figures are kept.
+const MAX_GONE: usize = 256;
 
 /// This agent, as peers see it.
 pub(crate) struct Local {
@@ -87,6 +90,8 @@ pub(crate) struct Peers {
     by_endpoint: HashMap<u64, PeerId>,
     admission: Admission,
     closing: ClosingEndpoints,
+    /// What connections counted that are over, the oldest first: of agents that this one's owner has connected to.
+    gone: VecDeque<(PeerId, String, Traffic)>,
     /// What hellos say of regions that were deregistered.
     withdrawn: Vec<(u32, u32)>,
     /// Whether no more are connected to.
@@ -105,6 +110,7 @@ impl Peers {
             by_endpoint: HashMap::new(),
             admission: Admission::default(),
             closing: ClosingEndpoints::default(),
+            gone: VecDeque::new(),
             withdrawn: Vec::new(),
             is_shut: false,
             drop_log: LogLimit::default(),
@@ -191,7 +197,36 @@ impl Peers {
         live.lock().peers.remove(&id);
         self.by_incarnation.remove(&peer.incarnation);
         self.by_endpoint.remove(&peer.endpoint.id());
+        if peer.vouched {
+            self.gone.push_back((id, peer.name.clone(), peer.traffic));
+            self.gone.drain(..self.gone.len().saturating_sub(MAX_GONE));
+        }
         Some(peer)
+    }
+
+    /// What is counted of a peer, also after its connection is over: its transfers end then.
+    pub(crate) fn traffic(&mut self, id: PeerId) -> Option<&mut Traffic> {
+        match self.by_id.get_mut(&id) {
+            Some(peer) => Some(&mut peer.traffic),
+            None => self.gone.iter_mut().rev().find(|(gone, ..)| *gone == id).map(|(.., traffic)| traffic),
+        }
+    }
+
+    /// The figures of each peer, by name. `route` tells how one is reached.
+    pub(crate) fn stats(&self, route: impl Fn(&Peer) -> Option<Route>) -> Vec<PeerStats> {
+        let mut by_name = BTreeMap::<&str, (Option<&Peer>, Traffic)>::new();
+        for (_, name, traffic) in &self.gone {
+            by_name.entry(name).or_default().1.merge(traffic);
+        }
+        for peer in self.by_id.values() {
+            let (last, sum) = by_name.entry(&peer.name).or_default();
+            *last = Some(peer);
+            sum.merge(&peer.traffic);
+        }
+        let told = |(name, (peer, sum)): (&str, (Option<&Peer>, Traffic))| {
+            PeerStats::new(name.to_owned(), peer.and_then(&route), &sum)
+        };
+        by_name.into_iter().map(told).collect()
     }
 
     /// The peer that `metadata` describes, connected to now if it was not.
@@ -281,6 +316,7 @@ impl Peers {
             regions: Vec::new(),
             lens: Vec::new(),
             endpoint,
+            traffic: Traffic::default(),
             unsent: Arc::default(),
             next_sequence: 0,
             inbox: Inbox::default(),

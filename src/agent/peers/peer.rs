@@ -17,6 +17,7 @@ use crate::agent::core::frame::{AM_ID, Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::in_flight::{InFlight, Operations};
 use crate::agent::core::regions::Regions;
+use crate::agent::core::stats::Traffic;
 use crate::agent::rpc::flow_control::FlowControl;
 use crate::agent::rpc::server::{Payload, Server};
 use crate::error::{Error, ErrorKind, Result};
@@ -91,6 +92,8 @@ pub(crate) struct Peer {
     /// Their lengths, 0 for `None`: what plans are checked against.
     pub(super) lens: Vec<u64>,
     pub(crate) endpoint: Endpoint,
+    /// What was moved from and to it over this connection.
+    pub(crate) traffic: Traffic,
     /// Bytes of messages that UCX is not done with; the handle adds to it before it queues one.
     pub(super) unsent: Arc<AtomicU64>,
     pub(super) next_sequence: u64,

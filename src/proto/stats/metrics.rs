@@ -12,6 +12,8 @@ pub enum Scope {
     Worker,
     /// The agent's, `AgentStats`.
     Agent,
+    /// One peer's of an agent, `PeerStats`.
+    Peer,
     /// [`SchedulerStats`](crate::proto::scheduler::SchedulerStats).
     Scheduler,
 }
@@ -81,6 +83,10 @@ const fn worker(key: &'static str, kind: Kind, name: &'static str, unit: &'stati
 
 const fn agent(key: &'static str, kind: Kind, name: &'static str, unit: &'static str, help: &'static str) -> Metric {
     Metric { scope: Scope::Agent, key, kind, name, unit, help }
+}
+
+const fn peer(key: &'static str, kind: Kind, name: &'static str, unit: &'static str, help: &'static str) -> Metric {
+    Metric { scope: Scope::Peer, key, kind, name, unit, help }
 }
 
 const fn scheduler(
@@ -174,6 +180,24 @@ pub const METRICS: &[Metric] = &[
         "Time from the first to the last operation posted of a transfer that succeeded."),
     agent("transfer_time", Kind::Seconds, "agent_transfer_seconds", "seconds",
         "Time from the first operation posted to the end of a transfer that succeeded."),
+
+    peer("connected", Kind::Gauge, "peer_connected", "agents",
+        "1 while the peer is connected, else 0; labels say by which transports, and which way long runs go."),
+    peer("copied_bytes", Kind::Counter, "peer_copied_bytes", "bytes",
+        "Bytes copied from or to the peer by the kernel (process_vm_readv, process_vm_writev)."),
+    peer("device_copied_bytes", Kind::Counter, "peer_device_copied_bytes", "bytes",
+        "Bytes copied from or to the peer's device memory by a device (CUDA IPC)."),
+    peer("one_sided_bytes", Kind::Counter, "peer_one_sided_bytes", "bytes",
+        "Bytes moved from or to the peer by one-sided operations of UCX."),
+    peer("served_bytes", Kind::Counter, "peer_served_bytes", "bytes",
+        "Bytes asked of the peer, or sent to it, by messages."),
+    peer("streamed_bytes", Kind::Counter, "peer_streamed_bytes", "bytes", "Bytes asked of the peer by streams."),
+    peer("bytes_read", Kind::Counter, "peer_bytes_read", "bytes", "Bytes read from the peer."),
+    peer("bytes_written", Kind::Counter, "peer_bytes_written", "bytes", "Bytes written to the peer."),
+    peer("transfers_done", Kind::Counter, "peer_transfers_done", "transfers",
+        "Transfers with the peer that succeeded."),
+    peer("transfers_failed", Kind::Counter, "peer_transfers_failed", "transfers",
+        "Transfers with the peer that failed or were cancelled."),
 
     scheduler("holds", Kind::Counter, "scheduler_holds", "requests",
         "Requests with a remote prefill that arrived, and whose lease the workers were told to keep."),

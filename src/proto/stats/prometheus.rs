@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::proto::wire::Cause;
 
 /// The stats of one source, with the labels that tell it from others. Maps as stats are given to hosts: `totals` of a
-/// worker (or a report's), `agent` and `scheduler`, each where there is one.
+/// worker (or a report's), `agent` and `scheduler`, each where there is one, and `peers`, a map of each peer of an agent.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
 #[serde(default)]
 pub struct Row {
@@ -23,19 +23,28 @@ pub struct Row {
     pub agent: Option<Map<String, Value>>,
     /// A scheduler side's figures.
     pub scheduler: Option<Map<String, Value>>,
+    /// The figures of an agent's peers, each with its name and how it is reached.
+    pub peers: Option<Vec<Map<String, Value>>>,
 }
 
+/// What the samples of a peer have as labels, by the keys of its map. All but the name are those of one sample only.
+const PEER: (&str, &str) = ("name", "peer");
+const ROUTE: [(&str, &str); 4] =
+    [("lanes", "lanes"), ("host", "host_path"), ("device", "device_path"), ("mixed", "mixed_path")];
+
 impl Row {
-    fn of(&self, scope: Scope) -> Option<&Map<String, Value>> {
+    /// The maps that have figures of this scope; `None` where the row has nothing of it.
+    fn of(&self, scope: Scope) -> Option<Vec<&Map<String, Value>>> {
         match scope {
-            Scope::Worker => self.totals.as_ref(),
-            Scope::Agent => self.agent.as_ref(),
-            Scope::Scheduler => self.scheduler.as_ref(),
+            Scope::Worker => self.totals.as_ref().map(|stats| vec![stats]),
+            Scope::Agent => self.agent.as_ref().map(|stats| vec![stats]),
+            Scope::Scheduler => self.scheduler.as_ref().map(|stats| vec![stats]),
+            Scope::Peer => self.peers.as_ref().map(|peers| peers.iter().collect()),
         }
     }
 
     /// The row's labels and `more`, as they stand in a sample.
-    fn labels(&self, more: Option<(&str, &str)>) -> String {
+    fn labels<'a>(&'a self, more: impl IntoIterator<Item = (&'a str, &'a str)>) -> String {
         let own = self.labels.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         let pairs: Vec<String> =
             own.chain(more).map(|(name, value)| format!("{name}=\"{}\"", escaped(value))).collect();
@@ -51,7 +60,8 @@ impl Row {
                      no two underscores first, which Prometheus keeps for itself"
                 )));
             }
-            if name == "le" || name == "cause" {
+            let is_peers = PEER.1 == name || ROUTE.iter().any(|(_, label)| label == name);
+            if name == "le" || name == "cause" || is_peers && self.peers.is_some() {
                 return Err(Error::invalid(format!("the label {name:?} is one of kvferry's own; take another name")));
             }
         }
@@ -103,16 +113,23 @@ fn histogram(text: &mut String, name: &str, metric: &Metric, row: &Row, value: O
     for index in 0..=bounds.len() {
         total = total.saturating_add(counts.get(index).copied().unwrap_or(0));
         let le = bounds.get(index).map_or("+Inf".to_owned(), |bound| scaled(metric.kind, *bound));
-        line(text, &format!("{name}_bucket"), &row.labels(Some(("le", &le))), &total.to_string());
+        line(text, &format!("{name}_bucket"), &row.labels([("le", le.as_str())]), &total.to_string());
     }
-    line(text, &format!("{name}_sum"), &row.labels(None), &scaled(metric.kind, sum));
-    line(text, &format!("{name}_count"), &row.labels(None), &total.to_string());
+    line(text, &format!("{name}_sum"), &row.labels([]), &scaled(metric.kind, sum));
+    line(text, &format!("{name}_count"), &row.labels([]), &total.to_string());
     Ok(())
 }
 
 fn line(text: &mut String, name: &str, labels: &str, value: &str) {
     // Writing to a string does not fail.
     let _ = writeln!(text, "{name}{labels} {value}");
+}
+
+/// What tells the samples of a peer from those of others, and in one sample how it is reached.
+fn labels_of_peer<'a>(metric: &Metric, stats: &'a Map<String, Value>) -> Vec<(&'static str, &'a str)> {
+    let routed = ROUTE.iter().filter(|_| metric.key == "connected");
+    let keys = std::iter::once(&PEER).chain(routed).filter(|_| metric.scope == Scope::Peer);
+    keys.map(|(key, label)| (*label, stats.get(*key).and_then(Value::as_str).unwrap_or(""))).collect()
 }
 
 /// All metrics of `rows`, under names with the prefix `kvferry_`. Figures that a map lacks are 0.
@@ -141,16 +158,21 @@ pub fn prometheus(rows: &[Row]) -> Result<String> {
                     row.labels
                 )));
             }
-            let value = row.of(metric.scope).and_then(|stats| stats.get(metric.key));
-            match metric.kind {
-                Kind::Counter | Kind::Gauge => line(&mut text, &name, &row.labels(None), &number(metric, value)?),
-                Kind::CounterByCause => {
-                    for cause in Cause::ALL {
-                        let count = value.and_then(|causes| causes.get(cause.name()));
-                        line(&mut text, &name, &row.labels(Some(("cause", cause.name()))), &number(metric, count)?);
+            for stats in row.of(metric.scope).unwrap_or_default() {
+                let value = stats.get(metric.key);
+                match metric.kind {
+                    Kind::Counter | Kind::Gauge => {
+                        let labels = row.labels(labels_of_peer(metric, stats));
+                        line(&mut text, &name, &labels, &number(metric, value)?);
                     }
+                    Kind::CounterByCause => {
+                        for cause in Cause::ALL {
+                            let count = value.and_then(|causes| causes.get(cause.name()));
+                            line(&mut text, &name, &row.labels([("cause", cause.name())]), &number(metric, count)?);
+                        }
+                    }
+                    Kind::Seconds | Kind::Bytes => histogram(&mut text, &name, metric, row, value)?,
                 }
-                Kind::Seconds | Kind::Bytes => histogram(&mut text, &name, metric, row, value)?,
             }
         }
     }
@@ -212,6 +234,27 @@ mod tests {
         }
         assert!(text.contains("kvferry_scheduler_loads_total 4\n"), "{text}");
         assert!(text.contains("kvferry_agent_regions{rank=\"0\"} 2\n"), "{text}");
+    }
+
+    #[test]
+    fn peers_are_told_apart_by_their_names() {
+        let peers = json!([
+            {"name": "b", "connected": 1, "lanes": "tcp/lo", "host": "copied", "copied_bytes": 7},
+            {"name": "c"},
+        ]);
+        let text = prometheus(&[row(json!({"labels": {"host": "h"}, "peers": peers}))]).unwrap();
+        let route = r#"lanes="tcp/lo",host_path="copied",device_path="",mixed_path="""#;
+        for expected in [
+            "# TYPE kvferry_peer_copied_bytes_total counter".to_owned(),
+            format!(r#"kvferry_peer_connected{{host="h",peer="b",{route}}} 1"#),
+            r#"kvferry_peer_copied_bytes_total{host="h",peer="b"} 7"#.to_owned(),
+            r#"kvferry_peer_copied_bytes_total{host="h",peer="c"} 0"#.to_owned(),
+        ] {
+            assert_eq!(text.lines().filter(|line| *line == expected).count(), 1, "{expected} is not in\n{text}");
+        }
+        let labelled = |peers: Value| row(json!({"labels": {"peer": "x"}, "totals": {}, "peers": peers}));
+        assert!(prometheus(&[labelled(Value::Null)]).is_ok());
+        assert!(prometheus(&[labelled(json!([]))]).unwrap_err().message().contains("\"peer\""));
     }
 
     #[test]
