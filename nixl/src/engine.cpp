@@ -57,15 +57,11 @@ int32_t Engine::start_agent(const Params &params) {
 
 Engine::Engine(const nixlBackendInitParams &params, const Nixl &nixl) : nixlBackendEngine(params) {
   Params chosen = *params.customParams;
-  hint_ucx(nixl);
+  const std::string ucx = chosen.count("ucx_lib") ? "" : preferred_ucx(nixl);
+  if (!ucx.empty()) chosen["ucx_lib"] = ucx;
   int32_t code = start_agent(chosen);
-  // NIXL's own UCX will do where there is no other.
-  if (code == KVF_UCX_MISSING && !chosen.count("ucx_lib")) {
-    if (const std::string path = bundled_ucx(nixl); !path.empty()) {
-      chosen["ucx_lib"] = path;
-      code = start_agent(chosen);
-    }
-  }
+  // Another will do where NIXL's is not usable.
+  if (code == KVF_UCX_MISSING && !ucx.empty()) code = start_agent(*params.customParams);
   kvf_buffer metadata{};
   if (code != KVF_OK) {
     say_failed("starting an agent");

@@ -69,7 +69,6 @@ const Library *open_library() {
   LOOK_UP(version);
   LOOK_UP(last_error);
   LOOK_UP(buffer_free);
-  LOOK_UP(ucx_hint);
   LOOK_UP(agent_start);
   LOOK_UP(agent_free);
   LOOK_UP(agent_register);

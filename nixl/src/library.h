@@ -16,7 +16,6 @@ struct Library {
   decltype(&kvf_version) version;
   decltype(&kvf_last_error) last_error;
   decltype(&kvf_buffer_free) buffer_free;
-  decltype(&kvf_ucx_hint) ucx_hint;
   decltype(&kvf_agent_start) agent_start;
   decltype(&kvf_agent_free) agent_free;
   decltype(&kvf_agent_register) agent_register;

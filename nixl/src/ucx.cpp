@@ -1,24 +1,33 @@
 #include "ucx.h"
 
-#include "library.h"
+#include <cstdlib>
+#include <fstream>
 
 namespace kvferry {
+namespace {
 
-void hint_ucx(const Nixl &nixl) {
-  if (nixl.site.empty()) return;
-  for (const char *package : {"kvferry_ucx", "libucx"}) {
-    const std::string path = nixl.site / package / "lib" / "libucp.so.0";
-    std::error_code error;
-    if (std::filesystem::is_regular_file(path, error)) library().ucx_hint(path.data(), path.size());
-  }
+bool is_libucp(const std::string &name) {
+  const bool begins = name.compare(0, 7, "libucp-") == 0 || name.compare(0, 7, "libucp.") == 0;
+  return begins && name.find(".so") != std::string::npos;
 }
 
-std::string bundled_ucx(const Nixl &nixl) {
-  if (nixl.site.empty()) return "";
+bool is_any_loaded() {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    const size_t slash = line.rfind('/');
+    if (slash != std::string::npos && is_libucp(line.substr(slash + 1))) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+std::string preferred_ucx(const Nixl &nixl) {
+  const char *named = std::getenv("KVFERRY_UCX_LIB");
+  if (nixl.site.empty() || (named && *named) || is_any_loaded()) return "";
   std::error_code error;
   for (const auto &entry : std::filesystem::directory_iterator(nixl.site / (nixl.package + ".libs"), error)) {
-    const std::string name = entry.path().filename();
-    if (name.compare(0, 7, "libucp-") == 0 && name.find(".so") != std::string::npos) return entry.path();
+    if (is_libucp(entry.path().filename())) return entry.path();
   }
   return "";
 }

@@ -7,10 +7,9 @@
 
 namespace kvferry {
 
-// Tells the library of the Python packages with a UCX that are installed beside NIXL.
-void hint_ucx(const Nixl &nixl);
-
-// The libucp inside NIXL's wheel; empty where there is none.
-std::string bundled_ucx(const Nixl &nixl);
+// The libucp that an agent is to open: the one inside NIXL's wheel, so that NIXL's own backend UCX in the same process uses
+// the same, whichever comes first. Empty where the choice is left to the library: one is loaded or named already, or NIXL's
+// wheel has none.
+std::string preferred_ucx(const Nixl &nixl);
 
 }  // namespace kvferry

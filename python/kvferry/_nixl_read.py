@@ -1,24 +1,36 @@
-"""Run by `kvferry nixl` in a process of its own: two agents of stock NIXL, one reads from the other and notifies it.
+"""A process of its own in which stock NIXL is tried, for `kvferry nixl` and the doctor: one agent reads from another.
 
-The argument is the package, such as nixl_cu12. Prints one word when every byte is right.
+The arguments are the package, such as nixl_cu12, and a folder to write in. Prints JSON, a line for each step that
+succeeds; an error is an exception:
+
+    {"bytes": {"copied": 262144}, "lanes": "tcp/lo, cma/memory", "path": "...", "ucx": {"path", "version", "source"}}
+    {"ucx_backend": true, "others": [{"path", "version"}]}
+
+The first is the read, with every byte right. The second is the process with NIXL's own backend UCX in it too
+(`ucx_backend` is false where NIXL has none): the further UCX that are loaded then.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import json
+import os
+import re
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 BLOCK, BLOCKS = 4096, 64
 LIMIT = 60.0
-"""Seconds for the read and the notification."""
+"""Seconds for the read and the notification, and for their figures to be told."""
+OWNER = "kvferry check 1"
+_SAMPLE = re.compile(r"kvferry_peer_(\w+)\{(.*)\} (\d+)")
 
 
-def main(package: str) -> None:
-    """Moves the blocks in reverse order; an error is an exception."""
-    api: Any = importlib.import_module(f"{package}._api")
+def read(api: Any) -> Any:
+    """Moves the blocks in reverse order. Returns the agent that has them; the other is gone, its metrics written."""
     size = BLOCK * BLOCKS
     source = bytes((place * 7 + place // BLOCK) % 251 for place in range(size))
     memories = [ctypes.create_string_buffer(content, size) for content in (bytes(size), source)]
@@ -33,11 +45,7 @@ def main(package: str) -> None:
     ours = [(addresses[0] + number * BLOCK, BLOCK, 0) for number in range(BLOCKS)]
     theirs = [(addresses[1] + number * BLOCK, BLOCK, 0) for number in reversed(range(BLOCKS))]
     handle = reader.initialize_xfer(
-        "READ",
-        reader.get_xfer_descs(ours, "DRAM"),
-        reader.get_xfer_descs(theirs, "DRAM"),
-        "kvferry check 1",
-        b"read",
+        "READ", reader.get_xfer_descs(ours, "DRAM"), reader.get_xfer_descs(theirs, "DRAM"), OWNER, b"read"
     )
     deadline = time.monotonic() + LIMIT
     state = reader.transfer(handle, b"read")
@@ -56,8 +64,56 @@ def main(package: str) -> None:
     reader.release_xfer_handle(handle)
     for agent, memory in zip(agents, registered, strict=True):
         agent.deregister_memory(memory)
-    print("right", flush=True)
+    return owner
+
+
+def figures(path: Path) -> dict[str, Any]:
+    """What the reader's metrics tell of the owner, once they have the whole read."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        found = [match.groups() for match in _SAMPLE.finditer(path.read_text()) if f'peer="{OWNER}"' in match[2]]
+        values = {name: int(value) for name, _, value in found}
+        if values.get("bytes_read_total") == BLOCK * BLOCKS:
+            break
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the read is not in the metrics: {values}")
+        time.sleep(0.1)
+    ways = {name.removesuffix("_bytes_total"): value for name, value in values.items() if name.endswith("_bytes_total")}
+    (labels,) = (dict(re.findall(r'(\w+)="([^"]*)"', text)) for name, text, _ in found if name == "connected")
+    return {"bytes": {name: value for name, value in ways.items() if value}, **labels}
+
+
+def _library() -> str:
+    """The libkvferry that the plug-in has loaded."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next(line[line.index("/") :] for line in maps if "/libkvferry" in line)
+
+
+def _has_ucx_backend(api: Any) -> bool:
+    """Makes an agent with NIXL's own backend UCX, if there is one."""
+    agent = api.nixl_agent("kvferry check UCX", api.nixl_agent_config(backends=[]))
+    if "UCX" not in agent.get_plugin_list():
+        return False
+    agent.create_backend("UCX", {})
+    return True
+
+
+def main(package: str, folder: str) -> None:
+    """Tries one wheel of NIXL."""
+    os.environ["KVFERRY_METRICS_FILE"] = os.path.join(folder, "%a.prom")
+    api: Any = importlib.import_module(f"{package}._api")
+    # Alive while the figures of the other one are looked at, which say that they are connected.
+    owner = read(api)
+    os.environ["KVFERRY_LIBRARY"] = _library()
+    from .doctor import inside
+
+    moved = figures(Path(folder) / "kvferry_check_0.prom")
+    told = {"bytes": moved["bytes"], "lanes": moved["lanes"], "path": moved["host_path"]}
+    print(json.dumps({**told, "ucx": inside.outlook({})["ucx"]}), flush=True)
+    del owner
+    has_backend = _has_ucx_backend(api)
+    print(json.dumps({"ucx_backend": has_backend, "others": inside.outlook({})["others"]}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

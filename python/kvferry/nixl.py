@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
+import sys
+import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from .bench.sizes import size_text
+from .doctor.child import ChildError, run
 
 KNOWN = ("1.3.0", "1.3.1", "1.3.2", "1.4.0", "1.4.1", "1.5.0", "1.5.1")
 """The versions whose plug-in interface the plug-in knows; it refuses others, as nixl/src/version.cpp does."""
@@ -29,10 +35,19 @@ class Installed(NamedTuple):
         return self.version in KNOWN
 
     @property
+    def place(self) -> Path:
+        """Where this NIXL looks for the plug-in in this environment."""
+        return Path(os.environ.get("NIXL_PLUGIN_DIR") or self.folder) / FILE_NAME
+
+    @property
     def plugin(self) -> Path | None:
         """The plug-in where this NIXL looks for it; None if it is not there."""
-        folder = Path(os.environ.get("NIXL_PLUGIN_DIR") or self.folder)
-        return folder / FILE_NAME if (folder / FILE_NAME).is_file() else None
+        return self.place if self.place.is_file() else None
+
+    @property
+    def is_dangling(self) -> bool:
+        """Whether a link is there that leads to no file."""
+        return self.place.is_symlink() and not self.place.exists()
 
 
 def installed() -> list[Installed]:
@@ -47,3 +62,52 @@ def installed() -> list[Installed]:
         folder = Path(str(distribution.locate_file(f".{package}.mesonpy.libs"))) / "plugins"
         found.append(Installed(package, distribution.version, folder))
     return found
+
+
+_WAYS = {
+    "copied": "copied (process_vm_readv)",
+    "device_copied": "copied by the device (CUDA IPC)",
+    "one_sided": "one-sided (UCX)",
+    "served": "served by messages",
+    "streamed": "read by streams",
+}
+"""By the name of a counter of bytes: the path, in the words of logs and routes."""
+
+
+class Trial(NamedTuple):
+    """What came of reading through a NIXL with the plug-in, in a process of its own.
+
+    `trouble` is what went wrong, empty if every byte was right. `ucx` is the UCX that the plug-in used, `moved` how the
+    bytes went. `others` are the further UCX that the process has once NIXL's own backend UCX is in it too; None without
+    that backend.
+    """
+
+    trouble: str
+    ucx: str = ""
+    moved: str = ""
+    others: list[str] | None = None
+
+
+def _ucx_text(found: dict[str, Any]) -> str:
+    return f"UCX {found['version'] or '?'} at {found['path']}"
+
+
+def try_read(package: str, limit_s: float) -> Trial:
+    """Reads through the NIXL of `package` (such as nixl_cu12) within `limit_s` seconds."""
+    variables = dict(os.environ)
+    root = str(Path(__file__).resolve().parents[1])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), root]))
+    with tempfile.TemporaryDirectory(prefix="kvferry-nixl-") as folder:
+        command = [sys.executable, "-m", "kvferry._nixl_read", package, folder]
+        try:
+            code, printed = run(command, limit_s, environment=variables)
+        except ChildError as error:
+            return Trial(str(error))
+    steps = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    if code != 0 or len(steps) != 2:
+        return Trial(printed or f"the process ended with {code}")
+    first, second = steps
+    ways = ", ".join(f"{size_text(number)} {_WAYS[way]}" for way, number in first["bytes"].items())
+    others = [_ucx_text(other) for other in second["others"]]
+    moved = f"{ways}; the connection has {first['lanes']}"
+    return Trial("", _ucx_text(first["ucx"]), moved, others if second["ucx_backend"] else None)

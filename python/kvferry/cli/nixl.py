@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from .. import nixl
@@ -22,19 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments: it has none."""
 
 
-def _read(package: str) -> str | None:
-    """Reads through stock NIXL in a process of its own; None if every byte was right, else what it said."""
-    variables = dict(os.environ)
-    root = str(Path(nixl.__file__).resolve().parents[1])
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), root]))
-    command = [sys.executable, "-m", "kvferry._nixl_read", package]
-    try:
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, errors="replace", timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        return f"the read did not end within {LIMIT:.0f} s"
-    if done.returncode == 0 and done.stdout.split()[-1:] == ["right"]:
-        return None
-    return done.stderr.strip() or f"the process ended with {done.returncode}"
+def _try(package: str) -> bool:
+    """Reads through a NIXL, and says what came of it. Returns whether every byte was right."""
+    trial = nixl.try_read(package, LIMIT)
+    if trial.trouble:
+        print("  read through it: FAILED")
+        print("\n".join(f"    {line}" for line in trial.trouble.splitlines()))
+        return False
+    print(f"  the plug-in's UCX: {trial.ucx}")
+    print("  read through it: every byte right")
+    print(f"  path of the bytes: {trial.moved}")
+    if trial.others:
+        print("  with NIXL's own backend UCX in the same process: a second UCX, which can hang it")
+        print("\n".join(f"    {other}" for other in trial.others))
+        print("    unset KVFERRY_UCX_LIB, so that both use NIXL's, or use one backend in a process")
+    elif trial.others is not None:
+        print("  with NIXL's own backend UCX in the same process: the same UCX")
+    return True
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,16 +51,10 @@ def run(options: argparse.Namespace) -> int:
             failed = True
             continue
         if one.plugin is None:
-            folder = os.environ.get("NIXL_PLUGIN_DIR") or one.folder
-            print(f"  no plug-in in {folder}: the wheel kvferry-nixl puts it into the folder of NIXL's wheel")
+            what = "a link that leads to no file" if one.is_dangling else "no plug-in"
+            print(f"  {what} in {one.place.parent}: the wheel kvferry-nixl puts it into the folder of NIXL's wheel")
             failed = True
             continue
         print(f"  plug-in: {one.plugin}")
-        trouble = _read(one.package)
-        if trouble is None:
-            print("  read through it: every byte right")
-        else:
-            failed = True
-            print("  read through it: FAILED")
-            print("\n".join(f"    {line}" for line in trouble.splitlines()))
+        failed = not _try(one.package) or failed
     return int(failed)

@@ -13,7 +13,7 @@ from typing import Any
 
 from .._environment import without
 from ..bench.sizes import size_text
-from . import devices, peer, system, transfer, ucx
+from . import devices, nixl, peer, system, transfer, ucx
 from .child import ChildError, call, end_after
 from .findings import Finding, found
 
@@ -92,6 +92,7 @@ def _examine(asked: Asked) -> Report:
         # Before the transfers, which take what time is left.
         answers = peer.findings(asked.peer, asked.agent, is_loaded, bool(seen.resources))
     findings += _transfers(asked, seen, key.state != "problem", gpu.state == "ok")
+    findings.append(nixl.finding(transfers=asked.transfers))
     return Report([*findings, *answers.findings], seen.as_map(), answers.survey)
 
 

@@ -120,6 +120,15 @@ class Process:
             sys.stderr.write("".join(self.log))
 
 
+def beside_ucx(plugin: Path, version: str, folder: Path) -> dict[str, str]:
+    """An environment in which NIXL has the plug-in of the folder `plugin` and its own backend UCX, both in `folder`."""
+    folder.mkdir()
+    for path in (plugin / "libplugin_KVFERRY.so", plugins(version) / "libplugin_UCX.so"):
+        (folder / path.name).symlink_to(path)
+    # What NIXL's plug-in finds by its own place otherwise.
+    return {"NIXL_PLUGIN_DIR": str(folder), "LD_LIBRARY_PATH": str(INSTALLED / version / "nixl_cu12.libs")}
+
+
 def plugin_folder(built: Path, folder: Path) -> Path:
     """A folder with the plug-in alone."""
     folder.mkdir(exist_ok=True)

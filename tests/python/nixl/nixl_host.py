@@ -41,7 +41,8 @@ class Host:
         self.agent: Any = None
 
     def start(self, name: str, backends: list[str], params: dict[str, str] | None = None) -> list[str]:
-        config = self.api.nixl_agent_config(backends=[] if params is not None else backends)
+        # As vLLM does.
+        config = self.api.nixl_agent_config(backends=[] if params is not None else backends, capture_telemetry=True)
         self.agent = self.api.nixl_agent(name, config)
         if params is not None:
             for backend in backends:
@@ -118,6 +119,11 @@ class Host:
     def release(self, key: str) -> None:
         self.agent.release_xfer_handle(self.handles[key])
         del self.handles[key]
+
+    def telemetry(self, key: str) -> tuple[int, int]:
+        """NIXL's own figures of a transfer that is over: its bytes and its descriptors."""
+        found = self.agent.get_xfer_telemetry(self.handles[key])
+        return int(found.totalBytes), int(found.descCount)
 
     def notify(self, name: str, message: bytes) -> None:
         self.agent.send_notif(name, message)

@@ -6,11 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hosts import ROOT, Failed, Process, plugins, versions
 from kvferry._find import library_path
-from nixl_host import pattern
 
 COMPILE = ["g++", "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-access-control"]
 
@@ -96,24 +94,3 @@ def test_parameters_are_checked_by_name(plugin: Path, edge: str) -> None:
     with Process(edge, plugin) as host:
         assert host.start("a", ["KVFERRY"], {"window": "8", "num_threads": "4", "streams": "false"}) == ["KVFERRY"]
     assert "num_threads is for other backends" in "".join(host.log)
-
-
-def test_both_backends_live_in_one_process(plugin: Path, edge: str) -> None:
-    """The plug-in beside NIXL's own, where the wheel kvferry-nixl puts it. Each agent has both."""
-    link = plugins(edge) / "libplugin_KVFERRY.so"
-    link.unlink(missing_ok=True)
-    link.symlink_to(plugin / "libplugin_KVFERRY.so")
-    with Process(edge, link.parent) as a, Process(edge, link.parent) as b:
-        addresses = []
-        for host, name, seed in ((a, "a", 1), (b, "b", 2)):
-            assert sorted(host.start(name, ["UCX", "KVFERRY"])) == ["KVFERRY", "UCX"]
-            addresses.append(host.buffer("cache", seed, 4096))
-            host.register("cache", [("cache", 0, 4096)])
-        a.add(b.metadata())
-        for backend in ("KVFERRY", "UCX"):
-            a.make("x", "READ", [("cache", 0, 4096)], [(addresses[1], 4096, 0)], "b", b"", [backend])
-            assert a.run("x") == "DONE"
-            a.release("x")
-            np.testing.assert_array_equal(a.contents("cache"), pattern(2, 4096))
-            a.fill("cache", 1)
-    link.unlink()

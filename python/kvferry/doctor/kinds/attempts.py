@@ -1,4 +1,4 @@
-"""Findings by trying: transfers on this machine, and a running engine."""
+"""Findings by trying: transfers on this machine, NIXL's plug-in, and a running engine."""
 
 from __future__ import annotations
 
@@ -67,6 +67,49 @@ ATTEMPTS: dict[str, Kind] = {
                 "It worked, but by way of host memory.",
                 "give both engines one PID namespace and one view of the GPUs, and let them read each other's memory "
                 "(ptrace), or let UCX use cuda_ipc (UCX_TLS)",
+            ),
+        },
+    ),
+    "nixl": Kind(
+        "plug-in for NIXL",
+        "Looks for wheels of NIXL and for kvferry's plug-in where they look for it, and reads through it in a process "
+        "with stock NIXL, at last with NIXL's own backend UCX beside it.",
+        {
+            "absent": Case("not applicable", "This Python has no wheel of NIXL."),
+            "uninstalled": Case(
+                "not applicable",
+                "There is NIXL, and it has no backend KVFERRY, because kvferry's plug-in is not installed "
+                "(docs/nixl.md).",
+            ),
+            "works": Case("ok", "Stock NIXL loads the plug-in and reads through it, and every byte was right."),
+            "untried": Case("ok", "NIXL finds the plug-in. Whether it loads was not tried (--no-transfers)."),
+            "dangling": Case(
+                "problem",
+                "Where NIXL looks for the plug-in there is a link that leads to no file.",
+                "remove the link; the wheel kvferry-nixl (scripts/build-nixl) has the plug-in itself",
+            ),
+            "hidden": Case(
+                "warning",
+                "NIXL_PLUGIN_DIR names a folder without the plug-in, so that NIXL does not look where it is installed.",
+                "unset NIXL_PLUGIN_DIR, or put a link to the plug-in into that folder: {plugin}",
+            ),
+            "refused": Case(
+                "problem",
+                "The plug-in is installed for a version of NIXL that it does not accept: it will not load.",
+                "install one of the versions {known}, or a newer kvferry",
+            ),
+            "failed": Case(
+                "problem",
+                "The plug-in does not load, or the read through it did not succeed; the evidence has what NIXL and the "
+                "plug-in said.",
+                "use the library and the plug-in of one release; `kvferry nixl` shows all that was said",
+            ),
+            "two-ucx": Case(
+                "warning",
+                "The plug-in works. In a process that also has NIXL's own backend UCX there would be two UCX, which "
+                "can hang it.",
+                "have no other UCX named (KVFERRY_UCX_LIB, ucx_lib), so that the plug-in uses that of NIXL, or have "
+                "only one of the two backends in a process",
             ),
         },
     ),

@@ -1,0 +1,61 @@
+"""Whether stock NIXL finds kvferry's plug-in, and whether that works."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from .. import nixl
+from .child import left
+from .findings import Finding, found
+
+LIMIT_S = 60.0
+"""How long trying one NIXL may take, if that much time is left. Importing it may import torch."""
+_ORDER = ("dangling", "failed", "refused", "hidden", "two-ucx", "works", "untried", "uninstalled", "absent")
+"""Of several wheels the first of these is told."""
+
+
+def finding(*, transfers: bool) -> Finding:
+    """The finding about NIXL. Without `transfers` nothing of NIXL is loaded."""
+    looked = [(one, _look(one, transfers)) for one in nixl.installed()]
+    case = min((case for _, (case, _) in looked), key=_ORDER.index, default="absent")
+    evidence = [f"{one.package} {one.version}: {fact}" for one, (_, facts) in looked for fact in facts]
+    known = ", ".join(nixl.KNOWN)
+    plugin = next((str(one.folder / nixl.FILE_NAME) for one, (its, _) in looked if its == "hidden"), "")
+    return found("nixl", case, evidence, plugin=plugin, known=known)
+
+
+def _look(one: nixl.Installed, transfers: bool) -> tuple[str, list[str]]:
+    """The case of one wheel, and the facts."""
+    named = os.environ.get("NIXL_PLUGIN_DIR")
+    where = f"NIXL_PLUGIN_DIR={named}" if named else str(one.folder)
+    accepted = [] if one.is_known else [f"the plug-in accepts {', '.join(nixl.KNOWN)}"]
+    if one.is_dangling:
+        return "dangling", [f"{one.place} leads to {os.readlink(one.place)}", *accepted]
+    if one.plugin is None:
+        if named and one.is_known and (one.folder / nixl.FILE_NAME).is_file():
+            return "hidden", [f"no plug-in in {where}"]
+        return "uninstalled", [f"no plug-in in {where}; the wheel kvferry-nixl has it", *accepted]
+    facts = [f"plug-in at {one.plugin}", *accepted]
+    if not one.is_known:
+        return "refused", facts
+    return _try(one, facts) if transfers else ("untried", facts)
+
+
+def _try(one: nixl.Installed, facts: list[str]) -> tuple[str, list[str]]:
+    trial = nixl.try_read(one.package, min(LIMIT_S, left()))
+    if trial.trouble:
+        return "failed", [*facts, *_last(trial.trouble)]
+    facts = [*facts, f"used {trial.ucx}", trial.moved]
+    if trial.others is None:
+        return "works", [*facts, "NIXL's own backend UCX is not there to be tried beside it"]
+    if not trial.others:
+        return "works", [*facts, "NIXL's own backend UCX uses the same UCX"]
+    return "two-ucx", [*facts, *(f"NIXL's own backend UCX brings {other}" for other in trial.others)]
+
+
+def _last(text: str) -> Iterator[str]:
+    """The lines of a failed trial that say most: those of the plug-in, and the exception at the end."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    yield from (line for line in lines[:-1] if line.startswith("kvferry"))
+    yield from lines[-1:]

@@ -1,0 +1,87 @@
+"""The doctor's finding about NIXL, with wheels that are described and not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kvferry import nixl
+from kvferry.doctor.nixl import finding
+
+WHEEL = "nixl_cu12"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the plug-ins of an installed NIXL lie, of the newest version that is known."""
+    site = tmp_path / "site"
+    plugins = site / f".{WHEEL}.mesonpy.libs" / "plugins"
+    plugins.mkdir(parents=True)
+    describe(site, nixl.KNOWN[-1])
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+    monkeypatch.delenv("NIXL_PLUGIN_DIR", raising=False)
+    return plugins
+
+
+def describe(site: Path, version: str) -> None:
+    """Makes the wheel one of this version."""
+    for old in site.glob("*.dist-info"):
+        old.rename(site / f"{WHEEL}-{version}.dist-info")
+    info = site / f"{WHEEL}-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl-cu12\nVersion: {version}\n")
+
+
+def test_a_python_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_WHEELS", ("nixl-of-nobody",))
+    told = finding(transfers=True)
+    assert (told.case, told.state, told.evidence) == ("absent", "not applicable", [])
+
+
+def test_a_nixl_without_the_plug_in_is_no_trouble(folder: Path) -> None:
+    told = finding(transfers=True)
+    assert (told.case, told.state) == ("uninstalled", "not applicable")
+    (line,) = told.evidence
+    assert line.startswith(f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in {folder}")
+    assert "the wheel kvferry-nixl has it" in line
+
+
+def test_a_link_that_leads_nowhere(folder: Path, tmp_path: Path) -> None:
+    (folder / nixl.FILE_NAME).symlink_to(tmp_path / "gone.so")
+    told = finding(transfers=False)
+    assert (told.case, told.state) == ("dangling", "problem")
+    assert told.evidence == [
+        f"{WHEEL} {nixl.KNOWN[-1]}: {folder / nixl.FILE_NAME} leads to {tmp_path / 'gone.so'}",
+    ]
+    assert "kvferry-nixl" in told.remedy
+
+
+def test_a_version_that_the_plug_in_refuses(folder: Path) -> None:
+    (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    describe(folder.parents[1], "9.9.9")
+    told = finding(transfers=True)
+    assert (told.case, told.state) == ("refused", "problem")
+    assert nixl.KNOWN[-1] in told.remedy
+    assert any(line.startswith(f"{WHEEL} 9.9.9: the plug-in accepts 1.3.0") for line in told.evidence)
+
+
+def test_a_folder_that_hides_the_plug_in(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    assert finding(transfers=False).case == "untried"
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
+    told = finding(transfers=True)
+    assert (told.case, told.state) == ("hidden", "warning")
+    assert str(folder / nixl.FILE_NAME) in told.remedy
+    assert told.evidence == [f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in NIXL_PLUGIN_DIR={tmp_path}"]
+
+
+def test_a_nixl_that_does_not_load(folder: Path) -> None:
+    (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    package = folder.parents[1] / WHEEL
+    package.mkdir()
+    lines = ("import sys", "print('kvferry NIXL plug-in: no', file=sys.stderr)", "print('chatter')", "raise OSError(7)")
+    (package / "_api.py").write_text("\n".join(lines))
+    told = finding(transfers=True)
+    assert (told.case, told.state) == ("failed", "problem")
+    assert [line.partition(": ")[2] for line in told.evidence[1:]] == ["kvferry NIXL plug-in: no", "OSError: 7"]
