@@ -3,11 +3,12 @@
 The arguments are the package, such as nixl_cu12, and a folder to write in. Prints JSON, a line for each step that
 succeeds; an error is an exception:
 
-    {"bytes": {"copied": 262144}, "lanes": "tcp/lo, cma/memory", "path": "...", "ucx": {"path", "version", "source"}}
+    {"bytes": {"copied": 262144}, "lanes": "tcp/lo, cma/memory", "ucx": {"path", "version"}, "transports": ["tcp", ...]}
     {"ucx_backend": true, "others": [{"path", "version"}]}
 
-The first is the read, with every byte right. The second is the process with NIXL's own backend UCX in it too
-(`ucx_backend` is false where NIXL has none): the further UCX that are loaded then.
+The first is the read, with every byte right, and the UCX of the plug-in with the transports that it has. The second is
+the process with NIXL's own backend UCX in it too (`ucx_backend` is false where NIXL has none): the further UCX that are
+loaded then.
 """
 
 from __future__ import annotations
@@ -108,8 +109,10 @@ def main(package: str, folder: str) -> None:
     from .doctor import inside
 
     moved = figures(Path(folder) / "kvferry_check_0.prom")
-    told = {"bytes": moved["bytes"], "lanes": moved["lanes"], "path": moved["host_path"]}
-    print(json.dumps({**told, "ucx": inside.outlook({})["ucx"]}), flush=True)
+    outlook = inside.outlook({})
+    transports = sorted({resource["transport"] for resource in outlook["resources"]})
+    told = {"bytes": moved["bytes"], "lanes": moved["lanes"], "ucx": outlook["ucx"], "transports": transports}
+    print(json.dumps(told), flush=True)
     del owner
     has_backend = _has_ucx_backend(api)
     print(json.dumps({"ucx_backend": has_backend, "others": inside.outlook({})["others"]}), flush=True)

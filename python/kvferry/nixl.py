@@ -77,13 +77,14 @@ _WAYS = {
 class Trial(NamedTuple):
     """What came of reading through a NIXL with the plug-in, in a process of its own.
 
-    `trouble` is what went wrong, empty if every byte was right. `ucx` is the UCX that the plug-in used, `moved` how the
-    bytes went. `others` are the further UCX that the process has once NIXL's own backend UCX is in it too; None without
-    that backend.
+    `trouble` is what went wrong, empty if every byte was right. `ucx` is the UCX that the plug-in used, `transports`
+    are what it has here, and `moved` is how the bytes went. `others` are the further UCX that the process has once
+    NIXL's own backend UCX is in it too; None without that backend.
     """
 
     trouble: str
     ucx: str = ""
+    transports: tuple[str, ...] = ()
     moved: str = ""
     others: list[str] | None = None
 
@@ -110,4 +111,6 @@ def try_read(package: str, limit_s: float) -> Trial:
     ways = ", ".join(f"{size_text(number)} {_WAYS[way]}" for way, number in first["bytes"].items())
     others = [_ucx_text(other) for other in second["others"]]
     moved = f"{ways}; the connection has {first['lanes']}"
-    return Trial("", _ucx_text(first["ucx"]), moved, others if second["ucx_backend"] else None)
+    return Trial(
+        "", _ucx_text(first["ucx"]), tuple(first["transports"]), moved, others if second["ucx_backend"] else None
+    )

@@ -92,7 +92,7 @@ def _examine(asked: Asked) -> Report:
         # Before the transfers, which take what time is left.
         answers = peer.findings(asked.peer, asked.agent, is_loaded, bool(seen.resources))
     findings += _transfers(asked, seen, key.state != "problem", gpu.state == "ok")
-    findings.append(nixl.finding(transfers=asked.transfers))
+    findings.append(nixl.finding(transfers=asked.transfers, has_rdma="rdma" in seen.classes))
     return Report([*findings, *answers.findings], seen.as_map(), answers.survey)
 
 

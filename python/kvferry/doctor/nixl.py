@@ -8,16 +8,18 @@ from collections.abc import Iterator
 from .. import nixl
 from .child import left
 from .findings import Finding, found
+from .ucx import CLASSES
 
 LIMIT_S = 60.0
 """How long trying one NIXL may take, if that much time is left. Importing it may import torch."""
-_ORDER = ("dangling", "failed", "refused", "hidden", "two-ucx", "works", "untried", "uninstalled", "absent")
+_ORDER = ("dangling", "failed", "refused", "hidden", "no-rdma", "two-ucx", "works", "untried", "uninstalled", "absent")
 """Of several wheels the first of these is told."""
 
 
-def finding(*, transfers: bool) -> Finding:
-    """The finding about NIXL. Without `transfers` nothing of NIXL is loaded."""
-    looked = [(one, _look(one, transfers)) for one in nixl.installed()]
+def finding(*, transfers: bool, has_rdma: bool) -> Finding:
+    """The finding about NIXL. Without `transfers` nothing of NIXL is loaded. `has_rdma` is whether the UCX that agents
+    outside NIXL use has RDMA."""
+    looked = [(one, _look(one, transfers, has_rdma)) for one in nixl.installed()]
     case = min((case for _, (case, _) in looked), key=_ORDER.index, default="absent")
     evidence = [f"{one.package} {one.version}: {fact}" for one, (_, facts) in looked for fact in facts]
     known = ", ".join(nixl.KNOWN)
@@ -25,7 +27,7 @@ def finding(*, transfers: bool) -> Finding:
     return found("nixl", case, evidence, plugin=plugin, known=known)
 
 
-def _look(one: nixl.Installed, transfers: bool) -> tuple[str, list[str]]:
+def _look(one: nixl.Installed, transfers: bool, has_rdma: bool) -> tuple[str, list[str]]:
     """The case of one wheel, and the facts."""
     named = os.environ.get("NIXL_PLUGIN_DIR")
     where = f"NIXL_PLUGIN_DIR={named}" if named else str(one.folder)
@@ -39,14 +41,16 @@ def _look(one: nixl.Installed, transfers: bool) -> tuple[str, list[str]]:
     facts = [f"plug-in at {one.plugin}", *accepted]
     if not one.is_known:
         return "refused", facts
-    return _try(one, facts) if transfers else ("untried", facts)
+    return _try(one, facts, has_rdma) if transfers else ("untried", facts)
 
 
-def _try(one: nixl.Installed, facts: list[str]) -> tuple[str, list[str]]:
+def _try(one: nixl.Installed, facts: list[str], has_rdma: bool) -> tuple[str, list[str]]:
     trial = nixl.try_read(one.package, min(LIMIT_S, left()))
     if trial.trouble:
         return "failed", [*facts, *_last(trial.trouble)]
     facts = [*facts, f"used {trial.ucx}", trial.moved]
+    if has_rdma and not any(name.startswith(CLASSES["rdma"]) for name in trial.transports):
+        return "no-rdma", [*facts, f"that UCX has {', '.join(trial.transports)}"]
     if trial.others is None:
         return "works", [*facts, "NIXL's own backend UCX is not there to be tried beside it"]
     if not trial.others:

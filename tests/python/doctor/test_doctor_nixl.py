@@ -35,12 +35,12 @@ def describe(site: Path, version: str) -> None:
 
 def test_a_python_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "_WHEELS", ("nixl-of-nobody",))
-    told = finding(transfers=True)
+    told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state, told.evidence) == ("absent", "not applicable", [])
 
 
 def test_a_nixl_without_the_plug_in_is_no_trouble(folder: Path) -> None:
-    told = finding(transfers=True)
+    told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("uninstalled", "not applicable")
     (line,) = told.evidence
     assert line.startswith(f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in {folder}")
@@ -49,7 +49,7 @@ def test_a_nixl_without_the_plug_in_is_no_trouble(folder: Path) -> None:
 
 def test_a_link_that_leads_nowhere(folder: Path, tmp_path: Path) -> None:
     (folder / nixl.FILE_NAME).symlink_to(tmp_path / "gone.so")
-    told = finding(transfers=False)
+    told = finding(transfers=False, has_rdma=False)
     assert (told.case, told.state) == ("dangling", "problem")
     assert told.evidence == [
         f"{WHEEL} {nixl.KNOWN[-1]}: {folder / nixl.FILE_NAME} leads to {tmp_path / 'gone.so'}",
@@ -60,7 +60,7 @@ def test_a_link_that_leads_nowhere(folder: Path, tmp_path: Path) -> None:
 def test_a_version_that_the_plug_in_refuses(folder: Path) -> None:
     (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
     describe(folder.parents[1], "9.9.9")
-    told = finding(transfers=True)
+    told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("refused", "problem")
     assert nixl.KNOWN[-1] in told.remedy
     assert any(line.startswith(f"{WHEEL} 9.9.9: the plug-in accepts 1.3.0") for line in told.evidence)
@@ -68,9 +68,9 @@ def test_a_version_that_the_plug_in_refuses(folder: Path) -> None:
 
 def test_a_folder_that_hides_the_plug_in(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
-    assert finding(transfers=False).case == "untried"
+    assert finding(transfers=False, has_rdma=False).case == "untried"
     monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
-    told = finding(transfers=True)
+    told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("hidden", "warning")
     assert str(folder / nixl.FILE_NAME) in told.remedy
     assert told.evidence == [f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in NIXL_PLUGIN_DIR={tmp_path}"]
@@ -82,6 +82,27 @@ def test_a_nixl_that_does_not_load(folder: Path) -> None:
     package.mkdir()
     lines = ("import sys", "print('kvferry NIXL plug-in: no', file=sys.stderr)", "print('chatter')", "raise OSError(7)")
     (package / "_api.py").write_text("\n".join(lines))
-    told = finding(transfers=True)
+    told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("failed", "problem")
     assert [line.partition(": ")[2] for line in told.evidence[1:]] == ["kvferry NIXL plug-in: no", "OSError: 7"]
+
+
+@pytest.mark.parametrize(
+    ("transports", "others", "case"),
+    [
+        (("rc_mlx5", "tcp"), [], "works"),
+        (("rc_mlx5", "tcp"), None, "works"),
+        (("rc_mlx5", "tcp"), ["UCX 1.21.0 at /x"], "two-ucx"),
+        (("cma", "tcp"), [], "no-rdma"),
+    ],
+)
+def test_what_a_trial_shows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, transports: tuple[str, ...], others: list[str] | None, case: str
+) -> None:
+    (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    trial = nixl.Trial("", "UCX 1.23.0 at /n", transports, "256 KiB copied", others)
+    monkeypatch.setattr(nixl, "try_read", lambda package, limit_s: trial)
+    told = finding(transfers=True, has_rdma=True)
+    assert (told.case, told.state) == (case, "ok" if case == "works" else "warning")
+    assert [line.partition(": ")[2] for line in told.evidence[1:3]] == ["used UCX 1.23.0 at /n", "256 KiB copied"]
+    assert finding(transfers=True, has_rdma=False).case == ("works" if case == "no-rdma" else case)

@@ -141,12 +141,12 @@ def test_the_command_and_the_doctor_say_which_ucx_there_is(
     assert (trial.trouble, trial.others) == ("", [])
     assert f"{edge}/nixl_cu12.libs/libucp-" in trial.ucx
     assert trial.moved.startswith("256 KiB ")
-    told = finding(transfers=True)
+    told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("works", "ok")
     assert f"nixl_cu12 {edge}: used {trial.ucx}" in told.evidence
     # One that is named is used, and NIXL's own backend brings NIXL's.
     monkeypatch.setenv("KVFERRY_UCX_LIB", str(kvferry.ucx_info()["path"]))
-    told = finding(transfers=True)
+    told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("two-ucx", "warning"), told.evidence
     assert "KVFERRY_UCX_LIB" in told.remedy
     assert any("backend UCX brings UCX 1." in line for line in told.evidence)

@@ -104,6 +104,13 @@ ATTEMPTS: dict[str, Kind] = {
                 "plug-in said.",
                 "use the library and the plug-in of one release; `kvferry nixl` shows all that was said",
             ),
+            "no-rdma": Case(
+                "warning",
+                "The plug-in works, but the UCX that it uses has no RDMA here. That of NIXL's wheel, which NIXL's own "
+                "backend UCX uses too, has a libibverbs that may not find the provider of the device.",
+                "name the libucp.so.0 of the wheel kvferry-ucx in KVFERRY_UCX_LIB, and have no backend UCX in the same "
+                "process",
+            ),
             "two-ucx": Case(
                 "warning",
                 "The plug-in works. In a process that also has NIXL's own backend UCX there would be two UCX, which "
