@@ -70,6 +70,8 @@ class Report:
 def examine(asked: Asked) -> Report:
     """Examines this machine and process. Takes some seconds, most of them for transfers, and at most `timeout_s`."""
     end_after(asked.timeout_s)
+    # An engine's file must not be replaced by one of the doctor's agents.
+    os.environ["KVFERRY_METRICS_FILE"] = ""
     # An agent of the doctor's would be refused with them, as the engine is, and say nothing about the machine.
     with without(asked.wrong_variables):
         return _examine(asked)
