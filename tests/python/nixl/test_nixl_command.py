@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import kvferry
-import pytest
 from hosts import HERE, INSTALLED, ROOT
 from kvferry import nixl
 
