@@ -447,8 +447,8 @@ int32_t kvf_agent_route(struct kvf_agent *agent,
 // What was moved from and to each peer, and which way, in figures since the start: a msgpack map whose peers is a list of
 // maps with name, connected (1 or 0), lanes, host, device and mixed (as of kvf_agent_route, empty while not connected), and
 // the counters that kvf_stats_metrics has under the scope "peer". Connections to agents of one name count together, also
-// those that are over, of which the last 256 are kept that kvf_agent_connect made. Transfers count on the side that
-// started them.
+// those that are over; of names without a connection, the 256 that were connected last are kept. Transfers count on the
+// side that started them.
 int32_t kvf_agent_peers(struct kvf_agent *agent,
                         struct kvf_buffer *out);
 
@@ -889,15 +889,15 @@ int32_t kvf_stats_merge(const uint8_t *left,
                         struct kvf_buffer *out);
 
 // What every figure is, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
-// totals of kvf_worker_stats; "agent"; "peer": the maps of kvf_agent_peers; "scheduler"), key (there), kind ("counter", "gauge" or "histogram"), name (in
-// Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
+// totals of kvf_worker_stats; "agent"; "peer": the maps of kvf_agent_peers; "scheduler"), key (there), kind ("counter",
+// "gauge" or "histogram"), name (in Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
 // empty; bounds and divisor of histograms, which are maps of counts per bucket (without zeros at the end) and sum:
 // the inclusive upper bounds of all buckets but the last, and by what bounds and sum are divided to give `unit`.
 int32_t kvf_stats_metrics(struct kvf_buffer *out);
 
 // Figures in Prometheus' text format, under names that begin with kvferry_. `rows` is a msgpack map whose rows is a list
 // of maps, one per source: labels (map of texts), and of totals (of kvf_worker_stats, or merged stats of reports), agent
-// (of kvf_agent_stats), peers (of kvf_agent_peers) and scheduler (of kvf_scheduler_stats) those that there are; other keys
+// (of kvf_agent_stats), peers (the list of that name of kvf_agent_peers) and scheduler (of kvf_scheduler_stats) those that there are; other keys
 // are ignored.
 int32_t kvf_stats_prometheus(const uint8_t *rows,
                              size_t rows_len,

@@ -1,6 +1,7 @@
 #include "config.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdint>
 #include <cstdlib>
 
@@ -27,7 +28,9 @@ void scalar(std::string &out, const std::string &value) {
     out += static_cast<char>(value == "true" ? 0xc3 : 0xc2);
   } else if (!value.empty() && value.size() <= 18 && std::all_of(value.begin(), value.end(), [](char c) { return c >= '0' && c <= '9'; })) {
     out += static_cast<char>(0xcf);
-    big_endian(out, std::strtoull(value.c_str(), nullptr, 10), 8);
+    uint64_t number = 0;
+    std::from_chars(value.data(), value.data() + value.size(), number);
+    big_endian(out, number, 8);
   } else {
     text(out, value);
   }

@@ -1,7 +1,7 @@
 """A process of its own in which stock NIXL is tried, for `kvferry nixl` and the doctor: one agent reads from another.
 
-The arguments are the package, such as nixl_cu12, and a folder to write in. Prints JSON, a line for each step that
-succeeds; an error is an exception:
+The arguments are the package, such as nixl_cu12, and a folder to write in. Prints a line for each step that succeeds,
+which begins with `STEP` and goes on as JSON; an error is an exception:
 
     {"bytes": {"copied": 262144}, "lanes": "tcp/lo, cma/memory", "ucx": {"path", "version"}, "transports": ["tcp", ...]}
     {"ucx_backend": true, "others": [{"path", "version"}]}
@@ -27,6 +27,8 @@ BLOCK, BLOCKS = 4096, 64
 LIMIT = 60.0
 """Seconds for the read and the notification, and for their figures to be told."""
 OWNER = "kvferry check 1"
+STEP = "kvferry nixl: "
+"""The beginning of the lines that are told: libraries print what they like between them."""
 _SAMPLE = re.compile(r"kvferry_peer_(\w+)\{(.*)\} (\d+)")
 
 
@@ -72,7 +74,8 @@ def figures(path: Path) -> dict[str, Any]:
     """What the reader's metrics tell of the owner, once they have the whole read."""
     deadline = time.monotonic() + LIMIT
     while True:
-        found = [match.groups() for match in _SAMPLE.finditer(path.read_text()) if f'peer="{OWNER}"' in match[2]]
+        text = path.read_text() if path.exists() else ""
+        found = [match.groups() for match in _SAMPLE.finditer(text) if f'peer="{OWNER}"' in match[2]]
         values = {name: int(value) for name, _, value in found}
         if values.get("bytes_read_total") == BLOCK * BLOCKS:
             break
@@ -84,10 +87,13 @@ def figures(path: Path) -> dict[str, Any]:
     return {"bytes": {name: value for name, value in ways.items() if value}, **labels}
 
 
-def _library() -> str:
-    """The libkvferry that the plug-in has loaded."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next(line[line.index("/") :] for line in maps if "/libkvferry" in line)
+def library_of(maps: str) -> str:
+    """The library of kvferry among the files that a process has mapped, as /proc/PID/maps tells them: a libkvferry.so,
+    or the one that the Python package has by another name. Raises `RuntimeError` if there is none."""
+    found = re.search(r"(/.*/(?:libkvferry\.so[^/ ]*|kvferry/_native/[^/ ]+\.so))$", maps, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("the plug-in has loaded no library of kvferry")
+    return found[1]
 
 
 def _has_ucx_backend(api: Any) -> bool:
@@ -99,23 +105,27 @@ def _has_ucx_backend(api: Any) -> bool:
     return True
 
 
+def _tell(step: dict[str, Any]) -> None:
+    print(STEP + json.dumps(step), flush=True)
+
+
 def main(package: str, folder: str) -> None:
     """Tries one wheel of NIXL."""
     os.environ["KVFERRY_METRICS_FILE"] = os.path.join(folder, "%a.prom")
     api: Any = importlib.import_module(f"{package}._api")
     # Alive while the figures of the other one are looked at, which say that they are connected.
     owner = read(api)
-    os.environ["KVFERRY_LIBRARY"] = _library()
+    os.environ["KVFERRY_LIBRARY"] = library_of(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
     from .doctor import inside
 
     moved = figures(Path(folder) / "kvferry_check_0.prom")
     outlook = inside.outlook({})
     transports = sorted({resource["transport"] for resource in outlook["resources"]})
     told = {"bytes": moved["bytes"], "lanes": moved["lanes"], "ucx": outlook["ucx"], "transports": transports}
-    print(json.dumps(told), flush=True)
+    _tell(told)
     del owner
     has_backend = _has_ucx_backend(api)
-    print(json.dumps({"ucx_backend": has_backend, "others": inside.outlook({})["others"]}), flush=True)
+    _tell({"ucx_backend": has_backend, "others": inside.outlook({})["others"]})
 
 
 if __name__ == "__main__":

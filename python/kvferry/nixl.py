@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ._nixl_read import STEP
 from .bench.sizes import size_text
 from .doctor.child import ChildError, run
 
@@ -64,6 +65,7 @@ def installed() -> list[Installed]:
     return found
 
 
+_COMMAND = ("-m", "kvferry._nixl_read")
 _WAYS = {
     "copied": "copied (process_vm_readv)",
     "device_copied": "copied by the device (CUDA IPC)",
@@ -79,7 +81,8 @@ class Trial(NamedTuple):
 
     `trouble` is what went wrong, empty if every byte was right. `ucx` is the UCX that the plug-in used, `transports`
     are what it has here, and `moved` is how the bytes went. `others` are the further UCX that the process has once
-    NIXL's own backend UCX is in it too; None without that backend.
+    NIXL's own backend UCX is in it too; None without that backend. `beside` is what went wrong with that backend in the
+    process, after the read. `timed_out` is whether the read did not end in time.
     """
 
     trouble: str
@@ -87,6 +90,8 @@ class Trial(NamedTuple):
     transports: tuple[str, ...] = ()
     moved: str = ""
     others: list[str] | None = None
+    beside: str = ""
+    timed_out: bool = False
 
 
 def _ucx_text(found: dict[str, Any]) -> str:
@@ -99,18 +104,21 @@ def try_read(package: str, limit_s: float) -> Trial:
     root = str(Path(__file__).resolve().parents[1])
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), root]))
     with tempfile.TemporaryDirectory(prefix="kvferry-nixl-") as folder:
-        command = [sys.executable, "-m", "kvferry._nixl_read", package, folder]
+        command = [sys.executable, *_COMMAND, package, folder]
+        timed_out = False
         try:
             code, printed = run(command, limit_s, environment=variables)
+            end = f"the process ended with {code}" if code else ""
         except ChildError as error:
-            return Trial(str(error))
-    steps = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    if code != 0 or len(steps) != 2:
-        return Trial(printed or f"the process ended with {code}")
-    first, second = steps
+            printed, timed_out, end = error.printed, error.timed_out, str(error)
+    steps = [json.loads(line.removeprefix(STEP)) for line in printed.splitlines() if line.startswith(STEP)]
+    if not steps:
+        return Trial(f"{printed}\n{end}".strip() if timed_out else printed or end, timed_out=timed_out)
+    first = steps[0]
     ways = ", ".join(f"{size_text(number)} {_WAYS[way]}" for way, number in first["bytes"].items())
-    others = [_ucx_text(other) for other in second["others"]]
+    others = None
+    if len(steps) > 1 and steps[1]["ucx_backend"]:
+        others = [_ucx_text(other) for other in steps[1]["others"]]
     moved = f"{ways}; the connection has {first['lanes']}"
-    return Trial(
-        "", _ucx_text(first["ucx"]), tuple(first["transports"]), moved, others if second["ucx_backend"] else None
-    )
+    transports = tuple(first["transports"])
+    return Trial("", _ucx_text(first["ucx"]), transports, moved, others, end)

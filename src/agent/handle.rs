@@ -451,9 +451,13 @@ impl Inner {
     }
 
     fn shutdown(&self, timeout: Duration) -> Result<()> {
-        if let Some(file) = self.metrics_file.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        let begin = Instant::now();
+        // Not with the lock, for which another call would wait.
+        let file = self.metrics_file.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(file) = file {
             file.end(timeout.min(LAST_FIGURES));
         }
+        let timeout = timeout.saturating_sub(begin.elapsed());
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Thread { join, ended }) = thread.take() else { return Ok(()) };
         let now = Instant::now();

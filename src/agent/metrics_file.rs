@@ -4,6 +4,8 @@
 //! A thread of its own writes it, so that a disk that hangs holds up no transfer.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
@@ -45,7 +47,7 @@ impl MetricsFile {
         (name, incarnation): (&str, Incarnation),
         figures: impl Fn() -> Result<(AgentStats, Vec<PeerStats>)> + Send + 'static,
     ) -> Result<MetricsFile> {
-        let path = expand(pattern, name);
+        let path = place(&expand(pattern, name))?;
         let made = PathBuf::from(format!("{}.{incarnation}", path.display()));
         let target = Target { path, made, name: name.to_owned(), figures };
         target.write()?;
@@ -102,16 +104,50 @@ impl<F: Fn() -> Result<(AgentStats, Vec<PeerStats>)>> Target<F> {
             ..Row::default()
         };
         let text = prometheus(&[row])?;
-        fs::write(&self.made, text).and_then(|()| fs::rename(&self.made, &self.path)).map_err(|e| {
-            Error::new(
-                ErrorKind::Io,
-                format!(
-                    "metrics_file {}: it cannot be written ({e}); give a path in a folder that exists and is writable",
-                    self.path.display()
-                ),
-            )
+        let written = write_new(&self.made, text.as_bytes()).and_then(|()| fs::rename(&self.made, &self.path));
+        written.map_err(|e| {
+            // It may not have come into being.
+            let _ = fs::remove_file(&self.made);
+            unwritable(&self.path, &e)
         })
     }
+}
+
+/// Writes a file that was not there. What a write that was cut off has left is removed, and not followed if it is a link.
+fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    File::create_new(path)?.write_all(bytes)
+}
+
+fn unwritable(path: &Path, error: &io::Error) -> Error {
+    let path = path.display();
+    let text = format!(
+        "metrics_file {path}: it cannot be written ({error}); give a path in a folder that exists and is writable"
+    );
+    Error::new(ErrorKind::Io, text)
+}
+
+/// Where a file of this path is, whatever folder the process is in later. A link is followed once, since the file is replaced.
+///
+/// # Errors
+/// [`ErrorKind::InvalidArgument`] for what is there and is no file, such as a device or a folder; [`ErrorKind::Io`] from the
+/// system.
+fn place(path: &Path) -> Result<PathBuf> {
+    let path = match fs::canonicalize(path) {
+        Ok(path) => path,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return std::path::absolute(path).map_err(|e| unwritable(path, &e));
+        }
+        Err(error) => return Err(unwritable(path, &error)),
+    };
+    if !fs::metadata(&path).is_ok_and(|found| found.is_file()) {
+        let text = format!("metrics_file {}: this is no file; give the path of one, which is replaced", path.display());
+        return Err(Error::invalid(text));
+    }
+    Ok(path)
 }
 
 /// The path that a pattern stands for. What is unusual in an agent's name, and a folder's end, becomes `_`.
@@ -144,6 +180,15 @@ mod tests {
         assert!(text.contains("kvferry_agent_regions{agent=\"a/1 x\"} 3\n"), "{text}");
         assert!(text.contains("kvferry_peer_copied_bytes_total{agent=\"a/1 x\",peer=\"b\"} 9\n"), "{text}");
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+        // What is no file stays, and a link leads to the file that is written.
+        let error = MetricsFile::start(&folder, ("a", Incarnation(5)), figures).err().unwrap();
+        assert!(error.kind() == ErrorKind::InvalidArgument && folder.is_dir(), "{error}");
+        std::os::unix::fs::symlink(folder.join("a_1_x.prom"), folder.join("link")).unwrap();
+        fs::write(folder.join("a_1_x.prom"), "old").unwrap();
+        MetricsFile::start(&folder.join("link"), ("b", Incarnation(6)), figures).unwrap().end(Duration::from_secs(60));
+        assert!(folder.join("link").is_symlink());
+        assert!(fs::read_to_string(folder.join("a_1_x.prom")).unwrap().contains("{agent=\"b\"} 3\n"));
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2);
         fs::remove_dir_all(&folder).unwrap();
         let error = MetricsFile::start(&folder.join("x"), ("a", Incarnation(5)), figures).err().unwrap();
         assert!(error.kind() == ErrorKind::Io && error.message().contains("metrics_file"), "{error}");

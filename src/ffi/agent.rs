@@ -290,8 +290,8 @@ struct PeersMap {
 /// What was moved from and to each peer, and which way, in figures since the start: a msgpack map whose peers is a list of
 /// maps with name, connected (1 or 0), lanes, host, device and mixed (as of kvf_agent_route, empty while not connected), and
 /// the counters that kvf_stats_metrics has under the scope "peer". Connections to agents of one name count together, also
-/// those that are over, of which the last 256 are kept that kvf_agent_connect made. Transfers count on the side that
-/// started them.
+/// those that are over; of names without a connection, the 256 that were connected last are kept. Transfers count on the
+/// side that started them.
 ///
 /// # Safety
 /// As the header's top says.

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use super::table::{FIRST, Table};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicUsize, RwLock};
-use crate::sys::fork::generation;
 
 /// What a handle stands for.
 pub(super) trait Object: Any + Send + Sync {
@@ -25,16 +24,13 @@ struct Entry {
     noun: &'static str,
     object: Arc<dyn Any + Send + Sync>,
     process: u32,
-    /// That of [`generation`] in this process.
-    generation: u32,
 }
 
 static LIVE: Table<Entry> = Table::from(RwLock::new(None), AtomicUsize::new(FIRST));
 
 /// Makes a handle for `object`.
 pub(super) fn give<T: Object>(object: T) -> *mut T::C {
-    let entry = Entry { noun: T::NOUN, object: Arc::new(object), process: process::id(), generation: generation() };
-    let number = LIVE.insert(entry);
+    let number = LIVE.insert(Entry { noun: T::NOUN, object: Arc::new(object), process: process::id() });
     std::ptr::without_provenance_mut(number)
 }
 
@@ -63,7 +59,7 @@ fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
     let Ok(object) = Arc::clone(&entry.object).downcast::<T>() else {
         return Err(Error::invalid(format!("this handle is of the kind {}, expected {}", entry.noun, T::NOUN)));
     };
-    if entry.generation != generation() {
+    if entry.process != process::id() {
         return Err(Error::new(
             ErrorKind::ShutDown,
             format!(

@@ -56,8 +56,8 @@ struct Entry {
 }
 
 /// What every figure is, as a msgpack map whose metrics is a list of maps: scope ("worker": the stats of reports and the
-/// totals of kvf_worker_stats; "agent"; "peer": the maps of kvf_agent_peers; "scheduler"), key (there), kind ("counter", "gauge" or "histogram"), name (in
-/// Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
+/// totals of kvf_worker_stats; "agent"; "peer": the maps of kvf_agent_peers; "scheduler"), key (there), kind ("counter",
+/// "gauge" or "histogram"), name (in Prometheus, without prefix and the _total of counters), unit, help; causes, of a counter that is a map by cause, else
 /// empty; bounds and divisor of histograms, which are maps of counts per bucket (without zeros at the end) and sum:
 /// the inclusive upper bounds of all buckets but the last, and by what bounds and sum are divided to give `unit`.
 ///
@@ -95,7 +95,7 @@ struct Rows {
 
 /// Figures in Prometheus' text format, under names that begin with kvferry_. `rows` is a msgpack map whose rows is a list
 /// of maps, one per source: labels (map of texts), and of totals (of kvf_worker_stats, or merged stats of reports), agent
-/// (of kvf_agent_stats), peers (of kvf_agent_peers) and scheduler (of kvf_scheduler_stats) those that there are; other keys
+/// (of kvf_agent_stats), peers (the list of that name of kvf_agent_peers) and scheduler (of kvf_scheduler_stats) those that there are; other keys
 /// are ignored.
 ///
 /// # Safety

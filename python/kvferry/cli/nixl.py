@@ -28,10 +28,12 @@ def _try(package: str) -> bool:
     print(f"  the plug-in's UCX: {trial.ucx}")
     print("  read through it: every byte right")
     print(f"  path of the bytes: {trial.moved}")
-    if trial.others:
+    if trial.beside:
+        print(f"  with NIXL's own backend UCX in the same process: {trial.beside}")
+    elif trial.others:
         print("  with NIXL's own backend UCX in the same process: a second UCX, which can hang it")
         print("\n".join(f"    {other}" for other in trial.others))
-        print("    unset KVFERRY_UCX_LIB, so that both use NIXL's, or use one backend in a process")
+        print("    name no other UCX (KVFERRY_UCX_LIB), so that both use NIXL's, or use one backend in a process")
     elif trial.others is not None:
         print("  with NIXL's own backend UCX in the same process: the same UCX")
     return True
@@ -50,8 +52,9 @@ def run(options: argparse.Namespace) -> int:
             failed = True
             continue
         if one.plugin is None:
-            what = "a link that leads to no file" if one.is_dangling else "no plug-in"
-            print(f"  {what} in {one.place.parent}: the wheel kvferry-nixl puts it into the folder of NIXL's wheel")
+            if one.is_dangling:
+                print(f"  a link that leads to no file: remove {one.place}")
+            print(f"  no plug-in in {one.place.parent}: the wheel kvferry-nixl puts it into the folder of NIXL's wheel")
             failed = True
             continue
         print(f"  plug-in: {one.plugin}")

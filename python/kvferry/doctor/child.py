@@ -34,7 +34,11 @@ def left() -> float:
 
 
 class ChildError(Exception):
-    """The process did not answer: how it ended, and its last words."""
+    """The process did not answer: how it ended, and its last words. `printed` is all that it had printed until a time
+    limit passed, `timed_out` whether one did."""
+
+    printed: str = ""
+    timed_out: bool = False
 
 
 def run(
@@ -66,7 +70,9 @@ def run(
         if process.stdout is not None:
             process.stdout.close()
         if isinstance(error, subprocess.TimeoutExpired):
-            raise ChildError(f"no answer within {limit_s:.1f} s") from None
+            late = ChildError(f"no answer within {limit_s:.1f} s")
+            late.printed, late.timed_out = (error.output or b"").decode(errors="replace").strip(), True
+            raise late from None
         raise
     return process.returncode, printed.decode(errors="replace").strip()
 

@@ -12,7 +12,10 @@ from .ucx import CLASSES
 
 LIMIT_S = 60.0
 """How long trying one NIXL may take, if that much time is left. Importing it may import torch."""
-_ORDER = ("dangling", "failed", "refused", "hidden", "no-rdma", "two-ucx", "works", "untried", "uninstalled", "absent")
+_ORDER = (
+    *("dangling", "failed", "refused", "hidden", "silent", "no-rdma", "two-ucx"),
+    *("works", "untried", "uninstalled", "absent"),
+)
 """Of several wheels the first of these is told."""
 
 
@@ -47,10 +50,12 @@ def _look(one: nixl.Installed, transfers: bool, has_rdma: bool) -> tuple[str, li
 def _try(one: nixl.Installed, facts: list[str], has_rdma: bool) -> tuple[str, list[str]]:
     trial = nixl.try_read(one.package, min(LIMIT_S, left()))
     if trial.trouble:
-        return "failed", [*facts, *_last(trial.trouble)]
+        return "silent" if trial.timed_out else "failed", [*facts, *_last(trial.trouble)]
     facts = [*facts, f"used {trial.ucx}", trial.moved]
     if has_rdma and not any(name.startswith(CLASSES["rdma"]) for name in trial.transports):
         return "no-rdma", [*facts, f"that UCX has {', '.join(trial.transports)}"]
+    if trial.beside:
+        return "two-ucx", [*facts, f"with NIXL's own backend UCX in it: {trial.beside}"]
     if trial.others is None:
         return "works", [*facts, "NIXL's own backend UCX is not there to be tried beside it"]
     if not trial.others:

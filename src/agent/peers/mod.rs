@@ -8,6 +8,7 @@
 pub(crate) mod admission;
 pub(crate) mod backing;
 pub(crate) mod close;
+mod departed;
 pub(crate) mod hello;
 mod imports;
 pub(crate) mod inbox;
@@ -16,7 +17,7 @@ pub(crate) mod reach;
 pub(crate) mod secure;
 mod session;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -24,6 +25,7 @@ use std::time::{Duration, Instant};
 use self::admission::Admission;
 use self::backing::Backing;
 use self::close::ClosingEndpoints;
+use self::departed::Departed;
 use self::hello::MAX_WITHDRAWN;
 use self::inbox::{Inbox, Item, reserve};
 use self::peer::Imports;
@@ -52,8 +54,6 @@ use crate::ucx::{self, EndpointOptions, Worker, tells_segments};
 /// Peers that may be connected at a time. Engines of a thousand ranks on both sides stay under it; a peer that makes
 /// connections without end does not take the process down.
 const MAX_PEERS: usize = 16_384;
-/// Connections that are over whose figures are kept.
-const MAX_GONE: usize = 256;
 
 /// This agent, as peers see it.
 pub(crate) struct Local {
@@ -90,8 +90,8 @@ pub(crate) struct Peers {
     by_endpoint: HashMap<u64, PeerId>,
     admission: Admission,
     closing: ClosingEndpoints,
-    /// What connections counted that are over, the oldest first: of agents that this one's owner has connected to.
-    gone: VecDeque<(PeerId, String, Traffic)>,
+    /// What connections counted that are over.
+    departed: Departed,
     /// What hellos say of regions that were deregistered.
     withdrawn: Vec<(u32, u32)>,
     /// Whether no more are connected to.
@@ -110,7 +110,7 @@ impl Peers {
             by_endpoint: HashMap::new(),
             admission: Admission::default(),
             closing: ClosingEndpoints::default(),
-            gone: VecDeque::new(),
+            departed: Departed::default(),
             withdrawn: Vec::new(),
             is_shut: false,
             drop_log: LogLimit::default(),
@@ -197,9 +197,10 @@ impl Peers {
         live.lock().peers.remove(&id);
         self.by_incarnation.remove(&peer.incarnation);
         self.by_endpoint.remove(&peer.endpoint.id());
-        if peer.vouched {
-            self.gone.push_back((id, peer.name.clone(), peer.traffic));
-            self.gone.drain(..self.gone.len().saturating_sub(MAX_GONE));
+        // One that came by itself and had no part in transfers of this side may have given itself any name.
+        if peer.vouched || peer.traffic != Traffic::default() {
+            let is_connected = |name: &str| self.by_id.values().any(|peer| peer.name == name);
+            self.departed.add(id, &peer.name, &peer.traffic, is_connected);
         }
         Some(peer)
     }
@@ -208,19 +209,23 @@ impl Peers {
     pub(crate) fn traffic(&mut self, id: PeerId) -> Option<&mut Traffic> {
         match self.by_id.get_mut(&id) {
             Some(peer) => Some(&mut peer.traffic),
-            None => self.gone.iter_mut().rev().find(|(gone, ..)| *gone == id).map(|(.., traffic)| traffic),
+            None => self.departed.traffic(id),
         }
     }
 
     /// The figures of each peer, by name. `route` tells how one is reached.
     pub(crate) fn stats(&self, route: impl Fn(&Peer) -> Option<Route>) -> Vec<PeerStats> {
         let mut by_name = BTreeMap::<&str, (Option<&Peer>, Traffic)>::new();
-        for (_, name, traffic) in &self.gone {
+        for (name, traffic) in self.departed.iter() {
             by_name.entry(name).or_default().1.merge(traffic);
         }
         for peer in self.by_id.values() {
-            let (last, sum) = by_name.entry(&peer.name).or_default();
-            *last = Some(peer);
+            let (told, sum) = by_name.entry(&peer.name).or_default();
+            // Of several, one that is in use.
+            let rank = |peer: &Peer| (peer.is_ready(), peer.vouched);
+            if told.is_none_or(|other| rank(peer) >= rank(other)) {
+                *told = Some(peer);
+            }
             sum.merge(&peer.traffic);
         }
         let told = |(name, (peer, sum)): (&str, (Option<&Peer>, Traffic))| {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from kvferry import nixl
+from kvferry._nixl_read import STEP
+from kvferry.doctor import nixl as doctor_nixl
 from kvferry.doctor.nixl import finding
 
 WHEEL = "nixl_cu12"
@@ -106,3 +109,31 @@ def test_what_a_trial_shows(
     assert (told.case, told.state) == (case, "ok" if case == "works" else "warning")
     assert [line.partition(": ")[2] for line in told.evidence[1:3]] == ["used UCX 1.23.0 at /n", "256 KiB copied"]
     assert finding(transfers=True, has_rdma=False).case == ("works" if case == "no-rdma" else case)
+
+
+@pytest.mark.parametrize(
+    ("last", "evidence"),
+    [("os.kill(os.getpid(), 9)", "the process ended with -9"), ("time.sleep(600)", "no answer within")],
+    ids=["dies", "hangs"],
+)
+def test_a_second_ucx_that_ends_the_process_is_not_told_as_a_failed_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, last: str, evidence: str
+) -> None:
+    (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    ucx = {"path": "/x", "version": "1.2"}
+    step = {"bytes": {"copied": 4096}, "lanes": "tcp/lo", "ucx": ucx, "transports": ["tcp"]}
+    # In place of the process that reads, what it prints before NIXL's own backend is made.
+    program = f"import os, time\nprint({STEP + json.dumps(step)!r}, flush=True)\n{last}"
+    monkeypatch.setattr(nixl, "_COMMAND", ("-c", program))
+    monkeypatch.setattr(doctor_nixl, "LIMIT_S", 5.0)
+    told = finding(transfers=True, has_rdma=False)
+    assert (told.case, told.state) == ("two-ucx", "warning"), told.evidence
+    assert any(evidence in line for line in told.evidence), told.evidence
+
+
+def test_a_read_that_takes_too_long_is_not_told_as_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    monkeypatch.setattr(nixl, "_COMMAND", ("-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(doctor_nixl, "LIMIT_S", 1.0)
+    told = finding(transfers=True, has_rdma=False)
+    assert (told.case, told.state) == ("silent", "warning"), told.evidence

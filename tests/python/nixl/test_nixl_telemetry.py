@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from hosts import HERE, INSTALLED, Failed, Process, beside_ucx
 from kvferry import nixl
+from kvferry._nixl_read import library_of
+from kvferry.doctor import nixl as doctor_nixl
 from kvferry.doctor.nixl import finding
 from nixl_host import GENEROUS, pattern
 from prometheus_client.parser import text_string_to_metric_families
@@ -137,6 +139,8 @@ def test_the_command_and_the_doctor_say_which_ucx_there_is(
     paths = [str(INSTALLED / edge), str(HERE / "stubs"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.setattr(nixl, "_WHEELS", ("nixl-cu12",))
+    # The machine may be busy.
+    monkeypatch.setattr(doctor_nixl, "LIMIT_S", GENEROUS)
     trial = nixl.try_read("nixl_cu12", 2 * GENEROUS)
     assert (trial.trouble, trial.others) == ("", [])
     assert f"{edge}/nixl_cu12.libs/libucp-" in trial.ucx
@@ -150,3 +154,16 @@ def test_the_command_and_the_doctor_say_which_ucx_there_is(
     assert (told.case, told.state) == ("two-ucx", "warning"), told.evidence
     assert "KVFERRY_UCX_LIB" in told.remedy
     assert any("backend UCX brings UCX 1." in line for line in told.evidence)
+
+
+def test_the_library_is_told_by_what_is_mapped() -> None:
+    line = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 12345                      "
+    other = line + "/usr/lib/libkvferry-tools/libc.so.6\n"
+    for path in (
+        "/x/lib/libkvferry.so",
+        "/x/lib/libkvferry.so.0.1.0",
+        "/x/site-packages/kvferry/_native/lib_native.so",
+    ):
+        assert library_of(f"{other}{line}{path}\n{other}") == path
+    with pytest.raises(RuntimeError, match="no library of kvferry"):
+        library_of(other)

@@ -104,6 +104,11 @@ ATTEMPTS: dict[str, Kind] = {
                 "plug-in said.",
                 "use the library and the plug-in of one release; `kvferry nixl` shows all that was said",
             ),
+            "silent": Case(
+                "warning",
+                "Stock NIXL had not read through the plug-in when the time was up.",
+                "give a longer --timeout, or run `kvferry nixl`, which waits for three minutes",
+            ),
             "no-rdma": Case(
                 "warning",
                 "The plug-in works, but the UCX that it uses has no RDMA here. That of NIXL's wheel, which NIXL's own "
@@ -114,9 +119,9 @@ ATTEMPTS: dict[str, Kind] = {
             "two-ucx": Case(
                 "warning",
                 "The plug-in works. In a process that also has NIXL's own backend UCX there would be two UCX, which "
-                "can hang it.",
-                "have no other UCX named (KVFERRY_UCX_LIB, ucx_lib), so that the plug-in uses that of NIXL, or have "
-                "only one of the two backends in a process",
+                "can hang or end it, as the evidence says.",
+                "have only one of the two backends in a process, or no other UCX named (KVFERRY_UCX_LIB, ucx_lib), so "
+                "that the plug-in uses that of NIXL: where that has no RDMA and the other one does, the former",
             ),
         },
     ),
