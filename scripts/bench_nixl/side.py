@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -29,6 +30,9 @@ class Side:
     """An agent with `size` bytes of registered memory. Without NIXL's progress thread, UCX needs polls to move on."""
 
     def __init__(self, name: str, backend: str, version: str, size: int, threads: bool) -> None:
+        if backend == "KVFERRY":
+            # Alone: NIXL's own plug-ins are found where they lie.
+            os.environ["NIXL_PLUGIN_DIR"] = str(Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "nixl")
         sys.path.insert(0, str(ROOT / ".deps" / "nixl" / version))
         # Older versions import PyTorch, and need it for tensors only.
         sys.path.append(str(ROOT / "tests" / "python" / "nixl" / "stubs"))
