@@ -9,7 +9,7 @@ from typing import Any
 
 import kvferry
 import numpy as np
-from mini_config import BLOCK, Settings
+from mini_config import BLOCK, Settings, kv_cache_config, vllm_config
 from mini_engine import Engine
 
 PAGE = 64
@@ -28,9 +28,9 @@ class LoneScheduler(Engine):
 
         settings = Settings(role, str(model), 1, "fail", extra={"advertise_local": True})
         self.settings, self.block = settings, BLOCK
-        config = self._vllm_config(settings)
+        config = vllm_config(settings)
         config.cache_config.num_gpu_blocks = settings.blocks
-        self.kv_cache_config = self._kv_cache_config(settings)
+        self.kv_cache_config = kv_cache_config(settings)
         with set_current_vllm_config(config):
             self.scheduler = Scheduler(
                 config, self.kv_cache_config, StructuredOutputManager(config), BLOCK, log_stats=True
