@@ -23,13 +23,18 @@ impl Departed {
     pub(super) fn add(&mut self, id: PeerId, name: &str, traffic: &Traffic, is_connected: impl Fn(&str) -> bool) {
         self.connections.push_back((id, name.to_owned()));
         self.connections.drain(..self.connections.len().saturating_sub(KEPT));
+        self.forget(is_connected);
         if *traffic == Traffic::default() && !self.by_name.contains_key(name) {
             return;
         }
         self.by_name.entry(name.to_owned()).or_default().merge(traffic);
         self.order.retain(|other| other != name);
         self.order.push_back(name.to_owned());
-        if self.order.len() > KEPT
+    }
+
+    /// Makes room for a name: forgets those that are gone for longest.
+    fn forget(&mut self, is_connected: impl Fn(&str) -> bool) {
+        while self.order.len() >= KEPT
             && let Some(at) = self.order.iter().position(|name| !is_connected(name))
             && let Some(oldest) = self.order.remove(at)
         {
@@ -80,6 +85,12 @@ mod tests {
         departed.traffic(last).unwrap().merge(&ten);
         assert_eq!(bytes(&departed, &format!("silent {}", 2 * KEPT - 1)), Some(20));
         assert!(departed.traffic(id(1)).is_none(), "too long ago");
+        // However many: each has a transfer that ends after it.
+        for round in 0..2 * KEPT {
+            departed.add(id(3000 + round), &format!("late {round}"), &Traffic::default(), |name| name == "b");
+            departed.traffic(id(3000 + round)).unwrap().merge(&ten);
+        }
+        assert_eq!((departed.iter().count(), departed.order.len()), (KEPT, KEPT));
         // One that is connected again stays, and with it what it moved before.
         for round in 0..2 * KEPT {
             departed.add(id(5000 + round), &format!("other {round}"), &ten, |name| name == "b");
