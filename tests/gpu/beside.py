@@ -99,7 +99,7 @@ class Kvferry:
         self._peer.end()
 
 
-def _nixl() -> Any | None:
+def nixl_api() -> Any | None:
     """NIXL's Python module, if there is one."""
     for name in ("nixl", "nixl_cu13", "nixl_cu12"):
         try:
@@ -109,14 +109,14 @@ def _nixl() -> Any | None:
     return None
 
 
-def _nixl_owner(pipe: Any, seed: int, nbytes: int) -> None:
+def _nixl_owner(pipe: Any, backend: str, seed: int, nbytes: int) -> None:
     """NIXL's other process."""
     driver = cuda.Driver()
     memory = cuda.DeviceMemory(driver, nbytes)
     memory.put(cuda.pattern(seed, nbytes))
-    api = _nixl()
+    api = nixl_api()
     assert api is not None
-    agent = api.nixl_agent("owner", api.nixl_agent_config(backends=["UCX"]))
+    agent = api.nixl_agent("owner", api.nixl_agent_config(backends=[backend]))
     agent.register_memory([(memory.address, nbytes, 0, "")], "VRAM")
     pipe.send((agent.get_agent_metadata(), memory.address))
     pipe.recv()
@@ -125,18 +125,18 @@ def _nixl_owner(pipe: Any, seed: int, nbytes: int) -> None:
 class Nixl:
     """Two agents of NIXL, used as vLLM does: prepared descriptors, and a look at the state without a pause."""
 
-    name = "nixl"
     seed = 200
     numbers: type[np.integer[Any]] = np.int32
 
-    def __init__(self, memory: cuda.Memory) -> None:
-        api = _nixl()
+    def __init__(self, memory: cuda.Memory, backend: str, name: str) -> None:
+        self.name = name
+        api = nixl_api()
         assert api is not None
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._owner = spawn.Process(target=_nixl_owner, args=(theirs, self.seed, memory.nbytes), daemon=True)
+        self._owner = spawn.Process(target=_nixl_owner, args=(theirs, backend, self.seed, memory.nbytes), daemon=True)
         self._owner.start()
-        self._agent = api.nixl_agent("reader", api.nixl_agent_config(backends=["UCX"]))
+        self._agent = api.nixl_agent("reader", api.nixl_agent_config(backends=[backend]))
         self._agent.register_memory([(memory.address, memory.nbytes, 0, "")], "VRAM")
         metadata, self._there = self._pipe.recv()
         self._here, self._nbytes = memory.address, memory.nbytes
@@ -255,27 +255,31 @@ def _rounds(engines: list[Engine], memory: cuda.Memory, work: Work) -> dict[str,
     return {name: (statistics.median(t), statistics.median(c)) for name, (t, c) in _columns(times)}
 
 
+def _line(work: Work, medians: dict[str, tuple[float, float]], notes: Iterable[str] = ()) -> str:
+    """What was measured; the first engine is compared with the others."""
+    nbytes = work.blocks * work.length
+    first, *others = medians
+    parts = [
+        f"{name} {taken * 1e6:.0f} us ({nbytes / taken / 1e9:.1f} GB/s, caller {called * 1e6:.0f} us)"
+        for name, (taken, called) in medians.items()
+    ]
+    ratios = [f"{medians[first][0] / medians[name][0]:.3f} of {name}'s time" for name in others]
+    return f"  {work.text}: {'; '.join((*parts, *notes))}; {first} takes {' and '.join(ratios)}"
+
+
 def _compare(driver: cuda.Driver, works: Iterable[Work], with_nixl: bool, say: Callable[[str], None]) -> list[str]:
     """Prints a line for each; they are alike in their bytes. Returns what there was to compare with."""
     works = [work for work in works if not work.computes or importlib.util.find_spec("torch") is not None]
     memory = cuda.DeviceMemory(driver, works[0].nbytes)
     ours = Kvferry(memory)
     engines: list[Engine] = [ours, Plain(driver, memory)]
-    if with_nixl and _nixl() is not None:
-        engines.append(Nixl(memory))
+    if with_nixl and nixl_api() is not None:
+        engines.append(Nixl(memory, "UCX", "nixl"))
     for work in works:
-        nbytes = work.blocks * work.length
         with cuda.computing(work.computes):
             medians = _rounds(engines, memory, work)
-        own = medians["kvferry"][0]
-        parts = [
-            f"{name} {taken * 1e6:.0f} us ({nbytes / taken / 1e9:.1f} GB/s, caller {called * 1e6:.0f} us)"
-            for name, (taken, called) in medians.items()
-        ]
-        ratios = [f"{own / taken:.3f} of {name}'s time" for name, (taken, _) in medians.items() if name != "kvferry"]
         moving = statistics.median(ours.moving[-ROUNDS:])
-        parts.append(f"{moving * 1e6:.0f} us of kvferry's from the first launch on")
-        say(f"  {work.text}: {'; '.join(parts)}; kvferry takes {' and '.join(ratios)}")
+        say(_line(work, medians, [f"{moving * 1e6:.0f} us of kvferry's from the first launch on"]))
     for engine in engines:
         engine.end()
     memory.free()
@@ -287,3 +291,14 @@ def benchmark(driver: cuda.Driver, say: Callable[[str], None]) -> str:
     beside = _compare(driver, WORK, True, say)
     _compare(driver, LONG_WORK, False, say)
     return f"beside {', '.join(beside)}"
+
+
+def benchmark_plugin(driver: cuda.Driver, works: Iterable[Work], say: Callable[[str], None]) -> None:
+    """Prints a line for each of what stock NIXL moves with kvferry's plug-in, beside a plain copy."""
+    memory = cuda.DeviceMemory(driver, WORK[0].nbytes)
+    engines: list[Engine] = [Nixl(memory, "KVFERRY", "nixl with kvferry"), Plain(driver, memory)]
+    for work in works:
+        say(_line(work, _rounds(engines, memory, work)))
+    for engine in engines:
+        engine.end()
+    memory.free()

@@ -11,10 +11,12 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import beside
 import cuda
@@ -305,6 +307,17 @@ class Checks:
             same("after", [memory.get()], [cuda.pattern(1, nbytes)])
             return ways_of(agent)
 
+    def plugin(self, with_benchmark: bool) -> str:
+        """Stock NIXL with kvferry's plug-in, in processes without another UCX."""
+        program = [sys.executable, str(Path(__file__).resolve().with_name("plugin.py"))]
+        options = [] if with_benchmark else ["--no-benchmark"]
+        ran = subprocess.run([*program, *options], stdout=subprocess.PIPE, text=True, timeout=GENEROUS)
+        told = [line for line in ran.stdout.splitlines() if line.startswith(("  ", "SKIPPED"))]
+        print("\n".join(told))
+        if ran.returncode != 0:
+            raise AssertionError(f"plugin.py ended with status {ran.returncode}")
+        return f"{len(told)} lines" if told else "nothing"
+
     def refusals(self) -> str:
         """Memory that is not what it is said to be is refused with an explanation."""
         driver = self._driver
@@ -406,6 +419,7 @@ def main() -> int:
         checks.run("auto: memory that is freed", lambda: checks.revoked("auto"))
         checks.run("tcp: memory that is freed", lambda: checks.revoked("tcp"))
         torch_checks(checks)
+        checks.run("stock NIXL with kvferry's plug-in", lambda: checks.plugin(not options.no_benchmark))
     for transport in options.transports.split(","):
         for local, remote in pairs:
             checks.run(
