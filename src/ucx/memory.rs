@@ -60,7 +60,8 @@ impl Memory {
         let unsupported = |found: &str| {
             let detail = format!(
                 "{}: {found}; {} moves these kinds: {}. Device memory needs a UCX with its device's support, such \
-                 as the wheel kvferry-ucx, and transports that include it (UCX_TLS)",
+                 as the wheel kvferry-ucx, transports that include it (UCX_TLS), and CUDA's runtime library \
+                 (libcudart), without which UCX takes it for host memory",
                 range(),
                 context.library().info(),
                 context.memory_types()

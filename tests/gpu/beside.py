@@ -37,6 +37,8 @@ class Work(NamedTuple):
     is_scattered: bool = True
     computes: bool = False
     """Whether the device computes meanwhile."""
+    requests: int = 1
+    """So many reads at once, each of an equal part of the blocks."""
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +52,10 @@ WORK = (
     Work("32 MiB, contiguous", 2048, 16 << 10, is_scattered=False),
     Work("2,048 blocks of 16 KiB at random, while the reader computes", 2048, 16 << 10, computes=True),
 )
-LONG_WORK = (Work("16,384 blocks of 16 KiB at random", 16384, 16 << 10),)
+LONG_WORK = (
+    Work("16,384 blocks of 16 KiB at random", 16384, 16 << 10),
+    Work("8 requests at once, each 2,048 blocks of 16 KiB at random", 16384, 16 << 10, requests=8),
+)
 """As much as a long prompt has. It takes NIXL seconds, and is not read by it."""
 
 
@@ -62,7 +67,7 @@ class Engine(Protocol):
     numbers: type[np.integer[Any]]
     """What it takes block numbers as."""
 
-    def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
+    def read(self, work: Work, here: cuda.Numbers, there: cuda.Numbers) -> float:
         """Reads; returns the seconds of the calling thread until it could go on."""
 
     def end(self) -> None:
@@ -84,13 +89,14 @@ class Kvferry:
         self.moving: list[float] = []
         """Seconds from the first launch to the end, of each read."""
 
-    def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
+    def read(self, work: Work, here: cuda.Numbers, there: cuda.Numbers) -> float:
         """See Engine."""
-        segments = [Segment(0, 0, 0, 0, 0, length, length, length)]
+        segments = [Segment(0, 0, 0, 0, 0, work.length, work.length, work.length)]
+        parts = list(zip(np.split(here, work.requests), np.split(there, work.requests), strict=True))
         start = time.perf_counter()
-        transfer = self._agent.read(self._connected, segments, [(here, there)])
+        transfers = [self._agent.read(self._connected, segments, [part]) for part in parts]
         called = time.perf_counter() - start
-        self.moving.append(transfer.wait(GENEROUS).duration)
+        self.moving.append(max(transfer.wait(GENEROUS).duration for transfer in transfers))
         return called
 
     def end(self) -> None:
@@ -156,9 +162,9 @@ class Nixl:
         """Before the clock runs."""
         self._prepared(length)
 
-    def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
+    def read(self, work: Work, here: cuda.Numbers, there: cuda.Numbers) -> float:
         """See Engine."""
-        own, other = self._prepared(length)
+        own, other = self._prepared(work.length)
         start = time.perf_counter()
         handle = self._agent.make_prepped_xfer("READ", own, here, other, there, b"")
         state = self._agent.transfer(handle)
@@ -191,16 +197,18 @@ class Plain:
         self._stream = ctypes.c_void_p()
         driver.call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(1))
 
-    def read(self, length: int, here: cuda.Numbers, there: cuda.Numbers) -> float:
-        """Copies as many bytes, from the beginning."""
+    def read(self, work: Work, here: cuda.Numbers, there: cuda.Numbers) -> float:
+        """Copies as many bytes, from the beginning, in a piece per request."""
+        nbytes = work.length * len(here) // work.requests
         start = time.perf_counter()
-        self._driver.call(
-            "cuMemcpyDtoDAsync_v2",
-            ctypes.c_uint64(self._memory.address),
-            ctypes.c_uint64(self._source.address),
-            ctypes.c_size_t(length * len(here)),
-            self._stream,
-        )
+        for request in range(work.requests):
+            self._driver.call(
+                "cuMemcpyDtoDAsync_v2",
+                ctypes.c_uint64(self._memory.address + request * nbytes),
+                ctypes.c_uint64(self._source.address + request * nbytes),
+                ctypes.c_size_t(nbytes),
+                self._stream,
+            )
         called = time.perf_counter() - start
         self._driver.call("cuStreamSynchronize", self._stream)
         return called
@@ -246,7 +254,7 @@ def _rounds(engines: list[Engine], memory: cuda.Memory, work: Work) -> dict[str,
             # What is first after a pause finds clocks that are low.
             time.sleep(0.005)
             start = time.perf_counter()
-            called = engine.read(length, here, there)
+            called = engine.read(work, here, there)
             taken = time.perf_counter() - start
             if not np.array_equal(memory.get(), _expected(engine.seed, work, here, there)):
                 raise AssertionError(f"{engine.name}: wrong bytes")

@@ -1,7 +1,7 @@
 """Stock NIXL with kvferry's plug-in: device and host memory of two processes, every byte of both sides compared.
 
-A program of its own, so that the only UCX of its processes is NIXL's. Prints `SKIPPED` and why where NIXL or the plug-in
-is not there.
+A program of its own, so that the only UCX of its processes is NIXL's. Prints `SKIPPED` and why where NIXL or the
+plug-in is not there.
 """
 
 from __future__ import annotations

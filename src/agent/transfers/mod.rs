@@ -242,21 +242,21 @@ impl Transfers {
         effects: &mut Effects,
     ) -> Result<()> {
         let TransferRequest { id, direction, plan, message, user_data, .. } = request;
-        let (mut locals, mut remotes) = (BTreeSet::new(), BTreeSet::new());
+        let mut used: Vec<u32> = plan.segments.iter().map(|segment| segment.local_region).collect();
+        used.sort_unstable();
+        used.dedup();
+        for region in &used {
+            regions.live_range(*region)?;
+        }
         for segment in plan.segments.iter() {
-            if locals.insert(segment.local_region) {
-                regions.live_range(segment.local_region)?;
-            }
-            if remotes.insert(segment.remote_region) {
-                peer.check_region(segment.remote_region)?;
-            }
+            peer.check_region(segment.remote_region)?;
         }
         plan.check(regions.lens(), peer.lens())?;
         let bytes = plan.bytes();
         let is_light = is_light(&plan);
         let is_device = |index: &u32| regions.range(*index).is_some_and(|range| range.kind() != MemoryKind::Host);
-        let by_device = locals.iter().all(is_device) && remotes.iter().all(|region| peer.is_importable(*region));
-        let used: Vec<u32> = locals.into_iter().collect();
+        let by_device = used.iter().all(is_device)
+            && plan.segments.iter().all(|segment| peer.is_importable(segment.remote_region));
         regions.enter(&used);
         let transfer = Transfer {
             user_data,
