@@ -214,13 +214,45 @@ impl PrimaryContext {
         self.ordinal
     }
 
+    fn attribute(&self, which: sys::CUdevice_attribute) -> Result<u32> {
+        let mut value: c_int = 0;
+        // SAFETY: writes one integer; the device is valid.
+        ok("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut value, which, self.device) })?;
+        Ok(u32::try_from(value).unwrap_or(0))
+    }
+
     /// How many processors (SMs) the device has.
     pub fn processors(&self) -> Result<u32> {
-        let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
-        let mut count: c_int = 0;
-        // SAFETY: writes one integer; the device is valid.
-        ok("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut count, which, self.device) })?;
-        Ok(u32::try_from(count).unwrap_or(0))
+        self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+    }
+
+    /// Whether work on the device may miss what an RDMA device has written to its memory, until it is flushed. No where the
+    /// driver knows of no such thing, or cannot flush.
+    pub fn needs_rdma_flush(&self) -> bool {
+        use sys::CUdevice_attribute as Of;
+        let asked = |which| self.attribute(which).ok();
+        let (Some(order), Some(options)) = (
+            asked(Of::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING),
+            asked(Of::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS),
+        ) else {
+            return false;
+        };
+        let by_host = sys::CUflushGPUDirectRDMAWritesOptions::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as u32;
+        order < sys::CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as u32
+            && options & by_host != 0
+    }
+
+    /// Waits until work on the device sees what RDMA devices have written to its memory: some microseconds. For devices that
+    /// need it, whose drivers have it.
+    pub fn flush_rdma_writes(&self) -> Result<()> {
+        use sys::CUflushGPUDirectRDMAWritesScope_enum as Scope;
+        use sys::CUflushGPUDirectRDMAWritesTarget_enum as Target;
+        let _entered = self.enter()?;
+        let target = Target::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;
+        // SAFETY: takes two numbers; a context is current.
+        ok("cuFlushGPUDirectRDMAWrites", unsafe {
+            sys::cuFlushGPUDirectRDMAWrites(target, Scope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER)
+        })
     }
 
     /// Makes the context the calling thread's current one and leaves it so.

@@ -129,11 +129,21 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     };
     *value = 0;
     if (attribute < 1 || attribute > 200) return INVALID_VALUE;
+    if (attribute == 117) *value = 1; /* RDMA writes can be flushed from the host */
+    if (attribute == 118) *value = cd_rdma_order;
     if (attribute == 33) *value = 0x40 + cd_physical[device]; /* PCI bus; its domain (50) and slot (34) are 0 */
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         if (table[i].attribute == attribute) *value = table[i].value;
     }
     return OK;
+}
+
+API CUresult cuFlushGPUDirectRDMAWrites(int target, int scope) {
+    ENTER("cuFlushGPUDirectRDMAWrites");
+    struct context *current;
+    CUresult result = cd_current(&current);
+    if (result != OK) return result;
+    return target == 0 && (scope == 100 || scope == 200) ? OK : INVALID_VALUE;
 }
 
 API CUresult cuDeviceGetP2PAttribute(int *value, int attribute, CUdevice device, CUdevice peer) {

@@ -160,6 +160,7 @@ extern int cd_version;
 extern uint64_t cd_delay_ns;
 extern bool cd_peer;
 extern bool cd_htod_waits;
+extern int cd_rdma_order;
 extern char cd_machine[33];
 extern __thread bool cd_in_callback;
 

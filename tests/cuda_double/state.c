@@ -20,6 +20,7 @@ int cd_version = 12080;
 uint64_t cd_delay_ns = 1000000;
 bool cd_peer = true;
 bool cd_htod_waits;
+int cd_rdma_order;
 char cd_machine[33];
 __thread bool cd_in_callback;
 
@@ -171,6 +172,7 @@ static void start(void) {
     cd_delay_ns = (uint64_t)setting("KVFERRY_CUDA_DOUBLE_DELAY_US", 1000) * 1000;
     cd_peer = setting("KVFERRY_CUDA_DOUBLE_PEER", 1) != 0;
     cd_htod_waits = setting("KVFERRY_CUDA_DOUBLE_HTOD_WAITS", 0) != 0;
+    cd_rdma_order = (int)setting("KVFERRY_CUDA_DOUBLE_RDMA_ORDER", 100);
     long machine = setting("KVFERRY_CUDA_DOUBLE_DEVICES", 1);
     choose_devices(machine < 0 ? 0 : machine > MAX_DEVICES ? MAX_DEVICES : (int)machine);
     const char *machine_name = getenv("KVFERRY_CUDA_DOUBLE_MACHINE");

@@ -63,6 +63,8 @@ pub(crate) struct TransferEnd {
     pub(crate) operations: u64,
     /// When the first and the last operation were posted, if any was.
     pub(crate) posted: Option<(Instant, Instant)>,
+    /// Whether bytes came to device memory one-sided.
+    pub(crate) fills_device: bool,
     /// Local regions that it used, each once.
     pub(crate) regions: Vec<u32>,
 }

@@ -36,7 +36,7 @@ impl Engine {
 
     fn carry_out(&mut self, effect: Effect, now: Instant) {
         match effect {
-            Effect::Tell(event) => self.events.push_back(event),
+            Effect::Tell(event) => self.tell(event),
             Effect::PeerReady { peer } => self.peer_ready(peer),
             Effect::LosePeer { peer, error } => {
                 let (peers, mut io) = self.peers(now);
@@ -51,6 +51,16 @@ impl Engine {
             Effect::TransferStopped { transfer } => self.copy_pool.withdraw(transfer, &mut self.effects),
             Effect::TransferEnded(end) => self.transfer_ended(end, now),
         }
+    }
+
+    /// Gives an event to the owner. A message may say that the peer has written here: what it wrote comes first.
+    fn tell(&mut self, event: Event) {
+        if matches!(event, Event::Message { .. })
+            && let Err(error) = self.rdma_flush.flush()
+        {
+            log::error!("agent {}: what peers wrote may not have reached the device: {error}", self.config.name);
+        }
+        self.events.push_back(event);
     }
 
     fn peer_ready(&mut self, id: PeerId) {
@@ -162,6 +172,7 @@ impl Engine {
             bytes,
             operations,
             posted: Some((begin, begin)),
+            fills_device: false,
             regions: Vec::new(),
         };
         self.transfer_ended(end, Instant::now());
@@ -177,8 +188,11 @@ impl Engine {
     }
 
     fn transfer_ended(&mut self, end: TransferEnd, now: Instant) {
-        let TransferEnd { id, user_data, message, peer, direction, mut result, bytes, operations, posted, regions } =
-            end;
+        let TransferEnd { id, user_data, message, peer, direction, mut result, bytes, operations, posted, .. } = end;
+        let (fills_device, regions) = (end.fills_device, end.regions);
+        if fills_device && result.is_ok() {
+            result = self.rdma_flush.flush();
+        }
         if let Some(message) = message {
             if result.is_ok() {
                 let (peers, mut io) = self.peers(now);

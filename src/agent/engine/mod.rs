@@ -37,6 +37,7 @@ use super::core::revocations::Revocations;
 use super::core::stats::AgentStats;
 use super::paths::copy_pool::CopyPool;
 use super::paths::device_copies::DeviceCopies;
+use super::paths::rdma_flush::RdmaFlush;
 use super::peers::secure::Secrets;
 use super::peers::{self, Local, Peers};
 use super::rpc::client::{Client, Placer};
@@ -79,6 +80,7 @@ pub(crate) struct Engine {
     copy_pool: CopyPool,
     device_copies: DeviceCopies,
     staged: Staged,
+    rdma_flush: RdmaFlush,
     revocations: Revocations,
     worker: Worker,
     regions: Regions,
@@ -126,6 +128,7 @@ impl Engine {
             copy_pool: CopyPool::new(config.copy_threads, shared.waker.clone()),
             device_copies: DeviceCopies::default(),
             staged: Staged::default(),
+            rdma_flush: RdmaFlush::default(),
             revocations: Revocations::default(),
             regions: Regions::new(shared.live.ids.salt()),
             config,
@@ -183,6 +186,9 @@ impl Engine {
         let region = self.regions.register(&self.context, range)?;
         if let MemoryKind::Cuda { device } = range.kind() {
             self.has_devices = true;
+            if let Err(error) = self.rdma_flush.add(device) {
+                log::debug!("agent {}: CUDA device {device}: {error}", self.config.name);
+            }
             self.device_copies.prepare(device);
             if let Err(error) = self.staged.prepare(device) {
                 log::debug!("agent {}: CUDA device {device}: {error}", self.config.name);

@@ -8,6 +8,7 @@ mod device_copy;
 mod message;
 pub(crate) mod one_sided;
 pub(crate) mod process_vm;
+pub(crate) mod rdma_flush;
 mod stream;
 
 use std::cell::RefCell;

@@ -10,6 +10,7 @@ use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::error::{Error, Result};
 use crate::mem::ucx_error;
+use crate::proto::wire::MemoryKind;
 use crate::ucx::{Posted, Status, UcxError};
 
 /// What one transfer may post before the next one of the same peer gets its turn.
@@ -82,8 +83,10 @@ impl Path for OneSided {
             }
             turn.transfer.begin(1, now);
             turn.transfer.take(operation.len);
-            if direction == Direction::Write {
-                turn.transfer.needs_flush();
+            match direction {
+                Direction::Write => turn.transfer.needs_flush(),
+                Direction::Read if profile.local != MemoryKind::Host => turn.transfer.fills_device(),
+                Direction::Read => {}
             }
             turn.stats.operations += 1;
             bytes += operation.len;

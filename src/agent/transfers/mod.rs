@@ -52,6 +52,8 @@ pub(crate) struct Transfer {
     grace: Option<Instant>,
     /// One-sided writes were posted that no flush covers yet.
     unflushed: bool,
+    /// Whether bytes came to device memory one-sided.
+    fills_device: bool,
     /// Whether its runs are so short that messages carry them better than an operation each.
     gathered: bool,
     /// Whether a stream is worth having for it.
@@ -178,6 +180,11 @@ impl Transfer {
     pub(crate) fn needs_flush(&mut self) {
         self.unflushed = true;
     }
+
+    /// A one-sided read to device memory was posted.
+    pub(crate) fn fills_device(&mut self) {
+        self.fills_device = true;
+    }
 }
 
 /// All transfers that are not over.
@@ -278,6 +285,7 @@ impl Transfers {
             stopped: None,
             grace: None,
             unflushed: false,
+            fills_device: false,
             gathered: false,
             is_light,
             streamable: direction == Direction::Read && bytes >= STREAM_BYTES,
@@ -415,6 +423,7 @@ impl Transfers {
             bytes: transfer.bytes,
             operations: transfer.posted,
             posted,
+            fills_device: transfer.fills_device,
             regions: transfer.regions,
         }));
     }

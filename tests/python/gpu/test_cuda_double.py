@@ -87,6 +87,36 @@ def test_another_path_is_taken_where_the_driver_refuses(double: Path, failing: s
     assert way(printed, "auto: device here, device there") == expected, printed
 
 
+def flushes(double: Path, calls: Path, *command: object, order: str) -> int:
+    """How often a program flushes what RDMA devices wrote, on devices with this order of such writes."""
+    calls.unlink(missing_ok=True)
+    # UCX reads one-sided: the first to open a handle is kvferry, which copies by the device where it can.
+    variables = {"KVFERRY_CUDA_DOUBLE_CALLS": str(calls), "KVFERRY_CUDA_DOUBLE_FAIL": "cuIpcOpenMemHandle_v2:1:999"}
+    run(double, *command, KVFERRY_CUDA_DOUBLE_RDMA_ORDER=order, **variables)
+    return calls.read_text().count(" cuFlushGPUDirectRDMAWrites")
+
+
+def test_what_came_one_sided_is_flushed_where_the_device_needs_it(double: Path, tmp_path: Path) -> None:
+    reads = (ROOT / "tests" / "gpu" / "check.py", "--short")
+    # Two reads and two writes; the other side hears of none.
+    assert flushes(double, tmp_path / "calls", *reads, order="0") == 2
+    assert flushes(double, tmp_path / "calls", *reads, order="100") == 0
+    messages = (Path(__file__).parent / "told.py",)
+    assert flushes(double, tmp_path / "calls", *messages, order="0") == 1
+    assert flushes(double, tmp_path / "calls", *messages, order="100") == 0
+
+
+def test_a_read_that_cannot_be_flushed_fails(double: Path) -> None:
+    with pytest.raises(AssertionError, match="cuFlushGPUDirectRDMAWrites"):
+        run(
+            double,
+            ROOT / "tests" / "gpu" / "check.py",
+            "--short",
+            KVFERRY_CUDA_DOUBLE_FAIL="cuIpcOpenMemHandle_v2:1:999,cuFlushGPUDirectRDMAWrites:1+:999",
+            KVFERRY_CUDA_DOUBLE_RDMA_ORDER="0",
+        )
+
+
 def test_an_agent_can_be_shut_down_though_its_device_hangs(double: Path, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     calls.touch()
