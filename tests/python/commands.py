@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -14,13 +16,22 @@ GENEROUS = 600
 """Seconds that a command may take on a busy machine; some build the library."""
 
 
+def is_required(what: str) -> bool:
+    """Whether KVFERRY_REQUIRE names `what`."""
+    return what in re.split("[, ]", os.environ.get("KVFERRY_REQUIRE", ""))
+
+
+def skip(what: str, why: str) -> NoReturn:
+    """A visible skip for want of `what`, which fails where KVFERRY_REQUIRE names it."""
+    if is_required(what):
+        pytest.fail(f"{what} is required and not there: {why}")
+    pytest.skip(f"needs {what}: {why}")
+
+
 def needs(program: str) -> None:
-    """Skips without `program`, unless KVFERRY_REQUIRE names it."""
+    """Skips without `program`."""
     if shutil.which(program) is None:
-        text = f"{program} is not installed"
-        if program in os.environ.get("KVFERRY_REQUIRE", "").split(","):
-            pytest.fail(text)
-        pytest.skip(text)
+        skip(program, "it is not installed")
 
 
 def run(*command: str | Path, **environment: str) -> str:

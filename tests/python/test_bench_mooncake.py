@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from bench_lib import measure, run, table
 from bench_lib.measure import SHM, TCP, Measurements, Settings
-from commands import GENEROUS, ROOT
+from commands import GENEROUS, ROOT, skip
 from kvferry.bench import transfer
 from kvferry.bench.engines import mooncake
 from kvferry.bench.engines.engine import Took
@@ -30,10 +30,25 @@ FOLDER = ROOT / ".deps" / "mooncake"
 @pytest.fixture
 def environment() -> dict[str, str]:
     """The environment of a process that finds Mooncake, and the package and library that this one has."""
-    if not (FOLDER / ".stamp").is_file():
-        pytest.skip("Mooncake is not installed: run scripts/setup mooncake")
-    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(FOLDER)]
+    return environment_with(FOLDER)
+
+
+def environment_with(folder: Path) -> dict[str, str]:
+    if not (folder / ".stamp").is_file():
+        skip("mooncake", "it is not installed: run scripts/setup mooncake")
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def test_without_mooncake_tests_are_skipped_or_fail_where_it_is_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVFERRY_REQUIRE", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="scripts/setup mooncake"):
+        environment_with(tmp_path)
+    monkeypatch.setenv("KVFERRY_REQUIRE", "netns,mooncake")
+    with pytest.raises(pytest.fail.Exception, match="scripts/setup mooncake"):
+        environment_with(tmp_path)
 
 
 def in_a_process(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, run
+from commands import ROOT, run, skip
 from kvferry import stats
 
 FOLDER = ROOT / "examples/monitoring"
@@ -77,10 +76,7 @@ def promtool() -> str:
     ours: Path = ROOT / ".deps/promtool/promtool"
     program = str(ours) if ours.is_file() else shutil.which("promtool")
     if program is None:
-        text = "promtool is not installed: scripts/setup promtool"
-        if "promtool" in os.environ.get("KVFERRY_REQUIRE", "").split(","):
-            pytest.fail(text)
-        pytest.skip(text)
+        skip("promtool", "it is not installed: run scripts/setup promtool")
     return program
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -14,18 +13,10 @@ from typing import Any
 
 import jsonschema
 import kvferry
-import pytest
 
 SCHEMA = json.loads((Path(kvferry.__file__).parent / "doctor" / "schema.json").read_text())
 LIMIT_S = 300
 STATES_OF_TROUBLE = ("warning", "problem")
-
-
-def skip(what: str, why: str) -> None:
-    """A visible skip, which fails where `KVFERRY_REQUIRE` names `what`."""
-    required = re.split("[, ]", os.environ.get("KVFERRY_REQUIRE", ""))
-    assert what not in required, f"{what} is required and not there: {why}"
-    pytest.skip(f"needs {what}: {why}")
 
 
 class Told:

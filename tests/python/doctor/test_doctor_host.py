@@ -9,7 +9,8 @@ import subprocess
 import sys
 from contextlib import ExitStack, suppress
 
-from doctor_command import Told, doctor, free_port, skip
+from commands import skip
+from doctor_command import Told, doctor, free_port
 from kvferry import Listener
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import kvferry
 import pytest
-from commands import ROOT
-from doctor_command import Told, doctor, skip
+from commands import ROOT, skip
+from doctor_command import Told, doctor
 from kvferry.doctor import KINDS, system
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from kvferry._find import library_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from hosts import ROOT, plugin_folder, versions
+from hosts import ROOT, needs_nixl, plugin_folder, versions
 
 VERSIONS = versions()
 
@@ -20,10 +19,7 @@ VERSIONS = versions()
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the plug-in, for NIXL_PLUGIN_DIR."""
-    if not VERSIONS:
-        pytest.skip("no NIXL is installed: run scripts/setup nixl")
-    if shutil.which("g++") is None:
-        pytest.skip("the plug-in needs g++")
+    needs_nixl(VERSIONS)
     # The one that the other tests use.
     os.environ.setdefault("KVFERRY_LIBRARY", str(library_path()))
     command = [ROOT / "scripts" / "build-nixl", "--library"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from commands import is_required, skip
 from nixl_host import GENEROUS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,6 +25,21 @@ def versions() -> list[str]:
     """The versions that scripts/setup has installed, oldest first."""
     found = [folder.name for folder in INSTALLED.glob("*") if (folder / ".complete").is_file()]
     return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+
+
+def listed() -> list[str]:
+    """The versions that scripts/setup installs."""
+    lines = (ROOT / "scripts" / "lib" / "nixl-versions.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def needs_nixl(found: list[str]) -> None:
+    """Skips without a version of NIXL and without the plug-in's compiler. Where NIXL is required, every version is."""
+    missing = [version for version in listed() if version not in found]
+    if missing and (not found or is_required("nixl")):
+        skip("nixl", f"NIXL {', '.join(missing)} is not installed: run scripts/setup nixl")
+    if shutil.which("g++") is None:
+        skip("nixl", "the plug-in is compiled by g++, which is not there")
 
 
 def plugins(version: str, package: str = "nixl_cu12") -> Path:

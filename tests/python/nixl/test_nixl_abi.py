@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Failed, Process, plugins, versions
+from hosts import ROOT, Failed, Process, listed, plugins, versions
 from kvferry._find import library_path
 
 COMPILE = ["g++", "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-access-control"]
@@ -44,10 +44,8 @@ def test_the_lists_of_known_versions_are_one() -> None:
     source = (ROOT / "nixl" / "src" / "version.cpp").read_text()
     known = re.search(r"KNOWN\[\] = \{(.*?)\}", source, re.DOTALL)
     assert known is not None
-    listed = re.findall(r'"([0-9.]+)"', known.group(1))
-    lines = (ROOT / "scripts" / "lib" / "nixl-versions.txt").read_text().splitlines()
-    assert listed == [line for line in lines if line and not line.startswith("#")]
-    assert set(versions()) <= set(listed)
+    assert re.findall(r'"([0-9.]+)"', known.group(1)) == listed()
+    assert set(versions()) <= set(listed())
 
 
 def test_an_unknown_version_is_refused_with_the_known_ones(plugin: Path, edge: str) -> None:

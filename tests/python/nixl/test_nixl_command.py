@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import kvferry
-from hosts import HERE, INSTALLED, ROOT
+import pytest
+from hosts import HERE, INSTALLED, listed, needs_nixl, versions
 from kvferry import nixl
 
 PACKAGE = str(Path(kvferry.__file__).resolve().parents[1])
@@ -29,6 +30,7 @@ def test_the_plug_in_is_found_and_read_through(plugin: Path, edge: str) -> None:
 
 
 def test_a_plug_in_that_is_missing_or_no_nixl_is_said(edge: str, tmp_path: Path) -> None:
+    needs_nixl(versions())
     done = run(str(INSTALLED / edge), env={"NIXL_PLUGIN_DIR": str(tmp_path)})
     assert done.returncode == 1
     assert f"no plug-in in {tmp_path}: the wheel kvferry-nixl puts it" in done.stdout
@@ -38,5 +40,29 @@ def test_a_plug_in_that_is_missing_or_no_nixl_is_said(edge: str, tmp_path: Path)
 
 
 def test_the_lists_of_known_versions_are_one() -> None:
-    lines = (ROOT / "scripts" / "lib" / "nixl-versions.txt").read_text().splitlines()
-    assert list(nixl.KNOWN) == [line for line in lines if not line.startswith("#")]
+    assert list(nixl.KNOWN) == listed()
+
+
+def test_without_nixl_tests_are_skipped_or_fail_where_it_is_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("KVFERRY_REQUIRE", raising=False)
+    needs_nixl(listed())
+    needs_nixl(listed()[:1])
+    with pytest.raises(pytest.skip.Exception, match="scripts/setup nixl"):
+        needs_nixl([])
+    monkeypatch.setenv("KVFERRY_REQUIRE", "nixl")
+    needs_nixl(listed())
+    for found, missing in (([], listed()[0]), (listed()[:-1], listed()[-1])):
+        with pytest.raises(pytest.fail.Exception, match=f"NIXL {missing}.* is not installed"):
+            needs_nixl(found)
+    compiler.unlink()
+    with pytest.raises(pytest.fail.Exception, match=r"compiled by g\+\+"):
+        needs_nixl(listed())
+    monkeypatch.delenv("KVFERRY_REQUIRE")
+    with pytest.raises(pytest.skip.Exception, match=r"compiled by g\+\+"):
+        needs_nixl(listed())
