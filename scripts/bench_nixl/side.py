@@ -64,6 +64,10 @@ def spawn(role: str, *arguments: str, session: bool = False) -> tuple[Connection
     ours, theirs = multiprocessing.Pipe()
     descriptor = theirs.fileno()
     command = [sys.executable, "-m", "bench_nixl", role, str(descriptor), *arguments]
-    child = subprocess.Popen(command, pass_fds=[descriptor], stdout=sys.stderr, start_new_session=session)
+    # An engine's file of metrics is not for the agents of a measurement.
+    variables = {**os.environ, "KVFERRY_METRICS_FILE": ""}
+    child = subprocess.Popen(
+        command, env=variables, pass_fds=[descriptor], stdout=sys.stderr, start_new_session=session
+    )
     theirs.close()
     return ours, child

@@ -2,14 +2,22 @@
 //! and not the agent in it.
 //!
 //! A thread of its own writes it, so that a disk that hangs holds up no transfer.
+//!
+//! One agent writes a file: it holds a lock (`flock`) on it, which the kernel frees however the process ends. Each writing
+//! puts a new file in the old one's place, locked before it gets there. So there is no file beside it that would be left
+//! behind, and a process that was forked off and inherits the lock holds it until the next writing only.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 use std::{fs, process, thread};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
 
 use crate::agent::core::stats::{AgentStats, PeerStats};
 use crate::error::{Error, ErrorKind, Result};
@@ -19,6 +27,9 @@ use crate::proto::stats::{Row, prometheus};
 
 /// From one writing to the next. Prometheus asks every 15 seconds where nothing else is set.
 const PERIOD: Duration = Duration::from_secs(5);
+
+/// How often a file that others replace or remove meanwhile is opened again.
+const CLAIMS: u32 = 100;
 
 /// The thread that writes. It ends when this is dropped.
 pub(crate) struct MetricsFile {
@@ -34,6 +45,8 @@ struct Target<F> {
     made: PathBuf,
     name: String,
     figures: F,
+    /// The file at `path` that was locked last.
+    held: Option<File>,
 }
 
 impl MetricsFile {
@@ -41,7 +54,8 @@ impl MetricsFile {
     /// id and `%a` for the agent's name.
     ///
     /// # Errors
-    /// [`ErrorKind::Io`] when the file cannot be written or the system refuses a thread; those of `figures`.
+    /// [`ErrorKind::AlreadyExists`] when another agent writes the file, in this process or another; [`ErrorKind::Io`] when
+    /// it cannot be written or the system refuses a thread; those of `figures`.
     pub(crate) fn start(
         pattern: &Path,
         (name, incarnation): (&str, Incarnation),
@@ -49,7 +63,7 @@ impl MetricsFile {
     ) -> Result<MetricsFile> {
         let path = place(&expand(pattern, name))?;
         let made = PathBuf::from(format!("{}.{incarnation}", path.display()));
-        let target = Target { path, made, name: name.to_owned(), figures };
+        let mut target = Target { path, made, name: name.to_owned(), figures, held: None };
         target.write()?;
         let (stop, stopped) = sync_channel(1);
         let (alive, ended) = sync_channel(0);
@@ -57,6 +71,8 @@ impl MetricsFile {
             .name("kvf-metrics".to_owned())
             .spawn(move || {
                 target.keep(&stopped);
+                // The lock is free when the end is known.
+                drop(target);
                 drop::<SyncSender<()>>(alive);
             })
             .map_err(|e| Error::new(ErrorKind::Io, format!("starting the thread that writes metrics: {e}")))?;
@@ -72,7 +88,7 @@ impl MetricsFile {
 }
 
 impl<F: Fn() -> Result<(AgentStats, Vec<PeerStats>)>> Target<F> {
-    fn keep(&self, stopped: &Receiver<()>) {
+    fn keep(&mut self, stopped: &Receiver<()>) {
         let mut limit = LogLimit::default();
         loop {
             let is_over = stopped.recv_timeout(PERIOD) != Err(RecvTimeoutError::Timeout);
@@ -91,7 +107,7 @@ impl<F: Fn() -> Result<(AgentStats, Vec<PeerStats>)>> Target<F> {
         }
     }
 
-    fn write(&self) -> Result<()> {
+    fn write(&mut self) -> Result<()> {
         let (agent, peers) = (self.figures)()?;
         let map = |stats| match stats {
             Ok(serde_json::Value::Object(map)) => Ok(map),
@@ -104,22 +120,77 @@ impl<F: Fn() -> Result<(AgentStats, Vec<PeerStats>)>> Target<F> {
             ..Row::default()
         };
         let text = prometheus(&[row])?;
-        let written = write_new(&self.made, text.as_bytes()).and_then(|()| fs::rename(&self.made, &self.path));
-        written.map_err(|e| {
-            // It may not have come into being.
-            let _ = fs::remove_file(&self.made);
-            unwritable(&self.path, &e)
-        })
+        // Each time: whoever has removed the file may have left its place to another agent.
+        self.claim()?;
+        let put = |file: File| fs::rename(&self.made, &self.path).map(|()| file);
+        match write_new(&self.made, text.as_bytes()).and_then(put) {
+            Ok(file) => {
+                self.held = Some(file);
+                Ok(())
+            }
+            Err(e) => {
+                // It may not have come into being.
+                let _ = fs::remove_file(&self.made);
+                Err(unwritable(&self.path, &e))
+            }
+        }
+    }
+
+    /// Locks the file that is at `path`, unless it is the one that is locked already; an empty one where there is none.
+    fn claim(&mut self) -> Result<()> {
+        for _ in 0..CLAIMS {
+            match self.is_held() {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(e) => return Err(unwritable(&self.path, &e)),
+            }
+            self.held = None;
+            // Whoever comes second, of two that find none, finds it locked or locks it.
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+            let file = options.open(&self.path).map_err(|e| unwritable(&self.path, &e))?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                // Of this very file, if nobody has put another one there meanwhile.
+                Ok(()) => self.held = Some(file),
+                Err(Errno::WOULDBLOCK) => return Err(taken(&self.path)),
+                Err(e) => return Err(unwritable(&self.path, &e.into())),
+            }
+        }
+        Err(unwritable(&self.path, &io::Error::other("it is replaced again and again")))
+    }
+
+    /// Whether the file at `path` is the one that is locked.
+    fn is_held(&self) -> io::Result<bool> {
+        let Some(held) = &self.held else { return Ok(false) };
+        let (held, there) = (held.metadata()?, fs::symlink_metadata(&self.path));
+        match there {
+            Ok(there) => Ok((there.dev(), there.ino()) == (held.dev(), held.ino())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 }
 
-/// Writes a file that was not there. What a write that was cut off has left is removed, and not followed if it is a link.
-fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
+/// Writes a file that was not there, and locks it. What a write that was cut off has left is removed, and not followed if it
+/// is a link.
+fn write_new(path: &Path, bytes: &[u8]) -> io::Result<File> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    File::create_new(path)?.write_all(bytes)
+    let mut file = File::create_new(path)?;
+    flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    file.write_all(bytes)?;
+    Ok(file)
+}
+
+fn taken(path: &Path) -> Error {
+    let path = path.display();
+    let text = format!(
+        "metrics_file {path}: another agent, in this process or another, writes this file; give each a file of its own, by \
+         %a (the agent's name) and %p (the process id) in the path"
+    );
+    Error::new(ErrorKind::AlreadyExists, text)
 }
 
 fn unwritable(path: &Path, error: &io::Error) -> Error {
@@ -139,7 +210,9 @@ fn place(path: &Path) -> Result<PathBuf> {
     let path = match fs::canonicalize(path) {
         Ok(path) => path,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return std::path::absolute(path).map_err(|e| unwritable(path, &e));
+            let path = std::path::absolute(path).map_err(|e| unwritable(path, &e))?;
+            let target = fs::read_link(&path).ok().and_then(|target| Some(path.parent()?.join(target)));
+            return Ok(target.unwrap_or(path));
         }
         Err(error) => return Err(unwritable(path, &error)),
     };
@@ -170,10 +243,95 @@ mod tests {
         Ok((AgentStats { regions: 3, ..AgentStats::default() }, vec![peer]))
     }
 
+    fn folder(name: &str) -> PathBuf {
+        let folder = env::temp_dir().join(format!("kvferry-metrics-{name}-{}", process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    type Figures = fn() -> Result<(AgentStats, Vec<PeerStats>)>;
+
+    /// What the agent `name` writes to `path`, when it is told to.
+    fn target(path: &Path, name: &str) -> Target<Figures> {
+        let made = path.with_extension(name);
+        Target { path: place(path).unwrap(), made, name: name.to_owned(), figures, held: None }
+    }
+
+    /// Who wrote the file.
+    fn writer(path: &Path) -> String {
+        let text = fs::read_to_string(path).unwrap();
+        text.split_once("kvferry_agent_regions{agent=\"").unwrap().1.split_once('"').unwrap().0.to_owned()
+    }
+
+    #[test]
+    fn one_agent_writes_a_file_and_the_next_one_when_it_is_gone() {
+        let folder = folder("one");
+        let path = folder.join("x.prom");
+        std::os::unix::fs::symlink("x.prom", folder.join("link")).unwrap();
+        // Through a link to what is not there yet.
+        let (mut first, mut second) = (target(&folder.join("link"), "first"), target(&path, "second"));
+        let refused = |target: &mut Target<Figures>| {
+            let error = target.write().err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::AlreadyExists);
+            assert!(error.message().contains("%a") && error.message().contains("x.prom"), "{error}");
+        };
+        first.write().unwrap();
+        // In the file that takes the place of the one before, too.
+        for _ in 0..3 {
+            refused(&mut second);
+            first.write().unwrap();
+        }
+        assert!(folder.join("link").is_symlink());
+        assert_eq!(writer(&path), "first");
+        // Removed, it is whose next writing comes first. What somebody else has put there is nobody's.
+        fs::remove_file(&path).unwrap();
+        first.write().unwrap();
+        refused(&mut second);
+        fs::remove_file(&path).unwrap();
+        second.write().unwrap();
+        refused(&mut first);
+        assert_eq!(writer(&path), "second");
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "somebody's").unwrap();
+        first.write().unwrap();
+        refused(&mut second);
+        drop(first);
+        second.write().unwrap();
+        assert_eq!(writer(&path), "second");
+        let names: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names.len(), 2, "{names:?}");
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn of_many_that_start_at_once_one_gets_the_file() {
+        let folder = folder("many");
+        for round in 0..50 {
+            let path = folder.join(format!("{round}.prom"));
+            let barrier = std::sync::Barrier::new(4);
+            let written = std::thread::scope(|scope| {
+                let starts = ["a", "b", "c", "d"].map(|name| {
+                    let mut target = target(&path, name);
+                    let barrier = &barrier;
+                    scope.spawn(move || {
+                        barrier.wait();
+                        let written = target.write().is_ok();
+                        // All have tried before one gives up what it has.
+                        barrier.wait();
+                        drop(target);
+                        written.then_some(name)
+                    })
+                });
+                starts.map(|start| start.join().unwrap()).into_iter().flatten().collect::<Vec<_>>()
+            });
+            assert_eq!(written, [writer(&path)], "round {round}");
+        }
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
     #[test]
     fn the_file_is_there_at_once_and_alone() {
-        let folder = env::temp_dir().join(format!("kvferry-metrics-{}", process::id()));
-        fs::create_dir_all(&folder).unwrap();
+        let folder = folder("at-once");
         let file = MetricsFile::start(&folder.join("%a.prom"), ("a/1 x", Incarnation(5)), figures).unwrap();
         file.end(Duration::from_secs(60));
         let text = fs::read_to_string(folder.join("a_1_x.prom")).unwrap();

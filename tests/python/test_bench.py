@@ -53,6 +53,13 @@ def test_transfer_over_shared_memory_beside_the_medium(tmp_path: Path, capsys: p
     assert len(list(ElementTree.parse(drawing).getroot().iter("{http://www.w3.org/2000/svg}g"))) == 3
 
 
+def test_an_engines_file_of_metrics_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An agent that wanted to write this one would not start.
+    monkeypatch.setenv("KVFERRY_METRICS_FILE", "/no/such/folder/metrics.prom")
+    (one,) = bench(tmp_path, "transfer --blocks 4 --rounds 1")
+    assert one["ours_ms"] > 0
+
+
 def test_transfers_over_tcp_that_write(tmp_path: Path) -> None:
     words = "--transport tcp --direction write --pattern strided --requests 3 --blocks 20 --block-bytes 4KiB"
     (one,) = bench(tmp_path, f"transfer {words} --rounds 1")

@@ -24,6 +24,8 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
     # A stopped process would outlive a parent that was killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # An engine's file is not for the agents of a measurement.
+    os.environ["KVFERRY_METRICS_FILE"] = ""
     try:
         try:
             made = make(*arguments)
