@@ -20,6 +20,7 @@ BACKEND = "KVFERRY"
 """The backend's name in NIXL's configuration."""
 FILE_NAME = f"libplugin_{BACKEND}.so"
 _WHEELS = ("nixl-cu12", "nixl-cu13")
+_PLUGIN_WHEEL = "kvferry-nixl"
 
 
 class Installed(NamedTuple):
@@ -46,6 +47,17 @@ class Installed(NamedTuple):
         return self.place if self.place.is_file() else None
 
     @property
+    def elsewhere(self) -> Path | None:
+        """The plug-in that the wheel kvferry-nixl has brought into another folder than this NIXL's, such as that of a
+        virtual environment which sees the system's NIXL; None without it."""
+        try:
+            wheel = importlib.metadata.distribution(_PLUGIN_WHEEL)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+        path = _plugins(wheel, self.package) / FILE_NAME
+        return path if path.is_file() and path.parent != self.folder else None
+
+    @property
     def is_dangling(self) -> bool:
         """Whether a link is there that leads to no file."""
         return self.place.is_symlink() and not self.place.exists()
@@ -60,9 +72,13 @@ def installed() -> list[Installed]:
         except importlib.metadata.PackageNotFoundError:
             continue
         package = wheel.replace("-", "_")
-        folder = Path(str(distribution.locate_file(f".{package}.mesonpy.libs"))) / "plugins"
-        found.append(Installed(package, distribution.version, folder))
+        found.append(Installed(package, distribution.version, _plugins(distribution, package)))
     return found
+
+
+def _plugins(distribution: importlib.metadata.Distribution, package: str) -> Path:
+    """The folder of plug-ins for `package` beside the files of a wheel."""
+    return Path(str(distribution.locate_file(f".{package}.mesonpy.libs"))) / "plugins"
 
 
 _COMMAND = ("-m", "kvferry._nixl_read")

@@ -57,11 +57,11 @@ base_python() {
   "$python" -c 'import sys; print(sys.executable)'
 }
 
-# stamp_of PYTHON FILE...: a hash of the interpreter's version and of the requirement files.
+# stamp_of PROGRAM FILE...: a hash of the version that a program, such as Python, tells, and of the requirement files.
 stamp_of() {
-  local python="$1"
+  local program="$1"
   shift
-  { "$python" --version && cat "$@"; } | sha256sum | cut -d' ' -f1
+  { "$program" --version && cat "$@"; } | sha256sum | cut -d' ' -f1
 }
 
 # stamped DIR NAME STAMP: whether DIR was completed with exactly this stamp.

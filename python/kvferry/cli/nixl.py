@@ -54,7 +54,10 @@ def run(options: argparse.Namespace) -> int:
         if one.plugin is None:
             if one.is_dangling:
                 print(f"  a link that leads to no file: remove {one.place}")
-            print(f"  no plug-in in {one.place.parent}: the wheel kvferry-nixl puts it into the folder of NIXL's wheel")
+            remedy = "the wheel kvferry-nixl puts it into the folder of NIXL's wheel"
+            if one.elsewhere:
+                remedy = f"put a link there; that of the wheel kvferry-nixl is {one.elsewhere}"
+            print(f"  no plug-in in {one.place.parent}: {remedy}")
             failed = True
             continue
         print(f"  plug-in: {one.plugin}")

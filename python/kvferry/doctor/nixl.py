@@ -13,7 +13,7 @@ from .ucx import CLASSES
 LIMIT_S = 60.0
 """How long trying one NIXL may take, if that much time is left. Importing it may import torch."""
 _ORDER = (
-    *("dangling", "failed", "refused", "hidden", "silent", "no-rdma", "two-ucx"),
+    *("dangling", "failed", "refused", "hidden", "elsewhere", "silent", "no-rdma", "two-ucx"),
     *("works", "untried", "uninstalled", "absent"),
 )
 """Of several wheels the first of these is told."""
@@ -26,8 +26,13 @@ def finding(*, transfers: bool, has_rdma: bool) -> Finding:
     case = min((case for _, (case, _) in looked), key=_ORDER.index, default="absent")
     evidence = [f"{one.package} {one.version}: {fact}" for one, (_, facts) in looked for fact in facts]
     known = ", ".join(nixl.KNOWN)
-    plugin = next((str(one.folder / nixl.FILE_NAME) for one, (its, _) in looked if its == "hidden"), "")
-    return found("nixl", case, evidence, plugin=plugin, known=known)
+    # Those of the first wheel that is told.
+    told = next((one for one, (its, _) in looked if its == case), None)
+    plugin = folder = ""
+    if told is not None:
+        plugin = str(told.elsewhere if case == "elsewhere" else told.folder / nixl.FILE_NAME)
+        folder = str(told.place.parent)
+    return found("nixl", case, evidence, plugin=plugin, folder=folder, known=known)
 
 
 def _look(one: nixl.Installed, transfers: bool, has_rdma: bool) -> tuple[str, list[str]]:
@@ -40,6 +45,8 @@ def _look(one: nixl.Installed, transfers: bool, has_rdma: bool) -> tuple[str, li
     if one.plugin is None:
         if named and one.is_known and (one.folder / nixl.FILE_NAME).is_file():
             return "hidden", [f"no plug-in in {where}"]
+        if one.is_known and one.elsewhere:
+            return "elsewhere", [f"no plug-in in {where}; that of the wheel kvferry-nixl is {one.elsewhere}"]
         return "uninstalled", [f"no plug-in in {where}; the wheel kvferry-nixl has it", *accepted]
     facts = [f"plug-in at {one.plugin}", *accepted]
     if not one.is_known:

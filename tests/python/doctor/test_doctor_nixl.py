@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
+import kvferry
 import pytest
 from kvferry import nixl
 from kvferry._nixl_read import STEP
@@ -77,6 +82,88 @@ def test_a_folder_that_hides_the_plug_in(folder: Path, tmp_path: Path, monkeypat
     assert (told.case, told.state) == ("hidden", "warning")
     assert str(folder / nixl.FILE_NAME) in told.remedy
     assert told.evidence == [f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in NIXL_PLUGIN_DIR={tmp_path}"]
+
+
+def run_python(python: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs it with this kvferry and what that needs."""
+    packages = [str(Path(kvferry.__file__).resolve().parents[1]), sysconfig.get_path("purelib")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(packages)}
+    command = [str(word) for word in (python, *words)]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def nested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Path]:
+    """A virtual environment made with --system-site-packages: the system has NIXL, it has the wheel kvferry-nixl. Its
+    Python, where that NIXL looks for plug-ins, and the plug-in."""
+    monkeypatch.delenv("NIXL_PLUGIN_DIR", raising=False)
+    # The system: this Python, with packages of its own.
+    base, stdlib = tmp_path / "base", Path(sysconfig.get_path("stdlib"))
+    libraries = base / stdlib.relative_to(sys.base_prefix)
+    libraries.mkdir(parents=True)
+    for path in stdlib.iterdir():
+        if path.name != "site-packages":
+            (libraries / path.name).symlink_to(path)
+    program = base / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    program.parent.mkdir()
+    program.symlink_to(os.path.realpath(sys.executable))
+    made = run_python(program, "-m", "venv", "--without-pip", "--system-site-packages", tmp_path / "environment")
+    assert made.returncode == 0, made.stderr
+    python = tmp_path / "environment" / "bin" / "python"
+    script = (
+        "import site, sys; print(*(site.getsitepackages([prefix])[-1] for prefix in (sys.base_prefix, sys.prefix)))"
+    )
+    system, own = (Path(word) for word in run_python(python, "-c", script).stdout.split())
+    assert system.is_relative_to(base)
+    assert own.is_relative_to(tmp_path / "environment")
+    inside = Path(f".{WHEEL}.mesonpy.libs") / "plugins"
+    for site in (system, own):
+        (site / inside).mkdir(parents=True)
+    describe(system, nixl.KNOWN[-1])
+    info = own / f"kvferry_nixl-{kvferry.version()}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvferry-nixl\nVersion: {kvferry.version()}\n")
+    (own / inside / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    return python, system / inside, own / inside / nixl.FILE_NAME
+
+
+def test_a_plug_in_in_another_environment_than_nixl(
+    nested: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, looked_in, plugin = nested
+
+    def told() -> dict[str, str | list[str]]:
+        script = (
+            "import json; from kvferry.doctor.nixl import finding\n"
+            "print(json.dumps(finding(transfers=False, has_rdma=False).as_map()))"
+        )
+        done = run_python(python, "-c", script)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, str | list[str]] = json.loads(done.stdout)
+        return found
+
+    found = told()
+    assert (found["case"], found["state"]) == ("elsewhere", "warning")
+    assert found["evidence"] == [
+        f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in {looked_in}; that of the wheel kvferry-nixl is {plugin}"
+    ]
+    assert str(plugin) in found["remedy"]
+    assert str(looked_in) in found["remedy"]
+    done = run_python(python, "-m", "kvferry", "nixl")
+    assert done.returncode == 1
+    assert f"no plug-in in {looked_in}" in done.stdout
+    assert f"that of the wheel kvferry-nixl is {plugin}" in done.stdout
+    # What is said helps.
+    (looked_in / nixl.FILE_NAME).symlink_to(plugin)
+    assert told()["case"] == "untried"
+    # A folder that is named is where NIXL looks.
+    (looked_in / nixl.FILE_NAME).unlink()
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
+    found = told()
+    assert found["case"] == "elsewhere"
+    assert f"into {tmp_path}" in found["remedy"]
+    (tmp_path / nixl.FILE_NAME).symlink_to(plugin)
+    assert told()["case"] == "untried"
 
 
 def test_a_nixl_that_does_not_load(folder: Path) -> None:

@@ -93,6 +93,12 @@ ATTEMPTS: dict[str, Kind] = {
                 "NIXL_PLUGIN_DIR names a folder without the plug-in, so that NIXL does not look where it is installed.",
                 "unset NIXL_PLUGIN_DIR, or put a link to the plug-in into that folder: {plugin}",
             ),
+            "elsewhere": Case(
+                "warning",
+                "kvferry's plug-in is installed where this NIXL does not look: in another environment than NIXL, as "
+                "where a virtual environment sees the system's NIXL (--system-site-packages).",
+                "put a link to {plugin} into {folder}, or install NIXL and kvferry-nixl into one environment",
+            ),
             "refused": Case(
                 "problem",
                 "The plug-in is installed for a version of NIXL that it does not accept: it will not load.",
