@@ -194,14 +194,14 @@ def error_of(host: Process, key: str) -> str:
     return state
 
 
-def test_a_killed_peer_is_an_error_and_a_restarted_one_works(plugin: Path, edge: str) -> None:
+def test_a_killed_peer_is_an_error_and_a_restarted_one_works(plugin: Path, version: str) -> None:
     def serve(host: Process) -> Any:
         host.start("b", ["KVFERRY"])
         address = host.buffer("cache", 2, SIZE)
         host.register("cache", [("cache", 0, SIZE)])
         return address
 
-    with Process(edge, plugin) as a, Process(edge, plugin) as b:
+    with Process(version, plugin) as a, Process(version, plugin) as b:
         a.start("a", ["KVFERRY"])
         a.buffer("cache", 1, SIZE)
         a.register("cache", [("cache", 0, SIZE)])
@@ -211,9 +211,9 @@ def test_a_killed_peer_is_an_error_and_a_restarted_one_works(plugin: Path, edge:
         assert a.run("x") == "DONE"
         b.kill()
         error_of(a, "x")
-        with Process(edge, plugin) as again:
+        with Process(version, plugin) as again:
             address = serve(again)
-            if edge.startswith("1.5"):
+            if version.startswith("1.5"):
                 # It keeps the old metadata after a disconnection, and refuses other until that is removed.
                 with pytest.raises(Failed, match="NOT_ALLOWED"):
                     a.add(again.metadata())
