@@ -25,12 +25,17 @@ die() {
 is_required() { [[ ",${KVFERRY_REQUIRE:-}," == *",$1,"* ]]; }
 
 # with_lock NAME COMMAND...: runs COMMAND while no other script holds the lock NAME of this checkout.
-# The lock is a file descriptor, so it is gone with the last process of COMMAND, however that ended.
+# The lock is a file descriptor, so it is gone with the last process of COMMAND, however that ended. What COMMAND runs has the
+# lock too, and takes it again without waiting for it.
 with_lock() {
-  local name="$1" fd rc=0
+  local name="$1" file="$KVF_DEPS/.lock-$1" fd rc=0
   shift
+  if [[ ":${KVF_LOCKS:-}:" == *":$file:"* ]]; then
+    "$@"
+    return
+  fi
   mkdir -p "$KVF_DEPS"
-  exec {fd}>"$KVF_DEPS/.lock-$name"
+  exec {fd}>"$file"
   if ! flock -n "$fd"; then
     say "waiting for another script that holds the lock $name"
     flock "$fd"
@@ -39,6 +44,7 @@ with_lock() {
   set +e
   (
     set -e
+    export KVF_LOCKS="${KVF_LOCKS:-}:$file"
     "$@"
   )
   rc=$?
