@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use agent_support::{LIMIT, Node, assert_same, config, pattern_bytes, plan, transports};
 use kvferry::ErrorKind;
-use kvferry::agent::{Agent, Direction, Event, PeerId};
+use kvferry::agent::{Agent, Direction, Event, PeerId, Transport};
 
 const LEN: usize = 1 << 20;
 const BLOCK: usize = 4096;
@@ -140,5 +140,44 @@ fn many_threads_poll_and_post_until_the_agent_is_shut_down() {
         let left =
             std::iter::from_fn(|| a.agent.poll_event()).filter(|e| matches!(e, Event::TransferDone { .. })).count();
         assert_eq!(open.load(Ordering::Relaxed), left as u32);
+    }
+}
+
+/// Over TCP, the answer to each read is taken from UCX in some turn after the read was posted. So where there were fewer turns
+/// of the progress thread than reads, the caller has driven the engine, and the thread has stood aside.
+#[test]
+fn the_progress_thread_stands_aside_for_a_caller_that_polls() {
+    let a = Node::start(config("a", Transport::Tcp), 1, &[LEN]);
+    let b = Node::start(config("b", Transport::Tcp), 2, &[LEN]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let theirs = pattern_bytes(2, LEN);
+    let blocks = (LEN / BLOCK) as u32;
+    let end = Instant::now() + LIMIT;
+    for stretch in 0.. {
+        let there = |here: u32| (stretch + here * 31) % blocks;
+        let before = a.agent.stats().unwrap();
+        for here in 0..blocks {
+            let plan = plan(0, 0, BLOCK as u64, BLOCK as u64, vec![here], vec![there(here)]);
+            let id = a.agent.transfer(peer, Direction::Read, plan, 0).unwrap();
+            let done = loop {
+                match poll(&a.agent) {
+                    Event::TransferDone { id: done, result: Ok(()), .. } => break done,
+                    Event::PeerConnected { .. } => {}
+                    other => panic!("{other:?}"),
+                }
+            };
+            assert_eq!(done, id);
+        }
+        let after = a.agent.stats().unwrap();
+        let expected: Vec<u8> =
+            (0..blocks).flat_map(|here| &theirs[there(here) as usize * BLOCK..][..BLOCK]).copied().collect();
+        assert_same("read", &a.contents(), &[expected]);
+        assert_eq!(after.served_bytes - before.served_bytes, LEN as u64, "the reads went by messages");
+        // A caller that seldom gets a processor does not poll without a pause.
+        let turns = after.turns - before.turns;
+        if turns < u64::from(blocks) / 2 {
+            return;
+        }
+        assert!(Instant::now() < end, "the progress thread had {turns} turns while a caller polled for {blocks} reads");
     }
 }

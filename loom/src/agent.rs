@@ -1,4 +1,4 @@
-//! The agent's queues and its waker.
+//! The agent's queues, its waker, and callers that drive the engine in the progress thread's place.
 
 #[path = "../../src/agent/core"]
 pub mod core {
@@ -62,15 +62,19 @@ pub mod core {
 mod shared;
 #[path = "../../src/agent/thread"]
 pub mod thread {
+    pub mod callers;
     pub mod waker;
 }
 
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use core::event::Event;
 use loom::sync::Arc;
 use shared::{Command, Shared};
+use thread::callers::{Callers, Polled};
+
+use crate::sys::isolated::{Gone, Isolated};
 
 /// A turn of the loop: takes what is there and sleeps if it may, as `Loop::serve_commands` and `Loop::sleep` do. Returns
 /// how many commands there were, and whether the thread slept.
@@ -182,4 +186,166 @@ fn two_pollers_get_each_event_once() {
         assert_eq!(got + poller.join().unwrap(), 2);
         assert_eq!(shared.unread_bytes(), 0);
     });
+}
+
+/// What is lent in place of an engine.
+struct Engine {
+    shared: Arc<Shared>,
+    callers: Arc<Callers>,
+    /// Whether the progress thread stands aside, as the engine knows it.
+    aside: bool,
+    served: u32,
+}
+
+impl Engine {
+    /// Whoever has the engine can rely on what `Callers` says of who drives it.
+    fn check(&self) {
+        assert_eq!(self.callers.drive(), self.aside);
+    }
+
+    fn serve(&mut self) {
+        while self.shared.next_command().is_some() {
+            self.served += 1;
+        }
+    }
+}
+
+/// What the handle and the progress thread have of an agent.
+#[derive(Clone)]
+struct Lent {
+    shared: Arc<Shared>,
+    callers: Arc<Callers>,
+    engine: Arc<Isolated<Engine>>,
+    /// All that happens is at one time: callers that poll do so without a pause.
+    now: Instant,
+}
+
+impl Lent {
+    /// Of an agent whose caller has polled without a pause for a while.
+    fn new() -> Lent {
+        let now = Instant::now();
+        let (shared, callers) = (Arc::new(Shared::new(0).unwrap()), Arc::new(Callers::new(now)));
+        while !callers.are_polling(now) {
+            callers.poll(now);
+        }
+        let (for_engine, for_callers) = (Arc::clone(&shared), Arc::clone(&callers));
+        let engine =
+            Isolated::new(|| Ok::<_, ()>(Engine { shared: for_engine, callers: for_callers, aside: false, served: 0 }));
+        Lent { shared, callers, engine: Arc::new(engine.unwrap()), now }
+    }
+
+    /// The progress thread's turn, as in `event_loop::run`: it serves, and stands aside where a caller polls. Returns how
+    /// many commands were served so far, by whomever.
+    fn turn(&self) -> u32 {
+        self.callers.want(true);
+        let turned = self.engine.with(|engine| {
+            self.callers.want(false);
+            engine.check();
+            self.callers.leave();
+            engine.aside = false;
+            if self.shared.waker.take() {
+                engine.serve();
+            }
+            if self.callers.are_polling(self.now) {
+                self.callers.enter();
+                engine.aside = true;
+            }
+            engine.served
+        });
+        turned.unwrap()
+    }
+
+    /// Lends the engine to a caller, as `Inner::try_with` does.
+    fn try_with<R: Send>(&self, use_it: impl FnOnce(&mut Engine) -> R + Send) -> Option<R> {
+        if self.callers.may_take() { self.engine.try_with(use_it) } else { None }
+    }
+
+    /// A caller gives a command, and serves it if it gets the engine, as `Inner::serve_at_once` does.
+    fn give(&self) {
+        self.shared.queue(Command::Disconnect { peer: 1 });
+        let serve = |engine: &mut Engine| {
+            engine.check();
+            engine.serve();
+        };
+        if self.try_with(serve).is_none() {
+            self.shared.waker.wake();
+        }
+    }
+
+    /// A caller polls, as `Inner::poll` does. Returns whether it drove the engine.
+    fn poll(&self) -> bool {
+        match self.callers.poll(self.now) {
+            Polled::Nothing => false,
+            Polled::Ask => {
+                self.shared.waker.wake();
+                false
+            }
+            Polled::Drive => {
+                self.try_with(|engine| {
+                    engine.check();
+                    engine.aside && {
+                        engine.serve();
+                        true
+                    }
+                }) == Some(true)
+            }
+        }
+    }
+}
+
+/// One caller gives commands and another one polls, while the progress thread stands aside and is woken: each command is
+/// served, by the thread or by a caller, and whoever has the engine knows who drives it.
+#[test]
+fn each_command_is_served_whoever_drives() {
+    loom::model(|| {
+        let lent = Lent::new();
+        let giver = {
+            let lent = lent.clone();
+            loom::thread::spawn(move || lent.give())
+        };
+        let poller = {
+            let lent = lent.clone();
+            loom::thread::spawn(move || lent.poll())
+        };
+        lent.turn();
+        giver.join().unwrap();
+        poller.join().unwrap();
+        // Whoever did not get the engine has woken the thread.
+        let is_woken = lent.shared.waker.take();
+        if is_woken {
+            lent.shared.waker.wake();
+            assert_eq!(lent.turn(), 1);
+        }
+        assert_eq!(lent.engine.with(|engine| (engine.aside, engine.served)), Ok((true, 1)));
+        // The thread does not want the engine any more: a poll drives it.
+        assert!(lent.poll());
+    });
+}
+
+/// The engine is ended, or cleared after a panic, while a caller tries to use it: it ends once, behind what the caller does,
+/// who does not wait for that end.
+#[test]
+fn the_engine_ends_while_a_caller_tries_to_use_it() {
+    for is_cleared in [false, true] {
+        loom::model(move || {
+            let lent = Lent::new();
+            lent.turn();
+            let caller = {
+                let lent = lent.clone();
+                loom::thread::spawn(move || {
+                    lent.poll();
+                    lent.engine.with(|engine| engine.check())
+                })
+            };
+            let found = if is_cleared {
+                lent.engine.clear();
+                caller.join().unwrap()
+            } else {
+                lent.engine.end(|_| caller.join().unwrap()).unwrap()
+            };
+            assert!(found == Ok(()) || found == Err(Gone::Ended));
+            assert_eq!(lent.engine.try_with(|_| ()), None);
+            assert_eq!(lent.engine.end(|_| ()), Err(Gone::Ended));
+        });
+    }
 }

@@ -53,7 +53,10 @@ mod mem {
     pub struct MemoryRange;
 }
 
+#[path = "../../src/sys"]
 mod sys {
+    pub mod isolated;
+
     use std::sync::atomic::Ordering;
 
     use loom::cell::UnsafeCell;

@@ -8,4 +8,7 @@ pub mod process;
 pub mod socket;
 pub mod thread;
 
+#[cfg(test)]
+mod tests;
+
 pub use outbox::Outbox;

@@ -14,9 +14,9 @@ use crate::sync::{AtomicBool, AtomicU64};
 const PAUSE: Duration = Duration::from_micros(50);
 /// So many polls without a pause make a caller that waits. Who only collects what has happened, as an engine does in
 /// each of its steps, polls less often.
-const MANY: u64 = 32;
+pub(super) const MANY: u64 = 32;
 /// How often the progress thread is asked to stand aside while it does not.
-const ASK_EVERY: u64 = 1024;
+pub(super) const ASK_EVERY: u64 = 1024;
 /// How long nobody has polled when the progress thread takes over: long enough for a caller to look after something else
 /// between two small transfers.
 const PATIENCE: Duration = Duration::from_millis(1);
@@ -118,35 +118,5 @@ impl Callers {
     /// The progress thread drives the engine; for who has the engine.
     pub(crate) fn leave(&self) {
         self.drive.store(false, Ordering::Relaxed);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_who_polls_without_a_pause_drives() {
-        let start = Instant::now();
-        let callers = Callers::new(start);
-        let at = |micros| start + Duration::from_micros(micros);
-        // Once in a while.
-        for round in 1..200 {
-            assert_eq!(callers.poll(at(round * 60)), Polled::Nothing);
-            assert!(!callers.are_polling(at(round * 60)));
-        }
-        let begin = 20_000;
-        let polled: Vec<Polled> = (0..=MANY + ASK_EVERY + 1).map(|poll| callers.poll(at(begin + poll * 10))).collect();
-        let asked: Vec<usize> = (0..polled.len()).filter(|at| polled.get(*at) == Some(&Polled::Ask)).collect();
-        assert_eq!(asked, [MANY as usize + 1, (MANY + ASK_EVERY) as usize + 1]);
-        let last = begin + (MANY + ASK_EVERY + 1) * 10;
-        callers.enter();
-        assert!(callers.are_polling(at(last + 999)) && !callers.are_polling(at(last + 1000)));
-        assert_eq!(callers.poll(at(last + 10)), Polled::Drive);
-        assert_eq!(callers.poll(at(last + 900)), Polled::Drive, "a short pause");
-        assert_eq!(callers.poll(at(last + 1900)), Polled::Nothing, "a pause");
-        assert!(!callers.are_polling(at(last + 1901)));
-        callers.leave();
-        assert!(!callers.drive());
     }
 }

@@ -6,3 +6,6 @@ pub(crate) mod edge_wait;
 pub(crate) mod spin;
 pub(crate) mod time_slice;
 pub(crate) mod waker;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,30 @@
+//! Unit tests of what `loom/` builds too, with types that work in its models only.
+
+use std::time::{Duration, Instant};
+
+use super::callers::{ASK_EVERY, Callers, MANY, Polled};
+
+#[test]
+fn only_who_polls_without_a_pause_drives() {
+    let start = Instant::now();
+    let callers = Callers::new(start);
+    let at = |micros| start + Duration::from_micros(micros);
+    // Once in a while.
+    for round in 1..200 {
+        assert_eq!(callers.poll(at(round * 60)), Polled::Nothing);
+        assert!(!callers.are_polling(at(round * 60)));
+    }
+    let begin = 20_000;
+    let polled: Vec<Polled> = (0..=MANY + ASK_EVERY + 1).map(|poll| callers.poll(at(begin + poll * 10))).collect();
+    let asked: Vec<usize> = (0..polled.len()).filter(|at| polled.get(*at) == Some(&Polled::Ask)).collect();
+    assert_eq!(asked, [MANY as usize + 1, (MANY + ASK_EVERY) as usize + 1]);
+    let last = begin + (MANY + ASK_EVERY + 1) * 10;
+    callers.enter();
+    assert!(callers.are_polling(at(last + 999)) && !callers.are_polling(at(last + 1000)));
+    assert_eq!(callers.poll(at(last + 10)), Polled::Drive);
+    assert_eq!(callers.poll(at(last + 900)), Polled::Drive, "a short pause");
+    assert_eq!(callers.poll(at(last + 1900)), Polled::Nothing, "a pause");
+    assert!(!callers.are_polling(at(last + 1901)));
+    callers.leave();
+    assert!(!callers.drive());
+}
