@@ -24,7 +24,7 @@ from .table import columns
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 POLICIES = ("fail", "recompute")
-UNUSED = ("kv_buffer_device", "kv_port", "enable_permute_local_kv")
+UNUSED = ("kv_port", "enable_permute_local_kv")
 """Fields of vLLM 0.32's and 0.33's `KVTransferConfig` that `KvferryConnector` does not look at."""
 FIELDS = (
     "kv_connector",
@@ -33,6 +33,7 @@ FIELDS = (
     "kv_connector_extra_config",
     "kv_connector_module_path",
     "kv_load_failure_policy",
+    "kv_buffer_device",
     *UNUSED,
 )
 _CONNECTORS = {"worker", "scheduler", "connector"}

@@ -26,6 +26,7 @@ from .worker import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -113,6 +114,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         """Starts the worker and registers the KV cache."""
         self._worker.register_kv_caches(kv_caches)
 
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        """How the platform copies blocks, for an engine with a host buffer."""
+        self._worker.set_copy_operation(copy_operation)
+
     def unregister_kv_caches(self) -> None:
         """Before the engine sleeps (from vLLM 0.33 on): nothing touches the KV cache from here on."""
         self._worker.unregister_kv_caches()
@@ -148,7 +153,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing: the decode engine reads from the cache itself."""
+        """Nothing: the decode engine reads from the cache itself. A host buffer gets a prefill's blocks when its lease
+        is granted."""
 
     def wait_for_save(self) -> None:
         """Nothing: see `save_kv_layer`."""

@@ -178,6 +178,7 @@ def describe(
     kernels: Mapping[str, str],
     split: Split,
     share: TokenShare,
+    device: str | None = None,
 ) -> Layout:
     """The regions to register and the geometry.
 
@@ -188,6 +189,8 @@ def describe(
         kernels: Attention backend by layer name, from `support.attention_kernels`.
         split: Heads over ranks.
         share: Tokens over ranks.
+        device: The kind of device that computes with the cache, where `kv_caches` are a host buffer for it; None: the
+            one that they are on.
 
     Raises `LayoutError` that names the layer and what was expected.
     """
@@ -213,7 +216,7 @@ def describe(
         }
         start = cache.data_ptr() - storage.data_ptr()
         if isinstance(layer.spec, MambaSpec):
-            found = _states(name, layer.spec, cache, start, base["num_blocks"], split)
+            found = _states(name, layer.spec, cache, start, base["num_blocks"], split, device or cache.device.type)
         else:
             found = _areas(name, layer.spec, cache, start, base["num_blocks"], kernels, split)
         areas.extend(base | area for area in found)
@@ -223,18 +226,24 @@ def describe(
 def _region(name: str, cache: torch.Tensor, storage: Any) -> Region:
     if cache.device.type == "cpu":
         return Region(storage.data_ptr(), storage.nbytes(), "host", 0)
-    if cache.device.type == "cuda":
+    # PyTorch for ROCm calls its devices cuda.
+    if cache.device.type == "cuda" and torch.version.hip is None:
         return Region(storage.data_ptr(), storage.nbytes(), "cuda", cache.get_device())
-    raise LayoutError(f"the KV cache of {name} is on device {cache.device}, expected cpu or cuda")
+    raise LayoutError(
+        f"the KV cache of {name} is on device {cache.device}{' of ROCm' if torch.version.hip else ''}, expected cpu or "
+        "cuda: set kv_buffer_device to cpu"
+    )
 
 
-def _states(name: str, spec: Any, cache: torch.Tensor, start: int, num_blocks: int, split: Split) -> Iterable[Area]:
+def _states(
+    name: str, spec: Any, cache: torch.Tensor, start: int, num_blocks: int, split: Split, device: str
+) -> Iterable[Area]:
     if cache.ndim != 4 or tuple(cache.shape[:3]) != (num_blocks, 1, 1) or cache.stride(3) != 1:
         raise LayoutError(
             f"the state cache of {name} has shape {tuple(cache.shape)} and strides {cache.stride()}, expected "
             f"({num_blocks} blocks, 1, 1, content) with contiguous content"
         )
-    for part in state_parts(name, spec, split.tp_size, split.model_config, cache.device.type):
+    for part in state_parts(name, spec, split.tp_size, split.model_config, device):
         yield {
             "part": part.name,
             "offset": start + part.offset,

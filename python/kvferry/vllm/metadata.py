@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from .host_buffer import Copies
+
 
 @dataclass(frozen=True)
 class KvferryHandshakeMetadata(KVConnectorHandshakeMetadata):
@@ -40,12 +42,14 @@ class KvferryConnectorMetadata(KVConnectorMetadata):
         refused: Loads to report as failed, by request id.
         grants: Whether the step grants leases, see `StepQueue`.
         mark: To come back with the step's output, see `Progress`; 0: nobody waits for it.
+        copies: Blocks that go through the host buffer; None if there are none.
     """
 
     step: bytes = b""
     refused: dict[str, RefusedLoad] = field(default_factory=dict)
     grants: bool = False
     mark: int = 0
+    copies: Copies | None = None
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import kvferry
 from . import bootstrap, dialects, history
 from .config import Options
 from .geometry import TokenShare, transfer_groups
+from .host_buffer import CopyList
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
-from .support import check_multi_turn, check_served, writes_late
+from .support import check_multi_turn, check_served, has_host_buffer, writes_late
 from .under_way import Progress
 
 if TYPE_CHECKING:
@@ -110,9 +111,10 @@ class SchedulerSide:
         self._windows = windows
         self._has_state = any(group["kind"] == "state" for group in groups)
         if self._multi_turn:
-            check_multi_turn(transfer, self._has_state)
+            check_multi_turn(vllm_config, self._has_state)
         self._holds_back = windows or self._has_state
         self._late = writes_late(vllm_config, self._has_state)
+        self._copies = CopyList() if has_host_buffer(vllm_config) else None
         # After how many tokens a group begins a new block with its state; None for groups of tokens.
         self._state_spans = [
             group.kv_cache_spec.block_size if stated["kind"] == "state" else None
@@ -178,7 +180,8 @@ class SchedulerSide:
             self._prefills[request.request_id] = name, digest
             if self._holds_back:
                 _drop_last_token(request)
-            if name is not None:
+            if name is not None and self._copies is None:
+                # What is under way is on the device only.
                 self._progress.add(request.request_id, name, request.num_prompt_tokens)
         params = self._to_load(request)
         if params is None or request.request_id in self._others:
@@ -245,6 +248,8 @@ class SchedulerSide:
             try:
                 groups: Sequence[Sequence[int]] = fill or [()] * len(self._kv_cache_config.transfer_groups)
                 self._scheduler.allocated(request_id, params, groups, self._handed_over(request), external_tokens)
+                if fill and self._copies is not None:
+                    self._copies.fill(request_id, fill)
                 return
             except kvferry.KvferryError as error:
                 self._refuse(request, error)
@@ -307,6 +312,8 @@ class SchedulerSide:
         if answer is not None and digests is not None:
             answer[history.KEY] = digests
         if answer is not None and params.get("do_remote_decode"):
+            if self._copies is not None:
+                self._copies.save(groups)
             if digest is not None:
                 answer[dialects.PROMPT] = digest
             if self._push_dialect:
@@ -389,7 +396,8 @@ class SchedulerSide:
         self._wants_blocks = False
         refused, self._refused_loads = self._refused_loads, {}
         step = self._scheduler.step() if self._scheduler.has_pending() else b""
-        metadata = KvferryConnectorMetadata(step, refused, self._granted, self._progress.step(output))
+        copies = self._copies.take() if self._copies is not None else None
+        metadata = KvferryConnectorMetadata(step, refused, self._granted, self._progress.step(output), copies)
         # Work that one step did not hold comes with the next.
         self._granted = self._granted and self._scheduler.has_pending()
         return metadata

@@ -59,6 +59,11 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
             f"KvferryConnector does not serve --enable-sleep-mode with vLLM {vllm.__version__}: sleeping unmaps the "
             "registered KV cache, of which vLLM tells a connector from 0.33 on"
         )
+    if has_host_buffer(vllm_config) and getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise NotServedError(
+            "KvferryConnector does not serve --enable-sleep-mode with kv_buffer_device cpu: a load that has ended "
+            "would be copied into unmapped memory. Leave out either"
+        )
     for group in kv_cache_config.transfer_groups:
         if group.host_resident:
             raise NotServedError("KvferryConnector does not serve KV-cache groups that live in a host pool (HiSparse)")
@@ -66,8 +71,27 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
             _check_spec(spec, group.layer_names)
 
 
-def check_multi_turn(transfer: Any, has_state: bool) -> None:
+def has_host_buffer(vllm_config: Any) -> bool:
+    """Whether blocks go through a host buffer, because `kv_buffer_device` is `cpu` and the device is another.
+
+    Raises `NotServedError` for a buffer on a third device."""
+    device, buffer = vllm_config.device_config.device_type, vllm_config.kv_transfer_config.kv_buffer_device
+    if buffer not in (device, "cpu"):
+        raise NotServedError(
+            f"KvferryConnector does not serve kv_buffer_device {buffer} on device {device}: leave it out to transfer "
+            f"from the KV cache itself{'' if device == 'cpu' else ', or set it to cpu for a buffer in host memory'}"
+        )
+    return bool(buffer != device)
+
+
+def check_multi_turn(vllm_config: Any, has_state: bool) -> None:
     """Raises `NotServedError` where conversations cannot go on between engines."""
+    transfer = vllm_config.kv_transfer_config
+    if has_host_buffer(vllm_config):
+        raise NotServedError(
+            "KvferryConnector does not serve multi_turn (bidirectional_kv_xfer) with kv_buffer_device cpu: a decode "
+            "engine's answer has the blocks of a conversation before they are copied to the host. Leave out either"
+        )
     if has_state:
         raise NotServedError(
             "KvferryConnector does not serve multi_turn (bidirectional_kv_xfer) with recurrent states: those of a "
@@ -88,10 +112,13 @@ def check_multi_turn(transfer: Any, has_state: bool) -> None:
 
 
 def writes_late(vllm_config: Any, has_state: bool) -> bool:
-    """Whether a finished prefill's answer can be out before all of its cache is written.
+    """Whether a finished prefill's answer can be out before all of its cache is where it is read.
 
     The attention of the model itself comes before the token that it samples. A drafter's comes after it, and so do
-    copies of states: on a GPU, the token is on its way to the client while these are still to be computed."""
+    copies of states: on a GPU, the token is on its way to the client while these are still to be computed. To a host
+    buffer, blocks are copied with the step that grants the lease."""
+    if has_host_buffer(vllm_config):
+        return True
     if vllm_config.device_config.device_type == "cpu":
         return False
     speculative = vllm_config.speculative_config

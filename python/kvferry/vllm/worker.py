@@ -13,11 +13,12 @@ import kvferry
 from .config import Options
 from .geometry import Split, TokenShare, describe, transfer_layers
 from .heads import KvHeads
+from .host_buffer import CopyBlocks, HostBuffer
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
 from .stats import KvferryStats
 from .step_queue import StepQueue, device_recorder
-from .support import align_interleave, attention_kernels, check_served, compat_fields
+from .support import align_interleave, attention_kernels, check_served, compat_fields, has_host_buffer
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,8 @@ class WorkerSide:
         self._worker: kvferry.Worker | None = None
         self._steps: StepQueue | None = None
         self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._has_host_buffer = has_host_buffer(vllm_config)
+        self._host: HostBuffer | None = None
         self._metadata: KvferryHandshakeMetadata | None = None
         self._submitted: KvferryConnectorMetadata | None = None
         self._invalid_blocks: set[int] = set()
@@ -63,6 +66,12 @@ class WorkerSide:
         if self._worker is not None or self._kv_caches:
             raise RuntimeError("the KV caches of this worker are registered already; they cannot be replaced")
         self._start(kv_caches)
+
+    def set_copy_operation(self, copy_operation: CopyBlocks) -> None:
+        """Takes vLLM's copy between device and host, after `register_kv_caches`. Without a host buffer, nothing needs
+        it."""
+        if self._host is not None:
+            self._host.set_copy_operation(copy_operation)
 
     def unregister_kv_caches(self) -> None:
         """Ends the worker, so that nothing touches the memory any more. Peers see the connection closed."""
@@ -100,7 +109,13 @@ class WorkerSide:
         dcp_size, dcp_rank = get_dcp_world_size_and_rank(parallel.decode_context_parallel_size > 1)
         split = Split(tp_rank, tp_size, KvHeads(self._vllm_config), self._vllm_config.model_config)
         share = TokenShare(dcp_size, dcp_rank, parallel.cp_kv_cache_interleave_size)
-        layout = describe(self._kv_cache_config, self._layers, kv_caches, kernels, split, share)
+        host = None
+        if self._has_host_buffer:
+            blocks, zeroed = self._kv_cache_config.num_blocks, self._kv_cache_config.needs_kv_cache_zeroing
+            host = HostBuffer(kv_caches, self._layers, blocks, zeroed)
+        caches = kv_caches if host is None else host.caches
+        device = self._vllm_config.device_config.device_type
+        layout = describe(self._kv_cache_config, self._layers, caches, kernels, split, share, device)
         engine_id, pp_rank = self._vllm_config.kv_transfer_config.engine_id, get_pp_group().rank_in_group
         worker = kvferry.Worker(
             {
@@ -120,18 +135,20 @@ class WorkerSide:
                 worker.register(region.addr, region.nbytes, region.kind, region.device)
             worker.set_geometry(layout.geometry)
             self._metadata = KvferryHandshakeMetadata(worker.metadata())
-            steps = StepQueue(worker.submit, device_recorder(kv_caches))
+            # To the host buffer, what a step grants is copied before it is queued.
+            steps = StepQueue(worker.submit, device_recorder(caches))
         except BaseException:
             worker.shutdown(SHUTDOWN_SECONDS)
             raise
         # The memory must outlive the registration.
-        self._kv_caches = kv_caches
+        self._kv_caches, self._host = kv_caches, host
         self._worker, self._steps = worker, steps
         for step, grants in self._asleep:
             steps.add(step, grants)
         self._asleep = []
         logger.info(
-            "Registered the KV cache of %d layers: %d bytes in %d regions, %d blocks of %d groups",
+            "Registered %s of %d layers: %d bytes in %d regions, %d blocks of %d groups",
+            "the KV cache" if host is None else "a host buffer for the KV cache",
             len(self._layers),
             sum(region.nbytes for region in layout.regions),
             len(layout.regions),
@@ -141,7 +158,11 @@ class WorkerSide:
 
     @property
     def handshake_metadata(self) -> KvferryHandshakeMetadata | None:
-        """This rank's metadata, once the KV caches are registered."""
+        """This rank's metadata, once the KV caches are registered.
+
+        Raises `RuntimeError` where nothing could be copied into the host buffer."""
+        if self._host is not None:
+            self._host.check()
         return self._metadata
 
     def submit(self, metadata: KvferryConnectorMetadata) -> None:
@@ -151,6 +172,8 @@ class WorkerSide:
         self._submitted = metadata
         self._refused.update(metadata.refused)
         self._mark = metadata.mark
+        if metadata.copies is not None and self._host is not None:
+            self._host.before(metadata.copies)
         if not metadata.step:
             return
         if self._steps is None and self._kv_caches:
@@ -178,6 +201,8 @@ class WorkerSide:
             results.finished_recving.update(report["finished_recving"])
             for failure in report["failed_recving"]:
                 self._failed(results, failure["request"], failure["invalid_blocks"])
+            if self._host is not None:
+                self._host.ended(report["finished_recving"], results.failed_recving)
             self._stats = self._stats.aggregate(KvferryStats.from_report(report))
             self._reports += (encoded,)
         return results
@@ -213,7 +238,7 @@ class WorkerSide:
         worker, self._worker, self._steps = self._worker, None, None
         if worker is not None:
             worker.shutdown(SHUTDOWN_SECONDS)
-        self._kv_caches = {}
+        self._kv_caches, self._host = {}, None
 
     def _running(self) -> StepQueue:
         if self._steps is None:

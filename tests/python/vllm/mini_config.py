@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mini_runner import RunnerName
 
@@ -18,6 +18,9 @@ WINDOW = 40
 STATE_LAYERS = ("model.layers.1.mixer", "model.layers.3.mixer")
 LONGEST = 1024
 """Tokens of a request."""
+DEVICE = "elsewhere"
+"""Where the cache is of an engine with a host buffer."""
+HostBuffer = Literal["copied", "not saved", "not filled"]
 LIMIT = 240.0
 """Seconds after which a wait has failed; a working wait takes a small part of it even on a crowded machine."""
 
@@ -44,6 +47,8 @@ class Settings:
     """vLLM's `mamba_cache_mode`, for a model that has states in place of windows."""
     speculative: int = 0
     """Tokens ahead, for which states have more inputs and requests more blocks."""
+    host_buffer: HostBuffer | None = None
+    """The cache is a device's, with a buffer in host memory. Which of the copies are made."""
 
 
 def write_model(folder: Path, layers: int = 4) -> str:
@@ -76,6 +81,7 @@ def vllm_config(settings: Settings) -> Any:
         "kv_connector_module_path": "kvferry.vllm",
         "kv_role": settings.role,
         "kv_connector_extra_config": {"host": "127.0.0.1", "port": 0, **settings.extra},
+        "kv_buffer_device": "cpu",
     }
     if settings.child:
         # Beside a connector of vLLM that needs nothing but a folder.
@@ -89,7 +95,7 @@ def vllm_config(settings: Settings) -> Any:
             "kv_role": settings.role,
             "kv_connector_extra_config": {"connectors": [connector, other]},
         }
-    return EngineArgs(
+    config = EngineArgs(
         model=settings.model,
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -103,6 +109,9 @@ def vllm_config(settings: Settings) -> Any:
         disable_hybrid_kv_cache_manager=settings.child,
         kv_transfer_config=KVTransferConfig(**connector, kv_load_failure_policy=settings.policy),
     ).create_engine_config()
+    if settings.host_buffer:
+        config.device_config.device_type = DEVICE
+    return config
 
 
 def kv_cache_config(settings: Settings) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mini_device
 import mini_runner
 from mini_config import (
     FULL_LAYERS,
@@ -58,6 +59,7 @@ class Engine:
             init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
             ensure_model_parallel_initialized(1, 1)
             self._add_layers(config)
+            self.stream = mini_device.Stream(settings.host_buffer) if settings.host_buffer else None
             from vllm.v1.kv_cache_layout import KVCacheLayout
 
             self.views = allocate_kv_cache(self.kv_cache_config, torch.device("cpu"), KVCacheLayout[settings.layout])
@@ -158,11 +160,17 @@ class Engine:
         import torch
 
         for place, which, content in self._states(request, positions.stop, self.salt):
-            place[which] = content
+            self._write(place, which, content)
         cells = self._cells(request, positions, self.salt)
         for layer, name, which, blocks, slots in self._places(request, positions):
             view = self.views[name].view(torch.uint8).numpy()
-            view[blocks, :, slots] = cells[layer, which]
+            self._write(view, (blocks, slice(None), slots), cells[layer, which])
+
+    def _write(self, view: Any, where: Any, content: Any) -> None:
+        if self.stream is None:
+            view[where] = content
+        else:
+            self.stream.enqueue(view, where, content)
 
     def _front(self, token: int) -> int:
         """The first token that `token` looks at in layers that do not look at all."""
@@ -172,6 +180,8 @@ class Engine:
     def _count_wrong(self, request: str, positions: range, salt: int) -> tuple[int, int]:
         import torch
 
+        if self.stream is not None:
+            self.stream.synchronize()
         cells = self._cells(request, positions, salt)
         wrong = total = 0
         for layer, name, which, blocks, slots in self._places(request, positions):

@@ -20,9 +20,10 @@ import torch
 from kvferry.vllm import worker as worker_module
 from kvferry.vllm.config import parse_options
 from kvferry.vllm.geometry import TokenShare, transfer_groups
+from kvferry.vllm.host_buffer import CopyList
 from kvferry.vllm.metadata import KvferryConnectorMetadata
 from kvferry.vllm.worker import WorkerSide
-from mini_config import FULL_LAYERS, HEAD_SIZE, WINDOW_LAYERS, write_model
+from mini_config import DEVICE, FULL_LAYERS, HEAD_SIZE, WINDOW_LAYERS, write_model
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -137,6 +138,7 @@ class Engine:
         monkeypatch: pytest.MonkeyPatch,
         backends: Mapping[str, str] | None = None,
         holds: Mixed | None = None,
+        host_buffer: bool = False,
     ) -> None:
         from vllm.v1.kv_cache_layout import KVCacheLayout
         from vllm.v1.worker.utils import allocate_kv_cache
@@ -144,6 +146,9 @@ class Engine:
         self.tp_size = tp_size
         self.holds = holds or Mixed()
         config = vllm_config(path, tp_size, name, backends or {}, self.holds.layers)
+        if host_buffer:
+            config.device_config.device_type = DEVICE
+        self.copies = CopyList() if host_buffer else None
         self.views: list[dict[str, torch.Tensor]] = []
         self.sides: list[WorkerSide] = []
         caches = []
@@ -154,6 +159,7 @@ class Engine:
             side = WorkerSide(config, cache, parse_options({"verify": True, "rehearse": False}))
             self.views.append(allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC))
             side.register_kv_caches(self.views[-1])
+            side.set_copy_operation(copy_blocks)
             self.sides.append(side)
         ranks = {(0, rank): side.handshake_metadata.rank_metadata for rank, side in enumerate(self.sides)}  # type: ignore[union-attr]
         groups = transfer_groups(caches[0], TokenShare())
@@ -167,7 +173,8 @@ class Engine:
     def step(self) -> list[Any]:
         """One engine step; an outcome for each report."""
         if self.scheduler.has_pending():
-            step = KvferryConnectorMetadata(self.scheduler.step())
+            copies = self.copies.take() if self.copies is not None else None
+            step = KvferryConnectorMetadata(self.scheduler.step(), copies=copies)
             for side in self.sides:
                 side.submit(step)
         outcomes: list[Any] = []
@@ -197,10 +204,26 @@ class Engine:
                     wrong[rank] = wrong.get(rank, 0) + differ
         return wrong
 
+    def save(self, groups: tuple[list[int], ...]) -> None:
+        """As the connector's scheduler side does for a prefill that is kept."""
+        if self.copies is not None:
+            self.copies.save(groups)
+
+    def fill(self, request: str, groups: tuple[list[int], ...]) -> None:
+        """As it does for a load."""
+        if self.copies is not None:
+            self.copies.fill(request, groups)
+
     def close(self) -> None:
         for side in self.sides:
             side.shutdown()
         self.scheduler.shutdown()
+
+
+def copy_blocks(source: Any, target: Any, there: list[int], here: list[int], direction: str) -> None:
+    """As a platform's copy between a device and a host buffer."""
+    for name in source:
+        target[name][here] = source[name][there]
 
 
 def cache_config(rank: int, tp_size: int) -> KVCacheConfig:
@@ -235,11 +258,13 @@ def hand_over(
     p.write(there)
     _, params = p.scheduler.finished("prompt", {"do_remote_decode": True}, "complete", there, computed)
     assert params is not None
+    p.save(there)
     p.step()
     asked = {**params, "do_remote_prefill": True}
     d.scheduler.arrived("r", asked)
     matched, _ = d.scheduler.matched("r", asked, tokens, 0)
     d.scheduler.allocated("r", asked, here, tokens, matched)
+    d.fill("r", here)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         p.step()

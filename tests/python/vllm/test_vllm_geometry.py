@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kvferry.vllm import geometry
 from kvferry.vllm.geometry import LayoutError, Split, TokenShare, describe, transfer_groups, transfer_layers
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -330,6 +332,20 @@ def test_another_shape_is_refused_with_what_was_expected(spoil: Any, expected: s
         cache.describe()
     assert cache.names[2] in str(caught.value)
     assert expected in str(caught.value)
+
+
+def test_a_device_that_the_library_has_no_path_to_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch for ROCm calls its devices cuda; there is none here."""
+    cache: Any = SimpleNamespace(device=torch.device("cuda", 1), get_device=lambda: 1)
+    storage: Any = SimpleNamespace(data_ptr=lambda: 4096, nbytes=lambda: 64)
+    assert geometry._region("a", cache, storage) == (4096, 64, "cuda", 1)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(LayoutError, match=r"of a is on device cuda:1 of ROCm, .* set kv_buffer_device to cpu"):
+        geometry._region("a", cache, storage)
+    monkeypatch.setattr(torch.version, "hip", None)
+    cache.device = torch.device("xpu", 0)
+    with pytest.raises(LayoutError, match="of a is on device xpu:0, expected cpu or cuda: set kv_buffer_device to cpu"):
+        geometry._region("a", cache, storage)
 
 
 def test_heads_packed_into_fewer_slots_are_refused() -> None:

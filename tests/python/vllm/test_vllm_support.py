@@ -17,6 +17,7 @@ from kvferry.vllm.support import (
     check_multi_turn,
     check_served,
     compat_fields,
+    has_host_buffer,
     writes_late,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -55,8 +56,9 @@ def engine(role: str = "kv_producer", **changes: Any) -> Any:
             is_kv_producer=role == "kv_producer",
             is_kv_consumer=role == "kv_consumer",
             kv_load_failure_policy="fail",
+            kv_buffer_device=changes.pop("buffer", "cpu"),
         ),
-        device_config=SimpleNamespace(device_type="cpu"),
+        device_config=SimpleNamespace(device_type=changes.pop("device", "cpu")),
         speculative_config=None,
         num_prefill_lookahead_tokens=changes.pop("lookahead", 0),
     )
@@ -120,26 +122,58 @@ def test_sleep_mode_is_served_where_vllm_tells_of_it(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_where_conversations_go_on(role: str, policy: str, has_state: bool, expected: str | None) -> None:
-    transfer = SimpleNamespace(
-        is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer", kv_load_failure_policy=policy
-    )
+    config = engine()
+    config.kv_transfer_config.is_kv_producer = role != "kv_consumer"
+    config.kv_transfer_config.is_kv_consumer = role != "kv_producer"
+    config.kv_transfer_config.kv_load_failure_policy = policy
     if expected is None:
-        check_multi_turn(transfer, has_state)
+        check_multi_turn(config, has_state)
     else:
         with pytest.raises(NotServedError, match=expected):
-            check_multi_turn(transfer, has_state)
+            check_multi_turn(config, has_state)
 
 
-def test_a_gpu_writes_drafts_and_states_late() -> None:
-    def late(device: str, has_state: bool, drafter: bool | None) -> bool:
-        speculative = None if drafter is None else SimpleNamespace(use_eagle=lambda: drafter)
-        config = SimpleNamespace(device_config=SimpleNamespace(device_type=device), speculative_config=speculative)
+@pytest.mark.parametrize(
+    ("device", "buffer", "expected"),
+    [
+        ("cpu", "cpu", False),
+        ("cuda", "cuda", False),
+        ("xpu", "xpu", False),
+        ("cuda", "cpu", True),
+        ("xpu", "cpu", True),
+        ("cpu", "cuda", "kv_buffer_device cuda on device cpu: leave it out to transfer from the KV cache itself$"),
+        ("cuda", "xpu", "kv_buffer_device xpu on device cuda.* or set it to cpu for a buffer in host memory"),
+    ],
+)
+def test_where_blocks_go_through_a_host_buffer(device: str, buffer: str, expected: bool | str) -> None:
+    config = engine(device=device, buffer=buffer)
+    if isinstance(expected, bool):
+        assert has_host_buffer(config) is expected
+        check_served(config, groups(FullAttentionSpec(**SHAPE)))
+    else:
+        with pytest.raises(NotServedError, match=expected):
+            check_served(config, groups(FullAttentionSpec(**SHAPE)))
+
+
+def test_what_a_host_buffer_does_not_go_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.vllm.support.TELLS_OF_SLEEP", True)
+    with pytest.raises(NotServedError, match="--enable-sleep-mode with kv_buffer_device cpu"):
+        check_served(engine(device="cuda", sleep=True), groups(FullAttentionSpec(**SHAPE)))
+    with pytest.raises(NotServedError, match=r"multi_turn .* with kv_buffer_device cpu"):
+        check_multi_turn(engine("kv_consumer", device="cuda"), has_state=False)
+
+
+def test_a_gpu_writes_drafts_and_states_late_and_a_host_buffer_gets_all_late() -> None:
+    def late(device: str, has_state: bool, drafter: bool | None, buffer: str | None = None) -> bool:
+        config = engine(device=device, buffer=buffer or device)
+        config.speculative_config = None if drafter is None else SimpleNamespace(use_eagle=lambda: drafter)
         return writes_late(config, has_state)
 
     assert [late("cuda", *case) for case in [(False, None), (False, False), (True, None), (False, True)]] == [
         *(False, False, True, True)
     ]
     assert not late("cpu", True, True)
+    assert late("cuda", False, None, "cpu")
 
 
 def test_a_group_that_is_not_transferred_may_be_anything() -> None:

@@ -1,0 +1,202 @@
+"""Caches of a device that the library has no path to, through buffers in host memory (`kv_buffer_device` `cpu`).
+
+The device is made up: its memory is the caches', it writes there only when somebody waits for it, and vLLM's platform
+copies blocks between it and the host. The rest is vLLM's and the connector's; every byte is checked on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mini_ranks
+import numpy as np
+import pytest
+import torch
+from kvferry.vllm.geometry import Layer
+from kvferry.vllm.host_buffer import Copies, HostBuffer
+from mini_config import BLOCK
+from test_vllm_engines import OTHER_SALT, P_SALT, REMOTE_DECODE, Pair, prompt
+from test_vllm_states import HERE, THERE, Stateful
+
+BUFFERED = {"host_buffer": "copied"}
+
+
+class Buffered(Pair):
+    """A pair whose prefill engine may answer before blocks are where they are read."""
+
+    def decoded(self, name: str, tokens: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
+        """As vLLM, the prefill engine steps while it keeps the blocks."""
+        self.prefill.start("run_while_needed")
+        answer = super().decoded(name, tokens, params)
+        self.prefill.result("run_while_needed")
+        return answer
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (BUFFERED, BUFFERED, True, "mixin"),
+        (BUFFERED, {}, False, "active"),
+        ({}, BUFFERED, True, "active"),
+        (BUFFERED | {"block": 48, "layout": "LBNHC"}, BUFFERED | {"block": 32}, False, "mixin"),
+        (BUFFERED | {"states": "align"}, BUFFERED | {"states": "align"}, False, "active"),
+    ],
+    ids=["both-hybrid", "prefill", "decode-hybrid", "both-other-blocks", "both-states"],
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buffered]:
+    prefill, decode, hybrid, runner = request.param
+    pair = Buffered(tmp_path_factory.mktemp("model"), "fail", hybrid, False, prefill, decode, runner)
+    yield pair
+    pair.close()
+
+
+@pytest.mark.parametrize("tokens", [5, BLOCK, 103, 500])
+def test_hand_over(pair: Buffered, tokens: int) -> None:
+    name = f"over-{tokens}"
+    words = prompt(tokens, tokens)
+    answer = pair.decoded(name, words, pair.prefilled(name, words))
+    assert (answer["reason"], len(answer["tokens"])) == ("length", 4)
+    p, d = pair.quiesce()
+    assert d["starts"][name][0] == tokens - 1
+    assert d["wrong_bytes"][name] == 0
+    assert p["figures"]["sends_read"] >= 1
+
+
+def test_a_prefill_in_chunks(pair: Buffered) -> None:
+    """What a chunk writes into a block of the chunk before is there too. Nothing is read before the end."""
+    words = prompt(40, 11 * BLOCK + 5)
+    first = pair.prefilled("place", prompt(41, 20))
+    pair.decoded("place", prompt(41, 20), first)
+    place = {key: first[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
+    pair.prefill.call("chunk", 2 * BLOCK + 3 if not pair.states else 2 * BLOCK)
+    try:
+        asked = {**place, "do_remote_prefill": True, "transfer_id": "x-chunks"}
+        pair.decode.call("add", "chunks", words, 4, asked)
+        for _ in range(20):
+            pair.decode.call("step")
+        pair.prefill.call("add", "p-chunks", words, 1, {**REMOTE_DECODE, "transfer_id": "x-chunks"})
+        pair.prefill.start("run_while_needed")
+        pair.decode.call("run_until", "'reason' in e.answers.get('chunks', {})")
+        pair.prefill.result("run_while_needed")
+    finally:
+        pair.prefill.call("chunk", 0)
+    _, d = pair.quiesce()
+    assert d["starts"]["chunks"][0] == len(words) - 1
+    assert d["wrong_bytes"]["chunks"] == 0
+
+
+def test_prefixes_in_common_and_blocks_that_are_used_again(pair: Buffered) -> None:
+    """More prompts than there are blocks, so that a block holds one after the other in both memories."""
+    shared = prompt(50, 6 * BLOCK)
+    for i in range(6):
+        name, words = f"again-{i}", (shared if i % 2 else []) + prompt(60 + i, 300 + 23 * i)
+        assert pair.decoded(name, words, pair.prefilled(name, words))["reason"] == "length"
+        assert pair.quiesce()[1]["wrong_bytes"][name] == 0
+
+
+def test_a_load_that_fails_and_one_that_is_aborted(pair: Buffered) -> None:
+    words = prompt(70, 200)
+    params = pair.prefilled("lost", words)
+    key = "remote_request_id" if params.get("remote_block_ids") else "transfer_id"
+    pair.decode.call("add", "lost", words, 4, {**params, "remote_incarnation": None, key: "nobody's"})
+    pair.decode.call("step")
+    pair.decode.call("abort", "lost")
+    pair.decode.call("add", "taken-back", words, 4, params)
+    pair.decode.call("step")
+    pair.decode.call("abort", "taken-back")
+    pair.quiesce()
+    good = prompt(71, 200)
+    assert pair.decoded("good", good, pair.prefilled("good", good))["reason"] == "length"
+    assert pair.quiesce()[1]["wrong_bytes"]["good"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("not saved", "copied"), ("copied", "not filled")],
+    ids=["not-saved", "not-filled"],
+)
+def test_without_either_copy_the_bytes_are_wrong(tmp_path: Path, prefill: str, decode: str) -> None:
+    pair = Buffered(tmp_path, "fail", False, False, {"host_buffer": prefill}, {"host_buffer": decode})
+    try:
+        words = prompt(97, 64)
+        assert pair.decoded("control", words, pair.prefilled("control", words))["reason"] == "length"
+        assert pair.quiesce()[1]["wrong_bytes"]["control"] > 1000
+    finally:
+        pair.close()
+
+
+def test_the_check_of_bytes_can_fail(pair: Buffered) -> None:
+    words = prompt(98, 64)
+    pair.decode.call("loaded_from", OTHER_SALT)
+    try:
+        pair.decoded("other", words, pair.prefilled("other", words))
+    finally:
+        pair.decode.call("loaded_from", P_SALT)
+    assert pair.quiesce()[1]["wrong_bytes"]["other"] > 1000
+
+
+def test_a_load_that_begins_inside_a_block_keeps_what_is_in_front_of_it() -> None:
+    """Both groups' blocks of two rows, and layers that share memory."""
+    memory = torch.arange(8 * 2 * 3, dtype=torch.uint8)
+    caches = {"a": memory.view(8, 1, 2, 3), "b": memory.view(8, 1, 2, 3)}
+    before = memory.clone()
+    buffer = HostBuffer(caches, {"a": Layer(0, None), "b": Layer(1, None)}, num_blocks=4, zeroed=False)
+    copied: list[tuple[str, list[str], list[int]]] = []
+
+    def copy(source: Any, target: Any, there: list[int], here: list[int], direction: str) -> None:
+        assert there == here
+        copied.append((direction, sorted(source), there))
+        for name in source:
+            target[name][here] = source[name][there]
+
+    buffer.set_copy_operation(copy)
+    buffer.before(Copies(filled={"r": ((1, 3), (2,))}))
+    assert copied == [("d2h", ["a"], [2, 3]), ("d2h", ["b"], [4, 5])]
+    host = buffer.caches["a"]
+    assert host.untyped_storage().data_ptr() == buffer.caches["b"].untyped_storage().data_ptr()
+    # What is loaded: all but the first token of block 1.
+    host[2, :, 1:] = 200
+    host[[3, 6, 7]] = 201
+    buffer.ended(["r", "somebody's"], failed=())
+    expected = before.view(8, 1, 2, 3).clone()
+    expected[2, :, 1:] = 200
+    expected[[3, 6, 7]] = 201
+    assert torch.equal(memory.view(8, 1, 2, 3), expected)
+    # Ended, so that nothing comes of it any more; and nothing of one that has failed.
+    buffer.before(Copies(filled={"lost": ((1,), ())}))
+    host.fill_(99)
+    buffer.ended(["r", "lost"], failed={"lost"})
+    assert torch.equal(memory.view(8, 1, 2, 3), expected)
+
+
+def test_a_model_runner_that_has_no_copy_is_refused() -> None:
+    buffer = HostBuffer({"a": torch.zeros(4, 1, 2, 3)}, {"a": Layer(0, None)}, 4, zeroed=False)
+    with pytest.raises(RuntimeError, match="has not called set_host_xfer_buffer_ops"):
+        buffer.check()
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("copies", [True, False], ids=["copied", "not-copied"])
+def test_ranks_of_unequal_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p_size: int, d_size: int, copies: bool
+) -> None:
+    """Of a model with full attention and states."""
+    path, holds = mini_ranks.model(tmp_path), Stateful("GDN_ATTN")
+    p = mini_ranks.Engine("p", path, p_size, monkeypatch, holds=holds, host_buffer=True)
+    d = mini_ranks.Engine("d", path, d_size, monkeypatch, holds=holds, host_buffer=True)
+    try:
+        if copies:
+            assert mini_ranks.hand_over(p, d, THERE, HERE) is None
+        else:
+            for side in p.sides:
+                side.set_copy_operation(lambda *_: None)
+            with pytest.raises(AssertionError):
+                mini_ranks.hand_over(p, d, THERE, HERE)
+            wrong = d.wrong(HERE)
+            assert set(wrong) == set(range(d_size))
+            assert all(np.array(list(wrong.values())) > 1000)
+    finally:
+        d.close()
+        p.close()
