@@ -88,33 +88,50 @@ fn tempfile_of(command: &Command) -> (PathBuf, PathBuf) {
     (folder.join(format!("{name}.out")), folder.join(format!("{name}.err")))
 }
 
-fn must_pass(out: &Output, what: &str) {
+/// A program of `tests/abi`, the arguments that it is run with, and what it prints at the end.
+struct Program {
+    name: &'static str,
+    arguments: &'static [&'static str],
+    says: &'static str,
+}
+
+const PROGRAMS: [Program; 2] = [
+    Program { name: "agent", arguments: &["tcp", "shm"], says: "every byte was right" },
+    Program { name: "scheduler", arguments: &[""], says: "every conversation was let go of in its turn" },
+];
+
+fn must_pass(out: &Output, program: &Program, what: &str) {
     let (stdout, stderr) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success(), "{what}: {}\n{stdout}\n{stderr}", out.status);
-    assert!(stdout.contains("every byte was right"), "{what}:\n{stdout}\n{stderr}");
+    assert!(out.status.success(), "{}, {what}: {}\n{stdout}\n{stderr}", program.name, out.status);
+    assert!(stdout.contains(program.says), "{}, {what}:\n{stdout}\n{stderr}", program.name);
 }
 
 #[test]
-fn blocks_move_through_the_c_abi() {
+fn programs_in_c_find_what_they_expect() {
     let folder = library_folder("plain");
-    let program = compile("agent", &folder, &[]).unwrap();
-    for transport in ["tcp", "shm"] {
-        must_pass(&run(Command::new(&program).arg(transport)), transport);
+    for program in &PROGRAMS {
+        let compiled = compile(program.name, &folder, &[]).unwrap();
+        for argument in program.arguments {
+            must_pass(&run(Command::new(&compiled).arg(argument)), program, argument);
+        }
     }
 }
 
 #[test]
 fn the_address_sanitizer_finds_nothing() {
     let folder = library_folder("asan");
-    let program = match compile("agent", &folder, &["-fsanitize=address", "-fno-omit-frame-pointer"]) {
-        Ok(program) => program,
-        Err(reason) => {
-            println!("SKIPPED: the C compiler has no address sanitizer: {reason}");
-            return;
-        }
-    };
-    let out = run(Command::new(&program).arg("shm").env("ASAN_OPTIONS", "detect_leaks=1:abort_on_error=0:exitcode=23"));
-    must_pass(&out, "address sanitizer");
+    for program in &PROGRAMS {
+        let compiled = match compile(program.name, &folder, &["-fsanitize=address", "-fno-omit-frame-pointer"]) {
+            Ok(compiled) => compiled,
+            Err(reason) => {
+                println!("SKIPPED: the C compiler has no address sanitizer: {reason}");
+                return;
+            }
+        };
+        let out =
+            run(Command::new(&compiled).arg("shm").env("ASAN_OPTIONS", "detect_leaks=1:abort_on_error=0:exitcode=23"));
+        must_pass(&out, program, "address sanitizer");
+    }
 }
 
 #[test]
@@ -124,14 +141,16 @@ fn valgrind_finds_nothing() {
         return;
     }
     let folder = library_folder("valgrind");
-    let program = compile("agent", &folder, &[]).unwrap();
-    for transport in ["tcp", "shm"] {
-        let out = run(Command::new("valgrind")
-            .args(["--quiet", "--trace-children=yes", "--error-exitcode=23", "--leak-check=full"])
-            .args(["--errors-for-leak-kinds=definite", "--show-leak-kinds=definite", "--num-callers=30"])
-            .arg(format!("--suppressions={}", root().join("tests/abi/valgrind.supp").display()))
-            .arg(&program)
-            .arg(transport));
-        must_pass(&out, &format!("valgrind, {transport}"));
+    for program in &PROGRAMS {
+        let compiled = compile(program.name, &folder, &[]).unwrap();
+        for argument in program.arguments {
+            let out = run(Command::new("valgrind")
+                .args(["--quiet", "--trace-children=yes", "--error-exitcode=23", "--leak-check=full"])
+                .args(["--errors-for-leak-kinds=definite", "--show-leak-kinds=definite", "--num-callers=30"])
+                .arg(format!("--suppressions={}", root().join("tests/abi/valgrind.supp").display()))
+                .arg(&compiled)
+                .arg(argument));
+            must_pass(&out, program, &format!("valgrind, {argument}"));
+        }
     }
 }

@@ -11,6 +11,31 @@
 
 #include "check.h"
 
+/* A msgpack map of texts that are each shorter than 32 bytes. */
+typedef struct config {
+  uint8_t bytes[512];
+  size_t len;
+} config;
+
+static void config_text(config *c, const char *text)
+{
+  size_t len = strlen(text);
+  CHECK(len < 32 && c->len + 1 + len <= sizeof c->bytes);
+  c->bytes[c->len++] = (uint8_t)(0xa0 | len);
+  memcpy(c->bytes + c->len, text, len);
+  c->len += len;
+}
+
+static void config_add(config *c, const char *key, const char *value)
+{
+  if (c->len == 0) {
+    c->bytes[c->len++] = 0x80;
+  }
+  c->bytes[0]++;
+  config_text(c, key);
+  config_text(c, value);
+}
+
 enum { REGIONS = 2, BLOCKS = 12, LOCAL = 2048, REMOTE = 3000, MARGIN = 40 };
 
 /* Long enough for a busy machine and a memory checker; nothing waits so long when all goes well. */

@@ -1,4 +1,4 @@
-/* What the C tests share: checks that end the test with a line that says what was wrong, and msgpack by hand. */
+/* What the C tests share: checks that end the test with a line that says what was wrong. */
 #ifndef KVFERRY_TEST_CHECK_H
 #define KVFERRY_TEST_CHECK_H
 
@@ -46,30 +46,5 @@ static void expect(const char *file, int line, const char *call, int32_t status,
 
 /* Fails unless the call gives this status and its text has this word in it. */
 #define FAILS(call, status, word) expect(__FILE__, __LINE__, #call, (call), (status), (word))
-
-/* A msgpack map of texts that are each shorter than 32 bytes. */
-typedef struct config {
-  uint8_t bytes[512];
-  size_t len;
-} config;
-
-static void config_text(config *c, const char *text)
-{
-  size_t len = strlen(text);
-  CHECK(len < 32 && c->len + 1 + len <= sizeof c->bytes);
-  c->bytes[c->len++] = (uint8_t)(0xa0 | len);
-  memcpy(c->bytes + c->len, text, len);
-  c->len += len;
-}
-
-static void config_add(config *c, const char *key, const char *value)
-{
-  if (c->len == 0) {
-    c->bytes[c->len++] = 0x80;
-  }
-  c->bytes[0]++;
-  config_text(c, key);
-  config_text(c, value);
-}
 
 #endif
