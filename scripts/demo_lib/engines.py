@@ -77,7 +77,7 @@ def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
     if options.model == "mla":
         # Where the processor has AMX vLLM takes a backend that wants another dtype and other blocks.
         arguments += ["--attention-backend", "CPU_MLA"]
-    if options.model == "mamba2":
+    if options.model in ("mamba2", "states"):
         # With prefix caching, vLLM's CPU kernel for Mamba2 does not give the states at block ends that are asked of it.
         arguments += ["--no-enable-prefix-caching"]
     if shape.pp > 1:

@@ -20,7 +20,7 @@ EXECUTORS = ("mp", "ray")
 JUDGED_BY_BYTES = ("mla", "lfm2", "gdn")
 """Models of which vLLM on a CPU does not give the same tokens prefilled as decoded."""
 
-MODELS = ("llama", "hybrid", "chunked", "mla", "lfm2", "mamba2", "gdn")
+MODELS = ("llama", "hybrid", "chunked", "mla", "lfm2", "mamba2", "states", "gdn")
 MATRIX_REQUESTS = 6
 
 
@@ -138,7 +138,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--model",
         choices=MODELS,
         help="hybrid: sliding-window and full attention; chunked: chunked local and full attention; mla: latents; "
-        "lfm2: short convolutions; mamba2; gdn: gated delta nets; the last three beside full attention (default llama)",
+        "lfm2: short convolutions; mamba2; gdn: gated delta nets; these three beside full attention; states: Mamba2 "
+        "alone (default llama)",
     )
     parser.add_argument("--executor", choices=EXECUTORS, default="mp", help="vLLM's executor backend")
     parser.add_argument(

@@ -17,10 +17,13 @@ Config = dict[str, Any]
 _LAYERS = 4
 _MIXED = {"hidden_size": 256, "num_hidden_layers": _LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4}
 
+_OF_ALL = ("vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")
+"""Keys of `common` that a model without attention has too."""
+
 
 def state_configs(common: Config) -> dict[str, Config]:
     """Configurations by name: `lfm2` has short convolutions, `mamba2` Mamba2 layers, `gdn` gated delta nets, each with
-    full attention in other layers. `common`: what all of the demo's models share."""
+    full attention in other layers; `states` has Mamba2 layers alone. `common`: what all of the demo's models share."""
     return {
         "lfm2": {
             **common,
@@ -54,6 +57,22 @@ def state_configs(common: Config) -> dict[str, Config]:
             "mamba_d_conv": 4,
             "mamba_expand": 2,
         },
+        "states": {
+            **{key: common[key] for key in _OF_ALL},
+            "hidden_size": _MIXED["hidden_size"],
+            "num_hidden_layers": 2 * _LAYERS,
+            "architectures": ["Mamba2ForCausalLM"],
+            "model_type": "mamba2",
+            "hidden_act": "silu",
+            "layer_norm_epsilon": 1e-6,
+            "expand": 2,
+            "num_heads": 16,
+            "head_dim": 32,
+            "n_groups": 2,
+            "state_size": 64,
+            "conv_kernel": 4,
+            "chunk_size": 256,
+        },
         "gdn": {
             **common,
             **_MIXED,
@@ -80,6 +99,8 @@ def state_configs(common: Config) -> dict[str, Config]:
 
 def _value(name: str, shape: tuple[int, ...], rng: np.random.Generator, score_gain: float, gain: float) -> np.ndarray:
     """A weight by its name. `score_gain`: of queries and keys; `gain`: of what layers add to the residual stream."""
+    # Without attention beside them, states must remember a thousand tokens, each of which is a small part of them.
+    alone = name.startswith("backbone.")
     if re.search(r"\.[qk]_layernorm\.", name):
         return np.full(shape, score_gain, np.float32)
     if re.search(r"\.[qk]_norm\.", name):
@@ -88,15 +109,15 @@ def _value(name: str, shape: tuple[int, ...], rng: np.random.Generator, score_ga
     if name.endswith(("norm.weight", "layernorm.weight")) or "norm" in name.split(".")[-2]:
         return np.ones(shape, np.float32)
     if name.endswith("A_log"):
-        return np.zeros(shape, np.float32)
+        return np.linspace(0.0, -8.0 if alone else 0.0, shape[0], dtype=np.float32)
     if name.endswith("dt_bias"):
         return np.full(shape, -4.0, np.float32)
     if name.endswith(".D"):
         return np.ones(shape, np.float32)
     if name.endswith("bias"):
         return np.zeros(shape, np.float32)
-    scale = gain
-    if name.endswith("embed_tokens.weight"):
+    scale = 2.0 * gain if alone else gain
+    if name.endswith(("embed_tokens.weight", "embeddings.weight")):
         return rng.standard_normal(shape).astype(np.float32)
     if name.endswith("lm_head.weight"):
         scale = 2.0
