@@ -262,8 +262,8 @@ impl Transfers {
         let bytes = plan.bytes();
         let is_light = is_light(&plan);
         let is_device = |index: &u32| regions.range(*index).is_some_and(|range| range.kind() != MemoryKind::Host);
-        let by_device = used.iter().all(is_device)
-            && plan.segments.iter().all(|segment| peer.is_importable(segment.remote_region));
+        let by_device =
+            used.iter().all(is_device) && plan.segments.iter().all(|segment| peer.is_importable(segment.remote_region));
         regions.enter(&used);
         let transfer = Transfer {
             user_data,

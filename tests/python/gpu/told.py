@@ -17,7 +17,10 @@ def main() -> None:
     device = cuda.DeviceMemory(cuda.Driver(), NBYTES)
     owner.register((device.address, NBYTES), kind="cuda", device=0)
     writer.send(writer.connect(owner.metadata()), b"written")
-    while not any(isinstance(event, kvferry.Message) for event in (events := owner.wait(LIMIT_S))):
+    told = False
+    while not told:
+        events = owner.wait(LIMIT_S)
+        told = any(isinstance(event, kvferry.Message) for event in events)
         if not events:
             sys.exit("no message came")
     writer.shutdown()
