@@ -120,10 +120,11 @@ fn programs_in_c_find_what_they_expect() {
 #[test]
 fn the_address_sanitizer_finds_nothing() {
     let folder = library_folder("asan");
-    for program in &PROGRAMS {
+    for (number, program) in PROGRAMS.iter().enumerate() {
         let compiled = match compile(program.name, &folder, &["-fsanitize=address", "-fno-omit-frame-pointer"]) {
             Ok(compiled) => compiled,
             Err(reason) => {
+                assert_eq!(number, 0, "{} does not compile: {reason}", program.name);
                 println!("SKIPPED: the C compiler has no address sanitizer: {reason}");
                 return;
             }

@@ -61,7 +61,10 @@ class KvferryConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
             # The one that is found may be one that Ray's other nodes do not reach.
             extra["host"] = get_node_ip_address()
         describe(extra)
-        config["engine_id"] = "-".join(filter(None, [config.get("engine_id"), replica.replica_tag]))
+        given = config.get("engine_id") or ""
+        if not isinstance(given, str):
+            raise UsageError(f"engine_id must be a text, not {given!r}")
+        config["engine_id"] = f"{given}-{replica.replica_tag}" if given else replica.replica_tag
 
     def _port(self, rank: int) -> int:
         """The port of the replica's listener, 0 for a free one. The library adds the data-parallel rank."""

@@ -4,8 +4,8 @@
 //! A thread of its own writes it, so that a disk that hangs holds up no transfer.
 //!
 //! One agent writes a file: it holds a lock (`flock`) on it, which the kernel frees however the process ends. Each writing
-//! puts a new file in the old one's place, locked before it gets there. So there is no file beside it that would be left
-//! behind, and a process that was forked off and inherits the lock holds it until the next writing only.
+//! puts a new file in the old one's place, locked before it gets there. So there is no lock file beside it, and a process that
+//! was forked off and inherits the lock holds it until the next writing only, or, if there is none, until its own end.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -148,7 +148,14 @@ impl<F: Fn() -> Result<(AgentStats, Vec<PeerStats>)>> Target<F> {
             // Whoever comes second, of two that find none, finds it locked or locks it.
             let mut options = OpenOptions::new();
             options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-            let file = options.open(&self.path).map_err(|e| unwritable(&self.path, &e))?;
+            let file = match options.open(&self.path) {
+                // One that may be replaced though not written, such as another user's, is locked as well.
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(&self.path)
+                }
+                opened => opened,
+            };
+            let file = file.map_err(|e| unwritable(&self.path, &e))?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 // Of this very file, if nobody has put another one there meanwhile.
                 Ok(()) => self.held = Some(file),
@@ -196,7 +203,8 @@ fn taken(path: &Path) -> Error {
 fn unwritable(path: &Path, error: &io::Error) -> Error {
     let path = path.display();
     let text = format!(
-        "metrics_file {path}: it cannot be written ({error}); give a path in a folder that exists and is writable"
+        "metrics_file {path}: it cannot be written ({error}); give a path in a folder that exists and is writable, and remove \
+         what is there if it is another user's or no file"
     );
     Error::new(ErrorKind::Io, text)
 }

@@ -38,6 +38,15 @@ pub enum Pointer {
     },
 }
 
+/// Whether work on a device sees what RDMA devices have written to its memory when they are done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RdmaWrites {
+    /// It does.
+    InOrder,
+    /// Only after a flush.
+    NeedFlush,
+}
+
 /// A device's primary context, held until drop. The runtime API, PyTorch and UCX all use it, so retaining it keeps
 /// the registered memory's context alive but creates nothing beside theirs.
 pub struct PrimaryContext {
@@ -226,27 +235,29 @@ impl PrimaryContext {
         self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
     }
 
-    /// Whether work on the device may miss what an RDMA device has written to its memory, until it is flushed. No where the
-    /// driver knows of no such thing, or cannot flush.
-    pub fn needs_rdma_flush(&self) -> bool {
+    /// Whether work on the device sees what RDMA devices have written to its memory. Those that GPUDirect RDMA does not reach,
+    /// or whose driver does not know the question, count as in order.
+    pub fn rdma_writes(&self) -> RdmaWrites {
         use sys::CUdevice_attribute as Of;
-        let asked = |which| self.attribute(which).ok();
-        let (Some(order), Some(options)) = (
-            asked(Of::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING),
-            asked(Of::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS),
-        ) else {
-            return false;
-        };
-        let by_host = sys::CUflushGPUDirectRDMAWritesOptions::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as u32;
-        order < sys::CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as u32
-            && options & by_host != 0
+        let reached = self.attribute(Of::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED).unwrap_or(0) != 0;
+        let owner = sys::CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as u32;
+        let order = self.attribute(Of::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING).unwrap_or(owner);
+        if reached && order < owner { RdmaWrites::NeedFlush } else { RdmaWrites::InOrder }
     }
 
-    /// Waits until work on the device sees what RDMA devices have written to its memory: some microseconds. For devices that
-    /// need it, whose drivers have it.
+    /// Waits until work on the device sees what RDMA devices have written to its memory: some microseconds. For devices of
+    /// which [`PrimaryContext::rdma_writes`] says that they need it: their drivers have the function.
+    ///
+    /// # Errors
+    /// What the driver says, and [`ErrorKind::Unsupported`] where it cannot flush from the host.
     pub fn flush_rdma_writes(&self) -> Result<()> {
         use sys::CUflushGPUDirectRDMAWritesScope_enum as Scope;
         use sys::CUflushGPUDirectRDMAWritesTarget_enum as Target;
+        let options =
+            self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)?;
+        if options & sys::CUflushGPUDirectRDMAWritesOptions::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as u32 == 0 {
+            return Err(Error::new(ErrorKind::Unsupported, "the driver does not flush RDMA writes from the host"));
+        }
         let _entered = self.enter()?;
         let target = Target::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;
         // SAFETY: takes two numbers; a context is current.

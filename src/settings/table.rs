@@ -183,11 +183,11 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
       UCX's headers."),
     ("KVFERRY_UCX_INCLUDE", "Folder of UCX's headers for a build."),
     ("KVFERRY_CXX", "`zig` makes `scripts/setup` install a C++ compiler from PyPI also where there is one."),
-    ("KVFERRY_REQUIRE", "What tests must not skip for want of, separated by commas without blanks: `cuda`, `netns`, \
+    ("KVFERRY_REQUIRE", "What tests must not skip for want of, separated by commas: `cuda`, `netns`, \
       `history` (the commits of which `scripts/build-previous` builds the previous protocol version), \
       `rdma` (the tests over RDMA, which `scripts/test` runs in a virtual machine), `nixl` (every version of NIXL that \
-      `scripts/setup nixl` installs, and g++, which compiles the plug-in), `mooncake` (Mooncake's transfer engine), a \
-      program such as `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
+      `scripts/setup nixl` installs, and g++, which compiles the plug-in), `mooncake` (Mooncake's transfer engine), \
+      `ray` (Ray Serve LLM, which `scripts/setup ray-serve` installs), a program such as `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
     ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
     ("KVFERRY_NIXL", "A folder with NIXL's Python package, for the benchmark of `gpu-check`."),
     ("KVFERRY_CUDA_DOUBLE_", "Settings of the double of the CUDA driver: `tests/cuda_double/README.md`."),

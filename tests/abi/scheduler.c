@@ -91,7 +91,7 @@ static int ends(kvf_scheduler *scheduler, const char *request, uint32_t block)
   return keep;
 }
 
-/* How many requests of `finished_sending` the workers' reports have by now; each must be the next of `expected`. */
+/* Waits until the workers' reports have so many requests in `finished_sending`; each must be the next of `expected`. */
 static void wait_for(kvf_scheduler *scheduler, kvf_worker *worker, const char **expected, unsigned count)
 {
   kvf_buffer work, report, outcome;

@@ -129,6 +129,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     };
     *value = 0;
     if (attribute < 1 || attribute > 200) return INVALID_VALUE;
+    if (attribute == 116) *value = 1; /* GPUDirect RDMA */
     if (attribute == 117) *value = 1; /* RDMA writes can be flushed from the host */
     if (attribute == 118) *value = cd_rdma_order;
     if (attribute == 33) *value = 0x40 + cd_physical[device]; /* PCI bus; its domain (50) and slot (34) are 0 */

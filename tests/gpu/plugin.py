@@ -138,7 +138,7 @@ def main() -> int:
     os.environ.setdefault("KVFERRY_LIBRARY", str(library_path()))
     reason = why_not()
     if reason is not None:
-        print(f"SKIPPED: {reason}")
+        print(f"SKIPPED: {reason}", flush=True)
         return 0
     for here, there in PAIRS:
         print(f"  nixl with kvferry, {here} here, {there} there: {move(here, there)}", flush=True)

@@ -231,7 +231,7 @@ def _region(name: str, cache: torch.Tensor, storage: Any) -> Region:
         return Region(storage.data_ptr(), storage.nbytes(), "cuda", cache.get_device())
     raise LayoutError(
         f"the KV cache of {name} is on device {cache.device}{' of ROCm' if torch.version.hip else ''}, expected cpu or "
-        "cuda: set kv_buffer_device to cpu"
+        "cuda: set kv_buffer_device to cpu (within MultiConnector, in the map of this connector)"
     )
 
 

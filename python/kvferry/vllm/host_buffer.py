@@ -1,4 +1,4 @@
-"""The KV cache once more in host memory, through which blocks go that the library cannot reach on their device.
+"""A copy of the KV cache in host memory, for devices whose memory kvferry cannot read or write.
 
 With vLLM's `kv_buffer_device` `cpu`, a worker registers host memory laid out as the device's caches are. A block has
 the same id in both, and vLLM's platform copies it: to the host when a finished prefill's lease is about to be granted,
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from .geometry import Layer
 
 CopyBlocks = Callable[[dict[str, Any], dict[str, Any], list[int], list[int], str], None]
-"""vLLM's `CopyBlocksOp`: from caches, to caches, block ids there and there, `d2h` or `h2d`. Behind all that is enqueued
-on the device, and over when it returns."""
+"""vLLM's `CopyBlocksOp`: takes caches to copy from and to, block ids in either, and `d2h` or `h2d`. A copy comes after
+all that is enqueued on the current stream; `d2h` is complete when it returns, `h2d` comes before later work on the
+stream."""
 
 Blocks = tuple[tuple[int, ...], ...]
 """Block ids by transferred KV-cache group."""
@@ -31,7 +32,7 @@ class Copies:
     """What a step has to be copied.
 
     Attributes:
-        saved: Blocks of prefills whose leases this step grants, or a later one.
+        saved: Blocks of prefills whose leases this step or a later one grants.
         filled: Blocks that a load fills, by request.
     """
 
@@ -86,12 +87,14 @@ class HostBuffer:
         kv_caches: vLLM's tensors by layer name, as for `geometry.describe`.
         layers: From `geometry.transfer_layers`.
         num_blocks: In each cache.
-        zeroed: Whether vLLM zeroes a new block before it is filled, so that what a load leaves out counts.
+        zeroed: Whether vLLM zeroes some new blocks, so that what a load leaves out of its blocks counts.
     """
 
     def __init__(
         self, kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Layer], num_blocks: int, zeroed: bool
     ) -> None:
+        import torch
+
         self._zeroed = zeroed
         self._copy_blocks: CopyBlocks | None = None
         self._filling: dict[str, Blocks] = {}
@@ -99,7 +102,8 @@ class HostBuffer:
         """The host's tensors by layer name."""
         views: dict[tuple[int, int], _Views] = {}
         for name, layer in layers.items():
-            if name not in self.caches:
+            # `geometry.describe` says what is wrong with one that is no tensor.
+            if not isinstance(self.caches.get(name), torch.Tensor):
                 continue
             rows = max(1, self.caches[name].shape[0] // num_blocks)
             found = views.setdefault((layer.group, rows), _Views(layer.group, rows))
@@ -118,29 +122,28 @@ class HostBuffer:
                 "copies blocks between the device and the host buffer"
             )
 
-    def before(self, copies: Copies) -> None:
-        """Before the step goes to the library, which then reads and writes host memory."""
-        for groups in copies.saved:
-            self._copy(groups, "d2h")
-        for request, groups in copies.filled.items():
-            # A load may begin inside its first block, and a whole block comes back. What is zeroed stays so.
-            self._copy(groups if self._zeroed else tuple(group[:1] for group in groups), "d2h")
-            self._filling[request] = groups
+    def save_and_prepare(self, copies: Copies) -> None:
+        """Copies to the host what the step lets peers read, and what is there of the blocks that its loads fill. To be
+        called before the step goes to the library."""
+        # A load may begin inside its first block, and a whole block comes back. What is zeroed stays so.
+        kept = [groups if self._zeroed else tuple(group[:1] for group in groups) for groups in copies.filled.values()]
+        self._copy([*copies.saved, *kept], "d2h")
+        self._filling |= copies.filled
 
-    def ended(self, requests: Iterable[str], failed: Container[str]) -> None:
-        """Loads have ended, and vLLM is told next: what has come whole is copied to the device."""
-        for request in requests:
-            groups = self._filling.pop(request, ())
-            if request not in failed:
-                self._copy(groups, "h2d")
+    def finish_loads(self, requests: Iterable[str], failed: Container[str]) -> None:
+        """Copies to the device what loads have brought that have ended whole. To be called before vLLM is told."""
+        ended = [(request, self._filling.pop(request, ())) for request in requests]
+        self._copy([groups for request, groups in ended if request not in failed], "h2d")
 
-    def _copy(self, groups: Blocks, direction: str) -> None:
-        self.check()
-        assert self._copy_blocks is not None
+    def _copy(self, requests: Sequence[Blocks], direction: str) -> None:
+        """Copies the blocks of all these requests, with one call per KV-cache group."""
         for views in self._views:
-            if views.group >= len(groups) or not groups[views.group]:
+            blocks = [block for groups in requests for block in groups[views.group : views.group + 1]]
+            rows = [block * views.rows + row for ids in blocks for block in ids for row in range(views.rows)]
+            if not rows:
                 continue
-            rows = [block * views.rows + row for block in groups[views.group] for row in range(views.rows)]
+            self.check()
+            assert self._copy_blocks is not None
             source, target = (views.device, views.host) if direction == "d2h" else (views.host, views.device)
             with gpu_sync_allowed():
                 self._copy_blocks(source, target, rows, rows, direction)
@@ -159,8 +162,8 @@ def _mirrored(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             continue
         storage = cache.untyped_storage()
         if (memory := storages.get(storage.data_ptr())) is None:
-            memory = storages[storage.data_ptr()] = torch.zeros(storage.nbytes(), dtype=torch.uint8)
-        view = torch.empty(0, dtype=cache.dtype)
+            memory = storages[storage.data_ptr()] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu")
+        view = torch.empty(0, dtype=cache.dtype, device="cpu")
         view.set_(memory.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride())
         caches[name] = view
     return caches

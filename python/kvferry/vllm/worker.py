@@ -173,7 +173,7 @@ class WorkerSide:
         self._refused.update(metadata.refused)
         self._mark = metadata.mark
         if metadata.copies is not None and self._host is not None:
-            self._host.before(metadata.copies)
+            self._host.save_and_prepare(metadata.copies)
         if not metadata.step:
             return
         if self._steps is None and self._kv_caches:
@@ -202,7 +202,7 @@ class WorkerSide:
             for failure in report["failed_recving"]:
                 self._failed(results, failure["request"], failure["invalid_blocks"])
             if self._host is not None:
-                self._host.ended(report["finished_recving"], results.failed_recving)
+                self._host.finish_loads(report["finished_recving"], results.failed_recving)
             self._stats = self._stats.aggregate(KvferryStats.from_report(report))
             self._reports += (encoded,)
         return results

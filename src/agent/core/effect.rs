@@ -29,6 +29,8 @@ pub(crate) enum Effect {
     OperationEnded(OperationEnd),
     /// A transfer's writes need a flush, which counts as one of its operations.
     Flush { transfer: TransferId, peer: PeerId },
+    /// What a transfer has read one-sided must reach the device, likewise.
+    FlushDevice { transfer: TransferId },
     /// Nothing more is posted for a transfer: its jobs that no copy thread has begun are to be withdrawn.
     TransferStopped { transfer: TransferId },
     /// No operation of a transfer can touch memory any more.
@@ -63,8 +65,6 @@ pub(crate) struct TransferEnd {
     pub(crate) operations: u64,
     /// When the first and the last operation were posted, if any was.
     pub(crate) posted: Option<(Instant, Instant)>,
-    /// Whether bytes came to device memory one-sided.
-    pub(crate) fills_device: bool,
     /// Local regions that it used, each once.
     pub(crate) regions: Vec<u32>,
 }

@@ -48,6 +48,10 @@ impl Engine {
             }
             Effect::OperationEnded(end) => self.transfers.operation_ended(end, &mut self.effects, now),
             Effect::Flush { transfer, peer } => self.flush(transfer, peer, now),
+            Effect::FlushDevice { transfer } => {
+                let end = OperationEnd { transfer, windowed: None, moved: 0, result: self.rdma_flush.flush() };
+                self.transfers.operation_ended(end, &mut self.effects, now);
+            }
             Effect::TransferStopped { transfer } => self.copy_pool.withdraw(transfer, &mut self.effects),
             Effect::TransferEnded(end) => self.transfer_ended(end, now),
         }
@@ -55,10 +59,12 @@ impl Engine {
 
     /// Gives an event to the owner. A message may say that the peer has written here: what it wrote comes first.
     fn tell(&mut self, event: Event) {
-        if matches!(event, Event::Message { .. })
+        if let Event::Message { peer, .. } = event
+            && self.peers.get(peer).is_ok_and(|peer| peer.is_direct(Pair::Device) || peer.is_direct(Pair::Mixed))
             && let Err(error) = self.rdma_flush.flush()
         {
-            log::error!("agent {}: what peers wrote may not have reached the device: {error}", self.config.name);
+            let error = error.context("a message came, and what its sender may have written before does not arrive");
+            return self.effects.lose(peer, error);
         }
         self.events.push_back(event);
     }
@@ -172,7 +178,6 @@ impl Engine {
             bytes,
             operations,
             posted: Some((begin, begin)),
-            fills_device: false,
             regions: Vec::new(),
         };
         self.transfer_ended(end, Instant::now());
@@ -188,11 +193,8 @@ impl Engine {
     }
 
     fn transfer_ended(&mut self, end: TransferEnd, now: Instant) {
-        let TransferEnd { id, user_data, message, peer, direction, mut result, bytes, operations, posted, .. } = end;
-        let (fills_device, regions) = (end.fills_device, end.regions);
-        if fills_device && result.is_ok() {
-            result = self.rdma_flush.flush();
-        }
+        let TransferEnd { id, user_data, message, peer, direction, mut result, bytes, operations, posted, regions } =
+            end;
         if let Some(message) = message {
             if result.is_ok() {
                 let (peers, mut io) = self.peers(now);

@@ -186,13 +186,11 @@ impl Engine {
         let region = self.regions.register(&self.context, range)?;
         if let MemoryKind::Cuda { device } = range.kind() {
             self.has_devices = true;
-            if let Err(error) = self.rdma_flush.add(device) {
-                log::debug!("agent {}: CUDA device {device}: {error}", self.config.name);
-            }
             self.device_copies.prepare(device);
             if let Err(error) = self.staged.prepare(device) {
                 log::debug!("agent {}: CUDA device {device}: {error}", self.config.name);
             }
+            self.rdma_flush.add(&self.config.name, device);
         }
         Ok(region)
     }

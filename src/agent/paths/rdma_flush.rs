@@ -1,10 +1,10 @@
-//! Device memory that RDMA devices write: on some platforms work on the device may miss the bytes of a transfer that is over,
-//! until they are flushed.
+//! Device memory that RDMA devices write: on some platforms work on the device may miss bytes that have arrived, until they
+//! are flushed.
 
 use crate::error::Result;
-use crate::mem::cuda::PrimaryContext;
+use crate::mem::cuda::{PrimaryContext, RdmaWrites};
 
-/// The devices that need it, of all whose memory is registered.
+/// The devices that need it, of all whose memory was registered.
 #[derive(Default)]
 pub(crate) struct RdmaFlush {
     known: Vec<u32>,
@@ -12,27 +12,35 @@ pub(crate) struct RdmaFlush {
 }
 
 impl RdmaFlush {
-    /// Memory of a device was registered.
-    ///
-    /// # Errors
-    /// What the driver says when it is asked about the device.
-    pub(crate) fn add(&mut self, device: u32) -> Result<()> {
+    /// Memory of a device was registered. `agent` is the name for log lines.
+    pub(crate) fn add(&mut self, agent: &str, device: u32) {
         if self.known.contains(&device) {
-            return Ok(());
+            return;
         }
-        let context = PrimaryContext::retain(device)?;
         self.known.push(device);
-        if context.needs_rdma_flush() {
-            self.devices.push(context);
+        let found = PrimaryContext::retain(device).and_then(|context| match context.rdma_writes() {
+            RdmaWrites::InOrder => Ok(None),
+            // One that cannot be flushed now cannot be later.
+            RdmaWrites::NeedFlush => context.flush_rdma_writes().map(|()| Some(context)),
+        });
+        match found {
+            Ok(context) => self.devices.extend(context),
+            Err(error) => log::warn!(
+                "agent {agent}: CUDA device {device} may see late what RDMA devices write to its memory, and cannot be made to \
+                 wait for it: {error}"
+            ),
         }
-        Ok(())
     }
 
     /// Waits until the devices see all that was written.
     ///
     /// # Errors
-    /// What the driver says.
+    /// What the driver says of the first device that did not.
     pub(crate) fn flush(&self) -> Result<()> {
-        self.devices.iter().try_for_each(PrimaryContext::flush_rdma_writes)
+        let mut all = Ok(());
+        for device in &self.devices {
+            all = all.and(device.flush_rdma_writes());
+        }
+        all
     }
 }

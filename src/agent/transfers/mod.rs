@@ -52,7 +52,7 @@ pub(crate) struct Transfer {
     grace: Option<Instant>,
     /// One-sided writes were posted that no flush covers yet.
     unflushed: bool,
-    /// Whether bytes came to device memory one-sided.
+    /// Bytes came to device memory one-sided, and have not been flushed.
     fills_device: bool,
     /// Whether its runs are so short that messages carry them better than an operation each.
     gathered: bool,
@@ -395,6 +395,11 @@ impl Transfers {
             effects.push(Effect::Flush { transfer: id, peer: transfer.peer });
             return;
         }
+        if std::mem::take(&mut transfer.fills_device) {
+            transfer.in_flight += 1;
+            effects.push(Effect::FlushDevice { transfer: id });
+            return;
+        }
         if transfer.proof == Proof::Due && transfer.stopped.is_none() {
             transfer.proof = Proof::Asking;
             transfer.expander = transfer.expander.plan().clone().expand(CHUNK_BYTES);
@@ -423,7 +428,6 @@ impl Transfers {
             bytes: transfer.bytes,
             operations: transfer.posted,
             posted,
-            fills_device: transfer.fills_device,
             regions: transfer.regions,
         }));
     }

@@ -98,11 +98,11 @@ def flushes(double: Path, calls: Path, *command: object, order: str) -> int:
 
 def test_what_came_one_sided_is_flushed_where_the_device_needs_it(double: Path, tmp_path: Path) -> None:
     reads = (ROOT / "tests" / "gpu" / "check.py", "--short")
-    # Two reads and two writes; the other side hears of none.
-    assert flushes(double, tmp_path / "calls", *reads, order="0") == 2
+    # One of each of the two sides to see that it can, and two reads.
+    assert flushes(double, tmp_path / "calls", *reads, order="0") == 2 + 2
     assert flushes(double, tmp_path / "calls", *reads, order="100") == 0
     messages = (Path(__file__).parent / "told.py",)
-    assert flushes(double, tmp_path / "calls", *messages, order="0") == 1
+    assert flushes(double, tmp_path / "calls", *messages, order="0") == 1 + 1
     assert flushes(double, tmp_path / "calls", *messages, order="100") == 0
 
 
@@ -112,7 +112,7 @@ def test_a_read_that_cannot_be_flushed_fails(double: Path) -> None:
             double,
             ROOT / "tests" / "gpu" / "check.py",
             "--short",
-            KVFERRY_CUDA_DOUBLE_FAIL="cuIpcOpenMemHandle_v2:1:999,cuFlushGPUDirectRDMAWrites:1+:999",
+            KVFERRY_CUDA_DOUBLE_FAIL="cuIpcOpenMemHandle_v2:1:999,cuFlushGPUDirectRDMAWrites:2+:999",
             KVFERRY_CUDA_DOUBLE_RDMA_ORDER="0",
         )
 

@@ -1,7 +1,8 @@
-"""An agent with device memory gets a message, which may say that the sender has written there. For the double."""
+"""An agent with device memory gets a message of another process, which may have written there. For the double."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import cuda
@@ -11,21 +12,31 @@ NBYTES = 1 << 16
 LIMIT_S = 60.0
 
 
+def write(metadata: bytes) -> None:
+    """The other process: says that it has written, and ends when it is told to."""
+    with kvferry.Agent({"name": "writer"}) as agent:
+        agent.send(agent.connect(metadata), b"written")
+        sys.stdin.read()
+
+
 def main() -> None:
-    """Sends one and takes it."""
-    owner, writer = (kvferry.Agent({"name": name, "transport": "tcp"}) for name in ("owner", "writer"))
+    """Takes the message."""
     device = cuda.DeviceMemory(cuda.Driver(), NBYTES)
-    owner.register((device.address, NBYTES), kind="cuda", device=0)
-    writer.send(writer.connect(owner.metadata()), b"written")
-    told = False
-    while not told:
-        events = owner.wait(LIMIT_S)
-        told = any(isinstance(event, kvferry.Message) for event in events)
-        if not events:
-            sys.exit("no message came")
-    writer.shutdown()
-    owner.shutdown()
+    with kvferry.Agent({"name": "owner"}) as agent:
+        agent.register((device.address, NBYTES), kind="cuda", device=0)
+        program = [sys.executable, __file__, agent.metadata().hex()]
+        with subprocess.Popen(program, stdin=subprocess.PIPE) as writer:
+            told = False
+            while not told:
+                events = agent.wait(LIMIT_S)
+                told = any(isinstance(event, kvferry.Message) for event in events)
+                if not events:
+                    writer.kill()
+                    sys.exit("no message came")
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        write(bytes.fromhex(sys.argv[1]))
+    else:
+        main()

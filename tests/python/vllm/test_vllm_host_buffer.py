@@ -152,29 +152,40 @@ def test_a_load_that_begins_inside_a_block_keeps_what_is_in_front_of_it() -> Non
             target[name][here] = source[name][there]
 
     buffer.set_copy_operation(copy)
-    buffer.before(Copies(filled={"r": ((1, 3), (2,))}))
+    buffer.save_and_prepare(Copies(filled={"r": ((1, 3), (2,))}))
     assert copied == [("d2h", ["a"], [2, 3]), ("d2h", ["b"], [4, 5])]
     host = buffer.caches["a"]
     assert host.untyped_storage().data_ptr() == buffer.caches["b"].untyped_storage().data_ptr()
     # What is loaded: all but the first token of block 1.
     host[2, :, 1:] = 200
     host[[3, 6, 7]] = 201
-    buffer.ended(["r", "somebody's"], failed=())
+    buffer.finish_loads(["r", "somebody's"], failed=())
     expected = before.view(8, 1, 2, 3).clone()
     expected[2, :, 1:] = 200
     expected[[3, 6, 7]] = 201
     assert torch.equal(memory.view(8, 1, 2, 3), expected)
     # Ended, so that nothing comes of it any more; and nothing of one that has failed.
-    buffer.before(Copies(filled={"lost": ((1,), ())}))
+    buffer.save_and_prepare(Copies(filled={"lost": ((1,), ())}))
     host.fill_(99)
-    buffer.ended(["r", "lost"], failed={"lost"})
+    buffer.finish_loads(["r", "lost"], failed={"lost"})
     assert torch.equal(memory.view(8, 1, 2, 3), expected)
+    # A copy waits for the device: one for all requests of a step.
+    copied.clear()
+    buffer.save_and_prepare(Copies(saved=(((1,), (3,)), ((2,), ())), filled={"s": ((3,), ())}))
+    assert copied == [("d2h", ["a"], [2, 3, 4, 5, 6, 7]), ("d2h", ["b"], [6, 7])]
 
 
 def test_a_model_runner_that_has_no_copy_is_refused() -> None:
     buffer = HostBuffer({"a": torch.zeros(4, 1, 2, 3)}, {"a": Layer(0, None)}, 4, zeroed=False)
     with pytest.raises(RuntimeError, match="has not called set_host_xfer_buffer_ops"):
         buffer.check()
+
+
+def test_a_cache_that_is_no_tensor_is_left_to_who_describes_it() -> None:
+    caches: dict[str, Any] = {"a": torch.zeros(4, 1, 2, 3), "listed": [torch.zeros(4)]}
+    buffer = HostBuffer(caches, {name: Layer(0, None) for name in caches}, 4, zeroed=False)
+    assert buffer.caches["listed"] is caches["listed"]
+    assert set(buffer.caches) == set(caches)
 
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(2, 1), (1, 2)])

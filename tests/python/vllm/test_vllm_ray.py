@@ -39,7 +39,7 @@ PREFILL, DECODE = "Prefill:tiny", "Decode:tiny"
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVFERRY_HOST", "KVFERRY_PORT", "VLLM_HOST_IP"):
+    for name in ("KVFERRY_HOST", "KVFERRY_BIND", "KVFERRY_PORT", "VLLM_HOST_IP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(kvferry.ray, "get_node_ip_address", lambda: NODE)
     monkeypatch.setattr(ray.serve.context, "_INTERNAL_REPLICA_CONTEXT", None)
