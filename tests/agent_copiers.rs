@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
 use std::fs;
 use std::io::Write;
@@ -10,8 +10,9 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use agent_support::child::{Remote, serve};
-use agent_support::{LIMIT, Node, Random, assert_same, config, model, pattern_bytes, plan, until};
+use common::agent::child::{Remote, serve};
+use common::agent::{LIMIT, Node, Random, assert_same, config, model, plan, until};
+use common::memory::pattern_bytes;
 use kvferry::ErrorKind;
 use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport, Window};
 use kvferry::mem::MemoryRange;

@@ -3,15 +3,16 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
-mod ucx_support;
+mod common;
 
 use std::io::Write;
 use std::path::Path;
 use std::time::Instant;
 
-use agent_support::child::{NO_STREAMS, Remote, hex, serve};
-use agent_support::{LIMIT, Node, assert_same, config, pattern_bytes, plan};
+use common::agent::child::{NO_STREAMS, Remote, serve};
+use common::agent::{LIMIT, Node, assert_same, config, plan};
+use common::memory::{hex, pattern_bytes};
+use common::ucx::{Side, wait};
 use kvferry::ErrorKind;
 use kvferry::agent::{Direction, Transport, encode_metadata};
 use kvferry::proto::ids::Incarnation;
@@ -19,7 +20,6 @@ use kvferry::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
 use kvferry::secret::{ENV, Initiator, Key, Protocol, Responder};
 use kvferry::ucx::{AmMessage, Endpoint, EndpointOptions, Status};
 use serde::{Deserialize, Serialize};
-use ucx_support::{Side, wait};
 
 const AM_ID: u16 = 0x4b;
 const LEN: usize = 64 << 10;

@@ -2,11 +2,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
 use std::time::Duration;
 
-use agent_support::{Node, assert_same, config, plan, transports, until};
+use common::agent::{Node, assert_same, config, plan, transports, until};
 use kvferry::agent::Direction;
 
 /// Clock ticks of processor time that this process's thread `name` has used.

@@ -3,21 +3,21 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
-mod ucx_support;
+mod common;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use agent_support::child::{Remote, serve};
-use agent_support::{LIMIT, Node, assert_same, config, model, pattern_bytes, plan, transports, until, wire};
+use common::agent::child::{Remote, serve};
+use common::agent::{LIMIT, Node, assert_same, config, model, plan, transports, until, wire};
+use common::memory::pattern_bytes;
+use common::ucx::Side;
 use kvferry::ErrorKind;
 use kvferry::agent::{Agent, AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, PeerId, Transport};
 use kvferry::proto::wire::AgentMetadata;
 use kvferry::ucx::Endpoint;
-use ucx_support::Side;
 
 #[test]
 #[ignore = "the other process of this file's tests"]
@@ -66,7 +66,7 @@ fn with_one_key_every_message_and_transfer_arrives() {
                 assert_eq!(from, peer);
                 assert!(data == pattern_bytes(seed as u64, len), "message {seed} of {len} bytes");
             }
-            let mut random = agent_support::Random(7);
+            let mut random = common::agent::Random(7);
             let mut expected = [a.contents(), b.contents()];
             for direction in [Direction::Read, Direction::Write] {
                 let (local, remote) = (random.blocks(300, 700), random.blocks(300, 700));

@@ -2,13 +2,14 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use agent_support::child::{Remote, serve};
-use agent_support::{Buffer, LIMIT, Node, assert_same, config, pattern_bytes, plan, wire};
+use common::agent::child::{Remote, serve};
+use common::agent::{LIMIT, Node, assert_same, config, plan, wire};
+use common::memory::{Buffer, pattern_bytes};
 use kvferry::ErrorKind;
 use kvferry::agent::{
     Agent, AgentConfig, Context, Direction, Driver, Event, PeerId, RegionId, Transport, Window, encode_metadata,

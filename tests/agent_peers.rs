@@ -2,12 +2,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
 use std::time::{Duration, Instant};
 
-use agent_support::child::{Remote, serve};
-use agent_support::{LIMIT, Node, assert_same, config, pattern_bytes, plan, transports, until, wire};
+use common::agent::child::{Remote, serve};
+use common::agent::{LIMIT, Node, assert_same, config, plan, transports, until, wire};
+use common::memory::pattern_bytes;
 use kvferry::ErrorKind;
 use kvferry::agent::Window;
 use kvferry::agent::{AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, Transport, decode_metadata, encode_metadata};

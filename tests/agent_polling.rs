@@ -2,12 +2,13 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use agent_support::{LIMIT, Node, assert_same, config, pattern_bytes, plan, transports};
+use common::agent::{LIMIT, Node, assert_same, config, plan, transports};
+use common::memory::pattern_bytes;
 use kvferry::ErrorKind;
 use kvferry::agent::{Agent, Direction, Event, PeerId, Transport};
 
@@ -128,7 +129,7 @@ fn many_threads_poll_and_post_until_the_agent_is_shut_down() {
             // Cold calls are answered meanwhile.
             for _ in 0..20 {
                 assert!(a.agent.stats().unwrap().transfers_failed == 0);
-                let buffer = agent_support::Buffer::patterned(3, BLOCK);
+                let buffer = common::memory::Buffer::patterned(3, BLOCK);
                 let region = a.agent.register(buffer.range(0, BLOCK)).unwrap();
                 a.agent.deregister(region).unwrap();
             }

@@ -2,9 +2,10 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
-use agent_support::{Buffer, Node, assert_same, config, pattern_bytes, plan, transports};
+use common::agent::{Node, assert_same, config, plan, transports};
+use common::memory::{Buffer, pattern_bytes};
 use kvferry::ErrorKind;
 use kvferry::agent::{Direction, decode_region, encode_region};
 use kvferry::proto::ids::Incarnation;
@@ -35,15 +36,15 @@ fn regions_registered_after_the_connection_are_added_one_by_one() {
             assert_same("read", &a.contents(), &[pattern_bytes(seed, LEN)]);
         }
         assert_eq!(sizes, vec![sizes[0]; 3], "the size does not depend on other regions");
-        a.agent.shutdown(agent_support::LIMIT).unwrap();
-        b.agent.shutdown(agent_support::LIMIT).unwrap();
+        a.agent.shutdown(common::agent::LIMIT).unwrap();
+        b.agent.shutdown(common::agent::LIMIT).unwrap();
     }
 }
 
 #[test]
 fn a_region_of_another_life_and_damaged_bytes_are_refused() {
-    let a = Node::start(config("a", agent_support::wire()), 1, &[LEN]);
-    let b = Node::start(config("b", agent_support::wire()), 2, &[LEN]);
+    let a = Node::start(config("a", common::agent::wire()), 1, &[LEN]);
+    let b = Node::start(config("b", common::agent::wire()), 2, &[LEN]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let region = b.agent.region_metadata(b.regions[0]).unwrap();
     let kind = |region| a.agent.add_region(peer, region).unwrap_err().kind();
@@ -80,15 +81,15 @@ fn connecting_again_without_regions_keeps_those_that_were_added() {
         a.agent.add_region(peer, described).unwrap();
         assert_eq!(a.agent.connect(&metadata).unwrap(), peer);
         a.move_all(peer, Direction::Read, plan(0, region.index(), 4096, 4096, vec![1], vec![2]));
-        a.agent.shutdown(agent_support::LIMIT).unwrap();
-        b.agent.shutdown(agent_support::LIMIT).unwrap();
+        a.agent.shutdown(common::agent::LIMIT).unwrap();
+        b.agent.shutdown(common::agent::LIMIT).unwrap();
     }
 }
 
 #[test]
 fn an_index_that_is_known_is_not_described_anew() {
-    let mut a = Node::start(config("a", agent_support::wire()), 1, &[LEN]);
-    let b = Node::start(config("b", agent_support::wire()), 2, &[LEN, LEN]);
+    let mut a = Node::start(config("a", common::agent::wire()), 1, &[LEN]);
+    let b = Node::start(config("b", common::agent::wire()), 2, &[LEN, LEN]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let mut other = b.agent.region_metadata(b.regions[1]).unwrap();
     other.index = 0;
@@ -97,8 +98,8 @@ fn an_index_that_is_known_is_not_described_anew() {
     assert!(error.message().contains("one of the two is not that region"), "{error}");
     a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]));
     assert_eq!(a.contents()[0][..4096], pattern_bytes(2, LEN)[..4096]);
-    a.agent.shutdown(agent_support::LIMIT).unwrap();
-    b.agent.shutdown(agent_support::LIMIT).unwrap();
+    a.agent.shutdown(common::agent::LIMIT).unwrap();
+    b.agent.shutdown(common::agent::LIMIT).unwrap();
 }
 
 #[test]
@@ -121,7 +122,7 @@ fn overlapping_regions_are_regions_of_their_own() {
         a.move_all(peer, Direction::Read, plan(0, 2, 4096, 4096, vec![6], vec![2]));
         expected[0][6 * 4096..7 * 4096].copy_from_slice(&theirs[0][8192..12288]);
         assert_same("what is left", &a.contents(), &expected);
-        a.agent.shutdown(agent_support::LIMIT).unwrap();
-        b.agent.shutdown(agent_support::LIMIT).unwrap();
+        a.agent.shutdown(common::agent::LIMIT).unwrap();
+        b.agent.shutdown(common::agent::LIMIT).unwrap();
     }
 }

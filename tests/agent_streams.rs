@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,8 +14,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use agent_support::child::{NO_STREAMS, Remote, serve};
-use agent_support::{LIMIT, Node, Random, assert_same, config, model, pattern_bytes, plan, until};
+use common::agent::child::{NO_STREAMS, Remote, serve};
+use common::agent::{LIMIT, Node, Random, assert_same, config, model, plan, until};
+use common::memory::pattern_bytes;
 use kvferry::ErrorKind;
 use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport, encode_metadata};
 use kvferry::proto::plan::{BlockPair, CopyPlan, Segment};
@@ -78,7 +79,7 @@ fn every_byte_of_blocks_of_any_length_arrives_in_its_place() {
         let (mut local, mut remote) = (a.contents(), b.contents());
         let plan = shuffled(&mut random, bytes);
         model(&plan, Direction::Read, &mut local, &mut remote);
-        let moved = agent_support::model_bytes(&plan);
+        let moved = common::agent::model_bytes(&plan);
         a.move_all(peer, Direction::Read, plan);
         assert_same(&format!("local, blocks of {bytes}"), &a.contents(), &local);
         assert_same("remote", &b.contents(), &remote);
@@ -252,7 +253,7 @@ fn a_deregistration_waits_for_the_reader_to_have_what_was_lent_and_refuses_the_r
         // The other region is served as before, by the same stream.
         let ids: Vec<u32> = (0..(LEN / 4096) as u32).collect();
         let before = a.agent.stats().unwrap().streamed_bytes;
-        a.move_all(peer, Direction::Read, agent_support::plan(0, 1, 4096, 4096, ids.clone(), ids));
+        a.move_all(peer, Direction::Read, common::agent::plan(0, 1, 4096, 4096, ids.clone(), ids));
         assert_same(&format!("round {round}"), &a.contents(), &[pattern_bytes(3, LEN)]);
         assert_eq!(a.agent.stats().unwrap().streamed_bytes - before, LEN as u64);
     }

@@ -2,15 +2,15 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
 use std::time::Duration;
 
-use agent_support::child::{Remote, serve};
-use agent_support::{
-    LIMIT, Node, RICH, Random, assert_same, config, direct, model, pattern_bytes, plan, rich_plan, transports, until,
-    ways, wire,
+use common::agent::child::{Remote, serve};
+use common::agent::{
+    LIMIT, Node, RICH, Random, assert_same, config, direct, model, plan, rich_plan, transports, until, ways, wire,
 };
+use common::memory::pattern_bytes;
 use kvferry::ErrorKind;
 use kvferry::agent::{Agent, AgentConfig, Direction, Event, PeerId, TransferId, Transport, Window};
 use kvferry::proto::plan::CopyPlan;

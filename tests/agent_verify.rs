@@ -2,11 +2,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
 use std::time::Instant;
 
-use agent_support::{LIMIT, Node, assert_same, config, plan, ways};
+use common::agent::{LIMIT, Node, assert_same, config, plan, ways};
 use kvferry::ErrorKind;
 use kvferry::agent::{AgentConfig, Direction, Event};
 

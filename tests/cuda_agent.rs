@@ -3,12 +3,11 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
-mod agent_support;
+mod common;
 
-use agent_support::child::{Remote, serve};
-use agent_support::{
-    Buffer, LIMIT, Node, RICH, Random, assert_same, config, model, pattern_bytes, rich_plan, transports,
-};
+use common::agent::child::{Remote, serve};
+use common::agent::{LIMIT, Node, RICH, Random, assert_same, config, model, rich_plan, transports};
+use common::memory::{Buffer, pattern_bytes};
 use cudarc::driver::sys;
 use kvferry::ErrorKind;
 use kvferry::agent::{Direction, Transport};

@@ -13,8 +13,9 @@ use kvferry::ucx::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-mod ucx_support;
-use ucx_support::{Buffer, LIMIT, Side, context, mismatch, pattern_bytes, wait};
+mod common;
+use common::memory::{Buffer, mismatch, pattern_bytes, pattern_part};
+use common::ucx::{LIMIT, Side, context, wait};
 
 const TCP: &str = "tcp";
 const MIB: usize = 1 << 20;
@@ -48,7 +49,7 @@ fn get_and_put_move_every_byte() {
     }
     let mut expected = vec![0u8; near.buffer.len()];
     for (remote, local, len) in pieces {
-        expected[local..local + len].copy_from_slice(&pattern_bytes(1, remote..remote + len));
+        expected[local..local + len].copy_from_slice(&pattern_part(1, remote..remote + len));
     }
     assert!(near.buffer.read(0..expected.len()) == expected, "a get wrote a wrong byte or beside its range");
 
@@ -63,8 +64,8 @@ fn get_and_put_move_every_byte() {
         }
         (left == 0).then_some(())
     });
-    let mut expected = pattern_bytes(1, 0..far.buffer.len());
-    expected[100..100 + MIB].copy_from_slice(&pattern_bytes(2, 200..200 + MIB));
+    let mut expected = pattern_bytes(1, far.buffer.len());
+    expected[100..100 + MIB].copy_from_slice(&pattern_part(2, 200..200 + MIB));
     assert!(far.buffer.read(0..expected.len()) == expected, "the put wrote a wrong byte or beside its range");
     assert_eq!((endpoint.in_flight(), near.worker.in_flight()), (0, 0));
     assert!(endpoint.describe().contains("tcp"), "{}", endpoint.describe());
@@ -156,7 +157,7 @@ fn messages_of_all_sizes_arrive_whole() {
             .enumerate()
     {
         let number = number as u64;
-        let (header, data) = (pattern_bytes(number, 0..header_len), pattern_bytes(number + 100, 0..len));
+        let (header, data) = (pattern_bytes(number, header_len), pattern_bytes(number + 100, len));
         let mut sent = there.send_am(id, &header, data.clone(), number).unwrap() == Posted::Done;
         let mut got = None;
         drive("the message", &near, &far, || {
@@ -387,7 +388,7 @@ fn operations_hold_their_memory() {
     let rkey = endpoint.unpack_rkey(&far.memory.pack_rkey().unwrap()).unwrap();
     let buffer = Buffer::new(MIB);
     // SAFETY: the buffer outlives the registration: it is dropped at the test's end, after the check below.
-    let memory = unsafe { near.context.map(buffer.addr(), MIB, MemoryKind::Host) }.unwrap();
+    let memory = unsafe { near.context.map(buffer.addr() as usize, MIB, MemoryKind::Host) }.unwrap();
     let weak = Arc::downgrade(&memory);
     let posted = endpoint.get(&rkey, rkey.base(), &memory, 0, MIB, 1).unwrap();
     assert_eq!(posted, Posted::Pending, "the far side was not driven");
@@ -463,14 +464,14 @@ fn memory_that_cannot_be_registered_is_refused() {
     let buffer = Buffer::new(64);
     // SAFETY: refused before UCX sees it, or outlived by the buffer.
     let map = |addr, len, kind| unsafe { context.map(addr, len, kind) };
-    for (addr, len) in [(0, 10), (buffer.addr(), 0), (usize::MAX, 2)] {
+    for (addr, len) in [(0, 10), (buffer.addr() as usize, 0), (usize::MAX, 2)] {
         assert_eq!(map(addr, len, MemoryKind::Host).unwrap_err().status, Status::INVALID_PARAM);
     }
-    let error = map(buffer.addr(), 64, MemoryKind::Cuda).unwrap_err();
+    let error = map(buffer.addr() as usize, 64, MemoryKind::Cuda).unwrap_err();
     assert_eq!(error.status, Status::UNSUPPORTED);
     assert!(error.detail.contains("cuda"), "{error}");
     assert!(context.memory_types().contains(MemoryKind::Host));
-    assert_eq!(map(buffer.addr(), 64, MemoryKind::Host).unwrap().kind(), MemoryKind::Host);
+    assert_eq!(map(buffer.addr() as usize, 64, MemoryKind::Host).unwrap().kind(), MemoryKind::Host);
 }
 
 #[test]
@@ -483,7 +484,8 @@ fn a_context_serves_several_threads() {
                 for round in 0..50 {
                     let buffer = Buffer::new(10_000 + round);
                     // SAFETY: the registration is dropped before the buffer.
-                    let memory = unsafe { context.map(buffer.addr(), buffer.len(), MemoryKind::Host) }.unwrap();
+                    let memory =
+                        unsafe { context.map(buffer.addr() as usize, buffer.len(), MemoryKind::Host) }.unwrap();
                     assert!(!memory.pack_rkey().unwrap().is_empty());
                     if round as u64 % 10 == number {
                         Worker::with_options(context, &WorkerOptions::default()).unwrap().address().unwrap();

@@ -6,11 +6,10 @@ use std::time::Instant;
 
 use kvferry::ucx::{EndpointOptions, Library, Posted, Status};
 
-#[path = "ucx_support/child.rs"]
-mod child;
-mod ucx_support;
-use child::{MESSAGE, Peer, serve};
-use ucx_support::{LIMIT, Side, hex, mismatch, pattern_bytes, wait};
+mod common;
+use common::memory::{hex, mismatch, pattern_bytes};
+use common::ucx::child::{MESSAGE, Peer, serve};
+use common::ucx::{LIMIT, Side, wait};
 
 const MIB: usize = 1 << 20;
 
@@ -134,7 +133,7 @@ fn move_messages(tls: &str) {
     peer.tell(&format!("connect {}", hex(&side.worker.address().unwrap())));
     assert_eq!(peer.answer_driving(&side), "connected");
     for (seed, len) in [(1u64, 0usize), (2, 1), (3, 1000), (4, 9000), (5, 100_000), (6, 4 * MIB)] {
-        let posted = endpoint.send_am(MESSAGE, &seed.to_le_bytes(), pattern_bytes(seed, 0..len), seed).unwrap();
+        let posted = endpoint.send_am(MESSAGE, &seed.to_le_bytes(), pattern_bytes(seed, len), seed).unwrap();
         side.done(posted, seed);
         assert_eq!(peer.answer_driving(&side), format!("message {len} None"));
 

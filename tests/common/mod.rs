@@ -1,9 +1,12 @@
-//! What the tests of several processes share.
+//! What the test files share.
 
-#![allow(dead_code)]
+#![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+pub mod agent;
 pub mod cache;
 pub mod child;
 pub mod engine;
+pub mod memory;
 pub mod netns;
+pub mod ucx;
 pub mod wire;

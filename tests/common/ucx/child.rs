@@ -11,7 +11,8 @@ use std::thread;
 
 use kvferry::ucx::{Endpoint, Posted};
 
-use super::ucx_support::{LIMIT, Side, hex, mismatch, pattern_bytes, unhex, wait};
+use super::super::memory::{hex, mismatch, pattern_bytes, unhex};
+use super::{LIMIT, Side, wait};
 
 const ROLE: &str = "KVFERRY_TEST_PEER";
 
@@ -155,7 +156,7 @@ pub fn serve() {
             }
             "send" => {
                 let (seed, len): (u64, usize) = (words[1].parse().unwrap(), words[2].parse().unwrap());
-                let data = pattern_bytes(seed, 0..len);
+                let data = pattern_bytes(seed, len);
                 let endpoint = back.as_ref().unwrap();
                 if endpoint.send_am(MESSAGE, &seed.to_le_bytes(), data, 0).unwrap() == Posted::Done {
                     println!("@completion 0 true");

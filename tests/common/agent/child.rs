@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use kvferry::agent::{AgentConfig, Event, Transport, decode_metadata, encode_metadata};
 use kvferry::proto::wire::AgentMetadata;
 
+use super::super::memory::{hex, unhex};
 use super::{Node, config};
 
 const ROLE: &str = "KVFERRY_TEST_CHILD";
@@ -129,16 +130,6 @@ fn say(text: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "\nANSWER {text}").unwrap();
     out.flush().unwrap();
-}
-
-pub fn hex(bytes: &[u8]) -> String {
-    let digit = |value: u8| char::from(b"0123456789abcdef"[usize::from(value)]);
-    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
-}
-
-fn unhex(text: &str) -> Vec<u8> {
-    let digit = |c: u8| (c as char).to_digit(16).unwrap() as u8;
-    text.as_bytes().chunks(2).map(|pair| digit(pair[0]) << 4 | digit(pair[1])).collect()
 }
 
 /// The child's life: an agent that answers the parent's commands and returns every message that it gets, reversed.

@@ -1,18 +1,16 @@
-//! What the agent's tests share: patterned memory, plans with an independent model of what they copy, agents in this
-//! process and in children, and waiting for events.
-
-#![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+//! What the agent's tests share: plans with an independent model of what they copy, agents in this process and in children,
+//! and waiting for events.
 
 pub mod child;
 
-use std::cell::UnsafeCell;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use kvferry::agent::{Agent, AgentConfig, Direction, Event, PeerId, RegionId, TransferId, Transport};
-use kvferry::mem::MemoryRange;
 use kvferry::proto::plan::{BlockPair, CopyPlan, Segment};
-use kvferry::proto::wire::{AgentMetadata, MemoryKind};
+use kvferry::proto::wire::AgentMetadata;
+
+use super::memory::{Buffer, difference};
 
 /// Far above what any wait here needs on a busy machine; reaching it fails the test.
 pub const LIMIT: Duration = Duration::from_secs(120);
@@ -43,55 +41,6 @@ pub fn ways() -> Vec<(Transport, u64)> {
     let gathered = |transport: &Transport| *transport != Transport::Tcp;
     let each = |transport| [0, u64::MAX].map(|gather_below| (transport, gather_below));
     transports().into_iter().flat_map(each).filter(|(transport, below)| gathered(transport) || *below == 0).collect()
-}
-
-/// The byte at `index` of the pattern `seed`: other seeds and other places give other bytes.
-pub fn pattern(seed: u64, index: usize) -> u8 {
-    let mut word = (index as u64 / 8).wrapping_add(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    (word ^ (word >> 31)).to_le_bytes()[index % 8]
-}
-
-pub fn pattern_bytes(seed: u64, len: usize) -> Vec<u8> {
-    (0..len).map(|index| pattern(seed, index)).collect()
-}
-
-/// Memory that UCX may write at any time, so it is only ever copied in and out. Page-aligned mapping of its own.
-pub struct Buffer {
-    cells: Box<[UnsafeCell<u8>]>,
-}
-
-impl Buffer {
-    pub fn patterned(seed: u64, len: usize) -> Self {
-        Buffer { cells: (0..len).map(|index| UnsafeCell::new(pattern(seed, index))).collect() }
-    }
-
-    pub fn addr(&self) -> u64 {
-        self.cells.as_ptr().expose_provenance() as u64
-    }
-
-    pub fn len(&self) -> usize {
-        self.cells.len()
-    }
-
-    /// The first `len` bytes at `offset` as a range to register.
-    pub fn range(&self, offset: usize, len: usize) -> MemoryRange {
-        // SAFETY: every test keeps its buffers until its agents are gone, and reads them by copying only.
-        unsafe { MemoryRange::new(self.addr() + offset as u64, len as u64, MemoryKind::Host) }.unwrap()
-    }
-
-    pub fn bytes(&self) -> Vec<u8> {
-        // SAFETY: the memory is ours and no reference to it exists.
-        self.cells.iter().map(|cell| unsafe { cell.get().read_volatile() }).collect()
-    }
-
-    pub fn fill(&self, seed: u64) {
-        for (index, cell) in self.cells.iter().enumerate() {
-            // SAFETY: as in `bytes`.
-            unsafe { cell.get().write_volatile(pattern(seed, index)) };
-        }
-    }
 }
 
 /// A small generator of numbers, the same in every run.
@@ -265,18 +214,18 @@ pub fn model_bytes(plan: &CopyPlan) -> u64 {
     plan.segments.iter().map(|s| s.len * plan.lists[s.list as usize].local.len() as u64).sum()
 }
 
-/// Does to copies of both sides' memory what a transfer of `plan` should do, block by block and byte by byte.
+/// Does to copies of both sides' memory what a transfer of `plan` should do, block by block.
 pub fn model(plan: &CopyPlan, direction: Direction, local: &mut [Vec<u8>], remote: &mut [Vec<u8>]) {
     for s in plan.segments.iter() {
         let pair = &plan.lists[s.list as usize];
         for (l, r) in pair.local.ids().iter().zip(pair.remote.ids()) {
-            for byte in 0..s.len {
-                let at = (s.local_offset + u64::from(*l) * s.local_stride + byte) as usize;
-                let there = (s.remote_offset + u64::from(*r) * s.remote_stride + byte) as usize;
-                match direction {
-                    Direction::Read => local[s.local_region as usize][at] = remote[s.remote_region as usize][there],
-                    Direction::Write => remote[s.remote_region as usize][there] = local[s.local_region as usize][at],
-                }
+            let at = (s.local_offset + u64::from(*l) * s.local_stride) as usize;
+            let there = (s.remote_offset + u64::from(*r) * s.remote_stride) as usize;
+            let here = &mut local[s.local_region as usize][at..at + s.len as usize];
+            let there = &mut remote[s.remote_region as usize][there..there + s.len as usize];
+            match direction {
+                Direction::Read => here.copy_from_slice(there),
+                Direction::Write => there.copy_from_slice(here),
             }
         }
     }
@@ -287,7 +236,7 @@ pub fn assert_same(what: &str, actual: &[Vec<u8>], expected: &[Vec<u8>]) {
     assert_eq!(actual.len(), expected.len(), "{what}: regions");
     for (region, (a, e)) in actual.iter().zip(expected).enumerate() {
         assert_eq!(a.len(), e.len(), "{what}: length of region {region}");
-        if let Some(at) = (0..a.len()).find(|at| a[*at] != e[*at]) {
+        if let Some(at) = difference(a, e) {
             panic!("{what}: region {region}, byte {at}: {:#x}, expected {:#x}", a[at], e[at]);
         }
     }
