@@ -295,9 +295,12 @@ fn run(index: usize, pair: &Pair, transport: Transport) {
         aggregate(&p, &p.reports, &p_name, true, index + number);
         loads.push(Loaded { request: p_name, blocks: here, tokens: arriving(&p_spec, &d_spec, cached, held) });
     }
+    let checked = |rank| Ask::Check { loads: loads[..if rank == d_rank(index, &d_spec) { 3 } else { 4 }].to_vec() };
+    // All at the same time.
+    d.workers.iter_mut().for_each(|worker| worker.send(&checked(worker.rank)));
     for worker in &mut d.workers {
-        let refused = worker.rank == d_rank(index, &d_spec);
-        worker.check(if refused { &loads[..3] } else { &loads });
+        let told = worker.received();
+        assert!(matches!(told, Tell::Count(1..)), "{told:?}");
     }
     for worker in d.workers.iter_mut().chain(&mut p.workers) {
         let stats = worker.ok(&Ask::Stats);

@@ -8,6 +8,8 @@ use kvferry::proto::shape::{EngineSpec, GroupSpec, ModelSpec};
 use kvferry::proto::wire::MemoryKind;
 use serde::{Deserialize, Serialize};
 
+use super::memory::{difference, pattern_bytes};
+
 /// What the caches of one engine look like. Two engines fit when their models are the same.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CacheSpec {
@@ -73,8 +75,13 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
+/// What came before, and one part more.
+fn stir(before: u64, part: u64) -> u64 {
+    mix(before ^ part.wrapping_add(0x2545_f491_4f6c_dd1d))
+}
+
 fn mixed(parts: &[u64]) -> u64 {
-    parts.iter().fold(0x9e37_79b9_7f4a_7c15, |acc, part| mix(acc ^ part.wrapping_add(0x2545_f491_4f6c_dd1d)))
+    parts.iter().fold(0x9e37_79b9_7f4a_7c15, |before, part| stir(before, *part))
 }
 
 fn hash(text: &str) -> u64 {
@@ -89,21 +96,13 @@ pub struct Cache {
     regions: Vec<Vec<u8>>,
 }
 
-/// A byte of a block: where in its region, and head, token position and byte within these.
-struct Place {
-    at: usize,
-    head: u64,
-    position: u64,
-    byte: u64,
-}
-
 impl Cache {
     pub fn new(spec: CacheSpec, rank: RankId) -> Cache {
         let ranks = spec.engine.ranks(&spec.model).unwrap();
         let own = ranks.into_iter().find(|cache| cache.rank == rank).unwrap();
         let regions = own.region_lens.iter().enumerate().map(|(region, &len)| {
             let salt = mixed(&[spec.seed, rank.pp.into(), rank.tp.into(), region as u64]);
-            (0..len).map(|i| mixed(&[salt, i]) as u8).collect()
+            pattern_bytes(salt, len as usize)
         });
         Cache { geometry: own.geometry, regions: regions.collect(), rank, spec }
     }
@@ -123,25 +122,6 @@ impl Cache {
         worker.set_geometry(self.geometry.clone())
     }
 
-    /// Every byte of a block in one area.
-    fn bytes_of(area: &Area, block: u32) -> impl Iterator<Item = Place> + '_ {
-        let base = area.offset + area.block_stride * u64::from(block);
-        let tokens = u64::from(area.tokens);
-        (0..u64::from(area.heads)).flat_map(move |h| {
-            (0..u64::from(area.positions())).flat_map(move |t| {
-                (0..area.token_bytes()).map(move |byte| {
-                    let at = base
-                        + h * area.head_stride
-                        + t / tokens * area.page_stride
-                        + t % tokens * area.token_stride
-                        + byte / area.content * area.unit_stride
-                        + byte % area.content;
-                    Place { at: at as usize, head: h + u64::from(area.first_head), position: t, byte }
-                })
-            })
-        })
-    }
-
     /// The token of the sequence that a rank's block number `index` holds at `position`: the reverse of what
     /// `Group::position` says.
     fn token(group: &Group, index: u64, position: u64) -> u64 {
@@ -150,15 +130,14 @@ impl Cache {
         index * group.span() + (round * ranks + u64::from(group.token_rank)) * every + position % every
     }
 
-    /// What a request's cache holds there. K and V count as parts also where they are packed.
-    fn expected(&self, request: u64, area: &Area, token: u64, head: u64, byte: u64) -> u8 {
-        let k_bytes = self.spec.model.groups[area.group as usize].parts[0].bytes;
-        let (part, byte) = match &*area.part {
-            "kv" if byte < k_bytes => ("k", byte),
-            "kv" => ("v", byte - k_bytes),
-            other => (other, byte),
-        };
-        mixed(&[request, hash(&area.layer), hash(part), token, head, byte]) as u8
+    /// The parts of which a token's bytes in an area consist, each with its first byte and what its contents begin with. K and V
+    /// count as parts also where they are packed, so that they are the same bytes in either layout.
+    fn parts(&self, request: u64, area: &Area) -> Vec<(u64, u64)> {
+        let of = |part: &str| mixed(&[request, hash(&area.layer), hash(part)]);
+        match &*area.part {
+            "kv" => vec![(0, of("k")), (self.spec.model.groups[area.group as usize].parts[0].bytes, of("v"))],
+            part => vec![(0, of(part))],
+        }
     }
 
     /// Writes what a prefill of `request` would: per group the blocks in the order of the sequence, 0 for none.
@@ -173,23 +152,40 @@ impl Cache {
             let group = &self.geometry.groups[area.group as usize].clone();
             let state = group.kind == GroupKind::State;
             let (from, to) = loaded.tokens[area.group as usize];
+            let parts = self.parts(request, &area);
             for (index, block) in list.iter().enumerate() {
                 // vLLM's null block: nothing of the sequence is there. Of a state only the last block counts.
                 if *block == 0 || (state && index + 1 != list.len()) {
                     continue;
                 }
-                for place in Self::bytes_of(&area, *block) {
-                    let mut token = place.position;
-                    // A block of one position is one whose tokens cannot be told apart: it counts as its first token.
-                    if !state {
-                        token = Self::token(group, index as u64, place.position);
-                        if !(from..to).contains(&token) {
-                            continue;
+                for head in 0..u64::from(area.heads) {
+                    for position in 0..u64::from(area.positions()) {
+                        // A block of one position is one whose tokens cannot be told apart: it counts as its first token.
+                        let token = if state { position } else { Self::token(group, index as u64, position) };
+                        if state || (from..to).contains(&token) {
+                            self.fill_token(&area, &parts, (*block, head, position), token);
                         }
                     }
-                    let value = self.expected(request, &area, token, place.head, place.byte);
-                    self.regions[area.region as usize][place.at] = value;
                 }
+            }
+        }
+    }
+
+    /// Every byte of a token in one area: of the head and at the position of a block.
+    fn fill_token(&mut self, area: &Area, parts: &[(u64, u64)], (block, head, position): (u32, u64, u64), token: u64) {
+        let tokens = u64::from(area.tokens);
+        let base = area.offset
+            + area.block_stride * u64::from(block)
+            + head * area.head_stride
+            + position / tokens * area.page_stride
+            + position % tokens * area.token_stride;
+        let region = &mut self.regions[area.region as usize];
+        for (index, (first, begun)) in parts.iter().enumerate() {
+            let begun = stir(stir(*begun, token), head + u64::from(area.first_head));
+            let end = parts.get(index + 1).map_or(area.token_bytes(), |(next, _)| *next);
+            for byte in *first..end {
+                let at = base + byte / area.content * area.unit_stride + byte % area.content;
+                region[at as usize] = stir(begun, byte - first) as u8;
             }
         }
     }
@@ -204,8 +200,8 @@ impl Cache {
         for (region, (have, want)) in self.regions.iter().zip(&want.regions).enumerate() {
             // The progress thread wrote these bytes: read them as they are now.
             let have = std::hint::black_box(have);
-            let wrong = have.iter().zip(want).filter(|(a, b)| a != b).count();
-            if let Some(first) = have.iter().zip(want).position(|(a, b)| a != b) {
+            if let Some(first) = difference(have, want) {
+                let wrong = have.iter().zip(want).filter(|(a, b)| a != b).count();
                 return Err(format!(
                     "rank {}: {wrong} of {} bytes of region {region} are wrong, the first at {first}",
                     self.rank,

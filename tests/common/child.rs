@@ -313,7 +313,13 @@ impl Child {
 
     /// Asks for something that has to succeed.
     pub fn ok(&mut self, ask: &Ask) -> Tell {
-        match self.ask(ask) {
+        self.send(ask);
+        self.received()
+    }
+
+    /// What is told of something that has to succeed.
+    pub fn received(&mut self) -> Tell {
+        match self.receive() {
             Tell::Error { message, kind } => panic!("rank {}: error {kind}: {message}", self.rank),
             tell => tell,
         }
@@ -354,6 +360,11 @@ impl Child {
         }
     }
 
+    /// Asks it to shut down, which the end of its input does.
+    pub fn end(&mut self) {
+        drop(self.stdin.take());
+    }
+
     pub fn kill(&mut self) {
         self.signal(rustix::process::Signal::KILL);
         self.process.wait().unwrap();
@@ -372,14 +383,14 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // The end of its input asks it to shut down; it gets some time for that.
-        drop(self.stdin.take());
+        // It gets some time for its shutdown.
+        self.end();
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(30) && !std::thread::panicking() {
             if let Ok(Some(_)) = self.process.try_wait() {
                 return;
             }
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep(Duration::from_millis(2));
         }
         let _ = self.process.kill();
         let _ = self.process.wait();

@@ -132,16 +132,25 @@ impl Engine {
 
     /// Gives every worker its cache; their metadata.
     pub fn complete(&mut self) -> Vec<(RankId, Vec<u8>)> {
-        let ask = Ask::Complete { cache: self.cache.clone() };
-        self.workers.iter_mut().map(|w| (w.rank, w.bytes(&ask))).collect()
+        let told = self.ask_all(&Ask::Complete { cache: self.cache.clone() });
+        let told = self.workers.iter().map(|worker| worker.rank).zip(told);
+        told.map(|(rank, told)| match told {
+            Tell::Bytes(metadata) => (rank, metadata),
+            other => panic!("{other:?}"),
+        })
+        .collect()
+    }
+
+    /// Asks every worker, all at the same time, for something that has to succeed.
+    fn ask_all(&mut self, ask: &Ask) -> Vec<Tell> {
+        self.workers.iter_mut().for_each(|worker| worker.send(ask));
+        self.workers.iter_mut().map(Child::received).collect()
     }
 
     /// One step of the engine: the scheduler side's work goes to every worker.
     pub fn step(&mut self) {
         let step = self.scheduler.step().unwrap();
-        for worker in &mut self.workers {
-            worker.ok(&Ask::Submit { step: step.clone() });
-        }
+        self.ask_all(&Ask::Submit { step });
     }
 
     /// Collects reports until `enough`, and passes them to the scheduler side.
@@ -149,15 +158,17 @@ impl Engine {
         let start = Instant::now();
         while !enough(self) {
             assert!(start.elapsed() < LONG, "{}: waiting for {what}; so far {:#?}", self.name, self.said);
-            for index in 0..self.workers.len() {
-                if let Some(report) = self.workers[index].report(20) {
-                    self.take(report);
+            for told in self.ask_all(&Ask::Report { ms: 5 }) {
+                match told {
+                    Tell::Report(report) => report.into_iter().for_each(|bytes| self.take(&bytes)),
+                    other => panic!("{other:?}"),
                 }
             }
         }
     }
 
-    fn take(&mut self, report: WorkerReport) {
+    fn take(&mut self, report: &[u8]) {
+        let report = WorkerReport::from_bytes(report).unwrap();
         let all = self.workers.len();
         self.stats.merge(&report.stats);
         // The counters say what the report does.
@@ -221,9 +232,7 @@ impl Engine {
 
     /// A finished prefill: fills the blocks on every rank and grants the lease. Returns the decoder's params.
     pub fn prefill(&mut self, request: &str, lists: &Lists, tokens: u64) -> TransferParams {
-        for worker in &mut self.workers {
-            worker.ok(&Ask::Fill { request: request.into(), blocks: lists.clone() });
-        }
+        self.ask_all(&Ask::Fill { request: request.into(), blocks: lists.clone() });
         self.finish_prefill(request, lists, tokens)
     }
 
@@ -251,9 +260,7 @@ impl Engine {
 
     /// As `prefill`, of a request that was announced; the engine has its own name for it.
     pub fn complete_announced(&mut self, request: &str, transfer_id: &str, lists: &Lists, tokens: u64) {
-        for worker in &mut self.workers {
-            worker.ok(&Ask::Fill { request: request.into(), blocks: lists.clone() });
-        }
+        self.ask_all(&Ask::Fill { request: request.into(), blocks: lists.clone() });
         let transfer_id = Some(transfer_id.to_owned());
         let asked = TransferParams { do_remote_decode: true, transfer_id, ..TransferParams::default() };
         let finish = self.scheduler.finished(request, &asked, FinishOutcome::Complete, blocks(lists), tokens).unwrap();
@@ -294,8 +301,8 @@ impl Engine {
     /// Checks every byte of every rank.
     pub fn check(&mut self, loads: &[(&str, &Lists)]) {
         let loads: Vec<Loaded> = loads.iter().map(|(request, blocks)| Loaded::whole(request, blocks)).collect();
-        for worker in &mut self.workers {
-            worker.check(&loads);
+        for told in self.ask_all(&Ask::Check { loads }) {
+            assert!(matches!(told, Tell::Count(1..)), "{told:?}");
         }
     }
 
@@ -312,6 +319,13 @@ impl Engine {
                 std::thread::sleep(std::time::Duration::from_millis(5));
             }
         }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // All shut down at the same time; each is then waited for.
+        self.workers.iter_mut().for_each(Child::end);
     }
 }
 
