@@ -130,8 +130,8 @@ impl Cache {
         index * group.span() + (round * ranks + u64::from(group.token_rank)) * every + position % every
     }
 
-    /// The parts of which a token's bytes in an area consist, each with its first byte and what its contents begin with. K and V
-    /// count as parts also where they are packed, so that they are the same bytes in either layout.
+    /// The parts of which a token's bytes in an area consist: of each its first byte, and what its contents begin with. K and
+    /// V count as parts also where they are packed, so that they are the same bytes in either layout.
     fn parts(&self, request: u64, area: &Area) -> Vec<(u64, u64)> {
         let of = |part: &str| mixed(&[request, hash(&area.layer), hash(part)]);
         match &*area.part {
