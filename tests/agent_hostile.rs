@@ -200,7 +200,7 @@ fn memory_of_a_process_without_a_witness_is_not_copied_by_ucx_either() {
         let mut reader = Remote::spawn(Transport::Shm, 40, &[LEN]);
         let raw = Raw::new(SHM);
         let region = RegionMetadata {
-            base: raw.side.buffer.addr() as u64,
+            base: raw.side.buffer.addr(),
             len: LEN as u64,
             kind: MemoryKind::Host,
             rkey: raw.side.memory.pack_rkey().unwrap(),
@@ -217,7 +217,7 @@ fn memory_of_a_process_without_a_witness_is_not_copied_by_ucx_either() {
         let said = decode(&raw.hear(&[1]).data);
         let mut place = said.process.clone().unwrap();
         place["pid"] = std::process::id().into();
-        place["witness"] = (raw.side.buffer.addr() as u64).into();
+        place["witness"] = raw.side.buffer.addr().into();
         let hello = Hello {
             incarnation: 9,
             connection: 78,

@@ -35,7 +35,7 @@ fn get_and_put_move_every_byte() {
     far.buffer.fill(1);
     let endpoint = near.connect(&far.worker.address().unwrap());
     let rkey = endpoint.unpack_rkey(&far.memory.pack_rkey().unwrap()).unwrap();
-    assert_eq!((rkey.base(), rkey.len()), (far.buffer.addr() as u64, far.buffer.len() as u64));
+    assert_eq!((rkey.base(), rkey.len()), (far.buffer.addr(), far.buffer.len() as u64));
     assert_eq!(rkey.kind(), MemoryKind::Host);
     // (remote offset, local offset, length): tiny, unaligned, large, and the ends of both ranges.
     let pieces = [(0, 0, 1), (3, 77, 1000), (5000, 10_000, 8192), (MIB + 1, 20_001, MIB - 1), (0, MIB + 50_000, MIB)];
