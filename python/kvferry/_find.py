@@ -19,6 +19,11 @@ def header_path() -> Path:
     return _HERE / "kvferry.h"
 
 
+def parsed_header() -> Path:
+    """The header's declarations as `scripts/build-wheel` has parsed them for cffi. Only a wheel has the file."""
+    return _HERE / "_native" / "ffi.py"
+
+
 def library_path() -> Path:
     """The library's file: `KVFERRY_LIBRARY` when set, else the one in this package."""
     chosen = os.environ.get("KVFERRY_LIBRARY")

@@ -1,24 +1,25 @@
 """The core of every call of libkvferry: the library, its errors, its buffers and its root objects.
 
-The declarations are read from `kvferry.h` as shipped, so that they cannot differ from the library's. A call raises
+The declarations are those of `kvferry.h` as shipped, so that they cannot differ from the library's. A call raises
 `KvferryError` for a status other than 0, and releases the GIL while the library works. The library is loaded by the
 first call, not by the import.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import index
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import cffi
 import msgpack
 
 from ._errors import KvferryError, invalid, make_error
-from ._find import GET_LIBRARY, declarations, header_path, library_path, packaged_ucx
+from ._find import GET_LIBRARY, declarations, header_path, library_path, packaged_ucx, parsed_header
 
 ABI_VERSION = 1
 """The `kvf_abi_version` that this package was written for."""
@@ -48,19 +49,35 @@ _load_lock = threading.Lock()
 _loaded: Library | None = None
 
 
+def _declared(parsed: Path, header: Path) -> Any:
+    """cffi's view of the library: of `parsed` where there is such a file, else of the header."""
+    spec = importlib.util.spec_from_file_location("kvferry._parsed", parsed) if parsed.is_file() else None
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.ffi
+    # Only a source tree has to parse, which takes longer than everything else that a process does to load the library.
+    import cffi
+
+    ffi = cffi.FFI()
+    ffi.cdef(declarations(header.read_text(encoding="utf-8")))
+    return ffi
+
+
 def _open() -> Library:
     path = library_path()
-    ffi = cffi.FFI()
-    ffi.cdef(declarations(header_path().read_text(encoding="utf-8")))
+    ffi = _declared(parsed_header(), header_path())
     try:
         functions = ffi.dlopen(str(path))
     except OSError as error:
         # cffi adds that it has also looked for a library called like that, which no path is.
         reason = str(error).partition(".  Additionally")[0]
         raise make_error(-2, "not_found", f"cannot load {path}: {reason}; {GET_LIBRARY}") from error
+    # What is not in the library, of declarations parsed now or by the wheel's build.
+    absent = (AttributeError, getattr(ffi, "error", AttributeError))
     try:
         found = functions.kvf_abi_version()
-    except AttributeError:
+    except absent:
         text = f"{path} has no kvf_abi_version: it is no libkvferry; {GET_LIBRARY}"
         raise make_error(-6, "unsupported", text) from None
     if found != ABI_VERSION:
@@ -71,7 +88,13 @@ def _open() -> Library:
             "package of one release",
         )
     # An older one of the same ABI number lacks what was added to it since.
-    if missing := [name for name in dir(functions) if not hasattr(functions, name)]:
+    missing = []
+    for name in dir(functions):
+        try:
+            getattr(functions, name)
+        except absent:
+            missing.append(name)
+    if missing:
         raise make_error(
             -6,
             "unsupported",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cffi
 import kvferry
 import pytest
 from kvferry import _errors, _find, _lib
@@ -125,6 +126,28 @@ def test_declarations_leave_out_what_is_for_other_compilers() -> None:
         "#if __STDC_VERSION__ >= 202311L\nint e;\n#endif\n/* int f; */\n#endif\n"
     )
     assert _find.declarations(header).split() == ["int", "a;", "int", "c;"]
+
+
+def emitted(header: str, path: Path) -> str:
+    """What the build of a wheel makes of a header, at `path`."""
+    ffi = cffi.FFI()
+    ffi.cdef(_find.declarations(header))
+    ffi.set_source("ffi", None)
+    ffi.emit_python_code(str(path))
+    return path.read_text()
+
+
+def test_a_wheel_has_its_declarations_parsed_and_a_source_tree_parses_them(tmp_path: Path) -> None:
+    parsed, header = tmp_path / "ffi.py", tmp_path / "kvferry.h"
+    header.write_text("typedef struct { int in_the_header; } kvf_thing;\n")
+    assert dict(_lib._declared(parsed, header).typeof("kvf_thing").fields).keys() == {"in_the_header"}
+    emitted("typedef struct { int parsed; } kvf_thing;\n", parsed)
+    assert dict(_lib._declared(parsed, header).typeof("kvf_thing").fields).keys() == {"parsed"}
+
+
+@pytest.mark.skipif(not _find.parsed_header().is_file(), reason="this is a source tree, not a wheel")
+def test_what_a_wheel_has_parsed_is_its_header(tmp_path: Path) -> None:
+    assert _find.parsed_header().read_text() == emitted(kvferry.header_path().read_text(), tmp_path / "ffi.py")
 
 
 def test_every_candidate_for_ucx_is_told_and_one_is_chosen() -> None:
