@@ -5,6 +5,7 @@ Run as a program with the descriptor of a `multiprocessing` connection and the p
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 import time
@@ -27,6 +28,11 @@ def pattern(seed: int, size: int) -> NDArray[np.uint8]:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)
     return words.view(np.uint8)[:size]
+
+
+def digest(content: NDArray[np.uint8]) -> bytes:
+    """Of every byte, where the bytes themselves are too many to be sent over a pipe."""
+    return hashlib.blake2b(content).digest()
 
 
 class Host:
@@ -58,6 +64,9 @@ class Host:
 
     def contents(self, name: str) -> NDArray[np.uint8]:
         return self.buffers[name]
+
+    def digest(self, name: str) -> bytes:
+        return digest(self.buffers[name])
 
     def _places(self, ranges: list[Range]) -> list[tuple[int, int, int]]:
         return [(int(self.buffers[name].ctypes.data) + offset, length, 0) for name, offset, length in ranges]
