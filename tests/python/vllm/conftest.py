@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Threads of torch, which wait for their next work by spinning, are of no use to engines without a model.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
 

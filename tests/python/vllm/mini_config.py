@@ -71,11 +71,21 @@ def write_model(folder: Path, layers: int = 4) -> str:
     return str(folder)
 
 
+def register_model() -> None:
+    """Tells vLLM what the model's class is. Else every engine that starts before an earlier one's answer has been kept
+    asks a process of its own, which imports all of vLLM once more."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+
+
 def vllm_config(settings: Settings) -> Any:
     """The engine's configuration, as of vLLM's command line."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    register_model()
     connector: dict[str, Any] = {
         "kv_connector": "KvferryConnector",
         "kv_connector_module_path": "kvferry.vllm",

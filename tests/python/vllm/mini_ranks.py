@@ -23,7 +23,7 @@ from kvferry.vllm.geometry import TokenShare, transfer_groups
 from kvferry.vllm.host_buffer import CopyList
 from kvferry.vllm.metadata import KvferryConnectorMetadata
 from kvferry.vllm.worker import WorkerSide
-from mini_config import DEVICE, FULL_LAYERS, HEAD_SIZE, WINDOW_LAYERS, write_model
+from mini_config import DEVICE, FULL_LAYERS, HEAD_SIZE, WINDOW_LAYERS, register_model, write_model
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -68,6 +68,7 @@ def vllm_config(path: str, tp_size: int, engine: str, backends: Mapping[str, str
         def get_kv_cache_spec(self, vllm_config: Any) -> Any:
             return None
 
+    register_model()
     transfer = KVTransferConfig(
         kv_connector="KvferryConnector",
         kv_connector_module_path="kvferry.vllm",

@@ -42,6 +42,7 @@ _CONTEXT.set_forkserver_preload(
         "vllm.distributed.kv_transfer.kv_connector.utils",
         "vllm.engine.arg_utils",
         "vllm.model_executor.layers.attention_layer_base",
+        "vllm.model_executor.models.llama",
         "vllm.v1.attention.backends.triton_attn",
         "vllm.v1.core.sched.scheduler",
         "vllm.v1.structured_output",

@@ -35,7 +35,8 @@ class Pair:
     ) -> None:
         model = write_model(folder)
         self.model, self.hybrid = model, hybrid
-        limits = {"handshake_timeout_ms": 5000, "transfer_timeout_ms": 20000, **(reads or {})}
+        limits = {f"{what}_timeout_ms": 5000 for what in ("handshake", "verdict")}
+        limits |= {"transfer_timeout_ms": 20000, **(reads or {})}
         self.states: str = (prefill or {}).get("states", "")
         self.groups = 1 + hybrid + bool(self.states)
         prefill = {"runner": runner, **(prefill or {})}
@@ -266,8 +267,12 @@ def test_unusable_params_end_that_request_only(pair: Pair, policy: str, spoil: s
 
 def test_unknown_request_at_the_producer(pair: Pair, policy: str) -> None:
     words = prompt(95, 70)
-    params = {**pair.prefilled("lost", words), "remote_request_id": "p-never-there"}
-    failed_or_recomputed(policy, pair, "lost", pair.decoded("lost", words, params))
+    params = pair.prefilled("lost", words)
+    asked = {**params, "remote_request_id": "p-never-there"}
+    failed_or_recomputed(policy, pair, "lost", pair.decoded("lost", words, asked))
+    # The real one is given back.
+    pair.decode.call("add", "found", words, 4, params)
+    pair.decode.call("abort", "found")
     pair.decode.call("run_while_needed")
 
 

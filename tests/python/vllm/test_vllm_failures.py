@@ -63,15 +63,22 @@ def test_lease_that_has_run_out(trio: Trio, policy: str) -> None:
     ended(trio, policy, name, words, answer, "lease_expired")
 
 
-def test_request_that_the_producer_does_not_know(trio: Trio, policy: str) -> None:
-    name, words = f"unknown-{policy}", prompt(102, 90)
-    params = trio.prefilled(trio.steady, name, words)
-    answer = trio.decoded(trio.decode[policy], name, words, {**params, "remote_request_id": "p-never-there"})
-    # The real one is given back.
-    trio.decode[policy].call("add", f"{name}-real", words, 4, params)
-    trio.decode[policy].call("abort", f"{name}-real")
-    # It might have been on its way to the producer's worker: the decode engine waits for its word.
-    ended(trio, policy, name, words, answer, "lease_expired", "timeout")
+def test_request_that_the_producer_does_not_know(trio: Trio) -> None:
+    """It might have been on its way to the producer's worker: the decode engines wait for its word, both at once."""
+    words = prompt(102, 90)
+    params = {policy: trio.prefilled(trio.steady, f"unknown-{policy}", words) for policy in POLICIES}
+    for policy, real in params.items():
+        asked = {**real, "remote_request_id": f"p-never-there-{policy}"}
+        trio.decode[policy].call("add", f"unknown-{policy}", words, 4, asked)
+        trio.loading(trio.decode[policy], f"unknown-{policy}")
+    answers = {policy: trio.answer(trio.decode[policy], f"unknown-{policy}") for policy in POLICIES}
+    for policy, real in params.items():
+        # The real one is given back.
+        trio.decode[policy].call("add", f"unknown-{policy}-real", words, 4, real)
+        trio.decode[policy].call("abort", f"unknown-{policy}-real")
+    trio.whole(*trio.decode.values())
+    for policy, answer in answers.items():
+        ended(trio, policy, f"unknown-{policy}", words, answer, "lease_expired", "timeout")
 
 
 def test_prefill_that_is_aborted_while_the_decode_engine_waits(trio: Trio, policy: str) -> None:
@@ -124,18 +131,35 @@ def test_engine_of_another_model(trio: Trio, stranger: Remote, policy: str) -> N
     ended(trio, policy, name, words, answer, "incompatible")
 
 
-def test_peer_that_does_not_move(trio: Trio, policy: str) -> None:
-    """It comes back later, and is used again."""
-    decode = trio.decode[policy]
-    trio.works(decode)
-    name, words = f"frozen-{policy}", prompt(106, 300)
-    params = trio.prefilled(trio.steady, name, words)
+def test_peer_that_does_not_move(trio: Trio) -> None:
+    """Both decode engines load from it, one of them also a prompt whose beginning it has already and keeps when it
+    computes the rest. The peer comes back later, and is used again."""
+    shared, recompute = prompt(107, 4 * BLOCK), trio.decode["recompute"]
+    # With one token more, the window groups' blocks of the prefix are there too.
+    first = [*shared, 1]
+    trio.decoded(recompute, "prefix", first, trio.prefilled(trio.steady, "prefix", first))
+    for policy in POLICIES:
+        trio.works(trio.decode[policy])
+    names = {policy: f"frozen-{policy}" for policy in POLICIES}
+    words = {name: prompt(105 + at, 300) for at, name in enumerate(names.values())}
+    words["behind"] = [*shared, *prompt(109, 60)]
+    params = {name: trio.prefilled(trio.steady, name, tokens) for name, tokens in words.items()}
     trio.steady.freeze()
     try:
-        answer = trio.decoded(decode, name, words, params)
+        for policy, name in (*names.items(), ("recompute", "behind")):
+            trio.decode[policy].call("add", name, words[name], 4, params[name])
+            trio.loading(trio.decode[policy], name)
+        answers = {name: trio.answer(trio.decode[policy], name) for policy, name in names.items()}
+        behind = trio.answer(recompute, "behind")
     finally:
         trio.steady.thaw()
-    ended(trio, policy, name, words, answer, "timeout")
+    for policy, name in names.items():
+        ended(trio, policy, name, words[name], answers[name], "timeout")
+    assert (behind["reason"], len(behind["tokens"])) == ("length", 4)
+    state = recompute.call("state")
+    assert state["failed"]["behind"]["cause"] == "timeout"
+    assert state["starts"]["behind"][0] == len(shared)
+    assert state["wrong_bytes"]["behind"] == 0
 
 
 def test_bytes_that_change_under_the_read(trio: Trio, policy: str) -> None:
@@ -156,26 +180,6 @@ def test_bytes_that_change_under_the_read(trio: Trio, policy: str) -> None:
     trio.steady.call("fall_asleep")
     trio.steady.call("wake_up")
     ended(trio, policy, name, words, answer, "digest_mismatch")
-
-
-def test_prefix_that_is_there_already_is_kept(trio: Trio) -> None:
-    """A recomputed request starts behind what the decode engine had before the load."""
-    decode, shared = trio.decode["recompute"], prompt(107, 4 * BLOCK)
-    # With one token more, the window groups' blocks of the prefix are there too.
-    first = [*shared, 1]
-    trio.decoded(decode, "prefix", first, trio.prefilled(trio.steady, "prefix", first))
-    words = [*shared, *prompt(109, 60)]
-    params = trio.prefilled(trio.steady, "behind", words)
-    trio.steady.freeze()
-    try:
-        answer = trio.decoded(decode, "behind", words, params)
-    finally:
-        trio.steady.thaw()
-    assert (answer["reason"], len(answer["tokens"])) == ("length", 4)
-    _, state = trio.whole(trio.steady, decode)
-    assert state["failed"]["behind"]["cause"] == "timeout"
-    assert state["starts"]["behind"][0] == len(shared)
-    assert state["wrong_bytes"]["behind"] == 0
 
 
 def test_peer_that_dies_in_the_middle(trio: Trio) -> None:

@@ -62,6 +62,12 @@ class Conversation:
         assert self.decode.call("state")["wrong_bytes"][name] == 0
         return answer["tokens"], answer["params"]
 
+    def give_back(self, name: str, tokens: list[int], params: dict[str, Any]) -> None:
+        """A client leaves before the decode engine loads the prefill, whose lease would last for long."""
+        self.decode.call("add", name, tokens, 1, params)
+        self.decode.call("abort", name)
+        self.decode.call("step")
+
     def computed_from(self, name: str) -> tuple[int, int]:
         """Of a prefill: how many tokens were there before it began, and how many bytes of these were wrong."""
         state = self.prefill.call("state")
@@ -140,7 +146,8 @@ def test_a_history_that_is_not_proven_gives_wrong_bytes(conversation: Conversati
     assert theirs is not None
     conversation.forget()
     forged = {**history, "remote_token_digests": theirs["remote_token_digests"]}
-    conversation.prefilled("liar-2", [*liar[:70], *prompt(403, 40)], forged)
+    second = [*liar[:70], *prompt(403, 40)]
+    conversation.give_back("liar-2", second, conversation.prefilled("liar-2", second, forged))
     start, wrong = conversation.computed_from("liar-2")
     assert start == 64
     assert wrong > 0
@@ -152,7 +159,7 @@ def test_a_history_that_is_not_loaded_is_given_back(conversation: Conversation) 
     assert history is not None
     second = [*first, *said, *prompt(502, 30)]
     # The prefill engine has computed the same meanwhile.
-    conversation.prefilled("given-0", second, None)
+    conversation.give_back("given-0", second, conversation.prefilled("given-0", second, None))
     params = conversation.prefilled("given-2", second, history)
     conversation.decode.call("run_until", "'given-1' not in e.scheduler.requests")
     conversation.decode.call("add", "given-3", second, 1, params)
