@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from contextlib import ExitStack, suppress
 
 from commands import skip
-from doctor_command import Told, doctor, free_port
+from doctor_command import Told, doctor
 from kvferry import Listener
 
 
@@ -42,10 +41,6 @@ def test_a_network_namespace_without_a_route(here: Told) -> None:
     assert told["address"]["evidence"] == ["127.0.0.1"]
     assert "KVFERRY_HOST" in told["address"]["remedy"]
     assert told["transfer-tcp"]["case"] == "moved"
-    # Not even a loopback interface that is up: UCX has no TCP.
-    cut = doctor("--config", '{"port": 0}', within=unshared("-n"))
-    assert cut["transports"]["case"] == "no-network", cut.troubles
-    assert "ip link set lo up" in cut["transports"]["remedy"]
 
 
 def test_a_tiny_dev_shm() -> None:
@@ -54,34 +49,34 @@ def test_a_tiny_dev_shm() -> None:
     assert told["shm"]["case"] == "small", told["shm"]
     assert told["shm"]["evidence"] == ["1 MiB, 1 MiB of it free"]
     assert "--shm-size" in told["shm"]["remedy"]
+
+
+def test_no_network_and_a_dev_shm_that_cannot_be_written_to() -> None:
+    # Not even a loopback interface that is up: UCX has no TCP.
     mount = 'mount -t tmpfs -o ro,size=1m tmpfs /dev/shm && exec "$@"'
-    told = doctor("--config", '{"port": 0}', within=[*unshared("-m"), "sh", "-c", mount, "sh"])
+    told = doctor("--config", '{"port": 0}', within=[*unshared("-n", "-m"), "sh", "-c", mount, "sh"])
+    assert told["transports"]["case"] == "no-network", told.troubles
+    assert "ip link set lo up" in told["transports"]["remedy"]
     assert told["shm"]["case"] == "unusable", told["shm"]
 
 
-def test_few_open_files() -> None:
-    told = doctor("--config", '{"port": 0}', within=["sh", "-c", 'ulimit -Sn 256 && exec "$@"', "sh"])
-    assert told["open-files"]["case"] == "low"
-    assert told["open-files"]["evidence"][0].startswith("soft limit 256,")
-
-
-def test_a_port_in_use_and_one_that_is_free() -> None:
+def test_a_port_in_use() -> None:
+    """One that is free is in `test_this_machine_as_it_is`."""
     with Listener({"engine_id": "other", "host": "127.0.0.1"}) as listener:
         _, port = listener.address
-        config = json.dumps({"host": "127.0.0.1", "port": port})
-        told = doctor("--config", config)
-        assert told["port"]["case"] == "in-use", told.troubles
-        assert "KVFERRY_PORT" in told["port"]["remedy"]
-        assert any(f"127.0.0.1: process {os.getpid()} " in line for line in told["port"]["evidence"])
-    told = doctor(KVFERRY_HOST="127.0.0.1", KVFERRY_PORT=str(free_port()))
-    assert told["port"]["case"] == "free", told.troubles
+        told = doctor(KVFERRY_HOST="127.0.0.1", KVFERRY_PORT=str(port))
+    assert told["port"]["case"] == "in-use", told.troubles
+    assert "KVFERRY_PORT" in told["port"]["remedy"]
+    assert any(f"127.0.0.1: process {os.getpid()} " in line for line in told["port"]["evidence"])
 
 
-def test_the_default_port_is_that_of_an_engine() -> None:
+def test_few_open_files_and_the_default_port_which_is_an_engines() -> None:
     with ExitStack() as held:
         # Whoever else has it will do.
         with suppress(OSError):
             held.enter_context(socket.create_server(("0.0.0.0", 5680)))
-        told = doctor()
+        told = doctor(within=["sh", "-c", 'ulimit -Sn 256 && exec "$@"', "sh"])
     assert told["port"]["case"] == "in-use", told["port"]
     assert any("port 5680" in line for line in told["port"]["evidence"])
+    assert told["open-files"]["case"] == "low"
+    assert told["open-files"]["evidence"][0].startswith("soft limit 256,")

@@ -13,20 +13,24 @@ from kvferry import Listener
 from kvferry.cli import doctor as cli
 from kvferry.cli import main
 from kvferry.cli.config import any_config
+from kvferry.doctor.examine import Asked
 
 
-@pytest.mark.parametrize(
-    ("environment", "finding", "words"),
-    [
-        ({"KVFERRY_PORT": "many"}, ("options", "bad"), "KVFERRY_PORT must be a whole number"),
-        ({"KVFERRY_HOST": "no.such.host.invalid"}, ("address", "bad"), "no.such.host.invalid"),
-        ({"KVFERRY_KEY_FILE": "/no/such/key"}, ("key", "unusable"), "/no/such/key"),
-    ],
-)
-def test_wrong_options(environment: dict[str, str], finding: tuple[str, str], words: str) -> None:
-    told = doctor("--config", '{"port": 0}', **environment)
-    assert told.troubles == dict([finding])
-    assert any(words in line for line in told[finding[0]]["evidence"])
+def test_wrong_options() -> None:
+    """Each is told where it counts, and hides none of the others."""
+    wrong = {"KVFERRY_PORT": "many", "KVFERRY_HOST": "no.such.host.invalid", "KVFERRY_KEY_FILE": "/no/such/key"}
+    told = doctor("--config", '{"port": 0}', **wrong)
+    assert told.troubles == {"options": "bad", "address": "bad", "key": "unusable"}
+    assert any("KVFERRY_PORT must be a whole number" in line for line in told["options"]["evidence"])
+    for finding, words in (("address", "no.such.host.invalid"), ("key", "/no/such/key")):
+        assert any(words in line for line in told[finding]["evidence"])
+
+
+def asked(*words: str) -> Asked:
+    """What the command is to examine."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.asked_for(parser.parse_args(words))
 
 
 @pytest.mark.parametrize(
@@ -35,18 +39,30 @@ def test_wrong_options(environment: dict[str, str], finding: tuple[str, str], wo
         ({"port": None}, {"KVFERRY_LEASE_MS": "x"}),
         ({"ucx": None, "host": None}, {"KVFERRY_LEASE_MS": "x"}),
         ({"kv_lease_duration": 45}, {"KVFERRY_LEASE_MS": "x", "KVFERRY_VERIFY": "maybe"}),
-        # An agent of the doctor's would be refused with it.
         ({}, {"KVFERRY_WINDOW": "0"}),
     ],
 )
 def test_a_wrong_variable_is_left_out_and_the_rest_counts(
-    config: dict[str, object], environment: dict[str, str]
+    config: dict[str, object], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = doctor("--config", json.dumps(config), **environment, KVFERRY_PORT="0", KVFERRY_HOST="127.0.0.7")
+    for name, value in {**environment, "KVFERRY_PORT": "0", "KVFERRY_HOST": "127.0.0.7"}.items():
+        monkeypatch.setenv(name, value)
+    found = asked("--config", json.dumps(config))
+    assert (found.scheduler["host"], found.scheduler["port"]) == ("127.0.0.7", 0)
+    assert found.wrong_variables.keys() == environment.keys()
+    assert all(f"the environment variable {name} must be" in words for name, words in found.wrong_variables.items())
+
+
+def test_with_wrong_variables_the_rest_of_the_machine_is_examined() -> None:
+    # An agent of the doctor's would be refused with the second. An empty key means none, whatever the environment says.
+    wrong = {"KVFERRY_LEASE_MS": "x", "KVFERRY_WINDOW": "0"}
+    others = {"KVFERRY_PORT": "0", "KVFERRY_HOST": "127.0.0.7", "KVFERRY_KEY_FILE": "/no/such/key"}
+    told = doctor("--config", '{"kv_lease_duration": 45, "key_file": ""}', **wrong, **others)
     assert told.troubles == {"options": "bad", "address": "local-only"}
     evidence = "\n".join(told["options"]["evidence"])
-    assert all(f"the environment variable {name} must be" in evidence for name in environment), evidence
+    assert all(f"the environment variable {name} must be" in evidence for name in wrong), evidence
     assert told["port"]["evidence"] == ["a free port of 127.0.0.7 was bound and freed"]
+    assert told["key"]["case"] == "none"
 
 
 @pytest.mark.parametrize("environment", [{}, {"KVFERRY_LEASE_MS": "x"}])
@@ -99,11 +115,6 @@ def test_what_cannot_be_asked_for(words: str, error: str, capsys: pytest.Capture
     assert error in capsys.readouterr().err
 
 
-def test_an_empty_key_means_none_whatever_the_environment_says() -> None:
-    config = json.dumps({"port": 0, "key_file": ""})
-    assert doctor("--config", config, KVFERRY_KEY_FILE="/no/such/key")["key"]["case"] == "none"
-
-
 def test_the_configuration_is_what_the_config_command_takes(tmp_path: Path) -> None:
     port = free_port()
     extra = {"host": "127.0.0.1", "port": port}
@@ -111,8 +122,9 @@ def test_the_configuration_is_what_the_config_command_takes(tmp_path: Path) -> N
     path = tmp_path / "config.json"
     path.write_text(json.dumps(whole))
     for config in (json.dumps(extra), json.dumps(whole), str(path)):
-        told = doctor("--config", config)
-        assert any(f"port {port} of 127.0.0.1" in line for line in told["port"]["evidence"]), told["port"]
+        assert asked("--config", config).scheduler == extra
+    told = doctor("--config", str(path))
+    assert any(f"port {port} of 127.0.0.1" in line for line in told["port"]["evidence"]), told["port"]
 
 
 def engine(role: str, **extra: object) -> str:
@@ -120,20 +132,18 @@ def engine(role: str, **extra: object) -> str:
 
 
 def test_a_decode_engine_beside_a_prefill_engine_needs_no_port() -> None:
+    """Nor an address that anybody is told. Engines that may do both need one: `test_doctor_host.py`."""
     with Listener({"engine_id": "prefill", "host": "127.0.0.1"}) as listener:
-        where = dict(zip(("host", "port"), listener.address, strict=True))
-        decode, both = (doctor("--config", engine(role, **where)) for role in ("kv_consumer", "kv_both"))
-    assert decode.cases("address", "port") == ["unneeded", "unneeded"]
-    assert (decode.troubles, decode.code) == ({}, 0)
-    assert both["port"]["case"] == "in-use"
-    # An address that nobody is told may be any.
-    assert doctor("--config", engine("kv_consumer", host="no.such.host.invalid")).troubles == {}
+        told = doctor("--config", engine("kv_consumer", host="no.such.host.invalid", port=listener.address[1]))
+    assert told.cases("address", "port") == ["unneeded", "unneeded"]
+    assert (told.troubles, told.code) == ({}, 0)
 
 
 @pytest.mark.parametrize(
     ("config", "multi_turn", "listens"),
     [
         (engine("kv_producer"), False, True),
+        (engine("kv_both"), None, True),
         (engine("kv_consumer"), None, False),
         (engine("kv_consumer"), False, False),
         (engine("kv_consumer"), True, True),
@@ -148,9 +158,7 @@ def test_who_has_a_listener(
     for row in rows:
         row["source"] = "given"
     monkeypatch.setattr(cli, "describe", lambda extra: {"settings": rows})
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    assert cli.asked_for(parser.parse_args(["--config", config])).listens == listens
+    assert asked("--config", config).listens == listens
 
 
 def test_of_several_connectors_the_role_of_ours_counts() -> None:
