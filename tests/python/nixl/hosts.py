@@ -19,6 +19,8 @@ from nixl_host import GENEROUS
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 INSTALLED = ROOT / ".deps" / "nixl"
+ENOUGH = 16 << 20
+"""To be read from a peer that is stopped: what it does not send does not come, however little it is."""
 
 
 def versions() -> list[str]:
@@ -134,6 +136,14 @@ class Process:
             assert code in (0, -9), f"ended with {code}: {''.join(self.log)}"
         else:
             sys.stderr.write("".join(self.log))
+
+
+def serve(host: Process, name: str, seed: int, size: int) -> int:
+    """Starts an agent with `size` bytes of memory registered; their address."""
+    assert host.start(name, ["KVFERRY"]) == ["KVFERRY"]
+    address = int(host.buffer("cache", seed, size))
+    host.register("cache", [("cache", 0, size)])
+    return address
 
 
 def beside_ucx(plugin: Path, version: str, folder: Path) -> dict[str, str]:

@@ -9,22 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import HERE, ROOT, Failed, Process
+from hosts import ENOUGH, HERE, ROOT, Failed, Process, serve
 from nixl_host import digest, pattern
 
 SIZE = 1 << 20
 LARGE = 256 << 20
 """Takes long enough to be in flight when the next call comes."""
-ENOUGH = 16 << 20
-"""Of a peer that is stopped: what it does not send does not come, however little it is."""
 MAX_NOTIFICATIONS = 65_536
-
-
-def serve(host: Process, name: str, seed: int, size: int) -> int:
-    assert host.start(name, ["KVFERRY"]) == ["KVFERRY"]
-    address = int(host.buffer("cache", seed, size))
-    host.register("cache", [("cache", 0, size)])
-    return address
 
 
 def acquaint(a: Process, b: Process, size: int) -> int:

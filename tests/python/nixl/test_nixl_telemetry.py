@@ -12,7 +12,7 @@ from typing import Any
 import kvferry
 import numpy as np
 import pytest
-from hosts import HERE, INSTALLED, Failed, Process, beside_ucx
+from hosts import ENOUGH, HERE, INSTALLED, Failed, Process, beside_ucx, serve
 from kvferry import nixl
 from kvferry._nixl_read import library_of
 from kvferry.doctor import nixl as doctor_nixl
@@ -21,8 +21,6 @@ from nixl_host import GENEROUS, pattern
 from prometheus_client.parser import text_string_to_metric_families
 
 SIZE = 1 << 20
-ENOUGH = 16 << 20
-"""Of a peer that is stopped: what it does not send does not come, however little it is."""
 
 
 def samples(path: Path, peer: str) -> dict[str, Any]:
@@ -44,13 +42,6 @@ def shown(path: Path, peer: str, is_there: Callable[[dict[str, Any]], bool]) -> 
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
     return found
-
-
-def serve(host: Process, name: str, seed: int, size: int) -> int:
-    host.start(name, ["KVFERRY"])
-    address = int(host.buffer("cache", seed, size))
-    host.register("cache", [("cache", 0, size)])
-    return address
 
 
 @pytest.mark.parametrize(("transport", "paths"), [("shm", ("copied",)), ("tcp", ("served", "streamed"))])

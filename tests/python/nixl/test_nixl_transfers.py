@@ -6,11 +6,10 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hosts import Failed, Process
+from hosts import Failed, Process, serve
 from nixl_host import pattern
 from numpy.typing import NDArray
 
@@ -53,10 +52,8 @@ def connected(plugin: Path, edge: str) -> Iterator[Pair]:
     """Two agents of which the first has the second's metadata, and where the second's buffer is."""
     with ExitStack() as stack:
         a, b = (stack.enter_context(Process(edge, plugin)) for _ in range(2))
-        for host, name, seed in ((a, "a", 1), (b, "b", 2)):
-            assert host.start(name, ["KVFERRY"]) == ["KVFERRY"]
-            address = host.buffer("cache", seed, SIZE)
-            host.register("cache", [("cache", 0, SIZE)])
+        serve(a, "a", 1, SIZE)
+        address = serve(b, "b", 2, SIZE)
         assert a.add(b.metadata()) == "b"
         yield a, b, address
 
@@ -195,24 +192,16 @@ def error_of(host: Process, key: str) -> str:
 
 
 def test_a_killed_peer_is_an_error_and_a_restarted_one_works(plugin: Path, version: str) -> None:
-    def serve(host: Process) -> Any:
-        host.start("b", ["KVFERRY"])
-        address = host.buffer("cache", 2, SIZE)
-        host.register("cache", [("cache", 0, SIZE)])
-        return address
-
     with Process(version, plugin) as a, Process(version, plugin) as b:
-        a.start("a", ["KVFERRY"])
-        a.buffer("cache", 1, SIZE)
-        a.register("cache", [("cache", 0, SIZE)])
-        address = serve(b)
+        serve(a, "a", 1, SIZE)
+        address = serve(b, "b", 2, SIZE)
         a.add(b.metadata())
         a.make("x", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
         assert a.run("x") == "DONE"
         b.kill()
         error_of(a, "x")
         with Process(version, plugin) as again:
-            address = serve(again)
+            address = serve(again, "b", 2, SIZE)
             if version.startswith("1.5"):
                 # It keeps the old metadata after a disconnection, and refuses other until that is removed.
                 with pytest.raises(Failed, match="NOT_ALLOWED"):

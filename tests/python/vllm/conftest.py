@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
+    from lone_scheduler import LoneScheduler
     from mini_trio import Trio
 
 # No hub is asked for anything, no usage is reported, and vLLM's log stays out of the tests' output.
@@ -29,3 +31,15 @@ def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     trio = Trio(tmp_path_factory.mktemp("model"), request.param)
     yield trio
     trio.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LoneScheduler, LoneScheduler]]:
+    """The schedulers of a prefill and of a decode engine."""
+    from lone_scheduler import LoneScheduler
+    from mini_config import write_model
+
+    with ExitStack() as stack:
+        model = tmp_path_factory.mktemp("model")
+        write_model(model)
+        yield LoneScheduler(stack, "kv_producer", model), LoneScheduler(stack, "kv_consumer", model)

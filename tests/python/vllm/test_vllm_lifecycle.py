@@ -3,13 +3,10 @@ either order. At the end nothing is left behind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from lone_scheduler import LoneScheduler
-from mini_config import write_model
 from mini_trio import prompt
 
 ORDERS = {
@@ -19,15 +16,6 @@ ORDERS = {
     "ids-first": [{"ids": True, "reports": False}, {"ids": False, "reports": True}],
 }
 """What is told in which step. vLLM itself takes only ids, so that without any it keeps the request."""
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LoneScheduler, LoneScheduler]]:
-    """A prefill engine and a decode engine."""
-    with ExitStack() as stack:
-        model = tmp_path_factory.mktemp("model")
-        write_model(model)
-        yield LoneScheduler(stack, "kv_producer", model), LoneScheduler(stack, "kv_consumer", model)
 
 
 @pytest.fixture(params=ORDERS)

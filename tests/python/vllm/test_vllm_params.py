@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from lone_scheduler import LoneScheduler
-from mini_config import write_model
 from mini_trio import Trio, prompt
 
 NEEDED = (
@@ -33,15 +30,6 @@ OPTIONAL = (
 )
 NULLS: dict[str, Any] = dict.fromkeys((*NEEDED, *OPTIONAL))
 WORDS = prompt(300, 70)
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LoneScheduler, LoneScheduler]]:
-    """A prefill engine and a decode engine."""
-    with ExitStack() as stack:
-        model = tmp_path_factory.mktemp("model")
-        write_model(model)
-        yield LoneScheduler(stack, "kv_producer", model), LoneScheduler(stack, "kv_consumer", model)
 
 
 def handed_over(

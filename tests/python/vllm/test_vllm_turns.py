@@ -10,16 +10,11 @@ import pytest
 from mini_config import Settings, write_model
 from mini_remote import Remote
 from mini_runner import RunnerName
+from test_vllm_engines import REMOTE_DECODE, prompt
 
 SALT = 5
 """Of both engines: a history has bytes of either, and what they follow from is the tokens alone."""
-
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 ANSWER = 20
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    return [(seed * 7919 + i * 31 + i * i) % 499 for i in range(tokens)]
 
 
 class Conversation:
