@@ -49,6 +49,8 @@ class Settings:
     """Tokens ahead, for which states have more inputs and requests more blocks."""
     host_buffer: HostBuffer | None = None
     """The cache is a device's, with a buffer in host memory. Which of the copies are made."""
+    ahead: int = 0
+    """Steps that begin before a step's output is taken in, as with vLLM's batch queue."""
 
 
 def write_model(folder: Path, layers: int = 4) -> str:
@@ -121,6 +123,9 @@ def vllm_config(settings: Settings) -> Any:
     ).create_engine_config()
     if settings.host_buffer:
         config.device_config.device_type = DEVICE
+    if settings.ahead:
+        config.scheduler_config.async_scheduling = True
+        assert config.max_concurrent_batches == 1 + settings.ahead
     return config
 
 

@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ class Engine:
         self.failed: dict[str, dict[str, Any]] = {}
         self.scribbling: threading.Event | None = None
         self.abandoned: list[Any] = []
+        self.in_flight: deque[tuple[Any, Any]] = deque()
+        self.withheld: Callable[[], bytes] | None = None
 
     def _add_layers(self, config: Any) -> None:
         """Attention layers, of which no more is there than what says how they order a block."""
@@ -249,7 +252,15 @@ class Engine:
     expected_salt: int | None = None
 
     def step(self) -> None:
-        """One engine step, with the calls of vLLM's model runner in their order."""
+        """One engine step, with the calls of vLLM's model runner in their order, and the outputs of earlier ones that
+        are due."""
+        self.in_flight.append(self._begin_step())
+        idle = not self.in_flight[-1][0].total_num_scheduled_tokens
+        while len(self.in_flight) > (0 if idle else self.settings.ahead):
+            self._end_step(*self.in_flight.popleft())
+
+    def _begin_step(self) -> tuple[Any, Any]:
+        """What is scheduled, and what its model runner answers."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         scheduled = self.scheduler.schedule()
@@ -277,7 +288,9 @@ class Engine:
                 stats = stats.data.get("KvferryConnector", stats)
                 self.figures = stats.aggregate(type(stats)(self.figures)).to_dict()
         indices = {request: index for index, request in enumerate(requests)}
-        ran = ModelRunnerOutput(requests, indices, tokens, kv_connector_output=output)
+        return scheduled, ModelRunnerOutput(requests, indices, tokens, kv_connector_output=output)
+
+    def _end_step(self, scheduled: Any, ran: Any) -> None:
         merged = self.aggregator.aggregate([ran])
         assert merged is not None
         for outputs in self.scheduler.update_from_output(scheduled, merged).values():
@@ -320,7 +333,7 @@ class Engine:
 
     def run_while_needed(self) -> None:
         """Steps as long as vLLM's engine core would."""
-        self.run_until("not e.scheduler.has_requests()")
+        self.run_until("not e.scheduler.has_requests() and not e.in_flight")
 
     def fall_asleep(self, unmaps: bool = False) -> None:
         """What `EngineCoreProc.sleep` does: all requests are aborted, no new one starts, and when nothing is left to do
@@ -404,6 +417,20 @@ class Engine:
     def preempt(self) -> None:
         """As `/reset_prefix_cache?reset_running_requests=true`: all that runs begins again."""
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def withhold_steps(self, on: bool) -> None:
+        """Keeps the connector's work from the workers, as where one step does not hold it, or lets it go."""
+        scheduler = self._own_connector()._scheduler._scheduler
+        if on:
+            self.withheld, scheduler.step = scheduler.step, lambda: b""
+        else:
+            scheduler.step = self.withheld
+
+    def filling(self) -> list[str]:
+        """Requests whose blocks the host buffer is to copy to the device when their loads have ended."""
+        worker = self.worker._connectors[0] if self.settings.child else self.worker
+        host = worker._worker._host
+        return [] if host is None else sorted(host._filling)
 
     def _own_connector(self) -> Any:
         connector: Any = self.scheduler.connector

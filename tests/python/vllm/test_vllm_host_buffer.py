@@ -20,11 +20,17 @@ from mini_config import BLOCK
 from test_vllm_engines import REMOTE_DECODE, Pair, prompt
 from test_vllm_states import HERE, THERE, Stateful
 
-BUFFERED = {"host_buffer": "copied"}
+BUFFERED: dict[str, Any] = {"host_buffer": "copied"}
+AHEAD = BUFFERED | {"ahead": 1}
+"""A step begins before the output of the one before it is taken in."""
 
 
 class Buffered(Pair):
     """A pair whose prefill engine may answer before blocks are where they are read."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.decode_buffered = "host_buffer" in arguments[5]
 
     def decoded(self, name: str, tokens: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
         """As vLLM, the prefill engine steps while it keeps the blocks."""
@@ -33,21 +39,39 @@ class Buffered(Pair):
         self.prefill.result("run_while_needed")
         return answer
 
+    def quiesce(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """And nothing that is over is waited for by a host buffer."""
+        states = super().quiesce()
+        assert [engine.call("filling") for engine in (self.prefill, self.decode)] == [[], []]
+        return states
+
 
 @pytest.fixture(
     scope="module",
     params=[
-        (BUFFERED, BUFFERED, True, "mixin"),
-        (BUFFERED, {}, False, "active"),
-        ({}, BUFFERED, True, "active"),
-        (BUFFERED | {"block": 48, "layout": "LBNHC"}, BUFFERED | {"block": 32}, False, "mixin"),
-        (BUFFERED | {"states": "align"}, BUFFERED | {"states": "align"}, False, "active"),
+        (BUFFERED, BUFFERED, True, False, "mixin"),
+        (BUFFERED, {}, False, False, "active"),
+        ({}, BUFFERED, True, False, "active"),
+        (BUFFERED | {"block": 48, "layout": "LBNHC"}, BUFFERED | {"block": 32}, False, False, "mixin"),
+        (BUFFERED | {"states": "align"}, BUFFERED | {"states": "align"}, False, False, "active"),
+        (BUFFERED, BUFFERED, False, True, "mixin"),
+        (AHEAD, AHEAD, True, False, "active"),
+        (AHEAD | {"states": "align"}, AHEAD | {"states": "align"}, False, False, "mixin"),
     ],
-    ids=["both-hybrid", "prefill", "decode-hybrid", "both-other-blocks", "both-states"],
+    ids=[
+        "both-hybrid",
+        "prefill",
+        "decode-hybrid",
+        "both-other-blocks",
+        "both-states",
+        "both-children",
+        "ahead-hybrid",
+        "ahead-states",
+    ],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buffered]:
-    prefill, decode, hybrid, runner = request.param
-    pair = Buffered(tmp_path_factory.mktemp("model"), "fail", hybrid, False, prefill, decode, runner)
+    prefill, decode, hybrid, child, runner = request.param
+    pair = Buffered(tmp_path_factory.mktemp("model"), "fail", hybrid, child, prefill, decode, runner)
     yield pair
     pair.close()
 
@@ -110,6 +134,43 @@ def test_a_load_that_fails_and_one_that_is_aborted(pair: Buffered) -> None:
     good = prompt(71, 200)
     assert pair.decoded("good", good, pair.prefilled("good", good))["reason"] == "length"
     assert pair.quiesce()[1]["wrong_bytes"]["good"] == 0
+
+
+def test_a_load_that_is_aborted_before_the_workers_know_of_it(pair: Buffered) -> None:
+    words = prompt(73, 200)
+    params = pair.prefilled("withheld", words)
+    pair.decode.call("withhold_steps", True)
+    try:
+        pair.decode.call("add", "withheld", words, 4, params)
+        pair.decode.call("step")
+        assert pair.decode.call("filling") == (["withheld"] if pair.decode_buffered else [])
+        pair.decode.call("abort", "withheld")
+        pair.decode.call("step")
+    finally:
+        pair.decode.call("withhold_steps", False)
+    pair.quiesce()
+    good = prompt(74, 200)
+    assert pair.decoded("good-too", good, pair.prefilled("good-too", good))["reason"] == "length"
+    assert pair.quiesce()[1]["wrong_bytes"]["good-too"] == 0
+
+
+def test_blocks_that_a_step_in_flight_still_writes(pair: Buffered) -> None:
+    """Requests that are aborted while they run leave blocks behind, and loads take these."""
+    for turn in range(4):
+        for at in range(3):
+            pair.decode.call("add", f"local-{turn}-{at}", prompt(300 + 10 * turn + at, 250), 50, None)
+        for _ in range(3):
+            pair.decode.call("step")
+        name, words = f"taker-{turn}", prompt(400 + turn, 600)
+        params = pair.prefilled(name, words)
+        pair.decode.call("add", name, words, 4, params)
+        for at in range(3):
+            pair.decode.call("abort", f"local-{turn}-{at}")
+        pair.prefill.start("run_while_needed")
+        pair.decode.call("run_until", f"'reason' in e.answers.get('{name}', {{}})")
+        pair.prefill.result("run_while_needed")
+        assert pair.decode.call("answer", name)["reason"] == "length"
+        assert pair.quiesce()[1]["wrong_bytes"][name] == 0
 
 
 @pytest.mark.parametrize(
