@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+from . import host_memory
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,6 +24,9 @@ CopyBlocks = Callable[[dict[str, Any], dict[str, Any], list[int], list[int], str
 """vLLM's `CopyBlocksOp`: takes caches to copy from and to, block ids in either, and `d2h` or `h2d`. A copy comes after
 all that is enqueued on the current stream; `d2h` is complete when it returns, `h2d` comes before later work on the
 stream."""
+
+_PIECE = 2**30
+"""Bytes of host memory that are taken before it is asked again how much there is."""
 
 Blocks = tuple[tuple[int, ...], ...]
 """Block ids by transferred KV-cache group."""
@@ -88,6 +93,8 @@ class HostBuffer:
         layers: From `geometry.transfer_layers`.
         num_blocks: In each cache.
         zeroed: Whether vLLM zeroes some new blocks, so that what a load leaves out of its blocks counts.
+
+    Raises `MemoryError` where the host has not as much memory.
     """
 
     def __init__(
@@ -153,17 +160,51 @@ def _mirrored(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors in host memory that lie in their storages as the caches in theirs: those that share memory share it."""
     import torch
 
-    storages: dict[int, torch.Tensor] = {}
+    theirs = [cache.untyped_storage() for cache in kv_caches.values() if isinstance(cache, torch.Tensor)]
+    storages = _taken({storage.data_ptr(): storage.nbytes() for storage in theirs})
     caches = {}
     for name, cache in kv_caches.items():
         if not isinstance(cache, torch.Tensor):
             # `geometry.describe` says what is wrong with it.
             caches[name] = cache
             continue
-        storage = cache.untyped_storage()
-        if (memory := storages.get(storage.data_ptr())) is None:
-            memory = storages[storage.data_ptr()] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu")
+        memory = storages[cache.untyped_storage().data_ptr()]
         view = torch.empty(0, dtype=cache.dtype, device="cpu")
         view.set_(memory.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride())
         caches[name] = view
     return caches
+
+
+def _taken(sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+    """Host memory of these sizes in bytes, zeroed and so really there: Linux gives pages out when they are written
+    first, and ends a process for one that it has not.
+
+    Raises `MemoryError` before that where the host has not enough left. Ranks that start at the same time take their
+    parts side by side, so it looks again for every piece."""
+    import torch
+
+    total = left = sum(sizes.values())
+    storages = {}
+    for key, size in sizes.items():
+        memory = storages[key] = torch.empty(size, dtype=torch.uint8, device="cpu")
+        for start in range(0, size, _PIECE):
+            _check_room(left, total)
+            memory[start : start + _PIECE].zero_()
+            left -= min(_PIECE, size - start)
+    return storages
+
+
+def _check_room(left: int, total: int) -> None:
+    room = host_memory.available()
+    if room is None or room.nbytes >= left:
+        return
+    raise MemoryError(
+        f"kv_buffer_device is cpu, for which this rank needs host memory as large as its KV cache: {_gib(total)}. It "
+        f"has {_gib(total - left)} of that, and {_gib(room.nbytes)} are left of {room.of} memory. Make the KV cache "
+        "smaller (--kv-cache-memory-bytes or --gpu-memory-utilization), give the host or the container more memory "
+        "(for every rank), or leave out kv_buffer_device"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / host_memory.GIB:.2f} GiB"

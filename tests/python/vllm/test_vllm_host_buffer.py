@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kvferry
 import mini_ranks
 import numpy as np
 import pytest
 import torch
+from kvferry.vllm import host_buffer, host_memory
 from kvferry.vllm.geometry import Layer
 from kvferry.vllm.host_buffer import Copies, HostBuffer
 from mini_config import BLOCK
@@ -266,3 +268,116 @@ def test_ranks_of_unequal_engines(
     finally:
         d.close()
         p.close()
+
+
+def caches_of(nbytes: int) -> dict[str, torch.Tensor]:
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    return {"a": memory.view(4, 1, 2, -1), "b": memory.view(4, 1, 2, -1)}
+
+
+def test_a_host_that_is_too_small_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked, what is there, and what to do; and no worker has started by then."""
+    room = host_memory.Available(512, "this machine's")
+    monkeypatch.setattr(host_memory, "available", lambda: room)
+    started: list[Any] = []
+    monkeypatch.setattr(kvferry, "Worker", started.append)
+    said = r"as its KV cache: \S+ GiB.* 0\.00 GiB are left of this machine's memory.*--kv-cache-memory-bytes"
+    with pytest.raises(MemoryError, match=said):
+        mini_ranks.Engine("p", mini_ranks.model(tmp_path), 1, monkeypatch, holds=Stateful("GDN_ATTN"), host_buffer=True)
+    assert not started
+
+
+def test_memory_that_others_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a storage that is counted once, though two layers share it. Ranks start at the same time."""
+    gib = host_memory.GIB
+    monkeypatch.setattr(host_buffer, "_PIECE", 1024)
+    rooms = iter([4096, 3072, 1024])
+    monkeypatch.setattr(host_memory, "available", lambda: host_memory.Available(next(rooms), "this machine's"))
+    layers = {"a": Layer(0, None), "b": Layer(0, None)}
+    with pytest.raises(MemoryError, match=r"0\.00 GiB\. It has 0\.00 GiB of that, and 0\.00 GiB"):
+        HostBuffer(caches_of(4096), layers, 4, zeroed=False)
+    assert next(rooms, None) is None
+    # Where it is enough to the last byte, and where nothing tells.
+    exact = iter([4096, 3072, 2048, 1024])
+    monkeypatch.setattr(host_memory, "available", lambda: host_memory.Available(next(exact), "this machine's"))
+    assert not HostBuffer(caches_of(4096), layers, 4, zeroed=False).caches["a"].any()
+    assert next(exact, None) is None
+    monkeypatch.setattr(host_memory, "available", lambda: None)
+    assert HostBuffer(caches_of(4096), layers, 4, zeroed=False).caches["b"].shape == (4, 1, 2, 512)
+    assert host_buffer._gib(3 * gib // 2) == "1.50 GiB"
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:  900 kB\nMemAvailable:  700 kB\n"}
+GROUP = "sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemAvailable: many kB"}, None),
+        (MEMINFO, 700 * 1024),
+        # Version 2: the least of the process's group and those that it is in; pages that are only cached count as free.
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "0::/pod/container\n",
+                f"{GROUP}/pod/container/memory.max": "max\n",
+                f"{GROUP}/pod/container/memory.current": "10\n",
+                f"{GROUP}/pod/memory.max": "50000\n",
+                f"{GROUP}/pod/memory.current": "40000\n",
+                f"{GROUP}/pod/memory.stat": "anon 5\ninactive_file 2500\nactive_file 7\n",
+            },
+            12_500,
+        ),
+        # In a container, which sees the top only.
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "0::/../host/path\n",
+                f"{GROUP}/memory.max": "3000\n",
+                f"{GROUP}/memory.current": "4000\n",
+            },
+            0,
+        ),
+        # Version 1.
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/job\n",
+                f"{GROUP}/memory/job/memory.limit_in_bytes": "9000\n",
+                f"{GROUP}/memory/job/memory.usage_in_bytes": "1000\n",
+                f"{GROUP}/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 300\n",
+            },
+            8_300,
+        ),
+        # More than the machine has is no limit.
+        (
+            MEMINFO
+            | {
+                "proc/self/cgroup": "0::/\n",
+                f"{GROUP}/memory.max": "9000000\n",
+                f"{GROUP}/memory.current": "1\n",
+            },
+            700 * 1024,
+        ),
+    ],
+    ids=["nothing", "unreadable", "machine", "groups", "container", "version-1", "large-limit"],
+)
+def test_what_memory_is_available(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
+    found = host_memory.available(tree(tmp_path, files))
+    assert (None if found is None else found.nbytes) == expected
+
+
+def test_this_machine_tells_what_is_available() -> None:
+    found = host_memory.available()
+    assert found is not None
+    assert found.nbytes > 0
