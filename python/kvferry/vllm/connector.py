@@ -243,6 +243,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.forget_histories()
         return None
 
+    def engine_paused(self, paused: bool) -> None:
+        """The engine pauses, falls asleep or shuts down (`pause.watch`), or goes on."""
+        self._scheduler.pause(paused)
+
     def has_pending_push_work(self) -> bool:
         """Whether the engine must step once more to hand out a release, an abort or a lease."""
         return self._scheduler.has_pending()

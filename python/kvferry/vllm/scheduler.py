@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 import kvferry
 
-from . import bootstrap, dialects, history
+from . import bootstrap, dialects, history, pause
 from .config import Options
 from .geometry import TokenShare, transfer_groups
 from .host_buffer import CopyList
@@ -110,8 +110,11 @@ class SchedulerSide:
         # Windows or chunks: what is in front of them is not there.
         self._windows = windows
         self._has_state = any(group["kind"] == "state" for group in groups)
+        # No conversation is kept while the engine is to have nothing left to do.
+        self._paused = False
         if self._multi_turn:
             check_multi_turn(vllm_config, self._has_state)
+            pause.watch()
         self._holds_back = windows or self._has_state
         self._late = writes_late(vllm_config, self._has_state)
         self._copies = CopyList() if has_host_buffer(vllm_config) else None
@@ -301,7 +304,7 @@ class SchedulerSide:
             tokens = _processed_tokens(request)
             digests = history.describe(request, tokens)
             # Without them, the prefill engine of the next turn could not tell what the blocks hold.
-            complete = digests is not None
+            complete = digests is not None and not self._paused
         outcome = "complete" if complete else "aborted"
         groups = self._with_state(self._transferred(blocks), tokens)
         try:
@@ -409,6 +412,12 @@ class SchedulerSide:
     def forget_histories(self) -> None:
         """Lets go of all conversations."""
         self._scheduler.forget_histories()
+
+    def pause(self, paused: bool) -> None:
+        """The engine is to have nothing left to do, or goes on."""
+        self._paused = paused
+        if paused:
+            self.forget_histories()
 
     def has_pending(self) -> bool:
         """Whether an engine step is needed to hand out work, even if no request is left."""

@@ -105,7 +105,9 @@ def vllm_config(settings: Settings) -> Any:
         connector = {
             "kv_connector": "MultiConnector",
             "kv_role": settings.role,
-            "kv_connector_extra_config": {"connectors": [connector, other]},
+            "kv_connector_extra_config": {
+                "connectors": [{**connector, "kv_load_failure_policy": settings.policy}, other]
+            },
         }
     config = EngineArgs(
         model=settings.model,

@@ -454,11 +454,27 @@ class Engine:
         """Prompts are computed in parts of so many tokens; 0: whole."""
         self.scheduler.max_num_scheduled_tokens = tokens or LONGEST
 
-    def pause(self) -> None:
-        """No new request starts."""
+    def pause(self, state: str = "PAUSED_NEW") -> None:
+        """No new request starts, or, with "PAUSED_ALL", none goes on."""
         from vllm.v1.core.sched.interface import PauseState
 
-        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        self.scheduler.set_pause_state(PauseState[state])
+
+    def drain(self) -> None:
+        """What `EngineCoreProc.run_busy_loop` does after SIGTERM, with a `--shutdown-timeout`."""
+        from types import SimpleNamespace
+
+        from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+
+        core: Any = object.__new__(EngineCoreProc)
+        core.shutdown_state = EngineShutdownState.REQUESTED
+        core.vllm_config = SimpleNamespace(shutdown_timeout=60)
+        core.scheduler, core.batch_queue, core.engines_running = self.scheduler, None, False
+        deadline = time.monotonic() + LIMIT
+        while core._handle_shutdown():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the engine does not drain: {self.state()}")
+            self.step()
 
     def wake_up(self, mapped: str = "") -> None:
         """As `EngineCore.wake_up`. `mapped`: the caches' memory is there again, in the "same" place or in "another"."""

@@ -20,12 +20,14 @@ ANSWER = 20
 class Conversation:
     """Two engines, and what the multi-turn proxy of vLLM does between them."""
 
-    def __init__(self, folder: Path, hybrid: bool, runner: RunnerName = "mixin", **decode: Any) -> None:
+    def __init__(
+        self, folder: Path, hybrid: bool, runner: RunnerName = "mixin", child: bool = False, **decode: Any
+    ) -> None:
         model = write_model(folder)
-        self.hybrid = hybrid
+        self.hybrid, self.child = hybrid, child
         # The stock connector's keys.
         extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 8, "handshake_timeout_ms": 10_000}
-        common: dict[str, Any] = {"hybrid": hybrid, "runner": runner}
+        common: dict[str, Any] = {"hybrid": hybrid, "runner": runner, "child": child}
         self.prefill = Remote(Settings("kv_both", model, SALT, "recompute", extra=extra, **common))
         self.decode = Remote(Settings("kv_consumer", model, SALT, "fail", extra={**extra, **decode}, **common))
         for engine in (self.prefill, self.decode):
