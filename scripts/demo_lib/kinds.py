@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from typing import Any
 
@@ -17,6 +18,11 @@ ADAPTER_NAME = "adapter"
 """What the servers call their LoRA adapter."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT_TOKENS, ANSWER_TOKENS = 300, 16
+CROWD, CROWD_TOKENS = 6, 300
+"""Requests at once, and the tokens of their answers."""
+ROUNDING = 1e-3
+"""By how much log-probabilities may differ with states: a prompt's last token goes through another kernel where it is
+computed by itself."""
 GONE_LIMIT_S = 60.0
 LIMIT = aiohttp.ClientTimeout(total=300)
 
@@ -46,8 +52,11 @@ OWN = ("id", "created", "kv_transfer_params", "system_fingerprint", "model", "me
 class Kinds:
     """Asks a proxy and the decode server the same."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, prefill: Server, decode: Server, seed: str) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, prefill: Server, decode: Server, seed: str, stateful: bool
+    ) -> None:
         self._session, self._url, self._prefill, self._decode = session, url, prefill, decode
+        self._stateful = stateful
         self._dice = random.Random(f"kinds-{seed}")
         self.asked = 0
         self.equal = 0
@@ -58,7 +67,10 @@ class Kinds:
         for name, more in KINDS.items():
             await self._compare(name, COMPLETIONS, self._body(**more))
         await self._stops()
-        await self._adapter()
+        if self._stateful:
+            await self._crowd()
+        else:
+            await self._adapter()
         messages = [{"role": "user", "content": " ".join(f"t{self._dice.randrange(10, 500)}" for _ in range(120))}]
         for name, more in [("chat", {}), ("chat with log-probabilities", {"logprobs": True, "top_logprobs": 2})]:
             body = {"model": SERVED_NAME, "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0.0}
@@ -101,10 +113,13 @@ class Kinds:
         if "status" in alone:
             self.notes.append(f"{name}: the decode server alone answers {alone['status']}: {alone['text'][:150]}")
         # How a proxy words what a server refuses is its own.
-        if found == alone or ("status" in found and "status" in alone):
+        if self._same(found, alone) or ("status" in found and "status" in alone):
             self.equal += 1
         else:
             self.notes.append(f"{name}: {json.dumps(found)[:300]} is not {json.dumps(alone)[:300]}")
+
+    def _same(self, found: Any, alone: Any) -> bool:
+        return _alike(found, alone) if self._stateful else bool(found == alone)
 
     async def _stops(self) -> None:
         """Answers that end before their longest, by a token and by a text in them."""
@@ -141,6 +156,27 @@ class Kinds:
             self.equal -= 1
             self.notes.append("the adapter is not there or changes nothing, so that its requests show nothing")
 
+    async def _crowd(self) -> None:
+        """More requests at once than the decode server has blocks for, so that it preempts some."""
+        bodies = [self._body(max_tokens=CROWD_TOKENS) for _ in range(CROWD)]
+        before = [await self._preemptions(server) for server in (self._prefill, self._decode)]
+        found = await asyncio.gather(*(self._ask(self._url, COMPLETIONS, body) for body in bodies))
+        after = [await self._preemptions(server) for server in (self._prefill, self._decode)]
+        self.asked += CROWD
+        for number, body in enumerate(bodies):
+            alone = await self._alone(COMPLETIONS, body)
+            if found[number] == alone and "status" not in alone:
+                self.equal += 1
+            else:
+                self.notes.append(f"of a crowd: {json.dumps(found[number])[:300]} is not {json.dumps(alone)[:300]}")
+        prefill, decode = (int(end - begin) for begin, end in zip(before, after, strict=True))
+        self.notes.append(f"of {CROWD} at once, the prefill server preempted {prefill}, the decode server {decode}")
+        if not decode:
+            self.equal -= 1
+
+    async def _preemptions(self, server: Server) -> float:
+        return total(await fetch_metrics(self._session, server.url), "vllm:num_preemptions_total")
+
     async def _streamed(self) -> None:
         for name, more in [("streamed", {}), ("streamed samples", {"n": 2, "temperature": 0.9, "seed": 3})]:
             await self._compare(name, COMPLETIONS, self._body(stream=True, **more))
@@ -162,6 +198,17 @@ class Kinds:
     async def _busy(self, server: Server) -> int:
         text = await fetch_metrics(self._session, server.url)
         return int(total(text, "vllm:num_requests_running") + total(text, "vllm:num_requests_waiting"))
+
+
+def _alike(found: Any, alone: Any) -> bool:
+    """Whether two answers are equal, but for the rounding of numbers."""
+    if isinstance(found, float) and isinstance(alone, float):
+        return math.isclose(found, alone, rel_tol=0, abs_tol=ROUNDING)
+    if isinstance(found, dict) and isinstance(alone, dict):
+        return found.keys() == alone.keys() and all(_alike(found[key], alone[key]) for key in found)
+    if isinstance(found, list) and isinstance(alone, list):
+        return len(found) == len(alone) and all(map(_alike, found, alone))
+    return bool(found == alone)
 
 
 def _joined(choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -81,6 +81,10 @@ PROGRAMS = {
 }
 
 CONNECTORS = ("kvferry", "stock")
+AT_ONCE = "at-once"
+"""A proxy of ours, which asks both servers at the same time: requests of every kind."""
+STATEFUL = "mamba2"
+"""The model with recurrent states and attention of which vLLM on a CPU gives the same tokens prefilled as decoded."""
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -94,19 +98,30 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--connector", choices=CONNECTORS, default="kvferry", help="the servers' (default kvferry)")
     parser.add_argument(
-        "--only", action="append", choices=[*PROGRAMS], help="this proxy; may be repeated (default: all)"
+        "--only", action="append", choices=[*PROGRAMS, AT_ONCE], help="this proxy; may be repeated (default: all)"
     )
     parser.add_argument(
         "--installed",
         choices=("prefill", "decode"),
         help="this server is of the installed vLLM, the other of the newest, as both are without this option",
     )
+    parser.add_argument(
+        "--model",
+        choices=("llama", STATEFUL),
+        default="llama",
+        help="mamba2 has recurrent states: only requests of every kind, and so many at once that the decode server "
+        "preempts some (default llama)",
+    )
     parser.add_argument("--conversations", type=int, default=4, help="of two turns, of each kind (default 4)")
     options = parser.parse_args(arguments)
-    wanted = options.only or [*PROGRAMS]
-    options.only = [name for name in wanted if options.connector == "kvferry" or PROGRAMS[name].with_stock]
+    fitting = [*PROGRAMS, AT_ONCE]
+    if options.connector == "stock":
+        fitting = [name for name, program in PROGRAMS.items() if program.with_stock]
+    if options.model == STATEFUL:
+        fitting = [name for name in fitting if name in ("toy", AT_ONCE)]
+    options.only = [name for name in options.only or fitting if name in fitting]
     if not options.only:
-        parser.error(f"--connector stock goes with {', '.join(n for n, p in PROGRAMS.items() if p.with_stock)}")
+        parser.error(f"--connector {options.connector} --model {options.model} goes with {', '.join(fitting)}")
     return options
 
 

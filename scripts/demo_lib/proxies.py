@@ -24,7 +24,7 @@ from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 from .kinds import ADAPTER_NAME, Kinds
 from .metrics import Counters, fetch_metrics, parse_counters
 from .model import ADAPTER_RANK, make_model, write_adapter
-from .programs import HOST, PROGRAMS, Place, Program, parse_options
+from .programs import AT_ONCE, HOST, PROGRAMS, STATEFUL, Place, Program, parse_options
 from .proxy import Proxy, open_session
 from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port, say
 
@@ -39,6 +39,8 @@ FIRST_TOKENS, ANSWER_TOKENS, NEXT_TOKENS = 600, 200, 40
 """Of a conversation: its first prompt, each answer, and what the client adds for the next turn."""
 STRIPPED = slice(20, 100)
 """What a client that strips reasoning leaves out of an answer."""
+FEW_BLOCKS = 12
+"""Of 256 tokens, or a state: room for the longest request, and for three of those that come at once until they grow."""
 SINGLE_TOKENS = (40, 300, 900)
 """Prompts of requests that are no conversations."""
 
@@ -64,7 +66,8 @@ class Servers:
     def __init__(self, options: argparse.Namespace, folder: Path, session: aiohttp.ClientSession) -> None:
         self._options, self._session = options, session
         self._group = ServerGroup(folder)
-        self._model = make_model("llama", DEPS / "models")
+        self._model = make_model(options.model, DEPS / "models")
+        self._stateful = options.model == STATEFUL
         self._template = folder / "chat.jinja"
         self._template.write_text(CHAT_TEMPLATE)
         self._adapter = write_adapter(folder / "adapter")
@@ -85,13 +88,14 @@ class Servers:
     def _start(self, name: str, as_push: bool) -> Server:
         side = "decode" if name == "decode" else "prefill"
         place = Place(0, 0, 0, 0, f"{name}-engine", free_port(), free_port())
-        extra: dict[str, Any] = {"bidirectional_kv_xfer": True}
+        # Conversations do not go on between engines of a model with states.
+        extra: dict[str, Any] = {} if self._stateful else {"bidirectional_kv_xfer": True}
         if self._options.connector == "kvferry":
             extra |= {"port": place.listener}
             if side == "prefill":
                 extra |= {"bootstrap_port": place.bootstrap, "push_dialect": as_push}
             config: dict[str, Any] = {"kv_connector": "KvferryConnector"}
-            role = "kv_both" if side == "prefill" else "kv_consumer"
+            role = "kv_consumer" if side == "decode" else "kv_producer" if self._stateful else "kv_both"
         else:
             config = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
             role = "kv_producer" if side == "prefill" else "kv_consumer"
@@ -100,8 +104,12 @@ class Servers:
         arguments = ["--model", str(self._model), "--served-model-name", SERVED_NAME, "--dtype", "float32"]
         arguments += ["--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
         arguments += ["--chat-template", str(self._template), "--scheduling-policy", "priority", "--enforce-eager"]
-        arguments += ["--enable-lora", "--max-lora-rank", str(ADAPTER_RANK)]
-        arguments += ["--lora-modules", f"{ADAPTER_NAME}={self._adapter}"]
+        if self._stateful:
+            # As in `engines.py`; and so few blocks that requests are preempted.
+            arguments += ["--no-enable-prefix-caching", "--num-gpu-blocks-override", str(FEW_BLOCKS)]
+        else:
+            arguments += ["--enable-lora", "--max-lora-rank", str(ADAPTER_RANK)]
+            arguments += ["--lora-modules", f"{ADAPTER_NAME}={self._adapter}"]
         arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config"]
         arguments += [json.dumps({**config, "kv_connector_extra_config": extra})]
         environment = server_environment(SCRIPTS, DEPS)
@@ -245,21 +253,23 @@ class Run:
         )
 
 
-async def of_every_kind(proxy: str, session: aiohttp.ClientSession, url: str, prefill: Server, decode: Server) -> Line:
-    """Requests of every kind through a proxy."""
-    kinds = Kinds(session, url, prefill, decode, proxy)
+async def of_every_kind(
+    proxy: str, session: aiohttp.ClientSession, url: str, prefill: Server, decode: Server, stateful: bool
+) -> Line:
+    """Requests of every kind through a proxy. `stateful`: to servers with few blocks and without an adapter."""
+    kinds = Kinds(session, url, prefill, decode, proxy, stateful)
     await kinds.run()
     return Line(proxy, "of every kind", kinds.asked, kinds.equal, kinds.notes)
 
 
-async def at_once(session: aiohttp.ClientSession, prefill: Server, decode: Server) -> Line:
+async def at_once(session: aiohttp.ClientSession, prefill: Server, decode: Server, stateful: bool) -> Line:
     """The same through a proxy of ours, which asks both servers at the same time."""
     proxy = Proxy(prefill.url, decode.url, at_once=True)
     await proxy.start()
     try:
         # Its first request goes the other way.
         await ask(session, proxy.url, list(range(10, 74)), 4)
-        return await of_every_kind("at once", session, proxy.url, prefill, decode)
+        return await of_every_kind(AT_ONCE, session, proxy.url, prefill, decode, stateful)
     finally:
         await proxy.stop()
 
@@ -267,11 +277,13 @@ async def at_once(session: aiohttp.ClientSession, prefill: Server, decode: Serve
 async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
     """All lines of the table."""
     lines: list[Line] = []
+    stateful = options.model == STATEFUL
     async with open_session() as session:
         servers = Servers(options, folder, session)
         try:
             # A stable sort: each prefill server has its programs in turn.
-            for name in sorted(options.only, key=lambda name: PROGRAMS[name].as_push):
+            programs = [name for name in options.only if name != AT_ONCE]
+            for name in sorted(programs, key=lambda name: PROGRAMS[name].as_push):
                 program = PROGRAMS[name]
                 say(f"proxy {name}: {program.path or 'vllm-router'}")
                 pair = await servers.pair(program.as_push)
@@ -281,7 +293,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
                     lines.append(Line(name, "requests"))
                     await proxy.single(lines[-1])
                     if name == "toy":
-                        lines.append(await of_every_kind(name, session, proxy.url, *pair[:2]))
+                        lines.append(await of_every_kind(name, session, proxy.url, *pair[:2], stateful))
                     if program.has_turns:
                         lines.append(Line(name, "turns, as they were"))
                         await proxy.turns(lines[-1], options.conversations, strips=False)
@@ -289,8 +301,8 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
                         await proxy.turns(lines[-1], options.conversations, strips=True)
                 finally:
                     proxy.stop()
-            if options.connector == "kvferry" and options.only == [*PROGRAMS]:
-                lines.append(await at_once(session, *(await servers.pair(False))[:2]))
+            if AT_ONCE in options.only:
+                lines.append(await at_once(session, *(await servers.pair(False))[:2], stateful))
         finally:
             servers.stop()
     return lines
@@ -304,7 +316,8 @@ def main() -> int:
     os.environ.setdefault("KVFERRY_LOG", "warn")
     lines = asyncio.run(run(options, folder))
     beside = f", {options.installed} server of the installed vLLM" if options.installed else ""
-    print(f"vLLM {vllm.__version__}{beside}, connector {options.connector}; logs in {folder.relative_to(ROOT)}")
+    told = f"vLLM {vllm.__version__}{beside}, connector {options.connector}, model {options.model}"
+    print(f"{told}; logs in {folder.relative_to(ROOT)}")
     for line in lines:
         print(f"{line.proxy:<15} {line.what:<20} {line.equal} of {line.requests} answers equal")
         for note in line.notes:
