@@ -174,8 +174,10 @@ impl Agent {
     /// Ends a registration: refuses new transfers with the region at once, cancels those that use it, waits for their
     /// end, then unmaps. Only after `Ok` may the memory be freed.
     ///
-    /// Peers that still read or write the region get errors; peers on this host, for which the kernel copies, may go on until
-    /// they notice: tell them first.
+    /// Peers that still read or write the region get errors. Those on this host, for which the kernel or a device copies, are
+    /// asked to stop, and their answers are waited for. One that stands still loses its connection after
+    /// [`cancel_grace`](AgentConfig::cancel_grace), and is not waited for any longer: when it goes on, it may copy for some 100
+    /// microseconds before it notices.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for an id that names no region; [`ErrorKind::Timeout`] when the transfers did not end in

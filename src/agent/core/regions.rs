@@ -1,7 +1,7 @@
 //! The agent's own regions.
 
+use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,8 +34,6 @@ pub(crate) struct Regions {
     slots: Vec<Option<Region>>,
     /// Length by index, 0 for what is gone or going: what plans are checked against.
     lens: Vec<u64>,
-    /// Those that other agents of the host could map, whether they are still registered or not.
-    exported: BTreeSet<u32>,
     /// Until when peers that read a region may still do so, of those that are being deregistered.
     graces: BTreeMap<u32, Instant>,
     /// The primary contexts of the devices in use; the first is the progress thread's current one.
@@ -44,14 +42,7 @@ pub(crate) struct Regions {
 
 impl Regions {
     pub(crate) fn new(salt: u64) -> Self {
-        Regions {
-            salt,
-            slots: Vec::new(),
-            lens: Vec::new(),
-            exported: BTreeSet::new(),
-            graces: BTreeMap::new(),
-            cuda: BTreeMap::new(),
-        }
+        Regions { salt, slots: Vec::new(), lens: Vec::new(), graces: BTreeMap::new(), cuda: BTreeMap::new() }
     }
 
     /// Checks and registers a range; the thread that calls is the one that drives UCX.
@@ -73,10 +64,6 @@ impl Regions {
             first.make_current()?;
         }
         let region = mapped?;
-        // Without a handle, an agent of this process may still use its addresses.
-        if region.range.kind() != MemoryKind::Host {
-            self.exported.insert(index);
-        }
         self.lens.push(range.len());
         self.slots.push(Some(region));
         Ok(RegionId::of_index(self.salt, index))
@@ -112,20 +99,22 @@ impl Regions {
         self.slots.get(index as usize)?.as_ref().filter(|region| region.closing.is_none())
     }
 
-    /// Whether other agents of the host may have mapped the memory of a region.
-    pub(crate) fn is_exported(&self, index: u32) -> bool {
-        self.exported.contains(&index)
+    /// Those that other agents may use, each by its index and whether they still may.
+    fn known(&self) -> impl Iterator<Item = (u32, bool)> {
+        (0..)
+            .zip(&self.slots)
+            .map(|(index, slot)| (index, slot.as_ref().is_some_and(|region| region.closing.is_none())))
     }
 
-    /// Registered regions that other agents of the host may have mapped.
-    pub(crate) fn exported(&self) -> Vec<u32> {
-        self.exported.iter().copied().filter(|index| self.live(*index).is_some()).collect()
+    /// The indices of registered regions.
+    pub(crate) fn registered(&self) -> Vec<u32> {
+        self.known().filter(|(_, is_live)| *is_live).map(|(index, _)| index).collect()
     }
 
-    /// Those that other agents could map and must not any more: first and last of each run, the latest at the end.
+    /// Those that other agents could use and must not any more: first and last of each run, the latest at the end.
     pub(crate) fn withdrawn(&self) -> Vec<(u32, u32)> {
         let mut runs: Vec<(u32, u32)> = Vec::new();
-        for index in self.exported.iter().copied().filter(|index| self.live(*index).is_none()) {
+        for (index, _) in self.known().filter(|(_, is_live)| !is_live) {
             match runs.last_mut() {
                 Some((_, last)) if last.checked_add(1) == Some(index) => *last = index,
                 _ => runs.push((index, index)),
@@ -261,9 +250,6 @@ impl Regions {
     pub(crate) fn describe_as(&mut self, id: RegionId, kind: MemoryKind) {
         if let Some(Some(region)) = self.slots.get_mut(id.index() as usize) {
             region.range = region.range.described_as(kind);
-            if kind != MemoryKind::Host {
-                self.exported.insert(id.index());
-            }
         }
     }
 

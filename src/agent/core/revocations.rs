@@ -1,7 +1,8 @@
-//! Regions of device memory that are being deregistered while processes of this host may have them mapped.
+//! Regions that are being deregistered while processes of this host may read and write them by themselves: host memory by
+//! the kernel's copies, device memory by a mapping.
 //!
-//! A mapping keeps the memory alive: an engine that frees its cache gets nothing back while a peer has it mapped. So the owner
-//! asks its peers on the host to let go, and its deregistration waits for their answers.
+//! Such a copy does not end with the registration, and a mapping keeps freed memory from being free. So the owner asks its peers
+//! on the host to let go, and its deregistration waits for their answers.
 
 use std::collections::BTreeSet;
 use std::sync::Weak;
@@ -14,7 +15,7 @@ use crate::mem::cuda::ipc::Imported;
 pub(crate) struct Revocations {
     /// Own regions that these peers were asked to let go. Each counts as a use of the region.
     asked: BTreeSet<(PeerId, u32)>,
-    /// Regions of peers that this side lets go, and the mappings that copies under way still hold.
+    /// Regions of peers that this side lets go, and the mappings of them that copies under way still hold.
     owed: Vec<(PeerId, u32, Vec<Weak<Imported>>)>,
 }
 
@@ -55,10 +56,17 @@ impl Revocations {
         !self.asked.is_empty()
     }
 
-    /// Takes what can be answered: of which no mapping is left.
-    pub(crate) fn take_due(&mut self) -> Vec<(PeerId, u32)> {
-        let is_due = |mappings: &[Weak<Imported>]| mappings.iter().all(|mapping| mapping.strong_count() == 0);
-        self.owed.extract_if(.., |(_, _, mappings)| is_due(mappings)).map(|(peer, region, _)| (peer, region)).collect()
+    /// Whether this side has a region to let go.
+    pub(crate) fn are_owed(&self) -> bool {
+        !self.owed.is_empty()
+    }
+
+    /// Takes what can be answered: of which no mapping is left, and which is not in use.
+    pub(crate) fn take_due(&mut self, is_in_use: impl Fn(PeerId, u32) -> bool) -> Vec<(PeerId, u32)> {
+        let is_due = |(peer, region, mappings): &mut (PeerId, u32, Vec<Weak<Imported>>)| {
+            mappings.iter().all(|mapping| mapping.strong_count() == 0) && !is_in_use(*peer, *region)
+        };
+        self.owed.extract_if(.., is_due).map(|(peer, region, _)| (peer, region)).collect()
     }
 }
 
@@ -82,9 +90,12 @@ mod tests {
         let (a, b) = (PeerId::from_raw(1), PeerId::from_raw(2));
         let mut revocations = Revocations::default();
         revocations.owe(a, 1, vec![Weak::new()]);
+        revocations.owe(a, 3, Vec::new());
         revocations.owe(b, 2, Vec::new());
         assert!(revocations.forget(b).is_empty());
-        assert_eq!(revocations.take_due(), [(a, 1)]);
-        assert!(revocations.take_due().is_empty());
+        assert_eq!(revocations.take_due(|peer, region| (peer, region) == (a, 3)), [(a, 1)]);
+        assert!(revocations.are_owed());
+        assert_eq!(revocations.take_due(|_, _| false), [(a, 3)]);
+        assert!(!revocations.are_owed());
     }
 }

@@ -105,9 +105,6 @@ impl Engine {
     /// Asks peers of this host to let go of a region that is being deregistered, which counts as used until they have. One that
     /// has not said hello has mapped nothing, and is told when it has.
     pub(super) fn revoke(&mut self, region: u32) {
-        if !self.regions.is_exported(region) {
-            return;
-        }
         self.peers.set_withdrawn(self.regions.withdrawn());
         for id in self.peers.ids() {
             let Ok(peer) = self.peers.get_mut(id) else { continue };
@@ -122,14 +119,17 @@ impl Engine {
 
     /// Asks for all regions back, of which nothing more may be read or written when the agent is gone.
     pub(super) fn revoke_all(&mut self) {
-        for region in self.regions.exported() {
+        for region in self.regions.registered() {
             self.revoke(region);
         }
     }
 
-    /// Tells peers of the regions that they have asked for back and that nothing here has mapped any more.
+    /// Tells peers of the regions that they have asked for back and that nothing here reads or writes or has mapped any more.
     fn answer_revocations(&mut self, now: Instant) {
-        for (peer, region) in self.revocations.take_due() {
+        if !self.revocations.are_owed() {
+            return;
+        }
+        for (peer, region) in self.revocations.take_due(|peer, region| self.transfers.reach(peer, region)) {
             self.effects.send(peer, FrameKind::RegionReleased, u64::from(region), Vec::new());
         }
         self.dispatch(now);
@@ -297,7 +297,6 @@ impl Engine {
         let any = self.device_copies.reap(&mut self.effects);
         if any {
             self.dispatch(now);
-            self.answer_revocations(now);
         }
         any
     }
@@ -436,6 +435,8 @@ impl Engine {
                     Err(error) if error.kind() == ErrorKind::PeerDied => self.effects.lose(id, error),
                     Err(error) => return Err(error),
                 }
+                self.transfers.stop_users_there(id, region, &mut self.effects, now);
+                self.dispatch(now);
                 self.answer_revocations(now);
             }
             FrameKind::RegionReleased => {
@@ -539,6 +540,7 @@ impl Engine {
         self.peers.check_deadlines(&mut self.effects, now);
         self.transfers.check_graces(&mut self.effects, now);
         self.check_borrowers(now);
+        self.answer_revocations(now);
         self.copy_pool.check(now);
         self.dispatch(now);
     }

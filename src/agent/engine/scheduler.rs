@@ -380,6 +380,42 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_region_is_registered_until_what_peers_have_under_way_there_has_ended() {
+        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+        let region = other.register(MemoryRange::leaked(3 * LEN)).unwrap();
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(77), &shared).unwrap();
+        for _ in 0..3 {
+            engine.register(MemoryRange::leaked(LEN)).unwrap();
+        }
+        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        let id = read(&mut engine, peer);
+        assert_eq!(engine.transfers.begin_turn(peer), Some(id));
+        let (transfer, windows) = engine.transfers.get_with_windows(id).unwrap();
+        let operation = transfer.take(u64::MAX).unwrap();
+        transfer.enter_flight();
+        windows.enter(peer, operation.len);
+        engine.transfers.end_turn(peer, id, &Ok(1));
+        let ending = std::thread::spawn(move || (other.deregister(region), other));
+        drive(&mut engine, |engine| engine.revocations.are_owed());
+        for _ in 0..1000 {
+            engine.check_timers(Instant::now());
+            engine.worker.progress();
+        }
+        assert!(engine.revocations.are_owed() && engine.transfers.len() == 1 && !ending.is_finished());
+        engine.transfers.take_back(id, operation, &mut engine.effects);
+        engine.dispatch(Instant::now());
+        assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
+        engine.check_timers(Instant::now());
+        drive(&mut engine, |_| ending.is_finished());
+        let (ended, other) = ending.join().unwrap();
+        ended.unwrap();
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
     /// What a socket has of an owner's memory is the reader's to take: the memory is given back after that.
     #[test]
     fn a_shutdown_leaves_lent_pages_to_their_reader() {

@@ -47,7 +47,7 @@ fn look_at(neighbour: &Arc<Neighbour>) -> impl Fn(&[Range<u64>]) -> io::Result<V
 /// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
 const REFUSALS: usize = 4;
 
-/// What this process has mapped of a peer's device memory (`imports.rs`).
+/// What this process has mapped of a peer's device memory, and what the peer has deregistered (`imports.rs`).
 #[derive(Default)]
 pub(crate) struct Imports {
     /// By region and device of this side.
@@ -58,6 +58,8 @@ pub(crate) struct Imports {
     pub(super) refused: BTreeSet<u32>,
     /// Regions that the peer has deregistered, whatever its metadata says; none above [`MAX_REGIONS`].
     pub(super) revoked: BTreeSet<u32>,
+    /// The rkeys of those.
+    pub(super) rkeys: Vec<Rc<Rkey>>,
 }
 
 impl Imports {

@@ -20,7 +20,7 @@ use super::core::regions::Regions;
 use super::core::request::{TransferRequest, is_light};
 use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::proto::plan::{Expander, Operation, SegmentBlocks};
+use crate::proto::plan::{Expander, Operation, Segment, SegmentBlocks};
 use crate::proto::wire::MemoryKind;
 
 pub(crate) struct Transfer {
@@ -40,6 +40,8 @@ pub(crate) struct Transfer {
     again: Vec<Operation>,
     /// Local regions that it uses, each once.
     regions: Vec<u32>,
+    /// Regions of the peer's, likewise.
+    remote_regions: Vec<u32>,
     in_flight: u32,
     posted: u64,
     /// Bytes moved.
@@ -93,6 +95,11 @@ impl Transfer {
     /// Whether the bytes are there and their digests are being asked for.
     pub(crate) fn is_asking(&self) -> bool {
         self.proof == Proof::Asking
+    }
+
+    /// Whether it reads or writes a peer's region.
+    fn reaches(&self, peer: PeerId, region: u32) -> bool {
+        self.peer == peer && self.remote_regions.binary_search(&region).is_ok()
     }
 
     /// Whether there is something to post.
@@ -249,21 +256,25 @@ impl Transfers {
         effects: &mut Effects,
     ) -> Result<()> {
         let TransferRequest { id, direction, plan, message, user_data, .. } = request;
-        let mut used: Vec<u32> = plan.segments.iter().map(|segment| segment.local_region).collect();
-        used.sort_unstable();
-        used.dedup();
+        let each_once = |region: fn(&Segment) -> u32| {
+            let mut regions: Vec<u32> = plan.segments.iter().map(region).collect();
+            regions.sort_unstable();
+            regions.dedup();
+            regions
+        };
+        let (used, remote_regions) =
+            (each_once(|segment| segment.local_region), each_once(|segment| segment.remote_region));
         for region in &used {
             regions.live_range(*region)?;
         }
-        for segment in plan.segments.iter() {
-            peer.check_region(segment.remote_region)?;
+        for region in &remote_regions {
+            peer.check_region(*region)?;
         }
         plan.check(regions.lens(), peer.lens())?;
         let bytes = plan.bytes();
         let is_light = is_light(&plan);
         let is_device = |index: &u32| regions.range(*index).is_some_and(|range| range.kind() != MemoryKind::Host);
-        let by_device =
-            used.iter().all(is_device) && plan.segments.iter().all(|segment| peer.is_importable(segment.remote_region));
+        let by_device = used.iter().all(is_device) && remote_regions.iter().all(|region| peer.is_importable(*region));
         regions.enter(&used);
         let transfer = Transfer {
             user_data,
@@ -277,6 +288,7 @@ impl Transfers {
             next: None,
             again: Vec::new(),
             regions: used,
+            remote_regions,
             in_flight: 0,
             posted: 0,
             bytes: 0,
@@ -459,6 +471,17 @@ impl Transfers {
     pub(crate) fn stop_users_of(&mut self, region: u32, effects: &mut Effects, now: Instant) {
         let error = Error::new(ErrorKind::Cancelled, "a region that it uses was deregistered");
         self.stop_where(|transfer| transfer.regions.contains(&region), &error, effects, now);
+    }
+
+    /// Stops the transfers that read or write a region that its owner deregisters.
+    pub(crate) fn stop_users_there(&mut self, peer: PeerId, region: u32, effects: &mut Effects, now: Instant) {
+        let error = Error::not_found(format!("the peer has deregistered its region {region}"));
+        self.stop_where(|transfer| transfer.reaches(peer, region), &error, effects, now);
+    }
+
+    /// Whether a transfer that is not over reads or writes a peer's region.
+    pub(crate) fn reach(&self, peer: PeerId, region: u32) -> bool {
+        self.table.values().any(|transfer| transfer.reaches(peer, region))
     }
 
     /// Stops the transfers with a peer.
