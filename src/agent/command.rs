@@ -58,7 +58,7 @@ pub(crate) struct Shared {
     events: Mutex<VecDeque<Event>>,
     /// How many there are, so that who polls in vain takes no lock from who publishes. Changed under that lock.
     unread: AtomicU64,
-    /// Bytes of the messages among them.
+    /// What they take in memory.
     unread_bytes: AtomicU64,
     arrived: Condvar,
     /// Threads that wait for that, changed and read under the events' lock: without any, nobody has to be woken, which takes
@@ -66,12 +66,13 @@ pub(crate) struct Shared {
     waiters: AtomicU64,
 }
 
-/// What an event counts in the bytes that are unread.
-fn message_bytes(event: &Event) -> u64 {
-    match event {
-        Event::Message { data, .. } => data.len() as u64,
+/// What an event counts in the bytes that are unread: also one without a message, since peers can cause any number.
+fn event_bytes(event: &Event) -> u64 {
+    let data = match event {
+        Event::Message { data, .. } => data.len(),
         _ => 0,
-    }
+    };
+    (size_of::<Event>() + data) as u64
 }
 
 pub(crate) fn shut_down() -> Error {
@@ -160,7 +161,7 @@ impl Shared {
         if events.is_empty() {
             return;
         }
-        let bytes: u64 = events.iter().map(message_bytes).sum();
+        let bytes: u64 = events.iter().map(event_bytes).sum();
         self.unread_bytes.fetch_add(bytes, Ordering::Relaxed);
         let mut published = lock(&self.events);
         published.append(events);
@@ -187,7 +188,7 @@ impl Shared {
         self.take(&mut lock(&self.events))
     }
 
-    /// Bytes of the messages that were published and not polled.
+    /// What the events take in memory that were published and not polled.
     pub(crate) fn unread_bytes(&self) -> u64 {
         self.unread_bytes.load(Ordering::Relaxed)
     }
@@ -195,7 +196,7 @@ impl Shared {
     fn take(&self, events: &mut VecDeque<Event>) -> Option<Event> {
         let event = events.pop_front()?;
         self.unread.store(events.len() as u64, Ordering::Release);
-        self.unread_bytes.fetch_sub(message_bytes(&event), Ordering::Relaxed);
+        self.unread_bytes.fetch_sub(event_bytes(&event), Ordering::Relaxed);
         Some(event)
     }
 
@@ -261,7 +262,9 @@ impl Shared {
         let now = Instant::now();
         for (id, (peer, user_data)) in std::mem::take(&mut live.transfers) {
             live.lost.insert(id);
-            events.push_back(Event::not_done((id, user_data), peer, lost(id), now));
+            let event = Event::not_done((id, user_data), peer, lost(id), now);
+            self.unread_bytes.fetch_add(event_bytes(&event), Ordering::Relaxed);
+            events.push_back(event);
         }
         drop(live);
         self.unread.store(events.len() as u64, Ordering::Release);

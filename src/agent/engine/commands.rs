@@ -138,14 +138,18 @@ mod tests {
     use crate::proto::plan::CopyPlan;
 
     #[test]
-    fn messages_count_as_unread_until_they_are_polled() {
+    fn every_unread_event_counts_with_what_it_takes_in_memory() {
         let shared = Shared::new(1).unwrap();
         let peer = PeerId::from_raw(1);
         let message = |len: usize| Event::Message { peer, data: vec![0; len] };
         let lost = Event::PeerLost { peer, error: Error::corrupt("test") };
-        shared.publish(&mut VecDeque::from([message(10), lost, message(5)]));
+        shared.publish(&mut VecDeque::from([message(0), lost, message(5)]));
+        shared.live.lock().transfers.insert(TransferId::from_raw(2), (peer, 0));
+        shared.end();
+        let each = size_of::<Event>() as u64;
+        assert_eq!(shared.unread_bytes(), 4 * each + 5);
         let left = std::iter::from_fn(|| shared.poll_event().map(|_| shared.unread_bytes()));
-        assert_eq!(left.collect::<Vec<_>>(), [5, 5, 0]);
+        assert_eq!(left.collect::<Vec<_>>(), [3 * each + 5, 2 * each + 5, each, 0]);
     }
 
     #[test]

@@ -12,8 +12,8 @@ use crate::error::{Error, ErrorKind, Result};
 /// earnest, it connects again.
 const MAX_SILENT: usize = 1024;
 
-/// Bytes of messages that all peers together may have waiting for an earlier one, and bytes of messages that the owner
-/// has not taken yet. Whose message passes that is cut off.
+/// Bytes of messages that all peers together may have waiting for an earlier one, and bytes of events that the owner has
+/// not taken yet. Whose message passes that is cut off.
 const MAX_WAITING_BYTES: u64 = 1 << 30;
 
 /// What one peer may have waiting without a look at the others.
@@ -78,7 +78,7 @@ fn check_bytes(own: usize, all: impl FnOnce() -> u64, unread: u64) -> Result<()>
     }
     Err(Error::new(
         ErrorKind::Exhausted,
-        format!("{held} bytes of messages wait for earlier ones and {unread} for the agent's owner to poll them"),
+        format!("{held} bytes of messages wait for earlier ones, and {unread} of events for the agent's owner to poll"),
     ))
 }
 
