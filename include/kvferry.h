@@ -9,7 +9,8 @@
  * Objects. kvf_agent, kvf_listener, kvf_worker, kvf_scheduler and kvf_aggregator are made by kvf_*_start and freed
  * by kvf_*_free. Their pointers are handles that are looked up and never followed: one that is NULL, freed, foreign or
  * of another kind gives KVF_INVALID_ARGUMENT or KVF_NOT_FOUND. An object that a fork has copied into another
- * process gives KVF_SHUT_DOWN there. Regions, peers and transfers are ids that are never used twice.
+ * process gives KVF_SHUT_DOWN there, and a new agent or worker is KVF_UNSUPPORTED there if the first process had one at
+ * the fork: start processes by spawn. Regions, peers and transfers are ids that are never used twice.
  *
  * Threads. Any function may be called from any thread at any time, also on one object at once, where the function
  * does not say otherwise. No function waits for the network or for a transfer, except those that take a timeout and

@@ -63,7 +63,8 @@ fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
         return Err(Error::new(
             ErrorKind::ShutDown,
             format!(
-                "this {} belongs to process {} and its threads stayed there at the fork; make a new one in process {}",
+                "this {} belongs to process {} and its threads stayed there at the fork; start process {} by spawn, and make \
+                 one there",
                 T::NOUN,
                 entry.process,
                 process::id()

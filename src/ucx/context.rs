@@ -3,8 +3,9 @@
 use std::ffi::CString;
 use std::fmt;
 use std::mem::MaybeUninit;
-use std::ptr;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::{process, ptr};
 
 use ucx_sys::{ucp_config_t, ucp_context_attr_t, ucp_context_h, ucp_params_t};
 
@@ -48,14 +49,33 @@ unsafe impl Sync for Context {}
 /// Held while a context is made.
 static MAKING: Mutex<()> = Mutex::new(());
 
+/// Contexts that live, and the process that made the last of them. UCX has a thread for all contexts of a process, which a
+/// fork does not copy: until the last context is gone, new ones in the other process wait for that thread for ever.
+static LIVING: AtomicUsize = AtomicUsize::new(0);
+static MAKER: AtomicU32 = AtomicU32::new(0);
+
+/// Refuses contexts in a process that was forked from one which had some.
+fn check_process() -> Result<(), UcxError> {
+    let (maker, own) = (MAKER.load(Ordering::Relaxed), process::id());
+    if LIVING.load(Ordering::Relaxed) == 0 || maker == own {
+        return Ok(());
+    }
+    let detail = format!(
+        "UCX runs in process {maker}, and its threads stayed there when process {own} was forked from it; start processes by \
+         spawn and not by fork, or close every agent before a fork"
+    );
+    Err(UcxError::new("ucp_init", Status::UNSUPPORTED, detail))
+}
+
 impl Context {
     /// Makes a context, opening libucp if this process has not yet.
     ///
     /// # Errors
     /// [`Status::NO_LIBRARY`] without a usable libucp; [`Status::NO_ELEM`] naming a setting that UCX does not
-    /// know; [`Status::INVALID_PARAM`] for a value that UCX refuses; UCX's own status when it cannot make
-    /// a context of the transports and devices asked for.
+    /// know; [`Status::INVALID_PARAM`] for a value that UCX refuses; [`Status::UNSUPPORTED`] in a process that was forked
+    /// from one which has contexts; UCX's own status when it cannot make a context of the transports and devices asked for.
     pub fn new(config: &ContextConfig) -> Result<Arc<Self>, UcxError> {
+        check_process()?;
         let library = Library::open(None)?;
         let settings = config.all_settings()?;
         // UCX's list of settings grows while it loads modules, which is when the first context is made.
@@ -92,6 +112,8 @@ impl Context {
             check_known(library, &settings)?;
         }
         status.check("ucp_init", || config.explain())?;
+        MAKER.store(process::id(), Ordering::Relaxed);
+        LIVING.fetch_add(1, Ordering::Relaxed);
         let mut context = Self { library, handle, memory_types: MemoryTypes(0) };
         // Only now: making the context loads the transports' modules, and their settings with them.
         check_known(library, &settings)?;
@@ -136,6 +158,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: workers and memory hold an Arc of the context, so none is left; the handle is not used again.
         unsafe { self.library.api().ucp_cleanup(self.handle) };
+        LIVING.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

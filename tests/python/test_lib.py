@@ -111,6 +111,30 @@ def test_a_handle_of_another_process_is_refused_after_a_fork(make: str, use: str
     assert done.returncode == 0, done.stderr.decode()
 
 
+@pytest.mark.parametrize(("is_open", "expected"), [(True, "by spawn and not by fork"), (False, "started")])
+def test_an_agent_is_refused_after_a_fork_while_the_other_process_has_one(is_open: bool, expected: str) -> None:
+    code = (
+        "import os, kvferry\n"
+        "first = kvferry.Agent({'name': 'first', 'transport': 'tcp'})\n"
+        f"if not {is_open}: first.__exit__(None, None, None)\n"
+        "pid = os.fork()\n"
+        "try:\n"
+        "    with kvferry.Agent({'name': 'second', 'transport': 'tcp'}):\n"
+        "        print('started', os.getpid() if pid else 0, flush=True)\n"
+        "except kvferry.UnsupportedError as error:\n"
+        "    print(error.message, 0, flush=True)\n"
+        "if pid == 0:\n"
+        "    os._exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (child,) = (line for line in lines if line.endswith(" 0"))
+    assert expected in child, done.stdout
+    assert sum(line.startswith("started ") and not line.endswith(" 0") for line in lines) == 1, "the other one goes on"
+
+
 def test_a_missing_library_says_what_to_do() -> None:
     environment = {**os.environ, "KVFERRY_LIBRARY": "/no/such/libkvferry.so"}
     code = "import kvferry; kvferry.version()"
