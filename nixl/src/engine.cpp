@@ -85,10 +85,15 @@ nixl_status_t Engine::registerMem(const nixlBlobDesc &range, const nixl_mem_t &m
       say("memory of the kind " + std::string(name_of(mem)) + " cannot be registered; expected DRAM or VRAM");
       return NIXL_ERR_NOT_SUPPORTED;
     }
+    const bool is_device = mem == VRAM_SEG;
+    if (is_device && range.devId > UINT32_MAX) {
+      say("memory of device " + std::to_string(range.devId) + " cannot be registered; expected at most " +
+          std::to_string(UINT32_MAX));
+      return NIXL_ERR_INVALID_PARAM;
+    }
     auto region = std::make_unique<LocalRegion>();
     region->base = range.addr;
     region->len = range.len;
-    const bool is_device = mem == VRAM_SEG;
     region->kind = is_device ? KVF_MEMORY_CUDA : KVF_MEMORY_HOST;
     region->device = is_device ? static_cast<uint32_t>(range.devId) : 0;
     // NIXL finds a peer's range by its address and length, and refuses a second one of other metadata.
@@ -186,7 +191,7 @@ nixl_status_t Engine::connect_to(const std::string &name, Remote &remote) const 
     code = library().agent_add_region(agent_, remote.peer, bytes(region->second), region->second.size(), &index);
   }
   if (code != KVF_OK) {
-    say_failed("connecting to agent " + name);
+    connect_line_.say(failed("connecting to agent " + name));
     return status_of(code);
   }
   remote.is_connected = true;
@@ -219,16 +224,16 @@ nixl_status_t Engine::disconnect(const std::string &name) {
 nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &range, const nixl_mem_t &, const std::string &name,
                                    nixlBackendMD *&out) {
   return guarded("loading a remote region", [&] {
+    std::lock_guard lock(mutex_);
     RegionHeader header;
     if (range.metaInfo.size() < sizeof header ||
         (std::memcpy(&header, range.metaInfo.data(), sizeof header), std::memcmp(header.magic, REGION_MAGIC, 4) != 0)) {
-      say("the metadata of a region of agent " + name + " is not of this plug-in");
+      region_line_.say("the metadata of a region of agent " + name + " is not of this plug-in");
       return NIXL_ERR_MISMATCH;
     }
-    std::lock_guard lock(mutex_);
     const auto found = remotes_.find(name);
     if (found == remotes_.end()) {
-      say("a region of agent " + name + " came before the metadata of its connection");
+      region_line_.say("a region of agent " + name + " came before the metadata of its connection");
       return NIXL_ERR_NOT_FOUND;
     }
     Remote &remote = found->second;
@@ -241,7 +246,7 @@ nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &range, const nixl_mem_t &
     int32_t code = remote.is_connected ? add() : KVF_NOT_FOUND;
     if (code == KVF_NOT_FOUND && connect_to(name, remote) == NIXL_SUCCESS) code = add();
     if (code != KVF_OK) {
-      say_failed("a region of agent " + name);
+      region_line_.say(failed("a region of agent " + name));
       return status_of(code);
     }
     auto region = std::make_unique<RemoteRegion>();
@@ -306,13 +311,20 @@ bool Engine::keep(std::string name, std::string text) const {
   return true;
 }
 
-// Takes all events of the agent. With mutex_ held.
-void Engine::take_events() const {
+// Takes all events of the agent. Fails where it has none to give any more, as in a process that was forked off. With mutex_
+// held.
+int32_t Engine::take_events() const {
   kvf_event events[EVENTS];
   size_t count = EVENTS;
-  while (count == EVENTS && library().agent_poll(agent_, events, EVENTS, &count) == KVF_OK) {
+  while (count == EVENTS) {
+    const int32_t code = library().agent_poll(agent_, events, EVENTS, &count);
+    if (code != KVF_OK) {
+      poll_line_.say(failed("looking at the agent"));
+      return code;
+    }
     for (size_t i = 0; i < count; i++) take_event(events[i]);
   }
+  return KVF_OK;
 }
 
 void Engine::take_event(const kvf_event &event) const {
@@ -327,14 +339,16 @@ void Engine::take_event(const kvf_event &event) const {
     in_flight_.erase(found);
     request.is_active = false;
     request.status = status_of(event.status);
-    if (event.status != KVF_OK) say("a transfer with agent " + request.agent + " failed: " + payload);
+    if (event.status != KVF_OK && !(event.status == KVF_CANCELLED && request.is_cancelled)) {
+      transfer_line_.say("a transfer with agent " + request.agent + " failed: " + payload);
+    }
   } else if (event.kind == KVF_EVENT_MESSAGE) {
     take_message(payload);
   } else if (event.kind == KVF_EVENT_PEER_LOST) {
     for (auto &[name, remote] : remotes_) {
       if (remote.is_connected && remote.peer == event.peer) {
         remote.is_connected = false;
-        say("the connection to agent " + name + " broke: " + payload);
+        broken_line_.say("the connection to agent " + name + " broke: " + payload);
       }
     }
   }

@@ -41,6 +41,8 @@ struct Request : nixlBackendReqH {
   nixl_status_t status = NIXL_ERR_NOT_POSTED;
   // Whether NIXL was told that it cannot be released yet.
   bool is_refused = false;
+  // Whether releasing it has cancelled the transfer.
+  bool is_cancelled = false;
 };
 
 // Every public function may be called from any thread, as NIXL does; it holds no lock of its own over most of them.
@@ -91,7 +93,7 @@ class Engine final : public nixlBackendEngine {
   int32_t start(Request &request, Remote &remote, const std::string *message) const;
   nixl_status_t post_own(Request &request, const nixlBackendOptionalArgs *options) const;
   std::string wrap(const std::string &message) const;
-  void take_events() const;
+  int32_t take_events() const;
   void take_event(const kvf_event &event) const;
   void take_message(const std::string &message) const;
   bool keep(std::string name, std::string text) const;
@@ -117,7 +119,8 @@ class Engine final : public nixlBackendEngine {
   mutable std::unordered_map<uint64_t, Request *> in_flight_;
   mutable Notifications notifications_;
   mutable size_t notification_bytes_ = 0;
-  mutable LineLimit full_line_, foreign_line_;
+  mutable LineLimit full_line_, foreign_line_, poll_line_, connect_line_, broken_line_, region_line_, start_line_,
+      transfer_line_, send_line_;
 
   // Guards the next, also while a region is registered, so that one of the same place waits for it.
   std::mutex shared_mutex_;

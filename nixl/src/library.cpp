@@ -44,6 +44,24 @@ bool look_up(void *handle, const char *name, F &function, std::string &missing) 
   return function;
 }
 
+// Escapes what a terminal could take for a command: also the controls above ASCII, which are two bytes in UTF-8.
+std::string printable(const std::string &text) {
+  std::string shown;
+  for (size_t i = 0; i < text.size(); i++) {
+    const unsigned char byte = text[i], next = i + 1 < text.size() ? text[i + 1] : 0;
+    const bool is_pair = byte == 0xc2 && next >= 0x80 && next < 0xa0;
+    if (byte >= 0x20 && byte != 0x7f && !is_pair) {
+      shown += text[i];
+      continue;
+    }
+    char escaped[12];
+    std::snprintf(escaped, sizeof escaped, is_pair ? "\\x%02x\\x%02x" : "\\x%02x", byte, next);
+    shown += escaped;
+    i += is_pair;
+  }
+  return shown;
+}
+
 }  // namespace
 
 const Library *open_library() {
@@ -95,7 +113,7 @@ const Library *open_library() {
 
 const Library &library() { return functions; }
 
-void say(const std::string &line) { std::fprintf(stderr, "kvferry NIXL plug-in: %s\n", line.c_str()); }
+void say(const std::string &line) { std::fprintf(stderr, "kvferry NIXL plug-in: %s\n", printable(line).c_str()); }
 
 void LineLimit::say(const std::string &line) {
   const auto now = std::chrono::steady_clock::now();
@@ -103,17 +121,21 @@ void LineLimit::say(const std::string &line) {
     left_out_++;
     return;
   }
-  kvferry::say(line + " (" + std::to_string(left_out_) + " such lines left out)");
+  kvferry::say(left_out_ ? line + " (" + std::to_string(left_out_) + " such lines left out)" : line);
   last_ = now;
   has_last_ = true;
   left_out_ = 0;
 }
 
-void say_failed(const std::string &what) {
+std::string failed(const std::string &what) {
   char text[1024] = "";
-  functions.last_error(text, sizeof text, nullptr);
-  say(what + ": " + text);
+  size_t len = 0;
+  functions.last_error(text, sizeof text, &len);
+  // It may have a NUL inside.
+  return what + ": " + std::string(text, std::min(len, sizeof text - 1));
 }
+
+void say_failed(const std::string &what) { say(failed(what)); }
 
 std::string take(kvf_buffer &buffer) {
   std::string bytes(reinterpret_cast<const char *>(buffer.data), buffer.len);

@@ -52,10 +52,13 @@ class LineLimit {
 // After open_library() has returned one.
 const Library &library();
 
-// One line on standard error.
+// One line on standard error. Control characters in it, which may come from peers, are escaped.
 void say(const std::string &line);
 
-// Says which call failed and the library's reason.
+// Which call failed, and the library's reason.
+std::string failed(const std::string &what);
+
+// Says that.
 void say_failed(const std::string &what);
 
 // A buffer of the library as a string; frees it.

@@ -12,6 +12,13 @@ namespace {
 // after which its connection is closed.
 constexpr uint32_t RELEASE_MS = 60000;
 
+// How a connection stands that could not be made again. NIXL forgets the remote at REMOTE_DISCONNECT, so only one that is
+// gone is that.
+nixl_status_t reconnect_status(nixl_status_t status) {
+  const bool is_gone = status == NIXL_ERR_REMOTE_DISCONNECT || status == NIXL_ERR_NOT_FOUND;
+  return is_gone ? NIXL_ERR_REMOTE_DISCONNECT : NIXL_ERR_BACKEND;
+}
+
 }  // namespace
 
 nixl_status_t Engine::prepXfer(const nixl_xfer_op_t &op, const Ranges &local, const Ranges &remote,
@@ -71,17 +78,19 @@ nixl_status_t Engine::postXfer(const nixl_xfer_op_t &, const Ranges &, const Ran
     int32_t code = remote.is_connected ? start(request, remote, has_message ? &message : nullptr) : KVF_NOT_FOUND;
     // The connection broke since; the agent may still be there.
     if (code == KVF_NOT_FOUND) {
-      if (connect_to(request.agent, remote) != NIXL_SUCCESS) return request.status = NIXL_ERR_REMOTE_DISCONNECT;
+      const nixl_status_t status = connect_to(request.agent, remote);
+      if (status != NIXL_SUCCESS) return request.status = reconnect_status(status);
       code = start(request, remote, has_message ? &message : nullptr);
     }
     if (code != KVF_OK) {
-      say_failed("starting a transfer with agent " + request.agent);
+      start_line_.say(failed("starting a transfer with agent " + request.agent));
       return request.status = code == KVF_NOT_FOUND ? NIXL_ERR_REMOTE_DISCONNECT : status_of(code);
     }
     in_flight_[request.transfer] = &request;
     request.is_active = true;
+    request.is_cancelled = false;
     request.status = NIXL_IN_PROG;
-    // A small one may be over.
+    // A small one may be over. What goes wrong here is told by checkXfer.
     take_events();
     return request.status;
   });
@@ -121,9 +130,10 @@ nixl_status_t Engine::post_own(Request &request, const nixlBackendOptionalArgs *
 
 nixl_status_t Engine::checkXfer(nixlBackendReqH *handle) const {
   return guarded("looking at a transfer", [&] {
-    const Request &request = *static_cast<Request *>(handle);
+    Request &request = *static_cast<Request *>(handle);
     std::lock_guard lock(mutex_);
-    if (request.is_active) take_events();
+    // It stays active, since its memory may be in use: releasing it waits.
+    if (request.is_active && take_events() != KVF_OK && request.is_active) request.status = NIXL_ERR_BACKEND;
     return request.status;
   });
 }
@@ -137,6 +147,7 @@ nixl_status_t Engine::releaseReqH(nixlBackendReqH *handle) const {
       std::lock_guard lock(mutex_);
       if (request->is_active) {
         transfer = request->transfer;
+        request->is_cancelled = true;
         // One that is over needs no cancelling.
         library().agent_cancel(agent_, transfer);
       }
@@ -169,7 +180,7 @@ int32_t Engine::wait_until_over(const Request &request, uint64_t transfer) const
 nixl_status_t Engine::getNotifs(Notifications &out) {
   return guarded("taking notifications", [&] {
     std::lock_guard lock(mutex_);
-    take_events();
+    if (const int32_t code = take_events(); code != KVF_OK) return status_of(code);
     for (auto &notification : notifications_) out.push_back(std::move(notification));
     notifications_.clear();
     notification_bytes_ = 0;
@@ -199,10 +210,11 @@ nixl_status_t Engine::send(const std::string &name, Remote &remote, const std::s
   };
   int32_t code = remote.is_connected ? attempt() : KVF_NOT_FOUND;
   if (code == KVF_NOT_FOUND) {
-    if (connect_to(name, remote) != NIXL_SUCCESS) return NIXL_ERR_REMOTE_DISCONNECT;
+    const nixl_status_t status = connect_to(name, remote);
+    if (status != NIXL_SUCCESS) return reconnect_status(status);
     code = attempt();
   }
-  if (code != KVF_OK) say_failed("sending a notification to agent " + name);
+  if (code != KVF_OK) send_line_.say(failed("sending a notification to agent " + name));
   return code == KVF_NOT_FOUND ? NIXL_ERR_REMOTE_DISCONNECT : status_of(code);
 }
 

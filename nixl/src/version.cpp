@@ -44,11 +44,19 @@ Nixl find_nixl(const void *caller) {
     nixl.library = std::filesystem::absolute(info.dli_fname, error).lexically_normal();
     find_wheel(nixl);
   }
-  if (const char *stated = std::getenv("KVFERRY_NIXL_VERSION"); stated && *stated) nixl.version = stated;
+  if (const char *stated = std::getenv("KVFERRY_NIXL_VERSION"); stated && *stated) {
+    nixl.stated = stated;
+    if (nixl.version.empty()) nixl.version = stated;
+  }
   return nixl;
 }
 
 bool is_known(const Nixl &nixl) {
+  if (!nixl.stated.empty() && nixl.stated != nixl.version) {
+    say("KVFERRY_NIXL_VERSION is " + nixl.stated + ", but NIXL " + nixl.version + " is installed (" + nixl.library.string() +
+        "); unset the variable, which is for a NIXL built from source");
+    return false;
+  }
   if (std::find(std::begin(KNOWN), std::end(KNOWN), nixl.version) != std::end(KNOWN)) return true;
   std::string known;
   for (const char *one : KNOWN) known += std::string(known.empty() ? "" : ", ") + one;

@@ -14,9 +14,11 @@ struct Nixl {
   std::filesystem::path site;
   std::string package;
   std::string version;
+  // What KVFERRY_NIXL_VERSION says, which is for a build from source.
+  std::string stated;
 };
 
-// The NIXL whose code `caller` is in. KVFERRY_NIXL_VERSION states the version of a build from source.
+// The NIXL whose code `caller` is in.
 Nixl find_nixl(const void *caller);
 
 // Whether its plug-in interface is known. Says on standard error if not.

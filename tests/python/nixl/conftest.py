@@ -11,7 +11,7 @@ import pytest
 from kvferry._find import library_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from hosts import ROOT, needs_nixl, plugin_folder, versions
+from hosts import HERE, ROOT, needs_nixl, plugin_folder, versions
 
 VERSIONS = versions()
 
@@ -25,6 +25,19 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [ROOT / "scripts" / "build-nixl", "--library"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     return plugin_folder(ROOT / done.stdout.strip(), tmp_path_factory.mktemp("nixl") / "plugins")
+
+
+@pytest.fixture(scope="session")
+def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A libkvferry that late.cpp makes late."""
+    del plugin
+    folder = tmp_path_factory.mktemp("late")
+    (folder / "libkvferry.so.1").symlink_to(os.environ["KVFERRY_LIBRARY"])
+    made = folder / "libkvferry_late.so"
+    build = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-I", ROOT / "include"]
+    link = ["-Wl,--no-as-needed", folder / "libkvferry.so.1", f"-Wl,-rpath,{folder}", "-ldl", "-o", made]
+    subprocess.run([*build, HERE / "late.cpp", *link], check=True)
+    return made
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -13,12 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from commands import is_required, skip
-from nixl_host import GENEROUS
+from nixl_host import GENEROUS, pattern
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 INSTALLED = ROOT / ".deps" / "nixl"
+SIZE = 1 << 20
+LARGE = 256 << 20
+"""Takes long enough to be in flight when the next call comes."""
 ENOUGH = 16 << 20
 """To be read from a peer that is stopped: what it does not send does not come, however little it is."""
 
@@ -160,3 +165,37 @@ def plugin_folder(built: Path, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     shutil.copy(built, folder / built.name)
     return folder
+
+
+def acquaint(a: Process, b: Process, size: int) -> int:
+    """Both serve `size` bytes, and a knows b. The address of b's."""
+    serve(a, "a", 1, size)
+    address = serve(b, "b", 2, size)
+    assert a.add(b.metadata()) == "b"
+    return address
+
+
+def read(a: Process, address: int) -> None:
+    a.fill("cache", 1)
+    a.make("read", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
+    assert a.run("read") == "DONE"
+    a.release("read")
+    np.testing.assert_array_equal(a.contents("cache")[:SIZE], pattern(2, SIZE))
+
+
+def outcome(a: Process, key: str) -> str:
+    """How a transfer that was posted ends: the state, or the error as text."""
+    try:
+        return str(a.wait(key))
+    except Failed as error:
+        return str(error)
+
+
+def freeze_in_a_read(a: Process, b: Process) -> None:
+    """Begins a read from a peer that is stopped: over TCP it cannot end before the peer goes on."""
+    address = acquaint(a, b, ENOUGH)
+    # Connected.
+    read(a, address)
+    b.child.send_signal(signal.SIGSTOP)
+    a.make("x", "READ", [("cache", 0, ENOUGH)], [(address, LARGE, 0)], "b")
+    assert a.post("x") == "PROC"

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import multiprocessing
+import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,6 +43,14 @@ def pause(since: float) -> None:
     lost leaves the processor to it."""
     if time.monotonic() - since > 0.02:
         time.sleep(0.001)
+
+
+def tried(call: Callable[[], object]) -> str:
+    """What a call returns, or its error, as text."""
+    try:
+        return str(call())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 class Host:
@@ -81,6 +92,11 @@ class Host:
     def register(self, key: str, ranges: list[Range]) -> None:
         places = [(*place, "") for place in self._places(ranges)]
         self.registered[key] = self.agent.register_memory(places, "DRAM")
+
+    def register_device(self, key: str, device: int) -> None:
+        """Registers memory of the host as if it were of a device."""
+        places = [(int(self.buffers[key].ctypes.data), self.buffers[key].size, device, "")]
+        self.registered[key] = self.agent.register_memory(places, "VRAM")
 
     def deregister(self, key: str) -> None:
         self.agent.deregister_memory(self.registered.pop(key))
@@ -137,6 +153,23 @@ class Host:
         self.agent.release_xfer_handle(self.handles[key])
         del self.handles[key]
 
+    def forked(self, key: str) -> list[str]:
+        """How a transfer stands and what notifications there are in a process that is forked off: results or errors."""
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        child = os.fork()
+        if child == 0:
+            try:
+                state = tried(lambda: self.agent.check_xfer_state(self.handles[key]))
+                theirs.send([state, tried(self.agent.get_new_notifs)])
+            finally:
+                os._exit(0)
+        try:
+            assert ours.poll(GENEROUS), "no answer"
+            return list(ours.recv())
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
     def telemetry(self, key: str) -> tuple[int, int]:
         """NIXL's own figures of a transfer that is over: its bytes and its descriptors."""
         found = self.agent.get_xfer_telemetry(self.handles[key])
@@ -155,13 +188,17 @@ class Host:
                 refused += 1
         return refused
 
+    def look(self) -> None:
+        """Takes the notifications that there are."""
+        for name, messages in self.agent.get_new_notifs().items():
+            self.notifications += [(name, bytes(message)) for message in messages]
+
     def notified(self, count: int) -> list[tuple[str, bytes]]:
         since = time.monotonic()
         while len(self.notifications) < count:
             assert time.monotonic() < since + GENEROUS, f"only {self.notifications}"
             pause(since)
-            for name, messages in self.agent.get_new_notifs().items():
-                self.notifications += [(name, bytes(message)) for message in messages]
+            self.look()
         taken, self.notifications = self.notifications[:count], self.notifications[count:]
         return taken
 

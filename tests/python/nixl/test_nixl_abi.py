@@ -48,14 +48,6 @@ def test_the_lists_of_known_versions_are_one() -> None:
     assert set(versions()) <= set(listed())
 
 
-def test_an_unknown_version_is_refused_with_the_known_ones(plugin: Path, edge: str) -> None:
-    with Process(edge, plugin, env={"KVFERRY_NIXL_VERSION": "9.9.9"}) as host, pytest.raises(Failed):
-        host.start("a", ["KVFERRY"], {})
-    log = "".join(host.log)
-    assert "NIXL 9.9.9" in log
-    assert "is not known to this plug-in; known are 1.3.0, " in log
-
-
 def test_a_library_that_is_missing_or_foreign_is_an_error(plugin: Path, edge: str) -> None:
     for library, expected in (("/nowhere/libkvferry.so", "cannot load libkvferry"), ("libc.so.6", "has no kvf_")):
         with Process(edge, plugin, env={"KVFERRY_LIBRARY": library}) as host, pytest.raises(Failed):

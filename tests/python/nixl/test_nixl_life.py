@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import ENOUGH, HERE, ROOT, Failed, Process, serve
+from hosts import ENOUGH, LARGE, SIZE, Failed, Process, acquaint, freeze_in_a_read, outcome, read, serve
 from nixl_host import digest, pattern
 
-SIZE = 1 << 20
-LARGE = 256 << 20
-"""Takes long enough to be in flight when the next call comes."""
 MAX_NOTIFICATIONS = 65_536
-
-
-def acquaint(a: Process, b: Process, size: int) -> int:
-    """Both serve `size` bytes, and a knows b. The address of b's."""
-    serve(a, "a", 1, size)
-    address = serve(b, "b", 2, size)
-    assert a.add(b.metadata()) == "b"
-    return address
-
-
-def read(a: Process, address: int) -> None:
-    a.fill("cache", 1)
-    a.make("read", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
-    assert a.run("read") == "DONE"
-    a.release("read")
-    np.testing.assert_array_equal(a.contents("cache")[:SIZE], pattern(2, SIZE))
 
 
 def test_memory_that_is_registered_twice_is_one_region(plugin: Path, edge: str) -> None:
@@ -71,24 +50,6 @@ def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge
         assert a.digest("cache") == b.digest("cache") == digest(pattern(2, LARGE))
 
 
-def outcome(a: Process, key: str) -> str:
-    """How a transfer that was posted ends: the state, or the error as text."""
-    try:
-        return str(a.wait(key))
-    except Failed as error:
-        return str(error)
-
-
-def freeze_in_a_read(a: Process, b: Process) -> None:
-    """Begins a read from a peer that is stopped: over TCP it cannot end before the peer goes on."""
-    address = acquaint(a, b, ENOUGH)
-    # Connected.
-    read(a, address)
-    b.child.send_signal(signal.SIGSTOP)
-    a.make("x", "READ", [("cache", 0, ENOUGH)], [(address, ENOUGH, 0)], "b")
-    assert a.post("x") == "PROC"
-
-
 def test_a_read_from_a_frozen_peer_goes_on_when_the_peer_does(plugin: Path, edge: str) -> None:
     with Process(edge, plugin) as a, Process(edge, plugin) as b:
         freeze_in_a_read(a, b)
@@ -118,19 +79,6 @@ def test_a_peer_that_is_killed_while_its_memory_is_copied(plugin: Path, edge: st
         assert ended == "DONE" or "REMOTE_DISCONNECT" in ended
         if ended == "DONE":
             assert a.digest("cache") == digest(pattern(2, LARGE))
-
-
-@pytest.fixture(scope="module")
-def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A libkvferry that late.cpp makes late."""
-    del plugin
-    folder = tmp_path_factory.mktemp("late")
-    (folder / "libkvferry.so.1").symlink_to(os.environ["KVFERRY_LIBRARY"])
-    made = folder / "libkvferry_late.so"
-    build = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-I", ROOT / "include"]
-    link = ["-Wl,--no-as-needed", folder / "libkvferry.so.1", f"-Wl,-rpath,{folder}", "-ldl", "-o", made]
-    subprocess.run([*build, HERE / "late.cpp", *link], check=True)
-    return made
 
 
 def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: str, late: Path) -> None:
