@@ -82,6 +82,11 @@ impl ProcessPlace {
     pub fn shares_host_with(&self, other: &ProcessPlace) -> bool {
         self.host == other.host
     }
+
+    /// Its number, if the process at `other` knows it by the same.
+    pub fn pid_beside(&self, other: &ProcessPlace) -> Option<u32> {
+        (self.host == other.host && self.pid_namespace == other.pid_namespace).then_some(self.pid)
+    }
 }
 
 fn words(incarnation: u64, challenge: Challenge) -> Words {
@@ -207,6 +212,12 @@ fn is_in_memory(pid: libc::pid_t, addresses: Range<usize>) -> Result<bool> {
             Ok(true)
         }
     }
+}
+
+/// Whether there is no process of this number, not even one that its parent has yet to look at. `false` where that cannot be
+/// told.
+pub fn has_ended(pid: u32) -> bool {
+    fs::metadata(format!("/proc/{pid}")).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// A process by its number and its agent's incarnation.

@@ -129,12 +129,7 @@ impl Endpoint {
         // SAFETY: worker, address and parameters are alive during the call, which copies what it keeps; the
         // argument of the error callback is kept alive by the worker. The address is whole: see the envelope.
         let status = unsafe { core.api().ucp_ep_create(worker.handle(), &params, &mut handle) };
-        if let Err(error) = Status::from_raw(status).check(OP, || {
-            format!(
-                "{core:?} could not be made; no transport of this context (TLS and NET_DEVICES, as configured) \
-                 reaches the peer's address when its status says unreachable"
-            )
-        }) {
+        if let Err(error) = Status::from_raw(status).check(OP, || cannot_be_made(&core, Status::from_raw(status))) {
             worker.forget_endpoint(id);
             return Err(error);
         }
@@ -453,6 +448,23 @@ impl Endpoint {
     pub fn close(self, force: bool) -> CloseRequest {
         self.core.start_close(force);
         CloseRequest { core: Rc::clone(&self.core) }
+    }
+}
+
+/// What a failed `ucp_ep_create` means.
+fn cannot_be_made(core: &EndpointCore, status: Status) -> String {
+    match status {
+        Status::UNREACHABLE => format!(
+            "{core:?} could not be made: no transport of this context (TLS and NET_DEVICES, as configured) reaches the peer's \
+             address"
+        ),
+        // Shared memory and CMA look after the peer's process.
+        Status::ENDPOINT_TIMEOUT => {
+            format!(
+                "{core:?} could not be made: the peer's process on this host has ended, or its host does not answer"
+            )
+        }
+        _ => format!("{core:?} could not be made"),
     }
 }
 

@@ -203,6 +203,7 @@ impl Peers {
         peer.may_stream = hello.streams && local.streams && !is_keyed && has_only_tcp(&lanes);
         let places = hello.process.as_ref().zip(local.place.as_ref());
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
+        peer.answered_by = hello.seen.and(places).and_then(|(theirs, own)| theirs.pid_beside(own));
         // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
         let is_near = lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/"));
         peer.claimed = hello.process.clone().filter(|_| is_near);

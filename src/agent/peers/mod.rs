@@ -9,6 +9,7 @@ pub(crate) mod admission;
 pub(crate) mod backing;
 pub(crate) mod close;
 mod departed;
+mod gone;
 pub(crate) mod hello;
 mod imports;
 pub(crate) mod inbox;
@@ -26,6 +27,7 @@ use self::admission::Admission;
 use self::backing::Backing;
 use self::close::ClosingEndpoints;
 use self::departed::Departed;
+use self::gone::Gone;
 use self::hello::MAX_WITHDRAWN;
 use self::inbox::{Inbox, Item, reserve};
 use self::peer::Imports;
@@ -92,6 +94,7 @@ pub(crate) struct Peers {
     closing: ClosingEndpoints,
     /// What connections counted that are over.
     departed: Departed,
+    gone: Gone,
     /// What hellos say of regions that were deregistered.
     withdrawn: Vec<(u32, u32)>,
     /// Whether no more are connected to.
@@ -111,6 +114,7 @@ impl Peers {
             admission: Admission::default(),
             closing: ClosingEndpoints::default(),
             departed: Departed::default(),
+            gone: Gone::default(),
             withdrawn: Vec::new(),
             is_shut: false,
             drop_log: LogLimit::default(),
@@ -197,6 +201,9 @@ impl Peers {
         live.lock().peers.remove(&id);
         self.by_incarnation.remove(&peer.incarnation);
         self.by_endpoint.remove(&peer.endpoint.id());
+        if let Some(pid) = peer.process() {
+            self.gone.note(peer.incarnation, pid);
+        }
         // One that came by itself and had no part in transfers of this side may have given itself any name.
         if peer.vouched || peer.traffic != Traffic::default() {
             let is_connected = |name: &str| self.by_id.values().any(|peer| peer.name == name);
@@ -293,6 +300,7 @@ impl Peers {
                 ),
             ));
         }
+        self.gone.check(&name, incarnation)?;
         let options = EndpointOptions { error_mode_peer: true, name: name.clone() };
         let endpoint = io.worker.connect(address, &options).map_err(|e| {
             ucx_error(e).context(format!("connecting to agent {name} (is it running, and the network open?)"))
@@ -340,6 +348,7 @@ impl Peers {
             neighbour: None,
             backing: Backing::default(),
             claimed: None,
+            answered_by: None,
             challenge,
             witness: Witness::new(self.local.incarnation.0, address),
             address: address.to_vec(),

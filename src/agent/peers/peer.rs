@@ -126,6 +126,8 @@ pub(crate) struct Peer {
     pub(super) backing: Backing,
     /// Where it says that it is, until its witness there has proved that.
     pub(super) claimed: Option<ProcessPlace>,
+    /// Its process here, as it says in answer to this side's hello, which only it got.
+    pub(super) answered_by: Option<u32>,
     /// What its witness must hold.
     pub(super) challenge: Challenge,
     /// By what it knows this process.
@@ -281,6 +283,12 @@ impl Peer {
     pub(crate) fn describe_as_one_sided(&mut self) {
         self.reach.host = true;
         (self.claimed, self.neighbour) = (None, None);
+    }
+
+    /// Its process's number, if it is known and in this process's PID namespace.
+    pub(super) fn process(&self) -> Option<u32> {
+        let proved = || u32::try_from(self.neighbour.as_ref()?.process().0).ok();
+        self.answered_by.or_else(proved)
     }
 
     /// What memory its region `index` is.

@@ -73,6 +73,11 @@ class Host:
                 self.agent.create_backend(backend, params)
         return list(self.agent.backends)
 
+    def sockets(self) -> int:
+        """Sockets that this process has open."""
+        kinds = (os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path))
+        return sum(kind.startswith("socket:") for kind in kinds)
+
     def buffer(self, name: str, seed: int, size: int) -> int:
         self.buffers[name] = pattern(seed, size).copy()
         return int(self.buffers[name].ctypes.data)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hosts import ENOUGH, LARGE, SIZE, Failed, Process, acquaint, freeze_in_a_read, outcome, read, serve
-from nixl_host import digest, pattern
+from nixl_host import GENEROUS, digest, pattern
 
 MAX_NOTIFICATIONS = 65_536
 
@@ -79,6 +81,46 @@ def test_a_peer_that_is_killed_while_its_memory_is_copied(plugin: Path, edge: st
         assert ended == "DONE" or "REMOTE_DISCONNECT" in ended
         if ended == "DONE":
             assert a.digest("cache") == digest(pattern(2, LARGE))
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm", "tcp"])
+def test_a_dead_peer_costs_no_descriptors(plugin: Path, edge: str, transport: str) -> None:
+    env = {"KVFERRY_TRANSPORT": transport}
+    with Process(edge, plugin, env=env) as a, Process(edge, plugin, env=env) as b:
+        serve(a, "a", 1, SIZE)
+        without = a.sockets()
+        address = serve(b, "b", 2, SIZE)
+        a.add(b.metadata())
+        read(a, address)
+        a.make("x", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
+        b.kill()
+        for _ in range(20):
+            with pytest.raises(Failed, match="REMOTE_DISCONNECT"):
+                a.run("x")
+            with pytest.raises(Failed, match="REMOTE_DISCONNECT"):
+                a.notify("b", b"x")
+        assert settled(a.sockets, without) == without, a.log
+
+
+def settled(measure: Callable[[], int], expected: int) -> int:
+    """What is measured, as soon as it is what is expected."""
+    deadline = time.monotonic() + GENEROUS
+    while (seen := measure()) != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A libkvferry that late.cpp makes late."""
+    del plugin
+    folder = tmp_path_factory.mktemp("late")
+    (folder / "libkvferry.so.1").symlink_to(os.environ["KVFERRY_LIBRARY"])
+    made = folder / "libkvferry_late.so"
+    build = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-I", ROOT / "include"]
+    link = ["-Wl,--no-as-needed", folder / "libkvferry.so.1", f"-Wl,-rpath,{folder}", "-ldl", "-o", made]
+    subprocess.run([*build, HERE / "late.cpp", *link], check=True)
+    return made
 
 
 def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: str, late: Path) -> None:
