@@ -67,7 +67,20 @@ impl Setting {
     }
 
     fn ucx(&self, name: &str, value: &Value) -> Result<Value> {
-        let given = value.as_object().ok_or_else(|| self.refused(name, value))?;
+        // NIXL's parameters are texts.
+        let parsed = match value {
+            Value::String(text) if text.trim_start().starts_with('{') => {
+                let parsed: Value = serde_json::from_str(text).map_err(|error| {
+                    let expected = self.expected();
+                    Error::invalid(format!(
+                        "{name} must be {expected}, or its JSON as a text, which is damaged: {error}"
+                    ))
+                })?;
+                Some(parsed)
+            }
+            _ => None,
+        };
+        let given = parsed.as_ref().unwrap_or(value).as_object().ok_or_else(|| self.refused(name, value))?;
         let mut settings = Map::new();
         for (key, setting) in given {
             if let Some(bare) = key.strip_prefix("UCX_") {

@@ -152,6 +152,8 @@ mod tests {
             (json!({"UCX_TLS": "tcp"}), "write \"UCX_TLS\" without its prefix, as \"TLS\""),
             (json!({"TLS": ["tcp"]}), "\"TLS\" must be a text, a number, true or false"),
             (json!("tcp"), "must be a map of UCX settings"),
+            (json!("{\"TLS\": tcp}"), "or its JSON as a text, which is damaged: expected"),
+            (json!("{\"TLS\": [\"tcp\"]}"), "\"TLS\" must be a text, a number, true or false"),
         ];
         for (given, expected) in mistakes {
             let error = completed(Part::Worker, json!({"ucx": given}), &[]).unwrap_err();
@@ -159,5 +161,7 @@ mod tests {
         }
         let got = completed(Part::Worker, json!({"ucx": {"A": true, "B": 8192, "C": "c"}}), &[]).unwrap();
         assert_eq!(got.get("ucx"), Some(&json!({"A": "y", "B": "8192", "C": "c"})));
+        let text = completed(Part::Agent, json!({"ucx": " {\"A\": true, \"B\": 8192, \"C\": \"c\"}"}), &[]).unwrap();
+        assert_eq!(text.get("ucx"), got.get("ucx"));
     }
 }

@@ -34,6 +34,23 @@ def test_memory_that_is_registered_twice_is_one_region(plugin: Path, edge: str) 
         read(a, address)
 
 
+def test_settings_of_ucx_are_given_as_json(plugin: Path, edge: str) -> None:
+    env = {"KVFERRY_TRANSPORT": "auto", "KVFERRY_LOG": "info"}
+    with Process(edge, plugin, env=env) as a, Process(edge, plugin, env=env) as b:
+        with pytest.raises(Failed, match="NIXL_ERR_BACKEND"):
+            a.start("a", ["KVFERRY"], {"ucx": '{"TLS": tcp}'})
+        assert a.said("its JSON as a text, which is damaged", 1) == 1, a.log
+        for host, name, seed in ((a, "a", 1), (b, "b", 2)):
+            assert host.start(name, ["KVFERRY"], {"ucx": '{"TLS": "tcp"}'}) == ["KVFERRY"]
+            address = int(host.buffer("cache", seed, SIZE))
+            host.register("cache", [("cache", 0, SIZE)])
+        a.add(b.metadata())
+        read(a, address)
+        # No copies by CMA, which `auto` takes on one host.
+        assert a.said("connected to agent b", 1) == 1, a.log
+        assert not any("cma/" in line for line in a.log), a.log
+
+
 def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge: str) -> None:
     # Where each operation needs what is known of the region.
     env = {"KVFERRY_TRANSPORT": "shm"}
