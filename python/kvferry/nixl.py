@@ -58,6 +58,11 @@ class Installed(NamedTuple):
         return path if path.is_file() and path.parent != self.folder else None
 
     @property
+    def ucx(self) -> Path | None:
+        """The libucp inside this NIXL's wheel, which the plug-in takes; None without it."""
+        return next(iter(sorted((self.folder.parents[1] / f"{self.package}.libs").glob("libucp[-.]*so*"))), None)
+
+    @property
     def is_dangling(self) -> bool:
         """Whether a link is there that leads to no file."""
         return self.place.is_symlink() and not self.place.exists()
@@ -112,6 +117,12 @@ class Trial(NamedTuple):
 
 def _ucx_text(found: dict[str, Any]) -> str:
     return f"UCX {found['version'] or '?'} at {found['path']}"
+
+
+def telling(trouble: str) -> list[str]:
+    """The lines of a failed trial that say most: those of the plug-in, and the exception at the end."""
+    lines = [line.strip() for line in trouble.splitlines() if line.strip()]
+    return [line for line in lines[:-1] if line.startswith("kvferry")] + lines[-1:]
 
 
 def try_read(package: str, limit_s: float) -> Trial:

@@ -35,7 +35,7 @@ pub enum Source {
 impl fmt::Display for Source {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.write_str(match self {
-            Self::Configured => "configured",
+            Self::Configured => "named by the program as ucx_lib",
             Self::Environment => "named by KVFERRY_UCX_LIB",
             Self::AlreadyLoaded => "already loaded in the process",
             Self::System => "the system's",

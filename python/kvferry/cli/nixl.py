@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from .. import nixl
 
@@ -23,7 +24,7 @@ def _try(package: str) -> bool:
     trial = nixl.try_read(package, LIMIT)
     if trial.trouble:
         print("  read through it: FAILED")
-        print("\n".join(f"    {line}" for line in trial.trouble.splitlines()))
+        print("\n".join(f"    {line}" for line in nixl.telling(trial.trouble)))
         return False
     print(f"  the plug-in's UCX: {trial.ucx}")
     print("  read through it: every byte right")
@@ -37,6 +38,21 @@ def _try(package: str) -> bool:
     elif trial.others is not None:
         print("  with NIXL's own backend UCX in the same process: the same UCX")
     return True
+
+
+def _remedy(one: nixl.Installed) -> str:
+    """What to do where a NIXL does not find the plug-in."""
+    beside = one.folder / nixl.FILE_NAME
+    wheels = beside if beside.is_file() else one.elsewhere
+    if not os.environ.get("NIXL_PLUGIN_DIR"):
+        if wheels:
+            return f"put a link there; that of the wheel kvferry-nixl is {wheels}"
+        return "the wheel kvferry-nixl puts it into the folder of NIXL's wheel"
+    named = "NIXL_PLUGIN_DIR names this folder"
+    if wheels:
+        unset = "unset NIXL_PLUGIN_DIR, or " if wheels == beside else ""
+        return f"{named}; {unset}put a link there to {wheels}"
+    return f"{named}; install the wheel kvferry-nixl, and unset NIXL_PLUGIN_DIR or put a link there"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,10 +70,7 @@ def run(options: argparse.Namespace) -> int:
         if one.plugin is None:
             if one.is_dangling:
                 print(f"  a link that leads to no file: remove {one.place}")
-            remedy = "the wheel kvferry-nixl puts it into the folder of NIXL's wheel"
-            if one.elsewhere:
-                remedy = f"put a link there; that of the wheel kvferry-nixl is {one.elsewhere}"
-            print(f"  no plug-in in {one.place.parent}: {remedy}")
+            print(f"  no plug-in in {one.place.parent}: {_remedy(one)}")
             failed = True
             continue
         print(f"  plug-in: {one.plugin}")

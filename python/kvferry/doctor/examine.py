@@ -83,7 +83,7 @@ def _examine(asked: Asked) -> Report:
     is_loaded = library.state == "ok"
     findings += [library, _options(asked, is_loaded), _vllm()]
     seen = ucx.look(asked.agent) if is_loaded else ucx.Seen()
-    findings += ucx.findings(seen, is_loaded)
+    findings += ucx.findings(seen, is_loaded, nixl.own_ucx())
     gpu = devices.gpu(seen)
     findings += [devices.rdma(seen), gpu, devices.gpu_rdma(), transfer.same_host()]
     findings += [devices.locked_memory(), _open_files(), _shm(), _container()]

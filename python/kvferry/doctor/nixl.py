@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 from .. import nixl
 from .child import left
@@ -17,6 +16,12 @@ _ORDER = (
     *("works", "untried", "uninstalled", "absent"),
 )
 """Of several wheels the first of these is told."""
+
+
+def own_ucx() -> list[str]:
+    """The UCX inside each NIXL that has the plug-in, which takes that one."""
+    able = [one for one in nixl.installed() if one.is_known and one.plugin is not None and one.ucx is not None]
+    return [f"{one.package} {one.version}: the plug-in takes the UCX inside it, {one.ucx}" for one in able]
 
 
 def finding(*, transfers: bool, has_rdma: bool) -> Finding:
@@ -57,7 +62,7 @@ def _look(one: nixl.Installed, transfers: bool, has_rdma: bool) -> tuple[str, li
 def _try(one: nixl.Installed, facts: list[str], has_rdma: bool) -> tuple[str, list[str]]:
     trial = nixl.try_read(one.package, min(LIMIT_S, left()))
     if trial.trouble:
-        return "silent" if trial.timed_out else "failed", [*facts, *_last(trial.trouble)]
+        return "silent" if trial.timed_out else "failed", [*facts, *nixl.telling(trial.trouble)]
     facts = [*facts, f"used {trial.ucx}", trial.moved]
     if has_rdma and not any(name.startswith(CLASSES["rdma"]) for name in trial.transports):
         return "no-rdma", [*facts, f"that UCX has {', '.join(trial.transports)}"]
@@ -68,10 +73,3 @@ def _try(one: nixl.Installed, facts: list[str], has_rdma: bool) -> tuple[str, li
     if not trial.others:
         return "works", [*facts, "NIXL's own backend UCX uses the same UCX"]
     return "two-ucx", [*facts, *(f"NIXL's own backend UCX brings {other}" for other in trial.others)]
-
-
-def _last(text: str) -> Iterator[str]:
-    """The lines of a failed trial that say most: those of the plug-in, and the exception at the end."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    yield from (line for line in lines[:-1] if line.startswith("kvferry"))
-    yield from lines[-1:]

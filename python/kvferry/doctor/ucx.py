@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,15 +177,18 @@ def _candidate_text(number: int, candidate: Mapping[str, Any]) -> str:
     return f"{number}. {candidate['source']}: {candidate['path']}{version}: {fate[candidate['fate']]}{why}"
 
 
-def findings(seen: Seen, is_loaded: bool) -> Iterator[Finding]:
-    """The findings about UCX."""
+def findings(seen: Seen, is_loaded: bool, of_nixl: Sequence[str]) -> Iterator[Finding]:
+    """The findings about UCX. `of_nixl` tells which ones the plug-in for NIXL takes."""
     order = [_candidate_text(number, one) for number, one in enumerate(seen.candidates, 1)]
     if seen.crash:
         yield found("ucx", "crashed", [seen.crash, *order])
     elif not is_loaded:
         yield found("ucx", "unknown")
     elif seen.info is None:
-        yield found("ucx", _missing(seen.candidates), order)
+        case = _missing(seen.candidates)
+        if case == "missing" and of_nixl:
+            case, order = "nixl-only", [*of_nixl, *order]
+        yield found("ucx", case, order)
     else:
         info = seen.info
         yield found("ucx", "chosen", [f"UCX {info['version']} at {info['path']} ({info['source']})", *order])
@@ -198,7 +201,7 @@ def findings(seen: Seen, is_loaded: bool) -> Iterator[Finding]:
 
 
 def _missing(candidates: list[dict[str, Any]]) -> str:
-    if candidates and candidates[0]["source"] in ("configured", "named by KVFERRY_UCX_LIB"):
+    if candidates and candidates[0]["source"] in ("named by the program as ucx_lib", "named by KVFERRY_UCX_LIB"):
         return "misnamed"
     return "in-the-way" if any(one["fate"] == "not_tried" for one in candidates) else "missing"
 

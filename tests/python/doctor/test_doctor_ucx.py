@@ -12,6 +12,7 @@ import kvferry
 import pytest
 from commands import ROOT, skip
 from doctor_command import Told, doctor
+from kvferry import nixl
 from kvferry.doctor import KINDS, system
 
 
@@ -106,6 +107,20 @@ def test_without_any_ucx_the_remedy_names_the_package(tmp_path: Path, here: Told
     assert "kvferry-ucx" in told["ucx"]["remedy"]
     assert told.cases("ucx-versions", "transports", "transfer-tcp") == ["unknown", "unknown", "skipped"]
     assert [one["fate"] for one in told.map["ucx"]["candidates"]] == ["refused", "refused"]
+    # A NIXL with the plug-in brings one of its own, which is all that the plug-in needs.
+    package, site = "nixl_cu12", tmp_path / "site"
+    libucp = site / f"{package}.libs" / "libucp-0a1b.so.0.0.0"
+    for file in (libucp, site / f".{package}.mesonpy.libs" / "plugins" / nixl.FILE_NAME):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    info = site / f"{package}-{nixl.KNOWN[-1]}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl-cu12\nVersion: {nixl.KNOWN[-1]}\n")
+    path = os.pathsep.join([path, str(site)])
+    nowhere["NIXL_PLUGIN_DIR"] = None
+    told = doctor("--config", '{"port": 0}', KVFERRY_LIBRARY=str(library), PYTHONPATH=path, **nowhere)
+    assert (told.troubles, told.cases("ucx", "nixl")) == ({}, ["nixl-only", "untried"])
+    assert any(f"the plug-in takes the UCX inside it, {libucp}" in line for line in told["ucx"]["evidence"])
 
 
 def test_a_named_ucx_that_is_none() -> None:

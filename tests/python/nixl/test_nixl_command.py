@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import kvferry
 import pytest
 from hosts import HERE, INSTALLED, listed, needs_nixl, versions
 from kvferry import nixl
+from kvferry.cli import nixl as command
 
 PACKAGE = str(Path(kvferry.__file__).resolve().parents[1])
 
@@ -33,10 +35,36 @@ def test_a_plug_in_that_is_missing_or_no_nixl_is_said(edge: str, tmp_path: Path)
     needs_nixl(versions())
     done = run(str(INSTALLED / edge), env={"NIXL_PLUGIN_DIR": str(tmp_path)})
     assert done.returncode == 1
-    assert f"no plug-in in {tmp_path}: the wheel kvferry-nixl puts it" in done.stdout
+    assert f"no plug-in in {tmp_path}: NIXL_PLUGIN_DIR names this folder; install the wheel kvferry-nixl" in done.stdout
     done = run(env={})
     assert done.returncode == 2
     assert "this Python has no NIXL" in done.stderr
+
+
+def test_a_folder_that_hides_the_plug_in_is_said_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheels = tmp_path / "wheel" / "plugins"
+    wheels.mkdir(parents=True)
+    (wheels / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    monkeypatch.setattr(nixl, "installed", lambda: [nixl.Installed("nixl_cu12", nixl.KNOWN[-1], wheels)])
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
+    assert command.run(argparse.Namespace()) == 1
+    way_out = f"unset NIXL_PLUGIN_DIR, or put a link there to {wheels / nixl.FILE_NAME}"
+    assert way_out in capsys.readouterr().out
+
+
+def test_a_failed_read_is_said_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    monkeypatch.delenv("NIXL_PLUGIN_DIR", raising=False)
+    monkeypatch.setattr(nixl, "installed", lambda: [nixl.Installed("nixl_cu12", nixl.KNOWN[-1], tmp_path)])
+    printed = "kvferry NIXL plug-in: the reason\nTraceback (most recent call last):\n  File x\nerror: NOT_FOUND"
+    monkeypatch.setattr(nixl, "try_read", lambda *_: nixl.Trial(printed))
+    assert command.run(argparse.Namespace()) == 1
+    said = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert said[-3:] == ["read through it: FAILED", "kvferry NIXL plug-in: the reason", "error: NOT_FOUND"]
 
 
 def test_the_lists_of_known_versions_are_one() -> None:

@@ -61,6 +61,11 @@ SOFTWARE: dict[str, Kind] = {
         {
             "chosen": Case("ok", "A usable UCX is found."),
             "missing": Case("problem", "There is no usable UCX.", _GET_UCX),
+            "nixl-only": Case(
+                "ok",
+                "The plug-in for NIXL takes the UCX inside NIXL's wheel. There is no other, which only the Python API "
+                "and the vLLM connector need.",
+            ),
             "misnamed": Case(
                 "problem",
                 "The UCX that is named cannot be used, and nothing else is tried where one is named.",
