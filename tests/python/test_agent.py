@@ -301,6 +301,16 @@ def test_a_bytearray_cannot_shrink_under_a_registration() -> None:
     data.clear()
 
 
+def test_the_side_that_is_connected_to_tells_which_path_its_bytes_take() -> None:
+    # The connecting side can prove which process it is only when the other side has connected back.
+    with kvferry.Agent({"name": "a", "transport": "shm"}) as a, kvferry.Agent({"name": "b", "transport": "shm"}) as b:
+        a.connect(b.metadata())
+        deadline = time.monotonic() + GENEROUS
+        while [peer["host"] for peer in b.peers()] != ["copied (process_vm_readv)"]:
+            assert time.monotonic() < deadline, b.peers()
+            b.wait(0.05)
+
+
 def test_a_route_is_told_once_the_peer_has_answered() -> None:
     with process(serve, "tcp") as pipe, kvferry.Agent({"transport": "tcp"}) as agent:
         peer = agent.connect(receive(pipe))

@@ -39,7 +39,9 @@ impl Engine {
                 let _ = self.disconnect(peer, now);
             }
             Command::Route { peer, reply } => {
-                let _ = reply.send(self.peers.get(peer).map(paths::route));
+                // It may have proved meanwhile which process it is.
+                let looked = self.peers.find_neighbour(peer);
+                let _ = reply.send(looked.and_then(|()| self.peers.get(peer)).map(paths::route));
             }
             Command::Transfer(request) => {
                 let TransferRequest { id, peer, user_data, .. } = request;
@@ -65,6 +67,7 @@ impl Engine {
                 let _ = reply.send(Ok(self.stats()));
             }
             Command::PeerStats { reply } => {
+                self.peers.find_neighbours();
                 let _ = reply.send(Ok(self.peers.stats(paths::route)));
             }
             // The loop's own.

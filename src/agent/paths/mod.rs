@@ -191,6 +191,10 @@ pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
 
 /// The name of the path for long runs between memory of these kinds.
 pub(crate) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
+    // Who has connected to this side proves it only when it has this side's hello.
+    if Pair::of(local, remote) == Pair::Host && peer.is_neighbour_unproved() {
+        return process_vm::UNPROVED;
+    }
     let through = |is_refused| {
         let (is_filled_by_kernel, gathered, streamable, digest) = (true, false, true, false);
         let is_importable = Pair::of(local, remote) == Pair::Device && peer.is_all_importable();

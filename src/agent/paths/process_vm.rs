@@ -26,6 +26,9 @@ const QUANTUM_PIECES: usize = 128;
 /// has just started the transfer, is not driven from its processor meanwhile.
 const HELP_AFTER: Duration = Duration::from_micros(200);
 
+/// The path's name while the peer has yet to prove which process it is.
+pub(super) const UNPROVED: &str = "copied (process_vm_readv) as soon as the peer has proved which process it is";
+
 pub(super) struct ProcessVm;
 
 impl Path for ProcessVm {

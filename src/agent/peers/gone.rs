@@ -1,7 +1,7 @@
 //! Which process a lost peer was, so that a dead one is not connected to again.
 //!
-//! UCX 1.23 and older never give back what an endpoint has opened, a TCP socket for one, when it cannot be made because the
-//! peer's process is gone: they refuse the lane that copies that process's memory after they have made the others.
+//! UCX (seen with 1.23) never gives back what an endpoint has opened, a TCP socket for one, when it cannot be made because the
+//! peer's process is gone: it refuses the lane that copies that process's memory after it has made the others.
 
 use std::collections::VecDeque;
 

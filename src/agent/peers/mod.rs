@@ -363,6 +363,13 @@ impl Peers {
         Ok(())
     }
 
+    /// As [`Peers::find_neighbour`], for every peer.
+    pub(crate) fn find_neighbours(&mut self) {
+        for peer in self.by_id.values_mut() {
+            peer.find_neighbour(&self.local.address);
+        }
+    }
+
     /// Reserves room for a message in the peer's send queue, as the handle does before it queues one.
     pub(crate) fn reserve(&self, id: PeerId, len: usize, limit: u64) -> Result<()> {
         reserve(&self.get(id)?.unsent, len, limit)

@@ -336,6 +336,11 @@ impl Peer {
         }
     }
 
+    /// Whether its memory is copied as soon as it has proved which process it is.
+    pub(crate) fn is_neighbour_unproved(&self) -> bool {
+        self.claimed.is_some()
+    }
+
     /// Looks whether the process at the place that the peer named has answered the peer's challenge. One that was connected
     /// to by this side has, when it says hello; one that has connected answers when it has this side's hello.
     pub(crate) fn find_neighbour(&mut self, own_address: &[u8]) {
