@@ -127,19 +127,6 @@ def settled(measure: Callable[[], int], expected: int) -> int:
     return seen
 
 
-@pytest.fixture(scope="module")
-def late(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A libkvferry that late.cpp makes late."""
-    del plugin
-    folder = tmp_path_factory.mktemp("late")
-    (folder / "libkvferry.so.1").symlink_to(os.environ["KVFERRY_LIBRARY"])
-    made = folder / "libkvferry_late.so"
-    build = ["g++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-I", ROOT / "include"]
-    link = ["-Wl,--no-as-needed", folder / "libkvferry.so.1", f"-Wl,-rpath,{folder}", "-ldl", "-o", made]
-    subprocess.run([*build, HERE / "late.cpp", *link], check=True)
-    return made
-
-
 def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: str, late: Path) -> None:
     env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": "3"}
     with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
