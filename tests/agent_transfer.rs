@@ -174,16 +174,19 @@ fn served_chunks_hold_many_small_blocks_and_cut_large_ones() {
 }
 
 #[test]
-fn a_region_that_its_owner_deregistered_is_refused() {
+fn a_region_that_its_owner_deregistered_is_refused_by_the_owner() {
     let mut a = Node::start(config("a", Transport::Tcp), 1, &[4096]);
-    let b = Node::start(config("b", Transport::Tcp), 2, &[4096, 4096]);
+    let mut b = Node::start(config("b", Transport::Tcp), 2, &[4096, 4096]);
     let peer = a.connect(&b.agent.metadata().unwrap());
+    // A hello would say it.
+    a.wait_connected();
+    b.wait_connected();
     b.agent.deregister(b.regions[0]).unwrap();
     for direction in DIRECTIONS {
         let id = a.agent.transfer(peer, direction, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0).unwrap();
         let error = a.wait_done(id).0.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
-        assert!(error.message().contains("deregistered"), "{error}");
+        assert!(error.message().contains("the peer refused"), "{error}");
     }
     assert_same("untouched", &a.contents(), &[pattern_bytes(1, 4096)]);
     assert_same("untouched there", &b.contents()[..1], &[pattern_bytes(2, 4096)]);

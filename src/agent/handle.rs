@@ -176,8 +176,8 @@ impl Agent {
     ///
     /// Peers that still read or write the region get errors. Those on this host, for which the kernel or a device copies, are
     /// asked to stop, and their answers are waited for. One that stands still loses its connection after
-    /// [`cancel_grace`](AgentConfig::cancel_grace), and is not waited for any longer: when it goes on, it may copy for some 100
-    /// microseconds before it notices.
+    /// [`cancel_grace`](AgentConfig::cancel_grace), and is not waited for any longer: when it goes on, it may copy until it
+    /// notices. A peer that was disconnected is not asked: deregister first.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for an id that names no region; [`ErrorKind::Timeout`] when the transfers did not end in

@@ -544,12 +544,13 @@ impl Running {
 /// The cause that a failed transfer is counted under.
 fn cause(kind: ErrorKind) -> Cause {
     match kind {
-        ErrorKind::PeerDied | ErrorKind::Unreachable => Cause::PeerDied,
+        // What is not found any more is memory of a peer that shuts down or sleeps.
+        ErrorKind::PeerDied | ErrorKind::Unreachable | ErrorKind::NotFound => Cause::PeerDied,
         ErrorKind::Cancelled => Cause::Aborted,
         ErrorKind::Timeout => Cause::Timeout,
         ErrorKind::ShutDown => Cause::ShutDown,
         ErrorKind::DigestMismatch => Cause::DigestMismatch,
-        ErrorKind::InvalidArgument | ErrorKind::OutOfRange | ErrorKind::NotFound => Cause::InvalidRequest,
+        ErrorKind::InvalidArgument | ErrorKind::OutOfRange => Cause::InvalidRequest,
         _ => Cause::TransportError,
     }
 }

@@ -47,9 +47,9 @@ def _groups(root: Path) -> Iterator[Available | None]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if not controllers:
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             base = root / "sys/fs/cgroup/memory"
         else:
             continue
@@ -61,16 +61,18 @@ def _groups(root: Path) -> Iterator[Available | None]:
             folder = folder.parent
 
 
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> Available | None:
+def _left(folder: Path, limit: str, usage: str, prefix: str) -> Available | None:
     most, used = _read(folder / limit), _read(folder / usage)
     if most is None or used is None or not most.isdigit() or not used.isdigit():
         # `max` is no limit.
         return None
+    # Pages of files, which the kernel gives up for others, also those that were used lately, such as a model's weights.
+    files = (f"{prefix}inactive_file", f"{prefix}active_file")
     cached = 0
     for line in (_read(folder / "memory.stat") or "").splitlines():
         name, _, value = line.partition(" ")
-        if name == reclaimable and value.isdigit():
-            cached = int(value)
+        if name in files and value.isdigit():
+            cached += int(value)
     return Available(max(0, int(most) - int(used) + cached), "its container's or control group's")
 
 

@@ -25,9 +25,13 @@ class Told(Protocol):
 
 def watch() -> None:
     """From now on, schedulers of this process tell their connectors (`Told`), also those within `MultiConnector`."""
-    from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+    try:
+        from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+    except ImportError as error:
+        logger.warning_once("a pause, a sleep or a shutdown waits for the conversations that are kept: %s", error)
+        return
 
     def paused(scheduler: Any) -> None:
         _tell(scheduler, scheduler.pause_state != PauseState.UNPAUSED)

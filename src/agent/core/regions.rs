@@ -106,6 +106,16 @@ impl Regions {
             .map(|(index, slot)| (index, slot.as_ref().is_some_and(|region| region.closing.is_none())))
     }
 
+    /// Whether a peer may read and write a region without this side: host memory where the two are so near that the kernel
+    /// copies between them, device memory on the same host.
+    pub(crate) fn may_be_used_by(&self, index: u32, on_this_host: bool, is_near: bool) -> bool {
+        match self.range(index).map(MemoryRange::kind) {
+            Some(MemoryKind::Host) => is_near,
+            Some(MemoryKind::Cuda { .. }) => on_this_host,
+            None => false,
+        }
+    }
+
     /// The indices of registered regions.
     pub(crate) fn registered(&self) -> Vec<u32> {
         self.known().filter(|(_, is_live)| *is_live).map(|(index, _)| index).collect()

@@ -95,6 +95,7 @@ impl Engine {
         let grace = now.checked_add(self.transfers.cancel_grace);
         if let Some(index) = self.regions.close(region, reply, grace) {
             self.transfers.stop_users_of(index, &mut self.effects, now);
+            self.peers.set_withdrawn(self.regions.withdrawn());
             self.revoke(index);
             self.dispatch(now);
             self.regions.unmap_if_unused(index);

@@ -105,12 +105,12 @@ impl Engine {
     /// Asks peers of this host to let go of a region that is being deregistered, which counts as used until they have. One that
     /// has not said hello has mapped nothing, and is told when it has.
     pub(super) fn revoke(&mut self, region: u32) {
-        self.peers.set_withdrawn(self.regions.withdrawn());
         for id in self.peers.ids() {
             let Ok(peer) = self.peers.get_mut(id) else { continue };
+            let may_use = self.regions.may_be_used_by(region, peer.on_this_host, peer.is_near);
             if !peer.is_ready() {
                 peer.untold.push(region);
-            } else if peer.on_this_host && peer.takes_revocations && self.revocations.ask(id, region) {
+            } else if may_use && peer.takes_revocations && self.revocations.ask(id, region) {
                 self.regions.enter(&[region]);
                 self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
             }

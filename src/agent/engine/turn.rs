@@ -31,6 +31,8 @@ pub(crate) struct Driven {
     pub(super) progressed_at: Instant,
     /// While the agent shuts down: until when pages are left to the sockets that have them.
     lends_until: Option<Instant>,
+    /// Likewise: until when peers are waited for that are to stop using its memory.
+    asks_until: Option<Instant>,
 }
 
 /// What the progress thread slept for.
@@ -58,7 +60,16 @@ impl Driven {
     pub(super) fn new(engine: Engine, driver: Option<Box<dyn Driver>>, callers: &Arc<Callers>) -> Self {
         let shared = Arc::clone(&engine.shared);
         let callers = Arc::clone(callers);
-        Driven { engine, driver, shared, callers, wish: None, progressed_at: Instant::now(), lends_until: None }
+        Driven {
+            engine,
+            driver,
+            shared,
+            callers,
+            wish: None,
+            progressed_at: Instant::now(),
+            lends_until: None,
+            asks_until: None,
+        }
     }
 
     /// The progress thread's turn.
@@ -222,6 +233,7 @@ impl Driven {
         // Half of the time for operations to end by themselves, the other half for what force takes.
         let half = deadline.saturating_duration_since(now) / 2;
         self.engine.transfers.cancel_grace = self.engine.transfers.cancel_grace.min(half);
+        self.asks_until = now.checked_add(self.engine.transfers.cancel_grace);
         let error = Error::new(ErrorKind::ShutDown, "the agent was shut down");
         self.engine.transfers.stop_all(&error, &mut self.engine.effects, now);
         self.engine.revoke_all();
@@ -231,9 +243,9 @@ impl Driven {
     /// Whether nothing is left to wait for.
     fn may_end(&mut self, now: Instant) -> bool {
         // Half of the time for peers to take what is on its way to them.
-        let lends = self.engine.streams.lend() || self.engine.revocations.are_open();
-        let has_borrowers = lends || self.engine.staged.is_running();
-        let lends = self.lends_until.is_some_and(|until| now < until) && has_borrowers;
+        let has_borrowers = self.engine.streams.lend() || self.engine.staged.is_running();
+        let lends = has_borrowers && self.lends_until.is_some_and(|until| now < until)
+            || self.engine.revocations.are_open() && self.asks_until.is_some_and(|until| now < until);
         let idle = self.engine.transfers.len() == 0
             && !lends
             && self.engine.events.is_empty()

@@ -206,6 +206,7 @@ impl Peers {
         peer.answered_by = hello.seen.and(places).and_then(|(theirs, own)| theirs.pid_beside(own));
         // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
         let is_near = lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/"));
+        peer.is_near = is_near;
         peer.claimed = hello.process.clone().filter(|_| is_near);
         if hello.challenge.is_none() && peer.claimed.take().is_some() {
             log::info!(

@@ -97,12 +97,8 @@ impl Peer {
         self.imports.revoked.insert(index);
         if let (Some(region), Some(len)) = (self.regions.get_mut(index as usize), self.lens.get_mut(index as usize)) {
             *len = 0;
-            let (region, rkey) = region.take().unzip();
-            let rkey = rkey.flatten();
-            let is_mapped = rkey.is_some() && region.is_some_and(|region| region.handle.is_some());
-            // Operations that are under way need it.
-            self.imports.rkeys.extend(rkey);
-            if is_mapped {
+            // Operations that are under way hold the rkey.
+            if region.take().is_some_and(|(region, rkey)| region.handle.is_some() && rkey.is_some()) {
                 return Err(Error::new(
                     ErrorKind::PeerDied,
                     format!("the peer has deregistered its region {index}, which UCX has mapped; connect again"),

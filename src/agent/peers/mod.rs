@@ -341,6 +341,7 @@ impl Peers {
             refused: BTreeSet::new(),
             imports: Imports::default(),
             takes_revocations: false,
+            is_near: false,
             untold: Vec::new(),
             may_stream: false,
             streamed: false,

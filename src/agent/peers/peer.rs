@@ -58,8 +58,6 @@ pub(crate) struct Imports {
     pub(super) refused: BTreeSet<u32>,
     /// Regions that the peer has deregistered, whatever its metadata says; none above [`MAX_REGIONS`].
     pub(super) revoked: BTreeSet<u32>,
-    /// The rkeys of those.
-    pub(super) rkeys: Vec<Rc<Rkey>>,
 }
 
 impl Imports {
@@ -111,8 +109,10 @@ pub(crate) struct Peer {
     pub(super) refused: BTreeSet<(Pair, u32)>,
     /// What this process has mapped of its device memory.
     pub(super) imports: Imports,
-    /// Whether it lets go of memory that it has mapped when it is asked to.
+    /// Whether it lets go of memory of this side when it is asked to.
     pub(crate) takes_revocations: bool,
+    /// Whether it may copy this side's host memory by itself.
+    pub(crate) is_near: bool,
     /// Regions of this side that were deregistered since it was sent a hello, before it has said its own.
     pub(crate) untold: Vec<u32>,
     /// Whether there may be streams between the two: both want them, and only TCP reaches the other.

@@ -336,7 +336,7 @@ GROUP = "sys/fs/cgroup"
                 f"{GROUP}/pod/memory.current": "40000\n",
                 f"{GROUP}/pod/memory.stat": "anon 5\ninactive_file 2500\nactive_file 7\n",
             },
-            12_500,
+            12_507,
         ),
         # In a container, which sees the top only.
         (
@@ -355,7 +355,7 @@ GROUP = "sys/fs/cgroup"
                 "proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/job\n",
                 f"{GROUP}/memory/job/memory.limit_in_bytes": "9000\n",
                 f"{GROUP}/memory/job/memory.usage_in_bytes": "1000\n",
-                f"{GROUP}/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 300\n",
+                f"{GROUP}/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 250\ntotal_active_file 50\n",
             },
             8_300,
         ),
