@@ -177,7 +177,11 @@ class Agent:
         return Region(id[0], index[0], span.address, span.nbytes)
 
     def deregister(self, region: Region) -> None:
-        """Takes a region back: when this returns, no transfer touches it. Transfers that use it are ended first."""
+        """Takes a region back: when this returns, no transfer touches it. Transfers that use it are ended first.
+
+        Peers on this host that copy by themselves are waited for, but for `cancel_grace_ms` at most for one that stands
+        still, which may go on until it notices. Deregister before you disconnect.
+        """
         if not isinstance(region, Region):
             raise invalid(f"region must be the Region that register returned, not {type(region).__name__}")
         self._handle.call("deregister", region.id)

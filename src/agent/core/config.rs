@@ -72,7 +72,7 @@ pub struct AgentConfig {
     /// How long a peer may take to answer the hello. Default: 10 s.
     pub connect_timeout: Duration,
     /// How long a cancelled transfer's operations may take to end by themselves before the connection is closed by
-    /// force, which ends them; and how long peers that read a region may take to have what is on its way to them when it is
+    /// force, which ends them; and how long peers that read or write a region may take to end that when it is
     /// deregistered, before the connections to those that have not are closed. Default: 5 s.
     pub cancel_grace: Duration,
     /// How long `deregister` waits for the transfers that use the region. Default: 30 s.

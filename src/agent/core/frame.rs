@@ -49,9 +49,9 @@ pub(crate) enum FrameKind {
     StreamRequest,
     /// Says how many chunks have come by the stream.
     StreamReceipt,
-    /// Asks to let go of a region of the sender's, by its index, that the receiver may have mapped.
+    /// Asks to let go of a region of the sender's, by its index, that the receiver may use by itself.
     RegionRevoked,
-    /// Says that nothing of it is mapped any more.
+    /// Says that nothing of it is copied or mapped any more.
     RegionReleased,
 }
 

@@ -37,7 +37,7 @@ pub(crate) struct Hello {
     /// Whether the sender knows revocations of regions.
     #[serde(default)]
     pub(crate) revocations: bool,
-    /// The sender's regions of device memory that it has deregistered, whatever metadata the receiver has: first and last of
+    /// The sender's regions that it has deregistered, whatever metadata the receiver has: first and last of
     /// each run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) withdrawn: Vec<(u32, u32)>,

@@ -1,4 +1,4 @@
-//! Device memory of a peer on this host, as this process reaches it.
+//! Device memory of a peer on this host, as this process reaches it, and the regions that a peer has deregistered.
 
 use std::sync::{Arc, Weak};
 
@@ -113,7 +113,7 @@ impl Peer {
     pub(super) fn withdraw(&mut self, runs: &[(u32, u32)]) {
         let regions = runs.iter().flat_map(|(first, last)| *first..=*last);
         for region in regions.take(MAX_REGIONS).filter(|region| (*region as usize) < MAX_REGIONS) {
-            // UCX is given none of them before the hello, so there is no connection to be ended for that.
+            // UCX is given no device memory before the hello, so there is no connection to be ended for that.
             let _ = self.revoke(region);
         }
     }
