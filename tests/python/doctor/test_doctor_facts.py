@@ -97,7 +97,7 @@ def test_why_rdma_is_not_used(machine: Path) -> None:
     off = Seen(seen(TCP).candidates, seen().info, resources=[TCP], available=[TCP, RC], settings={"UCX_TLS": "tcp"})
     told = devices.rdma(off, machine)
     assert (told.case, told.remedy) == ("off", "unset UCX_TLS")
-    (transports,) = (finding for finding in ucx.findings(off, True) if finding.id == "transports")
+    (transports,) = (finding for finding in ucx.findings(off, True, []) if finding.id == "transports")
     assert transports.case == "restricted"
     assert any("no RDMA" in line for line in transports.evidence)
     assert devices.rdma(Seen(), machine).case == "unknown"
