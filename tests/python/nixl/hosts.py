@@ -197,5 +197,5 @@ def freeze_in_a_read(a: Process, b: Process) -> None:
     # Connected.
     read(a, address)
     b.child.send_signal(signal.SIGSTOP)
-    a.make("x", "READ", [("cache", 0, ENOUGH)], [(address, LARGE, 0)], "b")
+    a.make("x", "READ", [("cache", 0, ENOUGH)], [(address, ENOUGH, 0)], "b")
     assert a.post("x") == "PROC"
