@@ -112,9 +112,10 @@ def test_a_dead_peer_costs_no_descriptors(plugin: Path, edge: str, transport: st
         a.make("x", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
         b.kill()
         for _ in range(20):
-            with pytest.raises(Failed, match="REMOTE_DISCONNECT"):
+            # NIXL 1.3 and 1.4 forget the peer at the first.
+            with pytest.raises(Failed, match=r"REMOTE_DISCONNECT|NOT_FOUND"):
                 a.run("x")
-            with pytest.raises(Failed, match="REMOTE_DISCONNECT"):
+            with pytest.raises(Failed, match=r"REMOTE_DISCONNECT|NOT_FOUND"):
                 a.notify("b", b"x")
         assert settled(a.sockets, without) == without, a.log
 
