@@ -102,8 +102,8 @@ impl Engine {
         self.regions.leave(&released);
     }
 
-    /// Asks peers of this host to let go of a region that is being deregistered, which counts as used until they have. One that
-    /// has not said hello has mapped nothing, and is told when it has.
+    /// Asks peers that may use a region by themselves to let go of it when it is being deregistered, which counts as used until they
+    /// have. One that has not said hello is told when it has, and not waited for.
     pub(super) fn revoke(&mut self, region: u32) {
         for id in self.peers.ids() {
             let Ok(peer) = self.peers.get_mut(id) else { continue };

@@ -115,7 +115,7 @@ mod tests {
     use crate::agent::{Agent, AgentConfig, Direction, Transport, Window};
     use crate::mem::MemoryRange;
     use crate::proto::ids::Incarnation;
-    use crate::proto::plan::{BlockPair, CopyPlan, Segment};
+    use crate::proto::plan::{BlockPair, CopyPlan, Operation, Segment};
     use crate::proto::wire::MemoryKind;
 
     const LEN: usize = 256 << 10;
@@ -171,6 +171,29 @@ mod tests {
 
     fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
         start(engine, peer, Direction::Read)
+    }
+
+    /// An engine that no thread drives, with the three regions of [`plan`], connected to `other`.
+    fn reader(transport: Transport, other: &Agent) -> (Engine, PeerId) {
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let mut engine = Engine::new(config("a", transport), Incarnation(77), &shared).unwrap();
+        for _ in 0..3 {
+            engine.register(MemoryRange::leaked(LEN)).unwrap();
+        }
+        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        (engine, peer)
+    }
+
+    /// Has a transfer's first operation under way, for as long as the test wants.
+    fn begin_one(engine: &mut Engine, peer: PeerId, id: TransferId) -> Operation {
+        assert_eq!(engine.transfers.begin_turn(peer), Some(id));
+        let (transfer, windows) = engine.transfers.get_with_windows(id).unwrap();
+        let operation = transfer.take(u64::MAX).unwrap();
+        transfer.enter_flight();
+        windows.enter(peer, operation.len);
+        engine.transfers.end_turn(peer, id, &Ok(1));
+        operation
     }
 
     /// What was asked for by messages and streams: whether by a stream, the kind of memory here, bytes.
@@ -337,12 +360,7 @@ mod tests {
 
         // One that was cancelled meanwhile is over, and nothing of it is posted again.
         let id = read(&mut engine, peer);
-        assert_eq!(engine.transfers.begin_turn(peer), Some(id));
-        let (transfer, windows) = engine.transfers.get_with_windows(id).unwrap();
-        let operation = transfer.take(u64::MAX).unwrap();
-        transfer.enter_flight();
-        windows.enter(peer, operation.len);
-        engine.transfers.end_turn(peer, id, &Ok(1));
+        let operation = begin_one(&mut engine, peer, id);
         engine.cancel(id, Instant::now()).unwrap();
         assert_eq!((engine.transfers.len(), engine.post_transfers()), (1, false));
         engine.transfers.take_back(id, operation, &mut engine.effects);
@@ -384,20 +402,9 @@ mod tests {
     fn a_region_is_registered_until_what_peers_have_under_way_there_has_ended() {
         let other = Agent::start(config("b", Transport::Shm)).unwrap();
         let region = other.register(MemoryRange::leaked(3 * LEN)).unwrap();
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(77), &shared).unwrap();
-        for _ in 0..3 {
-            engine.register(MemoryRange::leaked(LEN)).unwrap();
-        }
-        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        let (mut engine, peer) = reader(Transport::Shm, &other);
         let id = read(&mut engine, peer);
-        assert_eq!(engine.transfers.begin_turn(peer), Some(id));
-        let (transfer, windows) = engine.transfers.get_with_windows(id).unwrap();
-        let operation = transfer.take(u64::MAX).unwrap();
-        transfer.enter_flight();
-        windows.enter(peer, operation.len);
-        engine.transfers.end_turn(peer, id, &Ok(1));
+        let operation = begin_one(&mut engine, peer, id);
         let ending = std::thread::spawn(move || (other.deregister(region), other));
         drive(&mut engine, |engine| engine.revocations.are_owed());
         for _ in 0..1000 {
@@ -425,13 +432,7 @@ mod tests {
         let patient = AgentConfig { cancel_grace: Duration::from_secs(100), ..config("b", Transport::Tcp) };
         let other = Agent::start(patient).unwrap();
         other.register(MemoryRange::leaked(3 * LEN)).unwrap();
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
-        for _ in 0..3 {
-            engine.register(MemoryRange::leaked(LEN)).unwrap();
-        }
-        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        let (mut engine, peer) = reader(Transport::Tcp, &other);
         drive(&mut engine, |engine| {
             if engine.transfers.len() == 0 {
                 read(engine, peer);

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import pytest
 from commands import is_required, skip
 from nixl_host import GENEROUS, pattern
 
@@ -181,6 +182,16 @@ def read(a: Process, address: int) -> None:
     assert a.run("read") == "DONE"
     a.release("read")
     np.testing.assert_array_equal(a.contents("cache")[:SIZE], pattern(2, SIZE))
+
+
+def refuse_a_release(a: Process, b: Process) -> int:
+    """Has the library, which is `late`, refuse to release a read. The address of b's memory."""
+    address = acquaint(a, b, LARGE)
+    a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
+    assert a.post("x") == "PROC"
+    with pytest.raises(Failed, match="REPOST_ACTIVE"):
+        a.release("x")
+    return address
 
 
 def outcome(a: Process, key: str) -> str:

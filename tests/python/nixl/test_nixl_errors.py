@@ -9,7 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import HERE, INSTALLED, LARGE, SIZE, Failed, Process, acquaint, freeze_in_a_read, outcome, serve
+from hosts import (
+    HERE,
+    INSTALLED,
+    LARGE,
+    SIZE,
+    Failed,
+    Process,
+    acquaint,
+    freeze_in_a_read,
+    outcome,
+    refuse_a_release,
+    serve,
+)
 from nixl_host import GENEROUS
 
 TRANSFERS = 20
@@ -30,11 +42,7 @@ def test_a_transfer_that_its_owner_cancels_is_no_failure(plugin: Path, edge: str
     # The release is refused after the transfer's end, so that somebody sees how it ended.
     env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": "1", "KVFERRY_TEST_LATE_AT_THE_END": "1"}
     with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
-        address = acquaint(a, b, LARGE)
-        a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
-        assert a.post("x") == "PROC"
-        with pytest.raises(Failed, match="REPOST_ACTIVE"):
-            a.release("x")
+        refuse_a_release(a, b)
         a.look()
         a.release("x")
     assert not any("a transfer with agent b failed" in line for line in a.log), a.log

@@ -9,7 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import ENOUGH, LARGE, SIZE, Failed, Process, acquaint, freeze_in_a_read, outcome, read, serve
+from hosts import (
+    ENOUGH,
+    LARGE,
+    SIZE,
+    Failed,
+    Process,
+    acquaint,
+    freeze_in_a_read,
+    outcome,
+    read,
+    refuse_a_release,
+    serve,
+)
 from nixl_host import GENEROUS, digest, pattern
 
 MAX_NOTIFICATIONS = 65_536
@@ -131,11 +143,7 @@ def settled(measure: Callable[[], int], expected: int) -> int:
 def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: str, late: Path) -> None:
     env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": "3"}
     with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
-        address = acquaint(a, b, LARGE)
-        a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
-        assert a.post("x") == "PROC"
-        with pytest.raises(Failed, match="REPOST_ACTIVE"):
-            a.release("x")
+        address = refuse_a_release(a, b)
         # NIXL does not look at what this one returns.
         a.release("x")
         assert a.said("releasing a transfer with agent b", 3) == 3, a.log
