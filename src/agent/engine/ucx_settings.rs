@@ -78,10 +78,11 @@ fn settings_if_known(config: &AgentConfig, ucx: (u32, u32, u32)) -> Vec<(String,
     // An RDMA device says nothing of a peer that died, so UCX asks, and unreliable datagrams (UD), which carry the messages,
     // give up after a time of their own. With UCX's 20 s and 30 s a killed peer was noticed after 63 to 69 s over soft RoCE,
     // twice as long as a lease; with these after 4 to 8 s. Linux' soft RoCE takes 7 retries, UCX's default, for endless: a
-    // read of a dead peer's memory ended a minute after its connection, or never.
+    // read of a dead peer's memory ended a minute after its connection, or never. Each takes 1.1 s, and the peer notices up
+    // to 3 s later where only the second of two devices is lost: 4 keep both within a third of a lease.
     if config.transport == Transport::Auto {
         defaults.extend([("KEEPALIVE_INTERVAL", "2s"), ("UD_VERBS_TIMEOUT", "3s"), ("UD_MLX5_TIMEOUT", "3s")]);
-        defaults.push(("RC_VERBS_RETRY_COUNT", "6"));
+        defaults.push(("RC_VERBS_RETRY_COUNT", "4"));
         // UCX's default of one leaves all devices but one idle. As NIXL has it.
         defaults.push(("MAX_RMA_RAILS", "2"));
     } else {
