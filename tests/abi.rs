@@ -1,10 +1,15 @@
 //! Compiles the C programs of `tests/abi` and runs them: plain, with the address sanitizer, and under valgrind.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+#[path = "common/skip.rs"]
+mod skip;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
+
+use skip::skipped;
 
 /// No run may take longer; valgrind beside other tests takes minutes.
 const GENEROUS: Duration = Duration::from_secs(1200);
@@ -125,7 +130,7 @@ fn the_address_sanitizer_finds_nothing() {
             Ok(compiled) => compiled,
             Err(reason) => {
                 assert_eq!(number, 0, "{} does not compile: {reason}", program.name);
-                println!("SKIPPED: the C compiler has no address sanitizer: {reason}");
+                skipped(&format!("the C compiler has no address sanitizer: {reason}"));
                 return;
             }
         };
@@ -138,7 +143,7 @@ fn the_address_sanitizer_finds_nothing() {
 #[test]
 fn valgrind_finds_nothing() {
     if !Command::new("valgrind").arg("--version").output().is_ok_and(|out| out.status.success()) {
-        println!("SKIPPED: valgrind is not installed");
+        skipped("valgrind is not installed");
         return;
     }
     let folder = library_folder("valgrind");

@@ -5,7 +5,6 @@
 mod common;
 
 use std::fs;
-use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,6 +12,7 @@ use std::time::Duration;
 use common::agent::child::{Remote, serve};
 use common::agent::{LIMIT, Node, Random, assert_same, config, model, plan, until};
 use common::memory::pattern_bytes;
+use common::skip::skipped;
 use kvferry::ErrorKind;
 use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport, Window};
 use kvferry::mem::MemoryRange;
@@ -198,11 +198,7 @@ impl Unresolved {
         unsafe {
             let faults = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
             if faults < 0 {
-                // Past the harness, which shows nothing of tests that pass.
-                let _ = writeln!(
-                    std::io::stderr(),
-                    "SKIPPED: this process may not handle the kernel's page faults (vm.unprivileged_userfaultfd)"
-                );
+                skipped("this process may not handle the kernel's page faults (vm.unprivileged_userfaultfd)");
                 return None;
             }
             let faults = OwnedFd::from_raw_fd(faults as i32);

@@ -1,10 +1,15 @@
 //! The C header: it is what `src/ffi` says, and it compiles alone as C and as C++.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
+#[path = "common/skip.rs"]
+mod skip;
+
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use skip::skipped;
 
 const HEADER: &str = "include/kvferry.h";
 
@@ -105,7 +110,7 @@ fn the_header_compiles_alone_as_c11() {
 #[test]
 fn the_header_compiles_alone_as_cpp17() {
     if !compile("c++", "-std=c++17", "c++") {
-        println!("SKIPPED: no C++ compiler `c++` was found");
+        skipped("no C++ compiler `c++` was found");
     }
 }
 
@@ -129,7 +134,7 @@ fn the_library_exports_what_the_header_declares_and_nothing_else() {
     let out = match out {
         Ok(out) => out,
         Err(e) => {
-            println!("SKIPPED: `nm` of the C tool chain cannot be run: {e}");
+            skipped(&format!("`nm` of the C tool chain cannot be run: {e}"));
             return;
         }
     };

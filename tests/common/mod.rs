@@ -8,5 +8,6 @@ pub mod child;
 pub mod engine;
 pub mod memory;
 pub mod netns;
+pub mod skip;
 pub mod ucx;
 pub mod wire;

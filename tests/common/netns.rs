@@ -3,13 +3,6 @@
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Says that a test was skipped, or fails it where `KVFERRY_REQUIRE` names `what`.
-pub fn skip(what: &str, why: &str) {
-    let required = std::env::var("KVFERRY_REQUIRE").unwrap_or_default();
-    assert!(!required.split([',', ' ']).any(|r| r == what), "{what} is required and not there: {why}");
-    println!("SKIPPED (needs {what}): {why}");
-}
-
 fn run(command: &str) -> Result<(), String> {
     let mut words = command.split(' ');
     let out = Command::new(words.next().unwrap()).args(words).output().map_err(|e| format!("{command}: {e}"))?;

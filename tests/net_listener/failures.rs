@@ -83,7 +83,7 @@ fn a_handshake_that_fails_tells_why() {
 #[test]
 fn the_address_of_a_name_that_fits_is_found() {
     let Ok(other) = TcpListener::bind((Ipv6Addr::LOCALHOST, 0)) else {
-        println!("SKIPPED the_address_of_a_name_that_fits_is_found: this host has no IPv6");
+        skipped("the_address_of_a_name_that_fits_is_found: this host has no IPv6");
         return;
     };
     let port = other.local_addr().unwrap().port();

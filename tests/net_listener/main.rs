@@ -4,6 +4,8 @@
 
 mod awaits;
 mod failures;
+#[path = "../common/skip.rs"]
+mod skip;
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream};
@@ -20,6 +22,7 @@ use kvferry::proto::handshake::{Directory, PrefillNews, Pushes};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use kvferry::proto::wire::limits::MAX_REQUEST_BYTES;
 use kvferry::proto::wire::{Cause, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RefusalCode};
+use skip::skipped;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -195,7 +198,7 @@ fn a_port_in_use_is_an_error_with_a_remedy() {
 #[test]
 fn ipv6_is_bracketed_all_the_way() {
     if TcpListener::bind((Ipv6Addr::LOCALHOST, 0)).is_err() {
-        println!("SKIPPED ipv6_is_bracketed_all_the_way: this host has no IPv6");
+        skipped("ipv6_is_bracketed_all_the_way: this host has no IPv6");
         return;
     }
     let answer = |bytes: &[u8]| reply(&ranks(id_of(&request(bytes)), "six"));
