@@ -133,19 +133,20 @@ class Proxy:
 
     async def prefill(
         self, path: str, body: dict[str, Any], headers: Headers, asked: Mapping[str, Any]
-    ) -> dict[str, Any] | web.Response:
-        """The `kv_transfer_params` that `asked` gets, empty where there are none; a failure as the client gets it."""
+    ) -> dict[str, Any] | web.Response | None:
+        """The `kv_transfer_params` that `asked` gets: empty where nothing is to be loaded, None where there are none
+        (of an engine without a connector). A failure as the client gets it."""
         assert self._session is not None
         async with self._session.post(self._prefill + path, json=of_prefill(body, asked), headers=headers) as answer:
             if answer.status != 200:
                 return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
-            params: dict[str, Any] = (await answer.json()).get("kv_transfer_params") or {}
-        if all(key in params for key in PLACE):
+            params: dict[str, Any] | None = (await answer.json()).get("kv_transfer_params")
+        if params is not None and all(key in params for key in PLACE):
             self._place = {key: params[key] for key in PLACE}
         return params
 
     async def decode(
-        self, request: web.Request, body: dict[str, Any], headers: Headers, params: dict[str, Any]
+        self, request: web.Request, body: dict[str, Any], headers: Headers, params: dict[str, Any] | None
     ) -> web.StreamResponse:
         """The decode server's answer to the whole request."""
         assert self._session is not None

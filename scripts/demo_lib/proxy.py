@@ -108,6 +108,9 @@ class Proxy(proxy.Proxy):
         params = await super().prefill(path, body, headers, asked)
         if isinstance(params, web.Response):
             return params
+        if params is None:
+            text = "the prefill server's answer has no kv_transfer_params: is a KV connector configured there?"
+            return web.json_response({"error": text}, status=502)
         record = self.record(headers[REQUEST_ID])
         record.prefill_answered = time.perf_counter()
         record.params = params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from demo_lib.client import Answer, complete
 from demo_lib.proxy import Proxy, open_session
 from demo_lib.workload import Prompt
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ENDS_WITHIN_S = 60.0
 
 
-async def _serve(handler: web.RequestHandler, handler_cancellation: bool = False) -> tuple[web.AppRunner, str]:
+async def _serve(handler: Handler, handler_cancellation: bool = False) -> tuple[web.AppRunner, str]:
     app = web.Application()
     app.router.add_post("/v1/completions", handler)
     runner = web.AppRunner(app, handler_cancellation=handler_cancellation)
@@ -40,9 +42,10 @@ async def _die_in_the_stream(request: web.Request) -> web.StreamResponse:
     return answer
 
 
-async def _ask() -> Answer:
-    prefill, prefill_url = await _serve(_prefill)
-    decode, decode_url = await _serve(_die_in_the_stream)
+async def _ask(prefilling: Handler, decoding: Handler) -> Answer:
+    """An answer through a proxy that asks one server after the other."""
+    prefill, prefill_url = await _serve(prefilling)
+    decode, decode_url = await _serve(decoding)
     proxy = Proxy(prefill_url, decode_url)
     await proxy.start()
     try:
@@ -57,7 +60,7 @@ async def _ask() -> Answer:
 
 
 def test_a_server_that_dies_in_its_answer_ends_the_clients_too() -> None:
-    answer = asyncio.run(_ask())
+    answer = asyncio.run(_ask(_prefill, _die_in_the_stream))
     assert answer.error is not None
     assert answer.tokens == [7, 8]
 
@@ -76,6 +79,14 @@ class Pair:
         # Which of them fails when both are asked at once, and which does not answer.
         self.broken = ""
         self.hold_prefill = self.hold_decode = False
+        self.answer: dict[str, Any] = {
+            "kv_transfer_params": {
+                **PLACE,
+                "do_remote_prefill": True,
+                "remote_request_id": "r",
+                "remote_block_ids": [[1]],
+            }
+        }
 
     async def _hold(self, what: str, held: bool) -> None:
         if len(self.prefilled) == len(self.decoded):
@@ -94,11 +105,10 @@ class Pair:
             await self._hold("prefill", self.hold_prefill)
             if self.broken == "prefill":
                 return web.json_response({"error": "no"}, status=503)
-        answer = {**PLACE, "do_remote_prefill": True, "remote_request_id": "r", "remote_block_ids": [[1]]}
-        return web.json_response({"kv_transfer_params": answer})
+        return web.json_response(self.answer)
 
     async def decode(self, request: web.Request) -> web.StreamResponse:
-        self.decoded.append((await request.json())["kv_transfer_params"])
+        self.decoded.append((await request.json()).get("kv_transfer_params", {}))
         if "transfer_id" in self.decoded[-1]:
             await self._hold("decode", self.hold_decode)
             if self.broken == "decode":
@@ -107,6 +117,26 @@ class Pair:
         await answer.prepare(request)
         await answer.write(b'data: {"choices": [{"token_ids": [7]}]}\n\ndata: [DONE]\n\n')
         return answer
+
+
+@pytest.mark.parametrize("answer", [{}, {"kv_transfer_params": None}], ids=["absent", "null"])
+def test_a_prefill_server_without_a_connector_is_told(answer: dict[str, Any]) -> None:
+    """Its answer would otherwise be right: the decode server computes everything."""
+    pair = Pair()
+    pair.answer = answer
+    told = asyncio.run(_ask(pair.prefill, pair.decode))
+    assert told.error is not None
+    assert "502" in told.error
+    assert "is a KV connector configured there?" in told.error
+    assert pair.decoded == []
+
+
+def test_a_prefill_that_leaves_nothing_to_load_is_none_of_that() -> None:
+    pair = Pair()
+    pair.answer = {"kv_transfer_params": {}}
+    told = asyncio.run(_ask(pair.prefill, pair.decode))
+    assert (told.error, told.tokens) == (None, [7])
+    assert pair.decoded == [{}]
 
 
 async def _ask_twice(pair: Pair) -> tuple[Answer, Answer, Proxy]:
