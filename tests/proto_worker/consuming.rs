@@ -460,7 +460,7 @@ fn unused_peers_are_disconnected_after_their_time() {
 }
 
 #[test]
-fn an_engine_that_falls_asleep_gives_no_prefill_back_that_waits() {
+fn an_engine_that_falls_asleep_gives_back_what_it_loads_and_nothing_that_waits() {
     for suspends in [true, false] {
         let mut w = worker(config());
         let hold = Hold { request: request("waits"), remote: remote("p-waits") };
@@ -470,20 +470,24 @@ fn an_engine_that_falls_asleep_gives_no_prefill_back_that_waits() {
         answer(&mut w, 20, session, 9, &ranks(9));
         let peer = connect(&mut w);
         w.handle_connected(Time(25), &peer);
-        let _ = (actions(&mut w), w.poll_report());
+        let token = transfer(&mut w);
         if suspends {
             w.handle_suspend(Time(30))
         } else {
             w.handle_shutdown(Time(30))
         }
-        let released: Vec<String> = actions(&mut w)
-            .into_iter()
-            .filter_map(|action| match action {
+        let released = |w: &mut Worker| -> Vec<String> {
+            let releases = actions(w).into_iter().filter_map(|action| match action {
                 Action::Send { message: PeerMessage::Release { request, .. }, .. } => Some(request.to_string()),
                 _ => None,
-            })
-            .collect();
-        assert_eq!(released.contains(&"p-waits".to_owned()), !suspends, "{released:?}");
+            });
+            releases.collect()
+        };
+        assert_eq!(released(&mut w), if suspends { vec![] } else { vec!["p-waits"] });
+        // The load that is cut off is over, for the engine and for the producer.
+        w.handle_transfer_done(Time(40), token, Err((Cause::Aborted, "cancelled".into())));
+        assert_eq!(failed(w.poll_report()), [("a".to_string(), Cause::ShutDown)]);
+        assert_eq!(released(&mut w), ["p-a"]);
     }
 }
 

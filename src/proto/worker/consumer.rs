@@ -113,8 +113,8 @@ pub(super) struct Consumer {
     /// Source of tickets, tokens and serials.
     next: u64,
     closed: bool,
-    /// Whether producers are told what is not wanted any more. Not at the end of a worker that another one follows: of a lease
-    /// that one request has given up another may be waiting for the next worker.
+    /// Whether producers are told all that is not wanted any more. Not at the end of a worker that another one follows: what
+    /// waits is announced to that one, and of a shared lease that one request has given up another may be waiting.
     releases: bool,
 }
 

@@ -7,8 +7,6 @@ the layer, the head, the token and its position. A state follows from all tokens
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import threading
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mini_device
+import mini_memory
 import mini_runner
 from mini_config import (
     FULL_LAYERS,
@@ -353,37 +352,7 @@ class Engine:
     def unmap(self) -> None:
         """As `sleep` of the worker: from here on nobody may touch the caches' memory."""
         self.worker.unregister_kv_caches()
-        self._protect(mapped=False)
-
-    def _storages(self) -> dict[int, Any]:
-        """The KV cache's memory, by address."""
-        storages = (view.untyped_storage() for view in self.views.values())
-        return {storage.data_ptr(): storage for storage in storages}
-
-    def _protect(self, mapped: bool) -> None:
-        """Takes every access to the KV cache's pages from this process and all others, or gives it back."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        for address, storage in self._storages().items():
-            first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (address + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
-            rights = mmap.PROT_READ | mmap.PROT_WRITE if mapped else 0
-            if libc.mprotect(ctypes.c_void_p(first), ctypes.c_size_t(length), rights) != 0:
-                raise OSError(ctypes.get_errno(), "mprotect")
-
-    def _move(self) -> None:
-        """Gives the KV cache other memory, full of what is nobody's. The old one is not freed: who still used it would
-        get what was there."""
-        import torch
-
-        moved = {
-            address: torch.full((storage.nbytes(),), 77, dtype=torch.uint8)
-            for address, storage in self._storages().items()
-        }
-        for view in self.views.values():
-            storage = view.untyped_storage()
-            self.abandoned.append(storage)
-            new = moved[storage.data_ptr()].untyped_storage()
-            view.set_(new, view.storage_offset(), view.size(), view.stride())
+        mini_memory.protect(self.views, mapped=False)
 
     def missing(self, request: str, tokens: int) -> int:
         """Bytes of a loaded request's first tokens that are not there (yet), of layers with full attention."""
@@ -481,9 +450,9 @@ class Engine:
         from vllm.v1.core.sched.interface import PauseState
 
         if mapped:
-            self._protect(mapped=True)
+            mini_memory.protect(self.views, mapped=True)
             if mapped == "another":
-                self._move()
+                self.abandoned += mini_memory.move(self.views)
             self.worker.restore_kv_caches()
             connector = self.scheduler.connector
             assert connector is not None

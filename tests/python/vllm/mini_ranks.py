@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import kvferry
+import mini_memory
 import numpy as np
 import pytest
 import torch
@@ -40,6 +41,8 @@ THERE = ([3, 1, 4, 10, 9], [2, 12, 6, 13, 11])
 HERE = ([2, 7, 1, 8, 5], [14, 3, 10, 15, 6])
 """Blocks of a prompt in the prefill and the decode engine, by group. The groups share memory, so no id is in both."""
 SECONDS = 120.0
+LEASE_MS = 24 * 3_600_000
+"""None runs out: what nobody gives back is there until the end."""
 
 
 def model(folder: Path, **more: Any) -> str:
@@ -153,29 +156,68 @@ class Engine:
         self.views: list[dict[str, torch.Tensor]] = []
         self.sides: list[WorkerSide] = []
         caches = []
+        self.loads: dict[str, str | None] = {}
+        """Of loads that have ended and nobody has asked for: why they failed, None if they did not."""
+        self._failures: dict[str, str] = {}
+        self._monkeypatch = monkeypatch
+        self._abandoned: list[Any] = []
         for rank in range(tp_size):
             caches.append(cache := self.holds.cache_config(rank, tp_size))
-            monkeypatch.setattr(worker_module, "get_tp_group", lambda rank=rank: SimpleNamespace(rank_in_group=rank))
-            monkeypatch.setattr(worker_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+            self._become(rank)
             side = WorkerSide(config, cache, parse_options({"verify": True, "rehearse": False}))
             self.views.append(allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout.LBHNC))
             side.register_kv_caches(self.views[-1])
             side.set_copy_operation(copy_blocks)
             self.sides.append(side)
-        ranks = {(0, rank): side.handshake_metadata.rank_metadata for rank, side in enumerate(self.sides)}  # type: ignore[union-attr]
+        ranks = self._ranks()
         groups = transfer_groups(caches[0], TokenShare())
         config_of_scheduler = {"engine_id": name, "tp_size": tp_size, "groups": groups, "host": "127.0.0.1", "port": 0}
-        self.scheduler = kvferry.Scheduler(config_of_scheduler)
+        self.scheduler = kvferry.Scheduler({**config_of_scheduler, "lease_ms": LEASE_MS})
         if name == "p":
             self.scheduler.serve(ranks)
         else:
             self.scheduler.set_engine(ranks)
 
-    def step(self) -> list[Any]:
-        """One engine step; an outcome for each report."""
+    def _become(self, rank: int) -> None:
+        """What vLLM says of its groups is said of this rank."""
+        self._monkeypatch.setattr(worker_module, "get_tp_group", lambda: SimpleNamespace(rank_in_group=rank))
+        self._monkeypatch.setattr(worker_module, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
+
+    def _ranks(self) -> dict[tuple[int, int], bytes]:
+        return {(0, rank): side.handshake_metadata.rank_metadata for rank, side in enumerate(self.sides)}  # type: ignore[union-attr]
+
+    def sleep(self, before_the_last: Callable[[], None] = lambda: None) -> None:
+        """As the sleep of vLLM 0.33's workers, of which the last one is later: then nobody may touch the caches' memory
+        any more."""
+        for rank, (side, views) in enumerate(zip(self.sides, self.views, strict=True)):
+            if rank == self.tp_size - 1:
+                before_the_last()
+            side.unregister_kv_caches()
+            mini_memory.protect(views, mapped=False)
+
+    def wake_up(self, mapped: str, before_the_last: Callable[[], None] = lambda: None) -> None:
+        """The memory is there again, in the "same" place or in "another"; of the last rank later."""
+        for rank, (side, views) in enumerate(zip(self.sides, self.views, strict=True)):
+            if rank == self.tp_size - 1:
+                before_the_last()
+            mini_memory.protect(views, mapped=True)
+            if mapped == "another":
+                self._abandoned += mini_memory.move(views)
+            self._become(rank)
+            side.restore_kv_caches()
+        self.scheduler.renew(self._ranks())
+
+    def wipe(self) -> None:
+        """Takes away what the caches hold."""
+        for views in self.views:
+            for view in views.values():
+                view.zero_()
+
+    def step(self, grants: bool = False) -> list[Any]:
+        """One engine step; an outcome for each report. `grants`: it grants leases, and waits for the device."""
         if self.scheduler.has_pending():
             copies = self.copies.take() if self.copies is not None else None
-            step = KvferryConnectorMetadata(self.scheduler.step(), copies=copies)
+            step = KvferryConnectorMetadata(self.scheduler.step(), grants=grants, copies=copies)
             for side in self.sides:
                 side.submit(step)
         outcomes: list[Any] = []
@@ -183,6 +225,11 @@ class Engine:
             side.collect()
             metadata = side.take_worker_metadata()
             outcomes.extend(self.scheduler.report(report) for report in (metadata.reports if metadata else ()))
+        for outcome in outcomes:
+            for failure in outcome["failed_recving"]:
+                self._failures.setdefault(failure["request"], f"{failure['cause']}: {failure['message']}")
+            for request in outcome["finished_recving"]:
+                self.loads[request] = self._failures.pop(request, None)
         return outcomes
 
     def write(self, groups: tuple[list[int], ...]) -> None:
@@ -251,29 +298,48 @@ def cache_config(rank: int, tp_size: int) -> KVCacheConfig:
     return KVCacheConfig(BLOCKS, tensors, groups)
 
 
+def prefilled(p: Engine, name: str = "prompt", there: tuple[list[int], ...] = THERE) -> dict[str, Any]:
+    """The params that a prefill engine answers with. The step that grants the lease comes next."""
+    p.write(there)
+    tokens = p.holds.tokens - p.holds.held_back
+    _, params = p.scheduler.finished(name, {"do_remote_decode": True}, "complete", there, tokens)
+    assert params is not None
+    p.save(there)
+    return {**params, "do_remote_prefill": True}
+
+
+def load(d: Engine, name: str, params: Mapping[str, Any], here: tuple[list[int], ...] = HERE) -> None:
+    """A request that has arrived gets its blocks. The step that loads them comes next."""
+    matched, _ = d.scheduler.matched(name, params, d.holds.tokens, 0)
+    d.scheduler.allocated(name, params, here, d.holds.tokens, matched)
+    d.fill(name, here)
+
+
+def over(p: Engine, d: Engine, name: str) -> str | None:
+    """Runs both until a load has ended. Why it failed, None if it did not."""
+    deadline = time.monotonic() + SECONDS
+    while name not in d.loads:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the load did not end")
+        p.step()
+        d.step()
+        time.sleep(0.001)
+    return d.loads.pop(name)
+
+
+def ended(p: Engine, d: Engine, name: str, here: tuple[list[int], ...] = HERE) -> str | None:
+    """As `over`; every byte is checked of a load that has not failed."""
+    failed = over(p, d, name)
+    assert failed or d.wrong(here) == {}
+    return failed
+
+
 def hand_over(
     p: Engine, d: Engine, there: tuple[list[int], ...] = THERE, here: tuple[list[int], ...] = HERE
 ) -> str | None:
-    """One prompt from `p` to `d`. Why it failed, None if it did not; every byte is checked if it did not."""
-    tokens, computed = p.holds.tokens, p.holds.tokens - p.holds.held_back
-    p.write(there)
-    _, params = p.scheduler.finished("prompt", {"do_remote_decode": True}, "complete", there, computed)
-    assert params is not None
-    p.save(there)
+    """One prompt from `p` to `d`, as request "r" there. Why it failed, None if it did not."""
+    params = prefilled(p, there=there)
     p.step()
-    asked = {**params, "do_remote_prefill": True}
-    d.scheduler.arrived("r", asked)
-    matched, _ = d.scheduler.matched("r", asked, tokens, 0)
-    d.scheduler.allocated("r", asked, here, tokens, matched)
-    d.fill("r", here)
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        p.step()
-        for outcome in d.step():
-            for failure in outcome["failed_recving"]:
-                return f"{failure['cause']}: {failure['message']}"
-            if "r" in outcome["finished_recving"]:
-                assert d.wrong(here) == {}
-                return None
-        time.sleep(0.001)
-    raise TimeoutError("the load did not end")
+    d.scheduler.arrived("r", params)
+    load(d, "r", params, here)
+    return ended(p, d, "r", here)

@@ -153,7 +153,8 @@ impl Consumer {
         if want.beating {
             self.sessions.stop_beat(id, ticket, &want.leased());
         }
-        if tell && self.releases && !self.is_wanted(ticket, &want.remote) {
+        let stays = !self.releases && (matches!(want.kind, Kind::Hold) || want.remote.shared);
+        if tell && !stays && !self.is_wanted(ticket, &want.remote) {
             let reader = self.sessions.reader();
             for peer in self.sessions.peers_of(id).filter(|peer| peer.is_connected()) {
                 let message = PeerMessage::Release {
