@@ -6,6 +6,7 @@
 mod common;
 
 use std::net::{Ipv4Addr, TcpListener};
+use std::time::{Duration, Instant};
 
 use common::cache::CacheSpec;
 use common::child::{Ask, LONG, Lists, Tell, serve_if_child};
@@ -73,8 +74,7 @@ fn free_port() -> u16 {
 #[test]
 fn an_unreachable_head_fails_the_request_only() {
     let cache = CacheSpec::small(1, 1, 20);
-    let mut p = Engine::start("prefill", &cache, Transport::Tcp);
-    let mut d = Engine::start_with("decode", &cache, Transport::Tcp, |w| w.handshake_timeout_ms = 1_500, |_| {});
+    let (mut p, mut d) = pair(&cache);
     let here = lists(1, 3, false);
     let good = p.prefill("good", &lists(5, 3, false), 12);
     let port = free_port();
@@ -177,10 +177,9 @@ fn params_without_a_needed_key_are_an_error_that_names_it() {
 #[test]
 fn a_lease_that_ran_out_is_a_failure() {
     let cache = CacheSpec::small(2, 1, 24);
-    let mut p = Engine::start_with("prefill", &cache, Transport::Tcp, |_| {}, |s| s.lease_ms = 1_000);
-    let mut d = Engine::start("decode", &CacheSpec { seed: 1024, ..cache.clone() }, Transport::Tcp);
+    let (mut p, mut d) = pair(&cache);
     let here = lists(1, 3, false);
-    let params = p.prefill("p", &lists(5, 3, false), 12);
+    let params = p.prefill_for("p", &lists(5, 3, false), 12, 100);
     // Nobody renews it: P frees the blocks.
     p.await_sent("p");
     assert_eq!(p.stats.sends_expired, 2);
@@ -197,28 +196,42 @@ fn a_lease_that_ran_out_is_a_failure() {
 #[test]
 fn a_hold_keeps_the_lease_and_a_release_gives_it_back() {
     let cache = CacheSpec::small(2, 1, 25);
-    let mut p = Engine::start_with("prefill", &cache, Transport::Tcp, |_| {}, |s| s.lease_ms = 1_000);
-    let mut d = Engine::start("decode", &CacheSpec { seed: 1025, ..cache.clone() }, Transport::Tcp);
-    let params = p.prefill("p", &lists(5, 3, false), 12);
-    d.scheduler.arrived("d", &params).unwrap();
-    d.step();
-    // D's engine makes no step; its progress threads renew.
-    p.until_stats("leases that hold", |_, leases, _| leases == 1);
-    let renewed = |e: &Engine| e.stats.renewals >= 2 * 12;
-    p.until("heartbeats for twice the lease", renewed);
-    assert_eq!((p.stats.sends_expired, p.said("p").sent.len()), (0, 0));
+    let (mut p, mut d) = pair(&cache);
+    // A machine that stands still for longer than a lease ends it: then the next one is longer.
+    let (name, params) = (0..7)
+        .find_map(|attempt| {
+            let (name, lease_ms) = (format!("p-{attempt}"), 1_000 << attempt);
+            let params = p.prefill_for(&name, &lists(5, 3, false), 12, lease_ms);
+            d.scheduler.arrived(&name, &params).unwrap();
+            d.step();
+            // D's engine makes no step; its progress threads renew.
+            let (start, before) = (Instant::now(), p.stats.renewals);
+            let held = |p: &Engine| {
+                start.elapsed() > 2 * Duration::from_millis(lease_ms) && p.stats.renewals >= before + 2 * 12
+            };
+            p.until("heartbeats for twice the lease", |p| held(p) || !p.said(&name).sent.is_empty());
+            if p.said(&name).sent.is_empty() {
+                return Some((name, params));
+            }
+            p.await_sent(&name);
+            d.scheduler.finished(&name, &params, FinishOutcome::Aborted, vec![], 0).unwrap();
+            d.step();
+            None
+        })
+        .expect("a lease that holds");
+    let before = p.stats.clone();
     // The request is never scheduled: its producer gets the blocks back at once.
-    let finish = d.scheduler.finished("d", &params, FinishOutcome::Aborted, vec![], 0).unwrap();
+    let finish = d.scheduler.finished(&name, &params, FinishOutcome::Aborted, vec![], 0).unwrap();
     assert!(!finish.keep);
     d.step();
-    p.await_sent("p");
-    assert_eq!((p.stats.sends_released, p.stats.sends_expired), (2, 0));
+    p.await_sent(&name);
+    assert_eq!((p.stats.sends_released, p.stats.sends_expired), (before.sends_released + 2, before.sends_expired));
     // One that no worker ever heard of is given back just so.
-    let params = p.prefill("p2", &lists(5, 3, false), 12);
-    d.scheduler.finished("d2", &params, FinishOutcome::Aborted, vec![], 0).unwrap();
+    let params = p.prefill("unheard", &lists(5, 3, false), 12);
+    d.scheduler.finished("unheard-d", &params, FinishOutcome::Aborted, vec![], 0).unwrap();
     d.step();
-    p.await_sent("p2");
-    assert_eq!((p.stats.sends_released, p.stats.sends_expired), (4, 0));
+    p.await_sent("unheard");
+    assert_eq!((p.stats.sends_released, p.stats.sends_expired), (before.sends_released + 4, before.sends_expired));
     works(&mut p, &mut d, "next");
 }
 
@@ -226,8 +239,7 @@ fn a_hold_keeps_the_lease_and_a_release_gives_it_back() {
 fn killed_mid_transfer(transport: Transport) {
     let cache = CacheSpec::small(1, 1, 26);
     let mut p = Engine::start("prefill", &cache, transport);
-    let d_cache = CacheSpec { seed: 1026, ..cache.clone() };
-    let mut d = Engine::start_with("decode", &d_cache, transport, |w| w.handshake_timeout_ms = 5_000, |_| {});
+    let mut d = Engine::start("decode", &CacheSpec { seed: 1026, ..cache.clone() }, transport);
     works(&mut p, &mut d, "before");
     let here = lists(1, 6, false);
     let params = p.prefill("p", &lists(5, 6, false), 24);
@@ -271,10 +283,10 @@ fn a_producer_killed_mid_transfer_over_shm() {
 /// The producer must outlive its consumers: one dies while the producer has its reads still to serve.
 fn consumer_killed_mid_transfer(transport: Transport) {
     let cache = CacheSpec::small(1, 1, 31);
-    let mut p = Engine::start_with("prefill", &cache, transport, |_| {}, |s| s.lease_ms = 2_000);
+    let mut p = Engine::start("prefill", &cache, transport);
     let mut d = Engine::start("decode", &CacheSpec { seed: 1031, ..cache.clone() }, transport);
     works(&mut p, &mut d, "before");
-    let params = p.prefill("p", &lists(5, 6, false), 24);
+    let params = p.prefill_for("p", &lists(5, 6, false), 24, 1_000);
     p.workers[0].signal(Signal::STOP);
     d.load("d", &params, &lists(1, 6, true), 24);
     d.until_stats("a load under way", |loads, _, _| loads == 1);

@@ -238,10 +238,27 @@ impl Engine {
 
     /// As `prefill`, with the blocks as they are.
     pub fn finish_prefill(&mut self, request: &str, lists: &Lists, tokens: u64) -> TransferParams {
+        let params = self.finished(request, lists, tokens);
+        self.step();
+        params
+    }
+
+    /// As `prefill`, with a lease that is meant to run out. The engine's others last for longer than a busy machine takes.
+    pub fn prefill_for(&mut self, request: &str, lists: &Lists, tokens: u64, lease_ms: u64) -> TransferParams {
+        self.ask_all(&Ask::Fill { request: request.into(), blocks: lists.clone() });
+        let params = self.finished(request, lists, tokens);
+        let mut step = StepMetadata::from_bytes(&self.scheduler.step().unwrap()).unwrap();
+        for grant in step.grants.iter_mut().filter(|grant| grant.request.as_str() == request) {
+            grant.lease_ms = lease_ms;
+        }
+        self.ask_all(&Ask::Submit { step: step.to_bytes().unwrap() });
+        TransferParams { remote_lease_ms: Some(lease_ms as i64), ..params }
+    }
+
+    fn finished(&mut self, request: &str, lists: &Lists, tokens: u64) -> TransferParams {
         let asked = TransferParams { do_remote_decode: true, ..TransferParams::default() };
         let finish = self.scheduler.finished(request, &asked, FinishOutcome::Complete, blocks(lists), tokens).unwrap();
         assert!(finish.keep);
-        self.step();
         finish.params.unwrap()
     }
 
