@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use common::agent::child::{NO_STREAMS, Remote, serve};
 use common::agent::{LIMIT, Node, assert_same, config, plan};
+use common::keys::key_file;
 use common::memory::{hex, pattern_bytes};
 use common::skip::skipped;
 use common::ucx::{Side, wait};
@@ -185,12 +186,7 @@ fn a_relayed_witness_gets_nobody_the_memory_of_a_third_process() {
 
 #[test]
 fn a_relayed_witness_gets_no_holder_of_the_key_the_memory_of_a_third_process() {
-    use std::os::unix::fs::OpenOptionsExt;
-    let file = std::env::temp_dir().join(format!("kvferry-hostile-{}", std::process::id()));
-    let mut out = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file).unwrap();
-    std::io::Write::write_all(&mut out, hex(&[7; 32]).as_bytes()).unwrap();
-    relay(Some((&file, Key::from_bytes([7; 32]))));
-    std::fs::remove_file(&file).unwrap();
+    relay(Some((&key_file(7), Key::from_bytes([7; 32]))));
 }
 
 /// Clones of a virtual machine can have everything in common by which UCX tells processes apart.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::agent::child::{Remote, serve};
 use common::agent::{LIMIT, Node, assert_same, config, model, plan, transports, until, wire};
+use common::keys::{self, key_file};
 use common::memory::pattern_bytes;
 use common::ucx::Side;
 use kvferry::ErrorKind;
@@ -23,16 +24,6 @@ use kvferry::ucx::Endpoint;
 #[ignore = "the other process of this file's tests"]
 fn child_process() {
     serve();
-}
-
-/// A key file; the same bytes for the same `byte`.
-fn key_file(byte: u8) -> PathBuf {
-    static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-    let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let path = std::env::temp_dir().join(format!("kvf-agent-keys-{}-{number}", std::process::id()));
-    fs::write(&path, format!("{byte:02x}").repeat(32)).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
-    path
 }
 
 /// `key` 0: none, whatever the environment says.
@@ -457,8 +448,7 @@ fn frames_in_clear_are_dropped_by_an_agent_with_a_key_and_sealed_ones_by_one_wit
 fn a_key_file_that_cannot_be_used_is_an_error_at_the_start() {
     let loose = key_file(1);
     fs::set_permissions(&loose, fs::Permissions::from_mode(0o644)).unwrap();
-    let short = key_file(1);
-    fs::write(&short, "abcd").unwrap();
+    let short = keys::file("abcd");
     for (path, kind, text) in [
         (PathBuf::from("/no/such/key"), ErrorKind::Io, "kvferry key"),
         (loose, ErrorKind::InvalidArgument, "chmod 600"),

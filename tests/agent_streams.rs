@@ -8,7 +8,6 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream};
-use std::os::unix::fs::PermissionsExt;
 use std::sync::mpsc::channel;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -16,6 +15,7 @@ use std::time::Duration;
 
 use common::agent::child::{NO_STREAMS, Remote, serve};
 use common::agent::{LIMIT, Node, Random, assert_same, config, model, plan, until};
+use common::keys::key_file;
 use common::memory::pattern_bytes;
 use kvferry::ErrorKind;
 use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport, encode_metadata};
@@ -165,9 +165,7 @@ fn both_sides_read_from_each_other_and_one_from_several_at_once() {
 fn a_side_that_wants_none_gets_none_and_neither_does_one_with_a_key() {
     let _alone = alone();
     let mut random = Random(63);
-    let key = std::env::temp_dir().join(format!("kvf-agent-streams-{}", std::process::id()));
-    fs::write(&key, "5a".repeat(32)).unwrap();
-    fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).unwrap();
+    let key = key_file(0x5a);
     let none = |name: &str| AgentConfig { streams: false, ..config(name, Transport::Tcp) };
     let keyed = |name: &str| AgentConfig { key_file: Some(key.clone()), ..config(name, Transport::Tcp) };
     let both = |name: &str| config(name, Transport::Tcp);
@@ -181,7 +179,6 @@ fn a_side_that_wants_none_gets_none_and_neither_does_one_with_a_key() {
         let stats = a.agent.stats().unwrap();
         assert_eq!((stats.streamed_bytes, stats.served_bytes), (0, 3 * LEN as u64));
     }
-    fs::remove_file(key).unwrap();
 }
 
 #[test]

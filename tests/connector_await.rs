@@ -4,13 +4,12 @@
 
 mod common;
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 use common::cache::CacheSpec;
 use common::child::{Ask, LONG, Tell, serve_if_child};
 use common::engine::{Engine, blocks, lists};
+use common::keys::key_file;
 use kvferry::connector::Transport;
 use kvferry::proto::scheduler::FinishOutcome;
 use kvferry::proto::wire::{Cause, TransferParams};
@@ -19,13 +18,6 @@ use kvferry::proto::wire::{Cause, TransferParams};
 #[test]
 fn child() {
     serve_if_child();
-}
-
-fn key_file(name: &str) -> String {
-    let path = std::env::temp_dir().join(format!("kvf-connector-await-{}-{name}", std::process::id()));
-    fs::write(&path, "5a".repeat(32)).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
-    path.to_str().unwrap().to_owned()
 }
 
 /// The bytes of a prefill that has ended are written after its answer is out, as a GPU writes a draft's cache: the blocks
@@ -59,8 +51,8 @@ fn what_is_written_late_is_read_when_it_is_there() {
 }
 
 /// Loads before, while and after their prefills end, and prefills that end without a hand-over.
-fn loads_wait(tp: u32, pp: u32, transport: Transport, key: Option<&str>) {
-    let key = key.map_or_else(String::new, key_file);
+fn loads_wait(tp: u32, pp: u32, transport: Transport, is_keyed: bool) {
+    let key = if is_keyed { key_file(0x5a).to_str().unwrap().to_owned() } else { String::new() };
     let p_cache = CacheSpec::small(tp, pp, 1);
     let d_cache = CacheSpec::small(tp, pp, 2);
     let start = |name: &str, cache: &CacheSpec| {
@@ -109,24 +101,21 @@ fn loads_wait(tp: u32, pp: u32, transport: Transport, key: Option<&str>) {
     loads.remove(1);
     let loads: Vec<_> = loads.iter().map(|(name, lists)| (name.as_str(), lists)).collect();
     d.check(&loads);
-    if !key.is_empty() {
-        fs::remove_file(key).unwrap();
-    }
 }
 
 #[test]
 fn four_ranks_over_tcp() {
-    loads_wait(2, 2, Transport::Tcp, None);
+    loads_wait(2, 2, Transport::Tcp, false);
 }
 
 #[test]
 fn one_rank_over_shm() {
-    loads_wait(1, 1, Transport::Shm, None);
+    loads_wait(1, 1, Transport::Shm, false);
 }
 
 #[test]
 fn two_ranks_with_a_key() {
-    loads_wait(2, 1, Transport::Tcp, Some("all"));
+    loads_wait(2, 1, Transport::Tcp, true);
 }
 
 /// Aborted while it waits: reported at once; the prefill that ends later is given back.

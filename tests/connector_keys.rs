@@ -5,12 +5,12 @@
 
 mod common;
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 
 use common::cache::{CacheSpec, Loaded};
 use common::child::{Ask, Child, Tell, serve_if_child};
 use common::engine::{Engine, lists, scheduler_config, worker_config};
+use common::keys;
 use common::netns::Hosts;
 use common::skip::skip;
 use common::wire::{Capture, capture_if_child};
@@ -29,16 +29,9 @@ fn capture() {
     capture_if_child();
 }
 
-/// A key file; `None` for byte 0, as the empty path that means no key.
+/// A key file; for byte 0 the empty path, which means no key.
 fn key_file(byte: u8) -> Option<String> {
-    if byte == 0 {
-        return Some(String::new());
-    }
-    static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-    let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let path = std::env::temp_dir().join(format!("kvf-connector-keys-{}-{number}", std::process::id()));
-    fs::write(&path, format!("{byte:02x}").repeat(32)).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    let path = if byte == 0 { PathBuf::new() } else { keys::key_file(byte) };
     Some(path.to_str().unwrap().to_owned())
 }
 

@@ -6,6 +6,7 @@ pub mod agent;
 pub mod cache;
 pub mod child;
 pub mod engine;
+pub mod keys;
 pub mod memory;
 pub mod netns;
 pub mod skip;
