@@ -1,9 +1,9 @@
 //! What parts cannot do alone: effects are carried out, and what UCX, copy threads and peers bring goes to its part.
 
-use std::collections::BTreeSet;
 use std::time::Instant;
 
 use super::Engine;
+use super::revocation::region_of;
 use crate::agent::core::effect::{Effect, OperationEnd, TransferEnd};
 use crate::agent::core::event::Event;
 use crate::agent::core::frame::{Frame, FrameKind};
@@ -100,39 +100,6 @@ impl Engine {
         let mut released = self.revocations.forget(id);
         released.extend(self.staged.forget(id));
         self.regions.leave(&released);
-    }
-
-    /// Asks peers that may use a region by themselves to let go of it when it is being deregistered, which counts as used until they
-    /// have. One that has not said hello is told when it has, and not waited for.
-    pub(super) fn revoke(&mut self, region: u32) {
-        for id in self.peers.ids() {
-            let Ok(peer) = self.peers.get_mut(id) else { continue };
-            let may_use = self.regions.may_be_used_by(region, peer.on_this_host, peer.is_near);
-            if !peer.is_ready() {
-                peer.untold.push(region);
-            } else if may_use && peer.takes_revocations && self.revocations.ask(id, region) {
-                self.regions.enter(&[region]);
-                self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
-            }
-        }
-    }
-
-    /// Asks for all regions back, of which nothing more may be read or written when the agent is gone.
-    pub(super) fn revoke_all(&mut self) {
-        for region in self.regions.registered() {
-            self.revoke(region);
-        }
-    }
-
-    /// Tells peers of the regions that they have asked for back and that nothing here reads or writes or has mapped any more.
-    fn answer_revocations(&mut self, now: Instant) {
-        if !self.revocations.are_owed() {
-            return;
-        }
-        for (peer, region) in self.revocations.take_due(|peer, region| self.transfers.reach(peer, region)) {
-            self.effects.send(peer, FrameKind::RegionReleased, u64::from(region), Vec::new());
-        }
-        self.dispatch(now);
     }
 
     fn flush(&mut self, transfer: TransferId, peer: PeerId, now: Instant) {
@@ -428,23 +395,8 @@ impl Engine {
                     _ => streams.on_receipt(id, number, &mut io)?,
                 }
             }
-            FrameKind::RegionRevoked => {
-                let region = region_of(frame)?;
-                match self.peers.get_mut(id)?.revoke(region) {
-                    Ok(mappings) => self.revocations.owe(id, region, mappings),
-                    Err(error) if error.kind() == ErrorKind::PeerDied => self.effects.lose(id, error),
-                    Err(error) => return Err(error),
-                }
-                self.transfers.stop_users_there(id, region, &mut self.effects, now);
-                self.dispatch(now);
-                self.answer_revocations(now);
-            }
-            FrameKind::RegionReleased => {
-                let region = region_of(frame)?;
-                if self.revocations.answered(id, region) {
-                    self.regions.leave(&[region]);
-                }
-            }
+            FrameKind::RegionRevoked => self.on_revoked(id, region_of(frame)?, now)?,
+            FrameKind::RegionReleased => self.on_released(id, region_of(frame)?),
             // Taken before it comes here.
             FrameKind::Hello | FrameKind::Data | FrameKind::Goodbye => {}
             FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed => {}
@@ -556,29 +508,4 @@ impl Engine {
         ];
         timers.into_iter().flatten().min()
     }
-
-    /// Loses the peers that have not taken what they read of regions that are being deregistered.
-    fn check_borrowers(&mut self, now: Instant) {
-        for region in self.regions.take_overdue(now) {
-            let mapped = self.revocations.borrowers(region);
-            let borrowers: BTreeSet<PeerId> =
-                self.streams.borrowers(region).chain(self.operations.borrowers(region)).chain(mapped).collect();
-            for peer in borrowers {
-                let error = Error::new(
-                    ErrorKind::PeerDied,
-                    format!(
-                        "the peer had not taken what it reads of region {region} {:?} after its deregistration began, so the \
-                         connection was closed; connect again",
-                        self.transfers.cancel_grace
-                    ),
-                );
-                self.effects.lose(peer, error);
-            }
-        }
-    }
-}
-
-/// The region that a revocation or its answer names.
-fn region_of(frame: Frame) -> Result<u32> {
-    u32::try_from(frame.sequence).map_err(|_| Error::corrupt(format!("a revocation of region {}", frame.sequence)))
 }

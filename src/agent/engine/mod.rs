@@ -10,7 +10,10 @@ mod dispatch;
 pub(crate) mod driver;
 pub(crate) mod event_loop;
 pub(crate) mod probe;
+mod revocation;
 mod scheduler;
+#[cfg(test)]
+mod testing;
 pub(crate) mod turn;
 mod ucx_settings;
 mod warmup;

@@ -104,97 +104,17 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
+    use super::super::testing::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, start};
     use super::super::ucx_settings::CAN_REFUSE;
     use super::*;
-    use crate::agent::command::{Command, Shared};
-    use crate::agent::core::reply::answer;
-    use crate::agent::core::request::TransferRequest;
+    use crate::agent::command::Shared;
     use crate::agent::core::stats::AgentStats;
     use crate::agent::rpc::client::Chunk;
     use crate::agent::transfers::Load;
     use crate::agent::{Agent, AgentConfig, Direction, Transport, Window};
     use crate::mem::MemoryRange;
     use crate::proto::ids::Incarnation;
-    use crate::proto::plan::{BlockPair, CopyPlan, Operation, Segment};
     use crate::proto::wire::MemoryKind;
-
-    const LEN: usize = 256 << 10;
-    const DEVICE: MemoryKind = MemoryKind::Cuda { device: 0 };
-
-    fn config(name: &str, transport: Transport) -> AgentConfig {
-        AgentConfig { name: name.to_owned(), transport, rehearse: false, copy_threads: 1, ..AgentConfig::default() }
-    }
-
-    /// Reads region 0 of the peer into three regions one after the other, each in four runs.
-    fn plan() -> CopyPlan {
-        let run = LEN as u64 / 4;
-        let segment = |local_region: u32| Segment {
-            list: 0,
-            local_region,
-            remote_region: 0,
-            local_offset: 0,
-            remote_offset: u64::from(local_region) * LEN as u64,
-            local_stride: run,
-            remote_stride: run,
-            len: run,
-        };
-        let lists = vec![BlockPair { local: vec![3, 2, 1, 0].into(), remote: vec![2, 3, 0, 1].into() }];
-        CopyPlan { segments: (0..3).map(segment).collect(), lists }
-    }
-
-    /// Drives an engine, as its thread would, until something holds.
-    fn drive(engine: &mut Engine, mut holds: impl FnMut(&mut Engine) -> bool) {
-        let end = Instant::now() + Duration::from_secs(120);
-        while !holds(engine) {
-            let now = Instant::now();
-            assert!(now < end, "not within two minutes");
-            engine.worker.progress();
-            engine.reap_failed_endpoints(now);
-            engine.reap_completions(now);
-            engine.receive_messages(now);
-            engine.streams.note_changes();
-            engine.drive_streams(now);
-            engine.post_transfers();
-        }
-    }
-
-    fn start(engine: &mut Engine, peer: PeerId, direction: Direction) -> TransferId {
-        let id = engine.shared.live.ids.transfer().unwrap();
-        engine
-            .start_transfer(
-                TransferRequest { id, peer, direction, plan: plan(), message: None, user_data: 0 },
-                Instant::now(),
-            )
-            .unwrap();
-        id
-    }
-
-    fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
-        start(engine, peer, Direction::Read)
-    }
-
-    /// An engine that no thread drives, with the three regions of [`plan`], connected to `other`.
-    fn reader(transport: Transport, other: &Agent) -> (Engine, PeerId) {
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let mut engine = Engine::new(config("a", transport), Incarnation(77), &shared).unwrap();
-        for _ in 0..3 {
-            engine.register(MemoryRange::leaked(LEN)).unwrap();
-        }
-        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
-        (engine, peer)
-    }
-
-    /// Has a transfer's first operation under way, for as long as the test wants.
-    fn begin_one(engine: &mut Engine, peer: PeerId, id: TransferId) -> Operation {
-        assert_eq!(engine.transfers.begin_turn(peer), Some(id));
-        let (transfer, windows) = engine.transfers.get_with_windows(id).unwrap();
-        let operation = transfer.take(u64::MAX).unwrap();
-        transfer.enter_flight();
-        windows.enter(peer, operation.len);
-        engine.transfers.end_turn(peer, id, &Ok(1));
-        operation
-    }
 
     /// What was asked for by messages and streams: whether by a stream, the kind of memory here, bytes.
     fn asked(engine: &Engine) -> Vec<(bool, Vec<MemoryKind>, u64)> {
@@ -366,62 +286,6 @@ mod tests {
         engine.transfers.take_back(id, operation, &mut engine.effects);
         engine.dispatch(Instant::now());
         assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
-        drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
-    }
-
-    /// Whoever cannot have it mapped need not be waited for, and does not end the waiting for others.
-    #[test]
-    fn a_device_region_is_registered_until_all_who_may_have_it_mapped_have_let_go() {
-        let others = ["b", "c", "d"].map(|name| Agent::start(config(name, Transport::Tcp)).unwrap());
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
-        let region = engine.register(MemoryRange::leaked(LEN)).unwrap();
-        engine.regions.describe_as(region, DEVICE);
-        for other in &others {
-            let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-            drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
-        }
-        let peers = engine.peers.ids();
-        for stranger in [peers[0], peers[2]] {
-            engine.peers.get_mut(stranger).unwrap().on_this_host = false;
-        }
-        let (reply, caller) = answer();
-        engine.serve(Command::Deregister { region, reply }, Instant::now());
-        assert_eq!(engine.revocations.borrowers(region.index()).collect::<Vec<_>>(), [peers[1]]);
-        assert_eq!(engine.stats().regions, 1);
-        drive(&mut engine, |engine| engine.stats().regions == 0);
-        caller.wait(Duration::ZERO).unwrap().unwrap();
-        drop(engine);
-        for other in others {
-            other.shutdown(Duration::from_secs(60)).unwrap();
-        }
-    }
-
-    #[test]
-    fn a_region_is_registered_until_what_peers_have_under_way_there_has_ended() {
-        let other = Agent::start(config("b", Transport::Shm)).unwrap();
-        let region = other.register(MemoryRange::leaked(3 * LEN)).unwrap();
-        let (mut engine, peer) = reader(Transport::Shm, &other);
-        let id = read(&mut engine, peer);
-        let operation = begin_one(&mut engine, peer, id);
-        let ending = std::thread::spawn(move || (other.deregister(region), other));
-        drive(&mut engine, |engine| engine.revocations.are_owed());
-        for _ in 0..1000 {
-            engine.check_timers(Instant::now());
-            engine.worker.progress();
-        }
-        assert!(engine.revocations.are_owed() && engine.transfers.len() == 1 && !ending.is_finished());
-        engine.transfers.take_back(id, operation, &mut engine.effects);
-        // The others, which may be under way too, end by themselves.
-        drive(&mut engine, |engine| {
-            engine.reap_copies(Instant::now());
-            engine.check_timers(Instant::now());
-            ending.is_finished()
-        });
-        assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
-        let (ended, other) = ending.join().unwrap();
-        ended.unwrap();
         drop(engine);
         other.shutdown(Duration::from_secs(60)).unwrap();
     }

@@ -1,0 +1,99 @@
+//! An engine that no thread drives, and what tests do with one.
+
+#![allow(clippy::unwrap_used)]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Engine;
+use crate::agent::command::Shared;
+use crate::agent::core::ids::{PeerId, TransferId};
+use crate::agent::core::request::TransferRequest;
+use crate::agent::{Agent, AgentConfig, Direction, Transport};
+use crate::mem::MemoryRange;
+use crate::proto::ids::Incarnation;
+use crate::proto::plan::{BlockPair, CopyPlan, Operation, Segment};
+use crate::proto::wire::MemoryKind;
+
+pub(super) const LEN: usize = 256 << 10;
+pub(super) const DEVICE: MemoryKind = MemoryKind::Cuda { device: 0 };
+
+pub(super) fn config(name: &str, transport: Transport) -> AgentConfig {
+    AgentConfig { name: name.to_owned(), transport, rehearse: false, copy_threads: 1, ..AgentConfig::default() }
+}
+
+/// Reads region 0 of the peer into three regions one after the other, each in four runs.
+pub(super) fn plan() -> CopyPlan {
+    let run = LEN as u64 / 4;
+    let segment = |local_region: u32| Segment {
+        list: 0,
+        local_region,
+        remote_region: 0,
+        local_offset: 0,
+        remote_offset: u64::from(local_region) * LEN as u64,
+        local_stride: run,
+        remote_stride: run,
+        len: run,
+    };
+    let lists = vec![BlockPair { local: vec![3, 2, 1, 0].into(), remote: vec![2, 3, 0, 1].into() }];
+    CopyPlan { segments: (0..3).map(segment).collect(), lists }
+}
+
+/// Drives an engine, as its thread would, until something holds.
+pub(super) fn drive(engine: &mut Engine, mut holds: impl FnMut(&mut Engine) -> bool) {
+    let end = Instant::now() + Duration::from_secs(120);
+    while !holds(engine) {
+        assert!(Instant::now() < end, "not within two minutes");
+        turn(engine);
+    }
+}
+
+/// What its thread does in a turn, but for timers and what copy threads have done.
+pub(super) fn turn(engine: &mut Engine) {
+    let now = Instant::now();
+    engine.worker.progress();
+    engine.reap_failed_endpoints(now);
+    engine.reap_completions(now);
+    engine.receive_messages(now);
+    engine.streams.note_changes();
+    engine.drive_streams(now);
+    engine.post_transfers();
+}
+
+pub(super) fn start(engine: &mut Engine, peer: PeerId, direction: Direction) -> TransferId {
+    let id = engine.shared.live.ids.transfer().unwrap();
+    engine
+        .start_transfer(
+            TransferRequest { id, peer, direction, plan: plan(), message: None, user_data: 0 },
+            Instant::now(),
+        )
+        .unwrap();
+    id
+}
+
+pub(super) fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
+    start(engine, peer, Direction::Read)
+}
+
+/// An engine that no thread drives, with the three regions of [`plan`], connected to `other`.
+pub(super) fn reader(transport: Transport, other: &Agent) -> (Engine, PeerId) {
+    let shared = Arc::new(Shared::new(1).unwrap());
+    let mut engine = Engine::new(config("a", transport), Incarnation(77), &shared).unwrap();
+    for _ in 0..3 {
+        engine.register(MemoryRange::leaked(LEN)).unwrap();
+    }
+    let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+    drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+    (engine, peer)
+}
+
+/// Has a transfer's first operation under way, for as long as the test wants.
+pub(super) fn begin_one(engine: &mut Engine, peer: PeerId, id: TransferId) -> Operation {
+    assert_eq!(engine.transfers.begin_turn(peer), Some(id));
+    let (transfer, windows) = engine.transfers.get_with_windows(id).unwrap();
+    let operation = transfer.take(u64::MAX).unwrap();
+    transfer.enter_flight();
+    windows.enter(peer, operation.len);
+    engine.transfers.end_turn(peer, id, &Ok(1));
+    operation
+}
