@@ -170,45 +170,82 @@ nixl_status_t Engine::getConnInfo(std::string &out) const {
 
 nixl_status_t Engine::loadRemoteConnInfo(const std::string &name, const std::string &metadata) {
   return guarded("connecting", [&] {
-    std::lock_guard lock(mutex_);
-    Remote &remote = remotes_[name];
-    remote = {};
-    remote.life = ++lives_;
-    remote.metadata = metadata;
-    const nixl_status_t status = connect_to(name, remote);
-    if (status != NIXL_SUCCESS) remotes_.erase(name);
+    SharedRemote remote;
+    {
+      std::lock_guard lock(mutex_);
+      remote = remotes_[name] = std::make_shared<Remote>(++lives_, metadata);
+    }
+    nixl_status_t status;
+    {
+      std::lock_guard calls(remote->calls);
+      status = connect_to(name, *remote, 0);
+    }
+    if (status != NIXL_SUCCESS) {
+      std::lock_guard lock(mutex_);
+      if (find(name) == remote) remotes_.erase(name);
+    }
     return status;
   });
 }
 
-// Connects and makes the remote's regions known.
-nixl_status_t Engine::connect_to(const std::string &name, Remote &remote) const {
+// The remote of this name, null where none is loaded. With mutex_ held.
+Engine::SharedRemote Engine::find(const std::string &name) const {
+  const auto found = remotes_.find(name);
+  return found == remotes_.end() ? nullptr : found->second;
+}
+
+// Whether there is a connection, and its peer or the last one's.
+std::pair<bool, uint64_t> Engine::peer_of(const Remote &remote) const {
+  std::lock_guard lock(mutex_);
+  return {remote.is_connected, remote.peer};
+}
+
+// Connects and makes the remote's regions known, unless another thread has done that since the peer `broken` was found gone.
+// With remote.calls held, and not mutex_. A connection that breaks at once may be taken for one that stands: using it finds
+// its peer unknown.
+nixl_status_t Engine::connect_to(const std::string &name, Remote &remote, uint64_t broken) const {
   const auto bytes = [](const std::string &text) { return reinterpret_cast<const uint8_t *>(text.data()); };
-  remote.is_connected = false;
-  int32_t code = library().agent_connect(agent_, bytes(remote.metadata), remote.metadata.size(), &remote.peer);
+  if (const auto [is_connected, peer] = peer_of(remote); is_connected && peer != broken) return NIXL_SUCCESS;
+  uint64_t peer = 0;
+  int32_t code = library().agent_connect(agent_, bytes(remote.metadata), remote.metadata.size(), &peer);
   for (auto region = remote.regions.begin(); code == KVF_OK && region != remote.regions.end(); ++region) {
     uint32_t index;
-    code = library().agent_add_region(agent_, remote.peer, bytes(region->second), region->second.size(), &index);
+    code = library().agent_add_region(agent_, peer, bytes(region->second), region->second.size(), &index);
   }
+  std::lock_guard lock(mutex_);
+  remote.is_connected = code == KVF_OK;
   if (code != KVF_OK) {
     connect_line_.say(failed("connecting to agent " + name));
     return status_of(code);
   }
-  remote.is_connected = true;
+  remote.peer = peer;
   return NIXL_SUCCESS;
+}
+
+// Connects again to a remote whose peer is found gone. With `lock` of mutex_, which is free meanwhile.
+nixl_status_t Engine::reconnect(const std::string &name, Remote &remote, std::unique_lock<std::mutex> &lock) const {
+  const uint64_t broken = remote.peer;
+  lock.unlock();
+  nixl_status_t status;
+  {
+    std::lock_guard calls(remote.calls);
+    status = connect_to(name, remote, broken);
+  }
+  lock.lock();
+  return status;
 }
 
 // Connections are made when metadata is loaded.
 nixl_status_t Engine::connect(const std::string &name) {
   return guarded("connecting", [&] {
     if (name == localAgent) return NIXL_SUCCESS;
-    std::lock_guard lock(mutex_);
-    const auto found = remotes_.find(name);
-    if (found == remotes_.end()) {
+    std::unique_lock lock(mutex_);
+    const SharedRemote remote = find(name);
+    if (!remote) {
       say("the metadata of agent " + name + " is not loaded");
       return NIXL_ERR_NOT_FOUND;
     }
-    return found->second.is_connected ? NIXL_SUCCESS : connect_to(name, found->second);
+    return remote->is_connected ? NIXL_SUCCESS : reconnect(name, *remote, lock);
   });
 }
 
@@ -224,36 +261,39 @@ nixl_status_t Engine::disconnect(const std::string &name) {
 nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &range, const nixl_mem_t &, const std::string &name,
                                    nixlBackendMD *&out) {
   return guarded("loading a remote region", [&] {
-    std::lock_guard lock(mutex_);
     RegionHeader header;
+    std::unique_lock lock(mutex_);
     if (range.metaInfo.size() < sizeof header ||
         (std::memcpy(&header, range.metaInfo.data(), sizeof header), std::memcmp(header.magic, REGION_MAGIC, 4) != 0)) {
       region_line_.say("the metadata of a region of agent " + name + " is not of this plug-in");
       return NIXL_ERR_MISMATCH;
     }
-    const auto found = remotes_.find(name);
-    if (found == remotes_.end()) {
+    const SharedRemote remote = find(name);
+    if (!remote) {
       region_line_.say("a region of agent " + name + " came before the metadata of its connection");
       return NIXL_ERR_NOT_FOUND;
     }
-    Remote &remote = found->second;
+    lock.unlock();
     std::string encoded = range.metaInfo.substr(sizeof header);
     uint32_t index = 0;
-    const auto add = [&] {
-      return library().agent_add_region(agent_, remote.peer, reinterpret_cast<const uint8_t *>(encoded.data()),
-                                        encoded.size(), &index);
+    const auto add = [&](uint64_t peer) {
+      return library().agent_add_region(agent_, peer, reinterpret_cast<const uint8_t *>(encoded.data()), encoded.size(),
+                                        &index);
     };
-    int32_t code = remote.is_connected ? add() : KVF_NOT_FOUND;
-    if (code == KVF_NOT_FOUND && connect_to(name, remote) == NIXL_SUCCESS) code = add();
+    std::lock_guard calls(remote->calls);
+    const auto [is_connected, peer] = peer_of(*remote);
+    int32_t code = is_connected ? add(peer) : KVF_NOT_FOUND;
+    if (code == KVF_NOT_FOUND && connect_to(name, *remote, peer) == NIXL_SUCCESS) code = add(peer_of(*remote).second);
     if (code != KVF_OK) {
+      lock.lock();
       region_line_.say(failed("a region of agent " + name));
       return status_of(code);
     }
     auto region = std::make_unique<RemoteRegion>();
     region->index = index;
     region->base = header.base;
-    region->life = remote.life;
-    remote.regions[index] = std::move(encoded);
+    region->life = remote->life;
+    remote->regions[index] = std::move(encoded);
     out = region.release();
     return NIXL_SUCCESS;
   });
@@ -346,8 +386,8 @@ void Engine::take_event(const kvf_event &event) const {
     take_message(payload);
   } else if (event.kind == KVF_EVENT_PEER_LOST) {
     for (auto &[name, remote] : remotes_) {
-      if (remote.is_connected && remote.peer == event.peer) {
-        remote.is_connected = false;
+      if (remote->is_connected && remote->peer == event.peer) {
+        remote->is_connected = false;
         broken_line_.say("the connection to agent " + name + " broke: " + payload);
       }
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
@@ -80,17 +81,27 @@ class Engine final : public nixlBackendEngine {
 
   // A remote agent that NIXL has loaded.
   struct Remote {
-    uint64_t life = 0;
+    Remote(uint64_t number, std::string text) : life(number), metadata(std::move(text)) {}
+
+    const uint64_t life;
+    // How it stands, with mutex_ held. No two connections have one peer id.
     uint64_t peer = 0;
     bool is_connected = false;
+
+    // Held over the calls that wait for the agent's thread; taken before mutex_. It guards what follows.
+    std::mutex calls;
     // What the connection is made with, again where it broke.
-    std::string metadata;
+    const std::string metadata;
     std::unordered_map<uint32_t, std::string> regions;
   };
+  // Whoever has one may use it after NIXL has removed or replaced it.
+  using SharedRemote = std::shared_ptr<Remote>;
 
-  nixl_status_t connect_to(const std::string &name, Remote &remote) const;
-  nixl_status_t send(const std::string &name, Remote &remote, const std::string &message) const;
-  int32_t start(Request &request, Remote &remote, const std::string *message) const;
+  SharedRemote find(const std::string &name) const;
+  std::pair<bool, uint64_t> peer_of(const Remote &remote) const;
+  nixl_status_t connect_to(const std::string &name, Remote &remote, uint64_t broken) const;
+  nixl_status_t reconnect(const std::string &name, Remote &remote, std::unique_lock<std::mutex> &lock) const;
+  int32_t start(Request &request, uint64_t peer, const std::string *message) const;
   nixl_status_t post_own(Request &request, const nixlBackendOptionalArgs *options) const;
   std::string wrap(const std::string &message) const;
   int32_t take_events() const;
@@ -112,9 +123,10 @@ class Engine final : public nixlBackendEngine {
   kvf_agent *agent_ = nullptr;
   std::string conn_info_;
 
-  // Guards all that follows up to shared_mutex_, and is held by whoever takes events from the agent.
+  // Guards all that follows up to shared_mutex_, and is held by whoever takes events from the agent. Not over a call that
+  // waits for the agent's thread: other threads look at their transfers meanwhile.
   mutable std::mutex mutex_;
-  mutable std::map<std::string, Remote> remotes_;
+  mutable std::map<std::string, SharedRemote> remotes_;
   mutable uint64_t lives_ = 0;
   mutable std::unordered_map<uint64_t, Request *> in_flight_;
   mutable Notifications notifications_;

@@ -67,20 +67,20 @@ nixl_status_t Engine::postXfer(const nixl_xfer_op_t &, const Ranges &, const Ran
     std::string message;
     const bool has_message = options && options->hasNotif;
     if (has_message) message = wrap(options->notifMsg);
-    std::lock_guard lock(mutex_);
-    if (request.is_active) return NIXL_ERR_REPOST_ACTIVE;
-    const auto found = remotes_.find(request.agent);
-    if (found == remotes_.end() || found->second.life != request.life) {
-      say("agent " + request.agent + " was removed or loaded anew after the transfer was made; make a new one");
-      return request.status = NIXL_ERR_NOT_FOUND;
-    }
-    Remote &remote = found->second;
-    int32_t code = remote.is_connected ? start(request, remote, has_message ? &message : nullptr) : KVF_NOT_FOUND;
-    // The connection broke since; the agent may still be there.
-    if (code == KVF_NOT_FOUND) {
-      const nixl_status_t status = connect_to(request.agent, remote);
+    std::unique_lock lock(mutex_);
+    int32_t code = KVF_NOT_FOUND;
+    for (bool is_again = false; code == KVF_NOT_FOUND; is_again = true) {
+      if (request.is_active) return NIXL_ERR_REPOST_ACTIVE;
+      const SharedRemote remote = find(request.agent);
+      if (!remote || remote->life != request.life) {
+        say("agent " + request.agent + " was removed or loaded anew after the transfer was made; make a new one");
+        return request.status = NIXL_ERR_NOT_FOUND;
+      }
+      if (remote->is_connected) code = start(request, remote->peer, has_message ? &message : nullptr);
+      if (code != KVF_NOT_FOUND || is_again) break;
+      // The connection broke since; the agent may still be there. What is looked at above may change meanwhile.
+      const nixl_status_t status = reconnect(request.agent, *remote, lock);
       if (status != NIXL_SUCCESS) return request.status = reconnect_status(status);
-      code = start(request, remote, has_message ? &message : nullptr);
     }
     if (code != KVF_OK) {
       start_line_.say(failed("starting a transfer with agent " + request.agent));
@@ -96,16 +96,16 @@ nixl_status_t Engine::postXfer(const nixl_xfer_op_t &, const Ranges &, const Ran
   });
 }
 
-int32_t Engine::start(Request &request, Remote &remote, const std::string *message) const {
+int32_t Engine::start(Request &request, uint64_t peer, const std::string *message) const {
   const Plan &plan = request.plan;
   const size_t lists = plan.list_offsets.size() - 1;
   if (!message) {
-    return library().agent_transfer(agent_, remote.peer, request.direction, plan.segments.data(), plan.segments.size(),
+    return library().agent_transfer(agent_, peer, request.direction, plan.segments.data(), plan.segments.size(),
                                     plan.local_ids.data(), plan.remote_ids.data(), plan.list_offsets.data(), lists, 0,
                                     &request.transfer);
   }
   const auto *text = reinterpret_cast<const uint8_t *>(message->data());
-  return library().agent_transfer_and_send(agent_, remote.peer, request.direction, plan.segments.data(),
+  return library().agent_transfer_and_send(agent_, peer, request.direction, plan.segments.data(),
                                            plan.segments.size(), plan.local_ids.data(), plan.remote_ids.data(),
                                            plan.list_offsets.data(), lists, text, message->size(), 0, &request.transfer);
 }
@@ -190,32 +190,29 @@ nixl_status_t Engine::getNotifs(Notifications &out) {
 
 nixl_status_t Engine::genNotif(const std::string &name, const std::string &message) const {
   return guarded("sending a notification", [&] {
-    std::lock_guard lock(mutex_);
+    const std::string wrapped = wrap(message);
+    std::unique_lock lock(mutex_);
     if (name == localAgent) {
       return keep(localAgent, message) ? NIXL_SUCCESS : NIXL_ERR_BACKEND;
     }
-    const auto found = remotes_.find(name);
-    if (found == remotes_.end()) {
+    const SharedRemote remote = find(name);
+    if (!remote) {
       say("the metadata of agent " + name + " is not loaded");
       return NIXL_ERR_NOT_FOUND;
     }
-    return send(name, found->second, message);
+    const auto attempt = [&] {
+      const auto *bytes = reinterpret_cast<const uint8_t *>(wrapped.data());
+      return library().agent_send(agent_, remote->peer, bytes, wrapped.size());
+    };
+    int32_t code = remote->is_connected ? attempt() : KVF_NOT_FOUND;
+    if (code == KVF_NOT_FOUND) {
+      const nixl_status_t status = reconnect(name, *remote, lock);
+      if (status != NIXL_SUCCESS) return reconnect_status(status);
+      code = attempt();
+    }
+    if (code != KVF_OK) send_line_.say(failed("sending a notification to agent " + name));
+    return code == KVF_NOT_FOUND ? NIXL_ERR_REMOTE_DISCONNECT : status_of(code);
   });
-}
-
-nixl_status_t Engine::send(const std::string &name, Remote &remote, const std::string &message) const {
-  const std::string wrapped = wrap(message);
-  const auto attempt = [&] {
-    return library().agent_send(agent_, remote.peer, reinterpret_cast<const uint8_t *>(wrapped.data()), wrapped.size());
-  };
-  int32_t code = remote.is_connected ? attempt() : KVF_NOT_FOUND;
-  if (code == KVF_NOT_FOUND) {
-    const nixl_status_t status = connect_to(name, remote);
-    if (status != NIXL_SUCCESS) return reconnect_status(status);
-    code = attempt();
-  }
-  if (code != KVF_OK) send_line_.say(failed("sending a notification to agent " + name));
-  return code == KVF_NOT_FOUND ? NIXL_ERR_REMOTE_DISCONNECT : status_of(code);
 }
 
 }  // namespace kvferry

@@ -1,9 +1,14 @@
 // A libkvferry whose functions that wait say KVF_TIMEOUT so many times before they are called, as where a transfer does not
-// end in time, or for ever after the first connection.
+// end in time, or for ever after the first connection. Or they are held up, as by a progress thread that is busy.
 #include <dlfcn.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
 
 #include "kvferry.h"
 
@@ -12,6 +17,14 @@ namespace {
 bool is_late(std::atomic<int> &count, const char *variable) {
   const char *times = std::getenv(variable);
   return times && count++ < std::atoi(times);
+}
+
+// While the file that KVFERRY_TEST_HOLD names is there. Another one beside it says that the call is held up.
+void hold() {
+  const char *file = std::getenv("KVFERRY_TEST_HOLD");
+  if (!file || !std::filesystem::exists(file)) return;
+  std::ofstream(std::string(file) + ".held");
+  while (std::filesystem::exists(file)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 template <class F>
@@ -37,5 +50,12 @@ extern "C" int32_t kvf_agent_wait_transfer(kvf_agent *agent, uint64_t transfer, 
 
 extern "C" int32_t kvf_agent_connect(kvf_agent *agent, const uint8_t *metadata, size_t metadata_len, uint64_t *peer) {
   if (connections++ && std::getenv("KVFERRY_TEST_LATE_RECONNECT")) return KVF_TIMEOUT;
+  hold();
   return real<decltype(kvf_agent_connect)>("kvf_agent_connect")(agent, metadata, metadata_len, peer);
+}
+
+extern "C" int32_t kvf_agent_add_region(kvf_agent *agent, uint64_t peer, const uint8_t *metadata, size_t metadata_len,
+                                        uint32_t *index) {
+  hold();
+  return real<decltype(kvf_agent_add_region)>("kvf_agent_add_region")(agent, peer, metadata, metadata_len, index);
 }

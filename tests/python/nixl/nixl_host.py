@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -63,6 +64,8 @@ class Host:
         self.handles: dict[str, Any] = {}
         self.notifications: list[tuple[str, bytes]] = []
         self.agent: Any = None
+        self.thread = ThreadPoolExecutor(1)
+        self.begun: Future[Any]
 
     def start(self, name: str, backends: list[str], params: dict[str, str] | None = None) -> list[str]:
         # As vLLM does.
@@ -72,6 +75,27 @@ class Host:
             for backend in backends:
                 self.agent.create_backend(backend, params)
         return list(self.agent.backends)
+
+    def end(self) -> float:
+        """Ends the agent. How many seconds that took."""
+        since = time.monotonic()
+        self.handles.clear()
+        self.registered.clear()
+        self.agent = None
+        return time.monotonic() - since
+
+    def send_and_end(self, metadata: bytes, name: str, message: bytes) -> None:
+        """Adds a remote agent, sends it a message, and ends the agent, without a pause."""
+        self.agent.add_remote_agent(metadata)
+        self.agent.send_notif(name, message)
+        self.end()
+
+    def begin(self, command: str, *arguments: object) -> None:
+        """Has another thread do what `command` says; `finish` returns what comes of it."""
+        self.begun = self.thread.submit(getattr(self, command), *arguments)
+
+    def finish(self) -> Any:
+        return self.begun.result(GENEROUS)
 
     def sockets(self) -> int:
         """Sockets that this process has open."""
