@@ -47,6 +47,8 @@ struct Target<F> {
     figures: F,
     /// The file at `path` that was locked last.
     held: Option<File>,
+    /// Whether that one is empty, made to be locked where there was none.
+    is_empty: bool,
 }
 
 impl MetricsFile {
@@ -63,7 +65,7 @@ impl MetricsFile {
     ) -> Result<MetricsFile> {
         let path = place(&expand(pattern, name))?;
         let made = PathBuf::from(format!("{}.{incarnation}", path.display()));
-        let mut target = Target { path, made, name: name.to_owned(), figures, held: None };
+        let mut target = Target { path, made, name: name.to_owned(), figures, held: None, is_empty: false };
         target.write()?;
         let (stop, stopped) = sync_channel(1);
         let (alive, ended) = sync_channel(0);
@@ -125,12 +127,13 @@ impl<F: Fn() -> Result<(AgentStats, Vec<PeerStats>)>> Target<F> {
         let put = |file: File| fs::rename(&self.made, &self.path).map(|()| file);
         match write_new(&self.made, text.as_bytes()).and_then(put) {
             Ok(file) => {
-                self.held = Some(file);
+                (self.held, self.is_empty) = (Some(file), false);
                 Ok(())
             }
             Err(e) => {
                 // It may not have come into being.
                 let _ = fs::remove_file(&self.made);
+                self.remove_empty();
                 Err(unwritable(&self.path, &e))
             }
         }
@@ -144,26 +147,52 @@ impl<F: Fn() -> Result<(AgentStats, Vec<PeerStats>)>> Target<F> {
                 Ok(false) => {}
                 Err(e) => return Err(unwritable(&self.path, &e)),
             }
-            self.held = None;
-            // Whoever comes second, of two that find none, finds it locked or locks it.
-            let mut options = OpenOptions::new();
-            options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-            let file = match options.open(&self.path) {
-                // One that may be replaced though not written, such as another user's, is locked as well.
-                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                    OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(&self.path)
-                }
-                opened => opened,
+            (self.held, self.is_empty) = (None, false);
+            let (file, is_new) = match self.open() {
+                // It was there a moment ago, and is not any more.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && self.has_folder() => continue,
+                opened => opened.map_err(|e| unwritable(&self.path, &e))?,
             };
-            let file = file.map_err(|e| unwritable(&self.path, &e))?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 // Of this very file, if nobody has put another one there meanwhile.
-                Ok(()) => self.held = Some(file),
+                Ok(()) => (self.held, self.is_empty) = (Some(file), is_new),
                 Err(Errno::WOULDBLOCK) => return Err(taken(&self.path)),
                 Err(e) => return Err(unwritable(&self.path, &e.into())),
             }
         }
         Err(unwritable(&self.path, &io::Error::other("it is replaced again and again")))
+    }
+
+    /// Opens the file at `path`, and says whether it was made for that. Whoever comes second, of two that find none, finds it
+    /// locked or locks it.
+    fn open(&self) -> io::Result<(File, bool)> {
+        let options = |write: bool| {
+            let mut options = OpenOptions::new();
+            options.read(!write).write(write).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+            options
+        };
+        match options(true).create_new(true).open(&self.path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => return made.map(|file| (file, true)),
+        }
+        match options(true).open(&self.path) {
+            // One that may be replaced though not written, such as another user's, is locked as well.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => options(false).open(&self.path),
+            opened => opened,
+        }
+        .map(|file| (file, false))
+    }
+
+    fn has_folder(&self) -> bool {
+        self.path.parent().is_some_and(Path::is_dir)
+    }
+
+    /// Removes the file that was made to be locked and that nothing could be put in the place of. Whoever waits for its lock
+    /// finds that it is not there any more.
+    fn remove_empty(&mut self) {
+        if std::mem::take(&mut self.is_empty) && self.is_held().unwrap_or(false) {
+            let _ = fs::remove_file(&self.path);
+        }
     }
 
     /// Whether the file at `path` is the one that is locked.
@@ -262,7 +291,7 @@ mod tests {
     /// What the agent `name` writes to `path`, when it is told to.
     fn target(path: &Path, name: &str) -> Target<Figures> {
         let made = path.with_extension(name);
-        Target { path: place(path).unwrap(), made, name: name.to_owned(), figures, held: None }
+        Target { path: place(path).unwrap(), made, name: name.to_owned(), figures, held: None, is_empty: false }
     }
 
     /// Who wrote the file.
@@ -308,6 +337,38 @@ mod tests {
         assert_eq!(writer(&path), "second");
         let names: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(names.len(), 2, "{names:?}");
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn what_cannot_be_written_leaves_no_empty_file() {
+        let folder = folder("empty");
+        let path = folder.join("x.prom");
+        let mut first = target(&path, "first");
+        // A folder is where the new file is to be made.
+        fs::create_dir_all(&first.made).unwrap();
+        for _ in 0..2 {
+            let error = first.write().err().unwrap();
+            assert!(
+                error.kind() == ErrorKind::Io && error.message().contains("x.prom: it cannot be written"),
+                "{error}"
+            );
+            assert!(!path.exists());
+        }
+        // What somebody else has put there stays.
+        fs::write(&path, "somebody's").unwrap();
+        assert_eq!(first.write().err().unwrap().kind(), ErrorKind::Io);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "somebody's");
+        fs::remove_file(&path).unwrap();
+        assert!(first.write().is_err());
+        let mut second = target(&path, "second");
+        second.write().unwrap();
+        assert_eq!(first.write().err().unwrap().kind(), ErrorKind::AlreadyExists);
+        assert_eq!(writer(&path), "second");
+        // Nor does one that is removed while the disk is full.
+        fs::create_dir_all(&second.made).unwrap();
+        fs::remove_file(&path).unwrap();
+        assert!(second.write().is_err() && !path.exists());
         fs::remove_dir_all(&folder).unwrap();
     }
 
