@@ -487,6 +487,9 @@ int32_t kvf_agent_stats(struct kvf_agent *agent, struct kvf_buffer *out);
 // Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After
 // KVF_OK no memory is touched any more; the events of ended transfers can still be taken, and everything else gives
 // KVF_SHUT_DOWN. A second call does nothing. After KVF_TIMEOUT registered memory must stay allocated for ever.
+//
+// Messages sent before leave first, for which a peer that has not answered yet is waited for, within cancel_grace_ms and half of
+// `timeout_ms`. How many could not be delivered to a peer is said on the log.
 int32_t kvf_agent_shutdown(struct kvf_agent *agent,
                            uint32_t timeout_ms);
 

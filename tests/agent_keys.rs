@@ -76,6 +76,21 @@ fn with_one_key_every_message_and_transfer_arrives() {
 }
 
 #[test]
+fn what_was_sent_before_the_end_arrives_sealed() {
+    let mut other = Node::start(keyed("b", wire(), 1), 1, &[]);
+    let node = Node::start(keyed("a", wire(), 1), 1, &[]);
+    // Nothing can be sealed before the other one has answered.
+    let peer = node.connect(&other.agent.metadata().unwrap());
+    for part in 0..3u8 {
+        node.agent.send(peer, vec![part]).unwrap();
+    }
+    node.agent.shutdown(LIMIT).unwrap();
+    for part in 0..3u8 {
+        assert_eq!(other.wait_message().1, [part]);
+    }
+}
+
+#[test]
 fn two_that_connect_at_once_agree_again_and_again() {
     for _ in 0..5 {
         let mut a = Node::start(keyed("a", wire(), 1), 1, &[4096]);

@@ -297,6 +297,44 @@ impl Driver for Late {
 }
 
 #[test]
+fn what_was_sent_before_the_end_arrives() {
+    let mut other = Node::start(config("b", wire()), 1, &[]);
+    let metadata = other.agent.metadata().unwrap();
+    for number in 0..10u8 {
+        let node = Node::start(config("a", wire()), 1, &[]);
+        // The other one has not answered yet.
+        let peer = node.connect(&metadata);
+        for part in 0..3 {
+            node.agent.send(peer, vec![number, part]).unwrap();
+        }
+        node.agent.shutdown(LIMIT).unwrap();
+        for part in 0..3 {
+            assert_eq!(other.wait_message().1, [number, part]);
+        }
+    }
+}
+
+#[test]
+fn the_end_does_not_wait_for_ever_for_a_peer_that_takes_no_messages() {
+    let grace = Duration::from_millis(100);
+    let remote = Remote::spawn(wire(), 1, &[]);
+    let mut node = Node::start(AgentConfig { cancel_grace: grace, ..config("a", wire()) }, 1, &[]);
+    let peer = node.connect(&remote.metadata);
+    node.agent.send(peer, b"ab".to_vec()).unwrap();
+    assert_eq!(node.wait_message().1, b"ba");
+    remote.signal("STOP");
+    let stranger = Node::start(AgentConfig { cancel_grace: grace, ..config("c", wire()) }, 1, &[]);
+    let unanswered = stranger.connect(&remote.metadata);
+    stranger.agent.send(unanswered, b"anyone there?".to_vec()).unwrap();
+    // More than the sockets take.
+    while node.agent.send(peer, vec![0; 8 << 20]).is_ok() {}
+    for agent in [&node.agent, &stranger.agent] {
+        agent.shutdown(LIMIT).unwrap();
+    }
+    remote.kill();
+}
+
+#[test]
 fn a_driver_that_panics_takes_nothing_but_its_agent_down() {
     struct Bad;
     impl Driver for Bad {

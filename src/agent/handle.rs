@@ -390,6 +390,10 @@ impl Agent {
     /// transfer still gets its event, which can be taken afterwards. Memory may be freed after `Ok`. A second call
     /// is `Ok` and does nothing.
     ///
+    /// Messages sent before leave first, for which a peer that has not answered yet is waited for, within
+    /// [`cancel_grace`](AgentConfig::cancel_grace) and half of `timeout`. How many could not be delivered to a peer is said on
+    /// the log.
+    ///
     /// # Errors
     /// [`ErrorKind::Timeout`] when that did not end within `timeout`: UCX's objects are then left alive for ever
     /// instead of freed under operations in flight, and registered memory must stay alive too.

@@ -474,6 +474,9 @@ pub unsafe extern "C" fn kvf_agent_stats(agent: *mut kvf_agent, out: *mut kvf_bu
 /// KVF_OK no memory is touched any more; the events of ended transfers can still be taken, and everything else gives
 /// KVF_SHUT_DOWN. A second call does nothing. After KVF_TIMEOUT registered memory must stay allocated for ever.
 ///
+/// Messages sent before leave first, for which a peer that has not answered yet is waited for, within cancel_grace_ms and half of
+/// `timeout_ms`. How many could not be delivered to a peer is said on the log.
+///
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]

@@ -85,7 +85,7 @@ pub const TABLE: &[Setting] = &[
         "How long a peer may take to answer the hello. A worker's is `handshake_timeout_ms`."),
     row(Operator, "cancel_grace_ms", &[Agent], DURATION, "ms", Number(5_000),
         "How long a cancelled transfer's operations, and what peers read and write of memory that is deregistered, may take to end \
-         before the connection is closed."),
+         before the connection is closed; at the agent's end also messages that were sent before."),
     row(Operator, "deregister_timeout_ms", &[Agent], DURATION, "ms", Number(30_000),
         "How long deregistering waits for the transfers that use the memory."),
     row(Operator, "spin_us", &[Agent], Whole(0, 1_000_000), "us", Number(300),

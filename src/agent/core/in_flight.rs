@@ -47,6 +47,13 @@ impl Operations {
         })
     }
 
+    /// How many messages to a peer UCX has yet to send.
+    pub(crate) fn messages(&self, peer: PeerId) -> u64 {
+        let is_such =
+            |slot: &&Option<InFlight>| matches!(slot, Some(InFlight::Message { peer: to, .. }) if *to == peer);
+        self.slots.iter().filter(is_such).count() as u64
+    }
+
     /// Takes out an operation that has ended, or was not posted after all.
     pub(crate) fn remove(&mut self, token: u64) -> Option<InFlight> {
         let index = usize::try_from(token).ok()?;

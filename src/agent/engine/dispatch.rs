@@ -489,7 +489,7 @@ impl Engine {
 
     /// Does what is due by the clock.
     pub(super) fn check_timers(&mut self, now: Instant) {
-        self.peers.check_deadlines(&mut self.effects, now);
+        self.peers.check_deadlines(&self.operations, &mut self.effects, now);
         self.transfers.check_graces(&mut self.effects, now);
         self.check_borrowers(now);
         self.answer_revocations(now);

@@ -228,12 +228,12 @@ impl Driven {
             driver.shut_down(&mut Context::new(&mut self.engine, now));
         }
         self.engine.closing = Some(deadline);
-        self.engine.peers.shut();
         self.lends_until = now.checked_add(deadline.saturating_duration_since(now) / 2);
         // Half of the time for operations to end by themselves, the other half for what force takes.
         let half = deadline.saturating_duration_since(now) / 2;
         self.engine.transfers.cancel_grace = self.engine.transfers.cancel_grace.min(half);
         self.asks_until = now.checked_add(self.engine.transfers.cancel_grace);
+        self.engine.peers.shut(self.asks_until);
         let error = Error::new(ErrorKind::ShutDown, "the agent was shut down");
         self.engine.transfers.stop_all(&error, &mut self.engine.effects, now);
         self.engine.revoke_all();
@@ -254,10 +254,12 @@ impl Driven {
             return false;
         }
         for id in self.engine.peers.ids() {
-            // Known, as it has just been listed.
-            let _ = self.engine.disconnect(id, now);
+            if !self.engine.peers.awaits_answer(id, now) {
+                // Known, as it has just been listed.
+                let _ = self.engine.disconnect(id, now);
+            }
         }
-        self.engine.peers.have_closed()
+        self.engine.peers.len() == 0 && self.engine.peers.have_closed()
     }
 
     /// Frees everything, or, if UCX does not let go, leaves it alive for ever. `in_time`: no transfer is left.

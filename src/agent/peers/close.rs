@@ -9,15 +9,28 @@ use std::time::{Duration, Instant};
 
 use super::{Io, Peer, Peers};
 use crate::agent::core::frame::{AM_ID, FrameKind};
-use crate::agent::core::in_flight::InFlight;
+use crate::agent::core::ids::PeerId;
+use crate::agent::core::in_flight::{InFlight, Operations};
 use crate::ucx::{Endpoint, Posted};
 
 /// What the goodbye and what was posted before it get to leave; then the endpoint is closed by force.
 const LIMIT: Duration = Duration::from_secs(1);
 
-/// Endpoints that are left but not yet closed, by the token of their last flush, with the time when they will be.
+/// An endpoint that is left but not yet closed.
+struct Closing {
+    /// Closed by force when this is dropped.
+    _endpoint: Endpoint,
+    peer: PeerId,
+    name: String,
+    /// Messages that UCX has given up.
+    failed: u64,
+    /// When it is closed by force.
+    at: Instant,
+}
+
+/// Endpoints that are left but not yet closed, by the token of their last flush.
 #[derive(Default)]
-pub(super) struct ClosingEndpoints(HashMap<u64, (Endpoint, Instant)>);
+pub(super) struct ClosingEndpoints(HashMap<u64, Closing>);
 
 impl ClosingEndpoints {
     pub(super) fn len(&self) -> usize {
@@ -26,17 +39,14 @@ impl ClosingEndpoints {
 
     /// When the next one is closed by force.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.0.values().map(|(_, at)| *at).min()
+        self.0.values().map(|closing| closing.at).min()
     }
 
-    /// The flush with this token has ended, well or not: nothing is left to wait for.
-    pub(super) fn end(&mut self, token: u64) {
-        self.0.remove(&token);
-    }
-
-    /// Closes by force what did not get away in time.
-    pub(super) fn check(&mut self, now: Instant) {
-        self.0.retain(|_, (_, at)| *at > now);
+    /// UCX has given up a message to a peer that is left.
+    pub(super) fn failed(&mut self, peer: PeerId) {
+        if let Some(closing) = self.0.values_mut().find(|closing| closing.peer == peer) {
+            closing.failed += 1;
+        }
     }
 }
 
@@ -45,8 +55,9 @@ impl Peers {
     pub(super) fn close(&mut self, mut peer: Peer, io: &mut Io<'_>) {
         // What fails here is closed by force, which is what dropping the endpoint does.
         if !peer.is_ready() {
-            return;
+            return self.tell_undelivered(&peer.name, peer.undelivered(io.operations), "it has not answered");
         }
+        let undelivered = peer.undelivered(io.operations);
         let frame = peer.frame(FrameKind::Goodbye, peer.next_sequence);
         let Ok((header, data)) = peer.session.wrap(frame, Vec::new()) else { return };
         let token = io.operations.insert(InFlight::Goodbye);
@@ -54,12 +65,51 @@ impl Peers {
             io.operations.remove(token);
         }
         let token = io.operations.insert(InFlight::CloseFlush);
-        match (peer.endpoint.flush(token), io.now.checked_add(LIMIT)) {
+        // The agent's end waits for messages as it does for transfers.
+        let at = io.now.checked_add(LIMIT).max(self.flush_until.filter(|_| undelivered > 0));
+        match (peer.endpoint.flush(token), at) {
             (Ok(Posted::Pending), Some(at)) => {
-                self.closing.0.insert(token, (peer.endpoint, at));
+                let Peer { endpoint, id, name, .. } = peer;
+                self.closing.0.insert(token, Closing { _endpoint: endpoint, peer: id, name, failed: 0, at });
             }
             (Ok(Posted::Pending), None) => {}
-            _ => drop(io.operations.remove(token)),
+            (flushed, _) => {
+                io.operations.remove(token);
+                if let Err(error) = flushed {
+                    self.tell_undelivered(&peer.name, undelivered, &error.to_string());
+                }
+            }
+        }
+    }
+
+    /// The last flush of an endpoint that is being closed has ended, well or not: nothing is left to wait for.
+    pub(crate) fn close_ended(&mut self, token: u64) {
+        if let Some(Closing { name, failed, .. }) = self.closing.0.remove(&token) {
+            self.tell_undelivered(&name, failed, "the connection broke");
+        }
+    }
+
+    /// Whether a peer has messages to get and has not answered yet, while there is time for that. It would drop what it gets
+    /// from an agent that is gone before they have met.
+    pub(crate) fn awaits_answer(&self, id: PeerId, now: Instant) -> bool {
+        let is_in_time = self.flush_until.is_some_and(|until| now < until);
+        is_in_time && self.get(id).is_ok_and(|peer| !peer.is_ready() && peer.next_sequence > 0)
+    }
+
+    /// Closes by force the endpoints that did not close in time.
+    pub(super) fn check_closing(&mut self, operations: &Operations, now: Instant) {
+        let late: Vec<_> = self.closing.0.extract_if(|_, closing| closing.at <= now).collect();
+        for (_, Closing { peer, name, failed, .. }) in late {
+            let messages = failed + operations.messages(peer);
+            self.tell_undelivered(&name, messages, "it took nothing any more");
+        }
+    }
+
+    /// Says which messages an agent that ends, or that leaves a peer, could not deliver, if there are any.
+    pub(super) fn tell_undelivered(&self, name: &str, messages: u64, why: &str) {
+        if messages > 0 {
+            let own = &self.local.name;
+            log::warn!("agent {own}: messages to agent {name} that were not delivered: {messages} ({why})");
         }
     }
 }

@@ -1,7 +1,9 @@
-//! Which process a lost peer was, so that a dead one is not connected to again.
+//! Which peers are dead, so that they are not connected to again.
 //!
 //! UCX (seen with 1.23) never gives back what an endpoint has opened, a TCP socket for one, when it cannot be made because the
-//! peer's process is gone: it refuses the lane that copies that process's memory after it has made the others.
+//! peer's process is gone: it refuses the lane that copies that process's memory after it has made the others. Of a peer that
+//! was connected, the process is known and looked at before UCX is asked. Of one that never answered nothing is known but
+//! UCX's refusal, so that it costs those descriptors once.
 
 use std::collections::VecDeque;
 
@@ -12,32 +14,42 @@ use crate::sys::process::has_ended;
 /// Peers that are remembered: the ones that were lost last.
 const KEPT: usize = 1024;
 
-/// The processes of peers on this host, in this process's PID namespace.
 #[derive(Default)]
-pub(super) struct Gone(VecDeque<(Incarnation, u32)>);
+pub(super) struct Gone {
+    /// The processes of peers on this host, in this process's PID namespace.
+    processes: VecDeque<(Incarnation, u32)>,
+    /// Addresses whose process UCX has not found. Not incarnations, which a stranger's hello may name with another address.
+    addresses: VecDeque<Vec<u8>>,
+}
 
 impl Gone {
     /// A peer that was process `pid` is not connected any more.
     pub(super) fn note(&mut self, incarnation: Incarnation, pid: u32) {
-        self.0.retain(|(known, _)| *known != incarnation);
-        self.0.push_back((incarnation, pid));
-        self.0.drain(..self.0.len().saturating_sub(KEPT));
+        self.processes.retain(|(known, _)| *known != incarnation);
+        self.processes.push_back((incarnation, pid));
+        self.processes.drain(..self.processes.len().saturating_sub(KEPT));
+    }
+
+    /// UCX has refused an address, because it names a process of this host that there is not.
+    pub(super) fn note_refused(&mut self, address: &[u8]) {
+        self.addresses.push_back(address.to_vec());
+        self.addresses.drain(..self.addresses.len().saturating_sub(KEPT));
     }
 
     /// Refuses a peer whose process has ended: an incarnation lives in one process.
     ///
     /// # Errors
     /// [`ErrorKind::PeerDied`].
-    pub(super) fn check(&self, name: &str, incarnation: Incarnation) -> Result<()> {
-        match self.0.iter().find(|(known, _)| *known == incarnation) {
-            Some((_, pid)) if has_ended(*pid) => Err(Error::new(
-                ErrorKind::PeerDied,
-                format!(
-                    "agent {name} is gone: its process {pid} on this host has ended; connect by the metadata of a new one"
-                ),
-            )),
-            _ => Ok(()),
-        }
+    pub(super) fn check(&self, name: &str, incarnation: Incarnation, address: &[u8]) -> Result<()> {
+        let process = match self.processes.iter().find(|(known, _)| *known == incarnation) {
+            Some((_, pid)) if has_ended(*pid) => format!("process {pid}"),
+            _ if self.addresses.iter().any(|refused| refused == address) => "process".to_owned(),
+            _ => return Ok(()),
+        };
+        Err(Error::new(
+            ErrorKind::PeerDied,
+            format!("agent {name} is gone: its {process} on this host has ended; connect by the metadata of a new one"),
+        ))
     }
 }
 
@@ -55,12 +67,17 @@ mod tests {
         gone.note(Incarnation(1), child.id());
         gone.note(Incarnation(2), id());
         child.wait().unwrap();
-        assert_eq!(gone.check("a", Incarnation(1)).unwrap_err().kind(), ErrorKind::PeerDied);
-        assert!(gone.check("b", Incarnation(2)).is_ok() && gone.check("c", Incarnation(3)).is_ok());
+        let died = |gone: &Gone, incarnation, address: &[u8]| {
+            gone.check("a", Incarnation(incarnation), address).is_err_and(|error| error.kind() == ErrorKind::PeerDied)
+        };
+        assert!(died(&gone, 1, b"x") && !died(&gone, 2, b"x") && !died(&gone, 3, b"x"));
+        gone.note_refused(b"x");
+        assert!(died(&gone, 3, b"x") && !died(&gone, 3, b"y"));
         for other in 0..KEPT as u64 {
             gone.note(Incarnation(10 + other), id());
+            gone.note_refused(&other.to_le_bytes());
         }
-        assert_eq!(gone.0.len(), KEPT);
-        assert!(gone.check("a", Incarnation(1)).is_ok(), "forgotten");
+        assert_eq!((gone.processes.len(), gone.addresses.len()), (KEPT, KEPT));
+        assert!(!died(&gone, 1, b"x"), "forgotten");
     }
 }

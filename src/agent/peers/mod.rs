@@ -92,6 +92,8 @@ pub(crate) struct Peers {
     by_endpoint: HashMap<u64, PeerId>,
     admission: Admission,
     closing: ClosingEndpoints,
+    /// While the agent ends: until when messages that were sent before may leave.
+    flush_until: Option<Instant>,
     /// What connections counted that are over.
     departed: Departed,
     gone: Gone,
@@ -113,6 +115,7 @@ impl Peers {
             by_endpoint: HashMap::new(),
             admission: Admission::default(),
             closing: ClosingEndpoints::default(),
+            flush_until: None,
             departed: Departed::default(),
             gone: Gone::default(),
             withdrawn: Vec::new(),
@@ -177,9 +180,9 @@ impl Peers {
         self.by_id.len() + self.closing.len()
     }
 
-    /// No more peers are connected to from now on.
-    pub(crate) fn shut(&mut self) {
-        self.is_shut = true;
+    /// No more peers are connected to from now on; those that there are get what was sent to them until `flush_until`.
+    pub(crate) fn shut(&mut self, flush_until: Option<Instant>) {
+        (self.is_shut, self.flush_until) = (true, flush_until);
     }
 
     fn check_open(&self) -> Result<()> {
@@ -283,7 +286,7 @@ impl Peers {
     }
 
     /// An endpoint to an agent that is not connected to.
-    fn make(&self, name: String, incarnation: Incarnation, address: &[u8], io: &mut Io<'_>) -> Result<Peer> {
+    fn make(&mut self, name: String, incarnation: Incarnation, address: &[u8], io: &mut Io<'_>) -> Result<Peer> {
         if self.len() >= MAX_PEERS {
             return Err(Error::new(
                 ErrorKind::Exhausted,
@@ -300,9 +303,12 @@ impl Peers {
                 ),
             ));
         }
-        self.gone.check(&name, incarnation)?;
+        self.gone.check(&name, incarnation, address)?;
         let options = EndpointOptions { error_mode_peer: true, name: name.clone() };
         let endpoint = io.worker.connect(address, &options).map_err(|e| {
+            if e.status == ucx::Status::ENDPOINT_TIMEOUT {
+                self.gone.note_refused(address);
+            }
             ucx_error(e).context(format!("connecting to agent {name} (is it running, and the network open?)"))
         })?;
         // UCX takes a millisecond for it. Who connects to many ranks would leave the first without an answer as long.
@@ -398,7 +404,12 @@ impl Peers {
 
     /// UCX is done with a message.
     pub(crate) fn message_ended(&mut self, id: PeerId, reserved: u64, result: Result<()>, effects: &mut Effects) {
-        let Ok(peer) = self.get(id) else { return };
+        let Ok(peer) = self.get(id) else {
+            if result.is_err() {
+                self.closing.failed(id);
+            }
+            return;
+        };
         peer.unsent.fetch_sub(reserved, Ordering::Relaxed);
         if let Err(error) = result {
             // As above: the peer would wait for it for ever.
@@ -480,7 +491,11 @@ impl Peers {
     pub(crate) fn lose(&mut self, id: PeerId, error: Error, io: &mut Io<'_>) {
         if self.by_id.contains_key(&id) {
             log::info!("agent {}: {id} is lost: {error}", self.local.name);
-            drop(self.remove(id, io.live));
+            let lost = self.remove(id, io.live);
+            // Nobody takes the event any more.
+            if let Some(peer) = lost.filter(|_| self.is_shut) {
+                self.tell_undelivered(&peer.name, peer.undelivered(io.operations), error.message());
+            }
             io.stats.peers_lost += 1;
             io.effects.push(Effect::Tell(Event::PeerLost { peer: id, error: error.clone() }));
             io.effects.push(Effect::PeerGone { peer: id, error });
@@ -515,7 +530,7 @@ impl Peers {
     }
 
     /// Gives up on peers that did not say hello in time, and on endpoints that did not close in time.
-    pub(crate) fn check_deadlines(&mut self, effects: &mut Effects, now: Instant) {
+    pub(crate) fn check_deadlines(&mut self, operations: &Operations, effects: &mut Effects, now: Instant) {
         if self.deadline().is_none_or(|deadline| deadline > now) {
             return;
         }
@@ -531,12 +546,7 @@ impl Peers {
             );
             effects.lose(peer.id, error);
         }
-        self.closing.check(now);
-    }
-
-    /// The last flush of an endpoint that is being closed has ended.
-    pub(crate) fn close_ended(&mut self, token: u64) {
-        self.closing.end(token);
+        self.check_closing(operations, now);
     }
 
     /// Whether no endpoint is being closed.

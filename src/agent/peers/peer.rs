@@ -143,6 +143,11 @@ impl Peer {
         self.remote_connection.is_some()
     }
 
+    /// How many messages it did not get: all, before it has answered; else those that UCX has yet to send.
+    pub(super) fn undelivered(&self, operations: &Operations) -> u64 {
+        if self.is_ready() { operations.messages(self.id) } else { self.next_sequence }
+    }
+
     /// The peer's number for the connection, once it said hello.
     pub(crate) fn remote_connection(&self) -> Option<u64> {
         self.remote_connection
