@@ -7,9 +7,12 @@ first call, not by the import.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import logging
 import math
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import index
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-from ._errors import KvferryError, invalid, make_error
+from ._errors import KvferryError, ShutDownError, invalid, make_error
 from ._find import GET_LIBRARY, declarations, header_path, library_path, packaged_ucx, parsed_header
 
 ABI_VERSION = 1
@@ -326,6 +329,25 @@ _left_behind: list[object] = []
 """Owners of memory that the library could not give back in time and may still touch."""
 
 
+_WITH_MEMORY = ("agent", "worker")
+"""Those whose threads use memory of the program."""
+
+_live: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends agents and workers before the interpreter frees what they read and write, in an order of its own."""
+    for handle in list(_live):
+        try:
+            handle.free()
+        except ShutDownError:
+            # In a process that was forked off it is the other one's.
+            pass
+        except Exception as error:
+            logging.getLogger("kvferry").error("ending an %s at the interpreter's exit: %s", handle.noun, error)
+
+
 class Handle:
     """A root object of the library. Freed by `free`, `shutdown` or with the last reference to it.
 
@@ -341,6 +363,8 @@ class Handle:
         out = new(f"kvf_{noun} **")
         call(f"kvf_{noun}_start", config, out)
         self.pointer = out[0]
+        if noun in _WITH_MEMORY:
+            _live.add(self)
 
     def get(self) -> Any:
         """The pointer; raises `ShutDownError` when it is freed."""

@@ -293,7 +293,8 @@ class Agent:
     def shutdown(self, timeout: float = 10.0) -> None:
         """Ends all transfers, gives all memory back and frees the agent. Calling it again does nothing.
 
-        Waits at most `timeout` seconds for transfers in flight to be given up.
+        Waits at most `timeout` seconds for transfers in flight to be given up and for messages sent before to leave.
+        An agent that the program leaves running is shut down when the interpreter exits, before it frees memory.
         """
         self._handle.shutdown(timeout)
 
