@@ -12,8 +12,6 @@ pub(crate) mod event_loop;
 pub(crate) mod probe;
 mod revocation;
 mod scheduler;
-#[cfg(test)]
-mod testing;
 pub(crate) mod turn;
 mod ucx_settings;
 mod warmup;
@@ -251,3 +249,6 @@ impl Engine {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

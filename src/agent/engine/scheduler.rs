@@ -104,7 +104,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    use super::super::testing::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, start};
+    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, start};
     use super::super::ucx_settings::CAN_REFUSE;
     use super::*;
     use crate::agent::command::Shared;
