@@ -65,9 +65,22 @@ impl Witness {
         }
     }
 
+    /// Nobody takes it for a witness any more. Memory that is freed may keep what is in it.
+    fn end(&self) {
+        if let Some(first) = self.0.first() {
+            first.store(0, Ordering::Release);
+        }
+    }
+
     /// What to tell the peer, of this process, which is at `here`.
     pub fn place(&self, here: &ProcessPlace) -> ProcessPlace {
         ProcessPlace { witness: self.0.as_ptr().expose_provenance() as u64, ..here.clone() }
+    }
+}
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 
@@ -421,6 +434,10 @@ mod tests {
         refused(7, CHALLENGE, b"an addres");
         let neighbour = find(7, CHALLENGE, ADDRESS).unwrap().unwrap();
         witness.answer((9, 9));
+        assert_eq!(neighbour.check().unwrap_err().kind(), ErrorKind::PeerDied);
+        witness.answer(CHALLENGE);
+        neighbour.check().unwrap();
+        witness.end();
         assert_eq!(neighbour.check().unwrap_err().kind(), ErrorKind::PeerDied);
     }
 

@@ -99,13 +99,6 @@ impl Regions {
         self.slots.get(index as usize)?.as_ref().filter(|region| region.closing.is_none())
     }
 
-    /// Those that other agents may use, each by its index and whether they still may.
-    fn known(&self) -> impl Iterator<Item = (u32, bool)> {
-        (0..)
-            .zip(&self.slots)
-            .map(|(index, slot)| (index, slot.as_ref().is_some_and(|region| region.closing.is_none())))
-    }
-
     /// Whether a peer may read and write a region without this side: host memory where the two are so near that the kernel
     /// copies between them, device memory on the same host.
     pub(crate) fn may_be_used_by(&self, index: u32, on_this_host: bool, is_near: bool) -> bool {
@@ -118,19 +111,7 @@ impl Regions {
 
     /// The indices of registered regions.
     pub(crate) fn registered(&self) -> Vec<u32> {
-        self.known().filter(|(_, is_live)| *is_live).map(|(index, _)| index).collect()
-    }
-
-    /// Those that other agents could use and must not any more: first and last of each run, the latest at the end.
-    pub(crate) fn withdrawn(&self) -> Vec<(u32, u32)> {
-        let mut runs: Vec<(u32, u32)> = Vec::new();
-        for (index, _) in self.known().filter(|(_, is_live)| !is_live) {
-            match runs.last_mut() {
-                Some((_, last)) if last.checked_add(1) == Some(index) => *last = index,
-                _ => runs.push((index, index)),
-            }
-        }
-        runs
+        (0..).zip(&self.slots).filter(|(index, _)| self.live(*index).is_some()).map(|(index, _)| index).collect()
     }
 
     /// Lengths by index.

@@ -4,7 +4,7 @@
 //! Such a copy does not end with the registration, and a mapping keeps freed memory from being free. So the owner asks its peers
 //! on the host to let go, and its deregistration waits for their answers.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Weak;
 
 use super::ids::PeerId;
@@ -15,8 +15,22 @@ use crate::mem::cuda::ipc::Imported;
 pub(crate) struct Revocations {
     /// Own regions that these peers were asked to let go. Each counts as a use of the region.
     asked: BTreeSet<(PeerId, u32)>,
-    /// Regions of peers that this side lets go, and the mappings of them that copies under way still hold.
-    owed: Vec<(PeerId, u32, Vec<Weak<Imported>>)>,
+    /// Regions of peers that this side lets go.
+    owed: BTreeMap<(PeerId, u32), Owed>,
+}
+
+/// What has to end before a region can be let go.
+struct Owed {
+    /// Transfers that read or write it.
+    users: usize,
+    /// Mappings of it that copies under way hold.
+    mappings: Vec<Weak<Imported>>,
+}
+
+impl Owed {
+    fn is_due(&self) -> bool {
+        self.users == 0 && self.mappings.iter().all(|mapping| mapping.strong_count() == 0)
+    }
 }
 
 impl Revocations {
@@ -37,17 +51,29 @@ impl Revocations {
 
     /// A peer is gone. Returns the regions that it need not let go any more.
     pub(crate) fn forget(&mut self, peer: PeerId) -> Vec<u32> {
-        self.owed.retain(|(owed, _, _)| *owed != peer);
+        self.owed.retain(|(owed, _), _| *owed != peer);
         let is_its = |(asked, _): &&(PeerId, u32)| *asked == peer;
         let freed = self.asked.iter().filter(is_its).map(|(_, region)| *region).collect();
         self.asked.retain(|(asked, _)| *asked != peer);
         freed
     }
 
-    /// This side is to let a peer's region go, of which these mappings were made.
-    pub(crate) fn owe(&mut self, peer: PeerId, region: u32, mappings: Vec<Weak<Imported>>) {
-        if !self.owed.iter().any(|(owed, known, _)| (*owed, *known) == (peer, region)) {
-            self.owed.push((peer, region, mappings));
+    /// This side is to let a peer's region go, which so many transfers use and of which these mappings were made.
+    pub(crate) fn owe(&mut self, peer: PeerId, region: u32, users: usize, mappings: Vec<Weak<Imported>>) {
+        self.owed.insert((peer, region), Owed { users, mappings });
+    }
+
+    /// Whether this side is to let a peer's region go.
+    pub(crate) fn is_owed(&self, peer: PeerId, region: u32) -> bool {
+        self.owed.contains_key(&(peer, region))
+    }
+
+    /// A transfer that used these regions of a peer's is over.
+    pub(crate) fn user_ended(&mut self, peer: PeerId, regions: &[u32]) {
+        for region in regions {
+            if let Some(owed) = self.owed.get_mut(&(peer, *region)) {
+                owed.users = owed.users.saturating_sub(1);
+            }
         }
     }
 
@@ -61,12 +87,14 @@ impl Revocations {
         !self.owed.is_empty()
     }
 
-    /// Takes what can be answered: of which no mapping is left, and which is not in use.
-    pub(crate) fn take_due(&mut self, is_in_use: impl Fn(PeerId, u32) -> bool) -> Vec<(PeerId, u32)> {
-        let is_due = |(peer, region, mappings): &mut (PeerId, u32, Vec<Weak<Imported>>)| {
-            mappings.iter().all(|mapping| mapping.strong_count() == 0) && !is_in_use(*peer, *region)
-        };
-        self.owed.extract_if(.., is_due).map(|(peer, region, _)| (peer, region)).collect()
+    /// Takes what can be answered: what nothing uses any more.
+    pub(crate) fn take_due(&mut self) -> Vec<(PeerId, u32)> {
+        let due: Vec<(PeerId, u32)> =
+            self.owed.iter().filter(|(_, owed)| owed.is_due()).map(|(region, _)| *region).collect();
+        for region in &due {
+            self.owed.remove(region);
+        }
+        due
     }
 }
 
@@ -86,16 +114,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_owed_is_due_when_no_mapping_is_left() {
+    fn what_is_owed_is_due_when_nothing_uses_it() {
         let (a, b) = (PeerId::from_raw(1), PeerId::from_raw(2));
         let mut revocations = Revocations::default();
-        revocations.owe(a, 1, vec![Weak::new()]);
-        revocations.owe(a, 3, Vec::new());
-        revocations.owe(b, 2, Vec::new());
-        assert!(revocations.forget(b).is_empty());
-        assert_eq!(revocations.take_due(|peer, region| (peer, region) == (a, 3)), [(a, 1)]);
-        assert!(revocations.are_owed());
-        assert_eq!(revocations.take_due(|_, _| false), [(a, 3)]);
+        revocations.owe(a, 1, 0, vec![Weak::new()]);
+        revocations.owe(a, 3, 2, Vec::new());
+        revocations.owe(b, 2, 0, Vec::new());
+        assert!(revocations.forget(b).is_empty() && revocations.is_owed(a, 3) && !revocations.is_owed(b, 2));
+        assert_eq!(revocations.take_due(), [(a, 1)]);
+        revocations.user_ended(a, &[1, 3]);
+        revocations.user_ended(b, &[3]);
+        assert_eq!((revocations.take_due(), revocations.are_owed()), (Vec::new(), true));
+        revocations.user_ended(a, &[3]);
+        assert_eq!(revocations.take_due(), [(a, 3)]);
         assert!(!revocations.are_owed());
     }
 }

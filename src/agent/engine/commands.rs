@@ -95,7 +95,9 @@ impl Engine {
         let grace = now.checked_add(self.transfers.cancel_grace);
         if let Some(index) = self.regions.close(region, reply, grace) {
             self.transfers.stop_users_of(index, &mut self.effects, now);
-            self.peers.set_withdrawn(self.regions.withdrawn());
+            if let Some(kind) = self.regions.range(index).map(MemoryRange::kind) {
+                self.peers.withdrawn.add(index, kind);
+            }
             self.revoke(index);
             self.dispatch(now);
             self.regions.unmap_if_unused(index);

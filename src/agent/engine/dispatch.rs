@@ -70,11 +70,13 @@ impl Engine {
     }
 
     fn peer_ready(&mut self, id: PeerId) {
-        // What was deregistered since this side said hello. The peer's answers are not waited for.
-        if let Ok(peer) = self.peers.get_mut(id) {
-            let takes = peer.on_this_host && peer.takes_revocations;
-            for region in std::mem::take(&mut peer.untold).into_iter().filter(|_| takes) {
-                self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
+        // What was deregistered since this side said hello.
+        if let Ok(peer) = self.peers.get(id)
+            && peer.on_this_host
+            && peer.takes_revocations
+        {
+            for region in &peer.untold {
+                self.effects.send(id, FrameKind::RegionRevoked, u64::from(*region), Vec::new());
             }
         }
         let Ok(peer) = self.peers.get(id) else { return };
@@ -146,6 +148,7 @@ impl Engine {
             operations,
             posted: Some((begin, begin)),
             regions: Vec::new(),
+            let_go: Vec::new(),
         };
         self.transfer_ended(end, Instant::now());
         true
@@ -160,8 +163,19 @@ impl Engine {
     }
 
     fn transfer_ended(&mut self, end: TransferEnd, now: Instant) {
-        let TransferEnd { id, user_data, message, peer, direction, mut result, bytes, operations, posted, regions } =
-            end;
+        let TransferEnd {
+            id,
+            user_data,
+            message,
+            peer,
+            direction,
+            mut result,
+            bytes,
+            operations,
+            posted,
+            regions,
+            let_go,
+        } = end;
         if let Some(message) = message {
             if result.is_ok() {
                 let (peers, mut io) = self.peers(now);
@@ -195,6 +209,7 @@ impl Engine {
             finished_at: now,
         });
         self.regions.leave(&regions);
+        self.revocations.user_ended(peer, &let_go);
     }
 
     /// Takes the connections that UCX gave up.

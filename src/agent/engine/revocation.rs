@@ -11,13 +11,13 @@ use crate::error::{Error, ErrorKind, Result};
 
 impl Engine {
     /// Asks peers that may use a region by themselves to let go of it when it is being deregistered, which counts as used until they
-    /// have. One that has not said hello is told when it has, and not waited for.
+    /// have. One that has not said hello is told when it has, and not waited for: it copies nothing before it has let go.
     pub(super) fn revoke(&mut self, region: u32) {
         for id in self.peers.ids() {
             let Ok(peer) = self.peers.get_mut(id) else { continue };
             let may_use = self.regions.may_be_used_by(region, peer.on_this_host, peer.is_near);
             if !peer.is_ready() {
-                peer.untold.push(region);
+                peer.untold.insert(region);
             } else if may_use && peer.takes_revocations && self.revocations.ask(id, region) {
                 self.regions.enter(&[region]);
                 self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
@@ -37,7 +37,7 @@ impl Engine {
         if !self.revocations.are_owed() {
             return;
         }
-        for (peer, region) in self.revocations.take_due(|peer, region| self.transfers.reach(peer, region)) {
+        for (peer, region) in self.revocations.take_due() {
             self.effects.send(peer, FrameKind::RegionReleased, u64::from(region), Vec::new());
         }
         self.dispatch(now);
@@ -45,12 +45,21 @@ impl Engine {
 
     /// A peer deregisters a region.
     pub(super) fn on_revoked(&mut self, id: PeerId, region: u32, now: Instant) -> Result<()> {
-        match self.peers.get_mut(id)?.revoke(region) {
-            Ok(mappings) => self.revocations.owe(id, region, mappings),
-            Err(error) if error.kind() == ErrorKind::PeerDied => self.effects.lose(id, error),
-            Err(error) => return Err(error),
+        if self.revocations.is_owed(id, region) {
+            return Ok(());
         }
-        self.transfers.stop_users_there(id, region, &mut self.effects, now);
+        let revoked = self.peers.get_mut(id)?.revoke(region);
+        if let Err(error) = &revoked
+            && error.kind() != ErrorKind::PeerDied
+        {
+            return Err(error.clone());
+        }
+        // None begins after this one, since the region is gone.
+        let users = self.transfers.stop_users_there(id, region, &mut self.effects, now);
+        match revoked {
+            Ok(mappings) => self.revocations.owe(id, region, users, mappings),
+            Err(error) => self.effects.lose(id, error),
+        }
         self.dispatch(now);
         self.answer_revocations(now);
         Ok(())
@@ -58,6 +67,9 @@ impl Engine {
 
     /// A peer has let a region go.
     pub(super) fn on_released(&mut self, id: PeerId, region: u32) {
+        if let Ok(peer) = self.peers.get_mut(id) {
+            peer.has_released(region);
+        }
         if self.revocations.answered(id, region) {
             self.regions.leave(&[region]);
         }
@@ -95,13 +107,16 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    use super::super::testing::{DEVICE, LEN, begin_one, config, drive, read, reader};
+    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, start, turn};
     use super::*;
     use crate::agent::command::{Command, Shared};
+    use crate::agent::core::ids::RegionId;
     use crate::agent::core::reply::answer;
-    use crate::agent::{Agent, Transport};
+    use crate::agent::core::request::TransferRequest;
+    use crate::agent::{Agent, AgentConfig, Direction, Event, Transport};
     use crate::mem::MemoryRange;
     use crate::proto::ids::Incarnation;
+    use crate::proto::plan::Segment;
 
     /// Whoever cannot have it mapped need not be waited for, and does not end the waiting for others.
     #[test]
@@ -157,5 +172,116 @@ mod tests {
         ended.unwrap();
         drop(engine);
         other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
+    /// Two engines of which each connects to the other before it has heard of it: an owner of a region of bytes 7, and a writer
+    /// with the three of [`plan`], of bytes 8.
+    fn met() -> ((Engine, PeerId, MemoryRange), (Engine, PeerId)) {
+        let make = |number: u64, lens: &[usize]| {
+            let shared = Arc::new(Shared::new(number).unwrap());
+            let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(number), &shared).unwrap();
+            let ranges: Vec<MemoryRange> =
+                lens.iter().map(|len| MemoryRange::leaked_with(vec![number as u8; *len])).collect();
+            for range in &ranges {
+                engine.register(*range).unwrap();
+            }
+            (engine, ranges[0])
+        };
+        let ((mut owner, memory), (mut writer, _)) = (make(7, &[3 * LEN]), make(8, &[LEN; 3]));
+        let theirs = writer.metadata();
+        let there = owner.connect(&theirs, Instant::now()).unwrap();
+        let here = writer.connect(&owner.metadata(), Instant::now()).unwrap();
+        ((owner, there, memory), (writer, here))
+    }
+
+    /// Its memory may be freed when the deregistration is over, though its peer has a hello that does not name it.
+    #[test]
+    fn a_region_that_was_deregistered_between_two_hellos_is_not_copied() {
+        let ((mut owner, there, memory), (mut writer, here)) = met();
+        let region = RegionId::of_index(owner.shared.live.ids.salt(), 0);
+        let (reply, caller) = answer();
+        owner.serve(Command::Deregister { region, reply }, Instant::now());
+        caller.wait(Duration::ZERO).unwrap().unwrap();
+        drive(&mut writer, |writer| {
+            owner.worker.progress();
+            writer.peers.get(here).unwrap().is_ready()
+        });
+        drive(&mut owner, |owner| {
+            writer.worker.progress();
+            owner.peers.get(there).unwrap().is_ready()
+        });
+        // It has not heard of the deregistration. What copies it can make are made at once.
+        writer.peers.find_neighbours();
+        drive(&mut owner, |_| {
+            let peer = writer.peers.get(here).unwrap();
+            peer.is_neighbour_unproved() || peer.is_filled_by_kernel(0)
+        });
+        let write = start(&mut writer, here, Direction::Write);
+        writer.post_transfers();
+        assert!(memory.leaked_bytes().iter().all(|byte| *byte == 7), "freed memory was written to");
+        drive_both(&mut owner, &mut writer, |writer| writer.transfers.get(write).is_none());
+        assert!(memory.leaked_bytes().iter().all(|byte| *byte == 7), "freed memory was written to");
+        assert_eq!(writer.stats.transfers_failed, 1);
+        // What is registered is copied when it is known what was not.
+        owner.register(memory).unwrap();
+        writer.connect(&owner.metadata(), Instant::now()).unwrap();
+        drive_both(&mut owner, &mut writer, |writer| {
+            writer.peers.find_neighbours();
+            !writer.peers.get(here).unwrap().is_neighbour_unproved()
+        });
+        let mut next = plan();
+        next.segments = next.segments.iter().map(|segment| Segment { remote_region: 1, ..*segment }).collect();
+        let id = writer.shared.live.ids.transfer().unwrap();
+        let (direction, message) = (Direction::Write, None);
+        let request = TransferRequest { id, peer: here, direction, plan: next, message, user_data: 0 };
+        writer.start_transfer(request, Instant::now()).unwrap();
+        drive_both(&mut owner, &mut writer, |writer| writer.transfers.get(id).is_none());
+        assert!(memory.leaked_bytes().iter().all(|byte| *byte == 8));
+        assert_eq!(writer.stats.copied_bytes, 3 * LEN as u64);
+    }
+
+    fn drive_both(one: &mut Engine, other: &mut Engine, mut holds: impl FnMut(&mut Engine) -> bool) {
+        drive(one, |_| {
+            other.reap_copies(Instant::now());
+            other.check_timers(Instant::now());
+            turn(other);
+            holds(other)
+        });
+    }
+
+    fn until_lost(agent: &Agent) {
+        let lost = || matches!(agent.wait_event(Duration::from_secs(120)).unwrap(), Event::PeerLost { .. });
+        while !lost() {}
+    }
+
+    /// Whoever stood still for too long hears of it when it goes on.
+    #[test]
+    fn a_peer_that_does_not_let_go_in_time_is_told_that_it_was_given_up() {
+        let hasty = AgentConfig { cancel_grace: Duration::from_millis(50), ..config("b", Transport::Shm) };
+        let other = Agent::start(hasty).unwrap();
+        let region = other.register(MemoryRange::leaked(3 * LEN)).unwrap();
+        let (mut engine, peer) = reader(Transport::Shm, &other);
+        let id = read(&mut engine, peer);
+        other.deregister(region).unwrap();
+        until_lost(&other);
+        drive(&mut engine, |engine| {
+            engine.reap_copies(Instant::now());
+            engine.peers.get(peer).is_err() && engine.transfers.get(id).is_none()
+        });
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
+    #[test]
+    fn a_peer_that_is_given_up_is_told() {
+        for transport in [Transport::Shm, Transport::Tcp] {
+            let other = Agent::start(config("b", transport)).unwrap();
+            let (mut engine, peer) = reader(transport, &other);
+            engine.effects.lose(peer, Error::new(ErrorKind::Exhausted, "test"));
+            engine.dispatch(Instant::now());
+            drive(&mut engine, |_| matches!(other.poll_event(), Some(Event::PeerLost { .. })));
+            drop(engine);
+            other.shutdown(Duration::from_secs(60)).unwrap();
+        }
     }
 }

@@ -50,6 +50,21 @@ impl ClosingEndpoints {
     }
 }
 
+impl Peer {
+    /// Says goodbye, unless there is nobody to hear it. Whatever UCX has not got away when the endpoint is closed is lost.
+    pub(super) fn say_goodbye(&mut self, operations: &mut Operations) {
+        if !self.is_ready() || self.has_left || self.endpoint.failure().is_some() {
+            return;
+        }
+        let frame = self.frame(FrameKind::Goodbye, self.next_sequence);
+        let Ok((header, data)) = self.session.wrap(frame, Vec::new()) else { return };
+        let token = operations.insert(InFlight::Goodbye);
+        if !matches!(self.endpoint.send_am(AM_ID, &header, data, token), Ok(Posted::Pending)) {
+            operations.remove(token);
+        }
+    }
+}
+
 impl Peers {
     /// Says goodbye to a peer that was taken out of the table.
     pub(super) fn close(&mut self, mut peer: Peer, io: &mut Io<'_>) {
@@ -58,12 +73,7 @@ impl Peers {
             return self.tell_undelivered(&peer.name, peer.undelivered(io.operations), "it has not answered");
         }
         let undelivered = peer.undelivered(io.operations);
-        let frame = peer.frame(FrameKind::Goodbye, peer.next_sequence);
-        let Ok((header, data)) = peer.session.wrap(frame, Vec::new()) else { return };
-        let token = io.operations.insert(InFlight::Goodbye);
-        if !matches!(peer.endpoint.send_am(AM_ID, &header, data, token), Ok(Posted::Pending)) {
-            io.operations.remove(token);
-        }
+        peer.say_goodbye(io.operations);
         let token = io.operations.insert(InFlight::CloseFlush);
         // The agent's end waits for messages as it does for transfers.
         let at = io.now.checked_add(LIMIT).max(self.flush_until.filter(|_| undelivered > 0));

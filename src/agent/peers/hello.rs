@@ -54,9 +54,6 @@ fn ours() -> Versions {
     Versions::OURS
 }
 
-/// Runs of withdrawn regions that a hello names at most: they fit it.
-pub(super) const MAX_WITHDRAWN: usize = 4096;
-
 /// A hello is a name, an address of a few hundred bytes and some numbers.
 const MAX_HELLO_BYTES: usize = 64 << 10;
 
@@ -108,7 +105,7 @@ impl Peers {
             // With a key there are none: what they carry is not sealed.
             streams: self.local.streams && !self.are_keyed(),
             revocations: true,
-            withdrawn: self.withdrawn.clone(),
+            withdrawn: self.withdrawn.told(peer.is_near),
             challenge: Some(peer.challenge),
             versions: Versions::OURS,
         })
@@ -159,6 +156,9 @@ impl Peers {
 
     /// Loses a peer that has made a new connection.
     pub(super) fn lose_replaced(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) {
+        if let Ok(peer) = self.get_mut(id) {
+            peer.has_left = true;
+        }
         let text = format!("agent {} lost the connection and has made a new one", hello.name);
         self.lose(id, Error::new(ErrorKind::PeerDied, text), io);
     }
@@ -205,9 +205,7 @@ impl Peers {
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
         peer.answered_by = hello.seen.and(places).and_then(|(theirs, own)| theirs.pid_beside(own));
         // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
-        let is_near = lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/"));
-        peer.is_near = is_near;
-        peer.claimed = hello.process.clone().filter(|_| is_near);
+        peer.claimed = hello.process.clone().filter(|_| peer.is_near);
         if hello.challenge.is_none() && peer.claimed.take().is_some() {
             log::info!(
                 "agent {}: agent {} is of an older kvferry and cannot prove which process it is: its memory goes by \

@@ -17,6 +17,7 @@ mod peer;
 pub(crate) mod reach;
 pub(crate) mod secure;
 mod session;
+mod withdrawn;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -28,13 +29,13 @@ use self::backing::Backing;
 use self::close::ClosingEndpoints;
 use self::departed::Departed;
 use self::gone::Gone;
-use self::hello::MAX_WITHDRAWN;
 use self::inbox::{Inbox, Item, reserve};
 use self::peer::Imports;
 pub(crate) use self::peer::Peer;
-use self::reach::Reach;
+use self::reach::{Reach, reaches_host_memory};
 use self::secure::Secrets;
 use self::session::Session;
+use self::withdrawn::Withdrawn;
 use super::core::effect::{Effect, Effects};
 use super::core::event::Event;
 use super::core::frame::{Frame, FrameKind};
@@ -98,7 +99,7 @@ pub(crate) struct Peers {
     departed: Departed,
     gone: Gone,
     /// What hellos say of regions that were deregistered.
-    withdrawn: Vec<(u32, u32)>,
+    pub(crate) withdrawn: Withdrawn,
     /// Whether no more are connected to.
     is_shut: bool,
     /// Of messages that are dropped.
@@ -118,7 +119,7 @@ impl Peers {
             flush_until: None,
             departed: Departed::default(),
             gone: Gone::default(),
-            withdrawn: Vec::new(),
+            withdrawn: Withdrawn::default(),
             is_shut: false,
             drop_log: LogLimit::default(),
         }
@@ -152,12 +153,6 @@ impl Peers {
 
     pub(crate) fn ids(&self) -> Vec<PeerId> {
         self.by_id.keys().copied().collect()
-    }
-
-    /// What later hellos say of regions that were deregistered, as far as it fits: the latest ones.
-    pub(crate) fn set_withdrawn(&mut self, mut runs: Vec<(u32, u32)>) {
-        runs.drain(..runs.len().saturating_sub(MAX_WITHDRAWN));
-        self.withdrawn = runs;
     }
 
     /// This agent, as peers see it.
@@ -319,6 +314,7 @@ impl Peers {
                 format!("connecting to agent {name} (is it running, and the network open?): {status}"),
             ));
         }
+        let is_near = reaches_host_memory(&endpoint.describe());
         let draw = || {
             getrandom::u64().map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random connection number: {e}")))
         };
@@ -340,6 +336,7 @@ impl Peers {
             next_sequence: 0,
             inbox: Inbox::default(),
             silent: false,
+            has_left: false,
             server: Server::default(),
             flow: FlowControl::new(io.now),
             session: Session { keyed: self.secrets.is_keyed(), ..Session::default() },
@@ -347,8 +344,9 @@ impl Peers {
             refused: BTreeSet::new(),
             imports: Imports::default(),
             takes_revocations: false,
-            is_near: false,
-            untold: Vec::new(),
+            is_near,
+            untold: BTreeSet::new(),
+            unanswered: None,
             may_stream: false,
             streamed: false,
             on_this_host: false,
@@ -459,6 +457,7 @@ impl Peers {
                     io.effects.push(Effect::Tell(Event::Message { peer: id, data }));
                 }
                 Item::Goodbye => {
+                    self.get_mut(id)?.has_left = true;
                     io.effects.lose(id, Error::new(ErrorKind::PeerDied, "the peer closed the connection"));
                 }
             }
@@ -487,15 +486,16 @@ impl Peers {
     }
 
     /// The connection is broken or given up: its id becomes stale, its owner is told. Closes the endpoint by force, which
-    /// ends its operations with errors.
+    /// ends its operations with errors; a peer that still listens is told.
     pub(crate) fn lose(&mut self, id: PeerId, error: Error, io: &mut Io<'_>) {
-        if self.by_id.contains_key(&id) {
+        if let Some(mut peer) = self.remove(id, io.live) {
             log::info!("agent {}: {id} is lost: {error}", self.local.name);
-            let lost = self.remove(id, io.live);
             // Nobody takes the event any more.
-            if let Some(peer) = lost.filter(|_| self.is_shut) {
+            if self.is_shut {
                 self.tell_undelivered(&peer.name, peer.undelivered(io.operations), error.message());
             }
+            peer.say_goodbye(io.operations);
+            drop(peer);
             io.stats.peers_lost += 1;
             io.effects.push(Effect::Tell(Event::PeerLost { peer: id, error: error.clone() }));
             io.effects.push(Effect::PeerGone { peer: id, error });

@@ -100,6 +100,8 @@ pub(crate) struct Peer {
     pub(super) inbox: Inbox,
     /// Whether it came by itself and has said nothing but hello.
     pub(super) silent: bool,
+    /// Whether it has left, so that nothing need be said to it.
+    pub(super) has_left: bool,
     pub(crate) server: Server,
     pub(crate) flow: FlowControl,
     pub(super) session: Session,
@@ -111,10 +113,13 @@ pub(crate) struct Peer {
     pub(super) imports: Imports,
     /// Whether it lets go of memory of this side when it is asked to.
     pub(crate) takes_revocations: bool,
-    /// Whether it may copy this side's host memory by itself.
+    /// Whether it may copy this side's host memory by itself: so the lanes of the connection say, from its beginning on.
     pub(crate) is_near: bool,
-    /// Regions of this side that were deregistered since it was sent a hello, before it has said its own.
-    pub(crate) untold: Vec<u32>,
+    /// Regions of this side that were deregistered since it was sent a hello, and before it has said its own. As long as it has
+    /// not let them go, it gets no answer to its challenge, and so copies nothing of this side by itself.
+    pub(crate) untold: BTreeSet<u32>,
+    /// Its challenge, as long as it is not answered.
+    pub(super) unanswered: Option<Challenge>,
     /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
     pub(crate) may_stream: bool,
     /// Whether there is one from the peer.
@@ -334,10 +339,22 @@ impl Peer {
         }
     }
 
-    /// Writes the peer's challenge where the peer looks for it.
-    pub(crate) fn take_challenge(&self, hello: &Hello) {
-        if let Some(challenge) = hello.challenge {
+    /// Writes the peer's challenge where the peer looks for it, when it knows which regions are gone.
+    pub(crate) fn take_challenge(&mut self, hello: &Hello) {
+        self.unanswered = hello.challenge;
+        self.answer_challenge();
+    }
+
+    fn answer_challenge(&mut self) {
+        if let Some(challenge) = self.unanswered.take_if(|_| self.untold.is_empty()) {
             self.witness.answer(challenge);
+        }
+    }
+
+    /// It has let a region of this side go.
+    pub(crate) fn has_released(&mut self, region: u32) {
+        if self.untold.remove(&region) {
+            self.answer_challenge();
         }
     }
 

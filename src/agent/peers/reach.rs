@@ -58,6 +58,11 @@ impl Reach {
     }
 }
 
+/// Whether UCX would copy the other side's host memory within the host, over a connection of these lanes.
+pub(super) fn reaches_host_memory(lanes: &str) -> bool {
+    lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/"))
+}
+
 /// Whether host memory goes by TCP only, over a connection of these lanes.
 pub(super) fn has_only_tcp(lanes: &str) -> bool {
     let mut lanes = lanes.split(", ").map(str::trim).filter(|lane| !lane.starts_with("cuda_")).peekable();

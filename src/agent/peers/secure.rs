@@ -224,7 +224,7 @@ impl Peers {
         io: &mut Io<'_>,
     ) -> Result<()> {
         // Before the peer reads the answer and looks.
-        self.get(id)?.take_challenge(hello);
+        self.get_mut(id)?.take_challenge(hello);
         let answer = self.own_hello(id, Some(hello.connection))?;
         let (message, channel) = responder.answer(&answer.encode()?)?;
         let peer = self.get_mut(id)?;

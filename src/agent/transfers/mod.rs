@@ -42,6 +42,8 @@ pub(crate) struct Transfer {
     regions: Vec<u32>,
     /// Regions of the peer's, likewise.
     remote_regions: Vec<u32>,
+    /// Those of them that the peer has deregistered meanwhile.
+    let_go: Vec<u32>,
     in_flight: u32,
     posted: u64,
     /// Bytes moved.
@@ -289,6 +291,7 @@ impl Transfers {
             again: Vec::new(),
             regions: used,
             remote_regions,
+            let_go: Vec::new(),
             in_flight: 0,
             posted: 0,
             bytes: 0,
@@ -441,6 +444,7 @@ impl Transfers {
             operations: transfer.posted,
             posted,
             regions: transfer.regions,
+            let_go: transfer.let_go,
         }));
     }
 
@@ -473,15 +477,19 @@ impl Transfers {
         self.stop_where(|transfer| transfer.regions.contains(&region), &error, effects, now);
     }
 
-    /// Stops the transfers that read or write a region that its owner deregisters.
-    pub(crate) fn stop_users_there(&mut self, peer: PeerId, region: u32, effects: &mut Effects, now: Instant) {
-        let error = Error::not_found(format!("the peer has deregistered its region {region}"));
-        self.stop_where(|transfer| transfer.reaches(peer, region), &error, effects, now);
-    }
-
-    /// Whether a transfer that is not over reads or writes a peer's region.
-    pub(crate) fn reach(&self, peer: PeerId, region: u32) -> bool {
-        self.table.values().any(|transfer| transfer.reaches(peer, region))
+    /// Stops the transfers that read or write a region that its owner deregisters, and returns how many there are. The end of
+    /// each says that it was one ([`TransferEnd::let_go`]).
+    pub(crate) fn stop_users_there(&mut self, peer: PeerId, region: u32, effects: &mut Effects, now: Instant) -> usize {
+        let mut users = 0;
+        for transfer in self.table.values_mut().filter(|transfer| transfer.reaches(peer, region)) {
+            transfer.let_go.push(region);
+            users += 1;
+        }
+        if users > 0 {
+            let error = Error::not_found(format!("the peer has deregistered its region {region}"));
+            self.stop_where(|transfer| transfer.reaches(peer, region), &error, effects, now);
+        }
+        users
     }
 
     /// Stops the transfers with a peer.
