@@ -26,6 +26,7 @@ BY_TRANSPORT = {
     "cut": ("faults", "cut", 50),
     "firewall": ("firewall", "firewall", 20),
     "restart-listener": ("faults", "restart_listener", 50),
+    "sleep": ("faults", "sleep", 50),
     "lease-race": ("load", "lease_race", 10_000),
     "preempt": ("load", "preempt", 3_000),
     "soak": ("load", "soak", 100_000),

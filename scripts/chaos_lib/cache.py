@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,10 +25,29 @@ class Cache:
     def __init__(self, blocks: int, block_bytes: int) -> None:
         self.blocks = blocks
         self.block_bytes = block_bytes
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, LAYERS * blocks * block_bytes, flags=private)
+        self.words = np.frombuffer(self._memory, np.uint32).reshape(LAYERS, blocks, block_bytes // 4)
         # Written, so that all of it is resident from the start.
-        self.words = np.full((LAYERS, blocks, block_bytes // 4), 1, dtype=np.uint32)
+        self.words.fill(1)
         self._ramp = np.arange(block_bytes // 4, dtype=np.uint32) * _WORD
         self._layers = np.arange(LAYERS, dtype=np.uint32) * _LAYER
+
+    def give_up(self) -> None:
+        """The bytes are gone, and whoever touches the memory gets a fault."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._protect(0)
+
+    def take_back(self) -> None:
+        """The memory of before, with other bytes."""
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+        self.words.fill(1)
+
+    def _protect(self, access: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(self.words.ctypes.data)
+        if libc.mprotect(address, ctypes.c_size_t(self.words.nbytes), access) != 0:
+            raise OSError(ctypes.get_errno(), "mprotect")
 
     def geometry(self) -> dict[str, object]:
         """The address map, for `Worker.set_geometry`."""

@@ -107,7 +107,24 @@ class Engine:
         self.pipe = pipe
         self.setup = setup
         self.cache = Cache(setup.blocks, setup.block_bytes)
-        self.worker = Worker(
+        self.worker, self.asleep = self._worker(), False
+        self.metadata = {(0, 0): self.worker.metadata()}
+        self.place: dict[str, Any] = {}
+        self.scheduler = self._scheduler()
+        self.under_way = under_way.UnderWay(self, os.getpid(), setup.silent, setup.aborts)
+        self.free = list(range(1, setup.blocks))
+        self.held: dict[str, _Held] = {}
+        self.loads: dict[str, _Held] = {}
+        self.garbage = 0
+        # Blocks that came free, with when: for the parent, which knows what should have been when.
+        self.freed: deque[tuple[str, float]] = deque(maxlen=2000)
+        # Loads whose second half comes later: (when, request, params).
+        self.later: list[tuple[float, str, dict[str, Any]]] = []
+        self.ended = False
+
+    def _worker(self) -> Worker:
+        setup = self.setup
+        worker = Worker(
             {
                 "engine_id": setup.name,
                 **TRANSPORTS.get(setup.transport, {"transport": setup.transport}),
@@ -123,21 +140,9 @@ class Engine:
                 **setup.worker,
             }
         )
-        self.worker.register(self.cache.words.ctypes.data, self.cache.words.nbytes)
-        self.worker.set_geometry(self.cache.geometry())
-        self.metadata = {(0, 0): self.worker.metadata()}
-        self.place: dict[str, Any] = {}
-        self.scheduler = self._scheduler()
-        self.under_way = under_way.UnderWay(self, os.getpid(), setup.silent, setup.aborts)
-        self.free = list(range(1, setup.blocks))
-        self.held: dict[str, _Held] = {}
-        self.loads: dict[str, _Held] = {}
-        self.garbage = 0
-        # Blocks that came free, with when: for the parent, which knows what should have been when.
-        self.freed: deque[tuple[str, float]] = deque(maxlen=2000)
-        # Loads whose second half comes later: (when, request, params).
-        self.later: list[tuple[float, str, dict[str, Any]]] = []
-        self.ended = False
+        worker.register(self.cache.words.ctypes.data, self.cache.words.nbytes)
+        worker.set_geometry(self.cache.geometry())
+        return worker
 
     def _scheduler(self) -> Scheduler:
         scheduler = Scheduler(
@@ -153,6 +158,8 @@ class Engine:
         if self.setup.serves:
             host, port = scheduler.serve(self.metadata)
             self.place = {"remote_engine_id": self.setup.name, "remote_host": host, "remote_port": port}
+        else:
+            scheduler.set_engine(self.metadata)
         return scheduler
 
     def take(self, count: int) -> list[int] | None:
@@ -214,7 +221,7 @@ class Engine:
                 continue
             self.loads[request] = _Held(key, blocks, time.monotonic(), params)
             self.scheduler.arrived(request, params)
-            if delay > 0:
+            if delay > 0 or self.asleep:
                 self.later.append((time.monotonic() + delay, request, params))
             else:
                 self._allocated(request, params)
@@ -232,6 +239,27 @@ class Engine:
         self.scheduler.shutdown()
         self.scheduler = self._scheduler()
         return ("", 0)
+
+    def fall_asleep(self) -> bool:
+        """As vLLM's sleep mode: the worker ends, and the cache's memory is gone."""
+        self._step()
+        last = self.worker.suspend()
+        self.asleep = True
+        if last is not None:
+            self._take(last)
+        self.cache.give_up()
+        return True
+
+    def wake(self, moves: bool) -> bool:
+        """The cache's memory is there again, `moves`: in another place, and a new worker begins."""
+        if moves:
+            self.cache = Cache(self.setup.blocks, self.setup.block_bytes)
+        else:
+            self.cache.take_back()
+        self.worker, self.asleep = self._worker(), False
+        self.metadata = {(0, 0): self.worker.metadata()}
+        self.scheduler.renew(self.metadata)
+        return True
 
     def overwrite(self) -> bool:
         """Gives other bytes to the blocks of all requests that are kept, one request at a time."""
@@ -269,13 +297,17 @@ class Engine:
     # The engine's own work.
 
     def _step(self) -> None:
-        while self.scheduler.has_pending():
+        while not self.asleep and self.scheduler.has_pending():
             self.worker.submit(self.scheduler.step())
 
     def _report(self, timeout: float) -> bool:
-        encoded = self.worker.wait_encoded(timeout)
+        encoded = None if self.asleep else self.worker.wait_encoded(timeout)
         if encoded is None:
             return False
+        self._take(encoded)
+        return True
+
+    def _take(self, encoded: bytes) -> None:
         self.scheduler.note(encoded)
         # The rank's own words: the scheduler side would hide that it says something twice.
         report = decode_report(encoded)
@@ -302,13 +334,12 @@ class Engine:
             self.free += load.blocks
         if ends:
             self.pipe.send(("done", ends))
-        return True
 
     def run(self) -> None:
         """Until the parent says end, or is gone."""
         while not self.ended:
             now = time.monotonic()
-            due = [entry for entry in self.later if entry[0] <= now]
+            due = [] if self.asleep else [entry for entry in self.later if entry[0] <= now]
             if due:
                 self.later = [entry for entry in self.later if entry[0] > now]
                 for _, request, params in due:
@@ -318,7 +349,7 @@ class Engine:
             busy = bool(self.loads or self.held or self.under_way.prompts)
             while self._report(0.001 if busy and not self.pipe.poll(0) else 0):
                 self._step()
-            while self.pipe.poll(0 if busy or self.later else 0.02):
+            while self.pipe.poll(0 if not self.asleep and (busy or self.later) else 0.02):
                 name, arguments = self.pipe.recv()
                 self.pipe.send((name, getattr(self, name)(*arguments)))
                 if self.ended:

@@ -248,6 +248,27 @@ def restart_listener(options: Options, transport: str) -> dict[str, Any]:
     return _survived(options, _setup("prefill", transport, True), _setup("decode", transport, False), fault, "restarts")
 
 
+def sleep(options: Options, transport: str) -> dict[str, Any]:
+    """One of the two engines gives its cache back in the middle of loads, and has it again, there or elsewhere.
+
+    Requests that come while the decode engine sleeps wait for it.
+    """
+
+    def fault(both: Pair, number: int) -> None:
+        victim, moves = (both.producer, both.consumer)[number % 2], number // 2 % 2 == 1
+        waiting = both.requests.make(4) if victim is both.consumer else []
+        params = dict(both.producer.ask("prefill", waiting))
+        burst = both.burst()
+        victim.ask("fall_asleep")
+        burst |= start_loads(both.consumer, waiting, params)
+        time.sleep(LEASE_MS / 1000 * 1.5 * both.dice.random())
+        victim.ask("wake", moves)
+        settle(both.consumer, burst, both.tally)
+        wait_unpinned(both.producer, both.tally, UNPINNED_S)
+
+    return _survived(options, _setup("prefill", transport, True), _setup("decode", transport, False), fault, "sleeps")
+
+
 def cut(options: Options, transport: str) -> dict[str, Any]:
     """The network between two hosts drops everything for a while, short or long, then works again."""
     with two_hosts() as ((p_netns, p_address), (d_netns, d_address)):
