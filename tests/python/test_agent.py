@@ -141,7 +141,7 @@ def test_messages_go_both_ways() -> None:
 
 
 def test_a_dead_peer_ends_its_transfers_and_is_told() -> None:
-    with kvferry.Agent({"transport": "tcp", "connect_timeout_ms": 2000}) as agent:
+    with kvferry.Agent({"transport": "tcp"}) as agent:
         local = np.zeros((LAYERS, BLOCKS, BLOCK), dtype=np.uint8)
         agent.register(local)
         with process(serve, "tcp") as pipe:

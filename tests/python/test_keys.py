@@ -63,12 +63,17 @@ def test_agents_with_one_key_work_and_others_do_not(tmp_path: Path, key: Path, m
     other = tmp_path / "other.key"
     main(["key", str(other)])
     for theirs in (str(other), ""):
-        with (
-            Agent({"name": "a", "key_file": str(key)}) as one,
-            Agent({"name": "b", "key_file": theirs, "connect_timeout_ms": 500}) as two,
-            pytest.raises(kvferry.KvferryError, match="key_file"),
-        ):
-            read(one, two, 60)
+        # On a busy machine the peer may be given up before it is read from: then it gets longer.
+        for doubled in range(8):
+            with (
+                Agent({"name": "a", "key_file": str(key)}) as one,
+                Agent({"name": "b", "key_file": theirs, "connect_timeout_ms": 500 << doubled}) as two,
+                pytest.raises(kvferry.KvferryError) as refused,
+            ):
+                read(one, two, 60)
+            if not isinstance(refused.value, kvferry.NotFoundError):
+                break
+        assert "key_file" in str(refused.value)
 
 
 def test_a_key_file_that_others_may_read_stops_everything_that_takes_one(key: Path) -> None:

@@ -179,7 +179,12 @@ def test_failures_of_a_peer_that_stands_still_or_is_killed(cause: str) -> None:
     with ExitStack() as stack:
         ends = -signal.SIGKILL if cause == "peer_died" else 0
         both = Pair(stack, ends=ends, transfer_timeout_ms=60_000 if ends else 1500)
-        assert both.hand_over() is None
+        # On a machine that stands still, reads that go well may take as long.
+        slow, deadline = 0, time.monotonic() + GENEROUS
+        while (ended := both.hand_over()) is not None:
+            assert ended == cause == "timeout"
+            assert time.monotonic() < deadline, "no reads were in time"
+            slow += 1
         request, params = both.grant()
         pid = both.ask("pid")
         freeze(pid)
@@ -192,7 +197,7 @@ def test_failures_of_a_peer_that_stands_still_or_is_killed(cause: str) -> None:
         finally:
             if cause != "peer_died":
                 os.kill(pid, signal.SIGCONT)
-        failed(both, cause)
+        failed(both, cause, slow + 1)
         if cause == "peer_died":
             until("the gauge falls", lambda: both.totals()["peers"] == 0)
 

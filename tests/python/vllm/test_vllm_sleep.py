@@ -6,7 +6,7 @@ vLLM tells a connector from 0.33 on; here no page of it can be touched meanwhile
 from __future__ import annotations
 
 import pytest
-from mini_trio import Trio, prompt
+from mini_trio import P_SALT, STEADY_LEASE_MS, Trio, prompt
 
 POLICY = "fail"
 
@@ -70,8 +70,8 @@ def test_prefill_engine_that_falls_asleep_while_it_is_read(trio: Trio) -> None:
 def test_prefill_engine_that_falls_asleep_with_what_nobody_fetches(trio: Trio) -> None:
     """It sleeps when the lease has run out."""
     frail = trio.frail
-    trio.prefilled(frail, "kept", prompt(163, 300))
     before = frail.call("state")["figures"].get("sends_expired", 0)
+    trio.prefilled(frail, "kept", prompt(163, 300))
     frail.call("fall_asleep")
     assert frail.call("state")["figures"]["sends_expired"] == before + 1
     frail.call("wake_up")
@@ -122,7 +122,7 @@ def test_requests_that_wait_keep_their_prefills_over_an_unmapped_sleep(trio: Tri
 @pytest.mark.parametrize("mapped", ["same", "another"])
 def test_prefill_engine_whose_cache_is_unmapped(trio: Trio, mapped: str) -> None:
     """Decode engines follow by themselves, and get nothing of what the memory holds that it had before."""
-    decode, producer = trio.decode[POLICY], trio.add_producer(1, 15_000)
+    decode, producer = trio.decode[POLICY], trio.add_producer(P_SALT, STEADY_LEASE_MS)
     try:
         registered = set()
         for turn in range(3):
