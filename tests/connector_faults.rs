@@ -198,7 +198,7 @@ fn a_hold_keeps_the_lease_and_a_release_gives_it_back() {
     let cache = CacheSpec::small(2, 1, 25);
     let (mut p, mut d) = pair(&cache);
     // A machine that stands still for longer than a lease ends it: then the next one is longer.
-    let (name, params) = (0..7)
+    let (name, params) = (0..6)
         .find_map(|attempt| {
             let (name, lease_ms) = (format!("p-{attempt}"), 1_000 << attempt);
             let params = p.prefill_for(&name, &lists(5, 3, false), 12, lease_ms);
