@@ -60,7 +60,8 @@ unsafe impl Send for PrimaryContext {}
 // SAFETY: as above, and `&self` only reads the handle.
 unsafe impl Sync for PrimaryContext {}
 
-/// Turns a driver result into an error that names the call.
+/// Turns a driver result into an error that names the call: [`ErrorKind::Unsupported`] for devices that do not reach one
+/// another, else [`ErrorKind::Cuda`].
 pub(super) fn ok(call: &str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -74,7 +75,11 @@ pub(super) fn ok(call: &str, result: sys::CUresult) -> Result<()> {
     } else {
         "unknown error".to_owned()
     };
-    Err(Error::new(ErrorKind::Cuda, format!("{call}: {text} (CUDA error {})", result as u32)))
+    let kind = match result {
+        sys::CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED => ErrorKind::Unsupported,
+        _ => ErrorKind::Cuda,
+    };
+    Err(Error::new(kind, format!("{call}: {text} (CUDA error {})", result as u32)))
 }
 
 /// Opens the driver and initializes it, once; later calls return the first outcome.
@@ -163,7 +168,8 @@ pub fn check_not_device(range: &MemoryRange) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a range that is not wholly inside one allocation of CUDA device `device`.
+/// Refuses a range that is not memory of CUDA device `device` from end to end: of one allocation, or of several that are mapped
+/// one behind the other.
 pub fn check_device(range: &MemoryRange, device: u32) -> Result<()> {
     let count = device_count().map_err(|e| e.context(format!("{range} cannot be registered")))?;
     if device >= count {
@@ -191,8 +197,47 @@ pub fn check_device(range: &MemoryRange, device: u32) -> Result<()> {
                 range.end().saturating_sub(base.saturating_add(len))
             ),
         )),
-        Pointer::Device { .. } => Ok(()),
+        Pointer::Device { .. } => check_mapped(range, device),
     }
+}
+
+/// Refuses a range with holes, and pieces of other devices: of memory of virtual memory management the driver calls all that is
+/// reserved one range, and a kernel that touches what is not mapped ends the context, which is the engine's too.
+fn check_mapped(range: &MemoryRange, device: u32) -> Result<()> {
+    if attribute::<u32>(range.addr(), Attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)?.unwrap_or(0) != 0 {
+        return Ok(());
+    }
+    let context = PrimaryContext::retain(device)?;
+    let _entered = context.enter()?;
+    let mut at = range.addr();
+    while at < range.end() {
+        let is_mapped = attribute::<u32>(at, Attribute::CU_POINTER_ATTRIBUTE_MAPPED)?.unwrap_or(0) != 0;
+        match pointer(at)? {
+            Pointer::Device { device: actual, .. } if is_mapped && actual == device => {}
+            Pointer::Device { device: actual, .. } if is_mapped => {
+                return Err(Error::invalid(format!(
+                    "{range} has memory of CUDA device {actual} at {at:#x}; register what is of one device"
+                )));
+            }
+            _ => {
+                return Err(Error::new(
+                    ErrorKind::OutOfRange,
+                    format!("nothing is mapped at {at:#x}, {} bytes after the beginning of {range}", at - range.addr()),
+                ));
+            }
+        }
+        let (start, len) = allocation(at)?;
+        at = start.saturating_add(len).max(at + 1);
+    }
+    Ok(())
+}
+
+/// Start and length of the allocation at an address, in the current context.
+fn allocation(addr: u64) -> Result<(u64, u64)> {
+    let (mut start, mut len) = (0, 0);
+    // SAFETY: writes two numbers.
+    ok("cuMemGetAddressRange", unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut len, addr) })?;
+    Ok((start, len as u64))
 }
 
 fn managed(range: &MemoryRange) -> Error {

@@ -92,14 +92,17 @@ class Skipped(Exception):
 class Checks:
     """The tests. `device` is the kind of memory that stands for the device."""
 
-    def __init__(self, driver: cuda.Driver | None) -> None:
+    def __init__(self, driver: cuda.Driver | None, only: str | None = None) -> None:
         self._driver = driver
+        self._only = only
         self._device = "cuda" if driver is not None else "host"
         self._failed: list[str] = []
         self._passed = 0
 
     def run(self, name: str, test: Callable[[], str | None]) -> None:
-        """Runs one test and prints how it went."""
+        """Runs one test and prints how it went, unless another was asked for."""
+        if self._only not in (None, name):
+            return
         start = time.monotonic()
         try:
             note = test()
@@ -116,6 +119,9 @@ class Checks:
 
     def finish(self) -> int:
         """Prints the sum; the exit status."""
+        if self._only is not None and not (self._passed or self._failed):
+            print(f"FAILED: no test has run that is called {self._only!r}")
+            return 1
         print(f"{self._passed} passed, {len(self._failed)} failed{''.join(f', {name}' for name in self._failed)}")
         return 1 if self._failed else 0
 
@@ -299,6 +305,58 @@ class Checks:
                         ended += 1
         return f"{ended} of 20 transfers ended well"
 
+    def deregistered(self, transport: str) -> str:
+        """Memory that is deregistered in mid-transfer is free to be given back at once."""
+        driver = self._driver
+        assert driver is not None
+        nbytes = 64 << 20
+        ids = list(range(nbytes // 65536))
+        ended = 0
+        with self.reader(transport, nbytes) as (agent, peer, _):
+            connected = agent.connect(peer.metadata)
+            for region in range(1, 7):
+                memory = cuda.DeviceMemory(driver, nbytes)
+                registered = agent.register((memory.address, nbytes), kind="cuda", device=0)
+                scattered = [Segment(0, region, 0, 0, 0, 65536, 65536, 65000)]
+                agent.read(connected, scattered, [(ids[:1], ids[:1])]).wait(GENEROUS)
+                transfers = [agent.read(connected, scattered, [(ids, ids[::-1])]) for _ in range(4)]
+                for transfer in transfers if region % 2 else []:
+                    transfer.cancel()
+                agent.deregister(registered)
+                memory.free()
+                for transfer in transfers:
+                    with contextlib.suppress(kvferry.KvferryError):
+                        transfer.wait(GENEROUS)
+                        ended += 1
+        return f"{ended} of 24 transfers ended well"
+
+    def two_devices(self, transport: str, remote: int) -> str:
+        """One agent's regions on two devices, and a peer's on its only one."""
+        driver = self._driver
+        assert driver is not None
+        nbytes = 4 << 20
+        ids = list(range(nbytes // 16384))
+        here = [cuda.DeviceMemory(driver, nbytes)]
+        with driver.on(1):
+            here.append(cuda.DeviceMemory(driver, nbytes))
+        peer = Peer(transport, self._device, [nbytes, nbytes], 1, remote)
+
+        def blocks(local: int, other: int) -> Segment:
+            return Segment(0, local, other, 0, 0, 16384, 16384, 16384)
+
+        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
+            for device, memory in enumerate(here):
+                memory.put(cuda.pattern(50, nbytes))
+                agent.register((memory.address, nbytes), kind="cuda", device=device)
+            connected = agent.connect(peer.metadata)
+            agent.read(connected, [blocks(0, 0), blocks(1, 1)], [(ids, ids)]).wait(GENEROUS)
+            same("read", [memory.get() for memory in here], [cuda.pattern(1, nbytes), cuda.pattern(2, nbytes)])
+            agent.write(connected, [blocks(0, 1), blocks(1, 0)], [(ids, ids)]).wait(GENEROUS)
+            same("write", peer.contents(), [cuda.pattern(2, nbytes), cuda.pattern(1, nbytes)])
+            ways = ways_of(agent)
+        peer.end()
+        return ways
+
     def unhindered(self, transport: str) -> str:
         """No transfer waits for what the engine has the device do on its own streams."""
         driver = self._driver
@@ -332,6 +390,8 @@ class Checks:
         driver = self._driver
         assert driver is not None
         device, host = cuda.DeviceMemory(driver, 1 << 20), cuda.HostMemory(1 << 20)
+        # The driver calls all that is reserved one range.
+        inner, last = (cuda.PiecewiseMemory(driver, 8 << 20, True, missing) for missing in (2, 4))
         texts = []
         with kvferry.Agent({"name": "check"}) as agent:
             for address, nbytes, kind, ordinal, text in (
@@ -339,6 +399,8 @@ class Checks:
                 (host.address, 4096, "cuda", 0, "does not know"),
                 (device.address, 1 << 40, "cuda", 0, "after its allocation"),
                 (device.address, 4096, "cuda", 99, "CUDA device 99"),
+                (inner.address, inner.nbytes, "cuda", 0, "nothing is mapped"),
+                (last.address, last.nbytes, "cuda", 0, "nothing is mapped"),
             ):
                 try:
                     if kind == "cuda":
@@ -397,6 +459,7 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="use host memory in place of device memory")
     parser.add_argument("--transports", default=",".join(TRANSPORTS), help="which to test, with commas")
     parser.add_argument("--short", action="store_true", help="only the first test between device memories")
+    parser.add_argument("--only", metavar="NAME", help="only the test of this name")
     parser.add_argument("--no-benchmark", action="store_true", help="leave out the benchmark")
     options = parser.parse_args()
     driver: cuda.Driver | None = None
@@ -412,7 +475,7 @@ def main() -> int:
         print(driver.describe())
     if os.environ.get("KVFERRY_LOG") is None:
         os.environ["KVFERRY_LOG"] = "info"
-    checks = Checks(driver)
+    checks = Checks(driver, options.only)
     pairs = (("device", "device"), ("device", "host"), ("host", "device"))
     if options.short:
         checks.run("auto: device here, device there", lambda: checks.move("auto", "device", "device"))
@@ -423,8 +486,14 @@ def main() -> int:
             checks.run(f"auto: {kind} here and there", lambda k=kind: checks.move("auto", k, k))  # type: ignore[misc]
         if driver.devices > 1:
             checks.run("auto: device 0 here, device 1 there", lambda: checks.move("auto", "device", "device", device=1))
+            for device in (0, 1):
+                name = f"auto: two devices here, device {device} there"
+                checks.run(name, lambda d=device: checks.two_devices("auto", d))  # type: ignore[misc]
         for transport in ("auto", "tcp"):
             checks.run(f"{transport}: beside a stream that waits", lambda t=transport: checks.unhindered(t))  # type: ignore[misc]
+        for transport in ("auto", "tcp"):
+            name = f"{transport}: deregistered in mid-transfer"
+            checks.run(name, lambda t=transport: checks.deregistered(t))  # type: ignore[misc]
         checks.run("auto: memory that is freed", lambda: checks.revoked("auto"))
         checks.run("tcp: memory that is freed", lambda: checks.revoked("tcp"))
         torch_checks(checks)

@@ -80,6 +80,18 @@ class Driver:
         if result != 0:
             raise RuntimeError(f"{name} returned CUDA error {result}")
 
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Makes another device the one that memory is allocated on. Its context is kept."""
+        ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(ordinal), ctypes.c_int(device))
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+        self.call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(context))
+
     def free_bytes(self) -> int:
         """Device memory that nobody has."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -152,9 +164,11 @@ class DeviceMemory:
 
 
 class PiecewiseMemory(DeviceMemory):
-    """A range of several allocations, as PyTorch's expandable segments and vLLM's sleep mode have."""
+    """A range of several allocations, as PyTorch's expandable segments and vLLM's sleep mode have.
 
-    def __init__(self, driver: Driver, nbytes: int, exportable: bool) -> None:
+    Nothing is mapped where the piece `missing` would be."""
+
+    def __init__(self, driver: Driver, nbytes: int, exportable: bool, missing: int | None = None) -> None:
         self._driver = driver
         properties = _Properties(type=1, handle_types=1 if exportable else 0, location=_Location(type=1, id=0))
         grain = ctypes.c_size_t()
@@ -169,13 +183,15 @@ class PiecewiseMemory(DeviceMemory):
         driver.call("cuMemAddressReserve", ctypes.byref(address), whole, ctypes.c_size_t(0), zero, zero)
         base = address.value
         self.address = base + grain.value - before
+        access = _Access(location=properties.location, flags=3)
         for piece in range(pieces):
+            if piece == missing:
+                continue
             handle = ctypes.c_uint64()
             driver.call("cuMemCreate", ctypes.byref(handle), grain, ctypes.byref(properties), zero)
             at = ctypes.c_uint64(base + piece * grain.value)
             driver.call("cuMemMap", at, grain, ctypes.c_size_t(0), handle, zero)
-        access = _Access(location=properties.location, flags=3)
-        driver.call("cuMemSetAccess", address, whole, ctypes.byref(access), ctypes.c_size_t(1))
+            driver.call("cuMemSetAccess", at, grain, ctypes.byref(access), ctypes.c_size_t(1))
 
 
 class _Location(ctypes.Structure):

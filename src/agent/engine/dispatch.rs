@@ -231,12 +231,20 @@ impl Engine {
         true
     }
 
+    /// Whether it is a copy of memory of a device that one of this side does not reach.
+    fn is_unreached(&self, ended: &Option<InFlight>) -> bool {
+        let Some(InFlight::Copy { peer, operation, .. }) = ended else { return false };
+        self.peers.get(*peer).is_ok_and(|peer| peer.is_unreached(operation.remote_region))
+    }
+
     /// Takes the operations that UCX has ended.
     pub(super) fn reap_completions(&mut self, now: Instant) {
         while let Some(Completion { token, result, .. }) = self.worker.poll_completion() {
-            let is_refusal = result.as_ref().is_err_and(one_sided::is_refusal);
+            let ended = self.operations.remove(token);
+            let is_refusal =
+                result.as_ref().is_err_and(|error| one_sided::is_refusal(error) || self.is_unreached(&ended));
             let result = result.map_err(ucx_error);
-            match self.operations.remove(token) {
+            match ended {
                 Some(InFlight::Copy { transfer, peer, operation }) if is_refusal && self.refuse(peer, operation) => {
                     self.transfers.take_back(transfer, operation, &mut self.effects);
                 }

@@ -70,7 +70,8 @@ impl Path for OneSided {
             if !matches!(posted, Ok(Posted::Pending)) {
                 turn.operations.remove(token);
             }
-            if posted.as_ref().is_err_and(is_refusal) {
+            if posted.as_ref().is_err_and(|error| is_refusal(error) || turn.peer.is_unreached(operation.remote_region))
+            {
                 turn.peer.refuse(profile.pair(), operation.remote_region);
                 break;
             }

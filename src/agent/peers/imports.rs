@@ -26,7 +26,13 @@ impl Peer {
             && !self.imports.refused.contains(&index)
     }
 
-    /// Whether it has device memory and that is so of all of it.
+    /// Whether a device of this side does not reach its region `index`. UCX asks that of one device only, the current one when
+    /// it gets to see the rkey, and its operations for others fail.
+    pub(crate) fn is_unreached(&self, index: u32) -> bool {
+        self.imports.unreached.contains(&index)
+    }
+
+    /// Whether it has device memory and this process can reach all of it without the peer.
     pub(crate) fn is_all_importable(&self) -> bool {
         let mut devices = self.kinds().filter(|(_, kind)| matches!(kind, MemoryKind::Cuda { .. })).peekable();
         devices.peek().is_some() && devices.all(|(index, _)| self.is_importable(index))
@@ -63,6 +69,9 @@ impl Peer {
             );
         }
         self.imports.refused.insert(index);
+        if error.kind() == ErrorKind::Unsupported {
+            self.imports.unreached.insert(index);
+        }
         error
     }
 

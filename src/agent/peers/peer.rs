@@ -56,6 +56,8 @@ pub(crate) struct Imports {
     pub(super) made: BTreeMap<u32, Vec<Weak<Imported>>>,
     /// Regions that the driver did not map.
     pub(super) refused: BTreeSet<u32>,
+    /// Of these, those on a device that one of this side does not reach.
+    pub(super) unreached: BTreeSet<u32>,
     /// Regions that the peer has deregistered, whatever its metadata says; none above [`MAX_REGIONS`].
     pub(super) revoked: BTreeSet<u32>,
 }
@@ -65,6 +67,7 @@ impl Imports {
     fn retain(&mut self, regions: &BTreeSet<u32>) {
         self.mapped.retain(|(region, _), _| regions.contains(region));
         self.refused.retain(|region| regions.contains(region));
+        self.unreached.retain(|region| regions.contains(region));
     }
 
     /// Whether the peer has deregistered its region `index`.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use cudarc::driver::sys;
 use rustix::process::{ForeignRawFd, Pid, PidfdFlags, PidfdGetfdFlags, Resource};
 
-use super::{Attribute, PrimaryContext, attribute, ok};
+use super::{Attribute, PrimaryContext, allocation, attribute, ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::wire::{DeviceHandle, DevicePiece, MemoryKind};
@@ -93,14 +93,6 @@ fn export_pieces(range: &MemoryRange) -> Result<Option<Exported>> {
     Ok(Some(exported))
 }
 
-/// Start and length of the allocation at an address.
-fn allocation(addr: u64) -> Result<(u64, u64)> {
-    let (mut start, mut len) = (0, 0);
-    // SAFETY: writes two numbers.
-    ok("cuMemGetAddressRange", unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut len, addr) })?;
-    Ok((start, len as u64))
-}
-
 fn export_piece(addr: u64) -> Result<OwnedFd> {
     let mut handle = 0;
     let at = std::ptr::without_provenance_mut::<c_void>(addr as usize);
@@ -144,9 +136,9 @@ impl Imported {
     /// Maps the `len` bytes of a region that its owner, process `pid`, has exported, for the device of `context`.
     ///
     /// # Errors
-    /// [`ErrorKind::Corrupt`] for what is no handle, or of memory that ends before the region; [`ErrorKind::Cuda`] when the
-    /// driver maps it not: its owner is gone, the devices do not reach one another; [`ErrorKind::Io`] when the kernel does not
-    /// pass the owner's descriptors on.
+    /// [`ErrorKind::Corrupt`] for what is no handle, or of memory that ends before the region; [`ErrorKind::Unsupported`] when
+    /// the devices do not reach one another; [`ErrorKind::Cuda`] when the driver maps it not for another reason: its owner is
+    /// gone; [`ErrorKind::Io`] when the kernel does not pass the owner's descriptors on.
     pub fn open(context: &Arc<PrimaryContext>, exported: &DeviceHandle, len: u64, pid: i32) -> Result<Imported> {
         let _entered = context.enter()?;
         let (mapping, base, room) = if exported.pieces.is_empty() {

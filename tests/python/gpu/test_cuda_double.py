@@ -63,6 +63,8 @@ def test_gpu_check_passes(double: Path) -> None:
         ("auto: device here, device there", "copied by the device"),
         ("auto: pieces here and there", "copied by the device"),
         ("auto: device 0 here, device 1 there", "copied by the device"),
+        ("auto: two devices here, device 0 there", "copied by the device"),
+        ("auto: two devices here, device 1 there", "copied by the device"),
         ("auto: sealed pieces here and there", "by messages"),
         ("auto: device here, host there", "by messages"),
         ("auto: host here, device there", "by messages"),
@@ -85,6 +87,18 @@ def test_gpu_check_passes(double: Path) -> None:
 def test_another_path_is_taken_where_the_driver_refuses(double: Path, failing: str, expected: str) -> None:
     printed = check(double, "--short", KVFERRY_CUDA_DOUBLE_FAIL=failing)
     assert way(printed, "auto: device here, device there") == expected, printed
+
+
+def test_devices_that_do_not_reach_one_another_use_messages(double: Path) -> None:
+    apart = {"KVFERRY_CUDA_DOUBLE_DEVICES": "2", "KVFERRY_CUDA_DOUBLE_PEER": "0"}
+    test = "auto: device 0 here, device 1 there"
+    assert way(check(double, "--only", test, **apart), test) == "by messages"
+    # UCX asks of one device only whether it reaches the peer's.
+    for device in ("0", "1"):
+        test = f"auto: two devices here, device {device} there"
+        printed = check(double, "--only", test, **apart)
+        assert way(printed, test) == "by messages", printed
+        assert "4194304 bytes copied by the device" in printed, printed
 
 
 def flushes(double: Path, calls: Path, *command: object, order: str) -> int:
