@@ -1,0 +1,207 @@
+"""Judges the device tests on the double of the CUDA driver: puts a fault into the device path, and a test has to fail.
+
+Each fault is one that a GPU may hide for long. It is put into a copy of the tree in target/gpu-faults, the library is
+built there, and one test of tests/gpu/check.py runs on the double. The fault counts as caught if that test fails, or
+its bytes go another way, and the output has the words that tell this fault from any other. First the same tests have
+to pass without a fault. Takes 10 to 20 minutes on two processors, most of it for building.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutants import ROOT, copy_into, tracked
+
+WORK = ROOT / "target/gpu-faults"
+LIMIT_S = 900
+MAPPED, MESSAGES = "copied by the device", "by messages"
+SEGMENTATION_FAULT = "status -11"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one place, and how it must show."""
+
+    name: str
+    source: str
+    right: str
+    wrong: str
+    test: str
+    """The test's name in tests/gpu/check.py."""
+    shows: str
+    """What the output has to match."""
+    way: str = MAPPED
+    """How the test's bytes go without the fault."""
+
+
+COPIER, IPC = "src/mem/cuda/copier.rs", "src/mem/cuda/ipc.rs"
+WAITED = "sys::CUresult::CUDA_ERROR_NOT_READY => return None,"
+STREAM = "let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;"
+MADE = "if let Err(error) = copier.load() {"
+
+FAULTS = (
+    Fault(
+        "an event is not waited for",
+        COPIER,
+        WAITED,
+        "sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),",
+        "auto: device here, device there",
+        r"wrong bytes in region",
+    ),
+    Fault(
+        "an event is not waited for, by messages",
+        COPIER,
+        WAITED,
+        "sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),",
+        "tcp: device here, host there",
+        r"wrong bytes in region",
+        MESSAGES,
+    ),
+    Fault(
+        "the default stream is used",
+        COPIER,
+        MADE,
+        "copier.stream = ptr::null_mut();\n        " + MADE,
+        "auto: beside a stream that waits",
+        r"TimeoutError",
+    ),
+    Fault(
+        "a stream that waits for the default one",
+        COPIER,
+        STREAM,
+        "let flags = sys::CUstream_flags::CU_STREAM_DEFAULT as c_uint;",
+        "tcp: beside a stream that waits",
+        r"TimeoutError",
+        MESSAGES,
+    ),
+    Fault(
+        "the owner leaves a piece of virtual memory out",
+        IPC,
+        "while at < range.end() {",
+        "while at < range.end() && exported.descriptors.is_empty() {",
+        "auto: pieces here and there",
+        r"a handle of \d+ bytes of device memory, of a region of \d+ bytes",
+    ),
+    Fault(
+        "a piece of virtual memory is left out of the mapping",
+        IPC,
+        "for piece in pieces {",
+        "for piece in pieces.iter().skip(1) {",
+        "auto: pieces here and there",
+        r"cuMemSetAccess: invalid argument",
+    ),
+    Fault(
+        "a handle is closed while copies use it",
+        COPIER,
+        "batch.holds.push(Arc::clone(mapping));",
+        "let _ = mapping;",
+        "auto: disconnected",
+        r"cuda double: .*(freed or unmapped|cuIpcCloseMemHandle|lost memory|illegal address)",
+    ),
+    Fault(
+        "a handle is used after its owner took the memory back",
+        "src/agent/peers/imports.rs",
+        "self.imports.mapped.retain(|(region, _), _| *region != index);",
+        "",
+        "auto: memory that is freed",
+        r"bytes are free after \d+ were freed|the peer process ended|TimeoutError|wrong bytes",
+    ),
+    Fault(
+        "the processor copies device memory",
+        "src/mem/copy.rs",
+        "let MemoryKind::Cuda { device } = iovs.first()?.range.kind() else { return None };",
+        "let MemoryKind::Cuda { device } = iovs.get(usize::MAX)?.range.kind() else { return None };",
+        "tcp: device here, host there",
+        SEGMENTATION_FAULT,
+        MESSAGES,
+    ),
+)
+
+
+def build(tree: Path) -> None:
+    """Builds the library of the copy."""
+    command = ["cargo", "build", "--quiet", "--locked"]
+    subprocess.run(command, cwd=tree, env={**os.environ, "CARGO_TARGET_DIR": str(WORK / "built")}, check=True)
+
+
+def run(tree: Path, double: Path, test: str) -> str:
+    """What a test of check.py prints on the double, and its status."""
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(double),
+        "PYTHONPATH": str(ROOT / "python"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "KVFERRY_LIBRARY": str(WORK / "built/debug/libkvferry.so"),
+        "KVFERRY_REQUIRE": "cuda",
+        "KVFERRY_CUDA_DOUBLE_MACHINE": f"faults_{os.getpid()}",
+    }
+    command = [sys.executable, str(ROOT / "tests/gpu/check.py"), "--no-benchmark", "--only", test]
+    # To a file: a peer that is left over holds a pipe open.
+    log = WORK / "log"
+    with log.open("w") as out:
+        done = subprocess.run(command, env=environment, stdout=out, stderr=subprocess.STDOUT, timeout=LIMIT_S)
+    return f"{log.read_text(errors='replace')}\nstatus {done.returncode}\n"
+
+
+def is_good(printed: str, test: str, way: str) -> bool:
+    """Whether a test has passed, and its bytes have gone this way."""
+    passed = re.search(rf"^passed  {re.escape(test)} \(.*\): (.*)$", printed, re.MULTILINE)
+    # Memory that is freed is no test of the way.
+    return passed is not None and (way in passed[1] or " bytes " not in passed[1])
+
+
+def judge(fault: Fault, tree: Path, double: Path) -> bool:
+    """Whether the fault is caught; prints by which line."""
+    source = tree / fault.source
+    right = source.read_text()
+    if right.count(fault.right) != 1:
+        print(f"{fault.name}: {fault.source} has not this once any more: {fault.right}")
+        return False
+    try:
+        source.write_text(right.replace(fault.right, fault.wrong))
+        build(tree)
+        printed = run(tree, double, fault.test)
+    finally:
+        source.write_text(right)
+    shown = next((line for line in printed.splitlines() if re.search(fault.shows, line)), None)
+    if shown is None or is_good(printed, fault.test, fault.way):
+        print(f"MISSED  {fault.name}: {fault.test}\n{printed}")
+        return False
+    print(f"caught  {fault.name}: {fault.test}\n        {shown.strip()[:300]}", flush=True)
+    return True
+
+
+def main() -> int:
+    """Runs the faults that were asked for; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu-faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", metavar="REGEX", default="", help="the faults whose names match")
+    options = parser.parse_args()
+    chosen = [fault for fault in FAULTS if re.search(options.only, fault.name)]
+    tree, double = WORK / "tree", WORK / "double"
+    copy_into(tree, tracked())
+    if not (tree / ".deps").exists():
+        (tree / ".deps").symlink_to(ROOT / ".deps")
+    subprocess.run([tree / "tests/cuda_double/build", double], check=True)
+    build(tree)
+    missed = 0
+    for test, way in sorted({(fault.test, fault.way) for fault in chosen}):
+        printed = run(tree, double, test)
+        if not is_good(printed, test, way):
+            print(f"FAILED without a fault: {test}\n{printed}")
+            return 1
+    for fault in chosen:
+        missed += not judge(fault, tree, double)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults caught")
+    return 1 if missed or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
