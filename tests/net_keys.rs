@@ -17,7 +17,7 @@ use kvferry::proto::wire::{EngineShape, HandshakeReply, HandshakeRequest, Messag
 use kvferry::secret::Key;
 use serde_bytes::ByteBuf;
 
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(300);
 
 /// Stands for all that is the engine's own.
 const SECRET: &str = "the-secret-engine";
