@@ -405,8 +405,8 @@ int32_t kvf_agent_register(struct kvf_agent *agent,
 
 // Takes a region back: new transfers with it are refused, those that use it are cancelled, peers on this host that copy by
 // themselves are waited for, and when this returns KVF_OK none touches its memory. A peer whose process stands still is not
-// waited for longer than cancel_grace_ms, and may copy until it notices when it goes on; one that was disconnected is not asked:
-// deregister first. KVF_TIMEOUT when transfers have not ended in time: then the memory must stay allocated.
+// waited for longer than cancel_grace_ms, and may end a copy that it has begun when it goes on; one that was disconnected is not
+// asked: deregister first. KVF_TIMEOUT when transfers have not ended in time: then the memory must stay allocated.
 int32_t kvf_agent_deregister(struct kvf_agent *agent,
                              uint64_t region);
 

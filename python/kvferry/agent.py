@@ -180,7 +180,7 @@ class Agent:
         """Takes a region back: when this returns, no transfer touches it. Transfers that use it are ended first.
 
         Peers on this host that copy by themselves are waited for, but for `cancel_grace_ms` at most for one that stands
-        still, which may go on until it notices. Deregister before you disconnect.
+        still, which may end a copy that it has begun. Deregister before you disconnect.
         """
         if not isinstance(region, Region):
             raise invalid(f"region must be the Region that register returned, not {type(region).__name__}")

@@ -162,8 +162,8 @@ pub unsafe extern "C" fn kvf_agent_register(
 
 /// Takes a region back: new transfers with it are refused, those that use it are cancelled, peers on this host that copy by
 /// themselves are waited for, and when this returns KVF_OK none touches its memory. A peer whose process stands still is not
-/// waited for longer than cancel_grace_ms, and may copy until it notices when it goes on; one that was disconnected is not asked:
-/// deregister first. KVF_TIMEOUT when transfers have not ended in time: then the memory must stay allocated.
+/// waited for longer than cancel_grace_ms, and may end a copy that it has begun when it goes on; one that was disconnected is not
+/// asked: deregister first. KVF_TIMEOUT when transfers have not ended in time: then the memory must stay allocated.
 ///
 /// # Safety
 /// As the header's top says.
