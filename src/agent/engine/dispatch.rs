@@ -232,7 +232,7 @@ impl Engine {
     }
 
     /// Whether it is a copy of memory of a device that one of this side does not reach.
-    fn is_unreached(&self, ended: &Option<InFlight>) -> bool {
+    fn is_unreached(&self, ended: Option<&InFlight>) -> bool {
         let Some(InFlight::Copy { peer, operation, .. }) = ended else { return false };
         self.peers.get(*peer).is_ok_and(|peer| peer.is_unreached(operation.remote_region))
     }
@@ -242,7 +242,7 @@ impl Engine {
         while let Some(Completion { token, result, .. }) = self.worker.poll_completion() {
             let ended = self.operations.remove(token);
             let is_refusal =
-                result.as_ref().is_err_and(|error| one_sided::is_refusal(error) || self.is_unreached(&ended));
+                result.as_ref().is_err_and(|error| one_sided::is_refusal(error) || self.is_unreached(ended.as_ref()));
             let result = result.map_err(ucx_error);
             match ended {
                 Some(InFlight::Copy { transfer, peer, operation }) if is_refusal && self.refuse(peer, operation) => {
