@@ -200,12 +200,14 @@ static CUresult copy(uint64_t dst, unsigned dst_kinds, uint64_t src, unsigned sr
         cd_wait(stream, cd_submit(stream, cd_op(NOTHING)));
         stage(&one);
     }
+    bool waited = how & WAIT;
     bool sync = sync_memops(stream->context, dst) || sync_memops(stream->context, src);
     if ((how & WAIT_IF_SYNC_MEMOPS) && sync) how |= WAIT;
     struct op *op = cd_op(COPY);
     op->copies = cd_new(sizeof one);
     op->copies[0] = one;
     op->copy_count = 1;
+    op->waited = waited;
     uint64_t number = cd_submit(stream, op);
     if (how & WAIT) cd_wait(stream, number);
     return OK;

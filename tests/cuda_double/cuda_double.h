@@ -117,6 +117,7 @@ struct op {
     enum work work;
     uint64_t number;     /* in its stream, from 1 */
     uint64_t not_before; /* CLOCK_MONOTONIC, ns */
+    bool waited;         /* its caller waits for it, so it need not be late */
     struct after *after; /* all must have ended */
     size_t after_count;
     struct copy *copies;

@@ -193,6 +193,18 @@ def copies_are_late() -> None:
     assert time.monotonic() - start > 0.04
 
 
+@case({"KVFERRY_CUDA_DOUBLE_DELAY_US": "3000000"})
+def who_does_not_wait_sees_old_bytes() -> None:
+    d = Driver()
+    a, stream = d.alloc(4096), d.stream()
+    d.put(a, b"A" * 4096)
+    d.expect(0, "cuCtxSynchronize")
+    d.expect(0, "cuMemsetD8Async", a, 7, 4096, stream)
+    assert d.read(a, 4096) == b"A" * 4096
+    d.expect(0, "cuStreamSynchronize", stream)
+    assert d.read(a, 4096) == b"\7" * 4096
+
+
 @case({"KVFERRY_CUDA_DOUBLE_DELAY_US": "30000"})
 def order_of_streams() -> None:
     d = Driver()

@@ -156,7 +156,9 @@ uint64_t cd_submit(struct stream *stream, struct op *op) {
     } else if (blocking(stream)) {
         after(op, context->legacy, context->legacy->submitted);
     }
-    bool late = op->work == COPY || op->work == SET || op->work == KERNEL;
+    /* What is waited for begins at once: if all were equally late, a test that looks at memory by such a copy would never be
+     * there before copies on other streams that it does not wait for. */
+    bool late = !op->waited && (op->work == COPY || op->work == SET || op->work == KERNEL);
     op->not_before = cd_now_ns() + (late ? cd_delay_ns : 0);
     op->number = ++stream->submitted;
     if (stream->tail != NULL) stream->tail->next = op;

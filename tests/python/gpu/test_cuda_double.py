@@ -54,7 +54,7 @@ def way(printed: str, test: str) -> str:
 
 
 def test_the_double_is_as_strict_as_it_says(double: Path) -> None:
-    assert "24 passed, 0 failed" in run(double, DOUBLE / "selftest.py", double)
+    assert "25 passed, 0 failed" in run(double, DOUBLE / "selftest.py", double)
 
 
 def test_gpu_check_passes(double: Path) -> None:
