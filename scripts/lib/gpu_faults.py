@@ -3,7 +3,7 @@
 Each fault is one that a GPU may hide for long. It is put into a copy of the tree in target/gpu-faults, the library is
 built there, and one test of tests/gpu/check.py runs on the double. The fault counts as caught if that test fails, or
 its bytes go another way, and the output has the words that tell this fault from any other. First the same tests have
-to pass without a fault. Takes 10 to 20 minutes on two processors, most of it for building.
+to pass without a fault.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FAULTS = (
         MADE,
         "copier.stream = ptr::null_mut();\n        " + MADE,
         "auto: beside a stream that waits",
-        r"TimeoutError",
+        r"TimedOutError: timeout: transfer \d+ has not ended",
     ),
     Fault(
         "a stream that waits for the default one",
@@ -77,7 +77,7 @@ FAULTS = (
         STREAM,
         "let flags = sys::CUstream_flags::CU_STREAM_DEFAULT as c_uint;",
         "tcp: beside a stream that waits",
-        r"TimeoutError",
+        r"TimedOutError: timeout: transfer \d+ has not ended",
         MESSAGES,
     ),
     Fault(
@@ -103,14 +103,6 @@ FAULTS = (
         "let _ = mapping;",
         "auto: disconnected",
         r"cuda double: .*(freed or unmapped|cuIpcCloseMemHandle|lost memory|illegal address)",
-    ),
-    Fault(
-        "a handle is used after its owner took the memory back",
-        "src/agent/peers/imports.rs",
-        "self.imports.mapped.retain(|(region, _), _| *region != index);",
-        "",
-        "auto: memory that is freed",
-        r"bytes are free after \d+ were freed|the peer process ended|TimeoutError|wrong bytes",
     ),
     Fault(
         "the processor copies device memory",
@@ -152,7 +144,7 @@ def run(tree: Path, double: Path, test: str) -> str:
 def is_good(printed: str, test: str, way: str) -> bool:
     """Whether a test has passed, and its bytes have gone this way."""
     passed = re.search(rf"^passed  {re.escape(test)} \(.*\): (.*)$", printed, re.MULTILINE)
-    # Memory that is freed is no test of the way.
+    # A disconnected peer's test tells of no way.
     return passed is not None and (way in passed[1] or " bytes " not in passed[1])
 
 
