@@ -108,7 +108,8 @@ def test_what_was_sent_before_the_end_arrives(plugin: Path, edge: str) -> None:
 
 
 def test_what_was_not_delivered_before_the_end_is_told(plugin: Path, edge: str) -> None:
-    with Process(edge, plugin, env={"KVFERRY_CANCEL_GRACE_MS": "100"}) as a, Process(edge, plugin) as b:
+    environment = {"KVFERRY_CANCEL_GRACE_MS": "100", "KVFERRY_LOG": "info"}
+    with Process(edge, plugin, env=environment) as a, Process(edge, plugin) as b:
         serve(a, "a", 1, SIZE)
         serve(b, "b", 2, SIZE)
         metadata = b.metadata()
