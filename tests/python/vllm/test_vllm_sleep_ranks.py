@@ -82,6 +82,15 @@ def nothing_more(most: Taken, *engines: Engine) -> None:
         time.sleep(0.01)
 
 
+def begun(p: Engine, d: Engine, *names: str) -> tuple[Taken, dict[str, Any]]:
+    """After a hand-over: what is taken, and prefills of these requests, which `p` keeps."""
+    handed_over(p, d)
+    most = taken(p, d)
+    asked = {name: prefilled(p, name, THERE) for name in names}
+    p.step()
+    return most, asked
+
+
 @pytest.mark.parametrize("mapped", PLACES)
 def test_ranks_that_sleep_and_wake_up(engines: tuple[Engine, Engine], mapped: str) -> None:
     p, d = engines
@@ -101,10 +110,7 @@ def test_ranks_that_sleep_and_wake_up(engines: tuple[Engine, Engine], mapped: st
 def test_loads_from_ranks_that_sleep_one_after_the_other(engines: tuple[Engine, Engine], mapped: str) -> None:
     """All of the engine's prefills are gone with its first rank: none is taken for whole, whenever it is loaded."""
     p, d = engines
-    handed_over(p, d)
-    most = taken(p, d)
-    asked = {name: prefilled(p, name, THERE) for name in ("falling asleep", "asleep", "waking up", "awake")}
-    p.step()
+    most, asked = begun(p, d, "falling asleep", "asleep", "waking up", "awake")
     for name, params in asked.items():
         d.scheduler.arrived(name, params)
     d.step()
@@ -132,10 +138,7 @@ def test_loads_from_ranks_that_sleep_one_after_the_other(engines: tuple[Engine, 
 def test_loads_of_ranks_that_sleep_one_after_the_other(engines: tuple[Engine, Engine], mapped: str) -> None:
     """A load that is under way ends on every rank; what arrives before or meanwhile is loaded when all are awake."""
     p, d = engines
-    handed_over(p, d)
-    most = taken(p, d)
-    asked = {name: prefilled(p, name, THERE) for name in ("under way", "waits", "falling asleep", "waking up")}
-    p.step()
+    most, asked = begun(p, d, "under way", "waits", "falling asleep", "waking up")
     for name in ("under way", "waits"):
         d.scheduler.arrived(name, asked[name])
     load(d, "under way", asked["under way"], HERE)
