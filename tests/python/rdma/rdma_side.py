@@ -66,9 +66,11 @@ class Side:
         return {"seconds": time.monotonic() - begin, "told": done.duration, **{k: v for k, v in paths.items() if v}}
 
     def route(self, peer: int) -> tuple[str, str]:
-        """The lanes, and how host memory goes."""
-        route = self._agent.route(peer)
-        assert route is not None
+        """The lanes, and how host memory goes, as soon as the peer has answered."""
+        until = time.monotonic() + LIMIT_S
+        while (route := self._agent.route(peer)) is None:
+            assert time.monotonic() < until, f"no answer within {LIMIT_S} s"
+            time.sleep(0.01)
         return route.lanes, route.host
 
     def fill(self, seed: int) -> None:
