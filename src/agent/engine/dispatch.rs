@@ -44,7 +44,7 @@ impl Engine {
             }
             Effect::PeerGone { peer, error } => self.peer_gone(peer, &error, now),
             Effect::Send { peer, kind, sequence, data } => {
-                self.reply(peer, kind, sequence, Ok(Payload::Bytes(data)), 0);
+                self.reply(peer, kind, sequence, Ok(Payload::Bytes(data)));
             }
             Effect::OperationEnded(end) => self.transfers.operation_ended(end, &mut self.effects, now),
             Effect::Flush { transfer, peer } => self.flush(transfer, peer, now),
@@ -310,13 +310,13 @@ impl Engine {
                     if let Ok(peer) = self.peers.get_mut(peer) {
                         peer.server.release(bytes);
                     }
-                    if self.reply(peer, FrameKind::ReadReply, number, result.map(Payload::Bytes), bytes) {
+                    if self.reply(peer, FrameKind::ReadReply, number, result.map(Payload::Bytes)) {
                         self.serve_reads(peer);
                     }
                 }
                 Then::Written { peer, number, regions } => {
                     self.regions.leave(&regions);
-                    self.reply(peer, FrameKind::WriteReply, number, result.map(Payload::Bytes), 0);
+                    self.reply(peer, FrameKind::WriteReply, number, result.map(Payload::Bytes));
                 }
                 Then::Placed(chunk) => self.effects.push(Effect::OperationEnded(chunk.end(result.map(drop)))),
             }
@@ -396,12 +396,12 @@ impl Engine {
             FrameKind::WriteRequest => {
                 if !self.stage_write(id, number, data) {
                     let written = server::write(data, &self.regions);
-                    self.reply(id, FrameKind::WriteReply, number, written, 0);
+                    self.reply(id, FrameKind::WriteReply, number, written);
                 }
             }
             FrameKind::DigestRequest => {
                 let digest = server::digest(data, &self.regions);
-                self.reply(id, FrameKind::DigestReply, number, digest, 0);
+                self.reply(id, FrameKind::DigestReply, number, digest);
             }
             FrameKind::ReadReply | FrameKind::WriteReply | FrameKind::DigestReply | FrameKind::Refusal => {
                 self.on_reply(id, frame, data, now)?;
@@ -467,15 +467,15 @@ impl Engine {
                 continue;
             }
             let bytes = server::read(&request, &self.regions, &self.worker, in_place);
-            if !self.reply(id, FrameKind::ReadReply, request.chunk, bytes, request.bytes) {
+            if !self.reply(id, FrameKind::ReadReply, request.chunk, bytes) {
                 return;
             }
         }
     }
 
-    /// Sends a reply, or a refusal that says why there is none; a peer that it cannot be sent to is given up. `held` bytes
-    /// are accounted until UCX is done with it. Returns whether it was sent.
-    fn reply(&mut self, id: PeerId, kind: FrameKind, number: u64, reply: Result<Payload>, held: u64) -> bool {
+    /// Sends a reply, or a refusal that says why there is none; a peer that it cannot be sent to is given up. Returns whether
+    /// it was sent.
+    fn reply(&mut self, id: PeerId, kind: FrameKind, number: u64, reply: Result<Payload>) -> bool {
         let Ok(peer) = self.peers.get_mut(id) else { return false };
         let (kind, payload) = reply.map_or_else(
             |error| {
@@ -484,7 +484,10 @@ impl Engine {
             },
             |payload| (kind, payload),
         );
-        let posted = peer.post_rpc(kind, number, payload, held, &mut self.operations, &mut self.regions);
+        let posted = peer
+            .server
+            .cost(&payload)
+            .and_then(|held| peer.post_rpc(kind, number, payload, held, &mut self.operations, &mut self.regions));
         posted.map_err(|error| self.effects.lose(id, error)).is_ok()
     }
 
@@ -530,5 +533,45 @@ impl Engine {
             self.copy_pool.deadline(),
         ];
         timers.into_iter().flatten().min()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::tests::{config, drive, turn};
+    use super::*;
+    use crate::agent::Transport;
+    use crate::agent::command::Shared;
+    use crate::agent::rpc::wire::encode_pieces;
+    use crate::proto::ids::Incarnation;
+
+    /// Engines that no thread drives: the other one reads nothing from the moment on at which nobody turns it.
+    #[test]
+    fn a_peer_that_asks_and_takes_no_answers_is_given_up() {
+        let make = |number| {
+            let shared = Arc::new(Shared::new(number).unwrap());
+            Engine::new(config("a", Transport::Tcp), Incarnation(number), &shared).unwrap()
+        };
+        for kind in [FrameKind::DigestRequest, FrameKind::WriteRequest, FrameKind::ReadRequest] {
+            let (mut owner, mut other) = (make(7), make(8));
+            let id = owner.connect(&other.metadata(), Instant::now()).unwrap();
+            drive(&mut owner, |owner| {
+                turn(&mut other);
+                owner.peers.get(id).unwrap().is_ready()
+            });
+            // No piece: as little as a request can ask for.
+            let nothing = encode_pieces(&[], 0);
+            let (mut asked, connection) = (0, owner.peers.get(id).unwrap().remote_connection().unwrap());
+            while owner.peers.get(id).is_ok() {
+                let frame = Frame { kind, incarnation: Incarnation(8), connection, sequence: asked };
+                let _ = owner.on_rpc(id, frame, &nothing, Instant::now());
+                owner.dispatch(Instant::now());
+                asked += 1;
+                assert!(asked < 1_000_000, "{kind:?}: a million answers wait");
+            }
+        }
     }
 }

@@ -200,7 +200,7 @@ impl Peer {
         posted.map(drop).map_err(|e| self.sending(e))
     }
 
-    /// Hands a request or reply to UCX; `held` bytes of the peer's replies are accounted until UCX is done with it.
+    /// Hands a request or an answer to UCX; `held` is what an answer counts as until UCX is done with it, else 0.
     pub(crate) fn post_rpc(
         &mut self,
         kind: FrameKind,

@@ -25,6 +25,11 @@ use crate::ucx::{MAX_PARTS, Part, Worker};
 /// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only. With less the socket runs dry while
 /// the next reply is made.
 const REPLY_BYTES: u64 = 4 << 20;
+/// Bytes of answers of any kind to one peer that UCX may hold. A peer that keeps to its window, and whoever deregisters all
+/// regions at once, stays far below; one that asks on and takes no answers is cut off.
+const MAX_UNSENT: u64 = 64 << 20;
+/// What a message costs besides its payload, in bytes: UCX's request, the header, the operation's entry.
+const MESSAGE_COST: u64 = 512;
 
 /// A read that a peer asked for.
 pub(crate) struct ReadRequest {
@@ -37,7 +42,7 @@ pub(crate) struct ReadRequest {
 #[derive(Default)]
 pub(crate) struct Server {
     waiting: VecDeque<ReadRequest>,
-    /// Bytes of replies that UCX is not done with.
+    /// What answers cost that UCX is not done with, in bytes.
     unsent: u64,
 }
 
@@ -47,6 +52,15 @@ pub(crate) enum Payload {
     Bytes(Vec<u8>),
     /// Parts of registered regions, which UCX sends from where they are.
     Parts { parts: Vec<Part>, regions: Vec<u32> },
+}
+
+impl Payload {
+    fn len(&self) -> u64 {
+        match self {
+            Payload::Bytes(bytes) => bytes.len() as u64,
+            Payload::Parts { parts, .. } => parts.iter().map(|part| part.len as u64).sum(),
+        }
+    }
 }
 
 impl Server {
@@ -74,12 +88,26 @@ impl Server {
         self.waiting.pop_front()
     }
 
-    /// UCX holds a reply of `bytes`.
-    pub(crate) fn hold(&mut self, bytes: u64) {
-        self.unsent += bytes;
+    /// What an answer counts as while UCX holds it.
+    ///
+    /// # Errors [`ErrorKind::Exhausted`] for a peer that takes no answers.
+    pub(crate) fn cost(&self, answer: &Payload) -> Result<u64> {
+        let cost = answer.len().saturating_add(MESSAGE_COST);
+        if self.unsent.saturating_add(cost) > MAX_UNSENT {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!("the peer asks and takes no answers: {} bytes of them wait", self.unsent),
+            ));
+        }
+        Ok(cost)
     }
 
-    /// UCX is done with a reply of `bytes`.
+    /// UCX, or a device that copies them first, holds answers that count as `bytes`.
+    pub(crate) fn hold(&mut self, bytes: u64) {
+        self.unsent = self.unsent.saturating_add(bytes);
+    }
+
+    /// It does not any more.
     pub(crate) fn release(&mut self, bytes: u64) {
         self.unsent = self.unsent.saturating_sub(bytes);
     }
