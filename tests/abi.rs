@@ -66,6 +66,8 @@ fn run(command: &mut Command) -> Output {
     let out = tempfile_of(command);
     let mut child = command
         .process_group(0)
+        // Slow under valgrind.
+        .envs([("KVFERRY_CONNECT_TIMEOUT_MS", "120000"), ("KVFERRY_CANCEL_GRACE_MS", "60000")])
         .stdin(Stdio::null())
         .stdout(fs::File::create(&out.0).unwrap())
         .stderr(fs::File::create(&out.1).unwrap())

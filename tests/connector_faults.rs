@@ -198,33 +198,26 @@ fn a_hold_keeps_the_lease_and_a_release_gives_it_back() {
     let cache = CacheSpec::small(2, 1, 25);
     let (mut p, mut d) = pair(&cache);
     // A machine that stands still for longer than a lease ends it: then the next one is longer.
-    let (name, params) = (0..6)
+    let before = (0..6)
         .find_map(|attempt| {
             let (name, lease_ms) = (format!("p-{attempt}"), 1_000 << attempt);
             let params = p.prefill_for(&name, &lists(5, 3, false), 12, lease_ms);
             d.scheduler.arrived(&name, &params).unwrap();
             d.step();
             // D's engine makes no step; its progress threads renew.
-            let (start, before) = (Instant::now(), p.stats.renewals);
+            let (start, before) = (Instant::now(), p.stats.clone());
             let held = |p: &Engine| {
-                start.elapsed() > 2 * Duration::from_millis(lease_ms) && p.stats.renewals >= before + 2 * 12
+                start.elapsed() > 2 * Duration::from_millis(lease_ms) && p.stats.renewals >= before.renewals + 2 * 12
             };
             p.until("heartbeats for twice the lease", |p| held(p) || !p.said(&name).sent.is_empty());
-            if p.said(&name).sent.is_empty() {
-                return Some((name, params));
-            }
-            p.await_sent(&name);
-            d.scheduler.finished(&name, &params, FinishOutcome::Aborted, vec![], 0).unwrap();
+            // The request is never scheduled: its producer gets the blocks back at once.
+            let finish = d.scheduler.finished(&name, &params, FinishOutcome::Aborted, vec![], 0).unwrap();
+            assert!(!finish.keep);
             d.step();
-            None
+            p.await_sent(&name);
+            (p.stats.sends_expired == before.sends_expired).then_some(before)
         })
         .expect("a lease that holds");
-    let before = p.stats.clone();
-    // The request is never scheduled: its producer gets the blocks back at once.
-    let finish = d.scheduler.finished(&name, &params, FinishOutcome::Aborted, vec![], 0).unwrap();
-    assert!(!finish.keep);
-    d.step();
-    p.await_sent(&name);
     assert_eq!((p.stats.sends_released, p.stats.sends_expired), (before.sends_released + 2, before.sends_expired));
     // One that no worker ever heard of is given back just so.
     let params = p.prefill("unheard", &lists(5, 3, false), 12);

@@ -566,7 +566,7 @@ mod tests {
             _ => None,
         });
         assert_eq!(ends.collect::<Vec<_>>(), [(id, 9, ErrorKind::ShutDown)]);
-        assert_eq!(agent.shutdown(Duration::from_secs(1)).unwrap_err().kind(), ErrorKind::Internal);
+        assert_eq!(agent.shutdown(Duration::from_secs(60)).unwrap_err().kind(), ErrorKind::Internal);
     }
 
     #[test]

@@ -74,7 +74,15 @@ pub struct Node {
 }
 
 pub fn config(name: &str, transport: Transport) -> AgentConfig {
-    let mut config = AgentConfig { name: name.to_owned(), transport, ..AgentConfig::default() };
+    // Peers may stand still for a while on a busy machine.
+    let patient = LIMIT / 2;
+    let mut config = AgentConfig {
+        name: name.to_owned(),
+        transport,
+        connect_timeout: patient,
+        cancel_grace: patient,
+        ..AgentConfig::default()
+    };
     if let (Transport::Auto, Ok(rdma)) = (transport, std::env::var(RDMA)) {
         config.ucx.insert("TLS".to_owned(), rdma);
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
-use rustix::net::sockopt::set_socket_recv_buffer_size;
+use rustix::net::sockopt::set_socket_recv_buffer_size_force;
 use rustix::net::{AddressFamily, Protocol, RecvFlags, SocketFlags, SocketType, recv, socket_with};
 
 use super::netns::Hosts;
@@ -29,7 +29,7 @@ pub fn capture_if_child() {
     }
     let protocol = Protocol::from_raw(std::num::NonZeroU32::new(EVERYTHING).unwrap());
     let socket = socket_with(AddressFamily::PACKET, SocketType::RAW, SocketFlags::NONBLOCK, Some(protocol)).unwrap();
-    set_socket_recv_buffer_size(&socket, 64 << 20).unwrap();
+    set_socket_recv_buffer_size_force(&socket, 64 << 20).unwrap();
     let mut out = std::io::stdout().lock();
     out.write_all(b"\n@capturing\n").unwrap();
     out.flush().unwrap();

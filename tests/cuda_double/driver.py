@@ -111,7 +111,7 @@ class Child:
     def end(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(20) == 0
+        assert self.process.wait(120) == 0
 
 
 class Handle(ctypes.Structure):

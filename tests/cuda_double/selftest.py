@@ -147,7 +147,7 @@ def the_cpu_may_not_write() -> None:
     ctypes.memset(Driver().alloc(4 * MIB), 1, 1)
 
 
-@case({"KVFERRY_CUDA_DOUBLE_DELAY_US": "50000"})
+@case({"KVFERRY_CUDA_DOUBLE_DELAY_US": "2000000"})
 def copies_are_late() -> None:
     d = Driver()
     a, b, stream = d.alloc(4096), d.alloc(4096), d.stream()
@@ -169,9 +169,8 @@ def copies_are_late() -> None:
     ctypes.memset(host, ord("C"), 4096)
     d.expect(0, "cuStreamSynchronize", stream)
     assert d.read(a, 4096) == b"C" * 4096
-    start = time.monotonic()
     d.expect(0, "cuMemcpyDtoD_v2", b, a, 4096)
-    assert time.monotonic() - start < 0.04
+    # It was not waited for.
     start = time.monotonic()
     d.expect(0, "cuCtxSynchronize")
     assert time.monotonic() - start > 0.02
@@ -193,7 +192,7 @@ def copies_are_late() -> None:
     assert time.monotonic() - start > 0.04
 
 
-@case({"KVFERRY_CUDA_DOUBLE_DELAY_US": "3000000"})
+@case({"KVFERRY_CUDA_DOUBLE_DELAY_US": "8000000"})
 def who_does_not_wait_sees_old_bytes() -> None:
     d = Driver()
     a, stream = d.alloc(4096), d.stream()
@@ -219,11 +218,11 @@ def order_of_streams() -> None:
     d.expect(0, "cuStreamSynchronize", blocking)
     assert d.read(b, 4096) == b"\2" * 2048 + b"\1" * 2048
     # A non-blocking stream is not waited for.
-    slow = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(0.3))
+    may_end = threading.Event()
+    slow = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: may_end.wait(45) or os.abort())
     d.expect(0, "cuLaunchHostFunc", free, slow, None)
-    start = time.monotonic()
     d.read(b, 1)
-    assert time.monotonic() - start < 0.2
+    may_end.set()
     # An event makes it wait, though both streams are non-blocking.
     other, event = d.stream(), d.get("cuEventCreate", 2)
     d.expect(0, "cuMemsetD8Async", a, 9, 4096, free)
@@ -582,7 +581,8 @@ def main() -> int:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVFERRY_CUDA_DOUBLE_", "CUDA_"))}
         command = [sys.executable, __file__, OUTDIR, name]
         try:
-            ended = subprocess.run(command, env={**environment, **settings}, capture_output=True, text=True, timeout=60)
+            given = {**environment, **settings}
+            ended = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
             good, text = ended.returncode == status, ended.stdout + ended.stderr
             # An abort must be the double's own.
             good = good and (status != -signal.SIGABRT or "cuda double: " in text)

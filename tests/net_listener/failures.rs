@@ -34,7 +34,7 @@ fn a_handshake_that_fails_tells_why() {
 
     let mute = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = mute.local_addr().unwrap().port();
-    let (error, _) = failure("127.0.0.1", port, Duration::from_secs(2));
+    let (error, _) = failure("127.0.0.1", port, Duration::from_secs(10));
     let at = format!("127.0.0.1:{port}");
     says(&error, ErrorKind::Unreachable, &[&at, "says nothing", "its process is stopped"]);
 

@@ -415,6 +415,8 @@ fn an_answer_that_came_before_the_deadline_counts_however_late_it_is_read() {
     may_answer.send(()).unwrap();
     let mut items = Vec::new();
     client.poll_items(&mut items);
+    // The last is the connection: before it are probes of a listener that has said nothing for a while.
+    items.drain(..items.len() - 1);
     zmq::poll(&mut items, 60_000).unwrap();
     drop(items);
     // As after a pause of the whole process.
@@ -516,7 +518,7 @@ fn every_address_of_the_host_reaches_the_listener() {
     let listed = local_addresses().unwrap().into_iter().map(|a| a.ip);
     hosts.extend(listed.filter(|ip| !ip.to_string().starts_with("fe80")).map(|ip| ip.to_string()));
     for host in hosts {
-        let got = query(None, &host, listener.port(), None, vec![], Duration::from_secs(5));
+        let got = query(None, &host, listener.port(), None, vec![], LONG);
         assert_eq!(got, Ok(ranks(1, "all")), "by {host}, advertised is {advertised}");
     }
 }

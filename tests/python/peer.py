@@ -24,8 +24,13 @@ def receive(pipe: Connection) -> Any:
 
 
 def _is_stopped(task: Path) -> bool:
+    try:
+        stat = (task / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        # The thread has ended.
+        return True
     # The state follows the name, which is in parentheses.
-    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def freeze(pid: int) -> None:

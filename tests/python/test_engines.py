@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from kvferry import Aggregator, Scheduler, Worker
 from numpy.typing import NDArray
+from pair import until
 from peer import GENEROUS, process, receive
 
 TP, LAYERS, BLOCKS, TOKENS, HEADS, CONTENT = 2, 3, 20, 4, 2, 32
@@ -197,6 +198,7 @@ def test_requests_are_handed_over_with_every_byte(tmp_path: Path) -> None:
         assert (stats["recvs"], stats["bytes"]) == (len(REQUESTS) * TP, moved)
         totals = [answer["totals"]["bytes"] for answer in decode.ask("stats")]
         assert sum(totals) == moved
+        until("the log has a line for each", lambda: log.read_text().count("\n") >= len(REQUESTS) * TP)
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         assert sorted(line["request_id"] for line in lines) == sorted(
             f"d-{name}" for name in REQUESTS for _ in range(TP)

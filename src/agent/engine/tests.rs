@@ -19,7 +19,15 @@ pub(super) const LEN: usize = 256 << 10;
 pub(super) const DEVICE: MemoryKind = MemoryKind::Cuda { device: 0 };
 
 pub(super) fn config(name: &str, transport: Transport) -> AgentConfig {
-    AgentConfig { name: name.to_owned(), transport, rehearse: false, copy_threads: 1, ..AgentConfig::default() }
+    AgentConfig {
+        name: name.to_owned(),
+        transport,
+        rehearse: false,
+        copy_threads: 1,
+        // Whoever is asked may stand still for a while on a busy machine.
+        cancel_grace: Duration::from_secs(60),
+        ..AgentConfig::default()
+    }
 }
 
 /// Reads region 0 of the peer into three regions one after the other, each in four runs.

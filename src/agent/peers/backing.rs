@@ -169,7 +169,13 @@ mod tests {
         // One that is the same is not looked at again; one with another range at its place is not known.
         backing.update((0..199).map(|start| start..start + 1).collect(), look());
         assert!(backing.is_kernel(0) && !backing.is_kernel(200));
-        backing.add(0, 8..9, look());
+        let gate = Arc::new(Mutex::new(()));
+        let (held, wait) = (gate.lock().unwrap(), Arc::clone(&gate));
+        backing.add(0, 8..9, move |ranges: &[Range<u64>]| {
+            drop(wait.lock());
+            Ok(vec![true; ranges.len()])
+        });
         assert!(!backing.is_kernel(0));
+        drop(held);
     }
 }

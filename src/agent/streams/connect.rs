@@ -17,8 +17,9 @@ use crate::agent::core::ids::PeerId;
 use crate::agent::peers::{Peer, Peers};
 use crate::error::{Error, ErrorKind, Result};
 
-/// How long an address may take to connect and to answer.
-const CONNECT_TIME: Duration = Duration::from_secs(2);
+/// How long an address may take to connect and to answer. Bytes go by messages meanwhile, and for as long as the connection
+/// lasts if none answers.
+const CONNECT_TIME: Duration = Duration::from_secs(10);
 
 /// What the asking side has yet to try.
 pub(crate) struct Attempt {

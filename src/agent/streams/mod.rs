@@ -183,7 +183,6 @@ impl Streams {
         let found = epoll::wait(descriptor, spare_capacity(&mut changes), Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         self.looked_at = Some(io.now);
         self.changed = found.is_err() || changes.len() == CHANGES;
-        self.end_late(io);
         let mut listening = false;
         for change in &changes {
             match change.data.u64() {
@@ -195,6 +194,8 @@ impl Streams {
         if listening {
             self.accept(io);
         }
+        // After what has come: this process may have paused.
+        self.end_late(io);
         !changes.is_empty()
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 from commands import is_required, skip
 from nixl_host import GENEROUS, pattern
+from peer import freeze
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
@@ -120,6 +120,10 @@ class Process:
             time.sleep(0.01)
         return seen
 
+    def freeze(self) -> None:
+        """It does nothing from now on, and is not gone."""
+        freeze(self.child.pid)
+
     def kill(self) -> None:
         self.child.kill()
         self.child.wait()
@@ -184,11 +188,19 @@ def read(a: Process, address: int) -> None:
     np.testing.assert_array_equal(a.contents("cache")[:SIZE], pattern(2, SIZE))
 
 
+def post_in_flight(a: Process, key: str, message: bytes = b"") -> None:
+    """Posts a transfer until one call returns before its end."""
+    deadline = time.monotonic() + GENEROUS
+    while (state := a.post(key, message)) != "PROC":
+        assert state == "DONE"
+        assert time.monotonic() < deadline
+
+
 def refuse_a_release(a: Process, b: Process) -> int:
     """Has the library, which is `late`, refuse to release a read. The address of b's memory."""
     address = acquaint(a, b, LARGE)
     a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
-    assert a.post("x") == "PROC"
+    post_in_flight(a, "x")
     with pytest.raises(Failed, match="REPOST_ACTIVE"):
         a.release("x")
     return address
@@ -207,6 +219,6 @@ def freeze_in_a_read(a: Process, b: Process) -> None:
     address = acquaint(a, b, ENOUGH)
     # Connected.
     read(a, address)
-    b.child.send_signal(signal.SIGSTOP)
+    b.freeze()
     a.make("x", "READ", [("cache", 0, ENOUGH)], [(address, ENOUGH, 0)], "b")
     assert a.post("x") == "PROC"

@@ -53,7 +53,7 @@ def test_many_transfers_that_fail_at_once_are_few_lines(plugin: Path, edge: str)
         address = acquaint(a, b, LARGE)
         for number in range(TRANSFERS):
             a.make(f"x{number}", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
-        b.child.send_signal(signal.SIGSTOP)
+        b.freeze()
         for number in range(TRANSFERS):
             assert a.post(f"x{number}") == "PROC"
         b.kill()

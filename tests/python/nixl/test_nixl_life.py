@@ -103,7 +103,7 @@ def test_a_peer_that_is_killed_while_its_memory_is_copied(plugin: Path, edge: st
         a.make("first", "READ", [("cache", 0, SIZE)], [(address, SIZE, 0)], "b")
         assert a.run("first") == "DONE"
         a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
-        assert a.post("x") == "PROC"
+        assert a.post("x") in ("PROC", "DONE")
         b.kill()
         # The copy does not wait for the peer and may have ended before. Either way it ends, and what is done is right.
         ended = outcome(a, "x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +74,7 @@ def test_what_failed_with_a_peer_that_died_is_shown(plugin: Path, edge: str, tmp
         a.add(b.metadata())
         a.make("first", "READ", [("cache", 0, 4096)], [(address, 4096, 0)], "b")
         assert a.run("first") == "DONE"
-        b.child.send_signal(signal.SIGSTOP)
+        b.freeze()
         a.make("x", "READ", [("cache", 0, ENOUGH)], [(address, ENOUGH, 0)], "b")
         assert a.post("x") == "PROC"
         b.kill()

@@ -99,7 +99,7 @@ def test_what_was_sent_before_the_end_arrives(plugin: Path, edge: str) -> None:
         c.add(b.metadata())
         c.notify("b", b"first")
         assert b.notified(1) == [("c", b"first")]
-        b.child.send_signal(signal.SIGSTOP)
+        b.freeze()
         for message in sent:
             c.notify("b", message)
         c.end()
@@ -113,7 +113,7 @@ def test_what_was_not_delivered_before_the_end_is_told(plugin: Path, edge: str) 
         serve(a, "a", 1, SIZE)
         serve(b, "b", 2, SIZE)
         metadata = b.metadata()
-        b.child.send_signal(signal.SIGSTOP)
+        b.freeze()
         a.add(metadata)
         for _ in range(3):
             a.notify("b", b"anyone there?")

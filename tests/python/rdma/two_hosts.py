@@ -38,7 +38,7 @@ KEY = bytes(range(32)).hex()
 
 
 def side(name: str, tls: str, seed: int, keyed: bool, folder: Path) -> Side:
-    config: dict[str, object] = {"name": name, "ucx": {"TLS": f"{tls},self"}}
+    config: dict[str, object] = {"name": name, "ucx": {"TLS": f"{tls},self"}, "connect_timeout_ms": 100_000}
     if keyed:
         config["key_file"] = str(folder / "key")
     return Side(config, seed, LENGTH)

@@ -64,6 +64,8 @@ class MiniPair:
         self.engines = {role: EngineAfter(role) for role in ROLES}
         self.killed: list[str] = []
         self.frozen = False
+        # Whether anything was done to an engine.
+        self.struck = False
         # What `restore` says in turn: whether engines were started, or why they were not.
         self.restored: list[bool | Exception] = []
 
@@ -86,9 +88,10 @@ class MiniPair:
 
     async def kill(self, role: str) -> None:
         self.killed.append(role)
+        self.struck = True
 
     def freeze(self, role: str) -> None:
-        self.frozen = True
+        self.frozen = self.struck = True
 
     def thaw(self, role: str) -> None:
         self.frozen = False
@@ -132,9 +135,8 @@ class MiniMatrix:
         return TOKENS
 
     async def thawed(self) -> None:
-        """Until the engines are not frozen."""
-        await asyncio.sleep(0.02)
-        while self.pair.frozen:
+        """Until the fault has come, and the engines are not frozen."""
+        while self.pair.frozen or not self.pair.struck:
             await asyncio.sleep(0.001)
 
     async def _post(

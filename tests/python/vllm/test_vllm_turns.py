@@ -193,7 +193,7 @@ def test_a_history_that_cannot_be_read_is_computed_again(
 
 def test_a_decode_engine_keeps_no_more_than_its_share_and_for_no_longer_than_its_lease(tmp_path: Path) -> None:
     # 12 of 96 blocks: those of two turns of 89 tokens.
-    made = Conversation(tmp_path, False, history_percent=13, decoder_kv_blocks_ttl=8)
+    made = Conversation(tmp_path, False, history_percent=13, decoder_kv_blocks_ttl=20)
     try:
         histories = [made.turn(f"t{at}", prompt(700 + at, 70))[1] for at in range(3)]
         assert None not in histories
