@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.parallel_state import get_dcp_world_size_and_rank, get_pp_group, get_tp_group
 
@@ -20,11 +21,19 @@ from .stats import KvferryStats
 from .step_queue import StepQueue, device_recorder
 from .support import align_interleave, attention_kernels, check_served, compat_fields, has_host_buffer
 
-if TYPE_CHECKING:
-    import torch
-
 SHUTDOWN_SECONDS = 10.0
 """Longest wait for transfers in flight when the worker process ends."""
+
+
+def ask_for_amx() -> None:
+    """Asks Linux for this process's use of AMX, where the processor has it.
+
+    vLLM's attention on CPUs (0.32, `cpu_attention_with_kv_cache` in bfloat16) takes it without asking: in an engine
+    that computes its prompts, a prefill's matrix products have asked before. Where prompts are loaded the first step
+    may be a decode, which Linux ends by SIGILL.
+    """
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        logger.warning("Linux does not let this process use AMX, with which vLLM's attention in bfloat16 may end it")
 
 
 class WorkerSide:
@@ -115,6 +124,8 @@ class WorkerSide:
             host = HostBuffer(kv_caches, self._layers, blocks, zeroed)
         caches = kv_caches if host is None else host.caches
         device = self._vllm_config.device_config.device_type
+        if device == "cpu":
+            ask_for_amx()
         layout = describe(self._kv_cache_config, self._layers, caches, kernels, split, share, device)
         engine_id, pp_rank = self._vllm_config.kv_transfer_config.engine_id, get_pp_group().rank_in_group
         worker = kvferry.Worker(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -342,3 +344,20 @@ def test_a_step_without_work_is_empty() -> None:
     assert step.step == b""
     assert step.refused == {}
     side.shutdown()
+
+
+AMX = """
+import ctypes
+from kvferry.vllm.worker import ask_for_amx
+
+ask_for_amx()
+allowed = ctypes.c_uint64()
+# arch_prctl(ARCH_GET_XCOMP_PERM): a bit for each state component, of which 18 is the tiles' data.
+assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(allowed)) == 0
+assert allowed.value >> 18 & 1, hex(allowed.value)
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="the processor has no AMX")
+def test_a_decode_may_be_the_first_step_where_attention_uses_amx() -> None:
+    subprocess.run([sys.executable, "-c", AMX], check=True)
