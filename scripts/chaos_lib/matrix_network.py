@@ -165,4 +165,4 @@ def _why_no_namespaces() -> str | None:
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     missing = [name for name in ("ip", "tc", "iptables") if shutil.which(name) is None]
-    return f"needs {' and '.join(missing)}" if missing else None
+    return f"needs {' and '.join(missing)} (on Debian: apt-get install iproute2 iptables)" if missing else None
