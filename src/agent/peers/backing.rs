@@ -170,7 +170,7 @@ mod tests {
         backing.update((0..199).map(|start| start..start + 1).collect(), look());
         assert!(backing.is_kernel(0) && !backing.is_kernel(200));
         let gate = Arc::new(Mutex::new(()));
-        let (held, wait) = (gate.lock().unwrap(), Arc::clone(&gate));
+        let (held, wait) = (lock(&gate), Arc::clone(&gate));
         backing.add(0, 8..9, move |ranges: &[Range<u64>]| {
             drop(wait.lock());
             Ok(vec![true; ranges.len()])
