@@ -15,6 +15,8 @@ from .options import Options
 from .parent import Requests, Tally, grown, hand_over, pair, resources, settle, wait_unpinned
 
 RACE_LEASE_MS = 1000
+PATIENT = {"transfer_timeout_ms": 60_000, "verdict_timeout_ms": 60_000}
+"""No fault ends the reads that race their lease, so nothing else may end them on a slow machine either."""
 
 
 def _part(tally: Tally, started: int, validated: bool, **more: Any) -> dict[str, Any]:
@@ -26,6 +28,7 @@ def _part(tally: Tally, started: int, validated: bool, **more: Any) -> dict[str,
         "unreported": tally.unreported,
         "pinned": tally.pinned,
         "unexpected": tally.causes.total() - tally.causes["lease_expired"] + tally.unexpected,
+        "causes": dict(tally.causes),
         **more,
         "notes": tally.notes if validated else tally.notes[:3],
     }
@@ -64,7 +67,7 @@ def _race(options: Options, transport: str, validated: bool) -> dict[str, Any]:
     rounds = options.rounds if validated else max(200, options.rounds // 10)
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=64), Tally()
     lease = RACE_LEASE_MS if validated else 3_600_000
-    setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384, lease_ms=lease)
+    setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384, lease_ms=lease, worker=PATIENT)
     with pair(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
         # Connections are made before, so that the time from arrival to the first heartbeat is short.
         settle(consumer, hand_over(producer, consumer, requests.make(2)), tally, may_fail=False)
