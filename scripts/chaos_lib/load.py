@@ -15,7 +15,7 @@ from .options import Options
 from .parent import Requests, Tally, grown, hand_over, pair, resources, settle, wait_unpinned
 
 RACE_LEASE_MS = 1000
-PATIENT = {"transfer_timeout_ms": 60_000, "verdict_timeout_ms": 60_000}
+PATIENT: dict[str, object] = {"transfer_timeout_ms": 60_000, "verdict_timeout_ms": 60_000}
 """No fault ends the reads that race their lease, so nothing else may end them on a slow machine either."""
 
 
