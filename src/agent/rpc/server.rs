@@ -96,7 +96,7 @@ impl Server {
         if self.unsent.saturating_add(cost) > MAX_UNSENT {
             return Err(Error::new(
                 ErrorKind::Exhausted,
-                format!("the peer asks and takes no answers: {} bytes of them wait", self.unsent),
+                format!("the peer takes no answers: {} bytes of them wait, at most {MAX_UNSENT} may", self.unsent),
             ));
         }
         Ok(cost)

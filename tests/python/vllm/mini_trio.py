@@ -16,7 +16,6 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 STEADY_LEASE_MS = 30_000
 FRAIL_LEASE_MS = 1_000
 TIMEOUT_MS = 10_000
-HANDSHAKE_MS = 30_000
 """A lease that outlasts what a request takes on a busy machine, one that a test waits for, and the decode engines'
 limits: a working load takes milliseconds."""
 
@@ -50,7 +49,6 @@ class Trio:
         self.steady = self._producer(P_SALT, STEADY_LEASE_MS)
         self._frail: Remote | None = self._producer(FRAIL_SALT, FRAIL_LEASE_MS)
         limits = {f"{what}_timeout_ms": TIMEOUT_MS for what in ("transfer", "verdict")}
-        limits["handshake_timeout_ms"] = HANDSHAKE_MS
         # Digests change nothing where the bytes are right.
         extra = {**limits, **self._transport, "verify": True}
         self.decode = {

@@ -35,7 +35,7 @@ class Pair:
     ) -> None:
         model = write_model(folder)
         self.model, self.hybrid = model, hybrid
-        limits = {"handshake_timeout_ms": 30_000, "transfer_timeout_ms": 20000, **(reads or {})}
+        limits = {"transfer_timeout_ms": 20000, **(reads or {})}
         self.states: str = (prefill or {}).get("states", "")
         self.groups = 1 + hybrid + bool(self.states)
         prefill = {"runner": runner, **(prefill or {})}

@@ -34,14 +34,14 @@ METRICS = [metric for metric in stats.metrics() if metric.scope == "worker"]
 
 
 class Kvferry:
-    """The connector as `demo_lib.connectors.Connector` gives it to servers, with short times, so that a lease runs out
-    and a handshake fails in seconds."""
+    """The connector as `demo_lib.connectors.Connector` gives it to servers, with a short lease: one that runs out in
+    seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def arguments(self, role: str, options: Options) -> list[str]:
-        extra = {"port": 0, "lease_ms": 20_000 if role == "kv_producer" else 30_000, "handshake_timeout_ms": 30_000}
+        extra = {"port": 0, "lease_ms": 20_000 if role == "kv_producer" else 30_000}
         config: dict[str, Any] = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
         config |= {"kv_role": role, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
         return ["--kv-transfer-config", json.dumps(config)]
