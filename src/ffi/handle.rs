@@ -5,12 +5,12 @@
 //! is safe: that call keeps the object until it returns.
 
 use std::any::Any;
-use std::process;
 use std::sync::Arc;
 
 use super::table::{FIRST, Table};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicUsize, RwLock};
+use crate::sys::fork::process_id;
 
 /// What a handle stands for.
 pub(super) trait Object: Any + Send + Sync {
@@ -30,7 +30,7 @@ static LIVE: Table<Entry> = Table::from(RwLock::new(None), AtomicUsize::new(FIRS
 
 /// Makes a handle for `object`.
 pub(super) fn give<T: Object>(object: T) -> *mut T::C {
-    let number = LIVE.insert(Entry { noun: T::NOUN, object: Arc::new(object), process: process::id() });
+    let number = LIVE.insert(Entry { noun: T::NOUN, object: Arc::new(object), process: process_id() });
     std::ptr::without_provenance_mut(number)
 }
 
@@ -59,7 +59,7 @@ fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
     let Ok(object) = Arc::clone(&entry.object).downcast::<T>() else {
         return Err(Error::invalid(format!("this handle is of the kind {}, expected {}", entry.noun, T::NOUN)));
     };
-    if entry.process != process::id() {
+    if entry.process != process_id() {
         return Err(Error::new(
             ErrorKind::ShutDown,
             format!(
@@ -67,7 +67,7 @@ fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
                  one there",
                 T::NOUN,
                 entry.process,
-                process::id()
+                process_id()
             ),
         ));
     }
