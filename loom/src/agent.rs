@@ -275,21 +275,18 @@ impl Lent {
     /// A caller polls, as `Inner::poll` does. Returns whether it drove the engine.
     fn poll(&self) -> bool {
         match self.callers.poll(self.now) {
-            Polled::Nothing => false,
-            Polled::Ask => {
-                self.shared.waker.wake();
-                false
-            }
-            Polled::Drive => {
-                self.try_with(|engine| {
-                    engine.check();
-                    engine.aside && {
-                        engine.serve();
-                        true
-                    }
-                }) == Some(true)
-            }
+            Polled::Nothing => return false,
+            Polled::Ask => self.shared.waker.wake(),
+            Polled::Drive => {}
         }
+        let drive = |engine: &mut Engine| {
+            engine.check();
+            engine.serve();
+            if !engine.aside {
+                self.shared.waker.wake();
+            }
+        };
+        self.try_with(drive).is_some()
     }
 }
 

@@ -447,13 +447,13 @@ impl Inner {
         if self.has_driver {
             return;
         }
-        match self.started.callers.poll(Instant::now()) {
-            Polled::Nothing => {}
+        let now = Instant::now();
+        match self.started.callers.poll(now) {
+            Polled::Nothing => return,
             Polled::Ask => self.shared.waker.wake(),
-            Polled::Drive => {
-                self.try_with(Driven::poll);
-            }
+            Polled::Drive => {}
         }
+        self.try_with(|driven| driven.poll(now));
     }
 
     fn shutdown(&self, timeout: Duration) -> Result<()> {

@@ -79,12 +79,13 @@ impl Driven {
             self.engine.streams.note_changes();
         }
         // What the thread was woken for goes out before UCX is driven, which takes its time.
-        let mut any = self.serve_commands(Instant::now());
+        let now = Instant::now();
+        let mut any = self.serve_commands(now);
         if any {
             self.engine.post_transfers();
         }
-        any |= self.progress();
-        let now = Instant::now();
+        let (progressed, now) = self.progress(now);
+        any |= progressed;
         any |= self.engine.drive_streams(now);
         self.engine.check_timers(now);
         any |= self.engine.post_transfers();
@@ -121,23 +122,28 @@ impl Driven {
         !has_driver && !engine.has_devices && engine.transfers.are_light() && !engine.streams.are_moving()
     }
 
-    /// A caller's turn while it polls in the progress thread's place. What would take long is left to that thread.
-    pub(crate) fn poll(&mut self) {
-        if !self.callers.drive() {
+    /// The turn of a caller that polls. What would take long is left to the progress thread. Where that has not stood aside,
+    /// it is woken behind what was done, to see to the timers and operations that came of it; what comes to UCX later wakes
+    /// it anyway: UCX is armed, or its event fd is readable, whoever takes what has come.
+    pub(crate) fn poll(&mut self, now: Instant) {
+        if !self.is_light() {
+            self.callers.leave_alone(now);
+            if self.callers.drive() {
+                self.hand_over();
+            }
             return;
         }
-        if !self.is_light() {
-            return self.hand_over();
-        }
-        self.serve_light(Instant::now());
+        self.serve_light(now);
         self.engine.post_transfers();
-        let any = self.progress();
-        let now = Instant::now();
+        let (any, now) = self.progress(now);
         if any {
             self.progressed_at = now;
         }
         self.engine.check_timers(now);
         self.engine.post_transfers();
+        if any && !self.callers.drive() {
+            self.shared.waker.wake();
+        }
         self.shared.publish(&mut self.engine.events);
     }
 
@@ -173,23 +179,22 @@ impl Driven {
     }
 
     /// Drives UCX until it is idle or has had its time, and takes what came of it.
-    fn progress(&mut self) -> bool {
-        let begin = Instant::now();
-        let mut any = false;
+    fn progress(&mut self, begin: Instant) -> (bool, Instant) {
+        let (mut any, mut now) = (false, begin);
         while self.engine.worker.progress() {
             any = true;
-            if begin.elapsed() >= PROGRESS_TIME {
+            now = Instant::now();
+            if now.saturating_duration_since(begin) >= PROGRESS_TIME {
                 break;
             }
         }
-        let now = Instant::now();
         // Failures first, so that the operations that they end are the lost peer's.
         self.engine.reap_failed_endpoints(now);
         self.engine.reap_completions(now);
         self.engine.reap_copies(now);
         any |= self.engine.reap_device_copies(now) | self.engine.reap_staged(now);
         self.engine.receive_messages(now);
-        any
+        (any, now)
     }
 
     fn serve_commands(&mut self, now: Instant) -> bool {
@@ -461,20 +466,27 @@ mod tests {
     #[test]
     fn a_caller_that_polls_drives_until_it_gets_something_long_to_do() {
         let mut pair = Pair::new(Transport::Tcp);
-        let read = pair.read(4096);
-        // Nobody polls: the thread has to wait for the answer.
-        assert!(pair.driven.serve_at_once());
-        pair.driven.poll();
-        assert!(pair.driven.shared.poll_event().is_none(), "the thread has not stood aside");
-        pair.driven.callers.enter();
-        let end = Instant::now() + Duration::from_secs(120);
-        let event = std::iter::repeat_with(|| {
-            pair.driven.poll();
-            pair.driven.shared.poll_event()
-        })
-        .take_while(|_| Instant::now() < end)
-        .find_map(|event| event);
-        pair.check(event, read, 4096);
+        for stands_aside in [false, true] {
+            if stands_aside {
+                pair.driven.callers.enter();
+            }
+            let _ = pair.driven.shared.waker.take();
+            let read = pair.read(4096);
+            assert_eq!(
+                pair.driven.serve_at_once(),
+                !stands_aside,
+                "the thread is to wait for the answer if nobody polls"
+            );
+            let end = Instant::now() + Duration::from_secs(120);
+            let event = std::iter::repeat_with(|| {
+                pair.driven.poll(Instant::now());
+                pair.driven.shared.poll_event()
+            })
+            .take_while(|_| Instant::now() < end)
+            .find_map(|event| event);
+            pair.check(event, read, 4096);
+            assert_eq!(pair.driven.shared.waker.take(), !stands_aside, "a thread that sleeps is told what was done");
+        }
         pair.read(64);
         assert!(!pair.driven.serve_at_once(), "the caller goes on polling");
         let _ = pair.driven.shared.waker.take();
@@ -484,7 +496,7 @@ mod tests {
         pair.driven.callers.enter();
         let _ = pair.driven.shared.waker.take();
         pair.driven.engine.has_devices = true;
-        pair.driven.poll();
+        pair.driven.poll(Instant::now());
         assert!(!pair.driven.callers.drive() && pair.driven.shared.waker.take(), "the thread takes over");
     }
 }

@@ -12,11 +12,16 @@ use crate::sync::{AtomicBool, AtomicU64};
 
 /// Polls with longer pauses between them are not without a pause, as long as the progress thread does not stand aside.
 const PAUSE: Duration = Duration::from_micros(50);
+/// After so many polls without a pause, a caller drives the engine if that is free, as the progress thread may have to wait
+/// for a processor.
+pub(super) const SOME: u64 = 4;
 /// So many polls without a pause make a caller that waits. Who only collects what has happened, as an engine does in
 /// each of its steps, polls less often.
 pub(super) const MANY: u64 = 32;
 /// How often the progress thread is asked to stand aside while it does not.
 pub(super) const ASK_EVERY: u64 = 1024;
+/// How long callers leave an engine alone that has something long to do.
+const LEAVE_ALONE: Duration = Duration::from_millis(1);
 /// How long nobody has polled when the progress thread takes over: long enough for a caller to look after something else
 /// between two small transfers.
 const PATIENCE: Duration = Duration::from_millis(1);
@@ -28,9 +33,9 @@ pub(crate) const LOOK: Duration = Duration::from_micros(200);
 pub(crate) enum Polled {
     /// Nothing: the progress thread has its own reasons to work.
     Nothing,
-    /// Ask the progress thread to stand aside.
+    /// Ask the progress thread to stand aside, and drive the engine.
     Ask,
-    /// Drive the engine.
+    /// Drive the engine if it is free.
     Drive,
 }
 
@@ -42,6 +47,8 @@ pub(crate) struct Callers {
     last: AtomicU64,
     /// Polls without a pause so far.
     polls: AtomicU64,
+    /// Nanoseconds from `start` to when callers may look again whether the engine has only little to do.
+    again: AtomicU64,
     /// Whether the progress thread stands aside. Changed only by who has the engine.
     drive: AtomicBool,
     /// Whether the progress thread waits for the engine: locks are not fair, and callers that take it again and again would
@@ -55,6 +62,7 @@ impl Callers {
             start: now,
             last: AtomicU64::new(0),
             polls: AtomicU64::new(0),
+            again: AtomicU64::new(0),
             drive: AtomicBool::new(false),
             wanted: AtomicBool::new(false),
         }
@@ -78,15 +86,18 @@ impl Callers {
             return Polled::Nothing;
         }
         let polls = self.polls.fetch_add(1, Ordering::Relaxed);
-        if polls < MANY {
+        if polls < SOME || now < self.again.load(Ordering::Relaxed) {
             Polled::Nothing
-        } else if drive {
-            Polled::Drive
-        } else if (polls - MANY).is_multiple_of(ASK_EVERY) {
+        } else if !drive && polls >= MANY && (polls - MANY).is_multiple_of(ASK_EVERY) {
             Polled::Ask
         } else {
-            Polled::Nothing
+            Polled::Drive
         }
+    }
+
+    /// A caller has found something long to do, which is the progress thread's; for who has the engine.
+    pub(crate) fn leave_alone(&self, now: Instant) {
+        self.again.store(self.since_start(now) + LEAVE_ALONE.as_nanos() as u64, Ordering::Relaxed);
     }
 
     /// Whether a caller polls without a pause.

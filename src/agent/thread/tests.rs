@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::callers::{ASK_EVERY, Callers, MANY, Polled};
+use super::callers::{ASK_EVERY, Callers, MANY, Polled, SOME};
 
 #[test]
 fn only_who_polls_without_a_pause_drives() {
@@ -18,6 +18,9 @@ fn only_who_polls_without_a_pause_drives() {
     let polled: Vec<Polled> = (0..=MANY + ASK_EVERY + 1).map(|poll| callers.poll(at(begin + poll * 10))).collect();
     let asked: Vec<usize> = (0..polled.len()).filter(|at| polled.get(*at) == Some(&Polled::Ask)).collect();
     assert_eq!(asked, [MANY as usize + 1, (MANY + ASK_EVERY) as usize + 1]);
+    for (polled, expected) in polled.iter().zip((0..).map(|poll| poll > SOME)) {
+        assert_eq!(*polled != Polled::Nothing, expected);
+    }
     let last = begin + (MANY + ASK_EVERY + 1) * 10;
     callers.enter();
     assert!(callers.are_polling(at(last + 999)) && !callers.are_polling(at(last + 1000)));
@@ -27,4 +30,16 @@ fn only_who_polls_without_a_pause_drives() {
     assert!(!callers.are_polling(at(last + 1901)));
     callers.leave();
     assert!(!callers.drive());
+}
+
+#[test]
+fn an_engine_with_something_long_to_do_is_left_alone_for_a_while() {
+    let start = Instant::now();
+    let callers = Callers::new(start);
+    let at = |micros| start + Duration::from_micros(micros);
+    (0..SOME).for_each(|poll| assert_eq!(callers.poll(at(poll)), Polled::Nothing));
+    assert_eq!(callers.poll(at(10)), Polled::Drive);
+    callers.leave_alone(at(10));
+    assert!((11..1010).all(|micros| callers.poll(at(micros)) == Polled::Nothing));
+    assert_ne!(callers.poll(at(1010)), Polled::Nothing);
 }
