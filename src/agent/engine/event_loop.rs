@@ -5,8 +5,8 @@
 //!
 //! - operations of transfers in flight, but for those that bytes come slowly for, or a peer's request served just now: spin
 //!   for [`AgentConfig::spin`] after the last progress, because the next news is some microseconds away and to be woken takes
-//!   longer, unless too many threads of the process spin already ([`Spinner`]); then sleep in steps of a millisecond, because
-//!   some transports (CUDA IPC) do not wake the fd, nor do our own copies on devices;
+//!   longer, unless too many threads of the process spin already, and giving way to others ([`Spinner`]); then sleep in steps
+//!   of a millisecond, because some transports (CUDA IPC) do not wake the fd, nor do our own copies on devices;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
 //!
@@ -117,6 +117,7 @@ pub(crate) fn run(
         }))?;
         news = match rest {
             Rest::No(news) => news,
+            Rest::GiveWay(news) => thread.give_way(news),
             Rest::Sleep(sleep) => thread.sleep(&sleep, None),
             Rest::StandAside(streams) => thread.stand_aside(streams),
             Rest::Over { in_time } => return lent(owner.0.end(|driven| driven.finish(in_time)))?,
@@ -137,6 +138,8 @@ fn lent<T>(engine: std::result::Result<T, Gone>) -> Result<T> {
 enum Rest {
     /// At once.
     No(News),
+    /// At once if no other thread waits for the processor.
+    GiveWay(News),
     Sleep(Sleep),
     /// As long as a caller polls, unless the sockets of streams change.
     StandAside(Option<RawFd>),
@@ -208,7 +211,7 @@ impl Thread {
         let copying = engine.device_copies.are_running() || engine.staged.is_running();
         let operations = engine.transfers.in_flight().operations;
         let moving = serving || copying || operations > 0 && operations > engine.peers.slow_reads(now);
-        let spins = moving && now.saturating_duration_since(driven.progressed_at) < spin && self.spinner.may_spin();
+        let spins = moving && now.saturating_duration_since(driven.progressed_at) < spin && self.spinner.may_spin(now);
         if !spins {
             self.spinner.rest();
         }
@@ -220,7 +223,8 @@ impl Thread {
         let sleep = |until| Rest::Sleep(Sleep { until, now, ucx, edges, streams: engine.streams.fd(), spin });
         if any || spins {
             if driven.driver.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
-                return Rest::No(News { is_woken: self.waker.is_pending(), has_changes: false });
+                let news = News { is_woken: self.waker.is_pending(), has_changes: false };
+                return if any { Rest::No(news) } else { Rest::GiveWay(news) };
             }
             return sleep(Some(now));
         }
@@ -237,6 +241,13 @@ impl Thread {
         let timers = [limit, busy, edges.then(|| now + EDGE_SLEEP), driven.wish, engine.deadline()];
         engine.stats.sleeps += 1;
         sleep(timers.into_iter().flatten().min())
+    }
+
+    /// Lets other threads go first, in a short turn of the kernel's: a long one is behind them for as long.
+    fn give_way(&mut self, news: News) -> News {
+        self.time_slice.sleep();
+        self.spinner.give_way();
+        news
     }
 
     /// Waits for the file descriptors, and for the sockets of the driver if there is one.

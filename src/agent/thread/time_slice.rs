@@ -44,7 +44,7 @@ impl TimeSlice {
         }
     }
 
-    /// The thread is going to sleep.
+    /// The thread is going to sleep, or gives way to others.
     pub(crate) fn sleep(&mut self) {
         if self.long {
             self.ask(false);
