@@ -21,11 +21,12 @@ LIMIT = 60.0
 
 
 class Case(NamedTuple):
-    """Blocks of one length, read in random order."""
+    """Blocks of one length, read in random order, each time after `pause` seconds without a system call."""
 
     name: str
     blocks: int
     block: int
+    pause: float = 0.0
 
 
 CASES = (
@@ -34,12 +35,13 @@ CASES = (
     Case("512 x 64 KiB", 512, 64 << 10),
     Case("32 MiB in one", 1, 32 << 20),
     Case("one 4 KiB", 1, 4 << 10),
+    Case("one 4 KiB in 2 ms", 1, 4 << 10, 0.002),
 )
 UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
 
 
 NOTIFICATION = "notification"
-SINGLE = ("one 4 KiB", NOTIFICATION)
+SINGLE = ("one 4 KiB", "one 4 KiB in 2 ms", NOTIFICATION)
 """Cases of one small operation, which also run with agents that are polled."""
 POLLED = ", polled"
 """Follows a case's name where the agents have no progress thread of NIXL's and both processes poll."""
@@ -72,6 +74,12 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def wait(end: float) -> None:
+    """Until then, with this processor."""
+    while time.perf_counter() < end:
+        pass
+
+
 def reads(reader: Reader, case: Case, rounds: int) -> list[Figures]:
     """The case's rounds. The first one is checked, and left out."""
     side, size = reader.side, case.blocks * case.block
@@ -85,6 +93,7 @@ def reads(reader: Reader, case: Case, rounds: int) -> list[Figures]:
     for number in range(rounds + 1):
         side.memory[:size] = 0
         before = cpu() + reader.ask("cpu")
+        wait(time.perf_counter() + case.pause)
         start = time.perf_counter()
         state = side.agent.transfer(handle)
         posted = time.perf_counter() - start
@@ -112,8 +121,9 @@ def notifications(reader: Reader, rounds: int) -> list[Figures]:
         start = time.perf_counter()
         reader.side.agent.send_notif("owner", b"x" * 64)
         posted = time.perf_counter() - start
-        while not reader.side.agent.get_new_notifs() and time.perf_counter() - start < LIMIT:
-            pass
+        while not reader.side.agent.get_new_notifs():
+            if time.perf_counter() - start > LIMIT:
+                raise RuntimeError(f"no answer to a notification within {LIMIT:.0f} s")
         done = (time.perf_counter() - start) / 2
         if number >= 5:
             found.append(Figures(posted, done, 0.0))
@@ -188,8 +198,10 @@ def owner(pipe: Connection, backend: str, version: str, size: int, threads: bool
             _, rounds = question
             for _ in range(rounds):
                 # asked() may have taken the first one from NIXL already.
+                end = time.perf_counter() + LIMIT
                 while not side.agent.update_notifs():
-                    pass
+                    if time.perf_counter() > end:
+                        raise RuntimeError(f"no notification within {LIMIT:.0f} s")
                 side.agent.notifs.clear()
                 side.agent.send_notif("reader", b"y" * 64)
             pipe.send(0.0)

@@ -41,8 +41,12 @@ fn wiped_at_forks() -> Option<&'static AtomicU32> {
     if page == libc::MAP_FAILED {
         return None;
     }
+    // An emulator may take any advice and follow none.
+    const NO_ADVICE: libc::c_int = -1;
     // SAFETY: the mapping made above, of which nothing is kept at a fork but the place.
-    if unsafe { libc::madvise(page, LEN, libc::MADV_WIPEONFORK) } != 0 {
+    let is_wiped =
+        unsafe { libc::madvise(page, LEN, NO_ADVICE) != 0 && libc::madvise(page, LEN, libc::MADV_WIPEONFORK) == 0 };
+    if !is_wiped {
         // SAFETY: likewise; nothing points to it.
         unsafe { libc::munmap(page, LEN) };
         return None;

@@ -10,8 +10,8 @@
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
 //! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
 //!
-//! While a caller polls without a pause and there is nothing long to move, the thread stands aside, and the caller drives
-//! the engine ([`Callers`]).
+//! While a caller polls without a pause and there is nothing long to move, the caller drives the engine, and the thread soon
+//! stands aside ([`Callers`]).
 //!
 //! When UCX's event fd woke the thread in vain several times in a row, only changes of it count ([`EdgeWait`]).
 

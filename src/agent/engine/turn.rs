@@ -79,12 +79,11 @@ impl Driven {
             self.engine.streams.note_changes();
         }
         // What the thread was woken for goes out before UCX is driven, which takes its time.
-        let now = Instant::now();
-        let mut any = self.serve_commands(now);
+        let mut any = self.serve_commands(Instant::now());
         if any {
             self.engine.post_transfers();
         }
-        let (progressed, now) = self.progress(now);
+        let (progressed, now) = self.progress();
         any |= progressed;
         any |= self.engine.drive_streams(now);
         self.engine.check_timers(now);
@@ -135,13 +134,13 @@ impl Driven {
         }
         self.serve_light(now);
         self.engine.post_transfers();
-        let (any, now) = self.progress(now);
+        let (any, now) = self.progress();
         if any {
             self.progressed_at = now;
         }
         self.engine.check_timers(now);
         self.engine.post_transfers();
-        if any && !self.callers.drive() {
+        if (any || !self.engine.events.is_empty()) && !self.callers.drive() {
             self.shared.waker.wake();
         }
         self.shared.publish(&mut self.engine.events);
@@ -179,7 +178,8 @@ impl Driven {
     }
 
     /// Drives UCX until it is idle or has had its time, and takes what came of it.
-    fn progress(&mut self, begin: Instant) -> (bool, Instant) {
+    fn progress(&mut self) -> (bool, Instant) {
+        let begin = Instant::now();
         let (mut any, mut now) = (false, begin);
         while self.engine.worker.progress() {
             any = true;

@@ -1,9 +1,9 @@
 //! Callers that poll without a pause, and whether they drive the engine in the progress thread's place.
 //!
 //! A caller that waits for a small transfer by polling has a processor already. Handing the transfer to the progress
-//! thread and its end back takes two wake-ups, which cost more than the transfer, and a second processor. So while a
-//! caller polls without a pause, the progress thread stands aside: it looks again and again whether the caller still
-//! polls, and takes over when it does not.
+//! thread and its end back takes two wake-ups, which cost more than the transfer, and a second processor. So a caller that
+//! polls without a pause drives the engine whenever that is free. When it goes on, the progress thread stands aside: it looks
+//! again and again whether the caller still polls, and takes over when it does not.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::sync::{AtomicBool, AtomicU64};
 const PAUSE: Duration = Duration::from_micros(50);
 /// After so many polls without a pause, a caller drives the engine if that is free, as the progress thread may have to wait
 /// for a processor.
-pub(super) const SOME: u64 = 4;
+pub(super) const SOME: u64 = 16;
 /// So many polls without a pause make a caller that waits. Who only collects what has happened, as an engine does in
 /// each of its steps, polls less often.
 pub(super) const MANY: u64 = 32;
@@ -106,7 +106,7 @@ impl Callers {
         self.polls.load(Ordering::Relaxed) >= MANY && self.is_within(last, self.since_start(now), PATIENCE)
     }
 
-    /// Whether callers drive the engine. Who has the engine can rely on it.
+    /// Whether callers drive the engine in the progress thread's place. Who has the engine can rely on it.
     pub(crate) fn drive(&self) -> bool {
         self.drive.load(Ordering::Relaxed)
     }

@@ -7,7 +7,7 @@
 //!
 //! A thread that spins gives way to others that wait for its processor, among them the peer that it waits for where that is
 //! on the same host. When it does not come back soon, there are more threads with work than processors. Then it sleeps
-//! instead: what it waits for wakes it ahead of those.
+//! instead: what comes to a socket wakes it ahead of those.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 const LONG_AWAY: Duration = Duration::from_micros(500);
 /// So many times as long it does not spin after that, so that at most a ninth of its time is lost this way.
 const REST: u32 = 8;
+/// What counts of that at most: a process that was stopped was away for another reason.
+const LONGEST: Duration = Duration::from_millis(50);
 
 /// The progress threads of one process.
 #[derive(Debug)]
@@ -95,7 +97,7 @@ impl Spinner {
     fn is_back(&mut self, begin: Instant, now: Instant) {
         let away = now.saturating_duration_since(begin);
         if away >= LONG_AWAY {
-            self.full_until = now + REST * away;
+            self.full_until = now + REST * away.min(LONGEST);
         }
     }
 
@@ -181,6 +183,8 @@ mod tests {
         spinner.is_back(at(1000), at(3000));
         assert!(!spinner.may_spin(at(3000)) && !spinner.may_spin(at(3000 + 8 * 2000 - 1)) && !spinner.spins);
         assert!(spinner.may_spin(at(3000 + 8 * 2000)));
+        spinner.is_back(at(100_000), at(3_600_000_000));
+        assert!(spinner.may_spin(at(3_600_000_000 + 400_000)), "an hour of a stopped process");
         drop(spinner);
         assert_eq!(ONE.spinning.load(Ordering::Relaxed), 0);
     }

@@ -38,8 +38,8 @@ fn an_engine_with_something_long_to_do_is_left_alone_for_a_while() {
     let callers = Callers::new(start);
     let at = |micros| start + Duration::from_micros(micros);
     (0..SOME).for_each(|poll| assert_eq!(callers.poll(at(poll)), Polled::Nothing));
-    assert_eq!(callers.poll(at(10)), Polled::Drive);
-    callers.leave_alone(at(10));
-    assert!((11..1010).all(|micros| callers.poll(at(micros)) == Polled::Nothing));
-    assert_ne!(callers.poll(at(1010)), Polled::Nothing);
+    assert_eq!(callers.poll(at(SOME)), Polled::Drive);
+    callers.leave_alone(at(SOME));
+    assert!((1..1000).all(|micros| callers.poll(at(SOME + micros)) == Polled::Nothing));
+    assert_ne!(callers.poll(at(SOME + 1000)), Polled::Nothing);
 }
