@@ -68,8 +68,10 @@ fn call(sink: Sink, record: &Record<'_>) {
 
 fn print(record: &Record<'_>) {
     use std::io::Write;
-    // Standard error may be closed; there is no better place to say so.
-    let _ = writeln!(std::io::stderr(), "kvferry {} {}: {}", record.level(), record.target(), record.args());
+    let line = format!("kvferry {} {}: {}\n", record.level(), record.target(), record.args());
+    // In one write, as UCX and the other processes of an engine write there too. It may be closed; there is no better place
+    // to say so.
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
 fn c_text(text: &str) -> CString {

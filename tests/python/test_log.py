@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,3 +130,25 @@ def test_the_environment_names_the_level(tmp_path: object, level: str, wanted: l
         assert text in done.stderr
     for text in unwanted:
         assert text not in done.stderr
+
+
+def test_a_line_on_standard_error_is_one_write(tmp_path: object) -> None:
+    # UCX and other processes write there too. A socket that keeps datagrams apart keeps writes apart.
+    script = f"{tmp_path}/hand_over.py"
+    with open(script, "w", encoding="utf-8") as file:
+        file.write(_PAIR.format(folder=os.path.dirname(__file__)))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            environment = {**os.environ, "KVFERRY_LOG": "info"}
+            process = subprocess.Popen([sys.executable, script], stderr=theirs, env=environment)
+        try:
+            ours.settimeout(120)
+            writes = list(iter(lambda: ours.recv(1 << 16), b""))
+            assert process.wait(timeout=120) == 0, writes
+        finally:
+            process.kill()
+            process.wait()
+    lines = [write for write in writes if b"INFO kvferry::" in write]
+    assert any(b"connected to rank" in line for line in lines), writes
+    assert all(line.startswith(b"kvferry INFO ") and line.endswith(b"\n") for line in lines), writes
