@@ -203,10 +203,13 @@ impl Engine {
         assert_eq!(self.callers.drive(), self.aside);
     }
 
-    fn serve(&mut self) {
+    /// Returns whether there was anything to serve.
+    fn serve(&mut self) -> bool {
+        let before = self.served;
         while self.shared.next_command().is_some() {
             self.served += 1;
         }
+        self.served > before
     }
 }
 
@@ -281,8 +284,7 @@ impl Lent {
         }
         let drive = |engine: &mut Engine| {
             engine.check();
-            engine.serve();
-            if !engine.aside {
+            if engine.serve() && !engine.aside {
                 self.shared.waker.wake();
             }
         };

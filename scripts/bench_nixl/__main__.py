@@ -174,7 +174,7 @@ def show(transport: str, name: str, size: int, found: dict[str, list[Figures]], 
         per_gb = f"{used / (size / 1e9):7.2f}" if size >= 1 << 20 else "      -"
         cells.append(f"{posted * 1e6:9.0f} {done * 1e6:9.0f} {per_gb}")
     ratio = median(found, "KVFERRY") / theirs
-    print(f"{transport:4} {name:20} | {cells[0]} | {cells[1]} | {ratio:5.2f}", flush=True)
+    print(f"{transport:4} {name:25} | {cells[0]} | {cells[1]} | {ratio:5.2f}", flush=True)
 
 
 def asked(pipe: Connection, side: Side, threads: bool) -> object:
@@ -225,8 +225,8 @@ def main() -> None:
             os.environ["KVFERRY_TRANSPORT"], os.environ["UCX_TLS"] = transport, UCX_TLS[transport]
             faults.show(options.version, transport)
         return
-    print("                          |       KVFERRY, us           |           UCX, us           |")
-    print("                          |  transfer      done CPU s/GB|  transfer      done CPU s/GB| ratio")
+    print(f"{'':31}|       KVFERRY, us           |           UCX, us           |")
+    print(f"{'':31}|  transfer      done CPU s/GB|  transfer      done CPU s/GB| ratio")
     sizes = {**{case.name: case.blocks * case.block for case in CASES}, NOTIFICATION: 64}
     modes = [threads for threads in (True, False) if any(is_wanted(name, threads, options.case) for name in sizes)]
     for transport in options.transport or ("tcp", "shm"):

@@ -313,6 +313,7 @@ mod tests {
     use crate::agent::core::limits::LIGHT_BYTES;
     use crate::agent::core::reply::answer;
     use crate::agent::core::stats::AgentStats;
+    use crate::agent::thread::callers::Polled;
     use crate::agent::{Agent, AgentConfig, Transport};
     use crate::mem::MemoryRange;
     use crate::proto::ids::Incarnation;
@@ -496,7 +497,10 @@ mod tests {
         pair.driven.callers.enter();
         let _ = pair.driven.shared.waker.take();
         pair.driven.engine.has_devices = true;
-        pair.driven.poll(Instant::now());
+        let now = Instant::now();
+        pair.driven.poll(now);
         assert!(!pair.driven.callers.drive() && pair.driven.shared.waker.take(), "the thread takes over");
+        // For a while, callers do not even look.
+        assert!((0..1000).all(|_| pair.driven.callers.poll(now) == Polled::Nothing));
     }
 }
