@@ -191,6 +191,11 @@ impl Worker {
         self.core.completions.pop()
     }
 
+    /// Whether an active message has arrived that nobody has taken.
+    pub fn has_messages(&self) -> bool {
+        !self.core.messages.is_empty()
+    }
+
     /// An active message that has arrived.
     pub fn poll_message(&self) -> Option<AmMessage> {
         self.core.messages.pop()
