@@ -43,6 +43,10 @@ UCX_TLS = {"tcp": "tcp,self", "shm": "shm,tcp,self"}
 NOTIFICATION = "notification"
 SINGLE = ("one 4 KiB", "one 4 KiB in 2 ms", NOTIFICATION)
 """Cases of one small operation, which also run with agents that are polled."""
+SINGLE_TIME = 0.05
+"""Seconds a round that such operations are repeated for, since a median of milliseconds is one of an accident."""
+PING, LAST = b"x" * 64, b"y" * 64
+"""Notifications: one that is sent back, and one after which there are no more."""
 POLLED = ", polled"
 """Follows a case's name where the agents have no progress thread of NIXL's and both processes poll."""
 
@@ -80,19 +84,25 @@ def wait(end: float) -> None:
         pass
 
 
+def processor_time(reader: Reader, case: Case) -> float:
+    """Seconds that both processes have used. Not for single operations: asking through the pipe before each one wakes
+    threads, and its time would be that of a processor with other things in its caches."""
+    return 0.0 if case.name in SINGLE else cpu() + reader.ask("cpu")
+
+
 def reads(reader: Reader, case: Case, rounds: int) -> list[Figures]:
     """The case's rounds. The first one is checked, and left out."""
     side, size = reader.side, case.blocks * case.block
-    rounds *= 20 if case.name in SINGLE else 1
     order = random.Random(case.name)
     ours, theirs = list(range(case.blocks)), list(range(case.blocks))
     order.shuffle(ours)
     order.shuffle(theirs)
     handle = side.prepare(reader.remote, case.block, ours, theirs)
-    found = []
-    for number in range(rounds + 1):
+    found: list[Figures] = []
+    end = time.perf_counter() + rounds * SINGLE_TIME
+    while len(found) <= rounds or (case.name in SINGLE and time.perf_counter() < end):
         side.memory[:size] = 0
-        before = cpu() + reader.ask("cpu")
+        before = processor_time(reader, case)
         wait(time.perf_counter() + case.pause)
         start = time.perf_counter()
         state = side.agent.transfer(handle)
@@ -100,35 +110,35 @@ def reads(reader: Reader, case: Case, rounds: int) -> list[Figures]:
         while state == "PROC" and time.perf_counter() - start < LIMIT:
             state = side.agent.check_xfer_state(handle)
         done = time.perf_counter() - start
-        used = cpu() + reader.ask("cpu") - before
+        used = processor_time(reader, case) - before
         if state != "DONE":
             raise RuntimeError(f"{case.name}: the transfer ended as {state}")
-        if number == 0:
+        if not found:
             source = pattern(size).reshape(case.blocks, case.block)
             if not (side.memory[:size].reshape(case.blocks, case.block)[ours] == source[theirs]).all():
                 raise RuntimeError(f"{case.name}: the bytes are wrong")
-        else:
-            found.append(Figures(posted, done, used))
+        found.append(Figures(posted, done, used))
     side.agent.release_xfer_handle(handle)
-    return found
+    return found[1:]
 
 
 def notifications(reader: Reader, rounds: int) -> list[Figures]:
     """Half of the way of a notification of 64 bytes to the owner and back."""
-    found = []
-    reader.pipe.send(("echo", rounds + 5))
-    for number in range(rounds + 5):
+    found: list[Figures] = []
+    reader.pipe.send("echo")
+    end = time.perf_counter() + rounds * SINGLE_TIME
+    while len(found) < rounds + 5 or time.perf_counter() < end:
         start = time.perf_counter()
-        reader.side.agent.send_notif("owner", b"x" * 64)
+        reader.side.agent.send_notif("owner", PING)
         posted = time.perf_counter() - start
         while not reader.side.agent.get_new_notifs():
             if time.perf_counter() - start > LIMIT:
                 raise RuntimeError(f"no answer to a notification within {LIMIT:.0f} s")
         done = (time.perf_counter() - start) / 2
-        if number >= 5:
-            found.append(Figures(posted, done, 0.0))
+        found.append(Figures(posted, done, 0.0))
+    reader.side.agent.send_notif("owner", LAST)
     reader.pipe.recv()
-    return found
+    return found[5:]
 
 
 def read(pipe: Connection, backend: str, version: str, threads: bool, rounds: int, wanted: list[str]) -> None:
@@ -145,7 +155,7 @@ def read(pipe: Connection, backend: str, version: str, threads: bool, rounds: in
         if is_wanted(case.name, threads, wanted):
             found[named(case.name, threads)] = reads(reader, case, rounds)
     if is_wanted(NOTIFICATION, threads, wanted):
-        found[named(NOTIFICATION, threads)] = notifications(reader, 20 * rounds)
+        found[named(NOTIFICATION, threads)] = notifications(reader, rounds)
     pipe.send(found)
     theirs.send(None)
     child.wait()
@@ -186,6 +196,18 @@ def asked(pipe: Connection, side: Side, threads: bool) -> object:
     return pipe.recv()
 
 
+def notification(side: Side) -> bytes:
+    """The one that the reader has sent."""
+    end = time.perf_counter() + LIMIT
+    # asked() may have taken it from NIXL already.
+    while not side.agent.update_notifs():
+        if time.perf_counter() > end:
+            raise RuntimeError(f"no notification within {LIMIT:.0f} s")
+    message = bytes(side.agent.notifs["reader"][0])
+    side.agent.notifs.clear()
+    return message
+
+
 def owner(pipe: Connection, backend: str, version: str, size: int, threads: bool) -> None:
     """The process that is read from."""
     side = Side("owner", backend, version, size, threads)
@@ -194,16 +216,9 @@ def owner(pipe: Connection, backend: str, version: str, size: int, threads: bool
     while (question := asked(pipe, side, threads)) is not None:
         if question == "cpu":
             pipe.send(cpu())
-        elif isinstance(question, tuple):
-            _, rounds = question
-            for _ in range(rounds):
-                # asked() may have taken the first one from NIXL already.
-                end = time.perf_counter() + LIMIT
-                while not side.agent.update_notifs():
-                    if time.perf_counter() > end:
-                        raise RuntimeError(f"no notification within {LIMIT:.0f} s")
-                side.agent.notifs.clear()
-                side.agent.send_notif("reader", b"y" * 64)
+        elif question == "echo":
+            while (message := notification(side)) != LAST:
+                side.agent.send_notif("reader", message)
             pipe.send(0.0)
         else:
             side.agent.add_remote_agent(question)
