@@ -25,7 +25,7 @@ use super::driver::MakeDriver;
 use super::turn::{Driven, News, Turned};
 use crate::agent::command::Shared;
 use crate::agent::core::config::AgentConfig;
-use crate::agent::thread::callers::{Callers, LOOK};
+use crate::agent::thread::callers::Callers;
 use crate::agent::thread::edge_wait::EdgeWait;
 use crate::agent::thread::spin::Spinner;
 use crate::agent::thread::time_slice::TimeSlice;
@@ -308,7 +308,8 @@ impl Thread {
             let [mut is_raised, mut has_changes] = [false; 2];
             if is_calm {
                 self.time_slice.sleep();
-                [is_raised, has_changes] = wait_readable([Some(self.waker.fd()), streams], LOOK);
+                let left = self.callers.patience_left(Instant::now());
+                [is_raised, has_changes] = wait_readable([Some(self.waker.fd()), streams], left);
             }
             self.waker.get_up(is_raised);
             let now = Instant::now();

@@ -2,8 +2,9 @@
 //!
 //! A caller that waits for a small transfer by polling has a processor already. Handing the transfer to the progress
 //! thread and its end back takes two wake-ups, which cost more than the transfer, and a second processor. So a caller that
-//! polls without a pause drives the engine whenever that is free. When it goes on, the progress thread stands aside: it looks
-//! again and again whether the caller still polls, and takes over when it does not.
+//! polls without a pause drives the engine whenever that is free. When it goes on, the progress thread stands aside: it sleeps
+//! until the caller could have stopped at the earliest, looks, and takes over where it has. Each look takes a processor from
+//! the caller, so there is not one more than that.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -25,8 +26,6 @@ const LEAVE_ALONE: Duration = Duration::from_millis(1);
 /// How long nobody has polled when the progress thread takes over: long enough for a caller to look after something else
 /// between two small transfers.
 const PATIENCE: Duration = Duration::from_millis(1);
-/// How often it looks.
-pub(crate) const LOOK: Duration = Duration::from_micros(200);
 
 /// What a poll that found nothing is to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +103,12 @@ impl Callers {
     pub(crate) fn are_polling(&self, now: Instant) -> bool {
         let last = self.last.load(Ordering::Relaxed);
         self.polls.load(Ordering::Relaxed) >= MANY && self.is_within(last, self.since_start(now), PATIENCE)
+    }
+
+    /// How long the last poll still counts: before that is over, nobody is taken to have stopped.
+    pub(crate) fn patience_left(&self, now: Instant) -> Duration {
+        let since = self.since_start(now).saturating_sub(self.last.load(Ordering::Relaxed));
+        PATIENCE.saturating_sub(Duration::from_nanos(since))
     }
 
     /// Whether callers drive the engine in the progress thread's place. Who has the engine can rely on it.

@@ -24,6 +24,10 @@ fn only_who_polls_without_a_pause_drives() {
     let last = begin + (MANY + ASK_EVERY + 1) * 10;
     callers.enter();
     assert!(callers.are_polling(at(last + 999)) && !callers.are_polling(at(last + 1000)));
+    // A thread that sleeps for so long finds out when it wakes.
+    for (micros, left) in [(0, 1000), (999, 1), (1000, 0), (5000, 0)] {
+        assert_eq!(callers.patience_left(at(last + micros)), Duration::from_micros(left));
+    }
     assert_eq!(callers.poll(at(last + 10)), Polled::Drive);
     assert_eq!(callers.poll(at(last + 900)), Polled::Drive, "a short pause");
     assert_eq!(callers.poll(at(last + 1900)), Polled::Nothing, "a pause");
