@@ -320,3 +320,48 @@ impl Thread {
         }
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::tests::config;
+    use super::*;
+    use crate::agent::Transport;
+
+    #[test]
+    fn a_thread_that_spins_gives_way_and_one_without_work_sleeps() {
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
+        let now = Instant::now();
+        let callers = Arc::new(Callers::new(now));
+        let edges = EdgeWait::of(engine.worker.event_fd()).unwrap();
+        let mut driven = Driven::new(engine, None, &callers);
+        let mut thread = Thread {
+            name: "a".to_owned(),
+            edges,
+            vain: 0,
+            waker: shared.waker.clone(),
+            looked_at: now,
+            spinner: Spinner::new(),
+            time_slice: TimeSlice::new(now).0,
+            callers,
+        };
+        // Agents of other tests may spin meanwhile, of which there may be only so many.
+        let mut until = |has_served: bool, is_expected: fn(&Rest) -> bool| {
+            let end = now + Duration::from_secs(120);
+            loop {
+                assert!(Instant::now() < end, "not within two minutes, served: {has_served}");
+                assert_eq!(driven.turn(News::default()), Turned::Nothing);
+                let now = Instant::now();
+                driven.progressed_at = now;
+                driven.engine.served_at = has_served.then_some(now);
+                thread.spinner.wake(now, driven.engine.config.spin);
+                if is_expected(&thread.rest(&mut driven, false)) {
+                    break;
+                }
+            }
+        };
+        until(true, |rest| matches!(rest, Rest::GiveWay(_)));
+        until(false, |rest| matches!(rest, Rest::Sleep(Sleep { until: None, .. })));
+    }
+}
