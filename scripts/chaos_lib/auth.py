@@ -6,7 +6,6 @@ the wire must show nothing of them. The same wire without a key must show it, so
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import socket
@@ -23,7 +22,7 @@ import msgpack
 from kvferry.cli.key import write_key
 
 from .engine import Engine, Setup
-from .network import two_hosts
+from .network import enter, two_hosts
 from .options import Options
 from .parent import _CONTEXT, LONG, Child, Requests, Tally, hand_over, settle
 
@@ -31,7 +30,6 @@ TRANSPORTS = ("tcp", "shm")
 DAMAGED = 200
 """Damaged copies of captured handshakes per round and transport."""
 
-_CLONE_NEWNET = 0x40000000
 _ETH_P_ALL = 0x0003
 _AGAIN = b"KVFS\x01\x05"
 """How a listener's word begins that a request's channel is gone."""
@@ -51,20 +49,13 @@ def _main(pipe: Connection, setup: Setup, key_file: str) -> None:
     # Both sides of the engine take it from there; the empty text means no key.
     os.environ["KVFERRY_KEY_FILE"] = key_file
     if setup.netns is not None:
-        _enter(setup.netns)
+        enter(setup.netns)
     try:
         engine = _KeyedEngine(pipe, setup)
         pipe.send(("up", os.getpid()))
         engine.run()
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
-
-
-def _enter(netns: str) -> None:
-    """Puts the calling thread into a network namespace."""
-    with open(f"/run/netns/{netns}", "rb") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {netns}")
 
 
 class KeyedChild(Child):
@@ -315,7 +306,7 @@ class _Wire:
             raise OSError(f"no capture in the network namespace {netns}")
 
     def _run(self, netns: str) -> None:
-        _enter(netns)
+        enter(netns)
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL)) as tap:
             tap.setsockopt(socket.SOL_SOCKET, getattr(socket, "SO_RCVBUFFORCE", 33), 64 << 20)
             tap.bind(("eth0", _ETH_P_ALL))

@@ -21,8 +21,7 @@ from kvferry.scheduler import Outcome
 
 from . import under_way
 from .cache import TOKENS, Cache
-
-_CLONE_NEWNET = 0x40000000
+from .network import enter
 
 TRANSPORTS = {name: {"transport": "auto", "ucx": {"TLS": f"{name},self"}} for name in ("rc", "ud")}
 """Settings for transports that kvferry has no name of its own for."""
@@ -361,9 +360,7 @@ class Engine:
 def main(pipe: Connection, setup: Setup) -> None:
     """The process's own function."""
     if setup.netns is not None:
-        with open(f"/run/netns/{setup.netns}", "rb") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {setup.netns}")
+        enter(setup.netns)
     try:
         engine = Engine(pipe, setup)
         pipe.send(("up", os.getpid()))

@@ -22,6 +22,8 @@ import sys
 import time
 from typing import Any
 
+from .network import enter
+
 SERVER = "vllm.entrypoints.openai.api_server"
 IMPORTED = (
     SERVER,
@@ -34,7 +36,7 @@ IMPORTED = (
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector",
 )
 _PR_SET_PDEATHSIG = 1
-_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+_CLONE_NEWNS = 0x20000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
@@ -49,14 +51,13 @@ def _fork_engine_cores() -> None:
 
 def _enter(netns: str, hosts: str) -> None:
     """Moves this process into a network namespace, with a file of its own in the place of /etc/hosts."""
+    enter(netns)
     libc = ctypes.CDLL(None, use_errno=True)
 
     def check(result: int) -> None:
         if result != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {netns}")
+            raise OSError(ctypes.get_errno(), f"cannot put {hosts} in the place of /etc/hosts")
 
-    with open(f"/run/netns/{netns}", "rb") as namespace:
-        check(libc.setns(namespace.fileno(), _CLONE_NEWNET))
     check(libc.unshare(_CLONE_NEWNS))
     check(libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
     check(libc.mount(hosts.encode(), b"/etc/hosts", None, ctypes.c_ulong(_MS_BIND), None))

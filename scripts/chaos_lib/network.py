@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+
+_CLONE_NEWNET = 0x40000000
 
 
 def run(*words: str) -> None:
@@ -60,6 +63,13 @@ def two_hosts() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     p_address, d_address = "10.78.0.1", "10.78.0.2"
     with hosts({"p": [p_address], "d": [d_address]}) as names:
         yield (names["p"], p_address), (names["d"], d_address)
+
+
+def enter(netns: str) -> None:
+    """Puts the calling thread into a network namespace."""
+    with open(f"/run/netns/{netns}", "rb") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {netns}")
 
 
 def swallow(netns: str, address: str) -> None:
