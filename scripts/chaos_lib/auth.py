@@ -6,25 +6,22 @@ the wire must show nothing of them. The same wire without a key must show it, so
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgpack
 from kvferry.cli.key import write_key
 
-from .engine import Engine, Setup
+from .engine import Setup
 from .network import enter, two_hosts
 from .options import Options
-from .parent import _CONTEXT, LONG, Child, Requests, Tally, hand_over, settle
+from .parent import LONG, Child, Requests, Tally, engines, hand_over, settle
 
 TRANSPORTS = ("tcp", "shm")
 DAMAGED = 200
@@ -33,56 +30,6 @@ DAMAGED = 200
 _ETH_P_ALL = 0x0003
 _AGAIN = b"KVFS\x01\x05"
 """How a listener's word begins that a request's channel is gone."""
-
-
-class _KeyedEngine(Engine):
-    def rank_metadata(self) -> bytes:
-        """What other engines learn of this one."""
-        return self.metadata[(0, 0)]
-
-    def address(self) -> tuple[str, int]:
-        """Where the listener is. Binds it where it is not."""
-        return self.scheduler.serve(self.metadata)
-
-
-def _main(pipe: Connection, setup: Setup, key_file: str) -> None:
-    # Both sides of the engine take it from there; the empty text means no key.
-    os.environ["KVFERRY_KEY_FILE"] = key_file
-    if setup.netns is not None:
-        enter(setup.netns)
-    try:
-        engine = _KeyedEngine(pipe, setup)
-        pipe.send(("up", os.getpid()))
-        engine.run()
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        return
-
-
-class KeyedChild(Child):
-    """An engine in a process of its own, with a key (or, with the empty path, without)."""
-
-    def __init__(self, setup: Setup, key_file: str) -> None:
-        self.setup = setup
-        self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_main, args=(theirs, setup, key_file), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.done = []
-        self.up = False
-
-
-@contextmanager
-def _engines(*wanted: tuple[Setup, str]) -> Iterator[list[KeyedChild]]:
-    started: list[KeyedChild] = []
-    try:
-        for setup, key in wanted:
-            started.append(KeyedChild(setup, key))
-        for child in started:
-            child.wait_up()
-        yield started
-    finally:
-        for child in started:
-            child.close()
 
 
 class _Tap:
@@ -163,8 +110,8 @@ LEASE_MS = 60_000
 """Leases are not what is tried here: none runs out while a process starts on a busy machine."""
 
 
-def _setup(name: str, transport: str, serves: bool, **more: Any) -> Setup:
-    return Setup(name=name, serves=serves, transport=transport, lease_ms=LEASE_MS, **more)
+def _setup(name: str, transport: str, serves: bool, key: str, **more: Any) -> Setup:
+    return Setup(name=name, serves=serves, transport=transport, lease_ms=LEASE_MS, key_file=key, **more)
 
 
 class _Series:
@@ -254,12 +201,12 @@ def _strangers(series: _Series, transport: str, keys: tuple[str, str], round_: i
     def name(role: str) -> str:
         return f"{role}-{transport}-{round_}"
 
-    with _engines(
-        (_setup(name("prefill"), transport, True), right),
-        (_setup(name("decode"), transport, False), right),
-        (_setup(name("stranger"), transport, False), wrong),
-        (_setup(name("keyless"), transport, False), ""),
-        (_setup(name("open-prefill"), transport, True), ""),
+    with engines(
+        _setup(name("prefill"), transport, True, right),
+        _setup(name("decode"), transport, False, right),
+        _setup(name("stranger"), transport, False, wrong),
+        _setup(name("keyless"), transport, False, ""),
+        _setup(name("open-prefill"), transport, True, ""),
     ) as (producer, consumer, stranger, keyless, open_producer):
         series.good(producer, consumer)
         series.stranger("wrong key", producer, stranger, "different keys")
@@ -275,7 +222,7 @@ def _strangers(series: _Series, transport: str, keys: tuple[str, str], round_: i
         wanted = series.requests.make(2)
         params = dict(producer.ask("prefill", wanted))
         # A consumer that has not shaken hands yet.
-        with _engines((_setup(name("fresh"), transport, False), right)) as (fresh,):
+        with engines(_setup(name("fresh"), transport, False, right)) as (fresh,):
             loads = [(n, k, size, {**(params[n] or {}), "remote_port": tap.port}, 0.0) for n, k, size in wanted]
             waiting = {n for n, *_ in wanted} - set(fresh.ask("load", loads))
             settle(fresh, waiting, series.tally, may_fail=False)
@@ -335,9 +282,9 @@ def _seen_on_the_wire(series: _Series, key: str) -> dict[str, bool]:
     """Which of the engines' secrets a hand-over between two hosts shows to who listens between them."""
     with two_hosts() as ((p_netns, p_address), (d_netns, d_address)):
         wire = _Wire(p_netns)
-        with _engines(
-            (_setup("seen-prefill", "tcp", True, host=p_address, netns=p_netns), key),
-            (_setup("seen-decode", "tcp", False, host=d_address, netns=d_netns), key),
+        with engines(
+            _setup("seen-prefill", "tcp", True, key, host=p_address, netns=p_netns),
+            _setup("seen-decode", "tcp", False, key, host=d_address, netns=d_netns),
         ) as (producer, consumer):
             series.good(producer, consumer)
             secrets = _secrets(producer.ask("rank_metadata"))

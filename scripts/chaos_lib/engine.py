@@ -40,6 +40,8 @@ class Setup:
     host: str = "127.0.0.1"
     # The network namespace to live in.
     netns: str | None = None
+    # Where the key is, the empty text for none; without it as this program's environment says.
+    key_file: str | None = None
     worker: dict[str, object] = field(default_factory=dict)
     # Of prompts that are computed in parts, see `UnderWay`.
     silent: bool = False
@@ -233,6 +235,14 @@ class Engine:
         tokens = len(load.blocks) * TOKENS
         self.scheduler.allocated(request, params, [load.blocks], tokens, tokens)
 
+    def rank_metadata(self) -> bytes:
+        """What other engines learn of this one."""
+        return self.metadata[(0, 0)]
+
+    def address(self) -> tuple[str, int]:
+        """Where the listener is. Binds it where it is not."""
+        return self.scheduler.serve(self.metadata)
+
     def restart_listener(self) -> tuple[str, int]:
         """The head's scheduler side ends, and another one begins, on another port."""
         self.scheduler.shutdown()
@@ -359,6 +369,9 @@ class Engine:
 
 def main(pipe: Connection, setup: Setup) -> None:
     """The process's own function."""
+    if setup.key_file is not None:
+        # Both sides of the engine take it from there.
+        os.environ["KVFERRY_KEY_FILE"] = setup.key_file
     if setup.netns is not None:
         enter(setup.netns)
     try:

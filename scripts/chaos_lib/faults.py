@@ -16,8 +16,8 @@ from .parent import (
     Child,
     Requests,
     Tally,
+    engines,
     hand_over,
-    pair,
     resources,
     settle,
     start_loads,
@@ -116,16 +116,16 @@ def _survived(
     requests, tally, dice = Requests(options.seed, most=128), Tally(), random.Random(options.seed)
     warm = max(2, options.rounds // 10)
     before: list[dict[str, int]] = []
-    with pair(producer, consumer) as children:
-        both = Pair(*children, requests, tally, dice)
+    with engines(producer, consumer) as children:
+        both = Pair(children[0], children[1], requests, tally, dice)
         for number in range(warm + options.rounds):
-            _plain(*children, requests, tally)
+            _plain(both.producer, both.consumer, requests, tally)
             if number == warm:
                 wait_unpinned(both.producer, tally, UNPINNED_S)
                 before = [resources(child) for child in children]
             fault(both, number)
             options.progress(number + 1, warm + options.rounds)
-        _plain(*children, requests, tally)
+        _plain(both.producer, both.consumer, requests, tally)
         wait_unpinned(both.producer, tally, UNPINNED_S)
         levels = [wait_level(child, start) for child, start in zip(children, before, strict=True)]
     (of_producer, over_producer), (of_consumer, over_consumer) = levels

@@ -12,7 +12,7 @@ from typing import Any
 from . import under_way
 from .engine import Setup
 from .options import Options
-from .parent import Requests, Tally, grown, hand_over, pair, resources, settle, wait_unpinned
+from .parent import Requests, Tally, engines, grown, hand_over, resources, settle, wait_unpinned
 
 RACE_LEASE_MS = 1000
 PATIENT: dict[str, object] = {"transfer_timeout_ms": 60_000, "verdict_timeout_ms": 60_000}
@@ -68,7 +68,7 @@ def _race(options: Options, transport: str, validated: bool) -> dict[str, Any]:
     dice, requests, tally = random.Random(options.seed), Requests(options.seed, most=64), Tally()
     lease = RACE_LEASE_MS if validated else 3_600_000
     setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384, lease_ms=lease, worker=PATIENT)
-    with pair(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
+    with engines(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
         # Connections are made before, so that the time from arrival to the first heartbeat is short.
         settle(consumer, hand_over(producer, consumer, requests.make(2)), tally, may_fail=False)
         started = 0
@@ -111,7 +111,7 @@ def _preempted(options: Options, transport: str, silent: bool) -> dict[str, Any]
     setup = Setup("decode", False, transport, blocks=4096, block_bytes=16384)
     small = replace(setup, name="prefill", serves=True, blocks=512, silent=silent, aborts=0 if silent else 1)
     started = 0
-    with pair(small, setup) as (producer, consumer):
+    with engines(small, setup) as (producer, consumer):
         while started < rounds:
             waiting = hand_over(producer, consumer, requests.make(min(32, rounds - started)))
             started += len(waiting)
@@ -136,7 +136,7 @@ def soak(options: Options, transport: str) -> dict[str, Any]:
     started = 0
     tenth = rounds // 10
     begin = time.monotonic()
-    with pair(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
+    with engines(replace(setup, name="prefill", serves=True), setup) as (producer, consumer):
         while started < rounds:
             if started >= tenth and not at_tenth:
                 wait_unpinned(producer, tally, 60)

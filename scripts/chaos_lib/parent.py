@@ -115,10 +115,12 @@ class Child:
 
 
 @contextmanager
-def pair(producer: Setup, consumer: Setup) -> Iterator[tuple[Child, Child]]:
-    """Two engines until the end of the block."""
-    children = Child(producer), Child(consumer)
+def engines(*setups: Setup) -> Iterator[list[Child]]:
+    """Engines until the end of the block."""
+    children: list[Child] = []
     try:
+        for setup in setups:
+            children.append(Child(setup))
         yield children
     finally:
         for child in children:
