@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from demo_lib.proxy import ASKED
+
 from .matrix_client import LIMIT_S, Oracle, Prompt, as_outcome, body, post
 from .matrix_judge import Outcome, Verdict, judge_request
-from .matrix_pair import POOL_TOKENS, Pair, kv_params
+from .matrix_pair import POOL_TOKENS, Pair
 
 SHORT, LONG = 600, 1500
 """Tokens of a prompt: five blocks of 128 tokens, and one whose read the slowed link makes last six seconds."""
@@ -65,7 +67,7 @@ class Case:
         name = request_id or f"{prompt.name}-request"
         # Said by the single server while nothing waits.
         expected = await self._oracle.tokens(prompt)
-        request = {**body(prompt, kv_transfer_params=kv_params(**params), n=n), "max_tokens": 1}
+        request = {**body(prompt, kv_transfer_params={**ASKED, **params}, n=n), "max_tokens": 1}
         reply = await post(self.pair.session, self.pair.url("prefill"), request, name)
         if reply.error is None and not isinstance(reply.params, dict):
             # There is nothing to hand over: a proxy answers with an error.

@@ -6,7 +6,6 @@ import asyncio
 import signal
 import time
 from dataclasses import replace
-from typing import Any
 
 import aiohttp
 from demo_lib.engines import Outputs, engine_spec
@@ -219,16 +218,3 @@ def _distinct_ports(count: int) -> list[int]:
         if port not in ports:
             ports.append(port)
     return ports
-
-
-def kv_params(**more: Any) -> dict[str, Any]:
-    """What vLLM's proxies ask a prefill engine with."""
-    return {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-        **more,
-    }
