@@ -19,17 +19,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from demo_lib.client import complete, complete_through
+from demo_lib.common import DEPS, make_folder, say
 from demo_lib.engines import server_environment
 from demo_lib.model import VOCAB, make_model
 from demo_lib.proxy import open_session
-from demo_lib.run import DEPS, ROOT, SCRIPTS
-from demo_lib.servers import ServerFailed, ServerGroup, say
+from demo_lib.servers import ServerFailed, ServerGroup
 from demo_lib.workload import Prompt
 from kvferry.bench.plot import svg
 
@@ -246,7 +245,7 @@ async def _run(options: argparse.Namespace, folder: Path) -> int:
         return 1
     group = ServerGroup(folder)
     try:
-        launcher = Launcher(group, server_environment(SCRIPTS, DEPS), folder / "launcher.log")
+        launcher = Launcher(group, server_environment(), folder / "launcher.log")
         model = make_model("llama", DEPS / "models")
         async with open_session() as session:
             bench = Bench(options, network, session)
@@ -282,20 +281,15 @@ async def _run(options: argparse.Namespace, folder: Path) -> int:
         network.close()
 
 
-def _interrupt(_number: int, _frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main(arguments: list[str]) -> int:
     """The exit status."""
     options = _parser().parse_args(arguments)
     options.families = [family for family in FAMILIES if options.only in (None, family.name)]
     if options.portion_tokens is not None:
         PORTIONS["portion_tokens"] = options.portion_tokens
-    folder = ROOT / "target" / "chaos" / datetime.now().strftime("link-%Y%m%d-%H%M%S-%f")
-    folder.mkdir(parents=True)
+    folder = make_folder("chaos", "link-")
     say(f"logs: {folder}")
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return asyncio.run(_run(options, folder))
     except KeyboardInterrupt:

@@ -13,7 +13,6 @@ from demo_lib.client import SERVED_NAME
 from demo_lib.connectors import KVFERRY_OPTIONS
 from demo_lib.engines import server_environment
 from demo_lib.proxy import Proxy
-from demo_lib.run import DEPS, SCRIPTS
 from demo_lib.servers import ServerGroup, ServerSpec, free_port
 from demo_lib.step_observer import STEP_LOG
 
@@ -112,7 +111,7 @@ class Engines:
         host = self._network.prefill if name == "prefill" else self._network.decode
         port, side = free_port(), free_port()
         extra: dict[str, Any] = dict(self.family.decodes.get(name, {}))
-        environment = server_environment(SCRIPTS, DEPS)
+        environment = server_environment()
         environment |= {"VLLM_HOST_IP": host.address, "UCX_NET_DEVICES": host.device}
         config = dict(self.family.config)
         if self.family.is_kvferry:

@@ -9,15 +9,15 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from demo_lib.common import DEPS, make_folder, say
 from demo_lib.engines import baseline_spec, server_environment
 from demo_lib.model import make_model
 from demo_lib.options import parse_options
 from demo_lib.proxy import open_session
-from demo_lib.run import DEPS, ROOT, SCRIPTS, Setting
+from demo_lib.run import Setting
 from demo_lib.servers import ServerFailed, ServerGroup, free_port
 from demo_lib.workload import make_workload
 
@@ -154,10 +154,6 @@ async def _unfinished(part: Coroutine[Any, Any, None]) -> list[str]:
     return []
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 async def _run(options: Options, folder: Path, network: Network, cells: list[Cell]) -> None:
     rows, peers = chosen(options)
     model = make_model("llama", DEPS / "models")
@@ -167,11 +163,11 @@ async def _run(options: Options, folder: Path, network: Network, cells: list[Cel
         async with open_session() as session:
             setting = Setting(parse_options([]), model, make_workload(1), folder, servers, session)
 
-            launcher = Launcher(servers, server_environment(SCRIPTS, DEPS), folder / "launcher.log")
+            launcher = Launcher(servers, server_environment(), folder / "launcher.log")
             await asyncio.to_thread(launcher.wait)
 
             async def start_single() -> str:
-                spec = replace(baseline_spec(model, setting.options, SCRIPTS, DEPS), port=free_port())
+                spec = replace(baseline_spec(model, setting.options), port=free_port())
                 server = launcher.start(spec, Host("127.0.0.1", (), "lo"))
                 await servers.wait_ready([server], session, START_LIMIT_S)
                 return server.url
@@ -185,11 +181,11 @@ async def _run(options: Options, folder: Path, network: Network, cells: list[Cel
                     for row in rows:
                         rounds = []
                         for number in range(1, options.rounds + 1):
-                            _say(f"{peer.name}: {row.name} {number}")
+                            say(f"{peer.name}: {row.name} {number}")
                             rounds.append(await matrix.cell(peer, row, number))
-                            _say(f"  {rounds[-1].verdict.value} ({rounds[-1].seconds:.0f} s)")
+                            say(f"  {rounds[-1].verdict.value} ({rounds[-1].seconds:.0f} s)")
                             for note in rounds[-1].notes:
-                                _say(f"  - {note}")
+                                say(f"  - {note}")
                         cells.append(merge(rounds))
                     matrix.stop()
             finally:
@@ -223,13 +219,12 @@ def run(options: Options) -> dict[str, Any]:
     """The series' figures; what must not happen is under `zeros`."""
     # So that a run that is told to end removes its servers and namespaces too.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(128 + signal.SIGTERM))
-    folder = ROOT / "target" / "chaos" / datetime.now().strftime("matrix-%Y%m%d-%H%M%S-%f")
-    folder.mkdir(parents=True)
-    _say(f"logs: {folder}")
+    folder = make_folder("chaos", "matrix-")
+    say(f"logs: {folder}")
     cells: list[Cell] = []
     network = Network(folder)
     if network.why_not is not None:
-        _say(f"one host only: {network.why_not}")
+        say(f"one host only: {network.why_not}")
     try:
         asyncio.run(_run(options, folder, network, cells))
     finally:

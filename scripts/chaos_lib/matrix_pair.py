@@ -11,7 +11,7 @@ import aiohttp
 from demo_lib.engines import Outputs, engine_spec
 from demo_lib.metrics import fetch_metrics, total
 from demo_lib.options import parse_options
-from demo_lib.run import DEPS, SCRIPTS, Setting
+from demo_lib.run import Setting
 from demo_lib.servers import ServerFailed, free_port
 
 from .matrix_client import LIMIT_S, Prompt, Reply, body, post
@@ -86,7 +86,7 @@ class Pair:
         self._running_blocks[role] = block
         folder = self.setting.folder
         outputs = Outputs(folder / "receives.jsonl", folder / "cache")
-        spec = engine_spec(_KV_ROLES[role], self.setting.model, options, connector, SCRIPTS, DEPS, outputs)
+        spec = engine_spec(_KV_ROLES[role], self.setting.model, options, connector, outputs)
         number = len(list(folder.glob(f"{self.peer.name}-{role}-*.log"))) + 1
         return self.launcher.start(
             replace(

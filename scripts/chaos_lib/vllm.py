@@ -17,16 +17,16 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from demo_lib.client import Answer, complete, complete_through
+from demo_lib.common import DEPS, make_folder
 from demo_lib.metrics import fetch_metrics, total, totals_by
 from demo_lib.model import make_model
 from demo_lib.options import parse_options
 from demo_lib.proxy import KvParams, Proxy, open_session
-from demo_lib.run import DEPS, ROOT, Setting, run_baseline
+from demo_lib.run import Setting, run_baseline
 from demo_lib.servers import Server, ServerGroup
 from demo_lib.workload import Prompt, make_workload
 
@@ -372,6 +372,4 @@ async def _rounds(series: Series, options: Options) -> None:
 
 def run(options: Options) -> dict[str, Any]:
     """The series' figures; what must not happen is under `zeros`."""
-    folder = ROOT / "target" / "chaos" / datetime.now().strftime("vllm-%Y%m%d-%H%M%S-%f")
-    folder.mkdir(parents=True)
-    return asyncio.run(_run(options, folder))
+    return asyncio.run(_run(options, make_folder("chaos", "vllm-")))

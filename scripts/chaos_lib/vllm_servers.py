@@ -12,7 +12,7 @@ from typing import Any
 from demo_lib.connectors import Connector
 from demo_lib.engines import Outputs, baseline_spec, engine_spec
 from demo_lib.options import Options
-from demo_lib.run import DEPS, SCRIPTS, Setting
+from demo_lib.run import Setting
 from demo_lib.servers import Server, ServerGroup, free_port
 
 POLICIES = ("recompute", "fail")
@@ -66,14 +66,14 @@ class Pair:
 
     def start_baseline(self) -> Server:
         """A single server without a connector."""
-        return self.servers.start(baseline_spec(self.setting.model, self.setting.options, SCRIPTS, DEPS))
+        return self.servers.start(baseline_spec(self.setting.model, self.setting.options))
 
     def _start(self, role: str, policy: str) -> Server:
         self._starts += 1
         connector = FixedConnector("kvferry", False, engine_id=f"chaos-{role}", port=self._listener, policy=policy)
         folder = self.setting.folder
         outputs = Outputs(folder / "receives.jsonl", folder / "cache")
-        spec = engine_spec(role, self.setting.model, self.setting.options, connector, SCRIPTS, DEPS, outputs)
+        spec = engine_spec(role, self.setting.model, self.setting.options, connector, outputs)
         # Each start has a log of its own. /sleep is one of vLLM's endpoints for development. Without a time for its
         # shutdown, vLLM kills its own processes at once.
         return self.servers.start(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from . import ray_on_cpu
 from .client import SERVED_NAME
+from .common import DEPS, SCRIPTS
 from .connectors import Connector
 from .options import Options, Shape
 from .plugin import write_plugins
@@ -34,10 +35,10 @@ def memory_gib(shape: Shape) -> float:
     return GIB_FIRST_RANK + GIB_NEXT_RANK * (shape.ranks - 1)
 
 
-def server_environment(scripts: Path, deps: Path) -> dict[str, str]:
+def server_environment() -> dict[str, str]:
     """The environment of a server on this machine: no hub, no network but loopback, one thread for each model."""
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = _own_path(scripts)
+    environment["PYTHONPATH"] = _own_path()
     environment.update(
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
@@ -46,23 +47,23 @@ def server_environment(scripts: Path, deps: Path) -> dict[str, str]:
         GLOO_SOCKET_IFNAME="lo",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS="1",
-        VLLM_CACHE_ROOT=str(deps / "vllm-cache"),
+        VLLM_CACHE_ROOT=str(DEPS / "vllm-cache"),
     )
     return environment
 
 
-def _own_path(scripts: Path) -> str:
+def _own_path() -> str:
     """Where the server finds the demo's own modules, before what this program was given itself."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([str(scripts), *(entry for entry in given if entry and Path(entry).resolve() != scripts)])
+    return os.pathsep.join([str(SCRIPTS), *(entry for entry in given if entry and Path(entry).resolve() != SCRIPTS)])
 
 
-def _python_path(scripts: Path, deps: Path, options: Options) -> str:
+def _python_path(options: Options) -> str:
     """Where the server finds the demo's own modules and plug-ins."""
     if options.executor != "ray":
-        return _own_path(scripts)
+        return _own_path()
     plugins = {"vllm.platform_plugins": "demo_lib.ray_on_cpu:register"}
-    return f"{_own_path(scripts)}:{write_plugins(deps / 'demo-plugins' / 'ray', plugins)}"
+    return f"{_own_path()}:{write_plugins(DEPS / 'demo-plugins' / 'ray', plugins)}"
 
 
 def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
@@ -89,16 +90,12 @@ def _arguments(model: Path, shape: Shape, options: Options) -> list[str]:
     return arguments
 
 
-def baseline_spec(model: Path, options: Options, scripts: Path, deps: Path) -> ServerSpec:
+def baseline_spec(model: Path, options: Options) -> ServerSpec:
     """A single server without a connector, which says what the tokens should be. Its blocks are the decode engine's."""
-    return ServerSpec(
-        "baseline", _arguments(model, Shape(block=options.decode.block), options), server_environment(scripts, deps)
-    )
+    return ServerSpec("baseline", _arguments(model, Shape(block=options.decode.block), options), server_environment())
 
 
-def engine_spec(
-    role: str, model: Path, options: Options, connector: Connector, scripts: Path, deps: Path, outputs: Outputs
-) -> ServerSpec:
+def engine_spec(role: str, model: Path, options: Options, connector: Connector, outputs: Outputs) -> ServerSpec:
     """The prefill (kv_producer) or decode (kv_consumer) server."""
     producer = role == "kv_producer"
     shape = options.prefill if producer else options.decode
@@ -111,9 +108,9 @@ def engine_spec(
         # for another prompt; kvferry refuses such a request otherwise.
         arguments += ["--no-enable-prefix-caching"]
     arguments += connector.arguments(role, options)
-    environment = server_environment(scripts, deps)
+    environment = server_environment()
     environment.update(connector.environment(role, options, outputs.receives, outputs.dump))
-    environment["PYTHONPATH"] = _python_path(scripts, deps, options)
+    environment["PYTHONPATH"] = _python_path(options)
     if options.executor == "ray":
         environment.update(ray_on_cpu.environment(shape.ranks))
     return ServerSpec("prefill" if producer else "decode", arguments, environment)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .common import say
+
 if TYPE_CHECKING:
     from .options import Options
 
@@ -104,9 +106,9 @@ def run_matrix(options: Options, folder: Path) -> int:
     connector = options.connectors[0]
     outcomes: list[Outcome] = []
     for number, pair in enumerate(chosen, 1):
-        _say(f"pair {number}/{len(chosen)}: {pair.name}: prefill {pair.prefill}, decode {pair.decode}, {pair.model}")
+        say(f"pair {number}/{len(chosen)}: {pair.name}: prefill {pair.prefill}, decode {pair.decode}, {pair.model}")
         outcome = run_pair(pair, options, folder)
-        _say(f"  {outcome.words} ({outcome.seconds:.0f} s)")
+        say(f"  {outcome.words} ({outcome.seconds:.0f} s)")
         outcomes.append(outcome)
         # After each pair: what is known survives an interruption.
         if options.json is not None:
@@ -227,7 +229,3 @@ def format_table(connector: str, outcomes: Sequence[Outcome]) -> str:
         passed = "passed" if outcome.passed else "NOT PASSED"
         lines.append(f"| {pair.name} | {pair.model} | `{pair.prefill}` | `{pair.decode}` | {passed}: {words} |")
     return "\n".join(lines)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

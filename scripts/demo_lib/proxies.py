@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ import aiohttp
 import vllm
 
 from .client import SERVED_NAME
+from .common import DEPS, ROOT, make_folder, say
 from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 from .kinds import ADAPTER_NAME, Kinds
 from .metrics import Counters, fetch_metrics, parse_counters
 from .model import ADAPTER_RANK, make_model, write_adapter
 from .programs import AT_ONCE, HOST, PROGRAMS, STATEFUL, Place, Program, parse_options
 from .proxy import Proxy, open_session
-from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port, say
+from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port
 
-SCRIPTS = Path(__file__).resolve().parent.parent
-ROOT = SCRIPTS.parent
-DEPS = ROOT / ".deps"
 SOURCES = DEPS / "vllm-source"
 START_LIMIT_S = 600.0
 WARM_UPS = 5
@@ -112,7 +109,7 @@ class Servers:
             arguments += ["--lora-modules", f"{ADAPTER_NAME}={self._adapter}"]
         arguments += ["--disable-uvicorn-access-log", "--kv-transfer-config"]
         arguments += [json.dumps({**config, "kv_connector_extra_config": extra})]
-        environment = server_environment(SCRIPTS, DEPS)
+        environment = server_environment()
         if side == self._options.installed:
             paths = environment["PYTHONPATH"].split(os.pathsep)
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if Path(path).parent != SOURCES)
@@ -311,8 +308,7 @@ async def run(options: argparse.Namespace, folder: Path) -> list[Line]:
 def main() -> int:
     """Runs the proxies and prints the table; the exit status."""
     options = parse_options()
-    folder = ROOT / "target" / "proxies" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    folder.mkdir(parents=True)
+    folder = make_folder("proxies")
     os.environ.setdefault("KVFERRY_LOG", "warn")
     lines = asyncio.run(run(options, folder))
     beside = f", {options.installed} server of the installed vLLM" if options.installed else ""

@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ import vllm
 from kvferry import trace
 
 from .client import SERVED_NAME
+from .common import DEPS, ROOT, make_folder, say
 from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 from .model import make_model
 from .proxies import ask
 from .proxy import open_session
-from .servers import RUN_TAG, ServerFailed, ServerGroup, ServerSpec, free_port, say
+from .servers import RUN_TAG, ServerFailed, ServerGroup, ServerSpec, free_port
 
-SCRIPTS = Path(__file__).resolve().parent.parent
-ROOT = SCRIPTS.parent
-DEPS = ROOT / ".deps"
 START_LIMIT_S = 600.0
 PROMPT_TOKENS = (40, 300, 500, 900)
 ANSWER_TOKENS = 24
@@ -110,9 +107,8 @@ def deployed(group: ServerGroup, model: Path, folder: Path, prompts: list[list[i
 def main() -> int:
     """Runs it and prints what was found; the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = ROOT / "target" / "ray-serve" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    folder.mkdir(parents=True)
-    os.environ.update(server_environment(SCRIPTS, DEPS))
+    folder = make_folder("ray-serve")
+    os.environ.update(server_environment())
     # Ray's limits are for processors that do nothing else.
     ray_limits = dict.fromkeys(("RAY_gcs_server_port_wait_time_s", "RAY_gcs_server_request_timeout_seconds"), "180")
     for name, value in {"RAY_USAGE_STATS_ENABLED": "0", **ray_limits}.items():

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import aiohttp
 
 from .cache_check import CacheCheck, block_sizes, check_prompt
 from .client import Answer, complete, complete_through
+from .common import DEPS, make_folder, say
 from .connectors import CONNECTORS, Connector
 from .engines import Outputs, baseline_spec, engine_spec, memory_gib
 from .matrix import run_matrix
@@ -25,7 +25,7 @@ from .model import make_model
 from .options import JUDGED_BY_BYTES, Options, Shape, parse_options
 from .proxy import KvParams, Proxy, open_session
 from .report import Receive, Result, Row, format_comparison, format_rows, joined, read_receives
-from .servers import Server, ServerFailed, ServerGroup, available_gib, say
+from .servers import Server, ServerFailed, ServerGroup, available_gib
 from .verdict import (
     check_aborted,
     check_cache_control,
@@ -36,9 +36,6 @@ from .verdict import (
 )
 from .workload import Prompt, Workload, make_workload
 
-SCRIPTS = Path(__file__).resolve().parent.parent
-ROOT = SCRIPTS.parent
-DEPS = ROOT / ".deps"
 # Kept free when the baseline runs beside the other servers.
 SPARE_GIB = 2.0
 BASELINE_PARALLEL = 4
@@ -328,7 +325,7 @@ async def _run_all(setting: Setting) -> int:
     options = setting.options
     need = memory_gib(Shape()) + memory_gib(options.prefill) + memory_gib(options.decode) + SPARE_GIB
     together = available_gib() >= need
-    single = setting.servers.start(baseline_spec(setting.model, options, SCRIPTS, DEPS))
+    single = setting.servers.start(baseline_spec(setting.model, options))
     baseline: dict[str, list[int]] | None = None
     results: list[Result] = []
     for turn, name in enumerate(options.connectors):
@@ -340,7 +337,7 @@ async def _run_all(setting: Setting) -> int:
             baseline = await run_baseline(setting, single)
             setting.servers.stop([single])
         prefill, decode = (
-            setting.servers.start(engine_spec(role, setting.model, options, connector, SCRIPTS, DEPS, outputs))
+            setting.servers.start(engine_spec(role, setting.model, options, connector, outputs))
             for role in ("kv_producer", "kv_consumer")
         )
         say(f"starting servers for {name}: prefill {options.prefill}, decode {options.decode}")
@@ -367,16 +364,11 @@ async def _run_all(setting: Setting) -> int:
     return 0 if all(result.passed for result in results) else 1
 
 
-def _interrupt(_number: int, _frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main(arguments: list[str]) -> int:
     """Runs the demo; the exit status."""
     options = parse_options(arguments)
-    folder = ROOT / "target" / "demo" / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    folder.mkdir(parents=True)
-    signal.signal(signal.SIGTERM, _interrupt)
+    folder = make_folder("demo")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if options.matrix:
             return run_matrix(options, folder)

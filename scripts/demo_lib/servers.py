@@ -19,6 +19,8 @@ from pathlib import Path
 
 import aiohttp
 
+from .common import say
+
 # Marks every process of this run in its environment, so that those that leave their process group (Ray's daemons)
 # are found again and nothing else is ever touched.
 RUN_TAG = "KVFERRY_DEMO_RUN"
@@ -263,8 +265,3 @@ def available_gib() -> float:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) / 2**20
     return 0.0
-
-
-def say(text: str) -> None:
-    """One line of progress."""
-    print(text, file=sys.stderr, flush=True)

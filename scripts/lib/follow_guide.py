@@ -16,12 +16,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from demo_lib.common import DEPS, ROOT
 from demo_lib.engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 from demo_lib.model import make_model
 from demo_lib.servers import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPS = ROOT / ".deps"
 LIMIT_S = 600
 """For each block, on a slow machine."""
 
@@ -53,7 +52,7 @@ def values(block: Block, here: dict[str, str]) -> str:
 
 def environment(venv: Path) -> dict[str, str]:
     """As after `source venv/bin/activate`, with what vLLM needs on a machine without a GPU or a network."""
-    found = server_environment(ROOT / "scripts", DEPS)
+    found = server_environment()
     for name in [name for name in found if name.startswith(("KVFERRY_", "PYTHON"))]:
         if name != "KVFERRY_PYTHON":
             del found[name]

@@ -65,7 +65,7 @@ class Servers:
         model = make_model("llama", DEPS / "models")
         outputs = Outputs(self.folder / "receives.jsonl", self.folder / "dump")
         connector: Any = Kvferry(self.folder)
-        return engine_spec(role, model, options, connector, ROOT / "scripts", DEPS, outputs)
+        return engine_spec(role, model, options, connector, outputs)
 
     async def start(self) -> None:
         async with open_session() as session:
