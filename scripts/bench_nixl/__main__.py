@@ -44,7 +44,7 @@ NOTIFICATION = "notification"
 SINGLE = ("one 4 KiB", "one 4 KiB in 2 ms", NOTIFICATION)
 """Cases of one small operation, which also run with agents that are polled."""
 SINGLE_TIME = 0.05
-"""Seconds a round that such operations are repeated for, since a median of milliseconds is one of an accident."""
+"""Seconds a round that such operations are repeated for, since a median over a few milliseconds would be chance."""
 PING, LAST = b"x" * 64, b"y" * 64
 """Notifications: one that is sent back, and one after which there are no more."""
 POLLED = ", polled"
@@ -86,7 +86,7 @@ def wait(end: float) -> None:
 
 def processor_time(reader: Reader, case: Case) -> float:
     """Seconds that both processes have used. Not for single operations: asking through the pipe before each one wakes
-    threads, and its time would be that of a processor with other things in its caches."""
+    threads, and the operation would start with cold caches."""
     return 0.0 if case.name in SINGLE else cpu() + reader.ask("cpu")
 
 
@@ -197,7 +197,7 @@ def asked(pipe: Connection, side: Side, threads: bool) -> object:
 
 
 def notification(side: Side) -> bytes:
-    """The one that the reader has sent."""
+    """The next notification from the reader."""
     end = time.perf_counter() + LIMIT
     # asked() may have taken it from NIXL already.
     while not side.agent.update_notifs():

@@ -40,7 +40,7 @@ class Setup:
     host: str = "127.0.0.1"
     # The network namespace to live in.
     netns: str | None = None
-    # Where the key is, the empty text for none; without it as this program's environment says.
+    # The key's file; empty for no key, None to inherit this program's environment.
     key_file: str | None = None
     worker: dict[str, object] = field(default_factory=dict)
     # Of prompts that are computed in parts, see `UnderWay`.

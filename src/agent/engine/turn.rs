@@ -11,8 +11,8 @@ use crate::agent::core::request::TransferRequest;
 use crate::agent::thread::callers::Callers;
 use crate::error::{Error, ErrorKind, Result};
 
-/// How long UCX may be driven before messages, commands and timers are looked at: requests that arrived are answered, and
-/// further ones sent, only after that. With CMA, one progress call copies up to about 4 MiB.
+/// How long UCX may be driven before commands and timers are looked at and further requests are sent, while no message
+/// comes. With CMA, one progress call copies up to about 4 MiB.
 const PROGRESS_TIME: Duration = Duration::from_micros(100);
 /// Commands served per turn.
 const COMMANDS_PER_TURN: usize = 256;
@@ -177,7 +177,7 @@ impl Driven {
         self.shared.waker.wake();
     }
 
-    /// Drives UCX until it is idle or has had its time, and takes what came of it.
+    /// Drives UCX until it is idle, has brought a message, or has had its time, and takes what came of it.
     fn progress(&mut self) -> (bool, Instant) {
         let begin = Instant::now();
         let (mut any, mut now) = (false, begin);

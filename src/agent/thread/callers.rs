@@ -2,9 +2,9 @@
 //!
 //! A caller that waits for a small transfer by polling has a processor already. Handing the transfer to the progress
 //! thread and its end back takes two wake-ups, which cost more than the transfer, and a second processor. So a caller that
-//! polls without a pause drives the engine whenever that is free. When it goes on, the progress thread stands aside: it sleeps
-//! until the caller could have stopped at the earliest, looks, and takes over where it has. Each look takes a processor from
-//! the caller, so there is not one more than that.
+//! polls without a pause drives the engine whenever that is free. When it goes on, the progress thread stands aside: it
+//! sleeps until the caller could have stopped at the earliest, looks, and takes over if it has. Each look takes a processor
+//! from the caller, so it looks no more often than that.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};

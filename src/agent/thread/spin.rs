@@ -58,6 +58,13 @@ impl Spinner {
         Spinner::among(&CROWD, (processors / 2).max(1), Instant::now())
     }
 
+    /// For a thread that is the only one.
+    #[cfg(test)]
+    pub(crate) fn alone(now: Instant) -> Self {
+        static NOBODY: Crowd = Crowd::new();
+        Spinner::among(&NOBODY, 1, now)
+    }
+
     fn among(crowd: &'static Crowd, most: usize, now: Instant) -> Self {
         // Nothing else depends on any of the numbers.
         let woken = (now, crowd.wakes.load(Ordering::Relaxed));
