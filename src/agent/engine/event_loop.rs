@@ -25,6 +25,7 @@ use super::driver::MakeDriver;
 use super::turn::{Driven, News, Turned};
 use crate::agent::command::Shared;
 use crate::agent::core::config::AgentConfig;
+use crate::agent::thread::affinity::ProcessorWait;
 use crate::agent::thread::callers::Callers;
 use crate::agent::thread::edge_wait::EdgeWait;
 use crate::agent::thread::spin::Spinner;
@@ -104,6 +105,7 @@ pub(crate) fn run(
         waker,
         looked_at: now,
         spinner: Spinner::new(),
+        processor_wait: ProcessorWait::new(),
         time_slice,
         callers: Arc::clone(&callers),
     };
@@ -173,6 +175,7 @@ struct Thread {
     /// When the sockets were looked at last.
     looked_at: Instant,
     spinner: Spinner,
+    processor_wait: ProcessorWait,
     time_slice: TimeSlice,
     callers: Arc<Callers>,
 }
@@ -214,6 +217,9 @@ impl Thread {
         let spins = moving && now.saturating_duration_since(driven.progressed_at) < spin && self.spinner.may_spin(now);
         if !spins {
             self.spinner.rest();
+        }
+        if moving {
+            self.processor_wait.look(now, operations > 0);
         }
         if any {
             self.time_slice.work(now);
@@ -345,6 +351,7 @@ mod tests {
             waker: shared.waker.clone(),
             looked_at: now,
             spinner: Spinner::alone(now),
+            processor_wait: ProcessorWait::new(),
             time_slice: TimeSlice::new(now).0,
             callers,
         };

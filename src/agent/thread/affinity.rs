@@ -3,9 +3,9 @@
 //! Linux wakes a thread on the processor of the one that woke it unless it sees an idle one, and in a virtual machine a
 //! processor that the host has put to rest need not look idle (`available_idle_cpu` asks `vcpu_is_preempted`). Two
 //! progress threads that answer each other, or a copy thread and its progress thread, then take turns on one processor
-//! until the kernel's balancing parts them some milliseconds later, which is longer than most transfers take. So the
-//! thread that was woken steps aside when it finds itself on the processor of the one that waits for it: it forbids itself
-//! that processor, which moves it at once, and allows it again.
+//! until the kernel's balancing parts them some milliseconds later, which is longer than most transfers take. So a thread
+//! leaves its processor that was woken and finds itself on that of the one that waits for it, or that moves bytes and has to
+//! wait for its processor: it forbids itself that processor, which moves it at once, and allows it again.
 //!
 //! It allows it again when it runs, and until then nothing brings it back. Where another program computes on the processor
 //! that it moves to, that can take 100 ms, even while the processor that it has left stands idle. So nobody steps aside while
@@ -21,6 +21,10 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 pub(crate) use crate::sys::thread::processor;
 
+/// How long a progress thread's wait for its processor is measured, some hundred times what looking costs.
+const WINDOW: Duration = Duration::from_micros(500);
+/// A window that became longer says nothing of now.
+const STALE: Duration = Duration::from_millis(5);
 /// After a step: how long until the next one, doubled whenever the last one was of no use because all processors are busy.
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -113,8 +117,85 @@ fn parse(text: &str) -> Option<Vec<usize>> {
     Some(all)
 }
 
+/// Moves a progress thread away from a processor that it has to wait for while it moves bytes.
+pub(crate) struct ProcessorWait {
+    /// The kernel's account of the thread; `None` where it keeps none.
+    account: Option<File>,
+    /// When the window began, and what the thread had waited for processors then, in ns.
+    begin: Option<(Instant, u64)>,
+    /// Crowded windows in a row.
+    crowded: u32,
+    /// When it may step again, and the pause after that.
+    next: Option<Instant>,
+    pause: Duration,
+}
+
+impl ProcessorWait {
+    /// For the calling thread.
+    pub(crate) fn new() -> Self {
+        let account = File::open("/proc/thread-self/schedstat").ok();
+        ProcessorWait { account, begin: None, crowded: 0, next: None, pause: PAUSE }
+    }
+
+    /// To be called again and again by a thread that moves bytes. Of two threads that are in each other's way only one should
+    /// go: the `first` one goes at once, the other one if that did not help.
+    pub(crate) fn look(&mut self, now: Instant, first: bool) {
+        let window = match self.begin {
+            Some((at, waited)) => {
+                let passed = now.saturating_duration_since(at);
+                if passed < WINDOW {
+                    return;
+                }
+                (passed <= STALE).then_some((passed, waited))
+            }
+            None => None,
+        };
+        let total = self.waited();
+        self.begin = total.map(|total| (now, total));
+        if let (Some((passed, before)), Some(total)) = (window, total) {
+            let waited = Duration::from_nanos(total.saturating_sub(before));
+            if self.judge(now, passed, waited, first, room) {
+                move_from(processor());
+            }
+        }
+    }
+
+    /// Whether to step aside after a window of `passed` in which the thread has waited for `waited`; `room` says
+    /// whether there is a processor to go to.
+    fn judge(
+        &mut self,
+        now: Instant,
+        passed: Duration,
+        waited: Duration,
+        first: bool,
+        room: impl FnOnce() -> bool,
+    ) -> bool {
+        if waited < passed / 4 {
+            self.crowded = 0;
+            self.pause = PAUSE;
+            return false;
+        }
+        self.crowded = self.crowded.saturating_add(1);
+        if self.crowded < if first { 1 } else { 3 } || self.next.is_some_and(|at| now < at) || !room() {
+            return false;
+        }
+        self.next = now.checked_add(self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        self.crowded = 0;
+        true
+    }
+
+    /// What the thread has waited for processors, in ns.
+    fn waited(&self) -> Option<u64> {
+        let mut text = [0; 64];
+        let len = self.account.as_ref()?.read_at(&mut text, 0).ok()?;
+        // Time on a processor, time waiting for one, and how often (the kernel's Documentation/scheduler/sched-stats.rst).
+        std::str::from_utf8(text.get(..len)?).ok()?.split_whitespace().nth(1)?.parse().ok()
+    }
+}
+
 /// Keeps a progress thread off the processor of one that asks it for bytes: Linux wakes it there, where it waits while
-/// the other one spins, and both then take turns until the kernel parts them.
+/// the other one spins, and both then take turns until [`ProcessorWait`] has measured it.
 #[derive(Default)]
 pub(crate) struct KeepApart {
     next: Option<Instant>,
@@ -149,6 +230,8 @@ impl KeepApart {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
     #[test]
@@ -192,6 +275,57 @@ mod tests {
         // This thread is one of them.
         let (online, load) = MACHINE.as_ref().unwrap();
         assert!(*online > 0 && running(load).unwrap() > 0);
+    }
+
+    #[test]
+    fn one_of_two_crowded_threads_goes_first_and_vain_steps_become_rare() {
+        let free = || true;
+        let start = Instant::now();
+        let at = |micros| start + Duration::from_micros(micros);
+        let (window, half, little) = (WINDOW, WINDOW / 2, WINDOW / 5);
+        let (mut one, mut other) = (ProcessorWait::new(), ProcessorWait::new());
+        assert!(!one.judge(at(0), window, little, true, free));
+        assert!(one.judge(at(500), window, half, true, free));
+        assert!(!other.judge(at(500), window, half, false, free));
+        // The other one goes when that was of no use.
+        assert!(!other.judge(at(1000), window, half, false, free));
+        assert!(other.judge(at(1500), window, half, false, free));
+        // Pauses of 5, 10, 20 ms and so on.
+        let steps = (3..2000).filter(|n| one.judge(at(n * 500), window, half, true, free)).count();
+        assert!((5..10).contains(&steps), "{steps}");
+        // A free processor makes it quick again.
+        assert!(!one.judge(at(2_000_000), window, Duration::ZERO, true, free));
+        assert!(one.judge(at(3_000_000), window, window, true, free));
+        assert!(one.judge(at(3_005_000), window, window, true, free));
+        // Without a processor to go to it stays, and goes as soon as there is one.
+        assert!(!one.judge(at(4_000_000), window, window, true, || false));
+        assert!(one.judge(at(4_000_500), window, window, true, free));
+    }
+
+    #[test]
+    fn a_thread_that_waits_for_its_processor_is_told_so_by_the_kernel() {
+        let allowed = sched_getaffinity(None).unwrap();
+        let mut one = CpuSet::new();
+        one.set(processor());
+        sched_setaffinity(None, &one).unwrap();
+        // A thread has the processors of the one that made it.
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+            let wait = ProcessorWait::new();
+            let (begin, before) = (Instant::now(), wait.waited().unwrap());
+            let waited = || Duration::from_nanos(wait.waited().unwrap() - before);
+            while waited() < WINDOW && begin.elapsed() < Duration::from_secs(120) {
+                std::thread::yield_now();
+            }
+            stop.store(true, Ordering::Relaxed);
+            assert!(waited() >= WINDOW, "counted within two minutes: {:?}", waited());
+        });
+        sched_setaffinity(None, &allowed).unwrap();
     }
 
     #[test]
