@@ -82,8 +82,12 @@ impl MemoryRange {
     /// Likewise, with these bytes.
     #[cfg(test)]
     pub(crate) fn leaked_with(bytes: Vec<u8>) -> Self {
+        /// For a search for leaks, which takes what is named nowhere for one.
+        static ALL: std::sync::Mutex<Vec<usize>> = std::sync::Mutex::new(Vec::new());
         let len = bytes.len() as u64;
-        MemoryRange { addr: bytes.leak().as_mut_ptr().expose_provenance() as u64, len, kind: MemoryKind::Host }
+        let addr = bytes.leak().as_mut_ptr().expose_provenance();
+        ALL.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(addr);
+        MemoryRange { addr: addr as u64, len, kind: MemoryKind::Host }
     }
 
     /// What is in a leaked range that nobody writes meanwhile.
