@@ -203,7 +203,8 @@ impl Thread {
     /// How long the state allows to sleep.
     fn rest(&mut self, driven: &mut Driven, any: bool) -> Rest {
         let now = Instant::now();
-        if self.callers.are_polling(now) && driven.is_light() {
+        let polling = self.callers.are_polling(now);
+        if polling && driven.is_light() {
             self.spinner.rest();
             self.callers.enter();
             return Rest::StandAside(driven.engine.streams.fd());
@@ -218,7 +219,8 @@ impl Thread {
         if !spins {
             self.spinner.rest();
         }
-        if moving {
+        // Away from a caller that polls, it would come to the processor of the one that it answers.
+        if moving && !polling {
             self.processor_wait.look(now, operations > 0);
         }
         if any {

@@ -123,7 +123,7 @@ pub(crate) struct ProcessorWait {
     account: Option<File>,
     /// When the window began, and what the thread had waited for processors then, in ns.
     begin: Option<(Instant, u64)>,
-    /// Crowded windows in a row.
+    /// Crowded windows in a row, with a processor to go to.
     crowded: u32,
     /// When it may step again, and the pause after that.
     next: Option<Instant>,
@@ -175,8 +175,12 @@ impl ProcessorWait {
             self.pause = PAUSE;
             return false;
         }
+        if !room() {
+            self.crowded = 0;
+            return false;
+        }
         self.crowded = self.crowded.saturating_add(1);
-        if self.crowded < if first { 1 } else { 3 } || self.next.is_some_and(|at| now < at) || !room() {
+        if self.crowded < if first { 1 } else { 3 } || self.next.is_some_and(|at| now < at) {
             return false;
         }
         self.next = now.checked_add(self.pause);
