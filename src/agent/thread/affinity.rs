@@ -125,7 +125,7 @@ pub(crate) struct ProcessorWait {
     begin: Option<(Instant, u64)>,
     /// Crowded windows in a row, with a processor to go to.
     crowded: u32,
-    /// When it may step again, and the pause after that.
+    /// When it may leave one again, and the pause after that.
     next: Option<Instant>,
     pause: Duration,
 }
@@ -160,7 +160,7 @@ impl ProcessorWait {
         }
     }
 
-    /// Whether to step aside after a window of `passed` in which the thread has waited for `waited`; `room` says
+    /// Whether to leave the processor after a window of `passed` in which the thread has waited for `waited`; `room` says
     /// whether there is a processor to go to.
     fn judge(
         &mut self,
@@ -304,6 +304,13 @@ mod tests {
         // Without a processor to go to it stays, and goes as soon as there is one.
         assert!(!one.judge(at(4_000_000), window, window, true, || false));
         assert!(one.judge(at(4_000_500), window, window, true, free));
+        // Windows count for the other one only if there was one in each.
+        assert!(!other.judge(at(5_000_000), window, half, false, free));
+        assert!(!other.judge(at(5_000_500), window, half, false, free));
+        assert!(!other.judge(at(5_001_000), window, half, false, || false));
+        assert!(!other.judge(at(5_001_500), window, half, false, free));
+        assert!(!other.judge(at(5_002_000), window, half, false, free));
+        assert!(other.judge(at(5_002_500), window, half, false, free));
     }
 
     #[test]
