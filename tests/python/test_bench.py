@@ -23,6 +23,8 @@ from kvferry.bench.sizes import parse_size, size_text
 from kvferry.bench.work import Work
 from kvferry.cli import main
 
+pytestmark = pytest.mark.slow
+
 KEYS = [
     *("work", "transport", "ours_ms", "peer_ms", "limit_ms", "ratio_peer", "ratio_limit", "caller_us"),
     *("peer_caller_us", "notify_us", "cpu_s_per_gb", "peer_cpu_s_per_gb", "ours_p99_ms", "peer_p99_ms"),

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from pair import until
 from peer import GENEROUS, process, receive
 
+pytestmark = pytest.mark.slow
+
 TP, LAYERS, BLOCKS, TOKENS, HEADS, CONTENT = 2, 3, 20, 4, 2, 32
 HEAD = TOKENS * CONTENT
 ALL_HEADS = TP * HEADS

@@ -8,7 +8,10 @@ from multiprocessing.connection import Connection
 
 import kvferry
 import numpy as np
+import pytest
 from peer import GENEROUS, process, receive
+
+pytestmark = pytest.mark.slow
 
 SIZE = 64 << 20
 EXITS = 20

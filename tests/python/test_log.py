@@ -15,6 +15,8 @@ import kvferry.log
 import pytest
 from pair import BLOCKS, pair
 
+pytestmark = pytest.mark.slow
+
 
 def test_lines_reach_logging_until_unrouted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="kvferry")

@@ -21,6 +21,8 @@ from peer import GENEROUS, freeze
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+pytestmark = pytest.mark.slow
+
 CAUSES = next(metric for metric in stats.metrics() if metric.key == "recv_failures").causes
 
 

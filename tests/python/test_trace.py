@@ -18,6 +18,8 @@ from kvferry import cli, trace
 from pair import BLOCK, BLOCKS, Pair, pair, until
 from peer import freeze, process
 
+pytestmark = pytest.mark.slow
+
 
 def cli_text(summary: trace.Summary) -> str:
     from kvferry.cli.trace import text

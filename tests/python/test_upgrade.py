@@ -15,6 +15,8 @@ from commands import ROOT, skip
 from kvferry.cli import main
 from upgrade_engine import GENEROUS, Remote, cache_of, release
 
+pytestmark = pytest.mark.slow
+
 OLD, NEW = 4, 5
 SHORT_LEASE_MS, LEASE_MS = 15_000, 100_000
 PATIENT = {"handshake_timeout_ms": 100_000}

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from contextlib import ExitStack, suppress
 
+import pytest
 from commands import skip
 from doctor_command import Told, doctor
 from kvferry import Listener
+
+pytestmark = pytest.mark.slow
 
 
 def unshared(*flags: str) -> list[str]:

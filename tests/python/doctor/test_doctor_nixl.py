@@ -16,6 +16,8 @@ from kvferry._nixl_read import STEP
 from kvferry.doctor import nixl as doctor_nixl
 from kvferry.doctor.nixl import finding
 
+pytestmark = pytest.mark.slow
+
 WHEEL = "nixl_cu12"
 
 

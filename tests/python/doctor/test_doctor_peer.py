@@ -12,9 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import pytest
 from doctor_command import Told, doctor, free_port
 from kvferry import Listener, Worker
 from kvferry.cli import main
+
+pytestmark = pytest.mark.slow
 
 LAYERS, HEADS, HEAD_SIZE, TOKENS, BLOCKS = 3, 4, 8, 4, 20
 CONTENT = 2 * 2 * HEAD_SIZE

@@ -13,6 +13,8 @@ from kvferry.doctor import child, devices, peer, ucx
 from kvferry.doctor.system import Device
 from kvferry.doctor.ucx import Seen
 
+pytestmark = pytest.mark.slow
+
 BUSY_S = 150
 """More than the timeouts here, also on a busy machine, and less than what hangs."""
 

@@ -15,6 +15,8 @@ from doctor_command import Told, doctor
 from kvferry import nixl
 from kvferry.doctor import KINDS, system
 
+pytestmark = pytest.mark.slow
+
 
 def by_network(finding: dict[str, Any]) -> bool:
     """Whether all 32 MiB went by TCP: by messages until a stream is there."""

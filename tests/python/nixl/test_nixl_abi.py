@@ -10,6 +10,8 @@ import pytest
 from hosts import ROOT, Failed, Process, listed, plugins, versions
 from kvferry._find import library_path
 
+pytestmark = pytest.mark.slow
+
 COMPILE = ["g++", "-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-fno-access-control"]
 
 

@@ -7,7 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 from hosts import ROOT, needs_nixl, versions
+
+pytestmark = pytest.mark.slow
 
 COMPILER = """#!/bin/sh
 # Another version of a compiler is that compiler and says so. What it compiles is not run: once, and fast, is enough.

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hosts import HERE, INSTALLED, ROOT
+
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 600
 

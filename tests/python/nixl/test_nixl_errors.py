@@ -24,6 +24,8 @@ from hosts import (
 )
 from nixl_host import GENEROUS
 
+pytestmark = pytest.mark.slow
+
 TRANSFERS = 20
 
 

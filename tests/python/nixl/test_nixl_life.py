@@ -24,6 +24,8 @@ from hosts import (
 )
 from nixl_host import GENEROUS, digest, pattern
 
+pytestmark = pytest.mark.slow
+
 MAX_NOTIFICATIONS = 65_536
 
 

@@ -19,6 +19,8 @@ from kvferry.doctor.nixl import finding
 from nixl_host import GENEROUS, pattern
 from prometheus_client.parser import text_string_to_metric_families
 
+pytestmark = pytest.mark.slow
+
 SIZE = 1 << 20
 
 

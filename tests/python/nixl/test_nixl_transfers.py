@@ -13,6 +13,8 @@ from hosts import Failed, Process, serve
 from nixl_host import pattern
 from numpy.typing import NDArray
 
+pytestmark = pytest.mark.slow
+
 SIZE = 1 << 20
 Pair = tuple[Process, Process, int]
 

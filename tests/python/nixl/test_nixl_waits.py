@@ -12,6 +12,8 @@ import pytest
 from hosts import SIZE, Failed, Process, acquaint, read, serve
 from nixl_host import GENEROUS
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = 100
 
 
