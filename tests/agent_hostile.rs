@@ -19,7 +19,7 @@ use kvferry::agent::{Direction, Transport, encode_metadata};
 use kvferry::proto::ids::Incarnation;
 use kvferry::proto::wire::{AgentMetadata, MemoryKind, RegionMetadata};
 use kvferry::secret::{ENV, Initiator, Key, Protocol, Responder};
-use kvferry::ucx::{AmMessage, Endpoint, EndpointOptions, Status};
+use kvferry::ucx::{AmMessage, Endpoint, Status};
 use serde::{Deserialize, Serialize};
 
 const AM_ID: u16 = 0x4b;
@@ -89,7 +89,7 @@ impl Raw {
     }
 
     fn connect(&self, address: &[u8]) -> Endpoint {
-        self.side.worker.connect(address, &EndpointOptions::default()).unwrap()
+        self.side.worker.connect(address, "").unwrap()
     }
 
     fn send(&self, to: &Endpoint, header: &[u8], data: Vec<u8>) {

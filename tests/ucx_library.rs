@@ -7,7 +7,7 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use kvferry::ucx::{Candidate, Context, ContextConfig, Fate, Library, OLDEST, PATH_VARIABLE, Source};
+use kvferry::ucx::{Candidate, Context, ContextConfig, Fate, Library, OLDEST, PATH_VARIABLE, Source, Status};
 
 const CASE: &str = "KVFERRY_TEST_CASE";
 const HINT: &str = "KVFERRY_TEST_HINT";
@@ -31,7 +31,7 @@ fn case() {
     let opened = Library::open(configured.as_deref());
     match opened {
         Ok(library) => println!("\n@ok {:?} {}", library.info().source, library.info().path.display()),
-        Err(error) => println!("\n@error {} {error}", error.is_no_library()),
+        Err(error) => println!("\n@error {} {error}", error.status == Status::NO_LIBRARY),
     }
 }
 

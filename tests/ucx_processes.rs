@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use kvferry::ucx::{EndpointOptions, Library, Posted, Status};
+use kvferry::ucx::{Library, Posted, Status};
 
 mod common;
 use common::memory::{hex, mismatch, pattern_bytes};
@@ -13,11 +13,11 @@ use common::ucx::{LIMIT, Side, wait};
 
 const MIB: usize = 1 << 20;
 
-/// UCX uses CMA, and shared memory as it is by default, only for endpoints that do not watch the peer.
-const UNWATCHED: EndpointOptions = EndpointOptions { error_mode_peer: false, name: String::new() };
+/// CMA for the bytes, TCP for the messages.
+const CMA: &str = "cma,tcp";
 
-/// Shared memory that can watch the peer: by looking, in this interval, whether its process lives.
-const WATCHED_SHM: &str = "posix,cma,tcp;POSIX_ERROR_HANDLING=y;KEEPALIVE_INTERVAL=200ms";
+/// Shared memory, which can watch the peer then: by looking, in this interval, whether its process lives.
+const SHM: &str = "posix,cma,tcp;POSIX_ERROR_HANDLING=y;KEEPALIVE_INTERVAL=200ms";
 
 /// Not a test by itself: the body of the peer processes.
 #[test]
@@ -30,28 +30,13 @@ fn start(tls: &str, len: usize, seed: u64) -> Peer {
     Peer::start("peer", tls, len, seed)
 }
 
-/// False, with a word, where this UCX is too old for endpoints that do not watch their peer; they are refused then.
-fn unwatched_is_allowed() -> bool {
-    let allowed = Library::open(None).unwrap().allows_unwatched_peers();
-    if !allowed {
-        let mut peer = start("tcp", 64, 0);
-        let side = Side::new("tcp", 64);
-        let error = side.worker.connect(&peer.address, &UNWATCHED).unwrap_err();
-        assert_eq!(error.status, Status::UNSUPPORTED);
-        assert!(error.detail.contains("1.22"), "{error}");
-        peer.kill();
-        println!("skipped beyond the refusal: {error}");
-    }
-    allowed
-}
-
 /// Reads and writes the peer's memory in pieces of many lengths and checks every byte on both sides. Returns the
 /// lanes used.
-fn move_bytes(tls: &str, options: &EndpointOptions) -> String {
+fn move_bytes(tls: &str) -> String {
     const LEN: usize = 4 * MIB;
     let mut peer = start(tls, LEN, 10);
     let side = Side::new(tls, LEN);
-    let endpoint = side.worker.connect(&peer.address, options).unwrap();
+    let endpoint = side.connect(&peer.address);
     let rkey = endpoint.unpack_rkey(&peer.rkey).unwrap();
     // Pieces of growing, odd lengths that cover the memory, many under way at once.
     let mut pieces = Vec::new();
@@ -98,29 +83,21 @@ fn move_bytes(tls: &str, options: &EndpointOptions) -> String {
 
 #[test]
 fn bytes_move_over_tcp() {
-    let lanes = move_bytes("tcp", &EndpointOptions::default());
+    let lanes = move_bytes("tcp");
     assert!(lanes.contains("tcp") && !lanes.contains("cma"), "{lanes}");
 }
 
 #[test]
 fn bytes_move_over_cma() {
-    if unwatched_is_allowed() {
-        let lanes = move_bytes("posix,cma,tcp", &UNWATCHED);
-        assert!(lanes.contains("cma"), "{lanes}");
-    }
+    let lanes = move_bytes(CMA);
+    // UCX 1.18 has no lane of it for an endpoint that watches its peer.
+    let is_older = Library::open(None).unwrap().info().number < (1, 22, 0);
+    assert!(lanes.contains("cma") || is_older, "{lanes}");
 }
 
 #[test]
-fn bytes_move_over_shared_memory_without_cma() {
-    if unwatched_is_allowed() {
-        let lanes = move_bytes("posix", &UNWATCHED);
-        assert!(lanes.contains("posix") && !lanes.contains("tcp") && !lanes.contains("cma"), "{lanes}");
-    }
-}
-
-#[test]
-fn bytes_move_over_shared_memory_while_the_peer_is_watched() {
-    let lanes = move_bytes(WATCHED_SHM, &EndpointOptions::default());
+fn bytes_move_over_shared_memory() {
+    let lanes = move_bytes(SHM);
     assert!(lanes.contains("posix") && !lanes.contains("tcp"), "{lanes}");
 }
 
@@ -158,16 +135,16 @@ fn messages_move_over_tcp() {
 
 #[test]
 fn messages_move_over_shared_memory() {
-    move_messages(WATCHED_SHM);
+    move_messages(SHM);
 }
 
-/// Kills the peer while reads are under way: each must end, and the failure must be told if the peer is watched.
-fn lose_the_peer(tls: &str, options: &EndpointOptions) {
+/// Kills the peer while reads are under way: each must end, and the failure must be told.
+fn lose_the_peer(tls: &str) {
     const LEN: usize = 4 * MIB;
     const WINDOW: usize = 64;
     let mut peer = start(tls, LEN, 20);
     let side = Side::new(tls, LEN);
-    let endpoint = side.worker.connect(&peer.address, options).unwrap();
+    let endpoint = side.connect(&peer.address);
     let id = endpoint.id();
     let rkey = endpoint.unpack_rkey(&peer.rkey).unwrap();
     let posted = endpoint.get(&rkey, rkey.base(), &side.memory, 0, LEN, 0).unwrap();
@@ -207,25 +184,20 @@ fn lose_the_peer(tls: &str, options: &EndpointOptions) {
     assert!(killed);
     // Whatever is still under way ends by itself, and the endpoint is reported.
     let mut report = side.worker.poll_failed_endpoints();
-    wait("the end of every read and the report", || {
+    let (failed_id, status) = wait("the end of every read and the report", || {
         side.worker.progress();
         while let Some(completion) = side.worker.poll_completion() {
             outcome[completion.token as usize] = Some(completion.result.is_ok());
             ended += 1;
         }
         report = report.take().or_else(|| side.worker.poll_failed_endpoints());
-        (ended == posted && (report.is_some() || !options.error_mode_peer)).then_some(())
+        report.filter(|_| ended == posted)
     });
     assert!(outcome[..posted].iter().all(Option::is_some));
     let error = endpoint.get(&rkey, rkey.base(), &side.memory, 0, 10, 1).unwrap_err();
-    match report {
-        Some((failed_id, status)) => {
-            assert_eq!((failed_id, endpoint.failure()), (id, Some(status)));
-            assert_ne!(status, Status::OK);
-            assert!(error.detail.contains("has failed; close it and connect again"), "{error}");
-        }
-        None => assert_eq!((endpoint.failure(), error.status), (None, Status::CONNECTION_RESET)),
-    }
+    assert_eq!((failed_id, endpoint.failure()), (id, Some(status)));
+    assert_ne!(status, Status::OK);
+    assert!(error.detail.contains("has failed; close it and connect again"), "{error}");
     let close = endpoint.close(false);
     wait("the close", || {
         side.worker.progress();
@@ -241,7 +213,7 @@ fn lose_the_peer(tls: &str, options: &EndpointOptions) {
     }
     // A new peer works with the same worker.
     let peer = start(tls, LEN, 21);
-    let endpoint = side.worker.connect(&peer.address, options).unwrap();
+    let endpoint = side.connect(&peer.address);
     let rkey = endpoint.unpack_rkey(&peer.rkey).unwrap();
     let posted = endpoint.get(&rkey, rkey.base(), &side.memory, 0, LEN, 5).unwrap();
     side.done(posted, 5);
@@ -254,14 +226,12 @@ fn lose_the_peer(tls: &str, options: &EndpointOptions) {
 
 #[test]
 fn a_killed_peer_ends_every_read_over_tcp() {
-    lose_the_peer("tcp", &EndpointOptions::default());
+    lose_the_peer("tcp");
 }
 
 #[test]
 fn a_killed_peer_ends_every_read_over_cma() {
-    if unwatched_is_allowed() {
-        lose_the_peer("posix,cma,tcp", &UNWATCHED);
-    }
+    lose_the_peer(CMA);
 }
 
 #[test]
@@ -270,7 +240,7 @@ fn a_peer_that_is_gone_fails_the_connection() {
     peer.kill();
     let side = Side::new("tcp", 64);
     // UCX may notice at once or in the background.
-    let endpoint = match side.worker.connect(&peer.address, &EndpointOptions::default()) {
+    let endpoint = match side.worker.connect(&peer.address, "") {
         Ok(endpoint) => endpoint,
         Err(error) => {
             assert_ne!(error.status, Status::OK);

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use kvferry::agent::decode_metadata;
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use kvferry::proto::wire::{Message, OLDEST, PeerMessage, Reader, Verdict, encode};
-use kvferry::ucx::{Context, ContextConfig, Endpoint, EndpointOptions, Posted, Worker, WorkerOptions};
+use kvferry::ucx::{Context, ContextConfig, Endpoint, Posted, Worker, WorkerOptions};
 use serde::Serialize;
 
 const AM_ID: u16 = 0x4b;
@@ -147,8 +147,7 @@ impl Sender {
     }
 
     fn begin(&mut self) -> Life {
-        let options = EndpointOptions { error_mode_peer: true, name: "garbage".into() };
-        let endpoint = self.worker.connect(&self.target, &options).unwrap();
+        let endpoint = self.worker.connect(&self.target, "garbage").unwrap();
         let (incarnation, connection) = (self.dice.next() | 1, self.dice.next());
         let mut life = Life { endpoint, incarnation, connection, sequence: 0, sent: 0, old: Vec::new() };
         let hello = Hello {

@@ -19,8 +19,6 @@ use super::status::{Status, UcxError};
 pub struct ContextConfig {
     /// The transports to use, as in UCX_TLS: for example `tcp` or `posix,cma,tcp`.
     pub tls: Option<String>,
-    /// The network devices to use, as in UCX_NET_DEVICES: for example `eth0` or `mlx5_0:1`.
-    pub net_devices: Option<String>,
     /// Further settings as (name, value), names as in UCX's documentation with or without the `UCX_` in front.
     pub settings: Vec<(String, String)>,
     /// As `settings`, but left out where this UCX does not know the name.
@@ -111,7 +109,7 @@ impl Context {
         if !status.is_ok() {
             check_known(library, &settings)?;
         }
-        status.check("ucp_init", || config.explain())?;
+        status.check("ucp_init", || explain(&settings))?;
         MAKER.store(process::id(), Ordering::Relaxed);
         LIVING.fetch_add(1, Ordering::Relaxed);
         let mut context = Self { library, handle, memory_types: MemoryTypes(0) };
@@ -173,7 +171,6 @@ impl ContextConfig {
     fn all_settings(&self) -> Result<Vec<(String, String)>, UcxError> {
         let mut all = Vec::new();
         all.extend(self.tls.iter().map(|value| ("TLS".to_owned(), value.clone())));
-        all.extend(self.net_devices.iter().map(|value| ("NET_DEVICES".to_owned(), value.clone())));
         for (name, value) in &self.settings {
             let bare = name.strip_prefix("UCX_").unwrap_or(name);
             if bare.is_empty() {
@@ -186,22 +183,19 @@ impl ContextConfig {
         }
         Ok(all)
     }
+}
 
-    fn explain(&self) -> String {
-        let show = |value: &Option<String>, name: &str| {
-            let set = self.settings.iter().find(|(other, _)| other.strip_prefix("UCX_").unwrap_or(other) == name);
-            match (value.as_ref().or(set.map(|(_, value)| value)), std::env::var(format!("UCX_{name}"))) {
-                (Some(value), _) => value.clone(),
-                (None, Ok(value)) => format!("{value} (the environment's UCX_{name})"),
-                (None, Err(_)) => "UCX's default".to_owned(),
-            }
-        };
-        format!(
-            "with TLS={}, NET_DEVICES={}; `ucx_info -d` lists the transports and devices that this machine has",
-            show(&self.tls, "TLS"),
-            show(&self.net_devices, "NET_DEVICES")
-        )
-    }
+fn explain(settings: &[(String, String)]) -> String {
+    let show = |name: &str| match settings.iter().find(|(other, _)| other == name) {
+        Some((_, value)) => value.clone(),
+        None => std::env::var(format!("UCX_{name}"))
+            .map_or_else(|_| "UCX's default".to_owned(), |value| format!("{value} (the environment's UCX_{name})")),
+    };
+    format!(
+        "with TLS={}, NET_DEVICES={}; `ucx_info -d` lists the transports and devices that this machine has",
+        show("TLS"),
+        show("NET_DEVICES")
+    )
 }
 
 /// Refuses a setting that UCX does not know. Of some versions (1.22) UCX refuses it without naming it, of others

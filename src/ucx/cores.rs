@@ -22,8 +22,8 @@ use super::queue::Queue;
 use super::request::{Completion, Operations, Posted, Purpose};
 use super::status::{Status, UcxError};
 
-/// How long endpoints without peer error handling get to say goodbye when the worker is closed and nothing else is
-/// under way: their closing cannot be forced and never ends when the peer is gone.
+/// How long endpoints that are being closed without force get to say goodbye when the worker is closed and nothing else is
+/// under way: that may never end when the peer is gone.
 const GOODBYE_LIMIT: Duration = Duration::from_secs(1);
 
 /// What an operation holds of its worker's, besides memory and buffers.
@@ -119,7 +119,7 @@ impl WorkerCore {
                     let result = status.check(op, || format!("{endpoint:?}"));
                     self.completions.push(Completion { token, endpoint: endpoint.id(), result });
                 }
-                (Purpose::Close, Some(Held { endpoint, .. })) => endpoint.closed(status),
+                (Purpose::Close, Some(Held { endpoint, .. })) => endpoint.closed(),
                 // Both are always posted with their endpoint.
                 (Purpose::User { .. } | Purpose::Close, None) => {}
             }
@@ -183,7 +183,7 @@ pub(super) enum State {
     Open,
     Closing,
     /// UCX has released it.
-    Closed(Status),
+    Closed,
 }
 
 /// What lives until UCX and all operations are done with the endpoint. The worker holds one too, until UCX has
@@ -192,7 +192,6 @@ pub(super) struct EndpointCore {
     pub(super) worker: Rc<WorkerCore>,
     pub(super) id: u64,
     pub(super) name: String,
-    pub(super) peer_errors: bool,
     /// Null before it is made and from the moment it is being closed.
     pub(super) handle: Cell<ucp_ep_h>,
     pub(super) state: Cell<State>,
@@ -232,8 +231,8 @@ impl EndpointCore {
             return;
         }
         self.state.set(State::Closing);
-        // UCX refuses force without peer error handling. Waiting for a failed peer's flush would serve nobody.
-        let force = self.peer_errors && (force || !self.failed.get().is_ok());
+        // Waiting for a failed peer's flush would serve nobody.
+        let force = force || !self.failed.get().is_ok();
         let handle = self.handle.replace(ptr::null_mut());
         let posted = self.worker.operations().post(
             Purpose::Close,
@@ -249,15 +248,14 @@ impl EndpointCore {
         );
         match posted {
             Ok(Posted::Pending) => {}
-            Ok(Posted::Done) => self.closed(Status::OK),
             // "Resources are released and the endpoint can no longer be used", says UCX of a failed close.
-            Err(status) => self.closed(status),
+            Ok(Posted::Done) | Err(_) => self.closed(),
         }
     }
 
     /// UCX has released the endpoint; no error callback will come.
-    pub(super) fn closed(&self, status: Status) {
-        self.state.set(State::Closed(status));
+    pub(super) fn closed(&self) {
+        self.state.set(State::Closed);
         self.worker.forget_endpoint(self.id);
     }
 }
@@ -315,17 +313,6 @@ impl Rkey {
     /// The first address, in the peer's address space.
     pub fn base(&self) -> u64 {
         self.base
-    }
-
-    /// The length in bytes; never 0.
-    #[allow(clippy::len_without_is_empty)]
-    pub fn len(&self) -> u64 {
-        self.len
-    }
-
-    /// The kind of the peer's memory.
-    pub fn kind(&self) -> MemoryKind {
-        self.kind
     }
 
     pub(super) fn handle(&self) -> ucp_rkey_h {

@@ -42,67 +42,30 @@ pub struct Part {
     pub len: usize,
 }
 
-/// How an endpoint is made.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct EndpointOptions {
-    /// True: the peer is watched. Its death is noticed and reported, and the endpoint can be closed by force. UCX
-    /// then uses only transports that can watch: TCP and RDMA, but not CMA, and shared memory only with the
-    /// settings `POSIX_ERROR_HANDLING=y` or `SYSV_ERROR_HANDLING=y` (it looks after the peer's process once per
-    /// `KEEPALIVE_INTERVAL`). Measured with UCX 1.18 to 1.22.
-    ///
-    /// False: everything UCX has, CMA included, but the peer's death is not reported, and what is under way may
-    /// never end then (over TCP and plain shared memory; reads over CMA end with an error). Needs UCX 1.22,
-    /// see [`Library::allows_unwatched_peers`](super::Library::allows_unwatched_peers).
-    ///
-    /// Both sides should say the same.
-    pub error_mode_peer: bool,
-    /// Names the endpoint in UCX's own logs. May be empty.
-    pub name: String,
-}
-
-impl Default for EndpointOptions {
-    /// Errors of the peer are noticed; no name.
-    fn default() -> Self {
-        Self { error_mode_peer: true, name: String::new() }
-    }
-}
-
 /// A connection to a peer's worker. For the worker's thread only.
 ///
+/// It watches the peer, whose death is noticed and reported. So UCX uses only transports that can watch: TCP and RDMA, CMA
+/// with the setting `RNDV_THRESH=inf` (measured with UCX 1.22; 1.18 never), and shared memory with
+/// `POSIX_ERROR_HANDLING=y` or `SYSV_ERROR_HANDLING=y` (it looks after the peer's process once per `KEEPALIVE_INTERVAL`).
+///
 /// Dropping it closes it by force in the background: its operations end with an error, each with its
-/// completion, and the worker keeps all they use until UCX has let go. An endpoint made without
-/// `error_mode_peer` cannot be forced; dropping it lets its operations finish first.
+/// completion, and the worker keeps all they use until UCX has let go.
 pub struct Endpoint {
     core: Rc<EndpointCore>,
 }
 
 impl Endpoint {
-    pub(super) fn connect(
-        worker: &Rc<WorkerCore>,
-        id: u64,
-        address: &[u8],
-        options: &EndpointOptions,
-    ) -> Result<Self, UcxError> {
+    pub(super) fn connect(worker: &Rc<WorkerCore>, id: u64, address: &[u8], name: &str) -> Result<Self, UcxError> {
         const OP: &str = "ucp_ep_create";
         let address = envelope::open(Kind::Address, address)?;
         if address.is_empty() {
             return Err(UcxError::new(OP, Status::MALFORMED, "the worker address is empty"));
         }
-        let library = worker.context().library();
-        if !options.error_mode_peer && !library.allows_unwatched_peers() {
-            let detail = format!(
-                "an endpoint that does not watch its peer needs UCX 1.22 or newer, because {} may abort this process \
-                 when the peer dies; set error_mode_peer or update UCX (the wheel kvferry-ucx has it)",
-                library.info()
-            );
-            return Err(UcxError::new(OP, Status::UNSUPPORTED, detail));
-        }
-        let name = c_string("endpoint name", &options.name)?;
+        let c_name = c_string("endpoint name", name)?;
         let core = Rc::new(EndpointCore {
             worker: Rc::clone(worker),
             id,
-            name: options.name.clone(),
-            peer_errors: options.error_mode_peer,
+            name: name.to_owned(),
             handle: Cell::new(ptr::null_mut()),
             state: Cell::new(State::Open),
             failed: Cell::new(Status::OK),
@@ -113,17 +76,14 @@ impl Endpoint {
         params.field_mask = u64::from(
             ucx_sys::UCP_EP_PARAM_FIELD_REMOTE_ADDRESS.0
                 | ucx_sys::UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE.0
+                | ucx_sys::UCP_EP_PARAM_FIELD_ERR_HANDLER.0
                 | ucx_sys::UCP_EP_PARAM_FIELD_NAME.0,
         );
         params.address = address.as_ptr().cast();
-        params.name = name.as_ptr();
-        params.err_mode = ucx_sys::UCP_ERR_HANDLING_MODE_NONE;
-        if options.error_mode_peer {
-            params.field_mask |= u64::from(ucx_sys::UCP_EP_PARAM_FIELD_ERR_HANDLER.0);
-            params.err_mode = ucx_sys::UCP_ERR_HANDLING_MODE_PEER;
-            params.err_handler.cb = Some(on_error);
-            params.err_handler.arg = Rc::as_ptr(&core).cast_mut().cast();
-        }
+        params.name = c_name.as_ptr();
+        params.err_mode = ucx_sys::UCP_ERR_HANDLING_MODE_PEER;
+        params.err_handler.cb = Some(on_error);
+        params.err_handler.arg = Rc::as_ptr(&core).cast_mut().cast();
         worker.remember_endpoint(id, Rc::clone(&core));
         let mut handle = ptr::null_mut();
         // SAFETY: worker, address and parameters are alive during the call, which copies what it keeps; the
@@ -147,11 +107,6 @@ impl Endpoint {
     pub fn failure(&self) -> Option<Status> {
         let status = self.core.failed.get();
         (!status.is_ok()).then_some(status)
-    }
-
-    /// The number of operations whose completion has not come yet.
-    pub fn in_flight(&self) -> usize {
-        self.core.in_flight.get()
     }
 
     /// Makes a peer's exported rkey usable over this endpoint.
@@ -444,7 +399,7 @@ impl Endpoint {
     }
 
     /// Starts closing. Without `force` everything posted finishes first; with it, everything ends now, with
-    /// errors. Where force is impossible (no `error_mode_peer`), or useless, the other is done.
+    /// errors, as for a failed peer always.
     pub fn close(self, force: bool) -> CloseRequest {
         self.core.start_close(force);
         CloseRequest { core: Rc::clone(&self.core) }
@@ -499,17 +454,7 @@ impl CloseRequest {
     /// True when UCX has released the endpoint and every operation on it has delivered its completion: from
     /// then on UCX touches no memory because of this endpoint.
     pub fn is_finished(&self) -> bool {
-        matches!(self.core.state.get(), State::Closed(_)) && self.core.in_flight.get() == 0
-    }
-
-    /// How closing went, once it is finished. A failed one is closed too.
-    pub fn result(&self) -> Option<Result<(), UcxError>> {
-        match self.core.state.get() {
-            State::Closed(status) if self.is_finished() => {
-                Some(status.check("ucp_ep_close_nbx", || format!("{:?}", self.core)))
-            }
-            _ => None,
-        }
+        self.core.state.get() == State::Closed && self.core.in_flight.get() == 0
     }
 }
 

@@ -14,10 +14,6 @@ use super::raw;
 use super::search::{self, OPEN};
 use super::status::UcxError;
 
-/// The first UCX in which a read over CMA from a process that has died is an error. With 1.18.1, 1.19.0, 1.20.1 and
-/// 1.21.0 it aborts the reading process.
-const UNWATCHED_SINCE: (u32, u32) = (1, 22);
-
 /// The process's libucp.
 pub struct Library {
     raw: &'static Ucp,
@@ -83,13 +79,6 @@ impl Library {
     /// Path, version and origin.
     pub fn info(&self) -> &LibraryInfo {
         &self.info
-    }
-
-    /// True when endpoints may leave their peer unwatched: before UCX 1.22 a peer's death could abort the
-    /// process then.
-    pub fn allows_unwatched_peers(&self) -> bool {
-        let (major, minor, _) = self.info.number;
-        (major, minor) >= UNWATCHED_SINCE
     }
 
     /// Other libucp files that are loaded in this process now. Two UCX in a process disturb each other

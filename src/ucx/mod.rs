@@ -36,7 +36,7 @@ pub use am::{AmMessage, MessageSink};
 pub use candidate::{Candidate, Fate, LibraryInfo, OLDEST, PATH_VARIABLE, Source};
 pub use context::{Context, ContextConfig};
 pub use cores::Rkey;
-pub use endpoint::{CloseRequest, Endpoint, EndpointOptions, MAX_PARTS, Part};
+pub use endpoint::{CloseRequest, Endpoint, MAX_PARTS, Part};
 pub use envelope::tells_segments;
 pub use library::Library;
 pub use memory::{Memory, rkey_range};

@@ -104,11 +104,6 @@ impl UcxError {
     pub(super) fn invalid(op: &'static str, detail: impl Into<String>) -> Self {
         Self::new(op, Status::INVALID_PARAM, detail)
     }
-
-    /// True when the cause is that no usable UCX was found at run time.
-    pub fn is_no_library(&self) -> bool {
-        self.status == Status::NO_LIBRARY
-    }
 }
 
 impl fmt::Display for UcxError {
@@ -160,6 +155,5 @@ mod tests {
     fn an_error_tells_operation_status_and_detail() {
         let error = UcxError::new("open", Status::NO_LIBRARY, "pip install libucx-cu12");
         assert_eq!(error.to_string(), "open: no usable UCX: pip install libucx-cu12");
-        assert!(error.is_no_library());
     }
 }

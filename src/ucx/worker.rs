@@ -14,7 +14,7 @@ use ucx_sys::{Ucp, ucp_am_handler_param_t, ucp_worker_attr_t, ucp_worker_h, ucp_
 use super::am::{AmMessage, MessageSink, Messages, Slot, on_message};
 use super::context::{Context, c_string};
 use super::cores::WorkerCore;
-use super::endpoint::{Endpoint, EndpointOptions};
+use super::endpoint::Endpoint;
 use super::envelope::{self, Kind};
 use super::queue::Queue;
 use super::request::{Completion, Operations};
@@ -132,16 +132,15 @@ impl Worker {
     }
 
     /// Connects to the worker that exported `address`. UCX connects in the background; a peer that cannot be
-    /// reached shows as a failed endpoint.
+    /// reached shows as a failed endpoint. The `name`, which may be empty, is for errors and UCX's own logs.
     ///
     /// # Errors
     /// [`Status::MALFORMED`] when the bytes are not an exported address or are damaged, before UCX sees them;
-    /// [`Status::UNREACHABLE`] when no transport is shared; [`Status::UNSUPPORTED`] for an endpoint that does not
-    /// watch its peer when this UCX cannot be trusted with one; UCX's status.
-    pub fn connect(&self, address: &[u8], options: &EndpointOptions) -> Result<Endpoint, UcxError> {
+    /// [`Status::UNREACHABLE`] when no transport is shared; UCX's status.
+    pub fn connect(&self, address: &[u8], name: &str) -> Result<Endpoint, UcxError> {
         let id = self.core.next_endpoint.get();
         self.core.next_endpoint.set(id.wrapping_add(1));
-        Endpoint::connect(&self.core, id, address, options)
+        Endpoint::connect(&self.core, id, address, name)
     }
 
     /// Accepts active messages of this id from now on. UCX drops those of other ids. Once per id is enough. The `sink`, if

@@ -6,9 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvferry::ucx::{
-    Completion, Context, ContextConfig, Endpoint, EndpointOptions, Memory, MemoryKind, Posted, Worker, WorkerOptions,
-};
+use kvferry::ucx::{Completion, Context, ContextConfig, Endpoint, Memory, MemoryKind, Posted, Worker, WorkerOptions};
 
 use super::memory::Buffer;
 
@@ -49,7 +47,7 @@ impl Side {
     }
 
     pub fn connect(&self, address: &[u8]) -> Endpoint {
-        self.worker.connect(address, &EndpointOptions::default()).unwrap()
+        self.worker.connect(address, "").unwrap()
     }
 
     /// The next completion.

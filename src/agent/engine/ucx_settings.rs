@@ -29,9 +29,8 @@ pub(crate) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
     let messages_only = is_keyed && config.transport == Transport::Tcp;
     let name = config.name.clone();
     let if_known = settings_if_known(config, library.info().number);
-    let context =
-        Context::new(&ContextConfig { tls: tls.clone(), net_devices: None, settings, if_known, messages_only, name })
-            .map_err(ucx_error)?;
+    let context = Context::new(&ContextConfig { tls: tls.clone(), settings, if_known, messages_only, name })
+        .map_err(ucx_error)?;
     log::info!(
         "agent {}: {}; transports: {}; memory: {}",
         config.name,

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::agent::core::frame::{AM_ID, FRAME_BYTES};
 use crate::agent::core::limits::CHUNK_BYTES;
-use crate::ucx::{CloseRequest, EndpointOptions, UcxError, Worker, WorkerOptions};
+use crate::ucx::{CloseRequest, UcxError, Worker, WorkerOptions};
 
 /// Longest time for the messages of one meeting, and for its end. It takes some hundredths of a second.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -34,9 +34,8 @@ fn meet(worker: &Worker) -> Result<(), UcxError> {
     let options = WorkerOptions { name: "stand-in".to_owned(), max_message: CHUNK_BYTES as usize };
     let stand_in = Worker::with_options(worker.context(), &options)?;
     stand_in.accept_messages(AM_ID, None)?;
-    let options = EndpointOptions { error_mode_peer: true, name: "stand-in".to_owned() };
-    let there = worker.connect(&stand_in.address()?, &options)?;
-    let back = stand_in.connect(&worker.address()?, &options)?;
+    let there = worker.connect(&stand_in.address()?, "stand-in")?;
+    let back = stand_in.connect(&worker.address()?, "stand-in")?;
     let mut sent = Ok(());
     for (token, len) in LENGTHS.into_iter().enumerate() {
         for endpoint in [&there, &back] {

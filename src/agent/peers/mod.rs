@@ -52,7 +52,7 @@ use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, OLDEST};
 use crate::sys::process::{ProcessPlace, Witness};
-use crate::ucx::{self, EndpointOptions, Worker, tells_segments};
+use crate::ucx::{self, Worker, tells_segments};
 
 /// Peers that may be connected at a time. Engines of a thousand ranks on both sides stay under it; a peer that makes
 /// connections without end does not take the process down.
@@ -299,8 +299,7 @@ impl Peers {
             ));
         }
         self.gone.check(&name, incarnation, address)?;
-        let options = EndpointOptions { error_mode_peer: true, name: name.clone() };
-        let endpoint = io.worker.connect(address, &options).map_err(|e| {
+        let endpoint = io.worker.connect(address, &name).map_err(|e| {
             if e.status == ucx::Status::ENDPOINT_TIMEOUT {
                 self.gone.note_refused(address);
             }
