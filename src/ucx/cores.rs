@@ -18,7 +18,7 @@ use super::am::{Messages, Slot};
 use super::context::Context;
 use super::memory;
 use super::memory_kind::MemoryKind;
-use super::queue::Queue;
+use super::queue::{Queue, change};
 use super::request::{Completion, Operations, Posted, Purpose};
 use super::status::{Status, UcxError};
 
@@ -55,45 +55,17 @@ impl WorkerCore {
         self.context.library().api()
     }
 
-    pub(super) fn handle(&self) -> ucp_worker_h {
-        self.handle
-    }
-
-    pub(super) fn context(&self) -> &Arc<Context> {
-        &self.context
-    }
-
-    pub(super) fn operations(&self) -> &Operations<Held> {
-        &self.operations
-    }
-
-    pub(super) fn max_header(&self) -> usize {
-        self.max_header
-    }
-
-    pub(super) fn push_failure(&self, endpoint: u64, status: Status) {
-        self.failures.push((endpoint, status));
-    }
-
     pub(super) fn remember_endpoint(&self, id: u64, core: Rc<EndpointCore>) {
-        let mut endpoints = self.endpoints.take();
-        endpoints.insert(id, core);
-        self.endpoints.set(endpoints);
+        change(&self.endpoints, |endpoints| endpoints.insert(id, core));
     }
 
     pub(super) fn forget_endpoint(&self, id: u64) {
-        let mut endpoints = self.endpoints.take();
-        let forgotten = endpoints.remove(&id);
-        self.endpoints.set(endpoints);
-        // Dropped only now, when the map is back in its place.
-        drop(forgotten);
+        // Dropped only when the map is back in its place.
+        drop(change(&self.endpoints, |endpoints| endpoints.remove(&id)));
     }
 
     fn endpoints(&self) -> Vec<Rc<EndpointCore>> {
-        let endpoints = self.endpoints.take();
-        let list = endpoints.values().cloned().collect();
-        self.endpoints.set(endpoints);
-        list
+        change(&self.endpoints, |endpoints| endpoints.values().cloned().collect())
     }
 
     pub(super) fn progress(&self) -> bool {
@@ -117,7 +89,7 @@ impl WorkerCore {
                 (Purpose::User { op, token }, Some(Held { endpoint, .. })) => {
                     endpoint.ended();
                     let result = status.check(op, || format!("{endpoint:?}"));
-                    self.completions.push(Completion { token, endpoint: endpoint.id(), result });
+                    self.completions.push(Completion { token, endpoint: endpoint.id, result });
                 }
                 (Purpose::Close, Some(Held { endpoint, .. })) => endpoint.closed(),
                 // Both are always posted with their endpoint.
@@ -205,10 +177,6 @@ impl EndpointCore {
         self.worker.api()
     }
 
-    pub(super) fn id(&self) -> u64 {
-        self.id
-    }
-
     /// UCX's handle while operations may be posted.
     pub(super) fn open_handle(&self, op: &'static str) -> Result<ucp_ep_h, UcxError> {
         if self.state.get() != State::Open {
@@ -234,7 +202,7 @@ impl EndpointCore {
         // Waiting for a failed peer's flush would serve nobody.
         let force = force || !self.failed.get().is_ok();
         let handle = self.handle.replace(ptr::null_mut());
-        let posted = self.worker.operations().post(
+        let posted = self.worker.operations.post(
             Purpose::Close,
             |operation| operation.owner = Some(Held { endpoint: Rc::clone(self), rkey: None }),
             |_, param| {
@@ -277,7 +245,7 @@ pub(super) unsafe extern "C" fn on_error(core: *mut c_void, _endpoint: ucp_ep_h,
     let core = unsafe { &*core.cast::<EndpointCore>() };
     if core.failed.get().is_ok() {
         core.failed.set(Status::from_raw(status));
-        core.worker.push_failure(core.id, Status::from_raw(status));
+        core.worker.failures.push((core.id, Status::from_raw(status)));
     }
 }
 

@@ -88,7 +88,7 @@ impl Endpoint {
         let mut handle = ptr::null_mut();
         // SAFETY: worker, address and parameters are alive during the call, which copies what it keeps; the
         // argument of the error callback is kept alive by the worker. The address is whole: see the envelope.
-        let status = unsafe { core.api().ucp_ep_create(worker.handle(), &params, &mut handle) };
+        let status = unsafe { core.api().ucp_ep_create(worker.handle, &params, &mut handle) };
         if let Err(error) = Status::from_raw(status).check(OP, || cannot_be_made(&core, Status::from_raw(status))) {
             worker.forget_endpoint(id);
             return Err(error);
@@ -200,7 +200,7 @@ impl Endpoint {
             let detail = format!("the rkey was unpacked by {:?}, not by {:?}", rkey.endpoint(), self.core);
             return Err(UcxError::invalid(op, detail));
         }
-        if !Arc::ptr_eq(local.context(), self.core.worker.context()) {
+        if !Arc::ptr_eq(local.context(), &self.core.worker.context) {
             return Err(UcxError::invalid(op, format!("{local:?} is of another context than {:?}", self.core)));
         }
         rkey.check(op, remote_addr, len)?;
@@ -271,7 +271,7 @@ impl Endpoint {
         }
         let mut iov = Vec::with_capacity(parts.len());
         for Part { memory, offset, len } in parts {
-            if !Arc::ptr_eq(memory.context(), self.core.worker.context()) || memory.kind() != MemoryKind::Host {
+            if !Arc::ptr_eq(memory.context(), &self.core.worker.context) || memory.kind() != MemoryKind::Host {
                 let detail = format!("{memory:?} is not host memory of the context of {:?}", self.core);
                 return Err(UcxError::invalid(AM, detail));
             }
@@ -317,7 +317,7 @@ impl Endpoint {
     }
 
     fn check_am(&self, header: &[u8]) -> Result<ucp_ep_h, UcxError> {
-        let limit = self.core.worker.max_header();
+        let limit = self.core.worker.max_header;
         if header.len() > limit {
             let detail = format!("the header has {} bytes, and this worker sends at most {limit}", header.len());
             return Err(UcxError::new(AM, Status::EXCEEDS_LIMIT, detail));
@@ -353,7 +353,7 @@ impl Endpoint {
         fill: impl FnOnce(&mut Operation<Held>),
         start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
     ) -> Result<Posted, UcxError> {
-        let posted = self.core.worker.operations().post(
+        let posted = self.core.worker.operations.post(
             Purpose::User { op, token },
             |operation| {
                 operation.owner = Some(Held { endpoint: Rc::clone(&self.core), rkey });
@@ -361,12 +361,10 @@ impl Endpoint {
             },
             start,
         );
-        match posted {
-            Ok(Posted::Pending) => self.core.in_flight.set(self.core.in_flight.get() + 1),
-            Ok(Posted::Done) => {}
-            Err(status) => return Err(UcxError::new(op, status, format!("{:?}", self.core))),
+        if posted == Ok(Posted::Pending) {
+            self.core.in_flight.set(self.core.in_flight.get() + 1);
         }
-        posted.map_err(|status| UcxError::new(op, status, ""))
+        posted.map_err(|status| UcxError::new(op, status, format!("{:?}", self.core)))
     }
 
     /// The transports and devices in use, for example `tcp/lo, cma/memory`. UCX connects at the first

@@ -43,16 +43,7 @@ impl Context {
     /// [`Status::INVALID_PARAM`] for an empty or wrapping range; [`Status::UNSUPPORTED`] when this UCX cannot
     /// move memory of that kind or finds another kind; UCX's own status when it cannot register.
     pub unsafe fn map(self: &Arc<Self>, addr: usize, len: usize, kind: MemoryKind) -> Result<Arc<Memory>, UcxError> {
-        // SAFETY: the caller promises what `Memory::map` asks for.
-        unsafe { Memory::map(self, addr, len, kind) }
-    }
-}
-
-impl Memory {
-    /// # Safety
-    /// As [`Context::map`] says.
-    unsafe fn map(context: &Arc<Context>, addr: usize, len: usize, wanted: MemoryKind) -> Result<Arc<Self>, UcxError> {
-        let range = || format!("{len} bytes of {wanted} memory at {addr:#x}");
+        let range = || format!("{len} bytes of {kind} memory at {addr:#x}");
         if addr == 0 || len == 0 || addr.checked_add(len).is_none() {
             let detail = format!("{} cannot be registered: expected a length above 0 and an end below 2^64", range());
             return Err(UcxError::invalid("ucp_mem_map", detail));
@@ -63,12 +54,12 @@ impl Memory {
                  as the wheel kvferry-ucx, transports that include it (UCX_TLS), and CUDA's runtime library \
                  (libcudart), without which UCX takes it for host memory",
                 range(),
-                context.library().info(),
-                context.memory_types()
+                self.library().info(),
+                self.memory_types()
             );
             UcxError::new("ucp_mem_map", Status::UNSUPPORTED, detail)
         };
-        if !context.memory_types().contains(wanted) {
+        if !self.memory_types().contains(kind) {
             return Err(unsupported("this UCX cannot move it"));
         }
         // SAFETY: all-zero is valid for this C structure of integers and pointers.
@@ -78,19 +69,21 @@ impl Memory {
             u64::from(ucx_sys::UCP_MEM_MAP_PARAM_FIELD_ADDRESS.0 | ucx_sys::UCP_MEM_MAP_PARAM_FIELD_LENGTH.0);
         params.address = ptr::with_exposed_provenance_mut(addr);
         params.length = len;
-        let api = context.library().api();
+        let api = self.library().api();
         let mut handle = ptr::null_mut();
         // SAFETY: the context is alive; the caller promises that the range is memory that stays valid as long
         // as the registration, which `Memory` ends when dropped.
-        let status = unsafe { api.ucp_mem_map(context.handle(), &params, &mut handle) };
+        let status = unsafe { api.ucp_mem_map(self.handle(), &params, &mut handle) };
         Status::from_raw(status)
             .check("ucp_mem_map", || format!("{}; is the whole range mapped, readable and writable?", range()))?;
-        let mut memory = Self { context: Arc::clone(context), handle, addr, len, kind: wanted };
+        let mut memory = Memory { context: Arc::clone(self), handle, addr, len, kind };
         memory.kind = memory.query_kind()?;
-        let fits = memory.kind == wanted || (wanted, memory.kind) == (MemoryKind::Cuda, MemoryKind::CudaManaged);
+        let fits = memory.kind == kind || (kind, memory.kind) == (MemoryKind::Cuda, MemoryKind::CudaManaged);
         if fits { Ok(Arc::new(memory)) } else { Err(unsupported(&format!("UCX sees {} memory there", memory.kind))) }
     }
+}
 
+impl Memory {
     /// The first address.
     pub fn addr(&self) -> usize {
         self.addr

@@ -3,9 +3,17 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 
-/// First in, first out. Sharing it needs no lock and no borrow flag: it is `!Sync`, and each method takes
-/// the contents out, changes them, and puts them back without calling anything in between that could come
-/// here again. So a callback that runs inside any UCX call may push.
+/// Takes the contents of a cell out, changes them, and puts them back. `how` neither calls nor drops anything that could come to
+/// the same cell meanwhile, which would find it empty.
+pub(super) fn change<T: Default, R>(cell: &Cell<T>, how: impl FnOnce(&mut T) -> R) -> R {
+    let mut contents = cell.take();
+    let result = how(&mut contents);
+    cell.set(contents);
+    result
+}
+
+/// First in, first out. Sharing it needs no lock and no borrow flag: it is `!Sync`, and nothing comes here while a method has
+/// the contents out ([`change`]). So a callback that runs inside any UCX call may push.
 pub(super) struct Queue<T>(Cell<VecDeque<T>>);
 
 impl<T> Queue<T> {
@@ -14,22 +22,14 @@ impl<T> Queue<T> {
     }
 
     pub(super) fn push(&self, item: T) {
-        let mut items = self.0.take();
-        items.push_back(item);
-        self.0.set(items);
+        change(&self.0, |items| items.push_back(item));
     }
 
     pub(super) fn pop(&self) -> Option<T> {
-        let mut items = self.0.take();
-        let item = items.pop_front();
-        self.0.set(items);
-        item
+        change(&self.0, VecDeque::pop_front)
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        let items = self.0.take();
-        let empty = items.is_empty();
-        self.0.set(items);
-        empty
+        change(&self.0, |items| items.is_empty())
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use ucx_sys::{ucp_dt_iov_t, ucp_request_param_t, ucs_status_ptr_t, ucs_status_t};
 
 use super::memory::Memory;
-use super::queue::Queue;
+use super::queue::{Queue, change};
 use super::status::{Reply, Status, UcxError, reply};
 
 /// What posting an operation came to.
@@ -110,27 +110,21 @@ impl<O> Operations<O> {
 
     /// The number that are under way or not yet reaped.
     pub(super) fn live(&self) -> usize {
-        let live = self.live.take();
-        let count = live.len();
-        self.live.set(live);
-        count
+        change(&self.live, |live| live.len())
     }
 
     /// True when nothing is live but closing endpoints.
     pub(super) fn only_closes(&self) -> bool {
-        let live = self.live.take();
         // SAFETY: the pointers in `live` are those of live operations, none of which is borrowed here.
-        let only = live.iter().all(|raw| unsafe { (**raw).purpose } == Purpose::Close);
-        self.live.set(live);
-        only
+        change(&self.live, |live| live.iter().all(|raw| unsafe { (**raw).purpose } == Purpose::Close))
     }
 
     /// Makes all live operations let go of their owners. They are never reaped: UCX keeps their addresses.
     pub(super) fn abandon(&self) {
-        let live = self.live.take();
-        // SAFETY: as in `only_closes`.
-        let owners: Vec<_> = live.iter().map(|raw| unsafe { (**raw).owner.take() }).collect();
-        self.live.set(live);
+        let owners: Vec<_> = change(&self.live, |live| {
+            // SAFETY: as in `only_closes`.
+            live.iter().map(|raw| unsafe { (**raw).owner.take() }).collect()
+        });
         drop(owners);
     }
 
@@ -147,10 +141,7 @@ impl<O> Operations<O> {
         fill: impl FnOnce(&mut Operation<O>),
         start: impl FnOnce(&Buffers, &mut ucp_request_param_t) -> ucs_status_ptr_t,
     ) -> Result<Posted, Status> {
-        let mut spare = self.spare.take();
-        let reused = spare.pop();
-        self.spare.set(spare);
-        let mut operation = reused.unwrap_or_else(|| {
+        let mut operation = change(&self.spare, Vec::pop).unwrap_or_else(|| {
             Box::new(Operation {
                 done: Rc::clone(&self.done),
                 index: 0,
@@ -207,11 +198,9 @@ impl<O> Operations<O> {
     pub(super) fn recycle(&self, mut operation: Box<Operation<O>>) {
         self.keep_buffer(std::mem::take(&mut operation.data));
         operation.clear();
-        let mut spare = self.spare.take();
-        if spare.len() < SPARE {
-            spare.push(operation);
+        if change(&self.spare, |spare| spare.len()) < SPARE {
+            change(&self.spare, |spare| spare.push(operation));
         }
-        self.spare.set(spare);
     }
 
     fn keep_buffer(&self, mut buffer: Vec<u8>) {
@@ -219,61 +208,54 @@ impl<O> Operations<O> {
             return;
         }
         buffer.clear();
-        let mut buffers = self.buffers.take();
-        if buffers.len() < SPARE_BUFFERS {
-            buffers.push(buffer);
-        }
-        self.buffers.set(buffers);
+        change(&self.buffers, |buffers| {
+            if buffers.len() < SPARE_BUFFERS {
+                buffers.push(buffer);
+            }
+        });
     }
 
     /// An empty buffer with room for `len` bytes.
     pub(super) fn buffer(&self, len: usize) -> Vec<u8> {
-        let mut buffers = self.buffers.take();
         // Those used last, which the processor's caches know best, are at the end.
-        let found = buffers.iter().rposition(|buffer| buffer.capacity() >= len).map(|at| buffers.swap_remove(at));
-        self.buffers.set(buffers);
+        let found = change(&self.buffers, |buffers| {
+            buffers.iter().rposition(|buffer| buffer.capacity() >= len).map(|at| buffers.swap_remove(at))
+        });
         found.unwrap_or_else(|| Vec::with_capacity(len))
     }
 
     fn enter(&self, mut operation: Box<Operation<O>>) -> *mut Operation<O> {
-        let mut live = self.live.take();
-        operation.index = live.len();
-        let raw = Box::into_raw(operation);
-        live.push(raw);
-        self.live.set(live);
-        raw
+        change(&self.live, |live| {
+            operation.index = live.len();
+            let raw = Box::into_raw(operation);
+            live.push(raw);
+            raw
+        })
     }
 
     fn leave(&self, raw: *mut Operation<O>) -> Box<Operation<O>> {
-        let mut live = self.live.take();
         // SAFETY: every pointer given here came from `enter` and is given once: by `post` when UCX took no
         // callback, else by `reap`, from the queue to which its one callback pushed it.
         let operation = unsafe { Box::from_raw(raw) };
-        if operation.index < live.len() {
-            live.swap_remove(operation.index);
-            if let Some(moved) = live.get(operation.index) {
-                // SAFETY: the pointers in `live` are those of live operations, none of which is borrowed here.
-                unsafe { (**moved).index = operation.index };
+        change(&self.live, |live| {
+            if operation.index < live.len() {
+                live.swap_remove(operation.index);
+                if let Some(moved) = live.get(operation.index) {
+                    // SAFETY: the pointers in `live` are those of live operations, none of which is borrowed here.
+                    unsafe { (**moved).index = operation.index };
+                }
             }
-        }
-        self.live.set(live);
+        });
         operation
     }
 }
 
-/// UCX's callback at the end of an operation that sends, reads, writes, flushes or closes.
+/// UCX's callback, on the worker's thread, at the end of an operation that sends, reads, writes, flushes or closes. Notes the
+/// end and nothing more: no call of UCX, nothing dropped, nothing that unwinds.
 unsafe extern "C" fn on_sent<O>(_request: *mut c_void, status: ucs_status_t, user_data: *mut c_void) {
-    // SAFETY: `user_data` is the operation's address from `post`, which names the callback with its own `O`.
-    unsafe { finish::<O>(user_data, status) };
-}
-
-/// Notes the end and nothing more: no call of UCX, nothing dropped, nothing that unwinds.
-///
-/// # Safety
-/// `user_data` is the address of a live operation of an owner `O`, and this is its one callback, on the worker's thread.
-unsafe fn finish<O>(user_data: *mut c_void, status: ucs_status_t) {
     let operation = user_data.cast::<Operation<O>>();
-    // SAFETY: promised by the caller. Nothing borrows a live operation while UCX runs.
+    // SAFETY: the address is that of a live operation, from `post`, which names the callback with its own `O`; this is its one
+    // callback. Nothing borrows a live operation while UCX runs.
     unsafe {
         (*operation).status = status;
         (*(*operation).done).push(operation);

@@ -16,7 +16,7 @@ use super::context::{Context, c_string};
 use super::cores::WorkerCore;
 use super::endpoint::Endpoint;
 use super::envelope::{self, Kind};
-use super::queue::Queue;
+use super::queue::{Queue, change};
 use super::request::{Completion, Operations};
 use super::status::{Status, UcxError};
 
@@ -149,14 +149,11 @@ impl Worker {
     /// # Errors
     /// UCX's status.
     pub fn accept_messages(&self, id: u16, sink: Option<Rc<dyn MessageSink>>) -> Result<(), UcxError> {
-        let mut slots = self.core.slots.take();
-        if slots.iter().any(|(known, _)| *known == id) {
-            self.core.slots.set(slots);
+        if change(&self.core.slots, |slots| slots.iter().any(|(known, _)| *known == id)) {
             return Ok(());
         }
         let slot = Box::into_raw(Box::new(Slot::new(&self.core.messages, id, sink)));
-        slots.push((id, slot));
-        self.core.slots.set(slots);
+        change(&self.core.slots, |slots| slots.push((id, slot)));
         // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
         let mut param: ucp_am_handler_param_t = unsafe { MaybeUninit::zeroed().assume_init() };
         param.field_mask = u64::from(
