@@ -40,7 +40,7 @@ fn blob(len: usize, seed: u8) -> ByteBuf {
 /// A listener of an engine with ranks of `lens` bytes of metadata.
 fn listener(port: u16, key: Option<Key>, lens: &[usize]) -> (Listener, Passed) {
     let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let address = Address { bind: ip, advertise: ip, local_only: true, note: None };
+    let address = Address { bind: ip, advertise: ip, note: None };
     let mut gate = Gate::new(key, &address);
     let passed = Passed::default();
     let (count, lens) = (passed.clone(), lens.to_vec());
@@ -251,7 +251,7 @@ fn a_client_with_a_key_takes_nothing_in_clear() {
     ];
     for (index, reply) in replies.into_iter().enumerate() {
         let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let address = Address { bind: ip, advertise: ip, local_only: true, note: None };
+        let address = Address { bind: ip, advertise: ip, note: None };
         let got = Arc::new(Mutex::new(Vec::new()));
         let heard = Arc::clone(&got);
         let listener = Listener::bind(&ListenerConfig { address, port: 0, pushes: true }, move |request| {
@@ -373,7 +373,7 @@ fn a_captured_handshake_is_refused_in_this_life_of_the_listener_and_the_next() {
 #[test]
 fn a_client_asks_again_when_the_listener_is_not_ready_or_forgot_its_channel() {
     let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-    let address = Address { bind: ip, advertise: ip, local_only: true, note: None };
+    let address = Address { bind: ip, advertise: ip, note: None };
     let mut gate = Gate::new(Some(key(1)), &address);
     let (mut asked, mut frames) = (0, 0);
     let listener =

@@ -57,10 +57,11 @@ pub use self::core::event::{Direction, Event};
 pub use self::core::ids::{PeerId, RegionId, TransferId};
 pub use self::core::limits::MAX_MESSAGE_BYTES;
 pub use self::core::metadata::{MAX_METADATA_BYTES, decode_metadata, decode_region, encode_metadata, encode_region};
-pub use self::core::regions::MAX_REGIONS;
 pub use self::core::route::Route;
 pub use self::core::stats::{AgentStats, PeerStats};
 pub use engine::driver::{Context, Driver, MakeDriver};
 pub use engine::probe::Probe;
 pub use handle::Agent;
 pub use thread::waker::Waker;
+
+pub use crate::proto::wire::limits::MAX_REGIONS;

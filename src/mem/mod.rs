@@ -19,11 +19,11 @@ pub use iov::Iov;
 pub use range::MemoryRange;
 pub use registered::map;
 
-/// Which way bytes go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    /// From the other process to this one.
+/// Which way a transfer moves bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// From the peer's regions into local ones (UCX GET).
     Read,
-    /// From this process to the other one.
+    /// From local regions into the peer's (UCX PUT).
     Write,
 }

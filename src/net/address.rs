@@ -11,8 +11,6 @@ pub struct Address {
     pub bind: IpAddr,
     /// The address that is put into `kv_transfer_params`.
     pub advertise: IpAddr,
-    /// Whether only processes of this host can use the advertised address.
-    pub local_only: bool,
     /// What the operator should know about the choice, for the log.
     pub note: Option<String>,
 }
@@ -164,10 +162,10 @@ fn choose_among(
 }
 
 fn given(bind: IpAddr, advertise: IpAddr) -> Address {
-    let local_only = advertise.is_loopback();
-    let note = local_only
+    let note = advertise
+        .is_loopback()
         .then(|| format!("other engines are told {advertise} as configured: only those on this host can reach it"));
-    Address { bind, advertise, local_only, note }
+    Address { bind, advertise, note }
 }
 
 fn preferred<'a>(ips: impl Iterator<Item = &'a IpAddr>) -> Option<IpAddr> {
@@ -187,7 +185,7 @@ fn found_or_loopback(local: Vec<LocalAddress>, bind: IpAddr, why: Option<String>
                 bind
             };
             let note = why.map(|w| format!("{w}; advertising {} ({}) instead", a.ip, a.interface));
-            Address { bind, advertise: a.ip, local_only: false, note }
+            Address { bind, advertise: a.ip, note }
         }
         None => {
             let ip = if bind.is_unspecified() { IpAddr::V4(Ipv4Addr::LOCALHOST) } else { bind };
@@ -195,7 +193,7 @@ fn found_or_loopback(local: Vec<LocalAddress>, bind: IpAddr, why: Option<String>
                 "this host has no address that others could reach: advertising {ip}, which serves engines on this host \
                  only; give the host explicitly if that is wrong"
             );
-            Address { bind, advertise: ip, local_only: true, note: Some(note) }
+            Address { bind, advertise: ip, note: Some(note) }
         }
     })
 }
@@ -258,7 +256,7 @@ mod tests {
         let v6 = [lo.clone(), at("eth0", "fe80::5", true), at("eth0", "fd00::1", false)];
         assert_eq!(pick(None, &[], &v6).advertise.to_string(), "fd00::1");
         let none = pick(None, &[], &[lo, at("eth2", "169.254.3.3", false), at("eth0", "fe80::5", false)]);
-        assert!(none.local_only && none.note.unwrap().contains("no address that others could reach"));
+        assert!(none.advertise.is_loopback() && none.note.unwrap().contains("no address that others could reach"));
     }
 
     #[test]
@@ -269,7 +267,7 @@ mod tests {
         let any6 = pick(Some("::"), &["::"], &local);
         assert_eq!(texts(&any6), ("::".into(), "10.1.0.1".into()));
         let named = pick(Some("localhost"), &["::1", "127.0.0.1"], &local);
-        assert_eq!((texts(&named), named.local_only), (("::".into(), "10.1.0.1".into()), false));
+        assert_eq!(texts(&named), ("::".into(), "10.1.0.1".into()));
         assert!(named.note.unwrap().contains("localhost"));
         let own_name = pick(Some("box"), &["127.0.1.1"], &local);
         assert_eq!(own_name.advertise.to_string(), "10.1.0.1");
@@ -285,7 +283,8 @@ mod tests {
         assert_eq!(texts(&given), ("::".into(), "10.2.0.1".into()));
         // A loopback address that is spelled out keeps others away.
         let spelled = pick(Some("127.0.0.1"), &["127.0.0.1"], &local);
-        assert_eq!((texts(&spelled), spelled.local_only), (("127.0.0.1".into(), "127.0.0.1".into()), true));
+        assert_eq!(texts(&spelled), ("127.0.0.1".into(), "127.0.0.1".into()));
+        assert!(spelled.note.unwrap().contains("only those on this host"));
         let bind = |host: Option<&str>, ip: &str| {
             let ips: Vec<&str> = host.into_iter().collect();
             texts(&choose_from(host, Some(ip), &ips, &local))
@@ -311,6 +310,6 @@ mod tests {
         let forwarded = choose(Some("198.51.100.7"), Some("0.0.0.0"), false).unwrap();
         assert_eq!(texts(&forwarded), ("0.0.0.0".into(), "198.51.100.7".into()));
         let me = choose(None, None, false).unwrap();
-        assert!(me.local_only || !me.advertise.is_loopback());
+        assert_eq!(me.note.is_some(), me.advertise.is_loopback());
     }
 }

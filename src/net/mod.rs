@@ -25,7 +25,10 @@ pub use listener::{Desk, Listener, ListenerConfig};
 pub use requests::Answer;
 pub use sealed::Gate;
 
-use std::net::Ipv6Addr;
+use std::net::{Ipv6Addr, SocketAddr, TcpStream};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 
 use crate::error::{Error, Result};
 
@@ -44,6 +47,16 @@ pub(crate) fn endpoint(host: &str, port: u16) -> Result<String> {
         )));
     }
     Ok(format!("tcp://{plain}:{port}"))
+}
+
+/// A TCP connection that is being made. It never blocks.
+pub(crate) fn connecting(to: SocketAddr) -> std::io::Result<TcpStream> {
+    let family = if to.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
+    let socket = socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
+    match connect(&socket, &to) {
+        Ok(()) | Err(Errno::INPROGRESS) => Ok(TcpStream::from(socket)),
+        Err(e) => Err(e.into()),
+    }
 }
 
 /// `host:port` for people, IPv6 addresses in brackets.

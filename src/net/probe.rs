@@ -6,8 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
+use crate::net::connecting;
 
 /// What is read of an answer: a greeting and a ready command of ZMQ, or enough of something else to name it.
 const MOST_READ: usize = 512;
@@ -59,7 +58,7 @@ pub(super) struct Probe {
 
 impl Probe {
     pub(super) fn start(to: SocketAddr) -> Probe {
-        let (stream, finding) = match open(to) {
+        let (stream, finding) = match connecting(to) {
             Ok(stream) => (Some(stream), Finding::Nothing),
             Err(e) => (None, Finding::Refused(refusal(&e))),
         };
@@ -146,15 +145,6 @@ fn refusal(error: &std::io::Error) -> String {
     match error.kind() {
         IoErrorKind::ConnectionRefused => "refused the connection: nothing listens there".to_owned(),
         _ => format!("cannot be reached: {error}"),
-    }
-}
-
-fn open(to: SocketAddr) -> std::io::Result<TcpStream> {
-    let family = if to.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
-    let fd = socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
-    match connect(&fd, &to) {
-        Ok(()) | Err(Errno::INPROGRESS) => Ok(TcpStream::from(fd)),
-        Err(e) => Err(e.into()),
     }
 }
 

@@ -297,7 +297,7 @@ mod tests {
 
     fn gate(key: Option<u8>) -> Gate {
         let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-        let address = Address { bind: ip, advertise: ip, local_only: true, note: None };
+        let address = Address { bind: ip, advertise: ip, note: None };
         Gate::new(key.map(|byte| Key::from_bytes([byte; 32])), &address)
     }
 

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::backing::is_filled_by_kernel;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::{MemoryRange, Way};
+use crate::mem::{Direction, MemoryRange};
 use crate::proto::wire::MemoryKind;
 
 /// Pieces in one call besides the witness: Linux takes at most 1024 (UIO_MAXIOV, linux/uio.h).
@@ -312,8 +312,8 @@ impl Neighbour {
     /// # Errors
     /// [`ErrorKind::PeerDied`] when the process is gone, [`ErrorKind::Io`] when memory of it is not mapped (any more) or
     /// the kernel refuses otherwise. Some of the pieces may have been copied then.
-    pub fn copy(&self, way: Way, batch: &mut Batch) -> Result<()> {
-        if way == Way::Read {
+    pub fn copy(&self, direction: Direction, batch: &mut Batch) -> Result<()> {
+        if direction == Direction::Read {
             return self.read_checked(batch);
         }
         // A moment may pass between the two calls, but a process number comes again only after thousands of others.
@@ -476,13 +476,13 @@ mod tests {
         let mut batch = Batch::default();
         batch.push(&to, 10, from.addr() + 50, 5).unwrap();
         batch.push(&to, 0, from.addr() + 199, 1).unwrap();
-        neighbour.copy(Way::Read, &mut batch).unwrap();
+        neighbour.copy(Direction::Read, &mut batch).unwrap();
         assert_eq!((&here[10..16], here[0], here[1]), (&[50, 51, 52, 53, 54, 255][..], 199, 255));
         assert_eq!((batch.len(), batch.bytes()), (2, 6));
         batch.clear();
         here[98..].copy_from_slice(&[1, 2]);
         batch.push(&to, 98, from.addr() + 3, 2).unwrap();
-        neighbour.copy(Way::Write, &mut batch).unwrap();
+        neighbour.copy(Direction::Write, &mut batch).unwrap();
         assert_eq!(&there[2..6], &[2, 1, 2, 5]);
     }
 
@@ -497,7 +497,7 @@ mod tests {
             batch.push(&to, offset, from.addr() + remote, 5).unwrap();
         }
         assert_eq!((batch.local.len(), batch.remote.len(), batch.len(), batch.bytes()), (3, 2, 5, 25));
-        neighbour.copy(Way::Read, &mut batch).unwrap();
+        neighbour.copy(Direction::Read, &mut batch).unwrap();
         let expected = [(40, 100), (20, 105), (0, 110), (5, 120), (10, 125)];
         for (offset, remote) in expected {
             assert_eq!(here[offset..offset + 5], (remote..remote + 5).collect::<Vec<u8>>());
@@ -534,7 +534,7 @@ mod tests {
         let mut batch = Batch::default();
         // The first page of the address space is never mapped for ordinary processes (vm.mmap_min_addr).
         batch.push(&range(&mut memory), 0, 16, 8).unwrap();
-        assert_eq!(neighbour.copy(Way::Read, &mut batch).unwrap_err().kind(), ErrorKind::Io);
-        assert_eq!(neighbour.copy(Way::Write, &mut batch).unwrap_err().kind(), ErrorKind::Io);
+        assert_eq!(neighbour.copy(Direction::Read, &mut batch).unwrap_err().kind(), ErrorKind::Io);
+        assert_eq!(neighbour.copy(Direction::Write, &mut batch).unwrap_err().kind(), ErrorKind::Io);
     }
 }

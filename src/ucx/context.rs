@@ -227,13 +227,7 @@ fn unknown_setting(library: &Library, name: &str, known: &[String]) -> UcxError 
 
 /// True when the names differ by a slip: one letter more, less or other, or in the case of letters.
 pub(super) fn alike(wrong: &str, right: &str) -> bool {
-    let (wrong, right) = (wrong.to_ascii_uppercase().into_bytes(), right.as_bytes());
-    if wrong.len().abs_diff(right.len()) > 1 {
-        return false;
-    }
-    let front = wrong.iter().zip(right).take_while(|(a, b)| a == b).count();
-    let back = wrong.iter().rev().zip(right.iter().rev()).take_while(|(a, b)| a == b).count();
-    front + back + 1 >= wrong.len().max(right.len())
+    strsim::levenshtein(&wrong.to_ascii_uppercase(), right) <= 1
 }
 
 /// UCX's own configuration object.

@@ -4,16 +4,8 @@ use std::time::Instant;
 
 use super::ids::{PeerId, TransferId};
 use crate::error::{Error, Result};
+pub use crate::mem::Direction;
 use crate::proto::ids::Incarnation;
-
-/// Which way a transfer moves bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// From the peer's regions into local ones (UCX GET).
-    Read,
-    /// From local regions into the peer's (UCX PUT).
-    Write,
-}
 
 /// Something that happened.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,12 +10,9 @@ use super::reply::Reply;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::{PrimaryContext, ipc};
 use crate::mem::{self, MemoryRange};
+use crate::proto::wire::limits::MAX_REGIONS;
 use crate::proto::wire::{MemoryKind, RegionMetadata};
 use crate::ucx;
-
-/// Registrations in one agent's life. An index is never used twice, because a stale plan or a peer's old metadata
-/// would otherwise silently name other memory; a KV cache needs a few hundred at most.
-pub const MAX_REGIONS: usize = 65_536;
 
 struct Region {
     range: MemoryRange,

@@ -20,7 +20,7 @@ use crate::agent::core::live::lock;
 use crate::agent::thread::affinity;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::Way;
+use crate::mem::Direction;
 use crate::sync::{Arc, AtomicBool, Condvar, Mutex};
 use crate::sys::process::{Batch, Neighbour, Process};
 
@@ -38,7 +38,7 @@ pub(crate) struct Job {
     pub(crate) transfer: TransferId,
     pub(crate) peer: PeerId,
     pub(crate) neighbour: Arc<Neighbour>,
-    pub(crate) way: Way,
+    pub(crate) direction: Direction,
     pub(crate) batch: Batch,
     /// Whether the kernel fills all pages by itself, so that the progress thread may copy them too.
     pub(crate) is_filled_by_kernel: bool,
@@ -49,7 +49,7 @@ pub(crate) struct Job {
 impl Job {
     /// Copies the batch.
     pub(crate) fn run(mut self) -> Copied {
-        let result = self.neighbour.copy(self.way, &mut self.batch);
+        let result = self.neighbour.copy(self.direction, &mut self.batch);
         let Job { transfer, peer, batch, is_filled_by_kernel, .. } = self;
         Copied { transfer, peer, batch, is_filled_by_kernel, result }
     }
@@ -413,7 +413,7 @@ mod tests {
             transfer: ids.transfer().unwrap(),
             peer: ids.peer().unwrap(),
             neighbour: Arc::new(neighbour),
-            way: Way::Read,
+            direction: Direction::Read,
             batch: Batch::default(),
             is_filled_by_kernel: true,
             progress_processor: 0,

@@ -51,7 +51,7 @@ impl Path for DeviceCopy {
 
 /// Adds operations to a device's batch until it is full.
 fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64) -> Result<()> {
-    let way = turn.way();
+    let direction = turn.transfer.direction();
     // The pairs that were added last: of which list, from where on. Most segments share one list.
     let mut added: Option<(u32, usize, Pairs)> = None;
     while let Some(first) = turn.next_of(profile) {
@@ -62,7 +62,7 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
         };
         // The next path's turn is now.
         let (Ok(there), Some(here)) = (imported, turn.regions.range(local)) else { break };
-        let mut between = turn.device_copies.copier(device)?.between(way, *here, &there)?;
+        let mut between = turn.device_copies.copier(device)?.between(direction, *here, &there)?;
         let posted = *operations;
         while let Some(next) = turn.transfer.next()
             && (next.local_region, next.remote_region) == (local, remote)

@@ -17,7 +17,6 @@ use std::time::Instant;
 use self::copy_pool::CopyPool;
 use self::device_copies::DeviceCopies;
 use super::core::effect::Effects;
-use super::core::event::Direction;
 use super::core::ids::TransferId;
 use super::core::in_flight::Operations;
 use super::core::regions::Regions;
@@ -29,7 +28,7 @@ use super::rpc::client::Client;
 use super::streams::Streams;
 use super::transfers::{Transfer, Windows};
 use crate::error::Result;
-use crate::mem::{MemoryRange, Way};
+use crate::mem::MemoryRange;
 use crate::proto::plan::Operation;
 use crate::proto::wire::MemoryKind;
 
@@ -98,11 +97,6 @@ impl Turn<'_> {
         })
     }
 
-    /// Which way the bytes go.
-    fn way(&self) -> Way {
-        way(self.transfer.direction())
-    }
-
     /// The next operation if it is of this profile.
     fn next_of(&self, profile: Profile) -> Option<Operation> {
         self.transfer.next().filter(|_| self.profile() == Some(profile))
@@ -128,14 +122,6 @@ impl Turn<'_> {
     /// Notes that operations are being posted.
     fn begin(&mut self, operations: u64) {
         self.transfer.begin(operations, Instant::now());
-    }
-}
-
-/// Which way bytes go.
-fn way(direction: Direction) -> Way {
-    match direction {
-        Direction::Read => Way::Read,
-        Direction::Write => Way::Write,
     }
 }
 

@@ -71,7 +71,6 @@ impl Path for ProcessVm {
         turn.transfer.begin(batch.len() as u64, now);
         turn.stats.operations += batch.len() as u64;
         let bytes = batch.bytes() as u64;
-        let way = turn.way();
         let helped = turn.transfer.next().is_some() && turn.transfer.age(now) >= HELP_AFTER;
         // What may be stuck for ever takes no room in the windows of others; copy threads take little of it at a time.
         if alone {
@@ -83,7 +82,7 @@ impl Path for ProcessVm {
             transfer: turn.id,
             peer: turn.peer.id,
             neighbour,
-            way,
+            direction: turn.transfer.direction(),
             batch,
             is_filled_by_kernel: alone,
             progress_processor: affinity::processor(),
@@ -112,7 +111,7 @@ pub(crate) fn copy_at_once(
     plan.check(regions.lens(), peer.lens()).ok()?;
     let mut batch = copy_pool.batch();
     let pushed = push_all(plan, peer, regions, &mut batch);
-    let copied = pushed.and_then(|()| neighbour.copy(super::way(direction), &mut batch).ok());
+    let copied = pushed.and_then(|()| neighbour.copy(direction, &mut batch).ok());
     copy_pool.give_back(batch);
     copied
 }

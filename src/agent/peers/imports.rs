@@ -3,11 +3,11 @@
 use std::sync::{Arc, Weak};
 
 use super::Peer;
-use crate::agent::core::regions::MAX_REGIONS;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::ipc::Imported;
 use crate::proto::wire::MemoryKind;
+use crate::proto::wire::limits::MAX_REGIONS;
 
 impl Peer {
     /// Whether it is an agent of this process.

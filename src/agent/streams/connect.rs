@@ -5,9 +5,6 @@ use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
-
 use super::recv::{Inbound, Receiver};
 use super::wire::{Offer, Secret, greeting};
 use super::{INBOUND, Io, Streams, prepare};
@@ -16,6 +13,7 @@ use crate::agent::core::frame::FrameKind;
 use crate::agent::core::ids::PeerId;
 use crate::agent::peers::{Peer, Peers};
 use crate::error::{Error, ErrorKind, Result};
+use crate::net::connecting;
 
 /// How long an address may take to connect and to answer. Bytes go by messages meanwhile, and for as long as the connection
 /// lasts if none answers.
@@ -31,16 +29,6 @@ pub(crate) struct Attempt {
     /// Bytes of the answer that have come; `None` until the ticket was shown.
     heard: Option<Vec<u8>>,
     pub(crate) deadline: Instant,
-}
-
-/// A connection that is being made.
-fn open(to: SocketAddr) -> std::result::Result<TcpStream, Errno> {
-    let family = if to.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
-    match connect(&socket, &to) {
-        Ok(()) | Err(Errno::INPROGRESS) => Ok(TcpStream::from(socket)),
-        Err(error) => Err(error),
-    }
 }
 
 impl Streams {
@@ -66,7 +54,7 @@ impl Streams {
     /// Connects to the next address of an offer.
     fn try_next(&mut self, id: PeerId, mut left: VecDeque<SocketAddr>, ticket: Secret, answer: Secret, io: &Io<'_>) {
         while let Some(to) = left.pop_front() {
-            let opened = open(to).map_err(|e| Error::new(ErrorKind::Unreachable, e.to_string()));
+            let opened = connecting(to).map_err(|e| Error::new(ErrorKind::Unreachable, e.to_string()));
             let socket = match opened.and_then(|socket| self.watch(&socket, INBOUND | id.raw()).map(|()| socket)) {
                 Ok(socket) => socket,
                 Err(error) => {

@@ -19,7 +19,7 @@ use super::batch::{Batch, Pair, Stretch};
 use super::ipc::Imported;
 use super::{PrimaryContext, ok};
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::{MemoryRange, Way};
+use crate::mem::{Direction, MemoryRange};
 use crate::proto::wire::MemoryKind;
 
 /// The kernels, for the driver to compile. With a terminating zero.
@@ -137,11 +137,11 @@ impl Copier {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for memory that is not this device's.
-    pub fn between(&mut self, way: Way, here: MemoryRange, there: &Arc<Imported>) -> Result<Between<'_>> {
+    pub fn between(&mut self, direction: Direction, here: MemoryRange, there: &Arc<Imported>) -> Result<Between<'_>> {
         if here.kind() != (MemoryKind::Cuda { device: self.context.ordinal() }) {
             return Err(Error::invalid(format!("{here} is not of CUDA device {}", self.context.ordinal())));
         }
-        Ok(Between { copier: self, way, here, there: Arc::clone(there), is_held: false })
+        Ok(Between { copier: self, direction, here, there: Arc::clone(there), is_held: false })
     }
 
     /// Keeps a mapping until the batch that is being made has ended.
@@ -253,7 +253,7 @@ fn function(module: sys::CUmodule, name: &CStr) -> Result<sys::CUfunction> {
 /// Two regions, see [`Copier::between`].
 pub struct Between<'a> {
     copier: &'a mut Copier,
-    way: Way,
+    direction: Direction,
     here: MemoryRange,
     there: Arc<Imported>,
     /// Whether the batch has the mapping.
@@ -352,9 +352,9 @@ impl Between<'_> {
 
     /// What is of this side and what is of the other, as source and destination.
     fn in_order<T>(&self, here: T, there: T) -> (T, T) {
-        match self.way {
-            Way::Read => (there, here),
-            Way::Write => (here, there),
+        match self.direction {
+            Direction::Read => (there, here),
+            Direction::Write => (here, there),
         }
     }
 
