@@ -13,12 +13,14 @@ use super::trace::Tracer;
 use crate::agent::{Context, Direction, Driver, Event, PeerId, TransferId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
-use crate::net::{Answer, Ask, Awaited, AwaitedPrefill, Client, ClientLimits, host_port, unanswered};
+use crate::net::{Answer, Awaited, AwaitedPrefill, Client, ClientLimits, host_port, unanswered};
 use crate::proto::handshake::HandshakeFailure;
 use crate::proto::plan::CopyPlan;
 use crate::proto::stats::Stats;
 use crate::proto::time::Time;
-use crate::proto::wire::{self, AgentMetadata, Cause, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport};
+use crate::proto::wire::{
+    self, AgentMetadata, Cause, HandshakeRequest, Message, PeerMessage, RankMetadata, StepMetadata, WorkerReport,
+};
 use crate::proto::worker::{
     Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker as Machine,
 };
@@ -433,8 +435,8 @@ impl Running {
         match action {
             Action::Handshake { session, engine, host, port } => {
                 self.asked.insert(session, host_port(&host, port));
-                let ask = Ask::Query { engine: Some(engine), ranks: Vec::new() };
-                self.client.ask(now, session.0, &host, port, ask, now + self.ask_timeout);
+                let query = HandshakeRequest::Query { id: session.0, engine: Some(engine), ranks: Vec::new() };
+                self.client.ask(now, &host, port, query, now + self.ask_timeout);
             }
             Action::Await { number: AwaitId(number), engine, host, port, request, from_tokens } => {
                 let prefill = AwaitedPrefill { request, from_tokens };

@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::net::{Ask, Client, ClientLimits};
+use crate::net::{Client, ClientLimits};
 use crate::proto::ids::{EngineId, RankId};
-use crate::proto::wire::HandshakeReply;
+use crate::proto::wire::{HandshakeReply, HandshakeRequest};
 use crate::secret::Key;
 
 /// Asks the listener at `host`:`port` for the metadata of `ranks` (all if empty) of `engine` (any if None), sealed with
@@ -25,7 +25,7 @@ pub fn query(
     timeout: Duration,
 ) -> Result<HandshakeReply> {
     let grace = ClientLimits::default().grace.min(timeout);
-    ask(key, host, port, Ask::Query { engine, ranks }, timeout, grace)
+    ask(key, host, port, HandshakeRequest::Query { id: 1, engine, ranks }, timeout, grace)
 }
 
 /// Hands one rank's encoded `RankMetadata` to the listener of its own engine, which is complete with `expected` ranks,
@@ -42,7 +42,8 @@ pub fn push(
     metadata: Vec<u8>,
     timeout: Duration,
 ) -> Result<u32> {
-    match ask(key, host, port, Ask::Push { expected, metadata }, timeout, timeout)? {
+    let request = HandshakeRequest::Push { id: 1, expected, metadata: metadata.into() };
+    match ask(key, host, port, request, timeout, timeout)? {
         HandshakeReply::Pushed { missing, .. } => Ok(missing),
         HandshakeReply::Refused { message, .. } => Err(Error::invalid(message)),
         HandshakeReply::Ranks { .. } | HandshakeReply::Prefills { .. } => {
@@ -55,14 +56,14 @@ fn ask(
     key: Option<&Key>,
     host: &str,
     port: u16,
-    question: Ask,
+    request: HandshakeRequest,
     timeout: Duration,
     grace: Duration,
 ) -> Result<HandshakeReply> {
     let limits = ClientLimits { grace, ..ClientLimits::default() };
     let mut client = Client::new(limits, key.cloned());
     let start = Instant::now();
-    client.ask(start, 1, host, port, question, start + timeout);
+    client.ask(start, host, port, request, start + timeout);
     loop {
         let now = Instant::now();
         client.turn(now);

@@ -4,8 +4,6 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use serde_bytes::ByteBuf;
-
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::awaits::{Awaited, AwaitedPrefill, Awaits, Place};
 use crate::net::request::{Phase, Request};
@@ -14,7 +12,7 @@ use crate::net::resolver::Resolver;
 use crate::net::sealed::MAX_SEALED_REPLY;
 use crate::net::way::{PROBE_AFTER, PROBE_SILENT_AFTER, Step, Way};
 use crate::net::{endpoint, host_port, unbracketed};
-use crate::proto::ids::{EngineId, RankId};
+use crate::proto::ids::EngineId;
 use crate::proto::wire::limits::MAX_REPLY_BYTES;
 use crate::proto::wire::{HandshakeRequest, Message};
 use crate::secret::Key;
@@ -28,32 +26,6 @@ pub(super) const PIPELINE: usize = 3;
 
 /// The longest that an answer is waited for before it is asked for again.
 const LONGEST_PATIENCE: Duration = Duration::from_secs(60);
-
-/// What to ask a listener.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Ask {
-    /// The metadata of `ranks` (all if empty) of `engine` (any if None).
-    Query {
-        /// The engine expected there.
-        engine: Option<EngineId>,
-        /// The ranks wanted.
-        ranks: Vec<RankId>,
-    },
-    /// To tell when one of these prefills of `engine` is over, or as far as asked for.
-    Await {
-        /// The engine expected there.
-        engine: EngineId,
-        /// The prefills.
-        prefills: Vec<AwaitedPrefill>,
-    },
-    /// To take one rank's metadata.
-    Push {
-        /// Ranks of the engine in all.
-        expected: u32,
-        /// The encoded `RankMetadata`.
-        metadata: Vec<u8>,
-    },
-}
 
 /// Waiting times and bounds of a [`Client`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -135,26 +107,15 @@ impl Client {
         }
     }
 
-    /// Asks the listener at `host`:`port`. `id` is the request's id on the wire and comes back in the answer: not 0, below
-    /// 2^63, and not that of another question without an answer. Errors are answers too.
-    pub fn ask(&mut self, now: Instant, id: u64, host: &str, port: u16, ask: Ask, deadline: Instant) {
+    /// Asks the listener at `host`:`port`. The request's id comes back in the answer: not 0, below 2^63, and not that of
+    /// another question without an answer. Errors are answers too.
+    pub fn ask(&mut self, now: Instant, host: &str, port: u16, request: HandshakeRequest, deadline: Instant) {
+        let id = request.id();
         if id == 0 || self.requests.contains(id) {
             let e = Error::invalid(format!("handshake request id {id} is 0 or in use"));
             self.requests.answer(id, Err(e));
             return;
         }
-        let request = match ask {
-            Ask::Query { engine, ranks } => HandshakeRequest::Query { id, engine, ranks },
-            Ask::Await { engine, prefills } => {
-                let (requests, from_tokens): (Vec<_>, Vec<_>) =
-                    prefills.into_iter().map(|prefill| (prefill.request, prefill.from_tokens)).unzip();
-                let from_tokens = if from_tokens.iter().any(|from| *from > 0) { from_tokens } else { Vec::new() };
-                HandshakeRequest::Await { id, engine, requests, from_tokens }
-            }
-            Ask::Push { expected, metadata } => {
-                HandshakeRequest::Push { id, expected, metadata: ByteBuf::from(metadata) }
-            }
-        };
         let key = (unbracketed(host).to_owned(), port);
         let ready = request.to_bytes().and_then(|clear| {
             self.connection(now, &key)?;
@@ -213,7 +174,13 @@ impl Client {
         while let Some((Place { host, port, engine }, prefills, deadline)) = self.awaits.ask(now, OWN | self.asked) {
             let id = OWN | self.asked;
             self.asked = self.asked.wrapping_add(1) & !OWN;
-            self.ask(now, id, &host, port, Ask::Await { engine, prefills }, deadline);
+            let (requests, mut from_tokens): (Vec<_>, Vec<_>) =
+                prefills.into_iter().map(|prefill| (prefill.request, prefill.from_tokens)).unzip();
+            if from_tokens.iter().all(|from| *from == 0) {
+                from_tokens.clear();
+            }
+            let request = HandshakeRequest::Await { id, engine, requests, from_tokens };
+            self.ask(now, &host, port, request, deadline);
         }
     }
 

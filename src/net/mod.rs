@@ -20,7 +20,7 @@ mod way;
 pub use address::{Address, LocalAddress, choose, local_addresses};
 pub use awaits::{Awaited, AwaitedPrefill, unanswered};
 pub use blocking::{push, query};
-pub use client::{Ask, Client, ClientLimits};
+pub use client::{Client, ClientLimits};
 pub use listener::{Desk, Listener, ListenerConfig};
 pub use requests::Answer;
 pub use sealed::Gate;

@@ -11,7 +11,7 @@ use crate::net::way::Way;
 use crate::proto::wire::{HandshakeReply, Message, RefusalCode};
 use crate::secret::Key;
 
-/// What came of an [`Ask`](super::Ask).
+/// What came of a question.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answer {
     /// The id that the question was asked under.
@@ -246,15 +246,7 @@ impl Requests {
     /// Takes a reply in clear. `expected`: the request that it came for, if the channel tells.
     fn judge_clear(&mut self, now: Instant, key: &(String, u16), bytes: &[u8], expected: Option<u64>) {
         let reply = HandshakeReply::from_bytes(bytes);
-        let id = match &reply {
-            Ok(
-                HandshakeReply::Ranks { id, .. }
-                | HandshakeReply::Pushed { id, .. }
-                | HandshakeReply::Prefills { id, .. }
-                | HandshakeReply::Refused { id, .. },
-            ) => *id,
-            Err(_) => 0,
-        };
+        let id = reply.as_ref().map_or(0, HandshakeReply::id);
         // A listener that could not read a request cannot name it, but it answers in order: it means the oldest.
         let id = expected.unwrap_or_else(|| if id == 0 { self.oldest(key).unwrap_or(0) } else { id });
         let Some(r) = self.open.get_mut(&id).filter(|r| r.key == *key) else {

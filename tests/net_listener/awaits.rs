@@ -60,8 +60,8 @@ fn prefills_are_told_when_they_are_over() {
     }
     // Queries go their own way meanwhile, and what is no more awaited is not told.
     let client = &mut clients[0];
-    let ask = Ask::Query { engine: Some(EngineId::new("q").unwrap()), ranks: vec![] };
-    client.ask(Instant::now(), 7, &host, port, ask, Instant::now() + LONG);
+    let query = HandshakeRequest::Query { id: 7, engine: Some(EngineId::new("q").unwrap()), ranks: vec![] };
+    client.ask(Instant::now(), &host, port, query, Instant::now() + LONG);
     let answer = loop {
         client.turn(Instant::now());
         if let Some(answer) = client.poll_answer() {
@@ -92,8 +92,8 @@ fn a_listener_that_is_gone_is_told_at_once_beside_an_open_question() {
     let (host, port) = (listener.host().to_owned(), listener.port());
     // Nothing else finds out within the time of this test.
     let mut client = Client::new(ClientLimits { resend: 10 * LONG, ..ClientLimits::default() }, None);
-    let ask = |engine: &str| Ask::Query { engine: Some(EngineId::new(engine).unwrap()), ranks: vec![] };
-    client.ask(Instant::now(), 1, &host, port, ask("q"), Instant::now() + LONG);
+    let query = |id| HandshakeRequest::Query { id, engine: Some(EngineId::new("q").unwrap()), ranks: vec![] };
+    client.ask(Instant::now(), &host, port, query(1), Instant::now() + LONG);
     assert!(answers(&mut client, 1)[0].1.is_ok(), "the listener is there, and has been heard");
     let name = RequestId::new("a").unwrap();
     client.await_prefill(
@@ -108,7 +108,7 @@ fn a_listener_that_is_gone_is_told_at_once_beside_an_open_question() {
     assert_eq!(next_prefill(&mut client, Duration::from_millis(300)), None);
     listener.shutdown();
     let asked = Instant::now();
-    client.ask(asked, 2, &host, port, ask("q"), asked + LONG);
+    client.ask(asked, &host, port, query(2), asked + LONG);
     let error = answers(&mut client, 1).remove(0).1.unwrap_err();
     assert!(error.message().contains("refused the connection"), "{error}");
     assert!(asked.elapsed() < LONG / 2, "{:?}", asked.elapsed());

@@ -68,7 +68,7 @@ fn a_handshake_that_fails_tells_why() {
     assert!(took < LONG / 2, "{took:?}");
 
     let older = Listener::bind(&loopback(0), |b| {
-        let mut bytes = reply(&ranks(id_of(&request(b)), "old"));
+        let mut bytes = reply(&ranks(request(b).id(), "old"));
         let at = bytes.windows(8).position(|w| w == b"\xa7version").unwrap() + 8;
         bytes[at] = 1;
         bytes
@@ -92,21 +92,21 @@ fn the_address_of_a_name_that_fits_is_found() {
             let _ = stream.unwrap().write_all(b"SSH-2.0-x\r\n");
         }
     });
-    let Ok(_listener) = Listener::bind(&loopback(port), |b| reply(&ranks(id_of(&request(b)), "v4"))) else { return };
+    let Ok(_listener) = Listener::bind(&loopback(port), |b| reply(&ranks(request(b).id(), "v4"))) else { return };
     assert_eq!(query(None, "localhost", port, None, vec![], LONG), Ok(ranks(1, "v4")));
 }
 
 /// A name service that takes its time stops nobody else: other listeners are asked meanwhile.
 #[test]
 fn names_are_resolved_beside_the_loop() {
-    let listener = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)), "quick"))).unwrap();
+    let listener = Listener::bind(&loopback(0), |b| reply(&ranks(request(b).id(), "quick"))).unwrap();
     let mut client = Client::new(ClientLimits::default(), None);
     let begin = Instant::now();
     for id in 1..=20 {
-        client.ask(begin, id, &format!("no-such-host-{id}.invalid"), 5680, all(), begin + LONG);
+        client.ask(begin, &format!("no-such-host-{id}.invalid"), 5680, all(id), begin + LONG);
     }
-    client.ask(begin, 21, "localhost", listener.port(), all(), begin + LONG);
-    client.ask(begin, 22, "127.0.0.1", listener.port(), all(), begin + LONG);
+    client.ask(begin, "localhost", listener.port(), all(21), begin + LONG);
+    client.ask(begin, "127.0.0.1", listener.port(), all(22), begin + LONG);
     let got = answers(&mut client, 22);
     for (id, result) in &got[..20] {
         let error = result.as_ref().unwrap_err();

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 
 use kvferry::ErrorKind;
 use kvferry::net::{
-    Address, Ask, Awaited, AwaitedPrefill, Client, ClientLimits, Desk, Listener, ListenerConfig, choose,
-    local_addresses, push, query,
+    Address, Awaited, AwaitedPrefill, Client, ClientLimits, Desk, Listener, ListenerConfig, choose, local_addresses,
+    push, query,
 };
 use kvferry::proto::handshake::{Directory, PrefillNews, Pushes};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
@@ -45,14 +45,6 @@ fn request(bytes: &[u8]) -> HandshakeRequest {
 
 fn reply(reply: &HandshakeReply) -> Vec<u8> {
     reply.to_bytes().unwrap()
-}
-
-fn id_of(request: &HandshakeRequest) -> u64 {
-    match request {
-        HandshakeRequest::Query { id, .. } | HandshakeRequest::Push { id, .. } | HandshakeRequest::Await { id, .. } => {
-            *id
-        }
-    }
 }
 
 /// An engine without ranks, which is enough to tell replies apart.
@@ -201,7 +193,7 @@ fn ipv6_is_bracketed_all_the_way() {
         skipped("ipv6_is_bracketed_all_the_way: this host has no IPv6");
         return;
     }
-    let answer = |bytes: &[u8]| reply(&ranks(id_of(&request(bytes)), "six"));
+    let answer = |bytes: &[u8]| reply(&ranks(request(bytes).id(), "six"));
     let listener = Listener::bind(&at(Ipv6Addr::LOCALHOST.into(), 0), answer).unwrap();
     assert_eq!(listener.host(), "::1");
     for host in ["::1", "[::1]"] {
@@ -222,7 +214,7 @@ fn the_wildcard_is_bound_but_not_advertised() {
     assert!(!address.advertise.is_unspecified());
     let found = address.advertise.to_string();
     let is_alone = address.note.as_ref().is_some_and(|note| note.contains("no address that others could reach"));
-    let answer = |bytes: &[u8]| reply(&ranks(id_of(&request(bytes)), "wild"));
+    let answer = |bytes: &[u8]| reply(&ranks(request(bytes).id(), "wild"));
     let listener = Listener::bind(&ListenerConfig { address, port: 0, pushes: true }, answer).unwrap();
     assert_eq!(listener.host(), found);
     assert!(is_alone || !listener.host().starts_with("127."));
@@ -236,7 +228,7 @@ fn a_listener_that_is_not_ready_is_asked_again() {
     let asked = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&asked);
     let listener = Listener::bind(&loopback(0), move |bytes| {
-        let id = id_of(&request(bytes));
+        let id = request(bytes).id();
         let n = count.fetch_add(1, Ordering::SeqCst);
         reply(&if n < 4 { refused(id, RefusalCode::NotReady) } else { ranks(id, "late") })
     })
@@ -246,7 +238,7 @@ fn a_listener_that_is_not_ready_is_asked_again() {
     assert_eq!(asked.load(Ordering::SeqCst), 5);
 
     // One that stays so gives its refusal as the answer when the time is up.
-    let never = Listener::bind(&loopback(0), |bytes| reply(&refused(id_of(&request(bytes)), RefusalCode::NotReady)));
+    let never = Listener::bind(&loopback(0), |bytes| reply(&refused(request(bytes).id(), RefusalCode::NotReady)));
     let port = never.as_ref().unwrap().port();
     assert_eq!(
         longer(300, |limit| query(None, "127.0.0.1", port, None, vec![], limit).ok()),
@@ -295,7 +287,7 @@ fn a_head_that_comes_late_is_found() {
     let pushing = std::thread::spawn(move || push(None, "127.0.0.1", port, 2, b"good".to_vec(), LONG));
     // Longer than who wants to know at once would ask again.
     std::thread::sleep(2 * ClientLimits::default().grace);
-    let pushed = |b: &[u8]| reply(&HandshakeReply::Pushed { id: id_of(&request(b)), missing: 1 });
+    let pushed = |b: &[u8]| reply(&HandshakeReply::Pushed { id: request(b).id(), missing: 1 });
     let _listener = Listener::bind(&loopback(port), pushed).unwrap();
     assert_eq!(pushing.join().unwrap(), Ok(1));
 }
@@ -306,7 +298,7 @@ fn pushes_and_their_refusals() {
         HandshakeRequest::Push { id, expected, metadata } if metadata.as_slice() == b"good" => {
             reply(&HandshakeReply::Pushed { id, missing: expected - 1 })
         }
-        other => reply(&refused(id_of(&other), RefusalCode::Push)),
+        other => reply(&refused(other.id(), RefusalCode::Push)),
     })
     .unwrap();
     assert_eq!(push(None, "127.0.0.1", listener.port(), 4, b"good".to_vec(), LONG), Ok(3));
@@ -333,8 +325,8 @@ fn answers(client: &mut Client, n: usize) -> Vec<(u64, kvferry::Result<Handshake
     got
 }
 
-fn all() -> Ask {
-    Ask::Query { engine: None, ranks: vec![RankId { pp: 0, tp: 0 }] }
+fn all(id: u64) -> HandshakeRequest {
+    HandshakeRequest::Query { id, engine: None, ranks: vec![RankId { pp: 0, tp: 0 }] }
 }
 
 #[test]
@@ -342,9 +334,9 @@ fn an_id_that_tells_no_question_from_another_is_refused() {
     let mute = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = mute.local_addr().unwrap().port();
     let (mut client, now) = (Client::new(ClientLimits::default(), None), Instant::now());
-    client.ask(now, 7, "127.0.0.1", port, all(), now + LONG);
+    client.ask(now, "127.0.0.1", port, all(7), now + LONG);
     for id in [0, 7] {
-        client.ask(now, id, "127.0.0.1", port, all(), now + LONG);
+        client.ask(now, "127.0.0.1", port, all(id), now + LONG);
         let answer = client.poll_answer().unwrap();
         assert_eq!((answer.id, answer.result.unwrap_err().kind()), (id, ErrorKind::InvalidArgument));
     }
@@ -353,10 +345,10 @@ fn an_id_that_tells_no_question_from_another_is_refused() {
 
 #[test]
 fn one_client_asks_many_over_one_socket_each() {
-    let quick = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)), "quick"))).unwrap();
-    let other = Listener::bind(&loopback(0), |b| reply(&ranks(id_of(&request(b)), "other"))).unwrap();
+    let quick = Listener::bind(&loopback(0), |b| reply(&ranks(request(b).id(), "quick"))).unwrap();
+    let other = Listener::bind(&loopback(0), |b| reply(&ranks(request(b).id(), "other"))).unwrap();
     let mistakes = |id| if id == 200 { 1200 } else { id };
-    let stray = Listener::bind(&loopback(0), move |b| reply(&ranks(mistakes(id_of(&request(b))), "stray"))).unwrap();
+    let stray = Listener::bind(&loopback(0), move |b| reply(&ranks(mistakes(request(b).id()), "stray"))).unwrap();
     let newer = Listener::bind(&loopback(0), |_| reply(&refused(0, RefusalCode::Version))).unwrap();
     let garbage = Listener::bind(&loopback(0), |_| vec![0x7e; 3]).unwrap();
     let limits = ClientLimits { idle: Duration::from_millis(50), ..ClientLimits::default() };
@@ -365,7 +357,7 @@ fn one_client_asks_many_over_one_socket_each() {
     let now = Instant::now();
     for token in 1..=100u64 {
         let port = if token % 2 == 0 { quick.port() } else { other.port() };
-        client.ask(now, token, "127.0.0.1", port, all(), now + LONG);
+        client.ask(now, "127.0.0.1", port, all(token), now + LONG);
     }
     assert_eq!(client.connections(), 2);
     for (token, result) in answers(&mut client, 100) {
@@ -374,15 +366,15 @@ fn one_client_asks_many_over_one_socket_each() {
     }
     // One that names no request answers the oldest; garbage is said to be.
     let now = Instant::now();
-    client.ask(now, 201, "127.0.0.1", newer.port(), all(), now + LONG);
-    client.ask(now, 202, "127.0.0.1", garbage.port(), all(), now + LONG);
+    client.ask(now, "127.0.0.1", newer.port(), all(201), now + LONG);
+    client.ask(now, "127.0.0.1", garbage.port(), all(202), now + LONG);
     let got = answers(&mut client, 2);
     assert_eq!(got[0].1, Ok(refused(0, RefusalCode::Version)));
     assert!(got[1].1.as_ref().is_err_and(|e| e.kind() == ErrorKind::Corrupt), "{got:?}");
     // A reply to nobody's question is no answer: it has come when that to the next question has.
     let now = Instant::now();
-    client.ask(now, 200, "127.0.0.1", stray.port(), all(), now + LONG);
-    client.ask(now, 203, "127.0.0.1", stray.port(), all(), now + 2 * LONG);
+    client.ask(now, "127.0.0.1", stray.port(), all(200), now + LONG);
+    client.ask(now, "127.0.0.1", stray.port(), all(203), now + 2 * LONG);
     assert_eq!(answers(&mut client, 1)[0].0, 203);
     client.turn(now + LONG);
     let unanswered = client.poll_answer().unwrap();
@@ -402,12 +394,12 @@ fn an_answer_that_came_before_the_deadline_counts_however_late_it_is_read() {
     let (may_answer, wait) = std::sync::mpsc::channel::<()>();
     let listener = Listener::bind(&loopback(0), move |bytes| {
         wait.recv().unwrap();
-        reply(&ranks(id_of(&request(bytes)), "e"))
+        reply(&ranks(request(bytes).id(), "e"))
     })
     .unwrap();
     let mut client = Client::new(ClientLimits::default(), None);
     let begin = Instant::now();
-    client.ask(begin, 1, "127.0.0.1", listener.port(), all(), begin + LONG);
+    client.ask(begin, "127.0.0.1", listener.port(), all(1), begin + LONG);
     while listener.requests() == 0 {
         assert!(begin.elapsed() < LONG);
         client.turn(Instant::now());
@@ -436,7 +428,7 @@ fn a_lost_request_is_sent_again_on_a_new_connection() {
     let limits = ClientLimits { resend: Duration::from_millis(100), ..ClientLimits::default() };
     let mut client = Client::new(limits, None);
     let now = Instant::now();
-    client.ask(now, 1, "127.0.0.1", port, all(), now + LONG);
+    client.ask(now, "127.0.0.1", port, all(1), now + LONG);
     let mut taken = false;
     while !taken {
         assert!(now.elapsed() < LONG);
@@ -446,7 +438,7 @@ fn a_lost_request_is_sent_again_on_a_new_connection() {
     router.recv_multipart(0).unwrap();
     drop(router);
     drop(context);
-    let _second = Listener::bind(&loopback(port), |b| reply(&ranks(id_of(&request(b)), "second"))).unwrap();
+    let _second = Listener::bind(&loopback(port), |b| reply(&ranks(request(b).id(), "second"))).unwrap();
     assert_eq!(answers(&mut client, 1)[0].1, Ok(ranks(1, "second")));
 }
 
@@ -457,7 +449,7 @@ struct Loses {
 
 impl Desk for Loses {
     fn answer(&mut self, _: &[u8], bytes: &[u8]) -> Option<Vec<u8>> {
-        let id = id_of(&request(bytes));
+        let id = request(bytes).id();
         self.answered += u32::from(id != 1);
         (id != 1 || self.answered >= 3).then(|| reply(&ranks(id, "e")))
     }
@@ -470,7 +462,7 @@ fn a_lost_answer_is_asked_for_again_while_others_come() {
     let mut client = Client::new(limits, None);
     let begin = Instant::now();
     let ask = |client: &mut Client, id| {
-        client.ask(Instant::now(), id, "127.0.0.1", listener.port(), all(), begin + 2 * LONG);
+        client.ask(Instant::now(), "127.0.0.1", listener.port(), all(id), begin + 2 * LONG);
     };
     ask(&mut client, 1);
     ask(&mut client, 2);
@@ -495,7 +487,7 @@ fn connections_are_bounded() {
     let mut client = Client::new(ClientLimits { connections: 2, ..ClientLimits::default() }, None);
     let now = Instant::now();
     for (token, port) in [(1u64, 1u16), (2, 2), (3, 3)] {
-        client.ask(now, token, "127.0.0.1", port, all(), now + Duration::from_millis(50));
+        client.ask(now, "127.0.0.1", port, all(token), now + Duration::from_millis(50));
     }
     let got = answers(&mut client, 3);
     assert!(got[2].1.as_ref().is_err_and(|e| e.kind() == ErrorKind::Exhausted), "{got:?}");
@@ -507,7 +499,7 @@ fn connections_are_bounded() {
 fn every_address_of_the_host_reaches_the_listener() {
     let address = choose(None, None, false).unwrap();
     let advertised = address.advertise.to_string();
-    let answer = |bytes: &[u8]| reply(&ranks(id_of(&request(bytes)), "all"));
+    let answer = |bytes: &[u8]| reply(&ranks(request(bytes).id(), "all"));
     let listener = Listener::bind(&ListenerConfig { address, port: 0, pushes: true }, answer).unwrap();
     assert_eq!(listener.host(), advertised);
     let mut hosts = vec!["127.0.0.1".to_owned(), "localhost".to_owned(), "127.0.0.2".to_owned()];

@@ -253,24 +253,21 @@ impl Directory {
             Ok((request, versions)) => (request, versions.common()),
             Err(e) => return Some(unreadable(&e).encode(wire::version_for_answer(bytes), 0)),
         };
-        let (id, outcome) = match request {
-            HandshakeRequest::Query { id, .. } | HandshakeRequest::Await { id, .. }
-                if bytes.len() > MAX_QUERY_BYTES =>
-            {
-                (id, Err(too_long(bytes.len())))
+        let id = request.id();
+        let outcome = match request {
+            HandshakeRequest::Query { .. } | HandshakeRequest::Await { .. } if bytes.len() > MAX_QUERY_BYTES => {
+                Err(too_long(bytes.len()))
             }
-            HandshakeRequest::Query { id, engine, ranks } => (id, self.query(version, id, engine, &ranks)),
-            HandshakeRequest::Push { id, expected, metadata } => {
-                (id, self.push(version, id, expected, metadata.into_vec()))
-            }
-            HandshakeRequest::Await { id, engine, requests, from_tokens } => match self.check_engine(&engine) {
-                Ok(()) if requests.len() > MAX_AWAITED => (id, Err(too_many(requests.len()))),
+            HandshakeRequest::Query { engine, ranks, .. } => self.query(version, id, engine, &ranks),
+            HandshakeRequest::Push { expected, metadata, .. } => self.push(version, id, expected, metadata.into_vec()),
+            HandshakeRequest::Await { engine, requests, from_tokens, .. } => match self.check_engine(&engine) {
+                Ok(()) if requests.len() > MAX_AWAITED => Err(too_many(requests.len())),
                 Ok(()) => {
                     let from = from_tokens.into_iter().chain(std::iter::repeat(0));
                     let told = self.prefills.ask(asker, version, id, requests.into_iter().zip(from).collect())?;
-                    (id, Ok(self.told(told)))
+                    Ok(self.told(told))
                 }
-                Err(refusal) => (id, Err(refusal)),
+                Err(refusal) => Err(refusal),
             },
         };
         Some(outcome.unwrap_or_else(|refusal| refusal.encode(version, id)))

@@ -44,6 +44,15 @@ pub enum HandshakeRequest {
     },
 }
 
+impl HandshakeRequest {
+    /// What the reply echoes.
+    pub fn id(&self) -> u64 {
+        match self {
+            Self::Query { id, .. } | Self::Push { id, .. } | Self::Await { id, .. } => *id,
+        }
+    }
+}
+
 /// A prefill that is over, or that has come so far, for who awaited it: what `kv_transfer_params` tell else.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Prefill {
@@ -144,4 +153,15 @@ pub enum HandshakeReply {
         /// Why, for people: what was wrong, what was expected, what to do.
         message: String,
     },
+}
+
+impl HandshakeReply {
+    /// The request's id; 0 in a refusal of one that could not be read.
+    pub fn id(&self) -> u64 {
+        match self {
+            Self::Ranks { id, .. } | Self::Pushed { id, .. } | Self::Prefills { id, .. } | Self::Refused { id, .. } => {
+                *id
+            }
+        }
+    }
 }
