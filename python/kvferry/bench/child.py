@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from importlib import import_module
 from typing import Any
 
 from .engines.engine import Other, Setup, Starter, Took
@@ -14,6 +15,8 @@ _WATCH_S = 0.0001
 """How often the watcher looks: a tenth of what is asked of the notification."""
 KNOWN_TIMEOUT_S = 120.0
 _SETTLE_S = 0.005
+_OWN_MODULES = ("agent", "worker", "counting", "behind", "nixl", "mooncake")
+"""Engines with a module of their own, named without what follows a `-`; `medium` has the others."""
 
 
 def memory_of(setup: Setup, is_written: bool) -> Memory:
@@ -31,21 +34,10 @@ def make(setup: Setup, memory: Memory, starts: bool, other: int) -> Starter | Ot
     name, _, library = setup.engine.partition("@")
     if library:
         os.environ["KVFERRY_LIBRARY"] = library
-    if name == "agent":
-        from .engines import agent as module
-    elif name == "worker":
-        from .engines import worker as module  # type: ignore[no-redef]
-    elif name == "counting":
-        from .engines import counting as module  # type: ignore[no-redef]
-    elif name.startswith("behind"):
-        from .engines import behind as module  # type: ignore[no-redef]
-    elif name.startswith("nixl"):
-        from .engines import nixl as module  # type: ignore[no-redef]
-    elif name.startswith("mooncake"):
-        from .engines import mooncake as module  # type: ignore[no-redef]
-    else:
-        from .engines import medium as module  # type: ignore[no-redef]
-    return module.starter(setup, memory, other) if starts else module.other(setup, memory)
+    kind = name.partition("-")[0]
+    module = import_module(f".engines.{kind if kind in _OWN_MODULES else 'medium'}", __package__)
+    side: Starter | Other = module.starter(setup, memory, other) if starts else module.other(setup, memory)
+    return side
 
 
 class Process:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -60,10 +60,6 @@ class Work:
         huge = ", huge pages" if self.huge_pages else ""
         verb = "READ" if self.direction == "read" else "WRITE"
         return f"{many}{self.blocks:,} x {size_text(self.block_bytes)}{layers} {self.pattern}, {verb}{huge}"
-
-    def in_order(self) -> Work:
-        """The same bytes, in one piece: what a stream or a plain copy moves."""
-        return replace(self, pattern="contiguous", requests=1, blocks=self.blocks * self.requests)
 
     def ids(self) -> list[tuple[Ids, Ids]]:
         """Per request, the block ids in the memory that is written and in the memory that is read.

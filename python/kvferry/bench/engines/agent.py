@@ -108,9 +108,4 @@ class Other:
         self._agent.shutdown()
 
 
-def starter(setup: Setup, memory: Memory, other: int) -> Starter:
-    return Starter(setup, memory, other)
-
-
-def other(setup: Setup, memory: Memory) -> Other:
-    return Other(setup, memory)
+starter, other = Starter, Other

@@ -72,9 +72,4 @@ class Other:
             other.close()
 
 
-def starter(setup: Setup, memory: Memory, other: int) -> Starter:
-    return Starter(setup, memory, other)
-
-
-def other(setup: Setup, memory: Memory) -> Other:
-    return Other(setup, memory)
+starter, other = Starter, Other

@@ -55,8 +55,14 @@ class _Idle:
 
 
 class _Bare:
+    def meet(self, hello: Any) -> None:
+        """There is nobody, or the other side is its own."""
+
     def warm(self) -> None:
         """There is no engine to warm."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class _Vm(_Bare):
@@ -113,9 +119,6 @@ class _Vm(_Bare):
             raise OSError(f"{moved} of {self._setup.work.bytes} bytes were moved")
         return took
 
-    def close(self) -> None:
-        """There is nothing to end."""
-
 
 def in_order(setup: Setup) -> Pairs:
     """The blocks that a plain copy or a stream moves: the first ones of every layer."""
@@ -136,18 +139,12 @@ class _Memcpy(_Bare):
         self._pids = (os.getpid(),)
         self.pairs = in_order(setup)
 
-    def meet(self, hello: Any) -> None:
-        """There is nobody."""
-
     def run(self, ticket: Any) -> Took:
         to, source, copy = self._memory.address, self._source.address, ctypes.memmove
         watch = Stopwatch(self._pids)
         for offset, size in self._runs:
             copy(to + offset, source + offset, size)
         return watch.took(None)
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
 
 class _DeviceCopy(_Bare):
@@ -161,16 +158,10 @@ class _DeviceCopy(_Bare):
         self._pids = (os.getpid(),)
         self.pairs = in_order(setup)
 
-    def meet(self, hello: Any) -> None:
-        """There is nobody."""
-
     def run(self, ticket: Any) -> Took:
         watch = Stopwatch(self._pids)
         self._memory.copy_from(self._source, self._runs)
         return watch.took(None)
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
 
 class _SocketSide(_Bare):
@@ -264,9 +255,6 @@ class _Messages(_Bare):
             # The same UCX as kvferry's, wherever that was found.
             env={**os.environ, "KVFERRY_UCX_LIB": str(ucx_info()["path"])},
         )
-
-    def meet(self, hello: Any) -> None:
-        """It brings its own other side."""
 
     def run(self, ticket: Any) -> Took:
         stdin, stdout = self._program.stdin, self._program.stdout

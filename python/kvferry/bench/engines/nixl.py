@@ -177,9 +177,4 @@ class Other:
         """The process's end gives everything back."""
 
 
-def starter(setup: Setup, memory: Memory, other: int) -> Starter:
-    return Starter(setup, memory, other)
-
-
-def other(setup: Setup, memory: Memory) -> Other:
-    return Other(setup, memory)
+starter, other = Starter, Other
