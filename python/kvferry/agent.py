@@ -7,8 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from . import _lib, _wire
@@ -135,7 +135,7 @@ class Region:
     nbytes: int
 
 
-class Agent:
+class Agent(AbstractContextManager["Agent"]):
     """Moves bytes between registered memory of this process and of other agents.
 
     May be used from any thread. Nothing but `wait`, `Transfer.wait` and `shutdown` waits for the network.
@@ -298,12 +298,7 @@ class Agent:
         """
         self._handle.shutdown(timeout)
 
-    def __enter__(self) -> Agent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def _taken(self) -> list[Event]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Literal, TypedDict, cast
 
 from . import _lib, _wire
@@ -36,7 +36,7 @@ class Outcome(TypedDict):
     stats: dict[str, object]
 
 
-class Aggregator:
+class Aggregator(AbstractContextManager["Aggregator"]):
     """Combines worker reports, in any order and with duplicates, for hosts with a scheduler side of their own: a
     `Scheduler` does so itself. May be used from any thread.
 
@@ -76,10 +76,5 @@ class Aggregator:
         """Frees the aggregator. Calling it again does nothing."""
         self._handle.free()
 
-    def __enter__(self) -> Aggregator:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from . import _lib, _wire
 
 
-class Listener:
+class Listener(AbstractContextManager["Listener"]):
     """Serves the metadata of an engine's ranks to other engines. Bound when the constructor returns.
 
     Args:
@@ -32,10 +32,5 @@ class Listener:
         """Stops and frees the listener. Calling it again does nothing."""
         self._handle.free()
 
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

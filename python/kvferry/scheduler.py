@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 from . import _lib, _wire
@@ -16,7 +16,7 @@ BlockLists = Sequence[_lib.Ids]
 _OUTCOMES = {"complete": "KVF_COMPLETE", "aborted": "KVF_ABORTED"}
 
 
-class Scheduler:
+class Scheduler(AbstractContextManager["Scheduler"]):
     """The scheduler side: decides what to send and load, and serves the ranks' metadata to other engines.
 
     It touches no device memory and no UCX. May be used from any thread; calls on one object are serialized.
@@ -203,12 +203,7 @@ class Scheduler:
         """Stops the listener and frees the scheduler. Calling it again does nothing."""
         self._handle.free()
 
-    def __enter__(self) -> Scheduler:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 

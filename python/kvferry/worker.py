@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Literal, TypedDict, cast
 
 from . import _lib, _wire
@@ -61,7 +61,7 @@ class Report(TypedDict):
     stats: dict[str, object]
 
 
-class Worker:
+class Worker(AbstractContextManager["Worker"]):
     """One rank's worker. May be used from any thread; `push_metadata`, `wait`, `wait_encoded`, `suspend` and `shutdown`
     wait, nothing else does.
 
@@ -171,12 +171,7 @@ class Worker:
         """
         return self._handle.suspend(timeout)
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 

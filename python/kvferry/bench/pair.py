@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 from .child import Process
@@ -19,7 +18,7 @@ class Round(NamedTuple):
     notify_s: float | None
 
 
-class Pair:
+class Pair(AbstractContextManager["Pair"]):
     """An engine's two processes."""
 
     def __init__(self, setup: Setup) -> None:
@@ -65,10 +64,5 @@ class Pair:
         """Ends both processes."""
         self._stack.close()
 
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

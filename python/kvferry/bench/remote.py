@@ -8,8 +8,8 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from .errors import BenchError
@@ -48,7 +48,7 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
         return
 
 
-class Remote:
+class Remote(AbstractContextManager["Remote"]):
     """Makes `make(*arguments)` in a new process. The object must have a method `close`.
 
     The constructor does not wait for it, so that several processes start at once; the first call does. An answer may
@@ -133,10 +133,5 @@ class Remote:
             self._process.kill()
             self._process.join()
 
-    def __enter__(self) -> Remote:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

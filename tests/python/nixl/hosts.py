@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class Failed(Exception):
     """The other process's exception, as text."""
 
 
-class Process:
+class Process(AbstractContextManager["Process"]):
     """A process with a NIXL agent; every method of `nixl_host.Host` can be called on it."""
 
     def __init__(
@@ -128,12 +128,7 @@ class Process:
         self.child.kill()
         self.child.wait()
 
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.pipe.close()
         try:
             code = self.child.wait(GENEROUS if kind is None else 5)
