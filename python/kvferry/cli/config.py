@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from .. import settings
 from .._environment import variables, without
 from .._errors import InvalidArgumentError, KvferryError
+from ..bench.figures import columns
 from ..vllm import CONNECTOR_NAME
 from ..vllm.config import describe
 from ..vllm.stock import translate
-from .table import columns
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 POLICIES = ("fail", "recompute")
@@ -237,7 +237,7 @@ def _table(rows: list[settings.Setting]) -> str:
         )
         for row in rows
     ]
-    return "\n".join(columns(head, lines, numbers_from=len(head)))
+    return columns(head, lines, texts=len(head))
 
 
 def _print(description: settings.Description, notes: list[str], everything: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .._environment import variables, without, wrong_variables
 from .._errors import InvalidArgumentError, KvferryError
+from ..bench.figures import columns
 from ..doctor import STATES, Finding, exit_code
 from ..doctor.examine import Asked, as_json, examine
 from ..doctor.peer import Asked as Peer
@@ -20,7 +21,6 @@ from ..vllm.config import describe
 from .config import UsageError as ConfigError
 from .config import any_config, read_config
 from .shapes import DTYPES, UsageError, engine, model, parse_engine
-from .table import columns
 
 __all__ = ["EPILOG", "UsageError", "add_arguments", "run"]
 
@@ -200,7 +200,7 @@ def table(findings: list[Finding]) -> str:
         rows += [("", "", line) for line in lines[1:]]
     counts = Counter(finding.state for finding in findings)
     summary = ", ".join(f"{counts[state]} {state}" for state in STATES)
-    return "\n".join([*columns(head, rows, len(head)), "", summary])
+    return f"{columns(head, rows, texts=len(head))}\n\n{summary}"
 
 
 def _wrapped(text: str, width: int, start: str) -> list[str]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from ..bench.sizes import size_text
 from ..plan import Description, LinkDescription, RankDescription
 from ..worker import Rank
-from .table import Request, bytes_text, mean_run, ranges_text, rank_text
+from .table import Request, mean_run, ranges_text, rank_text
 
 WIDTH, BOX, MARGIN = 1000, 300, 20
 LEFT, RIGHT = MARGIN, WIDTH - MARGIN - BOX
@@ -48,7 +49,7 @@ def svg(request: Request, described: Description) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height:.0f}" fill="white"/>',
-        _text(WIDTH / 2, 26, f"{request.text}: {bytes_text(total)} in {operations:,} operations", "middle", 15, True),
+        _text(WIDTH / 2, 26, f"{request.text}: {size_text(total)} in {operations:,} operations", "middle", 15, True),
         *_heading("prefill", LEFT, request.prefill),
         *_heading("decode", RIGHT, request.decode),
         *_arrows(links, left, right, colours),
@@ -133,7 +134,7 @@ def _arrows(
 def _work(link: LinkDescription) -> str:
     if not link["operations"]:
         return "nothing; tells it when it is over"
-    return f"{bytes_text(link['bytes'])}, {link['operations']:,} x {bytes_text(mean_run(link))}"
+    return f"{size_text(link['bytes'])}, {link['operations']:,} x {size_text(mean_run(link))}"
 
 
 def _names(links: list[LinkDescription], right: dict[tuple[int, int], Box]) -> Iterator[str]:
@@ -157,7 +158,7 @@ def _boxes(
         shares = {share for share in rank["tokens"] if share[1] > 1}
         held += "".join(f", tokens {number + 1} of {count}" for number, count in sorted(shares))
         verb = "is read" if engine == "prefill" else "reads"
-        work = f"{verb} {bytes_text(rank['bytes'])} in {rank['operations']:,} operations"
+        work = f"{verb} {size_text(rank['bytes'])} in {rank['operations']:,} operations"
         if not rank["operations"]:
             work = f"{verb} nothing"
         y = box.top + LINE + 3
@@ -177,7 +178,7 @@ def _boxes(
 def _legend(most: int) -> str:
     if not most:
         return "nothing is read"
-    return f"The widest arrow is {bytes_text(most)}; the others are as wide as their bytes. Dashed: nothing is read."
+    return f"The widest arrow is {size_text(most)}; the others are as wide as their bytes. Dashed: nothing is read."
 
 
 def _id(key: tuple[int, int]) -> str:

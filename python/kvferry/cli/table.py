@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..bench.figures import columns
+from ..bench.sizes import size_text
 from ..plan import Description, LinkDescription, Range
 from ..worker import Rank
 
@@ -35,15 +37,6 @@ def ranges_text(ranges: Iterable[Range]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges) or "-"
 
 
-def bytes_text(number: float) -> str:
-    """A number of bytes with at most one digit behind the point."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.1f}".removesuffix(".0") + f" {unit}"
-
-
 def mean_run(link: LinkDescription) -> float:
     """Bytes per operation; 0 without operations."""
     return link["bytes"] / link["operations"] if link["operations"] else 0.0
@@ -68,13 +61,13 @@ def table(request: Request, described: Description) -> str:
         (
             "all",
             *[""] * 4,
-            bytes_text(totals["bytes"]),
+            size_text(totals["bytes"]),
             "",
             str(totals["operations"]),
             *[""] * 3,
-            bytes_text(totals["bytes"] / max(1, totals["operations"])),
+            size_text(totals["bytes"] / max(1, totals["operations"])),
             "",
-            bytes_text(totals["plan_bytes"]),
+            size_text(totals["plan_bytes"]),
         )
     )
     head = (
@@ -87,7 +80,7 @@ def table(request: Request, described: Description) -> str:
             ranges_text(rank["layers"]),
             ranges_text(rank["heads"]),
             " ".join(f"{number + 1} of {count}" for number, count in rank["tokens"]),
-            bytes_text(rank["bytes"]),
+            size_text(rank["bytes"]),
             str(rank["peers"]),
         )
         for rank in described["producers"]
@@ -98,34 +91,20 @@ def table(request: Request, described: Description) -> str:
             f"decode   {request.decode}",
             f"request  {request.text}",
             "",
-            *columns(head, rows, numbers_from=5),
+            columns(head, rows, texts=5),
             "",
-            *columns(("prefill rank", "layers", "heads", "token share", "is read", "hears from"), sent, 4),
+            columns(("prefill rank", "layers", "heads", "token share", "is read", "hears from"), sent, texts=4),
         ]
     )
 
 
 def _figures(link: LinkDescription) -> list[str]:
     return [
-        bytes_text(link["bytes"]),
+        size_text(link["bytes"]),
         str(link["segments"]),
         str(link["operations"]),
-        *(bytes_text(link[key]) for key in ("run_min", "run_median", "run_max")),
-        bytes_text(mean_run(link)),
+        *(size_text(link[key]) for key in ("run_min", "run_median", "run_max")),
+        size_text(mean_run(link)),
         "gathered" if link["gathered"] else "direct",
-        bytes_text(link["plan_bytes"]),
+        size_text(link["plan_bytes"]),
     ]
-
-
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Lines of a table; from the column `numbers_from` on, cells are set to the right."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        placed = (
-            cell.rjust(width) if column >= numbers_from else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(placed).rstrip()
-
-    return [line(head), line(["-" * width for width in widths]), *map(line, rows)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import trace
 from ..bench.figures import columns, number
-from .table import bytes_text
+from ..bench.sizes import size_text
 
 
 class UsageError(ValueError):
@@ -47,7 +47,7 @@ def text(summary: trace.Summary) -> str:
     """The summary for people."""
     what = f"{summary['received']} received, {summary['failed']} failed, {summary['given_back']} given back"
     lines = [
-        f"{what}, {summary['unfinished']} without an end in the trace; {bytes_text(summary['bytes'])} in "
+        f"{what}, {summary['unfinished']} without an end in the trace; {size_text(summary['bytes'])} in "
         f"{summary['operations']} operations, over {summary['seconds']:.3f} s",
         *(f"  {_printable(process, 100)}" for process in summary["processes"]),
         *_ahead(summary),
@@ -86,7 +86,7 @@ def _ahead(summary: trace.Summary) -> list[str]:
     if not summary["portions"]:
         return []
     ahead = summary["ahead_bytes"]
-    share = f"{bytes_text(ahead)} of it ({100 * ahead / max(1, summary['bytes']):.0f} %)"
+    share = f"{size_text(ahead)} of it ({100 * ahead / max(1, summary['bytes']):.0f} %)"
     return [f"{share} in {summary['portions']} portions, begun before the end of the prefill was known"]
 
 
@@ -96,7 +96,7 @@ def _slowest(slowest: Sequence[trace.SlowReceive]) -> str:
         (
             _printable(one["request"], 40),
             _printable(one["outcome"] or "", 20),
-            bytes_text(one["bytes"]),
+            size_text(one["bytes"]),
             *(number(one["stages_ms"].get(stage)) for stage in shown),
         )
         for one in slowest
