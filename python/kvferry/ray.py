@@ -17,7 +17,8 @@ from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnector
 from ray.serve import llm
 from ray.util import get_node_ip_address
 
-from .cli.config import UsageError, extra_config
+from .bench.errors import UsageError
+from .cli.config import extra_config
 from .vllm import CONNECTOR_NAME
 from .vllm.config import describe
 

@@ -1,9 +1,9 @@
-"""The errors of `kvferry bench`."""
+"""The errors of the commands."""
 
 from __future__ import annotations
 
 
-class UsageError(Exception):
+class UsageError(ValueError):
     """What was typed cannot be."""
 
 

@@ -21,7 +21,7 @@ for a program that SIGPIPE ended."""
 
 
 _SIMPLE: dict[str, ModuleType] = {"config": config, "doctor": doctor, "key": key, "nixl": nixl, "trace": trace}
-"""Commands whose bad input is their modules' `UsageError`."""
+"""Commands that are all run in one way."""
 
 
 class _Version(argparse.Action):
@@ -115,14 +115,14 @@ def _run(arguments: Sequence[str] | None) -> int:
         module = _SIMPLE[options.command]
         try:
             return int(module.run(options))
-        except module.UsageError as error:
+        except UsageError as error:
             command.exit(BAD_INPUT, f"{command.prog}: error: {error}\n")
         except KvferryError as error:
             # Such as a library that cannot be loaded.
             _fail(command, error)
     try:
         return plan.run(options)
-    except plan.UsageError as error:
+    except UsageError as error:
         plan_command.error(str(error))
     except KvferryError as error:
         # The C function's name says nothing to whoever types a command.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from .. import settings
 from .._environment import variables, without
 from .._errors import InvalidArgumentError, KvferryError
+from ..bench.errors import UsageError
 from ..bench.figures import columns
 from ..vllm import CONNECTOR_NAME
 from ..vllm.config import describe
@@ -40,10 +41,6 @@ _CONNECTORS = {"worker", "scheduler", "connector"}
 """Parts whose keys `kv_connector_extra_config` may have."""
 LONGEST = 4096
 """Bytes of a path; a longer text is JSON."""
-
-
-class UsageError(ValueError):
-    """The configuration would be refused."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

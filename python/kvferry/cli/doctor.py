@@ -12,17 +12,15 @@ from typing import Any
 
 from .._environment import variables, without, wrong_variables
 from .._errors import InvalidArgumentError, KvferryError
+from ..bench.errors import UsageError
 from ..bench.figures import columns
 from ..doctor import STATES, Finding, exit_code
 from ..doctor.examine import Asked, as_json, examine
 from ..doctor.peer import Asked as Peer
 from ..settings import Setting
 from ..vllm.config import describe
-from .config import UsageError as ConfigError
 from .config import any_config, read_config
-from .shapes import DTYPES, UsageError, engine, model, parse_engine
-
-__all__ = ["EPILOG", "UsageError", "add_arguments", "run"]
+from .shapes import DTYPES, engine, model, parse_engine
 
 EPILOG = """exit status: 0 all is well or only warned of, 1 there is a problem, 2 what was asked for cannot be.
 
@@ -123,7 +121,7 @@ def asked_for(options: argparse.Namespace) -> Asked:
     """What was typed and what the environment says."""
     try:
         given = any_config({} if options.config is None else read_config(options.config))
-    except ConfigError as error:
+    except UsageError as error:
         raise UsageError(f"--config: {error}") from None
     worker, scheduler, wrong = _chosen(given.extra)
     # A decode engine is asked only by prefill engines that read conversations back.

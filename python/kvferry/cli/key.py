@@ -11,11 +11,9 @@ import os
 import secrets
 from pathlib import Path
 
+from ..bench.errors import UsageError
+
 KEY_BYTES = 32
-
-
-class UsageError(ValueError):
-    """The file cannot be written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,13 +6,10 @@ import argparse
 import os
 
 from .. import nixl
+from ..bench.errors import UsageError
 
 LIMIT = 180.0
 """Seconds that the read may take, with the start of its process."""
-
-
-class UsageError(ValueError):
-    """There is no NIXL to look at."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

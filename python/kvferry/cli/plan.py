@@ -9,12 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..bench.errors import UsageError
 from ..plan import describe
 from .picture import svg
-from .shapes import DTYPES, KEYS, UsageError, deployment, parse_engine
+from .shapes import DTYPES, KEYS, deployment, parse_engine
 from .table import Request, table
-
-__all__ = ["EPILOG", "UsageError", "add_arguments", "run"]
 
 EPILOG = (
     "keys of --prefill and --decode, as in tp=4,block=16 (all have defaults: one rank, blocks of 16 tokens,\n"

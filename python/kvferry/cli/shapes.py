@@ -7,16 +7,14 @@ import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..bench.errors import UsageError
+
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 """Bytes of an element of the cache."""
 
 LAYOUTS = ("head-major", "token-major", "cpu", "whole")
 PARTS = ("packed", "in-block", "regions")
 SEPARATOR = "+"
-
-
-class UsageError(Exception):
-    """What was typed cannot be: the text names the key and what was expected."""
 
 
 class Key(NamedTuple):

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import trace
+from ..bench.errors import UsageError
 from ..bench.figures import columns, number
 from ..bench.sizes import size_text
-
-
-class UsageError(ValueError):
-    """A file is no trace."""
 
 
 def _count(text: str) -> int:
