@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
-from .sizes import parse_size
+from .sizes import between, parse_size
 
 EPILOG = """example:
   kvferry bench transfer --transport tcp --block-bytes 16KiB --blocks 2048 --peer nixl --limit
@@ -20,17 +19,6 @@ EPILOG = """example:
 
 PATTERNS = ("random", "contiguous", "strided")
 """As in `work.Work`."""
-
-
-def _number(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text, 10)
-        if not least <= value <= most:
-            raise ValueError(text)
-        return value
-
-    parse.__name__ = f"whole number from {least:,} to {most:,}"
-    return parse
 
 
 def _block_bytes(text: str) -> int:
@@ -72,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _common(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument(
-        "--rounds", type=_number(1, 10_000), default=rounds, metavar="N", help="counted rounds (default %(default)s)"
+        "--rounds", type=between(1, 10_000), default=rounds, metavar="N", help="counted rounds (default %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
 
@@ -89,10 +77,10 @@ def add_transfer(works: Any) -> None:
     add = parser.add_argument
     add("--pattern", choices=PATTERNS, default="random", help="of the blocks in memory (default %(default)s)")
     add("--block-bytes", type=_block_bytes, default=16384, metavar="SIZE", help="1KiB to 4MiB (default 16KiB)")
-    add("--blocks", type=_number(1, 10**6), default=2048, metavar="N", help="per layer and request (default 2048)")
-    add("--layers", type=_number(1, 8192), default=1, metavar="N", help="(default 1)")
+    add("--blocks", type=between(1, 10**6), default=2048, metavar="N", help="per layer and request (default 2048)")
+    add("--layers", type=between(1, 8192), default=1, metavar="N", help="(default 1)")
     add("--direction", choices=("read", "write"), default="read", help="(default %(default)s)")
-    add("--requests", type=_number(1, 4096), default=1, metavar="N", help="started at once (default 1)")
+    add("--requests", type=between(1, 4096), default=1, metavar="N", help="started at once (default 1)")
     add("--transport", choices=("shm", "tcp", "cuda"), default="shm", help="(default %(default)s)")
     add("--api", choices=("agent", "worker"), default="agent", help="what of kvferry is used (default %(default)s)")
     add("--poll-ms", type=_milliseconds, default=0.0, metavar="MS", help="look for the end at this interval only")
@@ -113,7 +101,7 @@ def add_transfer(works: Any) -> None:
     add("--huge-pages", action="store_true", help="ask for transparent huge pages for all memory")
     add("--ucx", action="append", default=[], metavar="NAME=VALUE", help="a UCX setting of kvferry's agents")
     add("--grow", choices=("blocks", "block-bytes", "layers", "requests"), help="measure again with twice as many, and")
-    add("--steps", type=_number(2, 12), default=4, metavar="N", help="so on, N times in all (default %(default)s)")
+    add("--steps", type=between(2, 12), default=4, metavar="N", help="so on, N times in all (default %(default)s)")
     add("--plot", type=Path, metavar="FILE.svg", help="draw every round's time, or with --grow how the medians grow")
 
 
@@ -121,17 +109,17 @@ def add_others(works: Any) -> None:
     """The other subcommands."""
     cold = works.add_parser("handshake", help="first contact to first byte")
     _common(cold, 15)
-    cold.add_argument("--ranks", type=_number(1, 256), default=1, metavar="N", help="of the producer (default 1)")
+    cold.add_argument("--ranks", type=between(1, 256), default=1, metavar="N", help="of the producer (default 1)")
     cold.add_argument(
-        "--blocks", type=_number(1024, 1 << 22), default=131_072, metavar="N", help="of all 64 layers (default 131072)"
+        "--blocks", type=between(1024, 1 << 22), default=131_072, metavar="N", help="of all 64 layers (default 131072)"
     )
     visits = works.add_parser("listener", help="handshakes per second")
-    visits.add_argument("--clients", type=_number(1, 10_000), default=1000, metavar="N", help="at once (default 1000)")
-    visits.add_argument("--total", type=_number(1, 10**7), default=20_000, metavar="N", help="handshakes (20000)")
+    visits.add_argument("--clients", type=between(1, 10_000), default=1000, metavar="N", help="at once (default 1000)")
+    visits.add_argument("--total", type=between(1, 10**7), default=20_000, metavar="N", help="handshakes (20000)")
     visits.add_argument("--json", type=Path, metavar="FILE", help="also write the row as JSON")
     idle = works.add_parser("idle", help="processor time while nothing is moved")
-    idle.add_argument("--peers", type=_number(1, 1000), default=100, metavar="N", help="connected (default 100)")
-    idle.add_argument("--seconds", type=_number(1, 3600), default=10, metavar="S", help="(default 10)")
+    idle.add_argument("--peers", type=between(1, 1000), default=100, metavar="N", help="connected (default 100)")
+    idle.add_argument("--seconds", type=between(1, 3600), default=10, metavar="S", help="(default 10)")
     idle.add_argument("--json", type=Path, metavar="FILE", help="also write the row as JSON")
     for parser in (cold, idle):
         parser.add_argument("--transport", choices=("shm", "tcp"), default="tcp", help="(default %(default)s)")
@@ -140,17 +128,17 @@ def add_others(works: Any) -> None:
     _common(behind, 15)
     behind.add_argument("--transport", choices=("shm", "tcp"), default="tcp", help="(default %(default)s)")
     behind.add_argument("--block-bytes", type=_block_bytes, default=16384, metavar="SIZE", help="(default 16KiB)")
-    behind.add_argument("--blocks", type=_number(2, 10**6), default=32768, metavar="N", help="of the large (32768)")
+    behind.add_argument("--blocks", type=between(2, 10**6), default=32768, metavar="N", help="of the large (32768)")
     behind.add_argument("--peer", choices=("nixl",), help="also the nixl package, num_threads 0 and 4")
     counting = works.add_parser("telemetry", help="what counting and tracing cost a hand-over")
     _common(counting, 30)
-    counting.add_argument("--sittings", type=_number(1, 100), default=4, metavar="N", help="(default %(default)s)")
+    counting.add_argument("--sittings", type=between(1, 100), default=4, metavar="N", help="(default %(default)s)")
     counting.add_argument("--transport", choices=("shm", "tcp"), default="shm", help="(default %(default)s)")
     plans = works.add_parser("plan", help="working out what to copy, and how that grows with the blocks")
     _common(plans, 15)
-    plans.add_argument("--layers", type=_number(1, 8192), default=64, metavar="N", help="(default 64)")
-    plans.add_argument("--blocks", type=_number(1, 10**6), default=500, metavar="N", help="at first (default 500)")
-    plans.add_argument("--steps", type=_number(1, 12), default=4, metavar="N", help="doublings and one (default 4)")
+    plans.add_argument("--layers", type=between(1, 8192), default=64, metavar="N", help="(default 64)")
+    plans.add_argument("--blocks", type=between(1, 10**6), default=500, metavar="N", help="at first (default 500)")
+    plans.add_argument("--steps", type=between(1, 12), default=4, metavar="N", help="doublings and one (default 4)")
     plans.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw how the medians grow")
 
 

@@ -1,6 +1,8 @@
-"""Numbers of bytes as they are typed and shown. Needs no numpy, so that the command line can be read without it."""
+"""Numbers as they are typed, and bytes as shown. Needs no numpy, so that the command line can be read without it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 
@@ -19,3 +21,16 @@ def parse_size(text: str) -> int:
         if text.endswith(unit):
             return int(text.removesuffix(unit).strip(), 10) * size
     return int(text, 10)
+
+
+def between(least: int, most: int, name: str = "") -> Callable[[str], int]:
+    """What argparse takes as the type of a whole number; `name` is what it calls one where that is not the range."""
+
+    def parse(text: str) -> int:
+        value = int(text, 10)
+        if not least <= value <= most:
+            raise ValueError(text)
+        return value
+
+    parse.__name__ = name or f"whole number from {least:,} to {most:,}"
+    return parse

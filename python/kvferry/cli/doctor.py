@@ -20,7 +20,7 @@ from ..doctor.peer import Asked as Peer
 from ..settings import Setting
 from ..vllm.config import describe
 from .config import any_config, read_config
-from .shapes import DTYPES, engine, model, parse_engine
+from .shapes import DTYPES, add_model, count, engine, model, parse_engine
 
 EPILOG = """exit status: 0 all is well or only warned of, 1 there is a problem, 2 what was asked for cannot be.
 
@@ -35,16 +35,6 @@ examples:
 docs/doctor.md has what every finding means.
 """
 _MODEL = ("layers", "kv_heads", "head_size", "mla", "window", "full_every")
-
-
-def _count(text: str) -> int:
-    value = int(text, 10)
-    if not 1 <= value < 1 << 32:
-        raise ValueError(text)
-    return value
-
-
-_count.__name__ = "whole number from 1"
 
 
 def _seconds(text: str) -> float:
@@ -93,13 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-connect", action="store_true", help="with --peer: do not connect to the agents of its ranks")
     add("--timeout", type=_seconds, default=60.0, metavar="S", help="how long the command may take (default 60)")
     add("--shape", metavar="KEY=VALUE,...", help="with --peer: the shape of this side's engine, to be compared")
-    add("--layers", type=_count, metavar="N", help="layers of this side's model")
-    add("--kv-heads", type=_count, metavar="N", help="KV heads of the model")
-    add("--head-size", type=_count, metavar="N", help="elements of K, and of V, per token and head")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the cache (default %(default)s)")
-    add("--mla", type=_count, metavar="N", help="latents of N elements per token instead of K and V")
-    add("--window", type=_count, metavar="N", help="sliding window of N tokens, in all layers or")
-    add("--full-every", type=_count, metavar="N", help="in all but each N-th layer")
+    add("--layers", type=count, metavar="N", help="layers of this side's model")
+    add_model(parser)
     add(
         "--compat",
         type=_field,

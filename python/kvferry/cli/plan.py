@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.errors import UsageError
+from ..bench.sizes import between
 from ..plan import describe
 from .picture import svg
-from .shapes import DTYPES, KEYS, deployment, parse_engine
+from .shapes import KEYS, add_model, count, deployment, parse_engine
 from .table import Request, table
 
 EPILOG = (
@@ -35,28 +36,15 @@ example:
 MOST_LAYERS = 8192
 """With K and V each, a rank has no more."""
 
-
-def _count(text: str) -> int:
-    value = int(text, 10)
-    if not 1 <= value < 1 << 32:
-        raise ValueError(text)
-    return value
-
-
-def _layers(text: str) -> int:
-    value = _count(text)
-    if value > MOST_LAYERS:
-        raise ValueError(text)
-    return value
+_layers = between(1, MOST_LAYERS, f"whole number from 1 to {MOST_LAYERS}")
 
 
 def _count_or_none(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return 0 if text == "0" else count(text)
 
 
 # What argparse says of a text that is none.
-_count.__name__, _count_or_none.__name__ = "whole number from 1", "whole number"
-_layers.__name__ = f"whole number from 1 to {MOST_LAYERS}"
+_count_or_none.__name__ = "whole number"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,13 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", required=True, metavar="KEY=VALUE,...", help="shape of the prefill engine")
     parser.add_argument("--decode", required=True, metavar="KEY=VALUE,...", help="shape of the decode engine")
     parser.add_argument("--layers", required=True, type=_layers, metavar="N", help="layers of the model")
-    parser.add_argument("--kv-heads", type=_count, metavar="N", help="KV heads of the model")
-    parser.add_argument("--head-size", type=_count, metavar="N", help="elements of K, and of V, per token and head")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the cache (default %(default)s)")
-    parser.add_argument("--mla", type=_count, metavar="N", help="latents of N elements per token instead of K and V")
-    parser.add_argument("--window", type=_count, metavar="N", help="sliding window of N tokens, in all layers or")
-    parser.add_argument("--full-every", type=_count, metavar="N", help="in all but each N-th layer")
-    parser.add_argument("--tokens", type=_count, default=2000, metavar="N", help="of the prompt (default %(default)s)")
+    add_model(parser)
+    parser.add_argument("--tokens", type=count, default=2000, metavar="N", help="of the prompt (default %(default)s)")
     parser.add_argument(
         "--cached", type=_count_or_none, default=0, metavar="N", help="tokens the decode engine has already (default 0)"
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..bench.errors import UsageError
+from ..bench.sizes import between
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 """Bytes of an element of the cache."""
@@ -72,6 +73,21 @@ _ENGINE_KEYS = {
     "pages": "pages",
     "layers-in-block": "layers_in_block",
 }
+
+
+count = between(1, (1 << 32) - 1, "whole number from 1")
+"""The type of an option, for argparse."""
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a model's cache, but for `--layers`."""
+    add = parser.add_argument
+    add("--kv-heads", type=count, metavar="N", help="KV heads of the model")
+    add("--head-size", type=count, metavar="N", help="elements of K, and of V, per token and head")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the cache (default %(default)s)")
+    add("--mla", type=count, metavar="N", help="latents of N elements per token instead of K and V")
+    add("--window", type=count, metavar="N", help="sliding window of N tokens, in all layers or")
+    add("--full-every", type=count, metavar="N", help="in all but each N-th layer")
 
 
 def parse_engine(option: str, text: str) -> dict[str, Any]:

@@ -13,17 +13,9 @@ from pathlib import Path
 from .. import trace
 from ..bench.errors import UsageError
 from ..bench.figures import columns, number
-from ..bench.sizes import size_text
+from ..bench.sizes import between, size_text
 
-
-def _count(text: str) -> int:
-    value = int(text, 10)
-    if not 0 <= value <= 10_000:
-        raise ValueError(text)
-    return value
-
-
-_count.__name__ = "whole number from 0 to 10,000"
+_count = between(0, 10_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
