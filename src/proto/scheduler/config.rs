@@ -1,15 +1,12 @@
 //! What the scheduler side's state machine is told at start.
 
-use serde::{Deserialize, Serialize};
-
 use crate::error::{Error, Result};
 use crate::proto::geometry::{Group, GroupKind};
 use crate::proto::ids::{EngineId, Incarnation};
 use crate::proto::wire::EngineShape;
 
 /// Settings of one engine's scheduler side.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SchedulerConfig {
     /// The engine.
     pub engine_id: EngineId,
@@ -25,28 +22,22 @@ pub struct SchedulerConfig {
     /// says how many tokens an entry of a block list stands for.
     pub groups: Vec<Group>,
     /// The block that stands for "no block here" in a block list (vLLM: 0); it is never read or written.
-    #[serde(default = "default_null_block")]
     pub null_block: Option<u32>,
     /// Whether the engine reuses a request's blocks for other requests with the same prefix (vLLM: prefix caching). Then a
     /// block of a sliding-window group must be filled whole, also in front of the window.
-    #[serde(default = "default_reuses_blocks")]
     pub reuses_blocks: bool,
     /// How long a hand-over's blocks are kept without a heartbeat, in milliseconds, at least 1000.
-    #[serde(default = "default_lease_ms")]
     pub lease_ms: u64,
     /// Whether a finished prefill's answer may leave before all of its blocks are written, as where a GPU still computes a
     /// draft's cache or copies a state. Who loads them then asks the listener, as of a prefill that is under way.
-    #[serde(default)]
     pub written_late: bool,
     /// Where conversations go on: a decode engine keeps what it has of one, and a prefill engine loads that for the next
     /// turn.
-    #[serde(default)]
     pub multi_turn: Option<MultiTurn>,
 }
 
 /// How histories of conversations travel back from decode engines to prefill engines.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MultiTurn {
     /// How long a decode engine keeps a history without a heartbeat, in milliseconds, at least 1000. None comes between two
     /// turns.
@@ -55,18 +46,6 @@ pub struct MultiTurn {
     pub least_tokens: u64,
     /// The most blocks that histories keep from the decode engine's other requests, all together. The oldest give way.
     pub most_blocks: u64,
-}
-
-fn default_null_block() -> Option<u32> {
-    Some(0)
-}
-
-fn default_reuses_blocks() -> bool {
-    true
-}
-
-fn default_lease_ms() -> u64 {
-    30_000
 }
 
 impl SchedulerConfig {
@@ -79,9 +58,9 @@ impl SchedulerConfig {
             pp_size: 1,
             dcp_size: 1,
             groups,
-            null_block: default_null_block(),
-            reuses_blocks: default_reuses_blocks(),
-            lease_ms: default_lease_ms(),
+            null_block: Some(0),
+            reuses_blocks: true,
+            lease_ms: 30_000,
             written_late: false,
             multi_turn: None,
         }

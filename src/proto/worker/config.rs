@@ -2,15 +2,14 @@
 
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
 use crate::proto::wire::EngineShape;
 
 /// Settings of one rank's state machine. All times are in milliseconds.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct WorkerConfig {
     /// This rank's engine.
     pub engine: EngineId,
@@ -22,98 +21,38 @@ pub struct WorkerConfig {
     pub incarnation: Incarnation,
     /// A lease of L ms is renewed every L / `heartbeat_divisor` ms, at most every 100 ms. Default 6: five heartbeats
     /// may be late before a lease runs out.
-    #[serde(default = "defaults::heartbeat_divisor")]
     pub heartbeat_divisor: u32,
     /// From a handshake's start until every rank needed is connected. Default 30000.
-    #[serde(default = "defaults::handshake_timeout_ms")]
     pub handshake_timeout_ms: u64,
     /// For this long after a failed handshake a hold does not start another one; a load does. Default 1000.
-    #[serde(default = "defaults::handshake_backoff_ms")]
     pub handshake_backoff_ms: u64,
     /// From the posting of a load's transfers until the last has completed; then they are cancelled. Default 120000.
-    #[serde(default = "defaults::transfer_timeout_ms")]
     pub transfer_timeout_ms: u64,
     /// From saying done until the last verdict. Default 10000.
-    #[serde(default = "defaults::verdict_timeout_ms")]
     pub verdict_timeout_ms: u64,
     /// How long a producer keeps a `Done` or `Release` about a request that it has not granted (yet): with
     /// asynchronous scheduling its own step may come after the consumer's message. Default 30000.
-    #[serde(default = "defaults::early_message_ms")]
     pub early_message_ms: u64,
     /// How many such messages are kept at most; one more is answered at once. Default 4096.
-    #[serde(default = "defaults::early_messages")]
     pub early_messages: usize,
     /// How long a producer remembers an ended request, to answer what comes late. Default 120000.
-    #[serde(default = "defaults::tombstone_ms")]
     pub tombstone_ms: u64,
     /// How many such requests are remembered at most; the oldest go first. Default 16384.
-    #[serde(default = "defaults::tombstones")]
     pub tombstones: usize,
     /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its
     /// prefill. Default 3600000 (1 h).
-    #[serde(default = "defaults::hold_timeout_ms")]
     pub hold_timeout_ms: u64,
     /// How long a lease is kept after a request that other requests may share it with, for those that have not come yet.
     /// Default 5000: longer than an engine's step, during which it takes in no request.
-    #[serde(default = "defaults::shared_grace_ms")]
     pub shared_grace_ms: u64,
     /// From how many written tokens on a portion of a prefill under way is read; 0: none is. Default 256.
-    #[serde(default = "defaults::portion_tokens")]
     pub portion_tokens: u64,
     /// A peer that no request has used for this long is disconnected. Default 600000 (10 min).
-    #[serde(default = "defaults::peer_ttl_ms")]
     pub peer_ttl_ms: u64,
     /// Whether anything is counted. Default true.
-    #[serde(default = "defaults::yes")]
     pub telemetry: bool,
     /// Whether the lives of requests are told by `Worker::poll_life`. Default false.
-    #[serde(default)]
     pub trace: bool,
-}
-
-mod defaults {
-    pub fn yes() -> bool {
-        true
-    }
-    pub fn heartbeat_divisor() -> u32 {
-        6
-    }
-    pub fn handshake_timeout_ms() -> u64 {
-        30_000
-    }
-    pub fn handshake_backoff_ms() -> u64 {
-        1_000
-    }
-    pub fn transfer_timeout_ms() -> u64 {
-        120_000
-    }
-    pub fn verdict_timeout_ms() -> u64 {
-        10_000
-    }
-    pub fn early_message_ms() -> u64 {
-        30_000
-    }
-    pub fn early_messages() -> usize {
-        4_096
-    }
-    pub fn tombstone_ms() -> u64 {
-        120_000
-    }
-    pub fn tombstones() -> usize {
-        16_384
-    }
-    pub fn hold_timeout_ms() -> u64 {
-        3_600_000
-    }
-    pub fn shared_grace_ms() -> u64 {
-        5_000
-    }
-    pub fn portion_tokens() -> u64 {
-        256
-    }
-    pub fn peer_ttl_ms() -> u64 {
-        600_000
-    }
 }
 
 /// The longest time that any setting accepts: ten days. Longer ones are taken for a mistake of unit.
@@ -127,19 +66,19 @@ impl WorkerConfig {
             rank,
             shape,
             incarnation,
-            heartbeat_divisor: defaults::heartbeat_divisor(),
-            handshake_timeout_ms: defaults::handshake_timeout_ms(),
-            handshake_backoff_ms: defaults::handshake_backoff_ms(),
-            transfer_timeout_ms: defaults::transfer_timeout_ms(),
-            verdict_timeout_ms: defaults::verdict_timeout_ms(),
-            early_message_ms: defaults::early_message_ms(),
-            early_messages: defaults::early_messages(),
-            tombstone_ms: defaults::tombstone_ms(),
-            tombstones: defaults::tombstones(),
-            hold_timeout_ms: defaults::hold_timeout_ms(),
-            shared_grace_ms: defaults::shared_grace_ms(),
-            portion_tokens: defaults::portion_tokens(),
-            peer_ttl_ms: defaults::peer_ttl_ms(),
+            heartbeat_divisor: 6,
+            handshake_timeout_ms: 30_000,
+            handshake_backoff_ms: 1_000,
+            transfer_timeout_ms: 120_000,
+            verdict_timeout_ms: 10_000,
+            early_message_ms: 30_000,
+            early_messages: 4_096,
+            tombstone_ms: 120_000,
+            tombstones: 16_384,
+            hold_timeout_ms: 3_600_000,
+            shared_grace_ms: 5_000,
+            portion_tokens: 256,
+            peer_ttl_ms: 600_000,
             telemetry: true,
             trace: false,
         }
