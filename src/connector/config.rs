@@ -4,35 +4,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::agent::Transport;
 use crate::error::{Error, Result};
 use crate::proto::geometry::Group;
 use crate::proto::ids::{EngineId, RankId};
 use crate::proto::scheduler::MultiTurn;
 use crate::proto::wire::{CompatField, EngineShape};
 use crate::settings::{self, Part};
-
-/// Which of UCX's transports a worker may use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Transport {
-    /// UCX's choice.
-    #[default]
-    Auto,
-    /// TCP only.
-    Tcp,
-    /// Copies between processes of one host, messages over TCP.
-    Shm,
-}
-
-impl From<Transport> for crate::agent::Transport {
-    fn from(transport: Transport) -> Self {
-        match transport {
-            Transport::Auto => crate::agent::Transport::Auto,
-            Transport::Tcp => crate::agent::Transport::Tcp,
-            Transport::Shm => crate::agent::Transport::Shm,
-        }
-    }
-}
 
 /// A worker's configuration. Sizes count ranks, times are in milliseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -14,6 +14,8 @@ mod trace;
 mod worker;
 mod writer;
 
-pub use config::{SchedulerConfig, Transport, WorkerConfig};
+pub use config::{SchedulerConfig, WorkerConfig};
 pub use scheduler::Scheduler;
 pub use worker::{Worker, WorkerStats};
+
+pub use crate::agent::Transport;

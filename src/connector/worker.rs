@@ -6,6 +6,7 @@ use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use serde::Serialize;
 use serde::de::IgnoredAny;
 
 use super::config::WorkerConfig;
@@ -49,7 +50,7 @@ struct Local {
 }
 
 /// Counters of one worker since its start, and how much it holds now.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct WorkerStats {
     /// What was received and sent.
     pub totals: Stats,
@@ -299,7 +300,7 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
     let peer_window = Window { operations: config.window, ..defaults.peer_window };
     AgentConfig {
         name,
-        transport: config.transport.into(),
+        transport: config.transport,
         ucx: config.ucx.clone(),
         ucx_lib: config.ucx_lib.as_ref().map(PathBuf::from),
         key_file: config.key_file.as_ref().map(PathBuf::from),

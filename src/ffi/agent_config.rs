@@ -6,69 +6,66 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::agent::{AgentConfig, Transport};
+use crate::agent::{AgentConfig, Transport, Window};
 use crate::error::Result;
 
-/// What a host may set; the table of settings has their defaults and bounds.
+/// What a host may set; the table of settings has the bounds, and fills in its defaults.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Config {
     name: Option<String>,
-    transport: Option<String>,
+    transport: Transport,
     ucx: BTreeMap<String, String>,
     ucx_lib: Option<PathBuf>,
     key_file: Option<PathBuf>,
-    window: Option<u32>,
-    window_bytes: Option<u64>,
-    max_operation_bytes: Option<u64>,
-    gather_below: Option<u64>,
-    connect_timeout_ms: Option<u64>,
-    cancel_grace_ms: Option<u64>,
-    deregister_timeout_ms: Option<u64>,
-    spin_us: Option<u64>,
-    copy_threads: Option<u32>,
-    streams: Option<bool>,
-    send_queue_bytes: Option<u64>,
-    verify: Option<bool>,
-    rehearse: Option<bool>,
-    telemetry: Option<bool>,
+    window: u32,
+    window_bytes: u64,
+    max_operation_bytes: u64,
+    gather_below: u64,
+    connect_timeout_ms: u64,
+    cancel_grace_ms: u64,
+    deregister_timeout_ms: u64,
+    spin_us: u64,
+    copy_threads: u32,
+    streams: bool,
+    send_queue_bytes: u64,
+    verify: bool,
+    rehearse: bool,
+    telemetry: bool,
     metrics_file: Option<PathBuf>,
 }
 
 impl Config {
     pub(super) fn agent_config(self) -> Result<AgentConfig> {
-        let (ucx_lib, key_file, metrics_file) = (self.ucx_lib, self.key_file, self.metrics_file);
-        let mut config = AgentConfig { ucx: self.ucx, ucx_lib, key_file, metrics_file, ..AgentConfig::default() };
-        if let Some(name) = self.name {
-            config.name = name;
-        }
-        if let Some(transport) = self.transport {
-            config.transport = Transport::parse(&transport)?;
-        }
-        set(&mut config.peer_window.operations, self.window);
-        config.total_window.operations = config.total_window.operations.max(config.peer_window.operations);
-        set(&mut config.peer_window.bytes, self.window_bytes);
-        config.total_window.bytes = config.total_window.bytes.max(config.peer_window.bytes);
-        set(&mut config.max_operation_bytes, self.max_operation_bytes);
-        set(&mut config.gather_below, self.gather_below);
-        set(&mut config.connect_timeout, self.connect_timeout_ms.map(Duration::from_millis));
-        set(&mut config.cancel_grace, self.cancel_grace_ms.map(Duration::from_millis));
-        set(&mut config.deregister_timeout, self.deregister_timeout_ms.map(Duration::from_millis));
-        set(&mut config.spin, self.spin_us.map(Duration::from_micros));
-        set(&mut config.copy_threads, self.copy_threads);
-        set(&mut config.streams, self.streams);
-        set(&mut config.send_queue_bytes, self.send_queue_bytes);
-        set(&mut config.verify, self.verify);
-        set(&mut config.rehearse, self.rehearse);
-        set(&mut config.telemetry, self.telemetry);
+        let default = AgentConfig::default();
+        let config = AgentConfig {
+            name: self.name.unwrap_or_else(|| default.name.clone()),
+            transport: self.transport,
+            ucx: self.ucx,
+            ucx_lib: self.ucx_lib,
+            key_file: self.key_file,
+            peer_window: Window { operations: self.window, bytes: self.window_bytes },
+            total_window: Window {
+                operations: default.total_window.operations.max(self.window),
+                bytes: default.total_window.bytes.max(self.window_bytes),
+            },
+            max_operation_bytes: self.max_operation_bytes,
+            gather_below: self.gather_below,
+            connect_timeout: Duration::from_millis(self.connect_timeout_ms),
+            cancel_grace: Duration::from_millis(self.cancel_grace_ms),
+            deregister_timeout: Duration::from_millis(self.deregister_timeout_ms),
+            spin: Duration::from_micros(self.spin_us),
+            copy_threads: self.copy_threads,
+            streams: self.streams,
+            send_queue_bytes: self.send_queue_bytes,
+            verify: self.verify,
+            rehearse: self.rehearse,
+            telemetry: self.telemetry,
+            metrics_file: self.metrics_file,
+            ..default
+        };
         config.validate()?;
         Ok(config)
-    }
-}
-
-fn set<T>(place: &mut T, value: Option<T>) {
-    if let Some(value) = value {
-        *place = value;
     }
 }
 

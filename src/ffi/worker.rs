@@ -1,22 +1,17 @@
 //! `kvf_worker_*`: the worker side of a KV connector.
 
-use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
 use std::time::Duration;
-
-use serde::Serialize;
 
 use super::agent::memory_kind;
 use super::boundary::{Out, slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
-use crate::agent::AgentStats;
-use crate::connector::{Worker, WorkerConfig, WorkerStats};
+use crate::connector::{Worker, WorkerConfig};
 use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::geometry::Geometry;
-use crate::proto::stats::Stats;
 use crate::settings::{Part, parse_config};
 use crate::sys::Outbox;
 
@@ -28,38 +23,6 @@ pub struct kvf_worker {
 impl Object for Worker {
     type C = kvf_worker;
     const NOUN: &'static str = "worker";
-}
-
-#[derive(Serialize)]
-struct Figures {
-    totals: Stats,
-    gauges: BTreeMap<&'static str, u64>,
-    agent: AgentStats,
-    malformed_steps: u64,
-    malformed_messages: u64,
-}
-
-impl From<WorkerStats> for Figures {
-    fn from(stats: WorkerStats) -> Self {
-        let gauges = stats.gauges;
-        let count = |n: usize| u64::try_from(n).unwrap_or(u64::MAX);
-        Figures {
-            totals: stats.totals,
-            gauges: BTreeMap::from([
-                ("leases", count(gauges.leases)),
-                ("early", count(gauges.early)),
-                ("tombstones", count(gauges.tombstones)),
-                ("holds", count(gauges.holds)),
-                ("loads", count(gauges.loads)),
-                ("releases", count(gauges.releases)),
-                ("sessions", count(gauges.sessions)),
-                ("peers", count(gauges.peers)),
-            ]),
-            agent: stats.agent,
-            malformed_steps: stats.malformed_steps,
-            malformed_messages: stats.malformed_messages,
-        }
-    }
 }
 
 /// Starts a worker: opens UCX and starts the thread that owns it.
@@ -270,9 +233,7 @@ fn encoded(report: Option<Result<Vec<u8>>>) -> Result<Vec<u8>> {
 pub unsafe extern "C" fn kvf_worker_stats(worker: *mut kvf_worker, out: *mut kvf_buffer) -> i32 {
     boundary!(kvf_worker_stats, {
         // SAFETY: the caller's promise for out-parameters.
-        unsafe {
-            fill(out, || decode::encode("the worker's stats", &Figures::from(handle::get::<Worker>(worker)?.stats()?)))
-        }
+        unsafe { fill(out, || decode::encode("the worker's stats", &handle::get::<Worker>(worker)?.stats()?)) }
     })
 }
 

@@ -5,12 +5,15 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::agent::core::limits::MAX_WAITING;
 use crate::error::{Error, Result};
 use crate::proto::plan::GATHER_BELOW;
 
 /// Which of UCX's transports to use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Transport {
     /// What UCX chooses: `UCX_TLS` of the settings or the environment, else the fastest that reaches the peer.
     #[default]

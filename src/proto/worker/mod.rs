@@ -38,6 +38,7 @@ use std::sync::Arc;
 pub use action::{Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
 pub use config::WorkerConfig;
 pub use life::{LeaseEnd, Life, Receive, ReceivedPortion};
+use serde::Serialize;
 
 use crate::error::Result;
 use crate::proto::handshake::{HandshakeFailure, PrefillNews};
@@ -58,7 +59,7 @@ pub struct Worker {
 }
 
 /// How much the machine remembers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Gauges {
     /// Producer: leases that hold.
     pub leases: usize,
@@ -73,6 +74,7 @@ pub struct Gauges {
     /// Consumer: releases that wait for a connection.
     pub releases: usize,
     /// Consumer: transfers that may touch memory.
+    #[serde(skip)]
     pub transfers: usize,
     /// Consumer: handshakes under way or done.
     pub sessions: usize,
