@@ -4,11 +4,12 @@
 //! over it. So a request is fresh by itself: sent again, in this life of the listener or a later one, it belongs to a
 //! channel that is gone. And nothing in it can be opened by who learns the key later.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
 use super::Address;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::handshake::Asker;
+use crate::proto::latest::Latest;
 use crate::proto::wire::limits::{MAX_REPLY_BYTES, MAX_REQUEST_BYTES};
 use crate::proto::wire::{HandshakeReply, Message, RefusalCode, Versions};
 use crate::secret::{Channel, Initiator, Key, Protocol, Responder, sealed_len};
@@ -131,13 +132,10 @@ impl Exchange {
 pub struct Gate {
     key: Option<Key>,
     /// With the numbers of their exchanges.
-    channels: BTreeMap<[u8; CHANNEL_BYTES], (u64, Channel)>,
-    /// The channels' names from the oldest on. Used ones are still in it.
-    order: VecDeque<[u8; CHANNEL_BYTES]>,
+    channels: Latest<[u8; CHANNEL_BYTES], (u64, Channel)>,
     /// Of requests whose replies come later, in the order in which they came.
     later: HashMap<Asker, VecDeque<(u64, Channel)>>,
-    seen: BTreeSet<[u8; EPHEMERAL_BYTES]>,
-    seen_order: VecDeque<[u8; EPHEMERAL_BYTES]>,
+    seen: Latest<[u8; EPHEMERAL_BYTES], ()>,
 }
 
 impl Gate {
@@ -156,14 +154,7 @@ impl Gate {
                 crate::secret::ENV
             );
         }
-        Gate {
-            key,
-            channels: BTreeMap::new(),
-            order: VecDeque::new(),
-            later: HashMap::new(),
-            seen: BTreeSet::new(),
-            seen_order: VecDeque::new(),
-        }
+        Gate { key, channels: Latest::new(MAX_CHANNELS), later: HashMap::new(), seen: Latest::new(MAX_SEEN) }
     }
 
     /// Answers any bytes: with what `answer` makes of the request in them if it may pass, else with a refusal.
@@ -230,25 +221,14 @@ impl Gate {
         let ephemeral = *message
             .first_chunk::<EPHEMERAL_BYTES>()
             .ok_or_else(|| Error::corrupt("a first message without its key"))?;
-        if !self.seen.insert(ephemeral) {
+        if self.seen.contains_key(&ephemeral) {
             return Err(Error::corrupt("this request came before; each can be sent once"));
         }
-        self.seen_order.push_back(ephemeral);
-        if self.seen_order.len() > MAX_SEEN
-            && let Some(oldest) = self.seen_order.pop_front()
-        {
-            self.seen.remove(&oldest);
-        }
+        self.seen.insert(ephemeral, ());
         let mut name = [0; CHANNEL_BYTES];
         getrandom::fill(&mut name).map_err(|e| Error::new(ErrorKind::Io, format!("drawing a name: {e}")))?;
         let (second, channel) = responder.answer(&name)?;
         self.channels.insert(name, (number, channel));
-        self.order.push_back(name);
-        if self.order.len() > MAX_CHANNELS
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.channels.remove(&oldest);
-        }
         Ok(frame(Kind::Opened, number, &[&second]))
     }
 
@@ -435,7 +415,6 @@ mod tests {
             opened(&mut gate, 1, b"");
         }
         assert_eq!(gate.channels.len(), MAX_CHANNELS);
-        assert_eq!(gate.order.len(), MAX_CHANNELS);
         assert_eq!(split(&gate.answer(&oldest, never)).unwrap().0, Kind::Again);
         let reply = gate.answer(&ask, echo);
         assert_eq!(second.reply(split(&reply).unwrap().2).unwrap(), b"echo:second");

@@ -6,12 +6,13 @@
 
 mod rank_set;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
 
 use self::rank_set::RankSet;
 use super::ids::{RankId, RequestId};
+use super::latest::Latest;
 use super::stats::Stats;
 use super::wire::limits::MAX_RANKS;
 use super::wire::{self, Blocks, Cause, RecvRecord, ReportBatch, WorkerReport};
@@ -83,14 +84,11 @@ struct Pending {
     invalid: BTreeSet<u32>,
 }
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 struct Side {
     pending: HashMap<RequestId, Pending>,
-    /// Completed requests, who has reported them, and the serial number of their completion.
-    done: HashMap<RequestId, (RankSet, u64)>,
-    /// The same in order of completion, with entries of forgotten requests among them.
-    done_order: VecDeque<(RequestId, u64)>,
-    serial: u64,
+    /// Completed requests, and who has reported them.
+    done: Latest<RequestId, RankSet>,
 }
 
 /// Turns ranks' reports into outcomes. Reports may come in any order and grouping; a rank that repeats itself changes
@@ -127,8 +125,9 @@ impl Aggregator {
                 format!("{} ranks were given to an aggregator, at most {MAX_RANKS} can be", ranks.len()),
             ));
         }
-        let [grant, send, recv] = Default::default();
-        Ok(Aggregator { ranks, limit: limit.max(1), grant, send, recv, ready: Outcome::default() })
+        let limit = limit.max(1);
+        let [grant, send, recv] = [(); 3].map(|()| Side::new(limit));
+        Ok(Aggregator { ranks, limit, grant, send, recv, ready: Outcome::default() })
     }
 
     /// Requests under way, both directions together.
@@ -203,7 +202,7 @@ impl Aggregator {
         for request in report.granted.iter().filter(|r| new_grants.contains(r)) {
             if self.grant.pending.get(request).is_some_and(|pending| pending.reported.len() >= self.ranks.len()) {
                 let Some(pending) = self.grant.pending.remove(request) else { continue };
-                self.grant.bury(request, pending.reported, self.limit);
+                self.grant.done.insert(request.clone(), pending.reported);
                 self.ready.granted.push(request.clone());
             }
         }
@@ -232,11 +231,10 @@ impl Aggregator {
     /// The host knows by itself that `request` is over in this direction: from now on reports about it are late ones, and
     /// no outcome names it.
     pub fn end(&mut self, request: &RequestId, direction: Direction) {
-        let limit = self.limit;
         for side in self.sides(direction) {
             if !side.done.contains_key(request) {
                 let reported = side.pending.remove(request).map(|pending| pending.reported).unwrap_or_default();
-                side.bury(request, reported, limit);
+                side.done.insert(request.clone(), reported);
             }
         }
     }
@@ -294,7 +292,7 @@ impl Aggregator {
 
     /// Moves `request` to the outcome if all expected ranks have reported.
     fn settle(&mut self, request: &RequestId, direction: Direction) {
-        let (all, limit) = (self.ranks.len(), self.limit);
+        let all = self.ranks.len();
         let side = self.side_mut(direction);
         let needed = |pending: &Pending| pending.count.map_or(all, |count| count as usize);
         let complete = side.pending.get(request).is_some_and(|pending| pending.reported.len() >= needed(pending));
@@ -302,7 +300,7 @@ impl Aggregator {
             return;
         }
         let Some(pending) = side.pending.remove(request) else { return };
-        side.bury(request, pending.reported, limit);
+        side.done.insert(request.clone(), pending.reported);
         match direction {
             Direction::Send => self.ready.finished_sending.push(request.clone()),
             Direction::Recv => {
@@ -319,24 +317,15 @@ impl Aggregator {
 }
 
 impl Side {
+    fn new(limit: usize) -> Side {
+        Side { pending: HashMap::new(), done: Latest::new(limit.min(MAX_COMPLETED)) }
+    }
+
     /// Notes that the rank has reported `request`; whether that is news.
     fn report(&mut self, request: &RequestId, index: usize) -> bool {
         match self.done.get_mut(request) {
-            Some((reported, _)) => reported.insert(index),
+            Some(reported) => reported.insert(index),
             None => self.pending.entry(request.clone()).or_default().reported.insert(index),
-        }
-    }
-
-    /// Remembers a completed request, and forgets the oldest beyond `limit` or [`MAX_COMPLETED`].
-    fn bury(&mut self, request: &RequestId, reported: RankSet, limit: usize) {
-        self.serial = self.serial.wrapping_add(1);
-        self.done.insert(request.clone(), (reported, self.serial));
-        self.done_order.push_back((request.clone(), self.serial));
-        while self.done_order.len() > limit.min(MAX_COMPLETED) {
-            let Some((oldest, serial)) = self.done_order.pop_front() else { break };
-            if self.done.get(&oldest).is_some_and(|(_, known)| *known == serial) {
-                self.done.remove(&oldest);
-            }
         }
     }
 }

@@ -9,6 +9,7 @@ pub mod aggregate;
 pub mod geometry;
 pub mod handshake;
 pub mod ids;
+pub(crate) mod latest;
 pub mod plan;
 pub mod scheduler;
 pub mod shape;

@@ -3,9 +3,10 @@
 //! A client has one question open at a time, about all that it awaits. When it asks again the older question is answered
 //! with nothing, so every question gets exactly one answer, and a client that is gone leaves one behind.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use crate::proto::ids::RequestId;
+use crate::proto::latest::Latest;
 use crate::proto::wire::Prefill;
 use crate::proto::wire::limits::MAX_REPLY_BYTES;
 
@@ -53,49 +54,14 @@ impl Open {
     }
 }
 
-/// The names that were added last.
-#[derive(Debug, Clone)]
-struct Latest {
-    names: HashSet<RequestId>,
-    order: VecDeque<RequestId>,
-    most: usize,
-}
-
-impl Latest {
-    fn new(most: usize) -> Latest {
-        Latest { names: HashSet::new(), order: VecDeque::new(), most }
-    }
-
-    fn contains(&self, name: &RequestId) -> bool {
-        self.names.contains(name)
-    }
-
-    fn add(&mut self, name: RequestId) {
-        if self.names.insert(name.clone()) {
-            self.order.push_back(name);
-        }
-        if self.order.len() > self.most
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.names.remove(&oldest);
-        }
-    }
-
-    fn remove(&mut self, name: &RequestId) {
-        if self.names.remove(name) {
-            self.order.retain(|other| other != name);
-        }
-    }
-}
-
 #[derive(Debug, Clone)]
 pub(super) struct Prefills {
     ready: HashMap<RequestId, Prefill>,
-    gone: Latest,
+    gone: Latest<RequestId, ()>,
     /// How far those under way are.
     partial: HashMap<RequestId, Prefill>,
     /// Of which it was asked how far they are. A client that has its answer is about to ask again.
-    followed: Latest,
+    followed: Latest<RequestId, ()>,
     /// From the oldest on.
     open: BTreeMap<u64, Open>,
     /// What their names take.
@@ -134,8 +100,8 @@ impl Prefills {
             self.answer(older);
         }
         for (request, from) in &requests {
-            if *from > 0 && !self.ready.contains_key(request) && !self.gone.contains(request) {
-                self.followed.add(request.clone());
+            if *from > 0 && !self.ready.contains_key(request) && !self.gone.contains_key(request) {
+                self.followed.insert(request.clone(), ());
             }
         }
         let told = self.known(version, id, &requests);
@@ -193,7 +159,7 @@ impl Prefills {
 
     /// Whether anybody wants to know how far a prefill is.
     pub(super) fn is_followed(&self, request: &RequestId) -> bool {
-        self.followed.contains(request)
+        self.followed.contains_key(request)
     }
 
     /// Nothing is kept of a prefill (any more).
@@ -201,7 +167,7 @@ impl Prefills {
         self.ready.remove(&request);
         self.withdrawn(&request);
         self.followed.remove(&request);
-        self.gone.add(request.clone());
+        self.gone.insert(request.clone(), ());
         self.tell(&request, None);
     }
 
@@ -216,7 +182,7 @@ impl Prefills {
         for (request, from) in requests {
             let (prefill, list) = if let Some(prefill) = self.ready.get(request) {
                 (prefill, &mut told.ready)
-            } else if self.gone.contains(request) {
+            } else if self.gone.contains_key(request) {
                 told.gone.push(request.clone());
                 continue;
             } else if let Some(prefill) =
@@ -372,7 +338,7 @@ mod tests {
         for number in 0..MAX_FOLLOWED + 5 {
             prefills.ask(None, 4, 8, vec![(name(&number.to_string()), 1)]);
         }
-        assert_eq!((prefills.followed.names.len(), prefills.followed.order.len()), (MAX_FOLLOWED, MAX_FOLLOWED));
+        assert_eq!(prefills.followed.len(), MAX_FOLLOWED);
     }
 
     #[test]
@@ -426,14 +392,14 @@ mod tests {
         for number in 0..MAX_GONE {
             prefills.gone(name(&number.to_string()));
         }
-        assert_eq!((prefills.gone.names.len(), prefills.gone.order.len()), (MAX_GONE, MAX_GONE));
-        assert!(!prefills.gone.contains(&name("a")));
+        assert_eq!(prefills.gone.len(), MAX_GONE);
+        assert!(!prefills.gone.contains_key(&name("a")));
         // A name that is used again makes room for one, and the others are forgotten in their order.
         prefills.ready(prefill("5"));
         prefills.gone(name("5"));
-        assert_eq!((prefills.gone.names.len(), prefills.gone.order.len()), (MAX_GONE, MAX_GONE));
+        assert_eq!(prefills.gone.len(), MAX_GONE);
         prefills.gone(name("a"));
-        assert!(!prefills.gone.contains(&name("0")) && prefills.gone.contains(&name("5")));
+        assert!(!prefills.gone.contains_key(&name("0")) && prefills.gone.contains_key(&name("5")));
         assert!(is_idle(&prefills));
         // Questions about much take the place of many.
         let much: Vec<Asked> = (0..MAX_AWAITED).map(|n| (name(&format!("{n:0>512}")), 0)).collect();

@@ -1,10 +1,11 @@
 //! Deadlines in a heap, and a memory that forgets by age and number.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BinaryHeap, HashMap};
 use std::hash::Hash;
 use std::time::Duration;
 
+use crate::proto::latest::Latest;
 use crate::proto::time::Time;
 
 /// One deadline per key. Moving a deadline to later, the usual case (a lease renewed), costs no heap operation: the
@@ -91,74 +92,43 @@ impl<K: Ord + Hash + Clone> Deadlines<K> {
 /// Remembers values for a fixed time, and at most a fixed number of them: the oldest go first.
 #[derive(Debug)]
 pub(super) struct Memory<K, V> {
-    map: HashMap<K, (u64, V)>,
-    order: VecDeque<(Time, u64, K)>,
-    next: u64,
+    /// With when they are forgotten.
+    latest: Latest<K, (Time, V)>,
     keep: Duration,
-    most: usize,
 }
 
 impl<K: Hash + Eq + Clone, V> Memory<K, V> {
     pub(super) fn new(keep: Duration, most: usize) -> Self {
-        Memory { map: HashMap::new(), order: VecDeque::new(), next: 0, keep, most }
+        Memory { latest: Latest::new(most), keep }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.map.len()
+        self.latest.len()
     }
 
     pub(super) fn get(&self, key: &K) -> Option<&V> {
-        self.map.get(key).map(|(_, value)| value)
+        self.latest.get(key).map(|(_, value)| value)
     }
 
     /// Remembers `value` from `now` on, in place of an earlier one.
     pub(super) fn insert(&mut self, now: Time, key: K, value: V) {
-        self.next += 1;
-        self.map.insert(key.clone(), (self.next, value));
-        self.order.push_back((now + self.keep, self.next, key));
-        while self.map.len() > self.most {
-            self.pop();
-        }
-        self.trim();
+        self.latest.insert(key, (now + self.keep, value));
     }
 
     pub(super) fn remove(&mut self, key: &K) {
-        self.map.remove(key);
-        self.trim();
+        self.latest.remove(key);
     }
 
     /// Forgets what is too old.
     pub(super) fn advance(&mut self, now: Time) {
-        self.trim();
-        while self.order.front().is_some_and(|(due, _, _)| *due <= now) {
-            self.pop();
-            self.trim();
+        while self.next_due().is_some_and(|due| due <= now) {
+            self.latest.remove_oldest();
         }
     }
 
     /// When `advance` has something to forget.
     pub(super) fn next_due(&self) -> Option<Time> {
-        self.order.front().map(|(due, _, _)| *due)
-    }
-
-    fn pop(&mut self) {
-        if let Some((_, number, key)) = self.order.pop_front()
-            && self.map.get(&key).is_some_and(|(n, _)| *n == number)
-        {
-            self.map.remove(&key);
-        }
-    }
-
-    /// Drops the oldest entries that are superseded, and all of them when they outnumber the live ones.
-    fn trim(&mut self) {
-        let map = &self.map;
-        let live = |number: u64, key: &K| map.get(key).is_some_and(|(n, _)| *n == number);
-        while self.order.front().is_some_and(|(_, number, key)| !live(*number, key)) {
-            self.order.pop_front();
-        }
-        if self.order.len() > 64 + 2 * map.len() {
-            self.order.retain(|(_, number, key)| live(*number, key));
-        }
+        self.latest.oldest().map(|(due, _)| *due)
     }
 }
 
@@ -223,17 +193,5 @@ mod tests {
         assert_eq!(m.next_due(), Some(Time(104)));
         m.advance(Time(150));
         assert_eq!((m.len(), m.next_due()), (0, None));
-        for _ in 0..1000 {
-            m.insert(Time(200), 7, 1);
-            m.remove(&7);
-        }
-        assert_eq!((m.len(), m.order.len()), (0, 0));
-        // What is superseded outnumbers what is remembered twice at most, however much that is.
-        let mut m = Memory::new(Duration::from_micros(100), 1000);
-        for k in 0..4000 {
-            m.insert(Time(k), k % 100, k);
-            assert!(m.order.len() <= 64 + 2 * m.len(), "{} of {}", m.order.len(), m.len());
-        }
-        assert_eq!(m.len(), 100);
     }
 }
