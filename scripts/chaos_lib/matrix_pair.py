@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import aiohttp
 from demo_lib.engines import Outputs, engine_spec
-from demo_lib.metrics import fetch_metrics, total
+from demo_lib.metrics import fetch_metrics, open_requests, total
 from demo_lib.options import parse_options
 from demo_lib.run import Setting
 from demo_lib.servers import ServerFailed, free_port
@@ -177,8 +177,7 @@ class Pair:
             text = await fetch_metrics(self.session, self.url(role))
         except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as problem:
             return EngineAfter(role, dead=f"no metrics: {type(problem).__name__}")
-        left = total(text, "vllm:num_requests_running") + total(text, "vllm:num_requests_waiting")
-        return EngineAfter(role, in_use=(left, total(text, "vllm:kv_cache_usage_perc")))
+        return EngineAfter(role, in_use=(open_requests(text), total(text, "vllm:kv_cache_usage_perc")))
 
     async def drained(self, role: str, limit_s: float = DRAIN_LIMIT_S) -> EngineAfter:
         """Looks at an engine until it has nothing in use, for `limit_s` at most."""

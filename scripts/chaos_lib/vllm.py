@@ -22,7 +22,7 @@ from typing import Any
 
 from demo_lib.client import Answer, complete, complete_through
 from demo_lib.common import DEPS, make_folder
-from demo_lib.metrics import fetch_metrics, total, totals_by
+from demo_lib.metrics import fetch_metrics, open_requests, total, totals_by
 from demo_lib.model import make_model
 from demo_lib.options import parse_options
 from demo_lib.proxy import KvParams, Proxy, open_session
@@ -163,7 +163,7 @@ class Series:
         async def act_then() -> None:
             await due.wait()
             await asyncio.sleep(delay)
-            still_open = sum(not work.done() for work in open_requests)
+            still_open = sum(not work.done() for work in bursting)
             self.tally.figures["open_at_faults"] += still_open
             if not still_open:
                 self.tally.bad("faults_without_requests", "all requests of a burst had ended")
@@ -172,9 +172,9 @@ class Series:
 
         self.proxy.exchange = watch
         prompts = self.take(BURST)
-        open_requests = [asyncio.create_task(self.through([prompt])) for prompt in prompts]
+        bursting = [asyncio.create_task(self.through([prompt])) for prompt in prompts]
         acting = asyncio.create_task(act_then())
-        found = await asyncio.gather(*open_requests)
+        found = await asyncio.gather(*bursting)
         # Where too few prefills succeeded: what is to be done is done all the same.
         due.set()
         await acting
@@ -293,8 +293,7 @@ class Series:
         prompt = self.setting.workload.warm_up
         await self.ended(complete(self.setting.session, server.url, prompt, self.name(prompt)))
         text = await fetch_metrics(self.setting.session, server.url)
-        left = total(text, "vllm:num_requests_running") + total(text, "vllm:num_requests_waiting")
-        return left, total(text, "vllm:kv_cache_usage_perc")
+        return open_requests(text), total(text, "vllm:kv_cache_usage_perc")
 
     async def drained(self, start: dict[str, tuple[float, float]]) -> None:
         """Waits until both servers have no request and no block in use beyond the start's."""

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from .client import SERVED_NAME
-from .metrics import fetch_metrics, total
+from .metrics import fetch_metrics, open_requests, total
 from .servers import Server
 
 ADAPTER_NAME = "adapter"
@@ -197,7 +197,7 @@ class Kinds:
 
     async def _busy(self, server: Server) -> int:
         text = await fetch_metrics(self._session, server.url)
-        return int(total(text, "vllm:num_requests_running") + total(text, "vllm:num_requests_waiting"))
+        return open_requests(text)
 
 
 def _alike(found: Any, alone: Any) -> bool:

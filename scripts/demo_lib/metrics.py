@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import aiohttp
-
-_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+from prometheus_client.parser import text_string_to_metric_families
 
 
 @dataclass(frozen=True)
@@ -32,28 +30,29 @@ class Counters:
         )
 
 
+def _samples(text: str, name: str) -> Iterator[tuple[dict[str, str], float]]:
+    """Labels and value of every sample of `name`."""
+    for family in text_string_to_metric_families(text):
+        yield from ((sample.labels, sample.value) for sample in family.samples if sample.name == name)
+
+
 def total(text: str, name: str, **labels: str) -> float:
     """The sum of all samples of `name` that carry `labels`, 0 where there is none."""
-    result = 0.0
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match is None or match["name"] != name:
-            continue
-        found = dict(_LABEL.findall(match["labels"] or ""))
-        if all(found.get(key) == value for key, value in labels.items()):
-            result += float(match["value"])
-    return result
+    return sum(value for found, value in _samples(text, name) if labels.items() <= found.items())
 
 
 def totals_by(text: str, name: str, label: str) -> dict[str, float]:
     """The samples of `name` that are not 0, summed by the value of `label`."""
     result: dict[str, float] = {}
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match is not None and match["name"] == name and float(match["value"]):
-            value = dict(_LABEL.findall(match["labels"] or "")).get(label, "")
-            result[value] = result.get(value, 0.0) + float(match["value"])
+    for found, value in _samples(text, name):
+        if value:
+            result[found.get(label, "")] = result.get(found.get(label, ""), 0.0) + value
     return result
+
+
+def open_requests(text: str) -> int:
+    """How many requests the engine runs, and has waiting."""
+    return int(total(text, "vllm:num_requests_running") + total(text, "vllm:num_requests_waiting"))
 
 
 def parse_counters(text: str) -> Counters:

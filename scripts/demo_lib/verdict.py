@@ -11,7 +11,7 @@ import aiohttp
 
 from .cache_check import check_prompt
 from .client import Answer
-from .metrics import Counters, fetch_metrics, total
+from .metrics import Counters, fetch_metrics, open_requests
 from .report import Result
 from .servers import Server
 from .workload import Prompt, Workload
@@ -97,11 +97,11 @@ async def check_drained(session: aiohttp.ClientSession, servers: Sequence[Server
     for server in servers:
         while True:
             text = await fetch_metrics(session, server.url)
-            left = total(text, "vllm:num_requests_running") + total(text, "vllm:num_requests_waiting")
+            left = open_requests(text)
             if left == 0:
                 break
             if time.monotonic() > deadline:
-                result.failures.append(f"{left:.0f} requests are still open on the {server.name} server")
+                result.failures.append(f"{left} requests are still open on the {server.name} server")
                 break
             await asyncio.sleep(0.5)
 
