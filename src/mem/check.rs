@@ -21,26 +21,3 @@ pub fn check(range: &MemoryRange) -> Result<()> {
         MemoryKind::Cuda { device } => cuda::check_device(range, device),
     }
 }
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::error::ErrorKind;
-
-    fn range(addr: u64, len: u64) -> MemoryRange {
-        // SAFETY: nothing is registered, so nothing is accessed.
-        unsafe { MemoryRange::new(addr, len, MemoryKind::Host) }.unwrap()
-    }
-
-    #[test]
-    fn owned_memory_passes_and_unmapped_memory_does_not() {
-        let bytes = vec![7u8; 100_000];
-        let good = range(bytes.as_ptr() as u64, bytes.len() as u64);
-        check(&good).unwrap();
-        // The first page of the address space is never mapped for ordinary processes (vm.mmap_min_addr).
-        let error = check(&range(16, 64)).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::OutOfRange);
-        assert!(error.message().contains("not mapped"), "{error}");
-    }
-}
