@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::agent::Transport;
 use crate::error::{Error, Result};
+use crate::net;
 use crate::proto::geometry::Group;
 use crate::proto::ids::{EngineId, RankId};
 use crate::proto::scheduler::MultiTurn;
@@ -263,15 +264,7 @@ impl SchedulerConfig {
     /// # Errors
     /// A sum over 65535.
     pub fn bind_port(&self) -> Result<u16> {
-        if self.port == 0 {
-            return Ok(0);
-        }
-        self.port.checked_add(self.data_parallel_index).ok_or_else(|| {
-            Error::invalid(format!(
-                "port {} plus data_parallel_index {} is over 65535; configure a lower port",
-                self.port, self.data_parallel_index
-            ))
-        })
+        net::bind_port(self.port, self.data_parallel_index)
     }
 
     /// Checks what the types do not.

@@ -50,15 +50,7 @@ pub(super) struct Config {
 
 impl Config {
     pub(super) fn bind_port(&self) -> Result<u16> {
-        if self.port == 0 {
-            return Ok(0);
-        }
-        self.port.checked_add(self.data_parallel_index).ok_or_else(|| {
-            Error::invalid(format!(
-                "port {} plus data_parallel_index {} is over 65535; configure a lower port",
-                self.port, self.data_parallel_index
-            ))
-        })
+        net::bind_port(self.port, self.data_parallel_index)
     }
 }
 

@@ -59,6 +59,22 @@ pub(crate) fn connecting(to: SocketAddr) -> std::io::Result<TcpStream> {
     }
 }
 
+/// The port that an engine's listener binds: `port` for the first of data-parallel engines, and one more for each further.
+/// 0, any that is free, stays 0.
+///
+/// # Errors
+/// A sum over 65535.
+pub(crate) fn bind_port(port: u16, data_parallel_index: u16) -> Result<u16> {
+    if port == 0 {
+        return Ok(0);
+    }
+    port.checked_add(data_parallel_index).ok_or_else(|| {
+        Error::invalid(format!(
+            "port {port} plus data_parallel_index {data_parallel_index} is over 65535; configure a lower port"
+        ))
+    })
+}
+
 /// `host:port` for people, IPv6 addresses in brackets.
 pub fn host_port(host: &str, port: u16) -> String {
     let plain = unbracketed(host);

@@ -20,7 +20,7 @@ use super::config::{WorkerConfig, ms};
 use super::life::Life;
 use super::load::{LoadState, Phase};
 use super::outbox::Outbox;
-use super::sessions::{Due, Joined, Leased, Sessions, State, Ticket};
+use super::sessions::{Joined, Leased, Sessions, State, Ticket};
 use super::timers::Deadlines;
 use crate::error::ErrorKind;
 use crate::proto::handshake::{HandshakeFailure, HandshakeOutcome, Session};
@@ -402,7 +402,7 @@ impl Consumer {
     }
 
     pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) {
-        while let Some(Due::Late(id)) = self.sessions.advance(now, out) {
+        while let Some(id) = self.sessions.advance(now, out) {
             let limit = self.config.handshake_timeout_ms;
             let Some(session) = self.sessions.get(id) else { continue };
             let what = match session.state {

@@ -152,13 +152,6 @@ pub(super) enum Joined {
     Refused,
 }
 
-/// What `Sessions::advance` found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Due {
-    /// A session was not ready in time.
-    Late(SessionId),
-}
-
 /// What the ranks of our own engine hold. Not needed for an engine of one rank, nor where the producer is split as we
 /// are: then each rank has its counterpart there.
 fn consumers(local: &RankMetadata, engine: &[Holding], outcome: &HandshakeOutcome) -> Result<Vec<Holding>> {
@@ -529,12 +522,12 @@ impl Sessions {
         }
     }
 
-    /// Sends what is due and forgets what is unused; gives what the caller has to act on.
-    pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) -> Option<Due> {
+    /// Sends what is due and forgets what is unused; gives a session that was not ready in time.
+    pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) -> Option<SessionId> {
         self.failed.advance(now);
         while let Some(timer) = self.deadlines.expired(now) {
             match timer {
-                Timer::Session(id) => return Some(Due::Late(id)),
+                Timer::Session(id) => return Some(id),
                 Timer::Idle(id) => {
                     if self.sessions.get(&id).is_some_and(|session| session.users.is_empty()) {
                         self.break_off(now, id, false, out);

@@ -131,18 +131,9 @@ impl Consumer {
 
     /// Forgets a want. `tell`: release the producer's blocks, unless another request of ours still wants them.
     pub(super) fn remove(&mut self, now: Time, ticket: Ticket, tell: bool, out: &mut Outbox) {
-        self.forget_name(ticket);
+        let is_hold = self.wants.get(&ticket).is_some_and(|want| matches!(want.kind, Kind::Hold));
+        self.turn_into(now, ticket, Kind::Release, out);
         let Some(want) = self.wants.remove(&ticket) else { return };
-        if matches!(want.kind, Kind::Hold) {
-            out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
-        }
-        self.deadlines.cancel(&Timer::Hold(ticket));
-        self.deadlines.cancel(&Timer::Load(ticket));
-        if let Kind::Load(load) = &want.kind
-            && let Some(serial) = load.serial
-        {
-            self.serials.remove(&serial);
-        }
         if let Some(users) = self.users.get_mut(&want.remote.request) {
             users.remove(&ticket);
             if users.is_empty() {
@@ -153,7 +144,7 @@ impl Consumer {
         if want.beating {
             self.sessions.stop_beat(id, ticket, &want.leased());
         }
-        let stays = !self.releases && (matches!(want.kind, Kind::Hold) || want.remote.shared);
+        let stays = !self.releases && (is_hold || want.remote.shared);
         if tell && !stays && !self.is_wanted(ticket, &want.remote) {
             let reader = self.sessions.reader();
             for peer in self.sessions.peers_of(id).filter(|peer| peer.is_connected()) {
