@@ -130,8 +130,8 @@ fn resolve(key: &str, name: &str) -> Result<Vec<IpAddr>> {
 /// - No host, or `0.0.0.0` or `::`: the found address is advertised.
 /// - A name that stands for loopback only (`localhost`; Debian maps a host's own name to 127.0.1.1): as no host,
 ///   unless `advertise_local`.
-/// - A loopback address spelled out: honoured, and marked as local.
-/// - Nothing found: loopback, marked as local, with a note that says so.
+/// - A loopback address spelled out: honoured.
+/// - Nothing found: loopback, with a note that says so.
 fn choose_among(
     host: Option<Named<'_>>,
     bind: Option<IpAddr>,
