@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chaos_lib.engine import thread_count
 from kvferry.vllm import worker as worker_module
 from mini_ranks import SECONDS, Engine, ended, hand_over, load, model, over, prefilled
 from test_vllm_states import HERE, THERE, Stateful
@@ -65,8 +66,9 @@ def handed_over(p: Engine, d: Engine) -> None:
 
 def taken(*engines: Engine) -> Taken:
     """Threads and open files of this process, and what each rank has registered and is connected with."""
-    found: Taken = {"threads": len(os.listdir("/proc/self/task")), "files": len(os.listdir("/proc/self/fd"))}
-    for side in (side for engine in engines for side in engine.sides):
+    sides = [side for engine in engines for side in engine.sides]
+    found: Taken = {"threads": thread_count(len(sides)), "files": len(os.listdir("/proc/self/fd"))}
+    for side in sides:
         assert side._worker is not None
         totals: Any = side._worker.stats()["totals"]
         for name in ("registered_bytes", "peers", "endpoints", "leases"):
