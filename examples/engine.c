@@ -79,7 +79,7 @@ static engine start(const char *name)
   packed config = {.len = 0};
   put_map(&config, 3);
   put_text(&config, "engine_id"), put_text(&config, name);
-  put_text(&config, "verdict_timeout_ms"), put_number(&config, 2000);
+  put_text(&config, "verdict_timeout_ms"), put_number(&config, 8000);
   /* What both engines must share; a difference ends in a failed request that names it. */
   put_text(&config, "compat"), put_array(&config, 1), put_array(&config, 2);
   put_text(&config, "model"), put_text(&config, "example");

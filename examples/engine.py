@@ -39,7 +39,7 @@ class Engine:
         self.cache = np.zeros((LAYERS, BLOCKS, HEADS * HEAD_BYTES), dtype=np.uint8)
         # `compat` names what both engines must share; a difference ends in a failed request that names it.
         compat = [["model", "example"], ["dtype", "uint8"]]
-        self.worker = Worker({"engine_id": name, "compat": compat, "verdict_timeout_ms": 2000})
+        self.worker = Worker({"engine_id": name, "compat": compat, "verdict_timeout_ms": 8000})
         region = self.worker.register(self.cache.ctypes.data, self.cache.nbytes)
         area = {
             **{"part": "kv", "group": 0, "region": region, "num_blocks": BLOCKS, "block_stride": HEADS * HEAD_BYTES},

@@ -36,7 +36,7 @@ fn key_file(byte: u8) -> Option<String> {
 }
 
 fn engine(name: &str, cache: &CacheSpec, transport: Transport, key: u8) -> Engine {
-    let for_worker = |w: &mut WorkerConfig| (w.key_file, w.handshake_timeout_ms) = (key_file(key), 10_000);
+    let for_worker = |w: &mut WorkerConfig| (w.key_file, w.handshake_timeout_ms) = (key_file(key), 60_000);
     Engine::start_with(name, cache, transport, for_worker, |s| s.key_file = key_file(key))
 }
 

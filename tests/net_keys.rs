@@ -5,7 +5,7 @@
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -31,6 +31,22 @@ fn key(byte: u8) -> Key {
 struct Passed {
     count: Arc<AtomicU32>,
     pushes: Arc<Mutex<Vec<Vec<u8>>>>,
+}
+
+impl Passed {
+    /// How many requests passed, for one that is made more than once where the machine is so slow that the client asks
+    /// again.
+    fn count(&self) -> u32 {
+        self.count.load(Ordering::Relaxed)
+    }
+
+    /// What an attempt gives of which nothing may pass.
+    fn nothing_of<T>(&self, attempt: impl FnOnce() -> T) -> T {
+        let before = self.count();
+        let result = attempt();
+        assert_eq!(self.count(), before);
+        result
+    }
 }
 
 fn blob(len: usize, seed: u8) -> ByteBuf {
@@ -87,8 +103,7 @@ fn with_the_key_every_byte_arrives() {
     for lens in [vec![], vec![1000], vec![4 << 20; 3], vec![MAX_REPLY_BYTES - 4096]] {
         let (listener, passed) = listener(0, Some(key(1)), &lens);
         assert!(query(Some(&key(1)), listener.port()).unwrap() == ranks(1, &lens), "{lens:?}");
-        // More where the machine was so slow that the client asked again.
-        assert!(passed.count.load(Ordering::Relaxed) >= 1);
+        assert!(passed.count() >= 1);
     }
     let (listener, passed) = listener(0, Some(key(1)), &[10]);
     for len in [0, 65_000, 65_536, MAX_RANK_METADATA_BYTES] {
@@ -106,38 +121,37 @@ fn another_key_or_none_is_refused_on_either_side_and_others_go_on() {
     let good = || assert_eq!(query(Some(&key(1)), closed.port()).unwrap(), ranks(1, &[100]));
     good();
 
-    let wrong = query(Some(&key(2)), closed.port()).unwrap_err();
+    let wrong = passed.nothing_of(|| query(Some(&key(2)), closed.port())).unwrap_err();
     assert_eq!(wrong.kind(), ErrorKind::Incompatible);
     assert!(wrong.message().contains("different keys"), "{wrong}");
     good();
 
     // The listener's refusal in clear says why and nothing else.
-    let HandshakeReply::Refused { id: 0, code: RefusalCode::Key, message } = query(None, closed.port()).unwrap() else {
-        panic!("not refused")
-    };
+    let refusal = passed.nothing_of(|| query(None, closed.port())).unwrap();
+    let HandshakeReply::Refused { id: 0, code: RefusalCode::Key, message } = refusal else { panic!("not refused") };
     assert!(message.contains("key_file") && !message.contains(SECRET), "{message}");
     good();
 
-    let keyless = query(Some(&key(1)), open.port()).unwrap_err();
+    let keyless = passed_open.nothing_of(|| query(Some(&key(1)), open.port())).unwrap_err();
     assert_eq!(keyless.kind(), ErrorKind::Incompatible);
     assert!(keyless.message().contains("has no key"), "{keyless}");
     assert_eq!(query(None, open.port()).unwrap(), ranks(1, &[100]));
 
-    let pushed = push(Some(&key(2)), "127.0.0.1", closed.port(), 1, vec![7; 100], LONG).unwrap_err();
-    assert!(pushed.message().contains("different keys"), "{pushed}");
-    let pushed = push(None, "127.0.0.1", closed.port(), 1, vec![7; 100], LONG).unwrap_err();
-    assert!(pushed.message().contains("key_file"), "{pushed}");
+    for (key, told) in [(Some(key(2)), "different keys"), (None, "key_file")] {
+        let pushes = || push(key.as_ref(), "127.0.0.1", closed.port(), 1, vec![7; 100], LONG);
+        let pushed = passed.nothing_of(pushes).unwrap_err();
+        assert!(pushed.message().contains(told), "{pushed}");
+    }
     good();
-    assert_eq!(passed.count.load(Ordering::Relaxed), 4);
-    assert_eq!(passed_open.count.load(Ordering::Relaxed), 1);
+    assert!(passed.count() >= 4 && passed_open.count() >= 1);
     assert!(passed.pushes.lock().unwrap().is_empty());
 }
 
 /// What a relay saw: each frame and whether the client sent it.
 type Seen = Arc<Mutex<Vec<(bool, Vec<u8>)>>>;
 
-/// Stands between one client and a listener. `change` gets each frame with the number of frames before it.
-fn relay(to: u16, seen: &Seen, change: impl Fn(usize, Vec<u8>) -> Vec<u8> + Send + 'static) -> u16 {
+/// Stands between one client and a listener. `change` gets each frame.
+fn relay(to: u16, seen: &Seen, change: impl Fn(Vec<u8>) -> Vec<u8> + Send + 'static) -> u16 {
     let context = zmq::Context::new();
     let front = context.socket(zmq::ROUTER).unwrap();
     front.set_linger(0).unwrap();
@@ -157,9 +171,8 @@ fn relay(to: u16, seen: &Seen, change: impl Fn(usize, Vec<u8>) -> Vec<u8> + Send
             }
             let (from_client, from_listener) = (items[0].is_readable(), items[1].is_readable());
             let forward = |sent: bool, frame: Vec<u8>| {
-                let mut seen = seen.lock().unwrap();
-                let changed = change(seen.len(), frame);
-                seen.push((sent, changed.clone()));
+                let changed = change(frame);
+                seen.lock().unwrap().push((sent, changed.clone()));
                 changed
             };
             if from_client {
@@ -183,10 +196,10 @@ fn a_relay_sees_nothing_of_the_engine_with_a_key_and_all_of_it_without() {
         let key = keyed.then(|| key(1));
         let (listener, passed) = listener(0, key.clone(), &[5000]);
         let seen = Seen::default();
-        let port = relay(listener.port(), &seen, |_, frame| frame);
+        let port = relay(listener.port(), &seen, |frame| frame);
         assert_eq!(query(key.as_ref(), port).unwrap(), ranks(1, &[5000]));
         assert_eq!(push(key.as_ref(), "127.0.0.1", port, 1, blob(100_000, 5).into_vec(), LONG), Ok(3));
-        assert_eq!(passed.count.load(Ordering::Relaxed), 2);
+        assert!(passed.count() >= 2);
         let frames: Vec<u8> = seen.lock().unwrap().iter().flat_map(|(_, frame)| frame.clone()).collect();
         for needle in [SECRET.as_bytes(), &blob(5000, 0)[..64], &blob(100_000, 5)[70_000..70_064], b"handshake"] {
             assert_eq!(contains(&frames, needle), !keyed, "{:?}", String::from_utf8_lossy(needle));
@@ -198,18 +211,21 @@ fn a_relay_sees_nothing_of_the_engine_with_a_key_and_all_of_it_without() {
 fn damaged_frames_fail_that_request_only() {
     let (listener, passed) = listener(0, Some(key(1)), &[200_000]);
     let good = || assert_eq!(query(Some(&key(1)), listener.port()).unwrap(), ranks(1, &[200_000]));
-    // Frames 0 to 3: open, opened, ask, reply. Of each: magic, version, kind, zero, number, the bodies' parts, the end.
-    for frame in 0..4 {
+    // The frames' kinds: open, opened, ask, reply. Of each: magic, version, kind, zero, number, the bodies' parts, the end.
+    for kind in 1..=4 {
         let mut places: Vec<usize> = vec![0, 4, 5, 6, 16, 30, 47, 48, 60];
-        if frame == 3 {
+        if kind == 4 {
             // The second piece's border and inside.
             places.extend([65_536 + 14, 65_536 + 16, 100_000]);
         }
         for place in places {
             for cut in [false, true] {
-                let seen = Seen::default();
-                let port = relay(listener.port(), &seen, move |number, mut bytes| {
-                    if number == frame {
+                let is_anothers_channel = kind == 3 && (16..32).contains(&place) && !cut;
+                let damaged = AtomicBool::new(false);
+                let port = relay(listener.port(), &Seen::default(), move |mut bytes| {
+                    let again = is_anothers_channel && damaged.load(Ordering::Relaxed);
+                    if bytes.get(5) == Some(&kind) && !again {
+                        damaged.store(true, Ordering::Relaxed);
                         let at = place.min(bytes.len() - 1);
                         if cut {
                             bytes.truncate(at);
@@ -219,21 +235,23 @@ fn damaged_frames_fail_that_request_only() {
                     }
                     bytes
                 });
-                let result = net::query(Some(&key(1)), "127.0.0.1", port, None, vec![], LONG);
-                if frame == 2 && (16..32).contains(&place) && !cut {
-                    // Another channel's name: the listener does not know it, and the client opens another channel.
-                    assert_eq!(result.unwrap(), ranks(1, &[200_000]));
+                let attempt = || net::query(Some(&key(1)), "127.0.0.1", port, None, vec![], LONG);
+                if is_anothers_channel {
+                    // The listener does not know it, and the client opens another channel.
+                    assert_eq!(attempt().unwrap(), ranks(1, &[200_000]));
                     continue;
                 }
-                let error = result.err().unwrap_or_else(|| panic!("frame {frame}, byte {place}, cut {cut} was taken"));
+                // A reply is damaged when its request has passed.
+                let result = if kind == 4 { attempt() } else { passed.nothing_of(attempt) };
+                let error = result.err().unwrap_or_else(|| panic!("frame {kind}, byte {place}, cut {cut} was taken"));
                 let kinds = [ErrorKind::Incompatible, ErrorKind::Corrupt, ErrorKind::VersionMismatch];
-                assert!(kinds.contains(&error.kind()), "frame {frame}, byte {place}: {error}");
+                assert!(kinds.contains(&error.kind()), "frame {kind}, byte {place}: {error}");
             }
         }
         good();
     }
-    // No request passed but the good ones, those that were asked anew, and those whose reply was damaged later.
-    assert_eq!(passed.count.load(Ordering::Relaxed), 4 + 2 + 2 * 12);
+    // The good ones, those that were asked anew, and those whose reply was damaged later.
+    assert!(passed.count() >= 4 + 2 + 2 * 12);
 }
 
 #[test]
@@ -278,27 +296,33 @@ fn a_client_with_a_key_takes_nothing_in_clear() {
     }
 }
 
-/// Stands between a client and a listener on the TCP level and keeps what the client sent.
+/// Stands between a client and a listener on the TCP level and keeps what the client sent by its first connection.
 fn tap(to: u16) -> (u16, Arc<Mutex<Vec<u8>>>) {
     let front = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = front.local_addr().unwrap().port();
     let sent = Arc::new(Mutex::new(Vec::new()));
     let keep = Arc::clone(&sent);
     std::thread::spawn(move || {
-        let (mut client, _) = front.accept().unwrap();
-        let mut server = TcpStream::connect((Ipv4Addr::LOCALHOST, to)).unwrap();
-        let (mut from_server, mut to_client) = (server.try_clone().unwrap(), client.try_clone().unwrap());
-        std::thread::spawn(move || {
-            let _ = std::io::copy(&mut from_server, &mut to_client);
-        });
-        let mut buffer = vec![0; 1 << 16];
-        while let Ok(len @ 1..) = client.read(&mut buffer) {
-            keep.lock().unwrap().extend_from_slice(&buffer[..len]);
-            if server.write_all(&buffer[..len]).is_err() {
-                break;
-            }
+        for (number, client) in front.incoming().enumerate() {
+            let (mut client, keep) = (client.unwrap(), Arc::clone(&keep));
+            let mut server = TcpStream::connect((Ipv4Addr::LOCALHOST, to)).unwrap();
+            let (mut from_server, mut to_client) = (server.try_clone().unwrap(), client.try_clone().unwrap());
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut from_server, &mut to_client);
+            });
+            std::thread::spawn(move || {
+                let mut buffer = vec![0; 1 << 16];
+                while let Ok(len @ 1..) = client.read(&mut buffer) {
+                    if number == 0 {
+                        keep.lock().unwrap().extend_from_slice(&buffer[..len]);
+                    }
+                    if server.write_all(&buffer[..len]).is_err() {
+                        break;
+                    }
+                }
+                let _ = server.shutdown(Shutdown::Both);
+            });
         }
-        let _ = server.shutdown(Shutdown::Both);
     });
     (port, sent)
 }
@@ -343,31 +367,29 @@ fn a_captured_handshake_is_refused_in_this_life_of_the_listener_and_the_next() {
     push(Some(&key(1)), "127.0.0.1", tapped, 1, vec![6; 100_000], LONG).unwrap();
     let captures = [query_bytes.lock().unwrap().clone(), push_bytes.lock().unwrap().clone()];
     assert!(captures[0].len() > 100 && captures[1].len() > 100_000);
-    assert_eq!(passed.count.load(Ordering::Relaxed), 2);
+    assert!(passed.count() >= 2);
     for capture in &captures {
-        let back = replay(port, capture, AGAIN);
+        let back = passed.nothing_of(|| replay(port, capture, AGAIN));
         assert!(contains(&back, b"came before"), "{}", String::from_utf8_lossy(&back));
         assert!(!contains(&back, SECRET.as_bytes()) && back.len() < 2000, "{} bytes", back.len());
     }
-    assert_eq!(passed.count.load(Ordering::Relaxed), 2);
     assert_eq!(query(Some(&key(1)), port).unwrap(), ranks(1, &[5000]));
     first.shutdown();
     let (second, passed) = listener(port, Some(key(1)), &[5000]);
     for capture in &captures {
         // A channel that only the first sender could use, and the word that the request's own is gone.
-        let back = replay(second.port(), capture, AGAIN);
+        let back = passed.nothing_of(|| replay(second.port(), capture, AGAIN));
         assert!(!contains(&back, SECRET.as_bytes()) && back.len() < 2000, "{} bytes", back.len());
     }
-    assert_eq!(passed.count.load(Ordering::Relaxed), 0);
     assert_eq!(query(Some(&key(1)), second.port()).unwrap(), ranks(1, &[5000]));
     // The same without a key: what was captured is answered again, with everything.
     let (open, passed) = listener(0, None, &[5000]);
     let (tapped, bytes) = tap(open.port());
     net::query(None, "127.0.0.1", tapped, None, vec![], LONG).unwrap();
-    let capture = bytes.lock().unwrap().clone();
+    let (capture, before) = (bytes.lock().unwrap().clone(), passed.count());
     let back = replay(open.port(), &capture, &blob(5000, 0)[4900..]);
     assert!(contains(&back, SECRET.as_bytes()) && back.len() > 5000);
-    assert_eq!(passed.count.load(Ordering::Relaxed), 2);
+    assert!(passed.count() > before);
 }
 
 #[test]
@@ -392,5 +414,6 @@ fn a_client_asks_again_when_the_listener_is_not_ready_or_forgot_its_channel() {
         })
         .unwrap();
     assert_eq!(query(Some(&key(1)), listener.port()).unwrap(), ranks(1, &[10]));
-    assert_eq!(listener.requests(), 8);
+    // Three channels are opened, and three questions reach the engine, of which a question too many has only been asked.
+    assert!(listener.requests() >= 8);
 }

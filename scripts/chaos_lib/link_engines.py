@@ -12,8 +12,9 @@ import aiohttp
 from demo_lib.client import SERVED_NAME
 from demo_lib.connectors import KVFERRY_OPTIONS
 from demo_lib.engines import server_environment
+from demo_lib.ports import free_port
 from demo_lib.proxy import Proxy
-from demo_lib.servers import ServerGroup, ServerSpec, free_port
+from demo_lib.servers import ServerGroup, ServerSpec
 from demo_lib.step_observer import STEP_LOG
 
 from .matrix_launcher import ForkedServer, Launcher

@@ -16,9 +16,10 @@ from demo_lib.common import DEPS, make_folder, say
 from demo_lib.engines import baseline_spec, server_environment
 from demo_lib.model import make_model
 from demo_lib.options import parse_options
+from demo_lib.ports import free_port
 from demo_lib.proxy import open_session
 from demo_lib.run import Setting
-from demo_lib.servers import ServerFailed, ServerGroup, free_port
+from demo_lib.servers import ServerFailed, ServerGroup
 from demo_lib.workload import make_workload
 
 from .matrix_case import CannotRun, Case, Judged

@@ -11,8 +11,9 @@ import aiohttp
 from demo_lib.engines import Outputs, engine_spec
 from demo_lib.metrics import fetch_metrics, open_requests, total
 from demo_lib.options import parse_options
+from demo_lib.ports import free_port
 from demo_lib.run import Setting
-from demo_lib.servers import ServerFailed, free_port
+from demo_lib.servers import ServerFailed
 
 from .matrix_client import LIMIT_S, Prompt, Reply, body, post
 from .matrix_judge import EngineAfter, judge_engine

@@ -12,8 +12,9 @@ from typing import Any
 from demo_lib.connectors import Connector
 from demo_lib.engines import Outputs, baseline_spec, engine_spec
 from demo_lib.options import Options
+from demo_lib.ports import free_port
 from demo_lib.run import Setting
-from demo_lib.servers import Server, ServerGroup, free_port
+from demo_lib.servers import Server, ServerGroup
 
 POLICIES = ("recompute", "fail")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .cache_check import DUMP_FOLDER
 from .options import Options
-from .servers import free_port
+from .ports import free_port
 
 # Where each rank of the decode engine writes a line per finished receive.
 REQUEST_LOG = "KVFERRY_REQUEST_LOG"

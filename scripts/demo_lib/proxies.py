@@ -24,9 +24,10 @@ from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 from .kinds import ADAPTER_NAME, Kinds
 from .metrics import Counters, fetch_metrics, parse_counters
 from .model import ADAPTER_RANK, make_model, write_adapter
+from .ports import free_port
 from .programs import AT_ONCE, HOST, PROGRAMS, STATEFUL, Place, Program, parse_options
 from .proxy import Proxy, open_session
-from .servers import Server, ServerFailed, ServerGroup, ServerSpec, free_port
+from .servers import Server, ServerFailed, ServerGroup, ServerSpec
 
 SOURCES = DEPS / "vllm-source"
 START_LIMIT_S = 600.0

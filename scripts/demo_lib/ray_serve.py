@@ -20,9 +20,10 @@ from .client import SERVED_NAME
 from .common import DEPS, ROOT, make_folder, say
 from .engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 from .model import make_model
+from .ports import free_port
 from .proxies import ask
 from .proxy import open_session
-from .servers import RUN_TAG, ServerFailed, ServerGroup, ServerSpec, free_port
+from .servers import RUN_TAG, ServerFailed, ServerGroup, ServerSpec
 
 START_LIMIT_S = 600.0
 PROMPT_TOKENS = (40, 300, 500, 900)

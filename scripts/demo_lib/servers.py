@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 import aiohttp
 
 from .common import say
+from .ports import free_port
 
 # Marks every process of this run in its environment, so that those that leave their process group (Ray's daemons)
 # are found again and nothing else is ever touched.
@@ -27,26 +26,9 @@ RUN_TAG = "KVFERRY_DEMO_RUN"
 
 _PR_SET_PDEATHSIG = 1
 _STOP_LIMIT_S = 20.0
-_PORTS = range(20_000, 32_000)
 _TAIL_LINES = 25
 _TAIL_ERRORS = 12
 _ERROR = re.compile(r"\b\w*(Error|ERROR|Exception)\b:?")
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now.
-
-    It lies below the range from which the kernel takes ports for connections (32768 and up by default): a server that
-    starts slowly would else find its port taken by any connection made meanwhile.
-    """
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise ServerFailed(f"no free TCP port from {_PORTS.start} to {_PORTS.stop - 1} on 127.0.0.1")
 
 
 def _begin() -> None:

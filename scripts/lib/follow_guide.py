@@ -19,7 +19,7 @@ from typing import NamedTuple
 from demo_lib.common import DEPS, ROOT
 from demo_lib.engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 from demo_lib.model import make_model
-from demo_lib.servers import free_port
+from demo_lib.ports import free_port
 
 LIMIT_S = 600
 """For each block, on a slow machine."""

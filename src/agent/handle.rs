@@ -518,17 +518,21 @@ fn draw_incarnation() -> Result<Incarnation> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::panic)]
 mod tests {
-    use std::sync::mpsc::Receiver;
+    use std::sync::mpsc::{Receiver, SyncSender};
 
     use super::*;
     use crate::agent::engine::driver::{Context, Driver};
 
     /// Keeps the progress thread busy until it is told to go on.
-    struct Dawdler(Receiver<()>);
+    struct Dawdler {
+        at_work: SyncSender<()>,
+        may_go: Receiver<()>,
+    }
 
     impl Driver for Dawdler {
         fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
-            let _ = self.0.recv();
+            let _ = self.at_work.try_send(());
+            let _ = self.may_go.recv();
             None
         }
     }
@@ -572,8 +576,9 @@ mod tests {
     #[test]
     fn what_a_caller_who_gave_up_has_asked_for_is_not_done() {
         let quiet = |name: &str| AgentConfig { name: name.to_owned(), rehearse: false, ..AgentConfig::default() };
-        let (go, told) = sync_channel(0);
-        let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Dawdler(told)))).unwrap();
+        let ((go, may_go), (at_work, works)) = (sync_channel(0), sync_channel(1));
+        let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Dawdler { at_work, may_go }))).unwrap();
+        works.recv().unwrap();
         let other = Agent::start(quiet("b")).unwrap();
         let range = MemoryRange::leaked(4096);
         let metadata = Box::new(other.metadata().unwrap());

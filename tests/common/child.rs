@@ -269,6 +269,8 @@ impl Child {
             None => Command::new(me),
         };
         command.args(["--exact", "child", "--nocapture", "--test-threads=1"]).env(CHILD, "1");
+        // UCX would else write its messages into the middle of answers.
+        command.env("UCX_LOG_FILE", "stderr");
         command.envs(env.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = command.spawn().unwrap();
         let stdin = process.stdin.take();

@@ -45,7 +45,8 @@ class Peer:
             [sys.executable, str(Path(__file__).resolve()), arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **visible},
+            # UCX would else write its messages into the middle of answers.
+            env={**os.environ, "UCX_LOG_FILE": "stderr", **visible},
             text=True,
         )
         self.metadata = base64.b64decode(self._answer())

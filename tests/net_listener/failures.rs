@@ -24,7 +24,7 @@ fn a_handshake_that_fails_tells_why() {
     says(&error, ErrorKind::Unreachable, &["\"no-such-host.invalid\" does not resolve", "remote_host"]);
     assert!(took < LONG / 2, "{took:?}");
 
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let port = unused_port();
     for host in ["127.0.0.1", "localhost"] {
         let (error, took) = failure(host, port, LONG);
         let at = format!("127.0.0.1:{port}");

@@ -34,6 +34,14 @@ fn loopback(port: u16) -> ListenerConfig {
     at(Ipv4Addr::LOCALHOST.into(), port)
 }
 
+/// A port of its own that nobody listens on, below those that the kernel gives to whoever asks for any.
+fn unused_port() -> u16 {
+    static TRIED: AtomicU32 = AtomicU32::new(0);
+    let next = || 20_000 + (std::process::id() + TRIED.fetch_add(1, Ordering::Relaxed)) % 12_000;
+    let mut ports = std::iter::repeat_with(|| next() as u16).take(12_000);
+    ports.find(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok()).unwrap()
+}
+
 /// Answers with the request's own bytes behind a mark.
 fn echo(request: &[u8]) -> Vec<u8> {
     [b"echo:".as_slice(), request].concat()
@@ -235,7 +243,8 @@ fn a_listener_that_is_not_ready_is_asked_again() {
     .unwrap();
     let got = query(None, "127.0.0.1", listener.port(), None, vec![], LONG).unwrap();
     assert_eq!(got, ranks(1, "late"));
-    assert_eq!(asked.load(Ordering::SeqCst), 5);
+    // More where the machine was so slow that the client asked again.
+    assert!(asked.load(Ordering::SeqCst) >= 5);
 
     // One that stays so gives its refusal as the answer when the time is up.
     let never = Listener::bind(&loopback(0), |bytes| reply(&refused(request(bytes).id(), RefusalCode::NotReady)));
@@ -254,7 +263,7 @@ fn longer<T>(first_ms: u64, attempt: impl Fn(Duration) -> Option<T>) -> T {
 
 #[test]
 fn an_unreachable_head_is_named() {
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let port = unused_port();
     let error = query(None, "127.0.0.1", port, None, vec![], Duration::from_millis(300)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unreachable);
     for part in [&format!("127.0.0.1:{port}"), "check that the producer engine runs"] {
@@ -283,7 +292,7 @@ fn an_unreachable_head_is_named() {
 
 #[test]
 fn a_head_that_comes_late_is_found() {
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+    let port = unused_port();
     let pushing = std::thread::spawn(move || push(None, "127.0.0.1", port, 2, b"good".to_vec(), LONG));
     // Longer than who wants to know at once would ask again.
     std::thread::sleep(2 * ClientLimits::default().grace);
@@ -393,10 +402,12 @@ fn one_client_asks_many_over_one_socket_each() {
 fn an_answer_that_came_before_the_deadline_counts_however_late_it_is_read() {
     let (may_answer, wait) = std::sync::mpsc::channel::<()>();
     let listener = Listener::bind(&loopback(0), move |bytes| {
-        wait.recv().unwrap();
+        let _ = wait.recv();
         reply(&ranks(request(bytes).id(), "e"))
     })
     .unwrap();
+    // Gone before the listener, which else waits for it.
+    let may_answer = may_answer;
     let mut client = Client::new(ClientLimits::default(), None);
     let begin = Instant::now();
     client.ask(begin, "127.0.0.1", listener.port(), all(1), begin + LONG);

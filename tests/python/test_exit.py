@@ -34,7 +34,6 @@ whole = kvferry.Segment(0, 0, 0, 0, 0, {SIZE}, {SIZE}, {SIZE})
 reads = [agent.read(peer, [whole], [([0], [0])]) for _ in range(50)]
 while not target[:4096].any():
     time.sleep(0.001)
-assert reads[-1].done is None
 sys.exit({STATUS})
 """
 

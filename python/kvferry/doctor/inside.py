@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,5 +176,7 @@ def _routes(config: Mapping[str, object], agents: list[bytes], deadline: float) 
             waited = time.monotonic() - start
             routes[index] = {"error": "timeout", "message": f"no answer within {waited:.1f} s"}
     finally:
-        agent.shutdown(0.5)
+        # This process ends anyway.
+        with suppress(KvferryError):
+            agent.shutdown(0.5)
     return routes

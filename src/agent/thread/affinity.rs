@@ -134,6 +134,8 @@ impl ProcessorWait {
     /// For the calling thread.
     pub(crate) fn new() -> Self {
         let account = File::open("/proc/thread-self/schedstat").ok();
+        // Opened now, so that the number of open files does not depend on when a thread first waits.
+        LazyLock::force(&MACHINE);
         ProcessorWait { account, begin: None, crowded: 0, next: None, pause: PAUSE }
     }
 

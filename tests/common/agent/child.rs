@@ -43,6 +43,8 @@ impl Remote {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", TEST, "--ignored", "--nocapture", "--test-threads=1"])
             .env(ROLE, format!("{transport} {seed} {}", lens.join(",")))
+            // UCX would else write its messages into the middle of answers.
+            .env("UCX_LOG_FILE", "stderr")
             .envs(env.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

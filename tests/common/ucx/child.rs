@@ -35,6 +35,8 @@ impl Peer {
         let mut child = Command::new(env::current_exe().unwrap())
             .args([test, "--exact", "--nocapture", "--ignored"])
             .env(ROLE, format!("{tls} {len} {seed}"))
+            // UCX would else write its messages into the middle of answers.
+            .env("UCX_LOG_FILE", "stderr")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

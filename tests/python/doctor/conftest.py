@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from doctor_command import Told, doctor, free_port
+from demo_lib.ports import free_port
+from doctor_command import Told, doctor
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from doctor_command import doctor, free_port
+from demo_lib.ports import free_port
+from doctor_command import doctor
 from kvferry import Listener
 from kvferry.cli import doctor as cli
 from kvferry.cli import main

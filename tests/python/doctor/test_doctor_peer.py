@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from doctor_command import Told, doctor, free_port
+from demo_lib.ports import free_port
+from doctor_command import Told, doctor
 from kvferry import Listener, Worker
 from kvferry.cli import main
 
@@ -165,7 +166,7 @@ def test_the_time_is_kept_where_packets_are_dropped() -> None:
             filling.connect_ex(full.getsockname())
             fills = bool(select.select([], [filling], [], 3)[1])
         start = time.monotonic()
-        told = ask(f"127.0.0.1:{full.getsockname()[1]}", "--timeout 40")
+        told = ask(f"127.0.0.1:{full.getsockname()[1]}")
         took = time.monotonic() - start
     assert told["peer"]["case"] == "unreachable", told["peer"]
     assert any("does not answer" in line for line in told["peer"]["evidence"])

@@ -15,7 +15,7 @@ from kvferry.doctor.ucx import Seen
 
 pytestmark = pytest.mark.slow
 
-BUSY_S = 150
+BUSY_S = 300
 """More than the timeouts here, also on a busy machine, and less than what hangs."""
 
 HUNG_CUDA = """
@@ -38,7 +38,7 @@ def test_a_driver_that_hangs_does_not_hold_the_command(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HUNG_CUDA)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     start = time.monotonic()
-    told = doctor("--config", '{"port": 0}', "--timeout", "40", PYTHONPATH=path)
+    told = doctor("--config", '{"port": 0}', "--timeout", "100", PYTHONPATH=path)
     assert time.monotonic() - start < BUSY_S
     assert told["gpu"]["case"] in ("none", "silent"), told["gpu"]
     assert told["gpu"]["evidence"][-1].startswith("CUDA's driver: no answer within")

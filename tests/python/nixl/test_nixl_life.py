@@ -75,7 +75,7 @@ def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge
         # Not of the region that is read.
         metadata = b.partial("other", True)
         a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b", b"read")
-        assert a.post("x", b"read") == "PROC"
+        assert a.post("x", b"read") in ("PROC", "DONE")
         a.remove("b")
         a.add(metadata)
         # NIXL 1.5 does not look at a transfer with a peer that was removed. The notification follows its last byte.

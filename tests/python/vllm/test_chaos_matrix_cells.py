@@ -16,7 +16,8 @@ from chaos_lib.matrix_network import Host
 from chaos_lib.matrix_pair import Pair
 from chaos_lib.matrix_peers import PEERS
 from chaos_lib.matrix_rows import Row
-from demo_lib.servers import ServerFailed, free_port
+from demo_lib.ports import free_port
+from demo_lib.servers import ServerFailed
 from mini_matrix import FAILED, GONE, HUNG, KEYS, RIGHT, TOKENS, WRONG, MiniMatrix
 
 
@@ -142,7 +143,7 @@ def test_a_hang_is_one_when_the_time_of_the_row_is_over(mini: MiniMatrix, monkey
         await case.decode(await case.prefill(case.prompt()))
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(matrix, "ROW_LIMIT_S", 2.0)
+    monkeypatch.setattr(matrix, "ROW_LIMIT_S", 10.0)
     mini.replies["decode"] = iter((HUNG,))
     cell = mini.cell(Row("row", "title", act))
     assert set(cell.verdicts) == {Verdict.HANG, Verdict.NOT_RUN}, cell

@@ -26,6 +26,7 @@ from typing import Any
 
 import kvferry
 import pytest
+from demo_lib.ports import free_port
 from kvferry.vllm import bootstrap, dialects, history, scheduler
 from kvferry.vllm.config import parse_options
 from test_vllm_engines import Pair, prompt
@@ -44,13 +45,6 @@ Params = dict[str, Any]
 def words(name: str, count: int) -> list[int]:
     """A prompt of its own, of which no engine has a prefix."""
     return prompt(zlib.crc32(name.encode()), count)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 class Engines(Pair):

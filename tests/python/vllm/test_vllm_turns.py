@@ -26,7 +26,7 @@ class Conversation:
         model = write_model(folder)
         self.hybrid, self.child = hybrid, child
         # The stock connector's keys.
-        extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 8, "handshake_timeout_ms": 10_000}
+        extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 8}
         common: dict[str, Any] = {"hybrid": hybrid, "runner": runner, "child": child}
         self.prefill = Remote(Settings("kv_both", model, SALT, "recompute", extra=extra, **common))
         self.decode = Remote(Settings("kv_consumer", model, SALT, "fail", extra={**extra, **decode}, **common))
