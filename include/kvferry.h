@@ -825,8 +825,8 @@ int32_t kvf_scheduler_over(struct kvf_scheduler *scheduler,
                            uint32_t side);
 
 // Lets go of the `most` oldest conversations that are kept for their next turns (multi_turn): the host needs their blocks, or
-// what they hold is no longer valid, as after an update of the weights. `*count` becomes how many there were. Their blocks may be
-// used again when reports say that their sending is over.
+// what they hold is no longer valid, as after an update of the weights. Their blocks may be used again when reports say
+// that their sending is over. `*count` becomes how many have been let go of, now or earlier, whose blocks are not free yet.
 int32_t kvf_scheduler_forget_histories(struct kvf_scheduler *scheduler,
                                        uint64_t most,
                                        uint64_t *count);

@@ -3,6 +3,7 @@
 //! whether), those that are kept are no more than may be, and the oldest are let go of first.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvferry::proto::ids::{Incarnation, RankId, RequestId};
 use kvferry::proto::scheduler::{FinishOutcome, MultiTurn, Scheduler, SchedulerConfig};
@@ -14,6 +15,9 @@ use super::machines::rank;
 
 /// The most blocks that conversations keep.
 const MOST_BLOCKS: u64 = 8;
+
+/// Conversations that were let go of in all runs of this process: whether the rules about them have been tried.
+pub static LET_GO: AtomicU64 = AtomicU64::new(0);
 
 fn scheduler(conversations: bool) -> Scheduler {
     let multi_turn = conversations.then_some(MultiTurn { lease_ms: 5000, least_tokens: 3, most_blocks: MOST_BLOCKS });
@@ -104,11 +108,12 @@ impl Model {
         self.histories.push_back((id, blocks));
     }
 
-    /// How many conversations were let go of.
+    /// How many conversations have been let go of and are not reported yet.
     fn forget(&mut self, most: usize) -> usize {
         let count = self.histories.len().min(most);
+        LET_GO.fetch_add(count as u64, Ordering::Relaxed);
         self.let_go.extend(self.histories.drain(..count).map(|(id, _)| (id, false)));
-        count
+        self.let_go.len()
     }
 
     fn sent(&mut self, id: &RequestId) {
@@ -193,7 +198,7 @@ pub fn run(data: &[u8]) {
                 let asked = TransferParams { do_remote_decode: decode, ..Default::default() };
                 let params = if decode { asked } else { params(&mut source, &name, conversations) };
                 let outcome = if source.flag() { FinishOutcome::Complete } else { FinishOutcome::Aborted };
-                let lists = vec![vec![1, 2].into(), vec![3].into()];
+                let lists = vec![vec![1, 2].into(), vec![3, 4].into()];
                 let finish = scheduler.finished(&id, &params, outcome, lists, 4);
                 if let Some(ended) = model.loading.get_mut(&id) {
                     assert!(finish.expect("an end is taken").keep, "{id}: blocks stay while they may be written");

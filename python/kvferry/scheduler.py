@@ -188,8 +188,8 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     def forget_histories(self, most: int | None = None) -> int:
         """Lets go of the `most` oldest conversations that are kept for their next turns, by default of all.
 
-        For hosts that need their blocks, or whose weights have changed. Returns how many there were. Their blocks may
-        be used again when reports say that their sending is over.
+        For hosts that need their blocks, or whose weights have changed. Their blocks may be used again when reports say
+        that their sending is over. Returns how many have been let go of, now or earlier, whose blocks are not free yet.
         """
         count = _lib.new("uint64_t *")
         self._handle.call("forget_histories", _lib.whole("most", 2**64 - 1 if most is None else most), count)

@@ -455,8 +455,8 @@ pub unsafe extern "C" fn kvf_scheduler_over(
 }
 
 /// Lets go of the `most` oldest conversations that are kept for their next turns (multi_turn): the host needs their blocks, or
-/// what they hold is no longer valid, as after an update of the weights. `*count` becomes how many there were. Their blocks may be
-/// used again when reports say that their sending is over.
+/// what they hold is no longer valid, as after an update of the weights. Their blocks may be used again when reports say
+/// that their sending is over. `*count` becomes how many have been let go of, now or earlier, whose blocks are not free yet.
 ///
 /// # Safety
 /// As the header's top says.

@@ -132,6 +132,8 @@ int main(void)
   uint8_t pending;
   OK(kvf_scheduler_has_pending(scheduler, &pending));
   CHECK(pending == 1);
+  OK(kvf_scheduler_forget_histories(scheduler, 0, &count));
+  CHECK(count == 1);
   wait_for(scheduler, worker, (const char *[]){"first"}, 1);
   /* Its id and its block are free for another one, which is the youngest. */
   CHECK(ends(scheduler, "first", 1));

@@ -235,7 +235,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Whether a running request that needs blocks gets them from a conversation that is kept for its next turn,
-        which is better than to preempt another."""
+        or from one that has been let go of already, which is better than to preempt another."""
         return self._scheduler.make_room()
 
     def reset_cache(self) -> bool | None:

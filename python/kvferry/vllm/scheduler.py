@@ -406,7 +406,7 @@ class SchedulerSide:
         return metadata
 
     def make_room(self) -> bool:
-        """Lets go of the oldest conversation; whether there was one, whose blocks will be free soon."""
+        """Lets go of the oldest conversation; whether the blocks of this or of an earlier one will be free soon."""
         return self._multi_turn and self._scheduler.forget_histories(1) > 0
 
     def forget_histories(self) -> None:

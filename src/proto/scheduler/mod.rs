@@ -91,6 +91,15 @@ struct Sent {
     unannounced: Option<Prefill>,
 }
 
+/// A decoded request whose blocks are kept for the conversation's next turn.
+#[derive(Debug)]
+struct History {
+    request: RequestId,
+    blocks: u64,
+    /// It was let go of, and its blocks are not free yet.
+    leaves: bool,
+}
+
 /// A prefill that was told of while it is under way.
 #[derive(Debug)]
 struct UnderWay {
@@ -161,8 +170,8 @@ pub struct Scheduler {
     aggregator: Aggregator,
     /// The last lease granted.
     lease_id: u64,
-    /// Conversations that are kept for their next turns, the oldest first, and how many blocks each keeps.
-    histories: VecDeque<(RequestId, u64)>,
+    /// Conversations that are kept for their next turns, the oldest first.
+    histories: VecDeque<History>,
     step: StepMetadata,
     stats: SchedulerStats,
 }
@@ -365,12 +374,25 @@ impl Scheduler {
     }
 
     /// Lets go of the `most` oldest conversations that are kept for their next turns, because the host needs their blocks, or
-    /// what they hold is no longer valid. Returns how many there were. Their blocks are free when the workers have reported
-    /// them as sent.
+    /// what they hold is no longer valid. Their blocks are free when the workers have reported them as sent. Returns how
+    /// many have been let go of, now or earlier, whose blocks are not free yet.
     pub fn forget_histories(&mut self, most: usize) -> usize {
-        let count = self.histories.len().min(most);
-        self.step.dropped.extend(self.histories.drain(..count).map(|(request, _)| request));
-        count
+        let mut left = most;
+        self.let_go(|_| {
+            let goes = left > 0;
+            left = left.saturating_sub(1);
+            goes
+        });
+        self.histories.iter().filter(|history| history.leaves).count()
+    }
+
+    /// Lets go of conversations from the oldest one on, while `goes` says so of the next one's number of blocks.
+    fn let_go(&mut self, mut goes: impl FnMut(u64) -> bool) {
+        let staying = self.histories.iter_mut().filter(|history| !history.leaves);
+        for history in staying.take_while(|history| goes(history.blocks)) {
+            history.leaves = true;
+            self.step.dropped.push(history.request.clone());
+        }
     }
 
     /// The request ended; `blocks` are its blocks per KV-cache group and `computed_tokens` the tokens whose cache they
@@ -510,7 +532,7 @@ impl Scheduler {
 
     fn sent(&mut self, request: &RequestId) {
         let Some(Sent { name, .. }) = self.sends.remove(request) else { return };
-        self.histories.retain(|(kept, _)| kept != request);
+        self.histories.retain(|history| history.request != *request);
         self.called.remove(name.as_ref().unwrap_or(request));
         self.notices.extend(name.map(Notice::Gone));
     }

@@ -1,6 +1,6 @@
 //! What of a request that has ended is kept for another engine, and offered to it.
 
-use super::{Finish, FinishOutcome, MAX_LEASE_ID, MultiTurn, Notice, Scheduler, Sent, UnderWay, params};
+use super::{Finish, FinishOutcome, History, MAX_LEASE_ID, MultiTurn, Notice, Scheduler, Sent, UnderWay, params};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::aggregate::Direction;
 use crate::proto::ids::RequestId;
@@ -162,14 +162,14 @@ impl Scheduler {
         let mut params = self.grant(request, None, true, (lease_ms, lease_id), offered, computed_tokens)?;
         params.do_remote_decode = true;
         // Whoever reads one that is let go of learns from the verdict that it must not count on what it read.
-        let mut kept = self.histories.iter().map(|(_, blocks)| blocks).sum::<u64>();
-        while kept > most_blocks - count
-            && let Some((oldest, blocks)) = self.histories.pop_front()
-        {
-            kept -= blocks;
-            self.step.dropped.push(oldest);
-        }
-        self.histories.push_back((request.clone(), count));
+        let kept: u64 = self.histories.iter().filter(|history| !history.leaves).map(|history| history.blocks).sum();
+        let mut excess = kept.saturating_sub(most_blocks - count);
+        self.let_go(|blocks| {
+            let goes = excess > 0;
+            excess = excess.saturating_sub(blocks);
+            goes
+        });
+        self.histories.push_back(History { request: request.clone(), blocks: count, leaves: false });
         Ok(Finish { keep: true, params: Some(params) })
     }
 

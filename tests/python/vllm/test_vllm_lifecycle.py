@@ -3,10 +3,13 @@ either order. At the end nothing is left behind."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from lone_scheduler import LoneScheduler
+from mini_config import BLOCK, write_model
 from mini_trio import prompt
 
 ORDERS = {
@@ -118,6 +121,37 @@ def test_abort_before_anything_is_scheduled(engines: tuple[LoneScheduler, LoneSc
     prefill.turn()
     for engine in engines:
         engine.assert_whole()
+
+
+def test_running_requests_wait_for_the_blocks_of_conversations_that_are_let_go_of(tmp_path: Path) -> None:
+    """However late workers say that they are free: none that runs is preempted."""
+    model = tmp_path / "model"
+    write_model(model)
+    extra = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 8}
+    with ExitStack() as stack:
+        prefill = LoneScheduler(stack, "kv_producer", model)
+        decode = LoneScheduler(stack, "kv_consumer", model, **extra)
+        conversations = {"older", "newer"}
+        for name in sorted(conversations):
+            loading((prefill, decode), name)
+            decode.turn(received=[name])
+            assert decode.until_answered(name)["params"]["remote_block_ids"]
+        # Of 95 blocks these have 5 each, and the two that run 84, until they have 94.
+        for at, name in enumerate(("one", "two")):
+            decode.add(name, prompt(at, 42 * BLOCK), 5 * BLOCK, None)
+        running = [decode.scheduler.requests[name] for name in ("one", "two")]
+        while any(not request.is_finished() for request in running):
+            before = [request.num_computed_tokens for request in running]
+            decode.turn()
+            if before == [request.num_computed_tokens for request in running] and before != [0, 0]:
+                for _ in range(5):
+                    decode.turn()
+                assert conversations < set(decode.scheduler.requests)
+                decode.turn(sent=conversations)
+                assert conversations.isdisjoint(decode.scheduler.requests)
+                conversations = set()
+        assert [request.num_preemptions for request in running] == [0, 0]
+        assert conversations == set()
 
 
 def test_ids_of_requests_of_other_connectors(engines: tuple[LoneScheduler, LoneScheduler], name: str) -> None:
