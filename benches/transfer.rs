@@ -86,6 +86,8 @@ fn start_owner(name: &str) -> (Child, Vec<u8>) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .env(ROLE, name)
         .env("KVFERRY_BENCH_OWNER", "1")
+        // UCX would else write its messages before the metadata.
+        .env("UCX_LOG_FILE", "stderr")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

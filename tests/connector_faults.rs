@@ -5,12 +5,12 @@
 
 mod common;
 
-use std::net::{Ipv4Addr, TcpListener};
 use std::time::{Duration, Instant};
 
 use common::cache::CacheSpec;
 use common::child::{Ask, LONG, Lists, Tell, serve_if_child};
 use common::engine::{Engine, Said, blocks, lists, scheduler_config};
+use common::ports::unused_port;
 use kvferry::ErrorKind;
 use kvferry::connector::{Scheduler, Transport, WorkerConfig};
 use kvferry::net::query;
@@ -67,17 +67,13 @@ fn works_beside(p: &mut Engine, d: &mut Engine, name: &str, earlier: &[(&str, &L
     d.check(&loads);
 }
 
-fn free_port() -> u16 {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
-}
-
 #[test]
 fn an_unreachable_head_fails_the_request_only() {
     let cache = CacheSpec::small(1, 1, 20);
     let (mut p, mut d) = pair(&cache);
     let here = lists(1, 3, false);
     let good = p.prefill("good", &lists(5, 3, false), 12);
-    let port = free_port();
+    let port = unused_port();
     let bad = TransferParams { remote_port: Some(i64::from(port)), ..good.clone() };
     d.load("bad", &bad, &here, 12);
     let said = d.await_received("bad");

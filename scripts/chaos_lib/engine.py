@@ -74,7 +74,7 @@ def resident_bytes() -> int:
 
 
 def thread_count(workers: int) -> int:
-    """This process's threads, with the copy thread of each of its workers.
+    """This process's threads, with the copy thread of each of its workers that read.
 
     A worker makes its copy thread for the first transfer that takes long or has memory that may not be there yet, and
     keeps it. Which transfer that is depends on time, so it counts from the beginning: only more than that is growth.

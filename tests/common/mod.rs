@@ -9,6 +9,7 @@ pub mod engine;
 pub mod keys;
 pub mod memory;
 pub mod netns;
+pub mod ports;
 pub mod skip;
 pub mod ucx;
 pub mod wire;

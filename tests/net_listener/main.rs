@@ -4,6 +4,8 @@
 
 mod awaits;
 mod failures;
+#[path = "../common/ports.rs"]
+mod ports;
 #[path = "../common/skip.rs"]
 mod skip;
 
@@ -22,6 +24,7 @@ use kvferry::proto::handshake::{Directory, PrefillNews, Pushes};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use kvferry::proto::wire::limits::MAX_REQUEST_BYTES;
 use kvferry::proto::wire::{Cause, EngineShape, HandshakeReply, HandshakeRequest, Message, Prefill, RefusalCode};
+use ports::unused_port;
 use skip::skipped;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -32,14 +35,6 @@ fn at(ip: IpAddr, port: u16) -> ListenerConfig {
 
 fn loopback(port: u16) -> ListenerConfig {
     at(Ipv4Addr::LOCALHOST.into(), port)
-}
-
-/// A port of its own that nobody listens on, below those that the kernel gives to whoever asks for any.
-fn unused_port() -> u16 {
-    static TRIED: AtomicU32 = AtomicU32::new(0);
-    let next = || 20_000 + (std::process::id() + TRIED.fetch_add(1, Ordering::Relaxed)) % 12_000;
-    let mut ports = std::iter::repeat_with(|| next() as u16).take(12_000);
-    ports.find(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok()).unwrap()
 }
 
 /// Answers with the request's own bytes behind a mark.

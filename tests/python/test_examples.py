@@ -17,7 +17,8 @@ UNKNOWN = "decode: an unknown request fails by itself: "
 
 def pipeline(prefill: list[str], decode: list[str], **environment: str) -> tuple[str, str]:
     """`prefill | decode`: what the decode engine printed, and what the prefill engine said."""
-    env = {**os.environ, "KVFERRY_UCX_LIB": str(kvferry.ucx_info()["path"]), **environment}
+    # UCX would else write its messages among what is printed.
+    env = {**os.environ, "KVFERRY_UCX_LIB": str(kvferry.ucx_info()["path"]), "UCX_LOG_FILE": "stderr", **environment}
     first = subprocess.Popen(prefill, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         second = subprocess.run(

@@ -166,7 +166,8 @@ def test_the_file_of_a_killed_process_is_the_next_ones(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == "up\n"
+        # Maybe behind messages of UCX.
+        assert "up\n" in child.stdout
         with pytest.raises(kvferry.KvferryError, match="writes this file"):
             Agent(config)
         assert writers(path) == {"elsewhere"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -37,11 +38,12 @@ ctypes.CDLL = CDLL
 def test_a_driver_that_hangs_does_not_hold_the_command(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HUNG_CUDA)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    start = time.monotonic()
     told = doctor("--config", '{"port": 0}', "--timeout", "100", PYTHONPATH=path)
-    assert time.monotonic() - start < BUSY_S
     assert told["gpu"]["case"] in ("none", "silent"), told["gpu"]
-    assert told["gpu"]["evidence"][-1].startswith("CUDA's driver: no answer within")
+    silence = re.fullmatch(r"CUDA's driver: no answer within (\d+\.\d) s", told["gpu"]["evidence"][-1])
+    # Half of what is left.
+    assert silence, told["gpu"]
+    assert float(silence[1]) <= 50
     # What comes after it has its time too.
     assert told["port"]["case"] == "free", told["port"]
     assert not any("no answer within" in line for line in told["same-host"]["evidence"])

@@ -252,8 +252,8 @@ class _Messages(_Bare):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # The same UCX as kvferry's, wherever that was found.
-            env={**os.environ, "KVFERRY_UCX_LIB": str(ucx_info()["path"])},
+            # The same UCX as kvferry's, wherever that was found, with its messages elsewhere than among the answers.
+            env={**os.environ, "KVFERRY_UCX_LIB": str(ucx_info()["path"]), "UCX_LOG_FILE": "stderr"},
         )
 
     def run(self, ticket: Any) -> Took:
