@@ -50,7 +50,8 @@ static CUresult value(const struct range *range, int attribute, uint64_t address
     case MAPPING_BASE: *out = range->base; break;
     case MAPPING_SIZE: *out = range->size; break;
     case MAPPED: *out = 1; break;
-    case HANDLE_TYPES: *out = range->kind == VMM ? range->block->handle_types & HANDLE_POSIX_FD : 0; break;
+    case POOL: *out = (uint64_t)range->pool; break;
+    case HANDLE_TYPES: *out = range->kind == VMM ? range->block->handle_types & SHAREABLE : 0; break;
     case ACCESS_FLAGS: *out = range->kind == VMM ? range->access[range->device] : 3; break;
     case BLOCK_ID: *out = range->block != NULL ? range->block->token : range->id; break;
     default: break;
@@ -93,7 +94,7 @@ API CUresult cuPointerSetAttribute(const void *in, int attribute, CUdeviceptr ad
     LOCKED;
     struct range *range = cd_find(address);
     if (in == NULL || attribute != SYNC || range == NULL) return INVALID_VALUE;
-    if (range->kind == VMM || !cd_is_device(range)) return INVALID_VALUE;
+    if (range->context == NULL || !cd_is_device(range)) return INVALID_VALUE;
     memcpy(&range->sync_memops, in, sizeof range->sync_memops);
     return OK;
 }

@@ -47,11 +47,12 @@ API CUresult cuDeviceGetName(char *name, int len, CUdevice device) {
     return OK;
 }
 
+/* The first version gives an instance's card, the second the instance itself. */
 API CUresult cuDeviceGetUuid(unsigned char *uuid, CUdevice device) {
     ENTER("cuDeviceGetUuid");
     if (uuid == NULL) return INVALID_VALUE;
     if (!device_exists(device)) return INVALID_DEVICE;
-    cd_uuid(cd_physical[device], uuid);
+    cd_uuid(cd_card(cd_physical[device]), false, uuid);
     return OK;
 }
 
@@ -59,7 +60,7 @@ API CUresult cuDeviceGetUuid_v2(unsigned char *uuid, CUdevice device) {
     ENTER("cuDeviceGetUuid_v2");
     if (uuid == NULL) return INVALID_VALUE;
     if (!device_exists(device)) return INVALID_DEVICE;
-    cd_uuid(cd_physical[device], uuid);
+    cd_uuid(cd_physical[device], cd_mig, uuid);
     return OK;
 }
 
@@ -75,7 +76,7 @@ API CUresult cuDeviceGetPCIBusId(char *text, int len, CUdevice device) {
     ENTER("cuDeviceGetPCIBusId");
     if (text == NULL || len < 13) return INVALID_VALUE;
     if (!device_exists(device)) return INVALID_DEVICE;
-    snprintf(text, (size_t)len, "0000:%02X:00.0", 0x40 + cd_physical[device]);
+    snprintf(text, (size_t)len, "0000:%02X:00.0", 0x40 + cd_card(cd_physical[device]));
     return OK;
 }
 
@@ -85,7 +86,7 @@ API CUresult cuDeviceGetByPCIBusId(CUdevice *device, const char *text) {
     if (device == NULL || text == NULL) return INVALID_VALUE;
     if (sscanf(text, "%x:%x:", &domain, &bus) != 2) return INVALID_VALUE;
     for (int i = 0; i < cd_device_count; i++) {
-        if (domain == 0 && bus == 0x40u + (unsigned)cd_physical[i]) {
+        if (domain == 0 && bus == 0x40u + (unsigned)cd_card(cd_physical[i])) {
             *device = i;
             return OK;
         }
@@ -126,13 +127,15 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
         {99, 1},    /* cuMemHostRegister */
         {102, 1},   /* virtual memory management */
         {103, 1},   /* POSIX descriptors as handles */
+        {115, 1},   /* memory pools; none of their handles (119) */
     };
     *value = 0;
     if (attribute < 1 || attribute > 200) return INVALID_VALUE;
     if (attribute == 116) *value = 1; /* GPUDirect RDMA */
     if (attribute == 117) *value = 1; /* RDMA writes can be flushed from the host */
     if (attribute == 118) *value = cd_rdma_order;
-    if (attribute == 33) *value = 0x40 + cd_physical[device]; /* PCI bus; its domain (50) and slot (34) are 0 */
+    if (attribute == 128) *value = cd_fabric;
+    if (attribute == 33) *value = 0x40 + cd_card(cd_physical[device]); /* PCI bus; domain (50) and slot (34) are 0 */
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         if (table[i].attribute == attribute) *value = table[i].value;
     }
@@ -171,7 +174,10 @@ static void context_end(struct context *context) {
     if (context->primary) primaries[context->device] = NULL; /* first, as the wait lets go of the lock */
     cd_wait_context(context);
     context->magic = DEAD;
-    for (struct stream *stream = context->streams; stream != NULL; stream = stream->next) stream->magic = DEAD;
+    for (struct stream *stream = context->streams; stream != NULL; stream = stream->next) {
+        cd_capture_drop(stream);
+        stream->magic = DEAD;
+    }
     cd_free_of_context(context);
     pthread_cond_broadcast(&cd_changed);
 }
@@ -339,6 +345,7 @@ API CUresult cuCtxSynchronize(void) {
     LOCKED;
     struct context *current;
     CUresult result = cd_current(&current);
+    if (result == OK) result = cd_capture_forbids_context(current);
     if (result == OK) cd_wait_context(current);
     return result;
 }

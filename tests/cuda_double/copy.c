@@ -22,6 +22,7 @@ static bool usable(uint64_t address, size_t len, unsigned kinds, bool write, CUd
         if (range->kind == HOST_ALLOCATED) *print = range->id;
         return whole && (kinds & PINNED_OK);
     }
+    if (range->kind == POOLED && range->device != device) return false;
     if (!(kinds & DEVICE_OK)) return range->kind == MANAGED && address + len <= range->base + range->size;
     *print = 1469598103934665603u;
     for (uint64_t at = address;;) {
@@ -33,6 +34,18 @@ static bool usable(uint64_t address, size_t len, unsigned kinds, bool write, CUd
         if (range->kind != VMM || next == NULL || next->kind != VMM || next->base != at) return false;
         range = next;
     }
+}
+
+/* Locked. The same for new work: none for memory that a stream is going to free. */
+static bool takes(uint64_t address, size_t len, unsigned kinds, bool write, CUdevice device, uint64_t *print) {
+    struct range *range = cd_find(address);
+    return usable(address, len, kinds, write, device, print) && (range == NULL || !range->freed);
+}
+
+/* Locked. In stream order memory is there once its allocation has ended. */
+static void is_there(const char *what, const struct range *range) {
+    if (range == NULL || range->kind != POOLED || range->stream->ended >= range->ready) return;
+    cd_die("%s uses memory at %#lx that the stream of its allocation has not got to", what, range->base);
 }
 
 /* Locked. Where the double finds the byte at `address`, and how many follow it there. */
@@ -69,6 +82,8 @@ static void move(const char *what, CUdevice device, const struct copy *copy, con
         uint8_t *src = fill != NULL ? NULL
                        : copy->staged != NULL ? copy->staged + done
                                               : place(copy->src + done, &len, &from);
+        is_there(what, to);
+        is_there(what, from);
         hold(to, 1);
         hold(from, 1);
         pthread_mutex_unlock(&cd_lock);
@@ -188,11 +203,12 @@ static CUresult copy(uint64_t dst, unsigned dst_kinds, uint64_t src, unsigned sr
                      unsigned how) {
     struct stream *stream;
     CUresult result = cd_stream(handle, true, &stream);
+    if (result == OK) result = cd_may_submit(stream);
     if (result != OK || len == 0) return result;
     struct copy one = {.dst = dst, .src = src, .len = len};
     CUdevice device = stream->context->device;
-    if (!usable(dst, len, dst_kinds, true, device, &one.dst_print)) return INVALID_VALUE;
-    if (!usable(src, len, src_kinds, false, device, &one.src_print)) return INVALID_VALUE;
+    if (!takes(dst, len, dst_kinds, true, device, &one.dst_print)) return INVALID_VALUE;
+    if (!takes(src, len, src_kinds, false, device, &one.src_print)) return INVALID_VALUE;
     bool pinned = cd_find(src) != NULL;
     if ((how & STAGE) && (pinned || cd_htod_waits)) how = WAIT;
     if (how & STAGE) {
@@ -253,6 +269,7 @@ static CUresult batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const si
     if (cd_version < 12080) return NOT_SUPPORTED;
     if (cd_is_default(handle)) return INVALID_VALUE;
     CUresult result = cd_stream(handle, true, &stream);
+    if (result == OK) result = cd_may_submit(stream);
     if (result != OK) return result;
     if (dsts == NULL || srcs == NULL || sizes == NULL || count == 0) return INVALID_VALUE;
     if (attributes == NULL || indices == NULL || attribute_count == 0 || attribute_count > count) return INVALID_VALUE;
@@ -269,8 +286,8 @@ static CUresult batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const si
         if (attribute + 1 < attribute_count && indices[attribute + 1] == i) attribute++;
         *one = (struct copy){.dst = dsts[i], .src = srcs[i], .len = sizes[i]};
         CUdevice device = stream->context->device;
-        if (one->len == 0 || !usable(one->dst, one->len, ANY, true, device, &one->dst_print) ||
-            !usable(one->src, one->len, ANY, false, device, &one->src_print)) {
+        if (one->len == 0 || !takes(one->dst, one->len, ANY, true, device, &one->dst_print) ||
+            !takes(one->src, one->len, ANY, false, device, &one->src_print)) {
             *failed = i;
             for (size_t j = 0; j < i; j++) free(op->copies[j].staged);
             free(op->copies);
@@ -309,11 +326,12 @@ API CUresult cuMemcpyBatchAsync_v2(const CUdeviceptr *dsts, const CUdeviceptr *s
 static CUresult fill(CUdeviceptr dst, unsigned value, unsigned value_size, size_t count, CUstream handle) {
     struct stream *stream;
     CUresult result = cd_stream(handle, true, &stream);
+    if (result == OK) result = cd_may_submit(stream);
     if (result != OK || count == 0) return result;
     struct copy one = {.dst = dst, .len = count * value_size};
     if (count > SIZE_MAX / 4 || dst % value_size != 0) return INVALID_VALUE;
     CUdevice device = stream->context->device;
-    if (!usable(dst, one.len, DEVICE_OK | PINNED_OK, true, device, &one.dst_print)) return INVALID_VALUE;
+    if (!takes(dst, one.len, DEVICE_OK | PINNED_OK, true, device, &one.dst_print)) return INVALID_VALUE;
     struct op *op = cd_op(SET);
     op->copies = cd_new(sizeof one);
     op->copies[0] = one;
@@ -353,6 +371,8 @@ struct function {
 API CUresult cuModuleLoadData(CUmodule *out, const void *image) {
     ENTER("cuModuleLoadData");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     struct context *current;
     CUresult result = cd_current(&current);
     if (result != OK) return result;
@@ -374,6 +394,8 @@ static bool module_lives(const struct module *module) {
 API CUresult cuModuleUnload(CUmodule module) {
     ENTER("cuModuleUnload");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     if (!module_lives(module)) return INVALID_HANDLE;
     module->magic = DEAD;
     return OK;
@@ -397,6 +419,7 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
     LOCKED;
     struct stream *stream;
     CUresult result = cd_stream(handle, true, &stream);
+    if (result == OK) result = cd_may_submit(stream);
     if (result != OK) return result;
     if (function == NULL || function->magic != FUNCTION_MAGIC || !module_lives(function->module)) return INVALID_HANDLE;
     if (function->module->context != stream->context) return INVALID_HANDLE;
@@ -420,8 +443,8 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
     memcpy(&op->items, arguments[3], sizeof op->items);
     op->copies = cd_new(sizeof *op->copies);
     size_t bytes = op->stretch_count * (size_t)56;
-    if (bytes > 0 && !usable(op->stretches, bytes, DEVICE_OK | PINNED_OK, false, stream->context->device,
-                             &op->copies[0].src_print)) {
+    if (bytes > 0 && !takes(op->stretches, bytes, DEVICE_OK | PINNED_OK, false, stream->context->device,
+                            &op->copies[0].src_print)) {
         free(op->copies);
         free(op);
         return INVALID_VALUE;

@@ -13,6 +13,7 @@ MIB = 1 << 20
 GRANULE = 2 * MIB
 INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, NOT_READY = 1, 201, 400, 500, 600
 NON_BLOCKING = 1
+DESCRIPTOR, FABRIC = 1, 8
 
 
 class Driver:
@@ -149,14 +150,24 @@ def helper_commands() -> None:
                 os._exit(d.call("cuCtxSynchronize"))
             answer = str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         elif command == "export":
-            handle_value = d.create(types=1)
+            types, by = map(int, words)
+            handle_value = d.create(types=types)
             base = d.get("cuMemAddressReserve", GRANULE, 0, 0, 0)
             d.expect(0, "cuMemMap", base, GRANULE, 0, handle_value, 0)
             d.access(base, GRANULE)
             d.put(base, b"shared")
             d.expect(0, "cuCtxSynchronize")
-            assert d.attribute(14, base) == 1
-            answer = str(d.get("cuMemExportToShareableHandle", handle_value, 1, 0, kind=ctypes.c_int))
+            assert d.attribute(14, base) == types
+            known |= {"handle": handle_value, "base": base}
+            shared = ctypes.create_string_buffer(64)
+            d.expect(0, "cuMemExportToShareableHandle", shared, handle_value, by, 0)
+            answer = shared.raw.hex() if by == FABRIC else str(int.from_bytes(shared.raw[:4], sys.byteorder))
+        elif command == "release":
+            d.expect(0, "cuMemRelease", known["handle"])
+            answer = "released"
+        elif command == "unmap":
+            d.expect(0, "cuMemUnmap", known["base"], GRANULE)
+            answer = "unmapped"
         else:
             raise AssertionError(line)
         print(answer, flush=True)

@@ -10,14 +10,22 @@
 
 #define HANDLE_MAGIC 0x6376666570697063u
 
-struct ipc_handle {
-    uint64_t magic, token, offset, size;
-    int32_t pid, fd;
-    char reserved[24];
-};
-_Static_assert(sizeof(struct ipc_handle) == 64, "the size that CUDA gives it");
+CUresult cd_block_open(const struct shared_handle *handle, struct block **out) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle->pid, handle->fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return INVALID_VALUE;
+    struct block *block = cd_block_adopt(fd);
+    if (block == NULL) return NOT_MAPPABLE;
+    if (block->token != handle->token || handle->size > block->size || handle->offset > block->size - handle->size) {
+        cd_block_settle(block);
+        return NOT_MAPPABLE;
+    }
+    *out = block;
+    return OK;
+}
 
-API CUresult cuIpcGetMemHandle(struct ipc_handle *handle, CUdeviceptr address) {
+API CUresult cuIpcGetMemHandle(struct shared_handle *handle, CUdeviceptr address) {
     ENTER("cuIpcGetMemHandle");
     LOCKED;
     struct context *current;
@@ -25,8 +33,8 @@ API CUresult cuIpcGetMemHandle(struct ipc_handle *handle, CUdeviceptr address) {
     if (result != OK) return result;
     struct range *range = cd_find(address);
     if (handle == NULL || range == NULL || range->kind != DEVICE) return INVALID_VALUE;
-    *handle = (struct ipc_handle){.magic = HANDLE_MAGIC, .token = range->block->token, .offset = range->block_offset,
-                                  .size = range->size, .pid = getpid(), .fd = range->block->fd};
+    *handle = (struct shared_handle){.magic = HANDLE_MAGIC, .token = range->block->token, .offset = range->block_offset,
+                                     .size = range->size, .pid = getpid(), .fd = range->block->fd};
     return OK;
 }
 
@@ -38,9 +46,10 @@ static struct range *opened(uint64_t token, const struct context *context) {
     return NULL;
 }
 
-API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, struct ipc_handle handle, unsigned flags) {
+API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, struct shared_handle handle, unsigned flags) {
     ENTER("cuIpcOpenMemHandle_v2");
     LOCKED;
+    UNSAFE;
     struct context *current;
     CUresult result = cd_current(&current);
     if (result != OK) return result;
@@ -53,14 +62,12 @@ API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, struct ipc_handle handle, u
         *out = range->base;
         return OK;
     }
-    char path[64];
-    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
-    int fd = open(path, O_RDWR | O_CLOEXEC);
-    if (fd < 0) return INVALID_VALUE;
-    struct block *block = cd_block_adopt(fd);
-    if (block == NULL) return NOT_MAPPABLE;
+    struct block *block;
     uint64_t base = 0;
-    if (block->token != handle.token || handle.offset + handle.size > block->size) result = NOT_MAPPABLE;
+    result = cd_block_open(&handle, &block);
+    if (result != OK) return result;
+    /* No memory is shared between instances; which error that is, is not documented. */
+    if (cd_mig && block->device < 0) result = INVALID_DEVICE;
     else if (block->device != current->device && !cd_peer) result = PEER_ACCESS_UNSUPPORTED;
     else if ((base = cd_arena_take(block->size + 4096, GRANULARITY, 0)) == 0) result = NOT_MAPPABLE;
     if (result != OK) {
@@ -73,13 +80,15 @@ API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, struct ipc_handle handle, u
     return OK;
 }
 
-API CUresult cuIpcOpenMemHandle(CUdeviceptr *out, struct ipc_handle handle, unsigned flags) {
+API CUresult cuIpcOpenMemHandle(CUdeviceptr *out, struct shared_handle handle, unsigned flags) {
     return cuIpcOpenMemHandle_v2(out, handle, flags);
 }
 
 API CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
     ENTER("cuIpcCloseMemHandle");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     struct context *current;
     CUresult result = cd_current(&current);
     if (result != OK) return result;

@@ -232,8 +232,7 @@ void cd_block_settle(struct block *block) {
 
 static size_t round_up(size_t size, size_t to) { return (size + to - 1) / to * to; }
 
-/* Takes the memory of a range back, by whatever means it was made. */
-static void release(struct range *range, const char *how) {
+void cd_release(struct range *range, const char *how) {
     uint64_t base = range->base;
     size_t size = range->size;
     enum kind kind = range->kind;
@@ -248,22 +247,18 @@ static void release(struct range *range, const char *how) {
 
 void cd_free_of_context(struct context *context) {
     for (size_t i = range_count; i-- > 0;) {
-        if (ranges[i]->context == context) release(ranges[i], "end of the context");
+        if (ranges[i]->context == context) cd_release(ranges[i], "end of the context");
     }
 }
 
 /* The range has the length that was asked for; the rest of its last page and a page behind it belong to nobody, so that
  * no copy runs from one allocation into the next. A small one does not begin where its block does, as a driver's that
  * comes out of a larger block: callers may not count on a page's alignment, nor on an offset of 0 over IPC. */
-static CUresult allocate(CUdeviceptr *out, size_t size, enum kind kind) {
-    struct context *current;
-    CUresult result = cd_current(&current);
-    if (result != OK) return result;
-    if (out == NULL || size == 0) return INVALID_VALUE;
+CUresult cd_allocate(size_t size, enum kind kind, CUdevice device, struct context *context, struct range **out) {
     if (size > DEVICE_MEMORY) return OUT_OF_MEMORY;
-    size_t offset = kind == DEVICE && size < GRANULARITY / 2 ? 512 : 0;
+    size_t offset = kind != MANAGED && size < GRANULARITY / 2 ? 512 : 0;
     size_t whole = round_up(offset + size, 4096);
-    struct block *block = cd_block_new(whole, current->device, 0);
+    struct block *block = cd_block_new(whole, device, 0);
     if (block == NULL) return OUT_OF_MEMORY;
     uint64_t base = cd_arena_take(whole + 4096, whole < GRANULARITY ? 4096 : GRANULARITY, 0);
     if (base == 0) {
@@ -274,19 +269,34 @@ static CUresult allocate(CUdeviceptr *out, size_t size, enum kind kind) {
         void *at = mmap((void *)base, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, block->fd, 0);
         if (at == MAP_FAILED) cd_die("managed memory could not be mapped");
     }
-    *out = cd_add(kind, base + offset, size, block, offset, current)->base;
+    *out = cd_add(kind, base + offset, size, block, offset, context);
     return OK;
+}
+
+static CUresult allocate(CUdeviceptr *out, size_t size, enum kind kind) {
+    struct context *current;
+    struct range *range;
+    CUresult result = cd_current(&current);
+    if (result != OK) return result;
+    if (out == NULL || size == 0) return INVALID_VALUE;
+    result = cd_allocate(size, kind, current->device, current, &range);
+    if (result == OK) *out = range->base;
+    return result;
 }
 
 API CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t size) {
     ENTER("cuMemAlloc_v2");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     return allocate(out, size, DEVICE);
 }
 
 API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t size, unsigned flags) {
     ENTER("cuMemAllocManaged");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     if (flags != 1 && flags != 2) return INVALID_VALUE;
     return allocate(out, size, MANAGED);
 }
@@ -294,14 +304,17 @@ API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t size, unsigned flags) {
 API CUresult cuMemFree_v2(CUdeviceptr address) {
     ENTER("cuMemFree_v2");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     struct context *current;
     CUresult result = cd_current(&current);
     if (result != OK) return result;
     if (address == 0) return OK;
     struct range *range = cd_find(address);
     if (range == NULL || range->base != address) return INVALID_VALUE;
-    if (range->kind != DEVICE && range->kind != MANAGED) return INVALID_VALUE;
-    release(range, "cuMemFree");
+    if (range->kind != DEVICE && range->kind != MANAGED && range->kind != POOLED) return INVALID_VALUE;
+    if (range->freed) return INVALID_VALUE;
+    cd_release(range, "cuMemFree");
     return OK;
 }
 
@@ -358,6 +371,8 @@ static CUresult host_allocate(void **out, size_t size) {
 API CUresult cuMemHostAlloc(void **out, size_t size, unsigned flags) {
     ENTER("cuMemHostAlloc");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     if (flags > 7) return INVALID_VALUE;
     return host_allocate(out, size);
 }
@@ -365,24 +380,29 @@ API CUresult cuMemHostAlloc(void **out, size_t size, unsigned flags) {
 API CUresult cuMemAllocHost_v2(void **out, size_t size) {
     ENTER("cuMemAllocHost_v2");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     return host_allocate(out, size);
 }
 
 API CUresult cuMemFreeHost(void *address) {
     ENTER("cuMemFreeHost");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     struct context *current;
     CUresult result = cd_current(&current);
     if (result != OK) return result;
     struct range *range = cd_find((uint64_t)address);
     if (range == NULL || range->base != (uint64_t)address || range->kind != HOST_ALLOCATED) return INVALID_VALUE;
-    release(range, "cuMemFreeHost");
+    cd_release(range, "cuMemFreeHost");
     return OK;
 }
 
 API CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
     ENTER("cuMemHostRegister_v2");
     LOCKED;
+    UNSAFE;
     struct context *current;
     CUresult result = cd_current(&current);
     if (result != OK) return result;
@@ -397,6 +417,7 @@ API CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
 API CUresult cuMemHostUnregister(void *address) {
     ENTER("cuMemHostUnregister");
     LOCKED;
+    UNSAFE;
     struct context *current;
     CUresult result = cd_current(&current);
     if (result != OK) return result;
@@ -404,7 +425,7 @@ API CUresult cuMemHostUnregister(void *address) {
     if (range == NULL || range->base != (uint64_t)address || range->kind != HOST_REGISTERED) {
         return HOST_MEMORY_NOT_REGISTERED;
     }
-    release(range, "cuMemHostUnregister");
+    cd_release(range, "cuMemHostUnregister");
     return OK;
 }
 

@@ -1,4 +1,5 @@
-/* The part of NVML that UCX asks for: devices, their PCI places and how many NVLinks they have. */
+/* The part of NVML that UCX asks for: devices, their PCI places and how many NVLinks they have; and their names, with
+ * those of a card's instances. */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -6,13 +7,13 @@
 
 #define API __attribute__((visibility("default")))
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, MAX_DEVICES = 16, UNSIGNED_INT = 1,
-       NVLINK_LINK_COUNT = 91 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, MAX_DEVICES = 16, INSTANCES = 2,
+       UNSIGNED_INT = 1, NVLINK_LINK_COUNT = 91 };
 
 typedef struct device {
     int number;
 } *nvmlDevice_t;
-static struct device devices[MAX_DEVICES];
+static struct device devices[MAX_DEVICES], instances[INSTANCES];
 
 struct pci {
     char legacy_id[16];
@@ -35,7 +36,10 @@ static long setting(const char *name, long otherwise) {
     return text == NULL || *text == '\0' ? otherwise : strtol(text, NULL, 0);
 }
 
+static bool mig(void) { return setting("KVFERRY_CUDA_DOUBLE_MIG", 0) != 0; }
+
 static unsigned device_count(void) {
+    if (mig()) return 1;
     long count = setting("KVFERRY_CUDA_DOUBLE_DEVICES", 1);
     return count < 0 ? 0 : count > MAX_DEVICES ? MAX_DEVICES : (unsigned)count;
 }
@@ -71,6 +75,37 @@ API int nvmlDeviceGetHandleByIndex(unsigned index, nvmlDevice_t *device) {
     return nvmlDeviceGetHandleByIndex_v2(index, device);
 }
 
+static bool is_instance(nvmlDevice_t device) { return device >= instances && device < instances + INSTANCES; }
+
+API int nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned *current, unsigned *pending) {
+    if (device == NULL || current == NULL || pending == NULL) return INVALID_ARGUMENT;
+    *current = *pending = mig();
+    return SUCCESS;
+}
+
+API int nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t device, unsigned *count) {
+    if (device == NULL || count == NULL) return INVALID_ARGUMENT;
+    *count = mig() ? INSTANCES : 0;
+    return SUCCESS;
+}
+
+API int nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned index, nvmlDevice_t *instance) {
+    if (device == NULL || instance == NULL) return INVALID_ARGUMENT;
+    if (!mig() || index >= INSTANCES) return NOT_FOUND;
+    instances[index].number = (int)index;
+    *instance = &instances[index];
+    return SUCCESS;
+}
+
+/* As cuDeviceGetUuid and cuDeviceGetUuid_v2 give them. */
+API int nvmlDeviceGetUUID(nvmlDevice_t device, char *text, unsigned len) {
+    if (device == NULL || text == NULL || len < 41) return INVALID_ARGUMENT;
+    bool instance = is_instance(device);
+    snprintf(text, len, "%s-6b766665-7272-7900-646f-75626c65%s%02x", instance ? "MIG" : "GPU", instance ? "4d" : "00",
+             (unsigned)device->number);
+    return SUCCESS;
+}
+
 static void place(struct pci *pci, unsigned bus) {
     memset(pci, 0, sizeof *pci);
     pci->bus = bus;
@@ -80,7 +115,7 @@ static void place(struct pci *pci, unsigned bus) {
 
 API int nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, struct pci *pci) {
     if (device == NULL || pci == NULL) return INVALID_ARGUMENT;
-    place(pci, 0x40u + (unsigned)device->number);
+    place(pci, 0x40u + (is_instance(device) ? 0 : (unsigned)device->number));
     return SUCCESS;
 }
 

@@ -20,6 +20,9 @@ int cd_version = 12080;
 uint64_t cd_delay_ns = 1000000;
 bool cd_peer = true;
 bool cd_htod_waits;
+bool cd_calls_wait;
+bool cd_fabric;
+bool cd_mig;
 int cd_rdma_order;
 char cd_machine[33];
 __thread bool cd_in_callback;
@@ -29,7 +32,7 @@ static volatile bool initialized;
 static volatile bool forked;
 static int calls_fd = -1;
 
-enum { MAX_RULES = 32 };
+enum { MAX_RULES = 32, INSTANCES = 2 };
 static struct rule {
     char name[64];
     long from, seen;
@@ -93,17 +96,22 @@ void cd_unlock(int *unused) {
 }
 
 /* The same in every process, as peers compare them. */
-void cd_uuid(int physical, unsigned char out[16]) {
+void cd_uuid(int number, bool instance, unsigned char out[16]) {
     memcpy(out, "kvferry\0double\0", 15);
-    out[15] = (unsigned char)physical;
+    if (instance) out[14] = 'M';
+    out[15] = (unsigned char)number;
 }
 
+int cd_card(int physical) { return cd_mig ? 0 : physical; }
+
 static int device_of_uuid(const char *name, size_t len, int machine) {
+    bool instance = cd_mig && strncasecmp(name, "MIG-", 4) == 0;
     for (int device = 0; device < machine; device++) {
         unsigned char uuid[16];
         char text[41] = "GPU-";
         size_t at = 4;
-        cd_uuid(device, uuid);
+        if (instance) memcpy(text, "MIG-", 4);
+        cd_uuid(instance ? device : cd_card(device), instance, uuid);
         for (int i = 0; i < 16; i++) {
             if (i == 4 || i == 6 || i == 8 || i == 10) text[at++] = '-';
             at += (size_t)sprintf(text + at, "%02x", uuid[i]);
@@ -113,19 +121,22 @@ static int device_of_uuid(const char *name, size_t len, int machine) {
     return -1;
 }
 
-/* As the driver does: the first entry that names no device, or one a second time, ends the list. */
+/* As the driver does: the first entry that names no device, or one a second time, ends the list. Of instances a process
+ * sees one, and a card's number or UUID stands for its first. */
 static void choose_devices(int machine) {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    int most = cd_mig ? 1 : machine;
     if (visible == NULL) {
-        for (int i = 0; i < machine; i++) cd_physical[cd_device_count++] = i;
+        for (int i = 0; i < most; i++) cd_physical[cd_device_count++] = i;
         return;
     }
-    while (*visible != '\0' && cd_device_count < machine) {
+    while (*visible != '\0' && cd_device_count < most) {
         while (*visible == ' ') visible++;
         size_t len = strcspn(visible, ", ");
         char *end;
         long device = strtol(visible, &end, 10);
         if (end == visible || end != visible + len) device = device_of_uuid(visible, len, machine);
+        else if (cd_mig && device != 0) return;
         if (device < 0 || device >= machine) return;
         for (int i = 0; i < cd_device_count; i++) {
             if (cd_physical[i] == device) return;
@@ -173,7 +184,10 @@ static void start(void) {
     cd_peer = setting("KVFERRY_CUDA_DOUBLE_PEER", 1) != 0;
     cd_htod_waits = setting("KVFERRY_CUDA_DOUBLE_HTOD_WAITS", 0) != 0;
     cd_rdma_order = (int)setting("KVFERRY_CUDA_DOUBLE_RDMA_ORDER", 100);
-    long machine = setting("KVFERRY_CUDA_DOUBLE_DEVICES", 1);
+    cd_calls_wait = setting("KVFERRY_CUDA_DOUBLE_CALLS_WAIT", 0) != 0;
+    cd_fabric = setting("KVFERRY_CUDA_DOUBLE_FABRIC", 0) != 0;
+    cd_mig = setting("KVFERRY_CUDA_DOUBLE_MIG", 0) != 0;
+    long machine = cd_mig ? INSTANCES : setting("KVFERRY_CUDA_DOUBLE_DEVICES", 1);
     choose_devices(machine < 0 ? 0 : machine > MAX_DEVICES ? MAX_DEVICES : (int)machine);
     const char *machine_name = getenv("KVFERRY_CUDA_DOUBLE_MACHINE");
     if (machine_name != NULL) snprintf(cd_machine, sizeof cd_machine, "%.32s", machine_name);
@@ -257,6 +271,7 @@ static const struct {
      "peer access is not supported between these two devices"},
     {OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
@@ -271,6 +286,16 @@ static const struct {
     {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {NOT_PERMITTED, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
+    {STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+     "operation failed due to a previous error during capture"},
+    {STREAM_CAPTURE_ISOLATION, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION", "dependency created on uncaptured work"},
+    {STREAM_CAPTURE_IMPLICIT, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
+    {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capture"},
+    {STREAM_CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+     "attempt to terminate a thread-local capture sequence from another thread"},
     {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 

@@ -81,6 +81,7 @@ static void run(struct stream *stream, struct op *op) {
     case COPY:
     case SET: cd_run_copies(stream, op); break;
     case KERNEL: cd_run_kernel(stream, op); break;
+    case FREE: cd_run_free(op); break;
     case CALL:
         cd_in_callback = true;
         if (op->call != NULL) op->call(op->user);
@@ -149,6 +150,11 @@ static bool blocking(const struct stream *stream) { return !(stream->flags & NON
 
 uint64_t cd_submit(struct stream *stream, struct op *op) {
     struct context *context = stream->context;
+    if (stream->capture != NULL) {
+        cd_capture_record(stream);
+        op_free(op);
+        return 0;
+    }
     if (stream == context->legacy) {
         for (struct stream *other = context->streams; other != NULL; other = other->next) {
             if (other != stream && blocking(other)) after(op, other, other->submitted);
@@ -177,6 +183,11 @@ void cd_wait_context(struct context *context) {
     for (struct stream *stream = context->streams; stream != NULL; stream = stream->next) {
         cd_wait(stream, stream->submitted);
     }
+}
+
+void cd_call_waits(void) {
+    struct context *current;
+    if (cd_calls_wait && cd_current(&current) == OK) cd_wait_context(current);
 }
 
 /* What stands for "all of this stream's work": in the legacy stream that includes the work it would wait for. */
@@ -218,6 +229,7 @@ API CUresult cuStreamDestroy_v2(CUstream handle) {
     if (cd_is_default(handle)) return INVALID_HANDLE;
     CUresult result = cd_stream(handle, false, &stream);
     if (result != OK) return result;
+    cd_capture_drop(stream);
     stream->magic = DEAD;
     pthread_cond_broadcast(&cd_changed);
     return OK;
@@ -228,6 +240,7 @@ API CUresult cuStreamSynchronize(CUstream handle) {
     LOCKED;
     struct stream *stream;
     CUresult result = cd_stream(handle, false, &stream);
+    if (result == OK) result = cd_may_look(stream);
     if (result != OK) return result;
     cd_wait(stream, stream == stream->context->legacy ? cd_submit(stream, cd_op(NOTHING)) : stream->submitted);
     return OK;
@@ -238,6 +251,7 @@ API CUresult cuStreamQuery(CUstream handle) {
     LOCKED;
     struct stream *stream;
     CUresult result = cd_stream(handle, false, &stream);
+    if (result == OK) result = cd_may_look(stream);
     if (result != OK) return result;
     return idle(stream) ? OK : NOT_READY;
 }
@@ -261,6 +275,7 @@ static CUresult call(CUstream handle, void (*host)(void *), void (*callback)(CUs
     struct stream *stream;
     if (host == NULL && callback == NULL) return INVALID_VALUE;
     CUresult result = cd_stream(handle, false, &stream);
+    if (result == OK) result = cd_may_submit(stream);
     if (result != OK) return result;
     struct op *op = cd_op(CALL);
     op->call = host;
@@ -317,7 +332,10 @@ static CUresult record(CUevent event, CUstream handle) {
     CUresult result = cd_stream(handle, false, &stream);
     if (result != OK) return result;
     if (stream->context != event->context) return INVALID_HANDLE;
+    result = cd_may_submit(stream);
+    if (result != OK) return result;
     event->stream = stream;
+    event->capture = cd_capture_id(stream);
     event->number = cd_submit(stream, cd_op(NOTHING));
     return OK;
 }
@@ -338,6 +356,8 @@ API CUresult cuEventQuery(CUevent event) {
     ENTER("cuEventQuery");
     LOCKED;
     if (!event_lives(event)) return INVALID_HANDLE;
+    if (event->capture != 0) return cd_event_captured(event->capture);
+    UNSAFE;
     return event->stream == NULL || event->stream->ended >= event->number ? OK : NOT_READY;
 }
 
@@ -345,6 +365,8 @@ API CUresult cuEventSynchronize(CUevent event) {
     ENTER("cuEventSynchronize");
     LOCKED;
     if (!event_lives(event)) return INVALID_HANDLE;
+    if (event->capture != 0) return cd_event_captured(event->capture);
+    UNSAFE;
     if (event->stream != NULL) cd_wait(event->stream, event->number);
     return OK;
 }
@@ -356,9 +378,16 @@ API CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned flags) {
     if (flags > 1) return INVALID_VALUE;
     if (!event_lives(event)) return INVALID_HANDLE;
     CUresult result = cd_stream(handle, false, &stream);
+    if (result == OK) result = cd_may_submit(stream);
     if (result != OK || event->stream == NULL) return result;
+    if (event->capture != cd_capture_id(stream)) {
+        /* A stream that waits for captured work would join the capture, which is not served. */
+        if (event->capture == 0) return cd_capture_refuse(stream, STREAM_CAPTURE_ISOLATION);
+        cd_event_captured(event->capture);
+        return cd_capture_refuse(stream, NOT_SUPPORTED);
+    }
     struct op *op = cd_op(NOTHING);
-    after(op, event->stream, event->number);
+    if (event->capture == 0) after(op, event->stream, event->number);
     cd_submit(stream, op);
     return OK;
 }

@@ -6,6 +6,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#define FABRIC_MAGIC 0x6366616272696363u
+
 struct location {
     int type, id;
 };
@@ -27,8 +29,8 @@ static CUresult check(const struct properties *properties) {
     if (properties == NULL || properties->type != 1) return INVALID_VALUE;
     if (properties->location.type != 1) return NOT_SUPPORTED;
     if (properties->location.id < 0 || properties->location.id >= cd_device_count) return INVALID_DEVICE;
-    /* Fabric handles need a service that no machine for tests has. */
-    if (properties->handle_types & ~HANDLE_POSIX_FD) return NOT_PERMITTED;
+    /* As without the service that fabric handles need. */
+    if (properties->handle_types & ~(HANDLE_POSIX_FD | (cd_fabric ? HANDLE_FABRIC : 0))) return NOT_PERMITTED;
     return OK;
 }
 
@@ -48,6 +50,7 @@ API CUresult cuMemGetAllocationGranularity(size_t *out, const struct properties 
 API CUresult cuMemCreate(CUhandle *handle, size_t size, const struct properties *properties, unsigned long long flags) {
     ENTER("cuMemCreate");
     LOCKED;
+    UNSAFE;
     CUresult result = check(properties);
     if (result != OK) return result;
     if (handle == NULL || flags != 0 || size == 0 || size % GRANULARITY != 0) return INVALID_VALUE;
@@ -62,6 +65,7 @@ API CUresult cuMemCreate(CUhandle *handle, size_t size, const struct properties 
 API CUresult cuMemRelease(CUhandle handle) {
     ENTER("cuMemRelease");
     LOCKED;
+    UNSAFE;
     struct block *block = block_of(handle);
     if (block == NULL) return INVALID_VALUE;
     block->handles--;
@@ -86,7 +90,7 @@ API CUresult cuMemGetAllocationPropertiesFromHandle(struct properties *out, CUha
     if (out == NULL || block == NULL) return INVALID_VALUE;
     memset(out, 0, sizeof *out);
     out->type = 1;
-    out->handle_types = (int)(block->handle_types & HANDLE_POSIX_FD);
+    out->handle_types = (int)(block->handle_types & SHAREABLE);
     out->location = (struct location){1, block->device};
     return OK;
 }
@@ -96,24 +100,47 @@ API CUresult cuMemExportToShareableHandle(void *out, CUhandle handle, int type, 
     LOCKED;
     struct block *block = block_of(handle);
     if (out == NULL || block == NULL || flags != 0) return INVALID_VALUE;
-    if (type != HANDLE_POSIX_FD || !(block->handle_types & HANDLE_POSIX_FD)) return INVALID_VALUE;
+    if (type != HANDLE_POSIX_FD && type != HANDLE_FABRIC) return INVALID_VALUE;
+    if (!(block->handle_types & (unsigned)type)) return INVALID_VALUE;
+    if (type == HANDLE_FABRIC) {
+        struct shared_handle named = {.magic = FABRIC_MAGIC, .token = block->token, .size = block->size,
+                                      .pid = getpid(), .fd = block->fd};
+        memcpy(out, &named, sizeof named);
+        return OK;
+    }
     int fd = fcntl(block->fd, F_DUPFD_CLOEXEC, 0);
     if (fd < 0) return OPERATING_SYSTEM;
     *(int *)out = fd;
     return OK;
 }
 
-/* The descriptor stays the caller's. */
-API CUresult cuMemImportFromShareableHandle(CUhandle *handle, void *descriptor, int type) {
+/* A fabric handle is for as long as the process that exported it has the memory. */
+static CUresult open_fabric(const struct shared_handle *handle, struct block **out) {
+    struct shared_handle named;
+    if (!cd_fabric || handle == NULL) return INVALID_VALUE;
+    memcpy(&named, handle, sizeof named);
+    return named.magic == FABRIC_MAGIC && cd_block_open(&named, out) == OK ? OK : INVALID_VALUE;
+}
+
+/* A descriptor stays the caller's. */
+static CUresult open_descriptor(int descriptor, struct block **out) {
+    int fd = fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
+    *out = fd < 0 ? NULL : cd_block_adopt(fd);
+    return *out == NULL ? INVALID_VALUE : OK;
+}
+
+API CUresult cuMemImportFromShareableHandle(CUhandle *handle, void *shared, int type) {
     ENTER("cuMemImportFromShareableHandle");
     LOCKED;
-    if (handle == NULL || type != HANDLE_POSIX_FD) return INVALID_VALUE;
-    int fd = fcntl((int)(intptr_t)descriptor, F_DUPFD_CLOEXEC, 0);
-    struct block *block = fd < 0 ? NULL : cd_block_adopt(fd);
-    if (block == NULL) return INVALID_VALUE;
+    UNSAFE;
+    if (handle == NULL || (type != HANDLE_POSIX_FD && type != HANDLE_FABRIC)) return INVALID_VALUE;
+    struct block *block;
+    CUresult result = type == HANDLE_FABRIC ? open_fabric(shared, &block)
+                                            : open_descriptor((int)(intptr_t)shared, &block);
+    if (result != OK) return result;
     block->handles = 1;
-    if (!(block->handle_types & HANDLE_POSIX_FD) || block->device < 0) {
-        CUresult result = block->device < 0 ? INVALID_DEVICE : INVALID_VALUE;
+    if (!(block->handle_types & (unsigned)type) || block->device < 0) {
+        result = block->device < 0 ? INVALID_DEVICE : INVALID_VALUE;
         block->handles = 0;
         cd_block_settle(block);
         return result;
@@ -126,6 +153,7 @@ API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t size, size_t align, CU
                                  unsigned long long flags) {
     ENTER("cuMemAddressReserve");
     LOCKED;
+    UNSAFE;
     if (out == NULL || size == 0 || size % GRANULARITY != 0 || flags != 0) return INVALID_VALUE;
     if (align & (align - 1)) return INVALID_VALUE;
     uint64_t base = cd_arena_take(size, align < GRANULARITY ? GRANULARITY : align, wish);
@@ -147,6 +175,7 @@ static bool anything(uint64_t base, size_t size) {
 API CUresult cuMemAddressFree(CUdeviceptr base, size_t size) {
     ENTER("cuMemAddressFree");
     LOCKED;
+    UNSAFE;
     size_t whole = 0;
     if (!cd_arena_reserved(base, size, &whole) || whole != size) return INVALID_VALUE;
     if (anything(base, size)) return INVALID_VALUE;
@@ -157,6 +186,7 @@ API CUresult cuMemAddressFree(CUdeviceptr base, size_t size) {
 API CUresult cuMemMap(CUdeviceptr base, size_t size, size_t offset, CUhandle handle, unsigned long long flags) {
     ENTER("cuMemMap");
     LOCKED;
+    UNSAFE;
     struct block *block = block_of(handle);
     size_t whole;
     if (block == NULL || flags != 0 || size == 0 || base % GRANULARITY != 0 || size % GRANULARITY != 0) {
@@ -183,6 +213,8 @@ static bool covered(uint64_t base, size_t size) {
 API CUresult cuMemUnmap(CUdeviceptr base, size_t size) {
     ENTER("cuMemUnmap");
     LOCKED;
+    UNSAFE;
+    cd_call_waits();
     if (!covered(base, size)) return INVALID_VALUE;
     for (uint64_t at = base; at < base + size;) {
         struct range *range = cd_find(at);
@@ -195,6 +227,7 @@ API CUresult cuMemUnmap(CUdeviceptr base, size_t size) {
 API CUresult cuMemSetAccess(CUdeviceptr base, size_t size, const struct access *access, size_t count) {
     ENTER("cuMemSetAccess");
     LOCKED;
+    UNSAFE;
     if (access == NULL || count == 0 || !covered(base, size)) return INVALID_VALUE;
     for (size_t i = 0; i < count; i++) {
         int device = access[i].location.id;
@@ -202,7 +235,7 @@ API CUresult cuMemSetAccess(CUdeviceptr base, size_t size, const struct access *
         if (access[i].flags != 0 && access[i].flags != 1 && access[i].flags != 3) return INVALID_VALUE;
         for (uint64_t at = base; at < base + size;) {
             struct range *range = cd_find(at);
-            if (device != range->device && !cd_peer) return PEER_ACCESS_UNSUPPORTED;
+            if (device != range->device && !cd_peer) return INVALID_DEVICE;
             range->access[device] = (uint8_t)access[i].flags;
             at += range->size;
         }
