@@ -77,9 +77,9 @@ def gpu_rdma(root: Path = system.ROOT) -> Finding:
         return found("gpu-rdma", "absent")
     evidence = [f"GPU {gpu.place}: {near.device.name}, {how}" for gpu, (near, how) in pairs]
     access = system.peer_memory(root)
-    if access is None:
+    if not access:
         return found("gpu-rdma", "no-peer-memory", evidence)
-    evidence.append(f"access to GPU memory by {access}")
+    evidence.append(f"access to GPU memory by {' and by '.join(access)}")
     far = any(how == system.DISTANCES[3] for _, (_, how) in pairs)
     return found("gpu-rdma", "far" if far else "near", evidence)
 

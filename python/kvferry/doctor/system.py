@@ -142,16 +142,14 @@ def distance(one: Device, other: Device) -> str:
     return DISTANCES[2] if one.numa == other.numa else DISTANCES[3]
 
 
-def peer_memory(root: Path = ROOT, release: str | None = None) -> str | None:
-    """What lets RDMA devices read GPU memory: the module's name, or DMA-BUF of Linux 5.12 and newer with the open
-    kernel modules of the GPU (https://docs.nvidia.com/cuda/gpudirect-rdma/); None where nothing does."""
-    for module in ("nvidia_peermem", "nv_peer_mem"):
-        if (root / "sys/module" / module).exists():
-            return module
+def peer_memory(root: Path = ROOT, release: str | None = None) -> list[str]:
+    """All that lets RDMA devices read GPU memory: loaded modules by name, and DMA-BUF of Linux 5.12 and newer with the
+    open kernel modules of the GPU (https://docs.nvidia.com/cuda/gpudirect-rdma/)."""
+    modules = [module for module in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / module).exists()]
     number = re.match(r"(\d+)\.(\d+)", release or os.uname().release)
     modern = number is not None and (int(number[1]), int(number[2])) >= (5, 12)
     is_open = "Open Kernel Module" in (read(root / "proc/driver/nvidia/version") or "")
-    return "DMA-BUF" if modern and is_open else None
+    return [*modules, "DMA-BUF"] if modern and is_open else modules
 
 
 def yama(root: Path = ROOT) -> str | None:

@@ -114,6 +114,7 @@ def test_how_far_a_gpu_may_be_and_who_may_lock_memory(machine: Path) -> None:
         "GPU 0000:02:00.0, NUMA node 0: mlx5_0, one PCIe switch",
         "GPU 0000:81:00.0, NUMA node 1: mlx5_0, different NUMA nodes",
     ]
+    assert far.evidence[2].startswith("access to GPU memory by nvidia_peermem")
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limited = "unlimited" if soft == resource.RLIM_INFINITY else "limited"
     file(machine, "proc/self/status", "CapEff:\t0000000000000000")
@@ -123,12 +124,13 @@ def test_how_far_a_gpu_may_be_and_who_may_lock_memory(machine: Path) -> None:
 
 
 def test_what_lets_rdma_read_gpu_memory(tmp_path: Path) -> None:
-    assert system.peer_memory(tmp_path, "6.8.0") is None
+    assert system.peer_memory(tmp_path, "6.8.0") == []
     file(tmp_path, "proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64")
-    assert system.peer_memory(tmp_path, "6.8.0-45-generic") == "DMA-BUF"
-    assert system.peer_memory(tmp_path, "5.4.0") is None
+    assert system.peer_memory(tmp_path, "6.8.0-45-generic") == ["DMA-BUF"]
+    assert system.peer_memory(tmp_path, "5.4.0") == []
     (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
-    assert system.peer_memory(tmp_path, "5.4.0") == "nvidia_peermem"
+    assert system.peer_memory(tmp_path, "5.4.0") == ["nvidia_peermem"]
+    assert system.peer_memory(tmp_path, "6.8.0") == ["nvidia_peermem", "DMA-BUF"]
 
 
 def test_limits_of_containers_and_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
