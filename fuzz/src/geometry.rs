@@ -98,7 +98,8 @@ fn metadata(source: &mut Source, name: &str) -> RankMetadata {
         areas.push(area(source, &groups, offset));
     }
     let len = if source.rarely(8) { source.number() } else { 1 << 14 };
-    let region = RegionMetadata { base: 1 << 32, len, kind: MemoryKind::Host, rkey: vec![1], handle: None };
+    let region =
+        RegionMetadata { base: 1 << 32, len, kind: MemoryKind::Host, rkey: vec![1], handle: None, is_scattered: false };
     RankMetadata {
         engine: rank::engine(name),
         rank: RankId { pp: 0, tp: 0 },

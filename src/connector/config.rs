@@ -75,6 +75,8 @@ pub struct WorkerConfig {
     pub verify: bool,
     /// A file that gets one JSON line per finished receive, appended; None or an empty text means none.
     pub request_log: Option<String>,
+    /// Whether device memory within a host is copied by the device: see [`AgentConfig`](crate::agent::AgentConfig).
+    pub device_copies: bool,
     /// Whether the agent connects to a stand-in within its process at its start: see
     /// [`AgentConfig`](crate::agent::AgentConfig). Default: yes.
     pub rehearse: bool,
@@ -113,6 +115,7 @@ impl WorkerConfig {
             peer_ttl_ms: 600_000,
             copy_threads: 2,
             streams: true,
+            device_copies: true,
             verify: false,
             request_log: None,
             rehearse: true,

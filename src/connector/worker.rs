@@ -313,6 +313,7 @@ fn agent_config(config: &WorkerConfig) -> AgentConfig {
         connect_timeout: Duration::from_millis(config.handshake_timeout_ms),
         copy_threads: config.copy_threads,
         streams: config.streams,
+        device_copies: config.device_copies,
         verify: config.verify,
         rehearse: config.rehearse,
         telemetry: config.telemetry,

@@ -60,8 +60,7 @@ unsafe impl Send for PrimaryContext {}
 // SAFETY: as above, and `&self` only reads the handle.
 unsafe impl Sync for PrimaryContext {}
 
-/// Turns a driver result into an error that names the call: [`ErrorKind::Unsupported`] for devices that do not reach one
-/// another, else [`ErrorKind::Cuda`].
+/// Turns a driver result into an error that names the call.
 pub(super) fn ok(call: &str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -75,11 +74,43 @@ pub(super) fn ok(call: &str, result: sys::CUresult) -> Result<()> {
     } else {
         "unknown error".to_owned()
     };
-    let kind = match result {
-        sys::CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED => ErrorKind::Unsupported,
-        _ => ErrorKind::Cuda,
-    };
-    Err(Error::new(kind, format!("{call}: {text} (CUDA error {})", result as u32)))
+    Err(Error::new(ErrorKind::Cuda, format!("{call}: {text} (CUDA error {})", result as u32)))
+}
+
+/// Whether the driver would not do what it was asked, which says nothing of what the device has under way: another thread records a
+/// CUDA graph, or the process may not ask this.
+pub(super) fn is_refusal(result: sys::CUresult) -> bool {
+    use sys::CUresult as R;
+    matches!(
+        result,
+        R::CUDA_ERROR_NOT_PERMITTED
+            | R::CUDA_ERROR_NOT_SUPPORTED
+            | R::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+            | R::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+            | R::CUDA_ERROR_STREAM_CAPTURE_MERGE
+            | R::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+            | R::CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+            | R::CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+            | R::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+            | R::CUDA_ERROR_CAPTURED_EVENT
+            | R::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
+    )
+}
+
+/// Lets this thread call the driver while another thread of the process records a CUDA graph, which would else fail, and the call
+/// too: the mode of a capture is one for all threads unless they say that they have nothing to do with it. Does nothing where
+/// there is no driver, or none in use yet.
+pub fn stay_out_of_captures() {
+    // SAFETY: as in `driver`.
+    if !unsafe { sys::is_culib_present() } {
+        return;
+    }
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: exchanges a number of the calling thread.
+    let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    if let Err(error) = ok("cuThreadExchangeStreamCaptureMode", exchanged) {
+        log::debug!("CUDA graphs that are recorded in this process may fail: {error}");
+    }
 }
 
 /// Opens the driver and initializes it, once; later calls return the first outcome.
@@ -311,8 +342,10 @@ impl PrimaryContext {
         })
     }
 
-    /// Makes the context the calling thread's current one and leaves it so.
+    /// Makes the context the calling thread's current one and leaves it so, for a thread that has nothing to do with CUDA graphs
+    /// that others record meanwhile.
     pub fn make_current(&self) -> Result<()> {
+        stay_out_of_captures();
         // SAFETY: the context is retained for as long as `self` lives. A thread that keeps it current after that gets
         // errors from the driver, not undefined behaviour.
         ok("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw) })
@@ -344,6 +377,45 @@ impl Drop for Entered<'_> {
         let mut popped: sys::CUcontext = std::ptr::null_mut();
         // SAFETY: pops what `enter` pushed on this thread; writes one handle.
         let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
+    }
+}
+
+/// Device memory of tests.
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(super) mod test_memory {
+    use super::*;
+
+    /// Device 0, for as long as the process lives.
+    fn enter() {
+        static CONTEXT: OnceLock<PrimaryContext> = OnceLock::new();
+        CONTEXT.get_or_init(|| PrimaryContext::retain(0).unwrap()).make_current().unwrap();
+    }
+
+    /// An allocation that is never freed, with these bytes.
+    pub(crate) fn allocate(bytes: &[u8]) -> u64 {
+        enter();
+        let mut addr = 0;
+        // SAFETY: writes an address.
+        ok("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut addr, bytes.len()) }).unwrap();
+        put(addr, bytes);
+        addr
+    }
+
+    pub(crate) fn put(addr: u64, bytes: &[u8]) {
+        enter();
+        // SAFETY: as many bytes of an allocation, or the driver says no.
+        ok("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(addr, bytes.as_ptr().cast(), bytes.len()) }).unwrap();
+        // SAFETY: waits, since a copy from memory that is not pinned may still be under way.
+        ok("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() }).unwrap();
+    }
+
+    pub(crate) fn get(addr: u64, len: u64) -> Vec<u8> {
+        enter();
+        let mut bytes = vec![0; usize::try_from(len).unwrap()];
+        // SAFETY: as `put`.
+        ok("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), addr, bytes.len()) }).unwrap();
+        bytes
     }
 }
 

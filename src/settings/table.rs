@@ -122,6 +122,9 @@ pub const TABLE: &[Setting] = &[
          more."),
     row(Operator, "request_log", &[Worker], Path, "", Absent("no log"),
         "File that gets one JSON line per finished receive and rank, appended."),
+    row(Operator, "device_copies", &[Agent, Worker], Flag, "", Is(true),
+        "Map device memory of a peer on the same host and have the device copy it, many blocks at a time. Else UCX moves it, block \
+         by block, or messages do."),
     row(Operator, "rehearse", &[Agent, Worker], Flag, "", Is(true),
         "Connect to a stand-in within the process at the start, so that first contact with a peer of this host does not wait \
          for UCX to weigh its protocols."),
@@ -189,7 +192,7 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
       `scripts/setup nixl` installs, and g++, which compiles the plug-in), `mooncake` (Mooncake's transfer engine), \
       `ray` (Ray Serve LLM, which `scripts/setup ray-serve` installs), a program such as `pkg-config`, or what a skipped test of `kvferry doctor` says that it needs."),
     ("KVFERRY_BLESS", "Set: tests write generated files (header, wire goldens, tables of documents) in place of comparing."),
-    ("KVFERRY_NIXL", "A folder with NIXL's Python package, for the benchmark of `gpu-check`."),
+    ("KVFERRY_NIXL", "A folder with NIXL's Python package, for the benchmark of `gpu-check`, in place of the one that its folder carries."),
     ("KVFERRY_CUDA_DOUBLE_", "Settings of the double of the CUDA driver: `tests/cuda_double/README.md`."),
     ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),
     ("KVFERRY_SHAPE", "`cargo test --test connector_shapes` runs the pairs of shapes whose names contain it."),

@@ -32,8 +32,7 @@ impl Context {
     /// Registers `len` bytes at the address `addr` for transfers in both directions, local and remote.
     ///
     /// UCX looks at the memory itself to find its kind. Where that is not `kind` the registration is refused:
-    /// UCX taking device memory for host memory would crash in the first transfer. Memory that CUDA manages
-    /// counts as CUDA memory.
+    /// UCX taking device memory for host memory would crash in the first transfer.
     ///
     /// # Safety
     /// The range must be memory of this process that stays mapped, and may be read and written by UCX and by
@@ -78,8 +77,11 @@ impl Context {
             .check("ucp_mem_map", || format!("{}; is the whole range mapped, readable and writable?", range()))?;
         let mut memory = Memory { context: Arc::clone(self), handle, addr, len, kind };
         memory.kind = memory.query_kind()?;
-        let fits = memory.kind == kind || (kind, memory.kind) == (MemoryKind::Cuda, MemoryKind::CudaManaged);
-        if fits { Ok(Arc::new(memory)) } else { Err(unsupported(&format!("UCX sees {} memory there", memory.kind))) }
+        if kind.may_be_seen_as(memory.kind) {
+            Ok(Arc::new(memory))
+        } else {
+            Err(unsupported(&format!("UCX sees {} memory there", memory.kind)))
+        }
     }
 }
 

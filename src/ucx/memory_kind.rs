@@ -28,6 +28,12 @@ impl MemoryKind {
         }
     }
 
+    /// Whether UCX may say `seen` of memory that is of this kind: of what comes from a pool of a CUDA device (`cudaMallocAsync`)
+    /// it says that CUDA manages it, unless it is told otherwise (`UCX_CUDA_COPY_ASYNC_MEM_TYPE`).
+    pub fn may_be_seen_as(self, seen: Self) -> bool {
+        self == seen || (self, seen) == (Self::Cuda, Self::CudaManaged)
+    }
+
     /// The kind of the number that UCX gives it.
     pub const fn from_code(code: u32) -> Self {
         match ucs_memory_type_t(code) {

@@ -67,6 +67,7 @@ fn metadata(name: &str, rank: RankId) -> RankMetadata {
                 kind: MemoryKind::Host,
                 rkey: vec![3; 30],
                 handle: None,
+                is_scattered: false,
             }],
         },
     }

@@ -68,6 +68,7 @@ pub fn metadata(engine: EngineId, agent: u64, stride: u64) -> RankMetadata {
         kind: MemoryKind::Host,
         rkey: vec![1, 2, 3, i as u8],
         handle: None,
+        is_scattered: false,
     };
     RankMetadata {
         engine,

@@ -14,9 +14,10 @@ use kvferry::proto::plan::{self, HeldPart, Holding, RankPlan};
 use kvferry::proto::stats::Stats;
 use kvferry::proto::wire::limits::MAX_BLOCK_IDS;
 use kvferry::proto::wire::{
-    self, AgentMetadata, AgentRegion, Blocks, Cause, CompatField, EngineShape, Grant, HandshakeReply, HandshakeRequest,
-    Hold, Load, MemoryKind, Message, PeerMessage, Prefill, RankBlob, RankMetadata, Reader, RecvFailure, RecvRecord,
-    RefusalCode, RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict, Versions, WorkerReport,
+    self, AgentMetadata, AgentRegion, Blocks, Cause, CompatField, DeviceHandle, DevicePiece, EngineShape, Grant,
+    HandshakeReply, HandshakeRequest, Hold, Load, MemoryKind, Message, PeerMessage, Prefill, RankBlob, RankMetadata,
+    Reader, RecvFailure, RecvRecord, RefusalCode, RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict,
+    Versions, WorkerReport,
 };
 use kvferry::proto::{EngineId, Incarnation, RankId, RequestId};
 use proptest::prelude::*;

@@ -26,13 +26,30 @@ pub(super) fn agent() -> AgentMetadata {
                 kind: MemoryKind::Host,
                 rkey: vec![4, 5],
                 handle: None,
+                is_scattered: false,
             },
             RegionMetadata {
                 base: 0x1000,
                 len: 8192,
                 kind: MemoryKind::Cuda { device: 3 },
                 rkey: vec![],
-                handle: None,
+                handle: Some(DeviceHandle { handle: vec![8; 64], offset: 512, pieces: vec![] }),
+                is_scattered: false,
+            },
+            RegionMetadata {
+                base: 0x8000,
+                len: 16384,
+                kind: MemoryKind::Cuda { device: 1 },
+                rkey: vec![9],
+                handle: Some(DeviceHandle {
+                    handle: vec![],
+                    offset: 1024,
+                    pieces: vec![
+                        DevicePiece { fd: 17, len: 1 << 21, fabric: vec![] },
+                        DevicePiece { fd: -1, len: 1 << 22, fabric: vec![3; 64] },
+                    ],
+                }),
+                is_scattered: true,
             },
         ],
     }
@@ -42,7 +59,14 @@ pub(super) fn region() -> AgentRegion {
     AgentRegion {
         incarnation: Incarnation(0x0123_4567_89ab_cdef),
         index: 7,
-        region: RegionMetadata { base: 0x2000, len: 16, kind: MemoryKind::Host, rkey: vec![6, 7, 8], handle: None },
+        region: RegionMetadata {
+            base: 0x2000,
+            len: 16,
+            kind: MemoryKind::Host,
+            rkey: vec![6, 7, 8],
+            handle: None,
+            is_scattered: false,
+        },
     }
 }
 

@@ -95,6 +95,9 @@ pub struct AgentConfig {
     /// from where they are, and this side's puts them where they belong. Each side decides for itself; with a key there is
     /// none, because what it carries is not sealed. Default: yes.
     pub streams: bool,
+    /// Whether device memory of a peer on the same host is mapped by this process and copied by its device, many pieces at a
+    /// time. Else UCX moves it, piece by piece, or messages do. Default: yes.
+    pub device_copies: bool,
     /// Bytes of unsent messages per peer before `send` refuses. Default: 64 MiB.
     pub send_queue_bytes: u64,
     /// Whether a read, when its last byte has arrived, asks the peer for a digest of what it has in the places that
@@ -131,6 +134,7 @@ impl Default for AgentConfig {
             spin: Duration::from_micros(300),
             copy_threads: 2,
             streams: true,
+            device_copies: true,
             send_queue_bytes: 64 << 20,
             verify: false,
             rehearse: true,

@@ -11,7 +11,7 @@ const DIGEST_LEN: usize = 16;
 /// Bytes that are hashed at a time: half of a usual second-level cache.
 const DIGEST_PART: usize = 256 << 10;
 
-/// The digest of the bytes of all, one after the other: XXH3 of 128 bits, big-endian. It finds damage; it does not prove
+/// The digest of the bytes of all, which are host memory, one after the other: XXH3 of 128 bits, big-endian. It finds damage; it does not prove
 /// who sent what.
 pub(crate) fn digest(iovs: &[Iov]) -> Result<[u8; DIGEST_LEN]> {
     let mut hasher = XxHash3_128::new();
@@ -29,4 +29,9 @@ pub(crate) fn digest(iovs: &[Iov]) -> Result<[u8; DIGEST_LEN]> {
         }
     }
     Ok(hasher.finish_128().to_be_bytes())
+}
+
+/// The digest of bytes that were copied from where they are.
+pub(crate) fn digest_of(bytes: &[u8]) -> [u8; DIGEST_LEN] {
+    XxHash3_128::oneshot(bytes).to_be_bytes()
 }

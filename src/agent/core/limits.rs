@@ -20,8 +20,8 @@ pub(crate) const CHUNK_PIECES: usize = 3000;
 /// Pieces that are at least this long on average are sent from where they are, shorter ones are gathered: of those, the
 /// few parts that a message may have would make many small messages.
 pub(crate) const PART_BYTES: u64 = 8 << 10;
-/// Requests of one peer that may wait, 48 MiB of them at the most. A peer keeps to its window, which may not be larger;
-/// one that does not is cut off.
+/// Requests of one peer that may wait: reads, 48 MiB of them at the most, and what a device has to do with its memory first, with
+/// the bytes of writes. A peer keeps to its window, which may not be larger; one that does not is cut off.
 pub(crate) const MAX_WAITING: usize = 1024;
 
 /// Transfers of at least this many bytes are read by a stream. Shorter ones go by messages, past what is under way on it.

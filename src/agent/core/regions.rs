@@ -17,7 +17,7 @@ use crate::ucx;
 struct Region {
     range: MemoryRange,
     memory: Arc<ucx::Memory>,
-    _exported: Option<ipc::Exported>,
+    exported: Option<ipc::Exported>,
     metadata: RegionMetadata,
     /// Transfers that name it and are not over.
     users: u32,
@@ -84,8 +84,10 @@ impl Regions {
             None
         });
         let handle = exported.as_ref().map(|exported| exported.handle.clone());
-        let metadata = RegionMetadata { base: range.addr(), len: range.len(), kind: range.kind(), rkey, handle };
-        Ok(Region { range, memory, _exported: exported, metadata, users: 0, closing: None })
+        let is_scattered = ipc::is_scattered(&range);
+        let metadata =
+            RegionMetadata { base: range.addr(), len: range.len(), kind: range.kind(), rkey, handle, is_scattered };
+        Ok(Region { range, memory, exported, metadata, users: 0, closing: None })
     }
 
     fn iter(&self) -> impl Iterator<Item = (usize, &Region)> {
@@ -209,10 +211,10 @@ impl Regions {
     pub(crate) fn unmap_if_unused(&mut self, index: u32) {
         let Some(slot) = self.slots.get_mut(index as usize) else { return };
         let unused = slot.as_ref().is_some_and(|region| region.users == 0 && region.closing.is_some());
-        if let Some(Region { memory, closing, .. }) = slot.take_if(|_| unused) {
+        if let Some(Region { memory, exported, closing, .. }) = slot.take_if(|_| unused) {
             self.graces.remove(&index);
-            // The last owner: operations hold one each, and there are none.
-            drop(memory);
+            // The last owner: operations hold one each, and there are none. Descriptors of device memory keep it from being free.
+            drop((memory, exported));
             for reply in closing.unwrap_or_default() {
                 let _ = reply.send(Ok(()));
             }
@@ -221,7 +223,14 @@ impl Regions {
 
     /// The regions as peers see them. An index that is gone stays as an empty entry if a live one follows.
     pub(crate) fn metadata(&self) -> Vec<RegionMetadata> {
-        let gone = || RegionMetadata { base: 0, len: 0, kind: MemoryKind::Host, rkey: Vec::new(), handle: None };
+        let gone = || RegionMetadata {
+            base: 0,
+            len: 0,
+            kind: MemoryKind::Host,
+            rkey: Vec::new(),
+            handle: None,
+            is_scattered: false,
+        };
         let count = (0..self.slots.len()).rev().find(|index| self.live(*index as u32).is_some()).map_or(0, |i| i + 1);
         (0..count).map(|index| self.live(index as u32).map_or_else(gone, |region| region.metadata.clone())).collect()
     }

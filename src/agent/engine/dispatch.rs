@@ -9,16 +9,13 @@ use crate::agent::core::event::Event;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::in_flight::InFlight;
-use crate::agent::core::iov;
-use crate::agent::core::limits::CHUNK_PIECES;
 use crate::agent::core::request::TransferRequest;
 use crate::agent::core::stats::{PathBytes, Traffic};
 use crate::agent::paths::{self, one_sided, process_vm};
 use crate::agent::peers::reach::Pair;
-use crate::agent::rpc::client::Answered;
-use crate::agent::rpc::server::{self, Payload, ReadRequest};
-use crate::agent::rpc::staged::{Ended, Then};
-use crate::agent::rpc::wire::{decode_pieces, total};
+use crate::agent::rpc::client::{Answered, Service};
+use crate::agent::rpc::server::{self, Payload};
+use crate::agent::rpc::staged::Then;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::plan::Operation;
@@ -52,7 +49,12 @@ impl Engine {
                 let end = OperationEnd { transfer, windowed: None, moved: 0, result: self.rdma_flush.flush() };
                 self.transfers.operation_ended(end, &mut self.effects, now);
             }
-            Effect::TransferStopped { transfer } => self.copy_pool.withdraw(transfer, &mut self.effects),
+            Effect::TransferStopped { transfer } => {
+                self.copy_pool.withdraw(transfer, &mut self.effects);
+                for chunk in self.staged.withdraw(transfer) {
+                    self.effects.push(Effect::OperationEnded(chunk.withdrawn()));
+                }
+            }
             Effect::TransferEnded(end) => self.transfer_ended(end, now),
         }
     }
@@ -100,8 +102,12 @@ impl Engine {
             self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
         }
         let mut released = self.revocations.forget(id);
-        released.extend(self.staged.forget(id));
+        let (regions, chunks) = self.staged.forget(id);
+        released.extend(regions);
         self.regions.leave(&released);
+        for chunk in chunks {
+            self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
+        }
     }
 
     fn flush(&mut self, transfer: TransferId, peer: PeerId, now: Instant) {
@@ -291,68 +297,6 @@ impl Engine {
         any
     }
 
-    /// Goes on with what was on its way between devices and messages. Returns whether there was anything.
-    pub(super) fn reap_staged(&mut self, now: Instant) -> bool {
-        if !self.staged.is_running() {
-            return false;
-        }
-        let ended = self.staged.reap(|len| self.worker.buffer(len));
-        let any = !ended.is_empty();
-        self.go_on(ended, now);
-        any
-    }
-
-    fn go_on(&mut self, ended: Vec<Ended>, now: Instant) {
-        for (then, result) in ended {
-            match then {
-                Then::Reply { peer, number, bytes, regions } => {
-                    self.regions.leave(&regions);
-                    if let Ok(peer) = self.peers.get_mut(peer) {
-                        peer.server.release(bytes);
-                    }
-                    if self.reply(peer, FrameKind::ReadReply, number, result.map(Payload::Bytes)) {
-                        self.serve_reads(peer);
-                    }
-                }
-                Then::Written { peer, number, regions } => {
-                    self.regions.leave(&regions);
-                    self.reply(peer, FrameKind::WriteReply, number, result.map(Payload::Bytes));
-                }
-                Then::Placed(chunk) => self.effects.push(Effect::OperationEnded(chunk.end(result.map(drop)))),
-            }
-            self.dispatch(now);
-        }
-    }
-
-    /// Has a device copy what a read asked for, for a reply when it has. Whether it does.
-    fn stage_read(&mut self, id: PeerId, request: &ReadRequest) -> bool {
-        // What is wrong with another one is said where it is served.
-        let Ok(iovs) = server::locate(&self.regions, &request.pieces) else { return false };
-        let Some(device) = self.staged.device_for(&iovs) else { return false };
-        let regions: Vec<u32> = request.pieces.iter().map(|piece| piece.region).collect();
-        self.regions.enter(&regions);
-        if let Ok(peer) = self.peers.get_mut(id) {
-            peer.server.hold(request.bytes);
-        }
-        let then = Then::Reply { peer: id, number: request.chunk, bytes: request.bytes, regions };
-        self.staged.read(device, iovs, then);
-        true
-    }
-
-    /// Has a device put in place what a peer writes, for a reply when it has. Whether it does.
-    fn stage_write(&mut self, id: PeerId, number: u64, data: &[u8]) -> bool {
-        let Ok((pieces, bytes)) = decode_pieces(data) else { return false };
-        if pieces.len() > CHUNK_PIECES || total(&pieces) != bytes.len() as u64 {
-            return false;
-        }
-        let Ok(iovs) = server::locate(&self.regions, &pieces) else { return false };
-        let Some(device) = self.staged.device_for(&iovs) else { return false };
-        let regions: Vec<u32> = pieces.iter().map(|piece| piece.region).collect();
-        self.regions.enter(&regions);
-        self.staged.write(device, iovs, bytes, Then::Written { peer: id, number, regions });
-        true
-    }
-
     /// Takes the messages that have arrived.
     pub(super) fn receive_messages(&mut self, now: Instant) {
         let refused = self.worker.refused_announcements();
@@ -400,8 +344,10 @@ impl Engine {
                 }
             }
             FrameKind::DigestRequest => {
-                let digest = server::digest(data, &self.regions);
-                self.reply(id, FrameKind::DigestReply, number, digest);
+                if !self.stage_digest(id, number, data) {
+                    let digest = server::digest(data, &self.regions);
+                    self.reply(id, FrameKind::DigestReply, number, digest);
+                }
             }
             FrameKind::ReadReply | FrameKind::WriteReply | FrameKind::DigestReply | FrameKind::Refusal => {
                 self.on_reply(id, frame, data, now)?;
@@ -436,15 +382,16 @@ impl Engine {
             peer.flow.moved(answered.chunk.bytes, now);
             peer.flow.arrive(answered.departure, answered.chunk.bytes, now);
         }
-        let Answered { chunk, mut result, is_unplaced, .. } = answered;
-        if is_unplaced {
-            if let Some(device) = self.staged.device_for(&chunk.local) {
-                self.staged.write(device, chunk.local.clone(), data, Then::Placed(chunk));
-                return Ok(());
+        let Answered { chunk, result, is_of_device, .. } = answered;
+        match chunk.service {
+            Service::Digest if is_of_device => {
+                // The digest of somebody who keeps to the protocol is shorter.
+                let theirs = data.get(..64).unwrap_or(data).to_vec();
+                self.staged.read(chunk.local.clone(), Then::Compare { chunk, theirs });
             }
-            result = iov::scatter(&chunk.local, data);
+            _ if is_of_device => self.staged.write(chunk.local.clone(), data, Then::Placed(chunk)),
+            _ => self.effects.push(Effect::OperationEnded(chunk.end(result))),
         }
-        self.effects.push(Effect::OperationEnded(chunk.end(result)));
         Ok(())
     }
 
@@ -460,7 +407,7 @@ impl Engine {
     }
 
     /// Replies to reads as long as UCX does not hold too many of this peer's replies.
-    fn serve_reads(&mut self, id: PeerId) {
+    pub(super) fn serve_reads(&mut self, id: PeerId) {
         let in_place = !self.peers.are_keyed();
         while let Some(request) = self.peers.get_mut(id).ok().and_then(|peer| peer.server.pop()) {
             if self.stage_read(id, &request) {
@@ -475,7 +422,7 @@ impl Engine {
 
     /// Sends a reply, or a refusal that says why there is none; a peer that it cannot be sent to is given up. Returns whether
     /// it was sent.
-    fn reply(&mut self, id: PeerId, kind: FrameKind, number: u64, reply: Result<Payload>) -> bool {
+    pub(super) fn reply(&mut self, id: PeerId, kind: FrameKind, number: u64, reply: Result<Payload>) -> bool {
         let Ok(peer) = self.peers.get_mut(id) else { return false };
         let (kind, payload) = reply.map_or_else(
             |error| {

@@ -12,6 +12,7 @@ pub(crate) mod event_loop;
 pub(crate) mod probe;
 mod revocation;
 mod scheduler;
+mod staging;
 pub(crate) mod turn;
 mod ucx_settings;
 mod warmup;
@@ -46,7 +47,7 @@ use super::rpc::staged::Staged;
 use super::streams::{self, Streams};
 use super::transfers::Transfers;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::{MemoryRange, ucx_error};
+use crate::mem::{MemoryRange, cuda, ucx_error};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, MemoryKind};
 use crate::secret::{Key, sealed_len};
@@ -91,6 +92,8 @@ pub(crate) struct Engine {
 impl Engine {
     pub(crate) fn new(config: AgentConfig, incarnation: Incarnation, shared: &Arc<Shared>) -> Result<Engine> {
         let secrets = Secrets::new(Key::configured(config.key_file.as_deref())?);
+        // UCX asks the driver for memory when it looks at the devices.
+        cuda::stay_out_of_captures();
         let context = ucx_settings::context(&config, secrets.is_keyed())?;
         let longest = MAX_MESSAGE_BYTES + FRAME_BYTES;
         let max_message = if secrets.is_keyed() { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
@@ -109,6 +112,7 @@ impl Engine {
             address: worker.address().map_err(ucx_error)?,
             place: ProcessPlace::here(),
             streams: config.streams,
+            device_copies: config.device_copies,
             connect_timeout: config.connect_timeout,
         };
         Ok(Engine {

@@ -272,6 +272,49 @@ mod tests {
         other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
+    /// What it has mapped is still there when its owner uses it for something else.
+    #[test]
+    fn a_peer_that_was_given_up_copies_no_device_memory() {
+        let Some(memory) = MemoryRange::leaked_on_device(&vec![7; 3 * LEN]) else { return };
+        let hasty = AgentConfig { cancel_grace: Duration::from_millis(50), ..config("b", Transport::Shm) };
+        let other = Agent::start(hasty).unwrap();
+        let region = other.register(memory).unwrap();
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(77), &shared).unwrap();
+        for _ in 0..3 {
+            engine.register(MemoryRange::leaked_on_device(&vec![8; LEN]).unwrap()).unwrap();
+        }
+        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+        drive(&mut engine, |engine| {
+            engine.peers.find_neighbours();
+            let peer = engine.peers.get(peer).unwrap();
+            peer.is_ready() && !peer.is_neighbour_unproved()
+        });
+        let write = start(&mut engine, peer, Direction::Write);
+        drive(&mut engine, |engine| {
+            engine.reap_device_copies(Instant::now());
+            engine.transfers.get(write).is_none()
+        });
+        assert_eq!(engine.stats.device_copied_bytes, 3 * LEN as u64);
+        assert!(memory.leaked_bytes().iter().all(|byte| *byte == 8));
+        // Now it stands still, and knows nothing of what follows.
+        other.deregister(region).unwrap();
+        until_lost(&other);
+        memory.fill_on_device(&vec![7; 3 * LEN]);
+        let write = start(&mut engine, peer, Direction::Write);
+        engine.post_transfers();
+        let end = Instant::now() + Duration::from_secs(120);
+        while engine.device_copies.are_running() {
+            assert!(Instant::now() < end, "not within two minutes");
+            engine.reap_device_copies(Instant::now());
+        }
+        assert!(memory.leaked_bytes().iter().all(|byte| *byte == 7), "memory that was deregistered was written to");
+        drive(&mut engine, |engine| engine.peers.get(peer).is_err() && engine.transfers.get(write).is_none());
+        assert_eq!(engine.stats.transfers_failed, 1);
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
     #[test]
     fn a_peer_that_is_given_up_is_told() {
         for transport in [Transport::Shm, Transport::Tcp] {

@@ -92,6 +92,7 @@ impl Engine {
             streams: &mut self.streams,
             copy_pool: &mut self.copy_pool,
             device_copies: &mut self.device_copies,
+            staged: &mut self.staged,
             stats: &mut self.stats,
             effects: &mut self.effects,
         })

@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
-use crate::agent::core::ids::TransferId;
-use crate::error::Result;
+use crate::agent::core::ids::{PeerId, TransferId};
+use crate::error::{ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::copier::Copier;
+use crate::sys::process::Neighbour;
 
 /// From which length on pieces are left to the driver: none are, whose copies within a device are no faster.
 const LONG_BYTES: u64 = u64::MAX;
@@ -15,8 +16,17 @@ const LONG_BYTES: u64 = u64::MAX;
 /// What one device has under way.
 struct Device {
     copier: Copier,
-    /// Of each batch, in the order of their ends: the transfer, and bytes.
-    running: VecDeque<(TransferId, u64)>,
+    /// The batches under way, in the order of their ends.
+    running: VecDeque<Running>,
+}
+
+/// Whose a batch is.
+pub(super) struct Running {
+    pub(super) transfer: TransferId,
+    pub(super) peer: PeerId,
+    /// Of whose memory it reads, if it does.
+    pub(super) read_from: Option<Arc<Neighbour>>,
+    pub(super) bytes: u64,
 }
 
 /// The copiers of one agent, made when there is something for them.
@@ -50,9 +60,9 @@ impl DeviceCopies {
         }
     }
 
-    /// Hands a device's batch to it. Returns how many bytes are under way now, an operation of the transfer, and what the driver
-    /// said.
-    pub(super) fn launch(&mut self, device: u32, transfer: TransferId) -> (u64, Result<()>) {
+    /// Hands a device's batch to it, an operation of a transfer; of how many bytes it fills in. Returns how many are under way now, and
+    /// what the driver said.
+    pub(super) fn launch(&mut self, device: u32, batch: Running) -> (u64, Result<()>) {
         let Some(Device { copier, running }) = self.devices.get_mut(&device) else { return (0, Ok(())) };
         let bytes = copier.bytes();
         if bytes == 0 {
@@ -61,7 +71,7 @@ impl DeviceCopies {
         }
         match copier.launch() {
             (true, launched) => {
-                running.push_back((transfer, bytes));
+                running.push_back(Running { bytes, ..batch });
                 self.running += 1;
                 (bytes, launched)
             }
@@ -82,9 +92,16 @@ impl DeviceCopies {
         let mut any = false;
         for Device { copier, running } in self.devices.values_mut() {
             while let Some(result) = copier.next_ended() {
-                let Some((transfer, bytes)) = running.pop_front() else { break };
+                let Some(Running { transfer, peer, read_from, bytes }) = running.pop_front() else { break };
                 self.running = self.running.saturating_sub(1);
                 any = true;
+                // A peer that has given this side up may use its memory for something else meanwhile.
+                let result = result.and_then(|()| read_from.map_or(Ok(()), |owner| owner.check()));
+                if let Err(error) = &result
+                    && error.kind() == ErrorKind::PeerDied
+                {
+                    effects.lose(peer, error.clone());
+                }
                 let moved = if result.is_ok() { bytes } else { 0 };
                 effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed: None, moved, result }));
             }

@@ -4,7 +4,9 @@
 
 use std::time::Instant;
 
+use super::device_copies::Running;
 use super::{Path, Profile, Turn};
+use crate::agent::core::event::Direction;
 use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
@@ -35,9 +37,18 @@ impl Path for DeviceCopy {
         let MemoryKind::Cuda { device } = profile.local else {
             return Err(Error::new(ErrorKind::Internal, "host memory is not copied by a device"));
         };
+        // Its owner may have given this side up, which then cannot know of what it has deregistered since, and whose mappings keep
+        // the memory from being missed.
+        let owner = turn.peer.neighbour.clone();
+        if let Some(Err(error)) = owner.as_ref().map(|owner| owner.check()) {
+            turn.effects.lose(turn.peer.id, error.clone());
+            return Err(error);
+        }
         let mut operations = 0;
         let filled = fill(turn, profile, device, &mut operations);
-        let (bytes, launched) = turn.device_copies.launch(device, turn.id);
+        let read_from = owner.filter(|_| turn.transfer.direction() == Direction::Read);
+        let batch = Running { transfer: turn.id, peer: turn.peer.id, read_from, bytes: 0 };
+        let (bytes, launched) = turn.device_copies.launch(device, batch);
         if bytes > 0 {
             turn.transfer.begin(operations, Instant::now());
             turn.stats.operations += operations;
@@ -58,7 +69,7 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
         let (local, remote) = (first.local_region, first.remote_region);
         let imported = match turn.device_copies.copier(device) {
             Ok(copier) => turn.peer.import(remote, copier.context()),
-            Err(error) => Err(turn.peer.refuse_import(remote, error)),
+            Err(error) => Err(turn.peer.refuse_import((remote, device), error)),
         };
         // The next path's turn is now.
         let (Ok(there), Some(here)) = (imported, turn.regions.range(local)) else { break };

@@ -1,19 +1,24 @@
 //! Requests that the peer answers by messages ([`rpc`](crate::agent::rpc)), where nothing moves such memory without the
 //! peer's processor, such as over TCP, where runs are short, and for digests.
 
+use std::cell::RefCell;
 use std::time::Instant;
 
 use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
-use crate::agent::core::iov::Iov;
+use crate::agent::core::frame::FrameKind;
+use crate::agent::core::in_flight::Operations;
+use crate::agent::core::iov::{self, Iov};
 use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, STREAM_CHUNK_BYTES};
+use crate::agent::core::regions::Regions;
 use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
-use crate::agent::rpc::client::{Chunk, Service};
+use crate::agent::rpc::client::{Chunk, Client, Service};
 use crate::agent::rpc::server::Payload;
+use crate::agent::rpc::staged::Then;
 use crate::agent::rpc::wire::{Piece, StreamReader};
 use crate::agent::thread::affinity;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ucx::MAX_PARTS;
 
 /// Whether a chunk should take no more: at its limits, or as many long pieces as UCX sends without copying them.
@@ -82,27 +87,50 @@ pub(super) fn post_chunk(
         (false, Direction::Write) => Service::Write,
     };
     turn.begin(u64::from(service != Service::Digest));
-    request(turn, Chunk { transfer: turn.id, peer: turn.peer.id, service, local, bytes, streamed }, &remote)?;
+    let chunk = Chunk { transfer: turn.id, peer: turn.peer.id, service, local, bytes, streamed };
+    let reader = streamed.then(|| StreamReader {
+        received: turn.streams.received(turn.peer.id),
+        processor: affinity::processor() as u16,
+    });
+    let (kind, mut data) = chunk.request(&remote, reader);
+    if service == Service::Write && iov::device_of(&chunk.local).is_some() {
+        turn.staged.read(chunk.local.clone(), Then::Ask { chunk, request: data });
+    } else {
+        if service == Service::Write {
+            iov::gather(&chunk.local, &mut data)?;
+        }
+        ask(turn.peer, chunk, kind, data, turn.rpc, turn.operations, turn.regions).map_err(|(_, error)| error)?;
+        if streamed {
+            turn.streams.expect(turn.peer.id);
+        }
+    }
     turn.enter_flight(bytes);
     turn.stats.operations += 1;
     Ok(bytes)
 }
 
 /// Asks the peer for a chunk. `Err`: nothing was sent.
-fn request(turn: &mut Turn<'_>, chunk: Chunk, remote: &[Piece]) -> Result<()> {
-    let from = turn.peer.identity()?;
-    let departure = turn.peer.flow.depart(Instant::now());
-    let reader = chunk.streamed.then(|| StreamReader {
-        received: turn.streams.received(turn.peer.id),
-        processor: affinity::processor() as u16,
+pub(crate) fn ask(
+    peer: &mut Peer,
+    chunk: Chunk,
+    kind: FrameKind,
+    data: Vec<u8>,
+    rpc: &RefCell<Client>,
+    operations: &mut Operations,
+    regions: &mut Regions,
+) -> std::result::Result<(), (Chunk, Error)> {
+    let departure = peer.flow.depart(Instant::now());
+    let number = rpc.borrow().next_number();
+    let posted = peer.identity().and_then(|from| {
+        peer.post_rpc(kind, number, Payload::Bytes(data), 0, operations, regions)?;
+        Ok(from)
     });
-    let (kind, data) = chunk.request(remote, reader)?;
-    let number = turn.rpc.borrow().next_number();
-    turn.peer.post_rpc(kind, number, Payload::Bytes(data), 0, turn.operations, turn.regions)?;
-    if chunk.streamed {
-        turn.streams.expect(turn.peer.id);
+    match posted {
+        Ok(from) => {
+            peer.flow.departed(departure);
+            rpc.borrow_mut().insert(chunk, from, departure);
+            Ok(())
+        }
+        Err(error) => Err((chunk, error)),
     }
-    turn.peer.flow.departed(departure);
-    turn.rpc.borrow_mut().insert(chunk, from, departure);
-    Ok(())
 }

@@ -5,7 +5,7 @@
 pub(crate) mod copy_pool;
 pub(crate) mod device_copies;
 mod device_copy;
-mod message;
+pub(crate) mod message;
 pub(crate) mod one_sided;
 pub(crate) mod process_vm;
 pub(crate) mod rdma_flush;
@@ -25,6 +25,7 @@ use super::core::stats::{AgentStats, PathBytes};
 use super::peers::Peer;
 use super::peers::reach::Pair;
 use super::rpc::client::Client;
+use super::rpc::staged::Staged;
 use super::streams::Streams;
 use super::transfers::{Transfer, Windows};
 use crate::error::Result;
@@ -75,6 +76,7 @@ pub(crate) struct Turn<'a> {
     pub(crate) streams: &'a mut Streams,
     pub(crate) copy_pool: &'a mut CopyPool,
     pub(crate) device_copies: &'a mut DeviceCopies,
+    pub(crate) staged: &'a mut Staged,
     pub(crate) stats: &'a mut AgentStats,
     pub(crate) effects: &'a mut Effects,
 }
@@ -90,9 +92,13 @@ impl Turn<'_> {
             remote,
             gathered: self.transfer.is_gathered(),
             streamable: self.transfer.is_streamable(),
-            is_refused: self.peer.has_refused(Pair::of(local, remote), operation.remote_region),
+            is_refused: self.peer.has_refused(Pair::of(local, remote), operation.remote_region)
+                || Pair::of(local, remote) == Pair::Device && self.peer.is_mapped_in_part(operation.remote_region),
             is_filled_by_kernel: self.peer.is_filled_by_kernel(operation.remote_region),
-            is_importable: local != MemoryKind::Host && self.peer.is_importable(operation.remote_region),
+            is_importable: match local {
+                MemoryKind::Cuda { device } => self.peer.is_importable(operation.remote_region, device),
+                MemoryKind::Host => false,
+            },
             digest: self.transfer.is_asking(),
         })
     }

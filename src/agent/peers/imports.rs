@@ -1,13 +1,15 @@
 //! Device memory of a peer on this host, as this process reaches it, and the regions that a peer has deregistered.
 
+use std::rc::Rc;
 use std::sync::{Arc, Weak};
 
 use super::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::ipc::Imported;
-use crate::proto::wire::MemoryKind;
 use crate::proto::wire::limits::MAX_REGIONS;
+use crate::proto::wire::{MemoryKind, RegionMetadata};
+use crate::ucx::Rkey;
 
 impl Peer {
     /// Whether it is an agent of this process.
@@ -15,27 +17,33 @@ impl Peer {
         self.neighbour.as_ref().is_some_and(|neighbour| u32::try_from(neighbour.process().0) == Ok(std::process::id()))
     }
 
-    /// Whether this process can reach its region `index`, device memory, without it.
-    pub(crate) fn is_importable(&self, index: u32) -> bool {
+    /// Whether a device of this process can reach its region `index`, device memory, without it.
+    pub(crate) fn is_importable(&self, index: u32, device: u32) -> bool {
+        self.may_be_importable(index) && !self.imports.refused.contains(&(index, device))
+    }
+
+    /// Whether some device may.
+    pub(crate) fn may_be_importable(&self, index: u32) -> bool {
         let Some(Some((region, _))) = self.regions.get(index as usize) else { return false };
         matches!(region.kind, MemoryKind::Cuda { .. })
             && self.neighbour.is_some()
             // Else it does not ask for its memory back.
             && self.on_this_host
             && (region.handle.is_some() || self.is_in_this_process())
-            && !self.imports.refused.contains(&index)
+            && !self.imports.are_off
     }
 
-    /// Whether a device of this side does not reach its region `index`. UCX asks that of one device only, the current one when
-    /// it gets to see the rkey, and its operations for others fail.
+    /// Whether some device of this side does not reach its region `index`. UCX asks that of one device only, the current one
+    /// when it gets to see the rkey, and its operations for others fail.
     pub(crate) fn is_unreached(&self, index: u32) -> bool {
-        self.imports.unreached.contains(&index)
+        self.imports.unreached.iter().any(|(region, _)| *region == index)
     }
 
-    /// Whether it has device memory and this process can reach all of it without the peer.
+    /// Whether it has device memory and this process can reach all of it without the peer, as far as was tried.
     pub(crate) fn is_all_importable(&self) -> bool {
+        let is_refused = |index: u32| self.imports.refused.iter().any(|(region, _)| *region == index);
         let mut devices = self.kinds().filter(|(_, kind)| matches!(kind, MemoryKind::Cuda { .. })).peekable();
-        devices.peek().is_some() && devices.all(|(index, _)| self.is_importable(index))
+        devices.peek().is_some() && devices.all(|(index, _)| self.may_be_importable(index) && !is_refused(index))
     }
 
     fn kinds(&self) -> impl Iterator<Item = RemoteKind> {
@@ -45,13 +53,13 @@ impl Peer {
     /// Its region `index`, for the device of `context`.
     ///
     /// # Errors
-    /// What the driver says. The region is not importable any more then.
+    /// What the driver says. The region is not importable for this device any more then.
     pub(crate) fn import(&mut self, index: u32, context: &Arc<PrimaryContext>) -> Result<Arc<Imported>> {
         let key = (index, context.ordinal());
         if let Some(mapped) = self.imports.mapped.get(&key) {
             return Ok(Arc::clone(mapped));
         }
-        let mapped = Arc::new(self.open(index, context).map_err(|error| self.refuse_import(index, error))?);
+        let mapped = Arc::new(self.open(index, context).map_err(|error| self.refuse_import(key, error))?);
         self.imports.mapped.insert(key, Arc::clone(&mapped));
         let made = self.imports.made.entry(index).or_default();
         made.retain(|mapping| mapping.strong_count() > 0);
@@ -59,8 +67,8 @@ impl Peer {
         Ok(mapped)
     }
 
-    /// Its region `index` is not to be imported, for this reason.
-    pub(crate) fn refuse_import(&mut self, index: u32, error: Error) -> Error {
+    /// Its region `index` is not to be imported for a device of this side, for this reason.
+    pub(crate) fn refuse_import(&mut self, (index, device): (u32, u32), error: Error) -> Error {
         if self.imports.refused.is_empty() {
             log::warn!(
                 "agent {}: its region {index} of device memory is not copied by the device but by UCX or by messages, which \
@@ -68,9 +76,9 @@ impl Peer {
                 self.name
             );
         }
-        self.imports.refused.insert(index);
+        self.imports.refused.insert((index, device));
         if error.kind() == ErrorKind::Unsupported {
-            self.imports.unreached.insert(index);
+            self.imports.unreached.insert((index, device));
         }
         error
     }
@@ -106,8 +114,12 @@ impl Peer {
         self.imports.revoked.insert(index);
         if let (Some(region), Some(len)) = (self.regions.get_mut(index as usize), self.lens.get_mut(index as usize)) {
             *len = 0;
+            let by_cuda_ipc = self.reach.by_cuda_ipc;
+            let is_mapped = |(region, rkey): (RegionMetadata, Option<Rc<Rkey>>)| {
+                by_cuda_ipc && region.kind != MemoryKind::Host && rkey.is_some()
+            };
             // Operations that are under way hold the rkey.
-            if region.take().is_some_and(|(region, rkey)| region.handle.is_some() && rkey.is_some()) {
+            if region.take().is_some_and(is_mapped) {
                 return Err(Error::new(
                     ErrorKind::PeerDied,
                     format!("the peer has deregistered its region {index}, which UCX has mapped; connect again"),

@@ -68,6 +68,8 @@ pub(crate) struct Local {
     pub(crate) place: Option<ProcessPlace>,
     /// Whether it wants streams.
     pub(crate) streams: bool,
+    /// Whether device memory of peers on this host is mapped here.
+    pub(crate) device_copies: bool,
     /// How long a peer may take to say hello.
     pub(crate) connect_timeout: Duration,
 }
@@ -341,7 +343,7 @@ impl Peers {
             session: Session { keyed: self.secrets.is_keyed(), ..Session::default() },
             reach: Reach::default(),
             refused: BTreeSet::new(),
-            imports: Imports::default(),
+            imports: Imports { are_off: !self.local.device_copies, ..Imports::default() },
             takes_revocations: false,
             is_near,
             untold: BTreeSet::new(),

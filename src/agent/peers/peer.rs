@@ -50,14 +50,16 @@ const REFUSALS: usize = 4;
 /// What this process has mapped of a peer's device memory, and what the peer has deregistered (`imports.rs`).
 #[derive(Default)]
 pub(crate) struct Imports {
+    /// Whether nothing is to be mapped.
+    pub(super) are_off: bool,
     /// By region and device of this side.
     pub(super) mapped: BTreeMap<(u32, u32), Arc<Imported>>,
     /// Every mapping that was made of a region, as long as a copy under way holds it.
     pub(super) made: BTreeMap<u32, Vec<Weak<Imported>>>,
-    /// Regions that the driver did not map.
-    pub(super) refused: BTreeSet<u32>,
-    /// Of these, those on a device that one of this side does not reach.
-    pub(super) unreached: BTreeSet<u32>,
+    /// Regions that the driver did not map, and for which device of this side.
+    pub(super) refused: BTreeSet<(u32, u32)>,
+    /// Of these, those that the device does not reach.
+    pub(super) unreached: BTreeSet<(u32, u32)>,
     /// Regions that the peer has deregistered, whatever its metadata says; none above [`MAX_REGIONS`].
     pub(super) revoked: BTreeSet<u32>,
 }
@@ -66,8 +68,8 @@ impl Imports {
     /// Forgets all but those of these regions.
     fn retain(&mut self, regions: &BTreeSet<u32>) {
         self.mapped.retain(|(region, _), _| regions.contains(region));
-        self.refused.retain(|region| regions.contains(region));
-        self.unreached.retain(|region| regions.contains(region));
+        self.refused.retain(|(region, _)| regions.contains(region));
+        self.unreached.retain(|(region, _)| regions.contains(region));
     }
 
     /// Whether the peer has deregistered its region `index`.
@@ -243,6 +245,13 @@ impl Peer {
     /// Whether the connection has lanes that move such memory one-sided.
     pub(crate) fn is_direct(&self, pair: Pair) -> bool {
         self.reach.has(pair)
+    }
+
+    /// Whether UCX might take the first of several allocations for all of its region `index`, as its CUDA IPC does
+    /// (github.com/openucx/ucx/pull/11283).
+    pub(crate) fn is_mapped_in_part(&self, index: u32) -> bool {
+        self.reach.by_cuda_ipc
+            && matches!(self.regions.get(index as usize), Some(Some((region, _))) if region.is_scattered)
     }
 
     /// Whether UCX has refused to move the memory of its region `index` one-sided.
@@ -471,24 +480,23 @@ impl Peer {
         if region.len == 0 && region.rkey.is_empty() || self.imports.is_revoked(index) {
             return Ok(None);
         }
-        let said = ucx::rkey_range(&region.rkey).map_err(ucx_error)?;
+        let (base, len, other) = ucx::rkey_range(&region.rkey).map_err(ucx_error)?;
         let kind = match region.kind {
             MemoryKind::Host => ucx::MemoryKind::Host,
             MemoryKind::Cuda { .. } => ucx::MemoryKind::Cuda,
         };
-        if said != (region.base, region.len, kind) {
-            let (base, len, other) = said;
+        if (base, len) != (region.base, region.len) || !kind.may_be_seen_as(other) {
             return Err(Error::corrupt(format!(
                 "the metadata says {} bytes of {kind} memory at {:#x}, the rkey inside says {len} bytes of {other} memory at \
                  {base:#x}",
                 region.len, region.base,
             )));
         }
-        // UCX maps memory of another process as soon as it sees an rkey of it, and lets it go with the connection only. So it
-        // sees none of memory that this process can map by itself until it is asked to move it.
-        let rkey = match region.handle {
-            Some(_) => None,
-            None => Some(self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?),
+        // UCX maps device memory of another process as soon as it sees an rkey of it, and lets it go with the connection only. So
+        // it sees none until it is asked to move it.
+        let rkey = match region.kind {
+            MemoryKind::Cuda { .. } => None,
+            MemoryKind::Host => Some(self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?),
         };
         Ok(Some((region.clone(), rkey)))
     }

@@ -32,6 +32,8 @@ pub(super) struct Reach {
     pub(super) device: bool,
     /// Between host and device memory.
     pub(super) mixed: bool,
+    /// Whether device memory may go by UCX's CUDA IPC.
+    pub(super) by_cuda_ipc: bool,
 }
 
 impl Reach {
@@ -46,7 +48,8 @@ impl Reach {
         };
         let rdma = any(&["rc_", "dc_", "srd"]);
         let within = any(&["cma/", "knem/", "xpmem/", "sysv/", "posix/", "self/"]);
-        Reach { host: rdma && !within, device: rdma || any(&["cuda_ipc/"]), mixed: rdma }
+        let by_cuda_ipc = any(&["cuda_ipc/"]);
+        Reach { host: rdma && !within, device: rdma || by_cuda_ipc, mixed: rdma, by_cuda_ipc }
     }
 
     pub(super) fn has(self, pair: Pair) -> bool {
@@ -75,13 +78,13 @@ mod tests {
 
     #[test]
     fn what_a_connection_reaches_is_read_from_its_lanes() {
-        let reach = |host, device, mixed| Reach { host, device, mixed };
+        let reach = |host, device, mixed| Reach { host, device, mixed, by_cuda_ipc: false };
         for (lanes, expected) in [
             ("tcp/lo, tcp/eth0", reach(false, false, false)),
             ("tcp/lo, cma/memory", reach(false, false, false)),
             ("self/memory", reach(false, false, false)),
             ("posix/memory, cuda_copy/cuda", reach(false, false, false)),
-            ("tcp/eth0, cuda_ipc/cuda, cma/memory", reach(false, true, false)),
+            ("tcp/eth0, cuda_ipc/cuda, cma/memory", Reach { by_cuda_ipc: true, ..reach(false, true, false) }),
             ("rc_mlx5/mlx5_0:1, cuda_copy/cuda", reach(true, true, true)),
             ("rc_mlx5/mlx5_0:1, cma/memory", reach(false, true, true)),
             ("unknown (this UCX cannot tell)", reach(false, false, false)),

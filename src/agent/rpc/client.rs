@@ -37,9 +37,10 @@ pub(crate) struct Chunk {
 }
 
 impl Chunk {
-    /// The request for it. `reader`: who reads by a stream, for a chunk that comes by one.
-    pub(crate) fn request(&self, remote: &[Piece], reader: Option<StreamReader>) -> Result<(FrameKind, Vec<u8>)> {
-        Ok(match (self.service, reader) {
+    /// The request for it; for a write, what stands before its bytes. `reader`: who reads by a stream, for a chunk that comes by
+    /// one.
+    pub(crate) fn request(&self, remote: &[Piece], reader: Option<StreamReader>) -> (FrameKind, Vec<u8>) {
+        match (self.service, reader) {
             (Service::Read, Some(reader)) => {
                 let mut data = encode_pieces(remote, StreamReader::BYTES);
                 reader.encode(&mut data);
@@ -48,17 +49,37 @@ impl Chunk {
             (Service::Read, None) => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
             (Service::Digest, _) => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
             (Service::Write, _) => {
-                let mut data = encode_pieces(remote, usize::try_from(self.bytes).unwrap_or(0));
-                iov::gather(&self.local, &mut data)?;
-                (FrameKind::WriteRequest, data)
+                (FrameKind::WriteRequest, encode_pieces(remote, usize::try_from(self.bytes).unwrap_or(0)))
             }
-        })
+        }
     }
 
     /// The end of the operation that it is of its transfer.
     pub(crate) fn end(&self, result: Result<()>) -> OperationEnd {
         let moved = if result.is_ok() && self.service != Service::Digest { self.bytes } else { 0 };
         OperationEnd { transfer: self.transfer, windowed: Some(self.bytes), moved, result }
+    }
+
+    /// The same where nothing was asked for, because the transfer was stopped before.
+    pub(crate) fn withdrawn(&self) -> OperationEnd {
+        OperationEnd { transfer: self.transfer, windowed: Some(self.bytes), moved: 0, result: Ok(()) }
+    }
+
+    /// Whether what arrived has the digest that the peer tells.
+    pub(crate) fn compare(&self, ours: &[u8], theirs: &[u8]) -> Result<()> {
+        if ours == theirs {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::DigestMismatch,
+            format!(
+                "{} of the bytes read have digest {}, the peer's have {}: they were damaged on the way, or the peer changed \
+                 them meanwhile",
+                self.bytes,
+                hex(ours),
+                hex(theirs.get(..64).unwrap_or(theirs))
+            ),
+        ))
     }
 }
 
@@ -76,8 +97,8 @@ pub(crate) struct Answered {
     pub(crate) chunk: Chunk,
     pub(crate) departure: Departure,
     pub(crate) result: Result<()>,
-    /// Whether its bytes, which are of a device's memory, are still to be put in place.
-    pub(crate) is_unplaced: bool,
+    /// Whether a device has still to do with its memory what the reply is for: to put bytes in place, or to bring what is compared.
+    pub(crate) is_of_device: bool,
 }
 
 /// The chunks under way.
@@ -130,25 +151,26 @@ impl Client {
         else {
             return Err(Error::corrupt(format!("a reply about chunk {}, which was not asked for", frame.sequence)));
         };
-        let is_unplaced = placed.is_none() && expected == Some(Service::Read) && iov::device_of(&chunk.local).is_some();
+        let takes_bytes = matches!(expected, Some(Service::Read | Service::Digest));
+        let is_of_device = placed.is_none() && takes_bytes && iov::device_of(&chunk.local).is_some();
         let result = match (placed, expected) {
-            _ if is_unplaced => Ok(()),
+            _ if is_of_device => Ok(()),
             (Some(placed), _) => placed,
             (None, Some(Service::Read)) => iov::scatter(&chunk.local, data),
             (None, Some(Service::Write)) => Ok(()),
-            (None, Some(Service::Digest)) => compare(&chunk, data),
+            (None, Some(Service::Digest)) => iov::digest(&chunk.local).and_then(|ours| chunk.compare(&ours, data)),
             (None, None) => Err(Error::new(
                 ErrorKind::NotFound,
                 format!("the peer refused: {}", String::from_utf8_lossy(data.get(..500).unwrap_or(data))),
             )),
         };
-        Ok(Answered { chunk, departure, result, is_unplaced })
+        Ok(Answered { chunk, departure, result, is_of_device })
     }
 
     /// Takes a chunk of which all bytes have come by a stream.
     pub(crate) fn take_streamed(&mut self, number: u64) -> Option<Answered> {
         let Asked { chunk, departure, .. } = self.table.remove(&number)?;
-        Some(Answered { chunk, departure, result: Ok(()), is_unplaced: false })
+        Some(Answered { chunk, departure, result: Ok(()), is_of_device: false })
     }
 
     /// Takes the chunks that a lost peer will not reply to.
@@ -181,22 +203,4 @@ impl MessageSink for Placer {
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Whether what arrived has the digest that the peer tells.
-fn compare(chunk: &Chunk, theirs: &[u8]) -> Result<()> {
-    let ours = iov::digest(&chunk.local)?;
-    if ours == theirs {
-        return Ok(());
-    }
-    Err(Error::new(
-        ErrorKind::DigestMismatch,
-        format!(
-            "{} of the bytes read have digest {}, the peer's have {}: they were damaged on the way, or the peer changed \
-             them meanwhile",
-            chunk.bytes,
-            hex(&ours),
-            hex(theirs.get(..64).unwrap_or(theirs))
-        ),
-    ))
 }

@@ -42,6 +42,8 @@ pub(crate) struct ReadRequest {
 #[derive(Default)]
 pub(crate) struct Server {
     waiting: VecDeque<ReadRequest>,
+    /// Writes and questions that a device has yet to do with its memory.
+    staged: usize,
     /// What answers cost that UCX is not done with, in bytes.
     unsent: u64,
 }
@@ -70,14 +72,24 @@ impl Server {
     /// keep to its window.
     pub(crate) fn push(&mut self, chunk: u64, data: &[u8]) -> Result<()> {
         let pieces = read_request(data)?;
-        if self.waiting.len() >= MAX_WAITING {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                format!("the peer has asked for {MAX_WAITING} reads at once"),
-            ));
-        }
+        has_room(self.waiting.len())?;
         self.waiting.push_back(ReadRequest { chunk, bytes: total(&pieces), pieces });
         Ok(())
+    }
+
+    /// A device has something more to do for the peer.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Exhausted`] for a peer that does not keep to its window.
+    pub(crate) fn stage(&mut self) -> Result<()> {
+        has_room(self.staged)?;
+        self.staged += 1;
+        Ok(())
+    }
+
+    /// A device has done something of it.
+    pub(crate) fn has_staged(&mut self) {
+        self.staged = self.staged.saturating_sub(1);
     }
 
     /// The next read to reply to, unless UCX holds too many of this peer's replies.
@@ -111,6 +123,13 @@ impl Server {
     pub(crate) fn release(&mut self, bytes: u64) {
         self.unsent = self.unsent.saturating_sub(bytes);
     }
+}
+
+fn has_room(waiting: usize) -> Result<()> {
+    if waiting < MAX_WAITING {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Exhausted, format!("the peer has made {MAX_WAITING} requests at once")))
 }
 
 /// Whether a frame asks this side for something: then more is to be expected.

@@ -1,15 +1,14 @@
 //! Bytes on their way between device memory and messages: the device copies them while this thread does other things, and a
-//! request is answered, or a reply counts, when they are there.
+//! request is sent or answered, or a reply counts, when they are there.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
 
 use super::client::Chunk;
-use crate::agent::core::ids::PeerId;
+use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::iov::{self, Iov};
-use crate::agent::core::limits::MAX_WAITING;
 use crate::error::{Error, ErrorKind, Result};
-use crate::mem::cuda::staging::{STAGED_BYTES, Stage, Ticket};
+use crate::mem::cuda::staging::{Stage, Ticket};
 
 /// What is to be done when the bytes are there.
 pub(crate) enum Then {
@@ -17,8 +16,51 @@ pub(crate) enum Then {
     Reply { peer: PeerId, number: u64, bytes: u64, regions: Vec<u32> },
     /// A peer's write to these regions is confirmed.
     Written { peer: PeerId, number: u64, regions: Vec<u32> },
+    /// Their digest answers a peer's question about these regions.
+    Digest { peer: PeerId, number: u64, regions: Vec<u32> },
+    /// The peer is asked to write them: they belong behind what the request has already.
+    Ask { chunk: Chunk, request: Vec<u8> },
     /// A chunk that was asked for is over.
     Placed(Chunk),
+    /// A chunk that was read is over if they have the digest that the peer told.
+    Compare { chunk: Chunk, theirs: Vec<u8> },
+}
+
+impl Then {
+    /// The peer that has asked for it, and the regions that it uses until it is over.
+    fn of_peer(&self) -> Option<(PeerId, &[u32])> {
+        match self {
+            Then::Reply { peer, regions, .. }
+            | Then::Written { peer, regions, .. }
+            | Then::Digest { peer, regions, .. } => Some((*peer, regions)),
+            Then::Ask { .. } | Then::Placed(_) | Then::Compare { .. } => None,
+        }
+    }
+
+    /// The chunk of a transfer of this side that it is for.
+    fn chunk(&self) -> Option<&Chunk> {
+        match self {
+            Then::Ask { chunk, .. } | Then::Placed(chunk) | Then::Compare { chunk, .. } => Some(chunk),
+            Then::Reply { .. } | Then::Written { .. } | Then::Digest { .. } => None,
+        }
+    }
+
+    fn into_chunk(self) -> Option<Chunk> {
+        match self {
+            Then::Ask { chunk, .. } | Then::Placed(chunk) | Then::Compare { chunk, .. } => Some(chunk),
+            Then::Reply { .. } | Then::Written { .. } | Then::Digest { .. } => None,
+        }
+    }
+
+    /// What the bytes that were read are to be appended to, of those that `buffer` makes for so many bytes.
+    fn begin(&mut self, buffer: impl Fn(usize) -> Vec<u8>) -> Option<Vec<u8>> {
+        match self {
+            Then::Reply { bytes, .. } => Some(buffer(usize::try_from(*bytes).unwrap_or(0))),
+            Then::Ask { request, .. } => Some(std::mem::take(request)),
+            Then::Digest { .. } | Then::Compare { .. } => Some(Vec::new()),
+            Then::Written { .. } | Then::Placed(_) => None,
+        }
+    }
 }
 
 /// What has no room yet.
@@ -33,12 +75,7 @@ struct Device {
     stage: Stage,
     under_way: BTreeMap<Ticket, Then>,
     waiting: VecDeque<Waiting>,
-    /// Bytes that those hold.
-    held: usize,
 }
-
-/// Bytes of writes and replies that may wait for a device, as many as the windows have of a few peers.
-const MAX_HELD: usize = 64 << 20;
 
 /// All such bytes of one agent.
 #[derive(Default)]
@@ -56,64 +93,60 @@ impl Staged {
     pub(crate) fn prepare(&mut self, device: u32) -> Result<()> {
         if let Entry::Vacant(place) = self.devices.entry(device) {
             let stage = Stage::new(device)?;
-            place.insert(Device { stage, under_way: BTreeMap::new(), waiting: VecDeque::new(), held: 0 });
+            place.insert(Device { stage, under_way: BTreeMap::new(), waiting: VecDeque::new() });
         }
         Ok(())
     }
 
-    /// The device that these parts can be copied by: the one that all of them are on, unless too much waits for it already.
-    pub(crate) fn device_for(&self, iovs: &[Iov]) -> Option<u32> {
-        let device = iov::device_of(iovs)?;
-        let bytes: u64 = iovs.iter().map(|iov| u64::from(iov.len)).sum();
-        let has_room = self.devices.get(&device).is_some_and(|d| d.waiting.len() < MAX_WAITING && d.held < MAX_HELD);
-        (has_room && bytes <= STAGED_BYTES as u64).then_some(device)
-    }
-
-    /// Copies parts of registered ranges of a device ([`Staged::device_for`]), which the caller keeps registered until
+    /// Copies parts of registered ranges of one device ([`iov::device_of`]), which the caller keeps registered until
     /// [`Staged::reap`] has told the end.
-    pub(crate) fn read(&mut self, device: u32, iovs: Vec<Iov>, then: Then) {
-        let Some(device) = self.devices.get_mut(&device) else {
-            return self.failed.push((then, Err(not_prepared(device))));
-        };
-        let work = Waiting { iovs, data: None, then };
-        if device.waiting.is_empty() {
-            device.take_up(work, &mut self.failed);
-        } else {
-            device.wait(work);
-        }
+    pub(crate) fn read(&mut self, iovs: Vec<Iov>, then: Then) {
+        self.begin(iovs, None, then);
     }
 
     /// Puts bytes in place, likewise.
-    pub(crate) fn write(&mut self, device: u32, iovs: Vec<Iov>, data: &[u8], then: Then) {
-        let Some(device) = self.devices.get_mut(&device) else {
-            return self.failed.push((then, Err(not_prepared(device))));
+    pub(crate) fn write(&mut self, iovs: Vec<Iov>, data: &[u8], then: Then) {
+        self.begin(iovs, Some(data), then);
+    }
+
+    fn begin(&mut self, iovs: Vec<Iov>, data: Option<&[u8]>, then: Then) {
+        let Some(device) = iov::device_of(&iovs).and_then(|device| self.devices.get_mut(&device)) else {
+            let error = Error::new(ErrorKind::Internal, "the pieces are of no device that was prepared");
+            return self.failed.push((then, Err(error)));
         };
-        if device.waiting.is_empty() {
-            match device.stage.write(&iovs, data) {
-                Ok(Some(ticket)) => drop(device.under_way.insert(ticket, then)),
-                Ok(None) => device.wait(Waiting { iovs, data: Some(data.to_vec()), then }),
-                Err(error) => self.failed.push((then, Err(error))),
-            }
-        } else {
-            device.wait(Waiting { iovs, data: Some(data.to_vec()), then });
+        let begun = if device.waiting.is_empty() { device.stage.begin(&iovs, data) } else { Ok(None) };
+        match begun {
+            Ok(Some(ticket)) => drop(device.under_way.insert(ticket, then)),
+            Ok(None) => device.waiting.push_back(Waiting { iovs, data: data.map(<[u8]>::to_vec), then }),
+            Err(error) => self.failed.push((then, Err(error))),
         }
     }
 
-    /// Begins nothing more that a lost peer has asked for. Returns the regions that are not used for it any more.
-    pub(crate) fn forget(&mut self, lost: PeerId) -> Vec<u32> {
-        let mut freed = Vec::new();
+    /// Begins nothing more that a lost peer has asked for, or that is to be asked of it. Returns the regions that are not used for
+    /// it any more, and the chunks that nothing more comes of.
+    pub(crate) fn forget(&mut self, lost: PeerId) -> (Vec<u32>, Vec<Chunk>) {
+        let of_lost = self.withdraw_where(|then| {
+            then.of_peer().is_some_and(|(peer, _)| peer == lost) || then.chunk().is_some_and(|chunk| chunk.peer == lost)
+        });
+        let regions = of_lost.iter().filter_map(Then::of_peer).flat_map(|(_, regions)| regions).copied().collect();
+        (regions, of_lost.into_iter().filter_map(Then::into_chunk).collect())
+    }
+
+    /// Begins nothing more of a transfer that was stopped. Returns the chunks that nothing more comes of.
+    pub(crate) fn withdraw(&mut self, transfer: TransferId) -> Vec<Chunk> {
+        let stopped = self.withdraw_where(|then| then.chunk().is_some_and(|chunk| chunk.transfer == transfer));
+        stopped.into_iter().filter_map(Then::into_chunk).collect()
+    }
+
+    fn withdraw_where(&mut self, which: impl Fn(&Then) -> bool) -> Vec<Then> {
+        let mut taken = Vec::new();
         for device in self.devices.values_mut() {
-            for work in std::mem::take(&mut device.waiting) {
-                match work.then {
-                    Then::Reply { peer, regions, .. } | Then::Written { peer, regions, .. } if peer == lost => {
-                        freed.extend(regions);
-                    }
-                    then => device.waiting.push_back(Waiting { then, ..work }),
-                }
-            }
-            device.held = device.waiting.iter().map(Waiting::held).sum();
+            let (those, others) = std::mem::take(&mut device.waiting).into_iter().partition(|work| which(&work.then));
+            device.waiting = others;
+            let those: VecDeque<Waiting> = those;
+            taken.extend(those.into_iter().map(|work| work.then));
         }
-        freed
+        taken
     }
 
     /// Whether anything is under way.
@@ -127,20 +160,24 @@ impl Staged {
         let mut ended = std::mem::take(&mut self.failed);
         for device in self.devices.values_mut() {
             while let Some((ticket, result)) = device.stage.next_ended() {
-                let Some(then) = device.under_way.remove(&ticket) else { continue };
-                let bytes = result.map(|()| match &then {
-                    Then::Reply { bytes, .. } => {
-                        let mut data = buffer(usize::try_from(*bytes).unwrap_or(0));
+                let Some(mut then) = device.under_way.remove(&ticket) else { continue };
+                let bytes = result.map(|()| {
+                    let begun = then.begin(&buffer).map(|mut data| {
                         device.stage.take(ticket, &mut data);
                         data
-                    }
-                    Then::Written { .. } | Then::Placed(_) => Vec::new(),
+                    });
+                    begun.unwrap_or_default()
                 });
                 ended.push((then, bytes));
             }
-            while let Some(waiting) = device.next_waiting() {
-                if !device.take_up(waiting, &mut ended) {
-                    break;
+            while let Some(work) = device.waiting.pop_front() {
+                match device.stage.begin(&work.iovs, work.data.as_deref()) {
+                    Ok(Some(ticket)) => drop(device.under_way.insert(ticket, work.then)),
+                    Ok(None) => {
+                        device.waiting.push_front(work);
+                        break;
+                    }
+                    Err(error) => ended.push((work.then, Err(error))),
                 }
             }
         }
@@ -150,45 +187,3 @@ impl Staged {
 
 /// What has ended, and how: with the bytes of a read.
 pub(crate) type Ended = (Then, Result<Vec<u8>>);
-
-fn not_prepared(device: u32) -> Error {
-    Error::new(ErrorKind::Internal, format!("CUDA device {device} was not prepared"))
-}
-
-impl Waiting {
-    fn held(&self) -> usize {
-        self.data.as_ref().map_or(0, Vec::len)
-    }
-}
-
-impl Device {
-    /// Puts something behind all that waits.
-    fn wait(&mut self, work: Waiting) {
-        self.held += work.held();
-        self.waiting.push_back(work);
-    }
-
-    fn next_waiting(&mut self) -> Option<Waiting> {
-        let work = self.waiting.pop_front()?;
-        self.held = self.held.saturating_sub(work.held());
-        Some(work)
-    }
-
-    /// Begins what nothing waits before, if there is room; else it waits at the front. Returns whether there was room.
-    fn take_up(&mut self, work: Waiting, ended: &mut Vec<Ended>) -> bool {
-        let begun = match &work.data {
-            None => self.stage.read(&work.iovs),
-            Some(data) => self.stage.write(&work.iovs, data),
-        };
-        match begun {
-            Ok(Some(ticket)) => drop(self.under_way.insert(ticket, work.then)),
-            Ok(None) => {
-                self.held += work.held();
-                self.waiting.push_front(work);
-                return false;
-            }
-            Err(error) => ended.push((work.then, Err(error))),
-        }
-        true
-    }
-}

@@ -239,6 +239,11 @@ impl Transfers {
         self.table.get(&id)
     }
 
+    /// Whether a transfer is one that was not stopped.
+    pub(crate) fn is_going_on(&self, id: TransferId) -> bool {
+        self.table.get(&id).is_some_and(|transfer| transfer.stopped.is_none())
+    }
+
     /// A transfer and the windows that its operations count in.
     pub(crate) fn get_with_windows(&mut self, id: TransferId) -> Option<(&mut Transfer, &mut Windows)> {
         self.table.get_mut(&id).map(|transfer| (transfer, &mut self.windows))
@@ -276,7 +281,8 @@ impl Transfers {
         let bytes = plan.bytes();
         let is_light = is_light(&plan);
         let is_device = |index: &u32| regions.range(*index).is_some_and(|range| range.kind() != MemoryKind::Host);
-        let by_device = used.iter().all(is_device) && remote_regions.iter().all(|region| peer.is_importable(*region));
+        let by_device =
+            used.iter().all(is_device) && remote_regions.iter().all(|region| peer.may_be_importable(*region));
         regions.enter(&used);
         let transfer = Transfer {
             user_data,

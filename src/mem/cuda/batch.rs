@@ -69,6 +69,8 @@ pub(super) struct Batch {
     pub(super) done: sys::CUevent,
     /// Whether it was launched and has not been seen to end.
     pub(super) launched: bool,
+    /// Whether `done` was recorded behind it.
+    pub(super) is_marked: bool,
     /// Mappings that it copies from or to.
     pub(super) holds: Vec<Arc<Imported>>,
 }
@@ -105,6 +107,7 @@ impl Batch {
             bytes: 0,
             done,
             launched: false,
+            is_marked: false,
             holds: Vec::new(),
         };
         let mut table = ptr::null_mut();

@@ -17,7 +17,7 @@ use cudarc::driver::sys;
 
 use super::batch::{Batch, Pair, Stretch};
 use super::ipc::Imported;
-use super::{PrimaryContext, ok};
+use super::{PrimaryContext, is_refusal, ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{Direction, MemoryRange};
 use crate::proto::wire::MemoryKind;
@@ -192,49 +192,39 @@ impl Copier {
     pub fn launch(&mut self) -> (bool, Result<()>) {
         let making = self.making;
         let Some(batch) = self.batches.get_mut(making).filter(|batch| !batch.launched) else { return (false, Ok(())) };
-        let entered = match self.context.enter() {
-            Ok(entered) => entered,
-            Err(error) => {
-                wait_for(self.stream);
-                batch.clear();
-                return (false, Err(error));
-            }
-        };
-        let launched = batch.copy(self.stream, (self.fetch, self.kernel), self.blocks);
-        // SAFETY: the event and the stream are of this context.
-        let recorded = ok("cuEventRecord", unsafe { sys::cuEventRecord(batch.done, self.stream) });
-        drop(entered);
-        if let Err(error) = recorded {
-            // An event that was not recorded says that all is done.
-            wait_for(self.stream);
-            batch.clear();
-            return (false, launched.and(Err(error)));
-        }
+        let launched = self.context.enter().and_then(|_entered| {
+            batch.copy(self.stream, (self.fetch, self.kernel), self.blocks)?;
+            // SAFETY: the event and the stream are of this context.
+            ok("cuEventRecord", unsafe { sys::cuEventRecord(batch.done, self.stream) })
+        });
         batch.launched = true;
+        // Some of it may be under way where the driver says no: the driver's own copies, or the kernel.
+        batch.is_marked = launched.is_ok();
         self.making = (making + 1) % BATCHES;
         (true, launched)
     }
 
-    /// Waits for all that is under way.
-    pub(super) fn finish(&mut self) {
-        let context = Arc::clone(&self.context);
-        if !self.stream.is_null()
-            && let Ok(_entered) = context.enter()
-        {
-            wait_for(self.stream);
-        }
+    /// Waits for all that is under way. Returns whether nothing is any more.
+    pub(super) fn finish(&mut self) -> bool {
+        self.stream.is_null() || is_over(self.stream)
     }
 
     /// Whether the oldest batch that was launched has ended, and how; `None` while it has not, or there is none.
     pub fn next_ended(&mut self) -> Option<Result<()>> {
         let batch = self.batches.get_mut(self.oldest).filter(|batch| batch.launched)?;
-        // SAFETY: an event of this process.
-        let result = match unsafe { sys::cuEventQuery(batch.done) } {
-            sys::CUresult::CUDA_ERROR_NOT_READY => return None,
-            other => ok("copying device memory", other),
+        let seen = if batch.is_marked {
+            // SAFETY: an event of this process.
+            unsafe { sys::cuEventQuery(batch.done) }
+        } else {
+            // An event that was not recorded says that all is done. SAFETY: a stream of this process.
+            unsafe { sys::cuStreamQuery(self.stream) }
         };
-        if result.is_err() {
-            wait_for(self.stream);
+        if seen == sys::CUresult::CUDA_ERROR_NOT_READY || is_refusal(seen) {
+            return None;
+        }
+        let result = ok("copying device memory", seen);
+        if result.is_err() && !is_over(self.stream) {
+            return None;
         }
         batch.clear();
         self.oldest = (self.oldest + 1) % BATCHES;
@@ -367,18 +357,24 @@ impl Between<'_> {
     }
 }
 
-/// Waits for all that a stream has to do; where the driver cannot even do that, nothing is done any more.
-fn wait_for(stream: sys::CUstream) {
+/// Waits for all that a stream has to do. `false` where the driver does not let it; any other error is of what the device did,
+/// and of a context in which nothing is under way any more.
+fn is_over(stream: sys::CUstream) -> bool {
     // SAFETY: a stream of this process.
-    if let Err(error) = ok("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) }) {
+    let waited = unsafe { sys::cuStreamSynchronize(stream) };
+    if let Err(error) = ok("cuStreamSynchronize", waited) {
         log::error!("waiting for copies of device memory: {error}");
     }
+    !is_refusal(waited)
 }
 
 impl Drop for Copier {
-    /// Waits for what is under way.
+    /// Waits for what is under way. Where the driver does not let it, the tables and mappings stay for ever.
     fn drop(&mut self) {
-        self.finish();
+        if !self.finish() {
+            std::mem::forget(Arc::clone(&self.context));
+            return self.batches.drain(..).for_each(std::mem::forget);
+        }
         let context = Arc::clone(&self.context);
         let Ok(_entered) = context.enter() else { return };
         // SAFETY: handles of this context, each made at most once by `new` and destroyed once.

@@ -18,9 +18,11 @@ use crate::proto::wire::{DeviceHandle, DevicePiece, MemoryKind};
 
 const BY_DESCRIPTOR: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-
-/// The same as the driver states it among those that memory may have.
-const DESCRIPTOR_BIT: u64 = 1;
+/// By a handle that the IMEX service passes on, on machines whose GPUs it connects. PyTorch gives memory such ones only where there
+/// is one.
+const BY_FABRIC: sys::CUmemAllocationHandleType = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_FABRIC;
+/// Bytes of such a handle.
+const FABRIC_BYTES: usize = 64;
 
 /// Descriptors that this process has exported.
 static EXPORTED: AtomicUsize = AtomicUsize::new(0);
@@ -68,50 +70,72 @@ fn export_pieces(range: &MemoryRange) -> Result<Option<Exported>> {
     let mut at = range.addr();
     while at < range.end() {
         let types = attribute::<u64>(at, Attribute::CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES)?.unwrap_or(0);
-        if types & DESCRIPTOR_BIT == 0 {
-            return Ok(None);
-        }
+        let may_be = |kind: sys::CUmemAllocationHandleType| types & u64::from(kind.0) != 0;
         let (start, len) = allocation(at)?;
-        if exported.descriptors.is_empty() {
+        if exported.handle.pieces.is_empty() {
             exported.handle.offset = at.saturating_sub(start);
         }
-        if EXPORTED.load(Ordering::Relaxed) as u64 >= room {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                format!(
-                    "its pieces take more than {room} descriptors, a quarter of what this process may have (ulimit -n)"
-                ),
-            ));
-        }
-        let descriptor = export_piece(at)?;
-        let fd = descriptor.as_raw_fd();
-        exported.descriptors.push(descriptor);
-        EXPORTED.fetch_add(1, Ordering::Relaxed);
-        exported.handle.pieces.push(DevicePiece { fd, len });
+        // A descriptor needs no service.
+        let piece = if may_be(BY_DESCRIPTOR) {
+            if EXPORTED.load(Ordering::Relaxed) as u64 >= room {
+                return Err(Error::new(
+                    ErrorKind::Exhausted,
+                    format!(
+                        "its pieces take more than {room} descriptors, a quarter of what this process may have (ulimit -n)"
+                    ),
+                ));
+            }
+            let descriptor = export_descriptor(at)?;
+            let fd = descriptor.as_raw_fd();
+            exported.descriptors.push(descriptor);
+            EXPORTED.fetch_add(1, Ordering::Relaxed);
+            DevicePiece { fd, len, fabric: Vec::new() }
+        } else if may_be(BY_FABRIC) {
+            let mut fabric = [0u8; FABRIC_BYTES];
+            // SAFETY: so long is a handle of this type.
+            unsafe { export_piece(at, BY_FABRIC, fabric.as_mut_ptr().cast()) }?;
+            DevicePiece { fd: -1, len, fabric: fabric.to_vec() }
+        } else {
+            return Ok(None);
+        };
+        exported.handle.pieces.push(piece);
         at = start.saturating_add(len).max(at + 1);
     }
     Ok(Some(exported))
 }
 
-fn export_piece(addr: u64) -> Result<OwnedFd> {
+/// Has the driver write the handle of the allocation at an address to `out`.
+///
+/// # Safety
+/// There is room for a handle of this kind.
+unsafe fn export_piece(addr: u64, kind: sys::CUmemAllocationHandleType, out: *mut c_void) -> Result<()> {
     let mut handle = 0;
     let at = std::ptr::without_provenance_mut::<c_void>(addr as usize);
     // SAFETY: writes a handle, which is released below; the driver only looks the address up.
     ok("cuMemRetainAllocationHandle", unsafe { sys::cuMemRetainAllocationHandle(&mut handle, at) })?;
-    let mut fd: c_int = -1;
-    // SAFETY: writes a descriptor, as it does for this type of handle.
-    let made = ok("cuMemExportToShareableHandle", unsafe {
-        sys::cuMemExportToShareableHandle((&raw mut fd).cast(), handle, BY_DESCRIPTOR, 0)
-    });
-    // SAFETY: retained above; the mapping and the descriptor keep the memory.
+    // SAFETY: this function's contract.
+    let made = ok("cuMemExportToShareableHandle", unsafe { sys::cuMemExportToShareableHandle(out, handle, kind, 0) });
+    // SAFETY: retained above; the mapping, and what was exported, keep the memory.
     let _ = unsafe { sys::cuMemRelease(handle) };
-    made?;
+    made
+}
+
+fn export_descriptor(addr: u64) -> Result<OwnedFd> {
+    let mut fd: c_int = -1;
+    // SAFETY: a handle of this kind is a descriptor.
+    unsafe { export_piece(addr, BY_DESCRIPTOR, (&raw mut fd).cast()) }?;
     // SAFETY: the driver has just made it for the caller.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     // A child that inherited it would keep the memory.
     rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
         .map_err(|e| Error::new(ErrorKind::Io, format!("marking a descriptor of device memory: {e}")))?;
     Ok(fd)
+}
+
+/// Whether the addresses of a registered range are mapped to several allocations, in the current context, which is its device's.
+pub fn is_scattered(range: &MemoryRange) -> bool {
+    matches!(range.kind(), MemoryKind::Cuda { .. })
+        && allocation(range.addr()).is_ok_and(|(start, len)| start.saturating_add(len) < range.end())
 }
 
 /// A region of device memory of another agent, as a device of this process reaches it.
@@ -141,20 +165,20 @@ impl Imported {
     /// gone; [`ErrorKind::Io`] when the kernel does not pass the owner's descriptors on.
     pub fn open(context: &Arc<PrimaryContext>, exported: &DeviceHandle, len: u64, pid: i32) -> Result<Imported> {
         let _entered = context.enter()?;
-        let (mapping, base, room) = if exported.pieces.is_empty() {
-            let base = open_whole(&exported.handle)?;
-            let (start, size) = allocation(base)?;
-            (Mapping::Whole(base), base, start.saturating_add(size).saturating_sub(base))
-        } else {
-            let mapping = map_pieces(context, &exported.pieces, pid)?;
-            let (base, room) = match mapping {
-                Mapping::Pieces { base, len, .. } => (base, len as u64),
-                _ => (0, 0),
-            };
-            (mapping, base, room)
+        let mapping = match exported.pieces.as_slice() {
+            [] => Mapping::Whole(open_whole(&exported.handle)?),
+            pieces => map_pieces(context, pieces, pid)?,
         };
         // From here on dropping it undoes it.
         let mut imported = Imported { context: Arc::clone(context), mapping, addr: 0, len };
+        let (base, room) = match imported.mapping {
+            Mapping::Whole(base) => {
+                let (start, size) = allocation(base)?;
+                (base, start.saturating_add(size).saturating_sub(base))
+            }
+            Mapping::Pieces { base, len, .. } => (base, len as u64),
+            Mapping::None => (0, 0),
+        };
         if exported.offset.checked_add(len).is_none_or(|end| end > room) {
             return Err(Error::corrupt(format!(
                 "a handle of {room} bytes of device memory, of a region of {len} bytes that begins at {}",
@@ -213,6 +237,17 @@ impl Drop for Imported {
     }
 }
 
+/// As [`ok`], with [`ErrorKind::Unsupported`] where the driver says that a device does not reach the memory.
+fn reached(call: &str, result: sys::CUresult) -> Result<()> {
+    use sys::CUresult as R;
+    ok(call, result).map_err(|error| match result {
+        R::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED | R::CUDA_ERROR_INVALID_DEVICE | R::CUDA_ERROR_NOT_SUPPORTED => {
+            Error::new(ErrorKind::Unsupported, error.message())
+        }
+        _ => error,
+    })
+}
+
 fn open_whole(bytes: &[u8]) -> Result<u64> {
     let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
     if bytes.len() != handle.reserved.len() {
@@ -228,7 +263,7 @@ fn open_whole(bytes: &[u8]) -> Result<u64> {
     let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
     let mut base = 0;
     // SAFETY: writes an address; the driver judges the handle.
-    ok("cuIpcOpenMemHandle", unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, handle, flags) })?;
+    reached("cuIpcOpenMemHandle", unsafe { sys::cuIpcOpenMemHandle_v2(&mut base, handle, flags) })?;
     Ok(base)
 }
 
@@ -242,6 +277,27 @@ fn map_pieces(context: &PrimaryContext, pieces: &[DevicePiece], pid: i32) -> Res
     };
     let owner = Pid::from_raw(pid).ok_or_else(|| Error::corrupt("process 0 exports no memory"))?;
     let owner = rustix::process::pidfd_open(owner, PidfdFlags::empty()).map_err(|e| refused("opening", e))?;
+    let import = |piece: &DevicePiece| {
+        let mut handle = 0;
+        if piece.fabric.is_empty() {
+            let fd = rustix::process::pidfd_getfd(owner.as_fd(), piece.fd as ForeignRawFd, PidfdGetfdFlags::empty())
+                .map_err(|e| refused("taking a descriptor of", e))?;
+            let passed = std::ptr::without_provenance_mut::<c_void>(fd.as_raw_fd() as usize);
+            // SAFETY: writes a handle; the descriptor is this process's.
+            reached("cuMemImportFromShareableHandle", unsafe {
+                sys::cuMemImportFromShareableHandle(&mut handle, passed, BY_DESCRIPTOR)
+            })?;
+        } else {
+            let mut fabric: [u8; FABRIC_BYTES] = piece.fabric.as_slice().try_into().map_err(|_| {
+                Error::corrupt(format!("a fabric handle of {} bytes, expected {FABRIC_BYTES}", piece.fabric.len()))
+            })?;
+            // SAFETY: writes a handle; the other is as long as one of this kind, and the driver judges it.
+            reached("cuMemImportFromShareableHandle", unsafe {
+                sys::cuMemImportFromShareableHandle(&mut handle, fabric.as_mut_ptr().cast(), BY_FABRIC)
+            })?;
+        }
+        Ok::<_, Error>(handle)
+    };
     let mut base = 0;
     // SAFETY: writes an address.
     ok("cuMemAddressReserve", unsafe { sys::cuMemAddressReserve(&mut base, len, 0, 0, 0) })?;
@@ -250,14 +306,7 @@ fn map_pieces(context: &PrimaryContext, pieces: &[DevicePiece], pid: i32) -> Res
         let mut at = base;
         for piece in pieces {
             let size = usize::try_from(piece.len).map_err(|_| too_long())?;
-            let fd = rustix::process::pidfd_getfd(owner.as_fd(), piece.fd as ForeignRawFd, PidfdGetfdFlags::empty())
-                .map_err(|e| refused("taking a descriptor of", e))?;
-            let mut handle = 0;
-            let passed = std::ptr::without_provenance_mut::<c_void>(fd.as_raw_fd() as usize);
-            // SAFETY: writes a handle, which is released below; the descriptor is this process's.
-            ok("cuMemImportFromShareableHandle", unsafe {
-                sys::cuMemImportFromShareableHandle(&mut handle, passed, BY_DESCRIPTOR)
-            })?;
+            let handle = import(piece)?;
             // SAFETY: the addresses were reserved for this and are mapped to nothing.
             let done = ok("cuMemMap", unsafe { sys::cuMemMap(at, size, 0, handle, 0) });
             // SAFETY: imported above; the mapping keeps the memory.
@@ -273,7 +322,7 @@ fn map_pieces(context: &PrimaryContext, pieces: &[DevicePiece], pid: i32) -> Res
         let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let access = sys::CUmemAccessDesc { location, flags };
         // SAFETY: all of these addresses are mapped.
-        ok("cuMemSetAccess", unsafe { sys::cuMemSetAccess(base, len, &access, 1) })
+        reached("cuMemSetAccess", unsafe { sys::cuMemSetAccess(base, len, &access, 1) })
     };
     if let Err(error) = map() {
         let _ = unmap_pieces(base, len, &mapped);

@@ -3,10 +3,9 @@
 //! The driver's own synchronous copies go by the default stream, which waits for all that the engine computes, and from
 //! memory that is not pinned they return before the bytes are on the device.
 
-use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use cudarc::driver::sys;
 
@@ -25,10 +24,7 @@ const SLOTS: usize = BATCHES;
 /// nothing that computes. Shorter ones take one entry of a launch's table each.
 const LONG_BYTES: u64 = 16 << 10;
 
-/// Looks at a copy that is under way before others are let have the processor.
-const SPINS: u64 = 1000;
-
-/// A staged copy, see [`Stage::read`] and [`Stage::write`].
+/// A staged copy, see [`Stage::begin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(usize);
 
@@ -73,28 +69,17 @@ impl Stage {
         Ok(Stage { copier, pinned: pinned.cast(), slots: Default::default(), running: VecDeque::new() })
     }
 
-    /// Begins to copy parts of registered ranges of the device's memory, [`STAGED_BYTES`] together at most. `None` while others
-    /// take all the room. [`Stage::next_ended`] tells when the bytes are there, for [`Stage::take`].
+    /// Begins to copy parts of registered ranges of the device's memory, [`STAGED_BYTES`] together at most; with `data`, as long
+    /// as all of them together, to put that in place, which has been taken when this returns. `None`, with nothing done, while
+    /// others take all the room. [`Stage::next_ended`] tells when the bytes are there, for [`Stage::take`].
     ///
     /// The owners of the ranges promised ([`MemoryRange::new`](crate::mem::MemoryRange::new)) that they are mapped while they are
     /// registered; the caller keeps them registered until the copy has ended.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfRange`] for what leaves its range or is too much; what the driver says. Nothing is under way then.
-    pub fn read(&mut self, iovs: &[Iov]) -> Result<Option<Ticket>> {
-        self.begin(iovs, None)
-    }
-
-    /// Begins to put `data`, as long as all of them together, in place; otherwise as [`Stage::read`]. The data has been taken
-    /// when this returns, unless it returns `None`.
-    ///
-    /// # Errors
-    /// As [`Stage::read`]; [`ErrorKind::Corrupt`] for data of another length.
-    pub fn write(&mut self, iovs: &[Iov], data: &[u8]) -> Result<Option<Ticket>> {
-        self.begin(iovs, Some(data))
-    }
-
-    fn begin(&mut self, iovs: &[Iov], data: Option<&[u8]>) -> Result<Option<Ticket>> {
+    /// [`ErrorKind::OutOfRange`] for what leaves its range or is too much; [`ErrorKind::Corrupt`] for data of another length; what
+    /// the driver says. Nothing is under way then.
+    pub fn begin(&mut self, iovs: &[Iov], data: Option<&[u8]>) -> Result<Option<Ticket>> {
         let place = |iov: &Iov| Ok((iov.range.slice(iov.offset, iov.len.into())?, iov.len as usize));
         let places = iovs.iter().map(place).collect::<Result<Vec<_>>>()?;
         let len: usize = places.iter().map(|(_, len)| *len).sum();
@@ -181,123 +166,17 @@ impl Stage {
     pub fn is_running(&self) -> bool {
         self.slots.iter().any(|slot| slot.is_taken)
     }
-
-    /// Waits for the end of the only copy.
-    fn wait(&mut self) -> Result<Ticket> {
-        for turn in 0u64.. {
-            if let Some((ticket, ended)) = self.next_ended() {
-                return ended.map(|()| ticket);
-            }
-            // Others may have the processor where it takes longer than usual.
-            if turn < SPINS { std::hint::spin_loop() } else { std::thread::yield_now() }
-        }
-        Err(Error::new(ErrorKind::Internal, "a copy that never ends"))
-    }
 }
 
 impl Drop for Stage {
     fn drop(&mut self) {
         let context = Arc::clone(self.copier.context());
-        self.copier.finish();
-        if let Ok(_entered) = context.enter() {
+        // Else the device may still write there.
+        if self.copier.finish()
+            && let Ok(_entered) = context.enter()
+        {
             // SAFETY: made by `new`, freed once; nothing is under way any more.
             let _ = unsafe { sys::cuMemFreeHost(self.pinned.cast()) };
         }
-    }
-}
-
-/// One stage per device for copies that are waited for, of all agents of the process, until it ends.
-static STAGES: Mutex<BTreeMap<u32, Arc<Mutex<Stage>>>> = Mutex::new(BTreeMap::new());
-
-/// Lends a device's stage.
-fn with<T>(device: u32, act: impl FnOnce(&mut Stage) -> Result<T>) -> Result<T> {
-    let mut stages = STAGES.lock().unwrap_or_else(PoisonError::into_inner);
-    let stage = match stages.entry(device) {
-        Entry::Occupied(made) => Arc::clone(made.get()),
-        Entry::Vacant(place) => Arc::clone(place.insert(Arc::new(Mutex::new(Stage::new(device)?)))),
-    };
-    drop(stages);
-    act(&mut stage.lock().unwrap_or_else(PoisonError::into_inner))
-}
-
-/// Appends the bytes of parts of registered ranges in memory of `device` to `out`. They are there when this returns; it waits
-/// for no stream but our own.
-///
-/// # Errors
-/// [`ErrorKind::OutOfRange`] for what leaves its range; what the driver says.
-pub(in crate::mem) fn read(device: u32, iovs: &[Iov], out: &mut Vec<u8>) -> Result<()> {
-    with(device, |stage| {
-        for iovs in portions(iovs) {
-            stage.read(&iovs)?.ok_or_else(no_room)?;
-            let ticket = stage.wait()?;
-            stage.take(ticket, out);
-        }
-        Ok(())
-    })
-}
-
-/// Puts `data`, as long as they are together, at parts of registered ranges in memory of `device`, one after the other. It is
-/// there when this returns; it waits for no stream but our own.
-///
-/// # Errors
-/// As [`read`].
-pub(in crate::mem) fn write(device: u32, iovs: &[Iov], mut data: &[u8]) -> Result<()> {
-    with(device, |stage| {
-        for iovs in portions(iovs) {
-            let len: usize = iovs.iter().map(|iov| iov.len as usize).sum();
-            let Some((part, rest)) = data.split_at_checked(len) else { break };
-            data = rest;
-            stage.write(&iovs, part)?.ok_or_else(no_room)?;
-            stage.wait()?;
-        }
-        Ok(())
-    })
-}
-
-fn no_room() -> Error {
-    Error::new(ErrorKind::Internal, "a copy that is waited for has left another one under way")
-}
-
-/// The same places in portions that are staged at a time.
-fn portions(iovs: &[Iov]) -> Vec<Vec<Iov>> {
-    let (mut portions, mut portion, mut room) = (Vec::new(), Vec::new(), STAGED_BYTES);
-    for iov in iovs {
-        let mut rest = *iov;
-        while rest.len > 0 {
-            if room == 0 || portion.len() == BATCH_STRETCHES {
-                portions.push(std::mem::take(&mut portion));
-                room = STAGED_BYTES;
-            }
-            let len = rest.len.min(u32::try_from(room).unwrap_or(u32::MAX));
-            portion.push(Iov { len, ..rest });
-            room -= len as usize;
-            rest.len -= len;
-            rest.offset = rest.offset.saturating_add(len.into());
-        }
-    }
-    if !portion.is_empty() {
-        portions.push(portion);
-    }
-    portions
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::mem::MemoryRange;
-
-    #[test]
-    fn portions_have_all_bytes_once_and_are_no_longer_than_is_staged() {
-        let range = MemoryRange::leaked(16);
-        let iov = |offset, len| Iov { range, offset, len };
-        let mut iovs = vec![iov(0, 3), iov(10, 0), iov(20, STAGED_BYTES as u32 * 2), iov(7_000_000, 1)];
-        iovs.extend((0..3000).map(|n| iov(8_000_000 + n * 5, 4)));
-        let portions = portions(&iovs);
-        let len = |portion: &[Iov]| portion.iter().map(|iov| iov.len as usize).sum::<usize>();
-        assert!(portions.iter().all(|portion| portion.len() <= BATCH_STRETCHES && len(portion) <= STAGED_BYTES));
-        let bytes = |iovs: &[Iov]| -> Vec<u64> {
-            iovs.iter().flat_map(|iov| iov.offset..iov.offset + u64::from(iov.len)).collect()
-        };
-        assert_eq!(bytes(&portions.concat()), bytes(&iovs));
     }
 }

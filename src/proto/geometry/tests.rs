@@ -10,7 +10,14 @@ use crate::proto::wire::MemoryKind;
 
 fn regions(lens: &[u64]) -> Vec<RegionMetadata> {
     lens.iter()
-        .map(|&len| RegionMetadata { base: 4096, len, kind: MemoryKind::Host, rkey: vec![], handle: None })
+        .map(|&len| RegionMetadata {
+            base: 4096,
+            len,
+            kind: MemoryKind::Host,
+            rkey: vec![],
+            handle: None,
+            is_scattered: false,
+        })
         .collect()
 }
 

@@ -299,8 +299,14 @@ struct Side {
 impl RankCache {
     /// What the rank would tell others, without memory that could be reached.
     pub fn metadata(&self, engine: &EngineId, shape: EngineShape) -> RankMetadata {
-        let region =
-            |&len: &u64| RegionMetadata { base: 0, len, kind: MemoryKind::Host, rkey: Vec::new(), handle: None };
+        let region = |&len: &u64| RegionMetadata {
+            base: 0,
+            len,
+            kind: MemoryKind::Host,
+            rkey: Vec::new(),
+            handle: None,
+            is_scattered: false,
+        };
         let agent = AgentMetadata {
             name: engine.to_string(),
             incarnation: Incarnation(1),

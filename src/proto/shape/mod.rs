@@ -286,8 +286,14 @@ impl EngineSpec {
         }
         let (areas, region_lens) = layout::lay_out(self, model, rank, &layers);
         let geometry = Geometry { groups, areas };
-        let region =
-            |&len: &u64| RegionMetadata { base: 0, len, kind: MemoryKind::Host, rkey: Vec::new(), handle: None };
+        let region = |&len: &u64| RegionMetadata {
+            base: 0,
+            len,
+            kind: MemoryKind::Host,
+            rkey: Vec::new(),
+            handle: None,
+            is_scattered: false,
+        };
         let regions: Vec<RegionMetadata> = region_lens.iter().map(region).collect();
         geometry.validate(&regions).map_err(|e| e.context(format_args!("rank {rank}")))?;
         Ok(RankCache { rank, geometry, region_lens })

@@ -30,12 +30,15 @@ pub struct DeviceHandle {
 }
 
 /// An allocation of CUDA's virtual memory management.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DevicePiece {
-    /// The descriptor of its handle in the owner's process.
+    /// The descriptor of its handle in the owner's process; -1 where it has a fabric handle instead.
     pub fd: i32,
     /// Its length in bytes.
     pub len: u64,
+    /// The bytes of its fabric handle (`CUmemFabricHandle`, 64); none where there is a descriptor.
+    #[serde(default, skip_serializing_if = "Vec::is_empty", with = "serde_bytes")]
+    pub fabric: Vec<u8>,
 }
 
 /// One registered region as a remote agent needs it.
@@ -53,4 +56,7 @@ pub struct RegionMetadata {
     /// Device memory: the handle for other processes of the host, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub handle: Option<DeviceHandle>,
+    /// Device memory: whether its addresses are mapped to several allocations, of which a transport may know the first only.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_scattered: bool,
 }
