@@ -41,7 +41,10 @@ class Fault:
 
 
 COPIER, IPC = "src/mem/cuda/copier.rs", "src/mem/cuda/ipc.rs"
-WAITED = "sys::CUresult::CUDA_ERROR_NOT_READY => return None,"
+WAITED = "if seen == sys::CUresult::CUDA_ERROR_NOT_READY || is_refusal(seen) {"
+NOT_WAITED = """let seen =
+            if seen == sys::CUresult::CUDA_ERROR_NOT_READY { sys::CUresult::CUDA_SUCCESS } else { seen };
+        if is_refusal(seen) {"""
 STREAM = "let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;"
 MADE = "if let Err(error) = copier.load() {"
 
@@ -50,7 +53,7 @@ FAULTS = (
         "an event is not waited for",
         COPIER,
         WAITED,
-        "sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),",
+        NOT_WAITED,
         "auto: device here, device there",
         r"wrong bytes in region",
     ),
@@ -58,7 +61,7 @@ FAULTS = (
         "an event is not waited for, by messages",
         COPIER,
         WAITED,
-        "sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),",
+        NOT_WAITED,
         "tcp: device here, host there",
         r"wrong bytes in region",
         MESSAGES,
@@ -106,12 +109,38 @@ FAULTS = (
     ),
     Fault(
         "the processor copies device memory",
-        "src/mem/copy.rs",
-        "let MemoryKind::Cuda { device } = iovs.first()?.range.kind() else { return None };",
-        "let MemoryKind::Cuda { device } = iovs.get(usize::MAX)?.range.kind() else { return None };",
+        "src/mem/cuda/staging.rs",
+        "unsafe { ptr::copy_nonoverlapping(data.as_ptr(), start, len) };",
+        """let at = places.first().map_or(0, |place| place.0) as usize;
+            unsafe { ptr::copy_nonoverlapping(data.as_ptr(), ptr::with_exposed_provenance_mut(at), len) };""",
         "tcp: device here, host there",
         SEGMENTATION_FAULT,
         MESSAGES,
+    ),
+    Fault(
+        "a mapping outlives its region",
+        "src/agent/peers/imports.rs",
+        "self.imports.mapped.retain(|(region, _), _| *region != index);",
+        "let _ = &self.imports.mapped;",
+        "auto: memory that is freed",
+        r"\d+ bytes are free after \d+ were freed|has not ended|not within",
+    ),
+    Fault(
+        "holes are not looked for",
+        "src/mem/cuda.rs",
+        "Pointer::Device { .. } => check_mapped(range, device),",
+        "Pointer::Device { .. } => Ok(()),",
+        "refusals",
+        r"bytes of cuda memory at .* were accepted",
+        "",
+    ),
+    Fault(
+        "calls to the driver count for a graph that is recorded",
+        "src/mem/cuda.rs",
+        "let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;",
+        "let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;",
+        "auto: while a graph is recorded",
+        r"cuStreamEndCapture returned CUDA error 901",
     ),
 )
 

@@ -1,6 +1,9 @@
-"""Reads between device memories of two processes: kvferry, NIXL where it is installed, a plain copy.
+"""Reads between device memories of two processes: kvferry by the device, kvferry by UCX, NIXL where it is installed, a
+plain copy.
 
-The engines take turns, round by round. After each round every byte of the destination is compared.
+The engines take turns, round by round. After each round every byte of the destination is compared. As a program, in a
+process of its own, because NIXL brings another UCX: prints a line for each kind of work, and what there was to compare
+with. `--tiny` tests the program with few bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +61,8 @@ LONG_WORK = (
     Work("8 requests at once, each 2,048 blocks of 16 KiB at random", 16384, 16 << 10, requests=8),
 )
 """As much as a long prompt has. It takes NIXL seconds, and is not read by it."""
+TINY = 256
+"""Tests of the benchmark itself read this part of the work, in one round."""
 
 
 class Engine(Protocol):
@@ -75,19 +81,25 @@ class Engine(Protocol):
 
 
 class Kvferry:
-    """Two agents."""
+    """Two agents. Without `device_copies`, what UCX does with the same memory."""
 
-    name = "kvferry"
-    seed = 100
     numbers: type[np.integer[Any]] = np.uint32
 
-    def __init__(self, memory: cuda.Memory) -> None:
+    def __init__(self, memory: cuda.Memory, device_copies: bool = True) -> None:
+        self.seed = 100 if device_copies else 150
         self._peer = Peer("auto", "cuda", [memory.nbytes], self.seed)
-        self._agent = kvferry.Agent({"name": "bench", "transport": "auto"})
+        self._agent = kvferry.Agent({"name": "bench", "transport": "auto", "device_copies": device_copies})
         register(self._agent, memory, "cuda")
         self._connected = self._agent.connect(self._peer.metadata)
+        self.name = "kvferry" if device_copies else self._name_of_ucx()
         self.moving: list[float] = []
         """Seconds from the first launch to the end, of each read."""
+
+    def _name_of_ucx(self) -> str:
+        """What carries a block."""
+        self._agent.read(self._connected, [Segment(0, 0, 0, 0, 0, 4096, 4096, 4096)], [([0], [0])]).wait(GENEROUS)
+        by_ucx = self._agent.stats()["one_sided_bytes"] > 0
+        return "UCX's cuda_ipc" if by_ucx else "messages (UCX has no GET by cuda_ipc here)"
 
     def read(self, work: Work, here: cuda.Numbers, there: cuda.Numbers) -> float:
         """See Engine."""
@@ -235,13 +247,15 @@ def _columns(times: dict[str, list[tuple[float, float]]]) -> Iterator[tuple[str,
     return ((name, zip(*all, strict=True)) for name, all in times.items())
 
 
-def _rounds(engines: list[Engine], memory: cuda.Memory, work: Work) -> dict[str, tuple[float, float]]:
+def _rounds(
+    engines: list[Engine], memory: cuda.Memory, work: Work, rounds: int = ROUNDS
+) -> dict[str, tuple[float, float]]:
     """Medians in seconds of each engine: until the bytes are there, and of the calling thread."""
     random = np.random.default_rng(11)
     times: dict[str, list[tuple[float, float]]] = {engine.name: [] for engine in engines}
     length, count, whole = work.length, work.blocks, work.nbytes // work.length
     fresh = _pattern(8, work.nbytes)
-    for turn in range(WARM_UP + ROUNDS):
+    for turn in range(WARM_UP + rounds):
         for engine in engines if turn % 2 else engines[::-1]:
             is_plain = isinstance(engine, Plain)
             here: cuda.Numbers = random.permutation(whole)[:count].astype(engine.numbers)
@@ -275,30 +289,30 @@ def _line(work: Work, medians: dict[str, tuple[float, float]], notes: Iterable[s
     return f"  {work.text}: {'; '.join((*parts, *notes))}; {first} takes {' and '.join(ratios)}"
 
 
-def _compare(driver: cuda.Driver, works: Iterable[Work], with_nixl: bool, say: Callable[[str], None]) -> list[str]:
+def _compare(
+    driver: cuda.Driver, works: Iterable[Work], with_others: bool, say: Callable[[str], None], is_tiny: bool
+) -> list[str]:
     """Prints a line for each; they are alike in their bytes. Returns what there was to compare with."""
     works = [work for work in works if not work.computes or importlib.util.find_spec("torch") is not None]
+    rounds = 1 if is_tiny else ROUNDS
+    if is_tiny:
+        works = [work._replace(text=f"a {TINY}th of {work.text}", blocks=work.blocks // TINY) for work in works]
     memory = cuda.DeviceMemory(driver, works[0].nbytes)
     ours = Kvferry(memory)
     engines: list[Engine] = [ours, Plain(driver, memory)]
-    if with_nixl and nixl_api() is not None:
+    if with_others:
+        engines.append(Kvferry(memory, device_copies=False))
+    if with_others and nixl_api() is not None:
         engines.append(Nixl(memory, "UCX", "nixl"))
     for work in works:
         with cuda.computing(work.computes):
-            medians = _rounds(engines, memory, work)
-        moving = statistics.median(ours.moving[-ROUNDS:])
+            medians = _rounds(engines, memory, work, rounds)
+        moving = statistics.median(ours.moving[-rounds:])
         say(_line(work, medians, [f"{moving * 1e6:.0f} us of kvferry's from the first launch on"]))
     for engine in engines:
         engine.end()
     memory.free()
     return [engine.name for engine in engines[1:]]
-
-
-def benchmark(driver: cuda.Driver, say: Callable[[str], None]) -> str:
-    """Prints a line for each kind of work; returns what there was to compare with."""
-    beside = _compare(driver, WORK, True, say)
-    _compare(driver, LONG_WORK, False, say)
-    return f"beside {', '.join(beside)}"
 
 
 def benchmark_plugin(driver: cuda.Driver, works: Iterable[Work], say: Callable[[str], None]) -> None:
@@ -310,3 +324,19 @@ def benchmark_plugin(driver: cuda.Driver, works: Iterable[Work], say: Callable[[
     for engine in engines:
         engine.end()
     memory.free()
+
+
+def main() -> None:
+    """Prints a line for each kind of work."""
+    driver, is_tiny = cuda.Driver(), "--tiny" in sys.argv[1:]
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    beside = _compare(driver, WORK, True, say, is_tiny)
+    _compare(driver, LONG_WORK, False, say, is_tiny)
+    say(f"  beside {', '.join(beside)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,71 +18,21 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import beside
 import cuda
+import devices
 import kvferry
 import numpy as np
+import recording
+import sleep
+from expect import GENEROUS, SIZES, model, rich_plan, same, ways_of
 from kvferry import Segment
 from peer import Peer, allocate, register
 
 TRANSPORTS = ("auto", "shm", "tcp")
-SIZES = [6 * 64 * 1024, 64 * 4096]
-GENEROUS = 120.0
-"""Seconds that any wait may take before it is a failure."""
-
-
-def rich_plan(random: np.random.Generator) -> tuple[list[Segment], list[tuple[list[int], list[int]]]]:
-    """Layers that merge and layers that do not, odd lengths and offsets, random and consecutive blocks."""
-    segments = []
-    for layer in range(6):
-        segments.append(Segment(0, 0, 0, layer * 65536, layer * 65536, 1024, 1024, 1024))
-        segments.append(Segment(1, 1, 1, layer * 517 + 3, layer * 600, 4001, 4096, 517))
-    count = int(random.integers(10, 40))
-    scattered = (random.permutation(64)[:count].tolist(), random.permutation(64)[:count].tolist())
-    consecutive = list(range(7, 7 + count))
-    return segments, [scattered, (consecutive, consecutive)]
-
-
-def model(
-    direction: str,
-    segments: list[Segment],
-    blocks: list[tuple[list[int], list[int]]],
-    here: list[cuda.Bytes],
-    there: list[cuda.Bytes],
-) -> None:
-    """Does to copies of both sides' bytes what the transfer should do."""
-    for s in segments:
-        for ours, theirs in zip(*blocks[s.list], strict=True):
-            a = s.local_offset + ours * s.local_stride
-            b = s.remote_offset + theirs * s.remote_stride
-            local, remote = here[s.local_region][a : a + s.length], there[s.remote_region][b : b + s.length]
-            if direction == "read":
-                local[:] = remote
-            else:
-                remote[:] = local
-
-
-def same(what: str, actual: list[cuda.Bytes], expected: list[cuda.Bytes]) -> None:
-    """Every byte must be as expected."""
-    for region, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        wrong = np.flatnonzero(a != e)
-        if len(wrong):
-            raise AssertionError(
-                f"{what}: {len(wrong)} wrong bytes in region {region}, the first at {wrong[0]}: "
-                f"{a[wrong[0]]:#x}, expected {e[wrong[0]]:#x}"
-            )
-
-
-def ways_of(agent: kvferry.Agent) -> str:
-    """How an agent's bytes have gone."""
-    counts = agent.stats()
-    ways = {
-        "copied by the device": "device_copied_bytes",
-        "one-sided": "one_sided_bytes",
-        "by messages": "served_bytes",
-    }
-    ways |= {"copied by the kernel": "copied_bytes", "by streams": "streamed_bytes"}
-    return ", ".join(f"{counts[key]} bytes {way}" for way, key in ways.items() if counts[key])
+PROGRAM_LIMIT = 300.0
+"""Seconds that a program with a benchmark may take."""
+PAIRS = (("device", "device"), ("device", "host"), ("host", "device"))
+"""Of memory here and there."""
 
 
 class Skipped(Exception):
@@ -129,11 +79,13 @@ class Checks:
         """The kind of memory that "device" stands for; others are called what they are."""
         return self._device if name == "device" else name
 
-    def move(self, transport: str, local: str, remote: str, compute: bool = False, device: int | None = None) -> str:
-        """Reads and writes between `local` memory and another process' `remote` memory, while computing or idle."""
+    def move(self, transport: str, local: str, remote: str, compute: bool = False, visible: str | None = None) -> str:
+        """Reads and writes between `local` memory and another process' `remote` memory, while computing or idle.
+
+        `visible` names the devices that the other process sees."""
         random = np.random.default_rng(5)
         here = [allocate(self.kind(local), nbytes, self._driver) for nbytes in SIZES]
-        peer = Peer(transport, self.kind(remote), SIZES, 100, device)
+        peer = Peer(transport, self.kind(remote), SIZES, 100, visible)
         operations = 0
         with cuda.computing(compute), kvferry.Agent({"name": "check", "transport": transport}) as agent:
             for index, memory in enumerate(here):
@@ -330,33 +282,6 @@ class Checks:
                         ended += 1
         return f"{ended} of 24 transfers ended well"
 
-    def two_devices(self, transport: str, remote: int) -> str:
-        """One agent's regions on two devices, and a peer's on its only one."""
-        driver = self._driver
-        assert driver is not None
-        nbytes = 4 << 20
-        ids = list(range(nbytes // 16384))
-        here = [cuda.DeviceMemory(driver, nbytes)]
-        with driver.on(1):
-            here.append(cuda.DeviceMemory(driver, nbytes))
-        peer = Peer(transport, self._device, [nbytes, nbytes], 1, remote)
-
-        def blocks(local: int, other: int) -> Segment:
-            return Segment(0, local, other, 0, 0, 16384, 16384, 16384)
-
-        with kvferry.Agent({"name": "check", "transport": transport}) as agent:
-            for device, memory in enumerate(here):
-                memory.put(cuda.pattern(50, nbytes))
-                agent.register((memory.address, nbytes), kind="cuda", device=device)
-            connected = agent.connect(peer.metadata)
-            agent.read(connected, [blocks(0, 0), blocks(1, 1)], [(ids, ids)]).wait(GENEROUS)
-            same("read", [memory.get() for memory in here], [cuda.pattern(1, nbytes), cuda.pattern(2, nbytes)])
-            agent.write(connected, [blocks(0, 1), blocks(1, 0)], [(ids, ids)]).wait(GENEROUS)
-            same("write", peer.contents(), [cuda.pattern(2, nbytes), cuda.pattern(1, nbytes)])
-            ways = ways_of(agent)
-        peer.end()
-        return ways
-
     def unhindered(self, transport: str) -> str:
         """No transfer waits for what the engine has the device do on its own streams."""
         driver = self._driver
@@ -372,18 +297,28 @@ class Checks:
             same("after", [memory.get()], [cuda.pattern(1, nbytes)])
             return ways_of(agent)
 
-    def plugin(self, with_benchmark: bool) -> str:
-        """Stock NIXL with kvferry's plug-in, in processes without another UCX."""
-        program = [sys.executable, str(Path(__file__).resolve().with_name("plugin.py"))]
-        options = [] if with_benchmark else ["--no-benchmark"]
-        ran = subprocess.run([*program, *options], stdout=subprocess.PIPE, text=True, timeout=GENEROUS)
-        if ran.stdout.startswith("SKIPPED: "):
-            raise Skipped(ran.stdout.strip().removeprefix("SKIPPED: "))
+    def program(self, name: str, *options: str) -> str:
+        """A program with NIXL, in processes without this one's UCX. Its last line."""
+        program = [sys.executable, str(Path(__file__).resolve().with_name(name)), *options]
+        ran = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=PROGRAM_LIMIT)
+        # Among lines of NIXL's log.
+        for line in ran.stdout.splitlines():
+            if line.startswith("SKIPPED: "):
+                raise Skipped(line.removeprefix("SKIPPED: "))
         told = [line for line in ran.stdout.splitlines() if line.startswith("  ")]
-        print("\n".join(told))
-        if ran.returncode != 0:
-            raise AssertionError(f"plugin.py ended with status {ran.returncode}")
-        return f"{len(told)} lines"
+        print("\n".join(told[:-1]))
+        if ran.returncode != 0 or not told:
+            raise AssertionError(f"{name} ended with status {ran.returncode} after {len(told)} lines")
+        return told[-1].strip()
+
+    def fabric(self) -> str:
+        """Pieces that are passed on by the machine's service for that, where it has one."""
+        assert self._driver is not None
+        try:
+            cuda.PiecewiseMemory(self._driver, 1, cuda.FABRIC).free()
+        except RuntimeError as error:
+            raise Skipped(f"the device has no memory with fabric handles ({error})") from None
+        return self.move("auto", "fabric pieces", "fabric pieces")
 
     def refusals(self) -> str:
         """Memory that is not what it is said to be is refused with an explanation."""
@@ -391,7 +326,7 @@ class Checks:
         assert driver is not None
         device, host = cuda.DeviceMemory(driver, 1 << 20), cuda.HostMemory(1 << 20)
         # The driver calls all that is reserved one range.
-        inner, last = (cuda.PiecewiseMemory(driver, 8 << 20, True, missing) for missing in (2, 4))
+        inner, last = (cuda.PiecewiseMemory(driver, 8 << 20, cuda.DESCRIPTORS, missing) for missing in (2, 4))
         texts = []
         with kvferry.Agent({"name": "check"}) as agent:
             for address, nbytes, kind, ordinal, text in (
@@ -416,9 +351,8 @@ class Checks:
             register(agent, device, "cuda")
         return ", ".join(texts)
 
-    def benchmark(self, transport: str, local: str, remote: str) -> str:
-        """The best of five reads of 256 MiB, per block size, in GB/s."""
-        nbytes = 256 << 20
+    def benchmark(self, transport: str, local: str, remote: str, nbytes: int = 256 << 20) -> str:
+        """The best of five reads of `nbytes`, per block size, in GB/s."""
         memory = allocate(self.kind(local), nbytes, self._driver)
         peer = Peer(transport, self.kind(remote), [nbytes], 7)
         rates = []
@@ -453,6 +387,40 @@ def torch_checks(checks: Checks) -> None:
     del os.environ[name]
 
 
+def benchmarks(checks: Checks, driver: cuda.Driver | None, transports: list[str], is_tiny: bool = False) -> None:
+    """Of all pairs of memory."""
+    if driver is not None:
+        tiny = ["--tiny"] if is_tiny else []
+        checks.run("benchmark between device memories", lambda: checks.program("beside.py", *tiny))
+    nbytes = (1 if is_tiny else 256) << 20
+    for transport in transports:
+        for local, remote in PAIRS:
+            checks.run(
+                f"benchmark, {transport}: read into {local} from {remote}",
+                lambda t=transport, a=local, b=remote: checks.benchmark(t, a, b, nbytes),  # type: ignore[misc]
+            )
+
+
+def device_checks(checks: Checks, driver: cuda.Driver) -> None:
+    """Between two devices."""
+    one, other = devices.named(0), devices.named(1)
+    checks.run("auto: device 0 here, device 1 there", lambda: checks.move("auto", "device", "device", visible=other))
+    checks.run(
+        "auto: pieces of device 0 here, of device 1 there",
+        lambda: checks.move("auto", "pieces", "pieces", visible=other),
+    )
+    for number, device in enumerate((one, other)):
+        name = f"auto: two devices here, device {number} there"
+        checks.run(name, lambda d=device: devices.move(driver, "cuda", [0, 1], d, [0, 0]))  # type: ignore[misc]
+    turned = devices.named(1, 0)
+    for kind, called in (("cuda", "devices"), ("pieces", "pieces")):
+        name = f"auto: two {called} here, two that are counted otherwise there"
+        checks.run(name, lambda k=kind: devices.move(driver, k, [0, 1], turned, [0, 1]))  # type: ignore[misc]
+    for kind, called in (("cuda", "device"), ("pieces", "pieces")):
+        name = f"auto: {called} here, a hidden device's there"
+        checks.run(name, lambda k=kind: devices.hidden(k))  # type: ignore[misc]
+
+
 def main() -> int:
     """Runs everything; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -461,6 +429,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="only the first test between device memories")
     parser.add_argument("--only", metavar="NAME", help="only the test of this name")
     parser.add_argument("--no-benchmark", action="store_true", help="leave out the benchmark")
+    parser.add_argument("--tiny-benchmark", action="store_true", help="only the benchmark, of few bytes, to test it")
     options = parser.parse_args()
     driver: cuda.Driver | None = None
     if not options.host:
@@ -476,7 +445,9 @@ def main() -> int:
     if os.environ.get("KVFERRY_LOG") is None:
         os.environ["KVFERRY_LOG"] = "info"
     checks = Checks(driver, options.only)
-    pairs = (("device", "device"), ("device", "host"), ("host", "device"))
+    if options.tiny_benchmark:
+        benchmarks(checks, driver, options.transports.split(","), is_tiny=True)
+        return checks.finish()
     if options.short:
         checks.run("auto: device here, device there", lambda: checks.move("auto", "device", "device"))
         return checks.finish()
@@ -484,22 +455,29 @@ def main() -> int:
         checks.run("refusals", checks.refusals)
         for kind in ("pieces", "sealed pieces"):
             checks.run(f"auto: {kind} here and there", lambda k=kind: checks.move("auto", k, k))  # type: ignore[misc]
+        checks.run("auto: fabric pieces here and there", checks.fabric)
+        checks.run("auto: memory of pools here and there", lambda: checks.move("auto", "pooled", "pooled"))
         if driver.devices > 1:
-            checks.run("auto: device 0 here, device 1 there", lambda: checks.move("auto", "device", "device", device=1))
-            for device in (0, 1):
-                name = f"auto: two devices here, device {device} there"
-                checks.run(name, lambda d=device: checks.two_devices("auto", d))  # type: ignore[misc]
+            device_checks(checks, driver)
         for transport in ("auto", "tcp"):
             checks.run(f"{transport}: beside a stream that waits", lambda t=transport: checks.unhindered(t))  # type: ignore[misc]
         for transport in ("auto", "tcp"):
             name = f"{transport}: deregistered in mid-transfer"
             checks.run(name, lambda t=transport: checks.deregistered(t))  # type: ignore[misc]
+        for transport in ("auto", "tcp"):
+            name = f"{transport}: while a graph is recorded"
+            checks.run(name, lambda t=transport: recording.beside(driver, t))  # type: ignore[misc]
         checks.run("auto: memory that is freed", lambda: checks.revoked("auto"))
         checks.run("tcp: memory that is freed", lambda: checks.revoked("tcp"))
+        for transport in ("auto", "tcp"):
+            for kind in ("pieces", "sealed pieces"):
+                name = f"{transport}: {kind} that sleep and wake"
+                checks.run(name, lambda t=transport, k=kind: sleep.asleep(driver, t, k))  # type: ignore[misc]
         torch_checks(checks)
-        checks.run("stock NIXL with kvferry's plug-in", lambda: checks.plugin(not options.no_benchmark))
+        without = ["--no-benchmark"] if options.no_benchmark else []
+        checks.run("stock NIXL with kvferry's plug-in", lambda: checks.program("plugin.py", *without))
     for transport in options.transports.split(","):
-        for local, remote in pairs:
+        for local, remote in PAIRS:
             checks.run(
                 f"{transport}: {local} here, {remote} there",
                 lambda t=transport, a=local, b=remote: checks.move(t, a, b),  # type: ignore[misc]
@@ -509,15 +487,8 @@ def main() -> int:
         checks.run(f"{transport}: long blocks", lambda t=transport: checks.bounded(t))  # type: ignore[misc]
         checks.run(f"{transport}: disconnected", lambda t=transport: checks.disconnected(t))  # type: ignore[misc]
         checks.run(f"{transport}: killed peer", lambda t=transport: checks.killed(t))  # type: ignore[misc]
-    if not options.no_benchmark and driver is not None:
-        checks.run("benchmark between device memories", lambda: beside.benchmark(driver, print))
     if not options.no_benchmark:
-        for transport in options.transports.split(","):
-            for local, remote in pairs:
-                checks.run(
-                    f"benchmark, {transport}: read into {local} from {remote}",
-                    lambda t=transport, a=local, b=remote: checks.benchmark(t, a, b),  # type: ignore[misc]
-                )
+        benchmarks(checks, driver, options.transports.split(","))
     return checks.finish()
 
 

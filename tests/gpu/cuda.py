@@ -126,36 +126,40 @@ class Driver:
 
 
 class DeviceMemory:
-    """An allocation on device 0. Lives until the process ends, because agents use it until then."""
+    """An allocation on a device. Lives until the process ends, because agents use it until then."""
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, nbytes: int, device: int = 0) -> None:
+        self._driver, self._device = driver, device
         address = ctypes.c_uint64()
-        driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        with driver.on(device):
+            driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         self.address: int = address.value
         self.nbytes = nbytes
 
     def put(self, data: Bytes) -> None:
         """Replaces all bytes."""
         source = np.ascontiguousarray(data)
-        self._driver.call(
-            "cuMemcpyHtoD_v2",
-            ctypes.c_uint64(self.address),
-            ctypes.c_void_p(source.ctypes.data),
-            ctypes.c_size_t(self.nbytes),
-        )
-        # A copy from pageable memory may still be under way on the device.
-        self._driver.call("cuCtxSynchronize")
+        # Only its own device is sure to reach it.
+        with self._driver.on(self._device):
+            self._driver.call(
+                "cuMemcpyHtoD_v2",
+                ctypes.c_uint64(self.address),
+                ctypes.c_void_p(source.ctypes.data),
+                ctypes.c_size_t(self.nbytes),
+            )
+            # A copy from pageable memory may still be under way on the device.
+            self._driver.call("cuCtxSynchronize")
 
     def get(self) -> Bytes:
         """A copy of all bytes."""
         data: Bytes = np.empty(self.nbytes, dtype=np.uint8)
-        self._driver.call(
-            "cuMemcpyDtoH_v2",
-            ctypes.c_void_p(data.ctypes.data),
-            ctypes.c_uint64(self.address),
-            ctypes.c_size_t(self.nbytes),
-        )
+        with self._driver.on(self._device):
+            self._driver.call(
+                "cuMemcpyDtoH_v2",
+                ctypes.c_void_p(data.ctypes.data),
+                ctypes.c_uint64(self.address),
+                ctypes.c_size_t(self.nbytes),
+            )
         return data
 
     def free(self) -> None:
@@ -163,35 +167,84 @@ class DeviceMemory:
         self._driver.call("cuMemFree_v2", ctypes.c_uint64(self.address))
 
 
+NO_HANDLES, DESCRIPTORS, FABRIC = 0, 1, 8
+"""CUmemAllocationHandleType."""
+
+
+class PooledMemory(DeviceMemory):
+    """Memory of a device's pool, as of cudaMallocAsync."""
+
+    def __init__(self, driver: Driver, nbytes: int, device: int = 0) -> None:
+        self._driver, self._device = driver, device
+        address = ctypes.c_uint64()
+        with driver.on(device):
+            driver.call("cuMemAllocAsync", ctypes.byref(address), ctypes.c_size_t(nbytes), None)
+            driver.call("cuCtxSynchronize")
+        self.address = address.value
+        self.nbytes = nbytes
+
+    def free(self) -> None:
+        """Gives it back to the pool."""
+        with self._driver.on(self._device):
+            self._driver.call("cuMemFreeAsync", ctypes.c_uint64(self.address), None)
+            self._driver.call("cuCtxSynchronize")
+
+
 class PiecewiseMemory(DeviceMemory):
     """A range of several allocations, as PyTorch's expandable segments and vLLM's sleep mode have.
 
-    Nothing is mapped where the piece `missing` would be."""
+    They can be passed to other processes by handles of the type `handles`. Nothing is mapped where the piece `missing`
+    would be."""
 
-    def __init__(self, driver: Driver, nbytes: int, exportable: bool, missing: int | None = None) -> None:
-        self._driver = driver
-        properties = _Properties(type=1, handle_types=1 if exportable else 0, location=_Location(type=1, id=0))
+    def __init__(self, driver: Driver, nbytes: int, handles: int, missing: int | None = None, device: int = 0) -> None:
+        self._driver, self._device = driver, device
+        self._properties = _Properties(type=1, handle_types=handles, location=_Location(type=1, id=device))
         grain = ctypes.c_size_t()
-        driver.call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(properties), ctypes.c_int(0))
+        properties = ctypes.byref(self._properties)
+        driver.call("cuMemGetAllocationGranularity", ctypes.byref(grain), properties, ctypes.c_int(0))
+        self._grain = grain
         self.nbytes = nbytes
         # The range lies across the end of the first piece.
         before = min(nbytes // 2, grain.value // 2) // 512 * 512
         pieces = 1 + -(-(nbytes - before) // grain.value)
         address = ctypes.c_uint64()
         zero = ctypes.c_uint64(0)
-        whole = ctypes.c_size_t(pieces * grain.value)
-        driver.call("cuMemAddressReserve", ctypes.byref(address), whole, ctypes.c_size_t(0), zero, zero)
-        base = address.value
-        self.address = base + grain.value - before
-        access = _Access(location=properties.location, flags=3)
-        for piece in range(pieces):
-            if piece == missing:
-                continue
-            handle = ctypes.c_uint64()
-            driver.call("cuMemCreate", ctypes.byref(handle), grain, ctypes.byref(properties), zero)
-            at = ctypes.c_uint64(base + piece * grain.value)
-            driver.call("cuMemMap", at, grain, ctypes.c_size_t(0), handle, zero)
-            driver.call("cuMemSetAccess", at, grain, ctypes.byref(access), ctypes.c_size_t(1))
+        self._whole = ctypes.c_size_t(pieces * grain.value)
+        driver.call("cuMemAddressReserve", ctypes.byref(address), self._whole, ctypes.c_size_t(0), zero, zero)
+        self._base = address
+        self.address = address.value + grain.value - before
+        self._places = [address.value + piece * grain.value for piece in range(pieces) if piece != missing]
+        self._handles: list[ctypes.c_uint64] = []
+        self.remap()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory that the device has given for it, which is more than `nbytes`; 0 when it is unmapped."""
+        return len(self._handles) * self._grain.value
+
+    def remap(self) -> None:
+        """Maps new memory at the same addresses. It holds anything."""
+        zero = ctypes.c_uint64(0)
+        access = _Access(location=self._properties.location, flags=3)
+        for place in self._places:
+            handle, at = ctypes.c_uint64(), ctypes.c_uint64(place)
+            properties = ctypes.byref(self._properties)
+            self._driver.call("cuMemCreate", ctypes.byref(handle), self._grain, properties, zero)
+            self._handles.append(handle)
+            self._driver.call("cuMemMap", at, self._grain, ctypes.c_size_t(0), handle, zero)
+            self._driver.call("cuMemSetAccess", at, self._grain, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def unmap(self) -> None:
+        """Gives the memory back and keeps the addresses, as vLLM does when it falls asleep."""
+        for place, handle in zip(self._places, self._handles, strict=True):
+            self._driver.call("cuMemUnmap", ctypes.c_uint64(place), self._grain)
+            self._driver.call("cuMemRelease", handle)
+        self._handles = []
+
+    def free(self) -> None:
+        """Gives it back to the device, and the addresses too."""
+        self.unmap()
+        self._driver.call("cuMemAddressFree", self._base, self._whole)
 
 
 class _Location(ctypes.Structure):

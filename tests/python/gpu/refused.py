@@ -1,0 +1,36 @@
+"""The driver does not say how a copy gets on, as while another thread records a CUDA graph. For the double, on which
+copies are late and the first such questions are refused."""
+
+from __future__ import annotations
+
+import sys
+
+import cuda
+import kvferry
+
+NBYTES = 1 << 20
+LIMIT_S = 120.0
+
+
+def main(transport: str) -> None:
+    """Reads, and gives the memory back as soon as that is over."""
+    driver = cuda.Driver()
+    with (
+        kvferry.Agent({"name": "here", "transport": transport}) as here,
+        kvferry.Agent({"name": "there", "transport": transport}) as there,
+    ):
+        ours, theirs = (cuda.DeviceMemory(driver, NBYTES) for _ in range(2))
+        theirs.put(cuda.pattern(1, NBYTES))
+        region = here.register((ours.address, NBYTES), kind="cuda", device=0)
+        there.register((theirs.address, NBYTES), kind="cuda", device=0)
+        peer = here.connect(there.metadata())
+        whole = [kvferry.Segment(0, 0, 0, 0, 0, 1024, 1024, 1024)], [(list(range(1024)), list(range(1024)))]
+        here.read(peer, *whole).wait(LIMIT_S)
+        assert (ours.get() == cuda.pattern(1, NBYTES)).all()
+        here.deregister(region)
+        # The double ends a program that frees what is still copied.
+        ours.free()
+    print("every byte", flush=True)
+
+
+main(sys.argv[1])
