@@ -90,32 +90,9 @@ impl MemoryRange {
         MemoryRange { addr: addr as u64, len, kind: MemoryKind::Host }
     }
 
-    /// Likewise, on a device; `None`, which the test says, where there is none and `KVFERRY_REQUIRE` asks for none.
-    #[cfg(test)]
-    pub(crate) fn leaked_on_device(bytes: &[u8]) -> Option<Self> {
-        if !super::cuda::available() {
-            let required = std::env::var("KVFERRY_REQUIRE").unwrap_or_default();
-            assert!(!required.split(',').any(|word| word == "cuda"), "KVFERRY_REQUIRE names cuda, and there is none");
-            eprintln!("SKIPPED: no CUDA device");
-            return None;
-        }
-        let (addr, len) = (super::cuda::test_memory::allocate(bytes), bytes.len() as u64);
-        Some(MemoryRange { addr, len, kind: MemoryKind::Cuda { device: 0 } })
-    }
-
-    /// Writes all bytes of a leaked range on a device.
-    #[cfg(test)]
-    pub(crate) fn fill_on_device(&self, bytes: &[u8]) {
-        assert_eq!(bytes.len() as u64, self.len);
-        super::cuda::test_memory::put(self.addr, bytes);
-    }
-
     /// What is in a leaked range that nobody writes meanwhile.
     #[cfg(test)]
     pub(crate) fn leaked_bytes(&self) -> Vec<u8> {
-        if self.kind != MemoryKind::Host {
-            return super::cuda::test_memory::get(self.addr, self.len);
-        }
         let start = std::ptr::with_exposed_provenance(self.addr as usize);
         // SAFETY: the bytes are initialized and stay mapped (see `leaked`); the caller sees to it that nobody writes them.
         unsafe { std::slice::from_raw_parts(start, self.len as usize) }.to_vec()

@@ -115,6 +115,7 @@ mod tests {
     use crate::agent::core::request::TransferRequest;
     use crate::agent::{Agent, AgentConfig, Direction, Event, Transport};
     use crate::mem::MemoryRange;
+    use crate::mem::cuda::test_memory;
     use crate::proto::ids::Incarnation;
     use crate::proto::plan::Segment;
 
@@ -275,14 +276,14 @@ mod tests {
     /// What it has mapped is still there when its owner uses it for something else.
     #[test]
     fn a_peer_that_was_given_up_copies_no_device_memory() {
-        let Some(memory) = MemoryRange::leaked_on_device(&vec![7; 3 * LEN]) else { return };
+        let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
         let hasty = AgentConfig { cancel_grace: Duration::from_millis(50), ..config("b", Transport::Shm) };
         let other = Agent::start(hasty).unwrap();
         let region = other.register(memory).unwrap();
         let shared = Arc::new(Shared::new(1).unwrap());
         let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(77), &shared).unwrap();
         for _ in 0..3 {
-            engine.register(MemoryRange::leaked_on_device(&vec![8; LEN]).unwrap()).unwrap();
+            engine.register(test_memory::leaked(&vec![8; LEN]).unwrap()).unwrap();
         }
         let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
         drive(&mut engine, |engine| {
@@ -296,11 +297,11 @@ mod tests {
             engine.transfers.get(write).is_none()
         });
         assert_eq!(engine.stats.device_copied_bytes, 3 * LEN as u64);
-        assert!(memory.leaked_bytes().iter().all(|byte| *byte == 8));
+        assert!(test_memory::get(&memory).iter().all(|byte| *byte == 8));
         // Now it stands still, and knows nothing of what follows.
         other.deregister(region).unwrap();
         until_lost(&other);
-        memory.fill_on_device(&vec![7; 3 * LEN]);
+        test_memory::put(&memory, &vec![7; 3 * LEN]);
         let write = start(&mut engine, peer, Direction::Write);
         engine.post_transfers();
         let end = Instant::now() + Duration::from_secs(120);
@@ -308,7 +309,7 @@ mod tests {
             assert!(Instant::now() < end, "not within two minutes");
             engine.reap_device_copies(Instant::now());
         }
-        assert!(memory.leaked_bytes().iter().all(|byte| *byte == 7), "memory that was deregistered was written to");
+        assert!(test_memory::get(&memory).iter().all(|byte| *byte == 7), "memory that was deregistered was written to");
         drive(&mut engine, |engine| engine.peers.get(peer).is_err() && engine.transfers.get(write).is_none());
         assert_eq!(engine.stats.transfers_failed, 1);
         drop(engine);
