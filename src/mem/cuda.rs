@@ -105,6 +105,14 @@ pub fn stay_out_of_captures() {
     if !unsafe { sys::is_culib_present() } {
         return;
     }
+    /// CUDA 10.1, the first with the function, without which cudarc would panic.
+    const FIRST: c_int = 10_010;
+    let mut version: c_int = 0;
+    // SAFETY: writes one number.
+    let told = unsafe { sys::cuDriverGetVersion(&mut version) };
+    if told != sys::CUresult::CUDA_SUCCESS || version < FIRST {
+        return;
+    }
     let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: exchanges a number of the calling thread.
     let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };

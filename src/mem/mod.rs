@@ -8,7 +8,7 @@ mod convert;
 pub mod copy;
 pub mod cuda;
 pub mod host;
-mod iov;
+pub mod iov;
 pub(crate) mod mapping;
 mod range;
 mod registered;

@@ -123,8 +123,8 @@ pub const TABLE: &[Setting] = &[
     row(Operator, "request_log", &[Worker], Path, "", Absent("no log"),
         "File that gets one JSON line per finished receive and rank, appended."),
     row(Operator, "device_copies", &[Agent, Worker], Flag, "", Is(true),
-        "Map device memory of a peer on the same host and have the device copy it, many blocks at a time. Else UCX moves it, block \
-         by block, or messages do."),
+        "On the side that starts a transfer: map device memory of a peer on the same host and have the device copy it, many blocks \
+         at a time. Else UCX moves it, block by block; memory of several allocations, and what UCX refuses, goes by messages."),
     row(Operator, "rehearse", &[Agent, Worker], Flag, "", Is(true),
         "Connect to a stand-in within the process at the start, so that first contact with a peer of this host does not wait \
          for UCX to weigh its protocols."),

@@ -302,6 +302,18 @@ impl Neighbour {
         self.read_checked(&mut Batch::default())
     }
 
+    /// As [`Neighbour::check`], for a caller that must not wait for a page that does not come.
+    ///
+    /// # Errors
+    /// Likewise; [`ErrorKind::PeerDied`] also where the witness is not in the process's memory.
+    pub fn check_at_once(&self) -> Result<()> {
+        if !is_in_memory(self.pid, self.witness..self.witness.saturating_add(size_of::<Words>()))? {
+            let text = format!("the witness of process {} is not in its memory any more", self.pid);
+            return Err(Error::new(ErrorKind::PeerDied, text));
+        }
+        self.check()
+    }
+
     /// Copies the pieces, all or with an error. The pieces may be used again; reading adds the witness meanwhile.
     ///
     /// Every read takes the witness along, and nothing is reported copied unless it is the expected one.

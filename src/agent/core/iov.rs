@@ -5,6 +5,7 @@ use twox_hash::XxHash3_128;
 use crate::error::Result;
 pub(crate) use crate::mem::Iov;
 pub(crate) use crate::mem::copy::{device_of, gather, scatter};
+pub(crate) use crate::mem::iov::total;
 
 /// Bytes of a digest.
 const DIGEST_LEN: usize = 16;

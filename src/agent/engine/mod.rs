@@ -92,9 +92,11 @@ pub(crate) struct Engine {
 impl Engine {
     pub(crate) fn new(config: AgentConfig, incarnation: Incarnation, shared: &Arc<Shared>) -> Result<Engine> {
         let secrets = Secrets::new(Key::configured(config.key_file.as_deref())?);
-        // UCX asks the driver for memory when it looks at the devices.
+        // UCX asks the driver for memory when it looks at the devices, and later.
         cuda::stay_out_of_captures();
         let context = ucx_settings::context(&config, secrets.is_keyed())?;
+        // Where nobody had used the driver, UCX has now.
+        cuda::stay_out_of_captures();
         let longest = MAX_MESSAGE_BYTES + FRAME_BYTES;
         let max_message = if secrets.is_keyed() { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
         let options = WorkerOptions { name: config.name.clone(), max_message };

@@ -11,7 +11,7 @@ use crate::agent::paths::message;
 use crate::agent::rpc::client::Chunk;
 use crate::agent::rpc::server::{self, Payload, ReadRequest};
 use crate::agent::rpc::staged::{Ended, Then};
-use crate::agent::rpc::wire::{Piece, decode_pieces, read_request};
+use crate::agent::rpc::wire::{Piece, read_request, write_request};
 use crate::error::Result;
 
 impl Engine {
@@ -30,7 +30,7 @@ impl Engine {
         for (then, result) in ended {
             match then {
                 Then::Reply { peer, number, bytes, regions } => {
-                    self.regions.leave(&regions);
+                    self.has_staged(peer, &regions);
                     if let Ok(peer) = self.peers.get_mut(peer) {
                         peer.server.release(bytes);
                     }
@@ -40,12 +40,16 @@ impl Engine {
                 }
                 Then::Written { peer, number, regions } => {
                     self.has_staged(peer, &regions);
-                    self.reply(peer, FrameKind::WriteReply, number, result.map(Payload::Bytes));
+                    if self.reply(peer, FrameKind::WriteReply, number, result.map(Payload::Bytes)) {
+                        self.serve_reads(peer);
+                    }
                 }
                 Then::Digest { peer, number, regions } => {
                     self.has_staged(peer, &regions);
                     let digest = result.map(|bytes| Payload::Bytes(iov::digest_of(&bytes).to_vec()));
-                    self.reply(peer, FrameKind::DigestReply, number, digest);
+                    if self.reply(peer, FrameKind::DigestReply, number, digest) {
+                        self.serve_reads(peer);
+                    }
                 }
                 Then::Ask { chunk, .. } => self.ask_to_write(chunk, result),
                 Then::Placed(chunk) => self.effects.push(Effect::OperationEnded(chunk.end(result.map(drop)))),
@@ -85,7 +89,9 @@ impl Engine {
     /// Has a device copy what a read asked for, for a reply when it has. Whether it does.
     pub(super) fn stage_read(&mut self, id: PeerId, request: &ReadRequest) -> bool {
         let Some((iovs, regions)) = self.locate_on_device(&request.pieces) else { return false };
-        self.regions.enter(&regions);
+        if !self.begin_staging(id, &regions) {
+            return true;
+        }
         if let Ok(peer) = self.peers.get_mut(id) {
             peer.server.hold(request.bytes);
         }
@@ -103,7 +109,7 @@ impl Engine {
 
     /// Has a device put in place what a peer writes, for a reply when it has. Whether it does.
     pub(super) fn stage_write(&mut self, id: PeerId, number: u64, data: &[u8]) -> bool {
-        let Ok((pieces, bytes)) = decode_pieces(data) else { return false };
+        let Ok((pieces, bytes)) = write_request(data) else { return false };
         let Some((iovs, regions)) = self.locate_on_device(&pieces) else { return false };
         if self.begin_staging(id, &regions) {
             self.staged.write(iovs, bytes, Then::Written { peer: id, number, regions });

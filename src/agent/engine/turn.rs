@@ -282,11 +282,19 @@ impl Driven {
         self.driver = None;
         self.shared.publish(&mut self.engine.events);
         let limit = self.engine.closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(now)).max(LAST_CHANCE);
-        let Engine { peers, worker, regions, context, config, staged, device_copies, .. } = self.engine;
+        let Engine { peers, worker, regions, context, config, mut staged, mut device_copies, .. } = self.engine;
         // What they have under way is waited for before its memory is given up.
+        let is_over = staged.finish() & device_copies.finish();
         drop((staged, device_copies));
         drop(peers);
         match worker.close(limit) {
+            Ok(()) if !is_over => Err(Error::new(
+                ErrorKind::Timeout,
+                format!(
+                    "agent {}: the CUDA driver did not let it wait for what a device copies; registered memory must stay alive",
+                    config.name
+                ),
+            )),
             Ok(()) if in_time => Ok(()),
             Ok(()) => Err(Error::new(
                 ErrorKind::Timeout,

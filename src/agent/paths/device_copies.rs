@@ -71,12 +71,23 @@ impl DeviceCopies {
         }
         match copier.launch() {
             (true, launched) => {
-                running.push_back(Running { bytes, ..batch });
+                // Some of it may be under way where the driver refused, and none of it counts.
+                running.push_back(Running { bytes: if launched.is_ok() { bytes } else { 0 }, ..batch });
                 self.running += 1;
                 (bytes, launched)
             }
             (false, launched) => (0, launched),
         }
+    }
+
+    /// Whether nothing more can be added for a device now.
+    pub(super) fn are_full(&self, device: u32) -> bool {
+        self.devices.get(&device).is_some_and(|made| made.copier.fits(1) == 0)
+    }
+
+    /// Waits for all that is under way. Returns whether nothing is any more.
+    pub(crate) fn finish(&mut self) -> bool {
+        self.devices.values_mut().all(|device| device.copier.finish())
     }
 
     /// Whether anything is under way.
@@ -96,7 +107,7 @@ impl DeviceCopies {
                 self.running = self.running.saturating_sub(1);
                 any = true;
                 // A peer that has given this side up may use its memory for something else meanwhile.
-                let result = result.and_then(|()| read_from.map_or(Ok(()), |owner| owner.check()));
+                let result = result.and_then(|()| read_from.map_or(Ok(()), |owner| owner.check_at_once()));
                 if let Err(error) = &result
                     && error.kind() == ErrorKind::PeerDied
                 {

@@ -37,10 +37,13 @@ impl Path for DeviceCopy {
         let MemoryKind::Cuda { device } = profile.local else {
             return Err(Error::new(ErrorKind::Internal, "host memory is not copied by a device"));
         };
+        if turn.device_copies.are_full(device) {
+            return Ok(0);
+        }
         // Its owner may have given this side up, which then cannot know of what it has deregistered since, and whose mappings keep
         // the memory from being missed.
         let owner = turn.peer.neighbour.clone();
-        if let Some(Err(error)) = owner.as_ref().map(|owner| owner.check()) {
+        if let Some(Err(error)) = owner.as_ref().map(|owner| owner.check_at_once()) {
             turn.effects.lose(turn.peer.id, error.clone());
             return Err(error);
         }

@@ -23,7 +23,7 @@ impl Peer {
     }
 
     /// Whether some device may.
-    pub(crate) fn may_be_importable(&self, index: u32) -> bool {
+    fn may_be_importable(&self, index: u32) -> bool {
         let Some(Some((region, _))) = self.regions.get(index as usize) else { return false };
         matches!(region.kind, MemoryKind::Cuda { .. })
             && self.neighbour.is_some()
@@ -116,7 +116,9 @@ impl Peer {
             *len = 0;
             let by_cuda_ipc = self.reach.by_cuda_ipc;
             let is_mapped = |(region, rkey): (RegionMetadata, Option<Rc<Rkey>>)| {
-                by_cuda_ipc && region.kind != MemoryKind::Host && rkey.is_some()
+                // UCX may also have mapped what no lane of the connection is for.
+                let may_map = by_cuda_ipc || region.handle.is_some();
+                may_map && region.kind != MemoryKind::Host && rkey.is_some()
             };
             // Operations that are under way hold the rkey.
             if region.take().is_some_and(is_mapped) {

@@ -250,8 +250,11 @@ impl Peer {
     /// Whether UCX might take the first of several allocations for all of its region `index`, as its CUDA IPC does
     /// (github.com/openucx/ucx/pull/11283).
     pub(crate) fn is_mapped_in_part(&self, index: u32) -> bool {
+        // A peer of an older build says it by the pieces only.
+        let has_pieces = |region: &RegionMetadata| region.handle.as_ref().is_some_and(|handle| handle.pieces.len() > 1);
         self.reach.by_cuda_ipc
-            && matches!(self.regions.get(index as usize), Some(Some((region, _))) if region.is_scattered)
+            && matches!(self.regions.get(index as usize),
+                Some(Some((region, _))) if region.is_scattered || has_pieces(region))
     }
 
     /// Whether UCX has refused to move the memory of its region `index` one-sided.
@@ -293,9 +296,9 @@ impl Peer {
         if self.has_refused_all(pair) {
             return (all, all);
         }
-        let refused = self.refused.iter().filter(|(known, index)| {
-            *known == pair && self.regions.get(*index as usize).is_some_and(|region| is_of(&region))
-        });
+        let is_refused =
+            |index: u32| self.refused.contains(&(pair, index)) || pair == Pair::Device && self.is_mapped_in_part(index);
+        let refused = self.regions.iter().zip(0..).filter(|(region, index)| is_of(region) && is_refused(*index));
         (refused.count(), all)
     }
 

@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::wire::{Piece, decode_pieces, read_request, total};
+use super::wire::{Piece, read_request, total, write_request};
 use crate::agent::core::frame::FrameKind;
 use crate::agent::core::iov::{self, Iov};
 use crate::agent::core::limits::{MAX_WAITING, PART_BYTES};
@@ -25,6 +25,9 @@ use crate::ucx::{MAX_PARTS, Part, Worker};
 /// Bytes of replies to one peer that UCX may hold; more requests wait, as numbers only. With less the socket runs dry while
 /// the next reply is made.
 const REPLY_BYTES: u64 = 4 << 20;
+/// Requests of one peer that devices may have before its next read is taken up. Of reads of whole chunks there are fewer by
+/// [`REPLY_BYTES`].
+const MAX_STAGED_READS: usize = 64;
 /// Bytes of answers of any kind to one peer that UCX may hold. A peer that keeps to its window, and whoever deregisters all
 /// regions at once, stays far below; one that asks on and takes no answers is cut off.
 const MAX_UNSENT: u64 = 64 << 20;
@@ -42,7 +45,7 @@ pub(crate) struct ReadRequest {
 #[derive(Default)]
 pub(crate) struct Server {
     waiting: VecDeque<ReadRequest>,
-    /// Writes and questions that a device has yet to do with its memory.
+    /// Requests that a device has yet to do something for with its memory.
     staged: usize,
     /// What answers cost that UCX is not done with, in bytes.
     unsent: u64,
@@ -92,9 +95,9 @@ impl Server {
         self.staged = self.staged.saturating_sub(1);
     }
 
-    /// The next read to reply to, unless UCX holds too many of this peer's replies.
+    /// The next read to reply to, unless UCX holds too many of this peer's replies, or devices have too much to do for it.
     pub(crate) fn pop(&mut self) -> Option<ReadRequest> {
-        if self.unsent >= REPLY_BYTES {
+        if self.unsent >= REPLY_BYTES || self.staged >= MAX_STAGED_READS {
             return None;
         }
         self.waiting.pop_front()
@@ -161,7 +164,7 @@ fn part_of(regions: &Regions, piece: &Piece) -> Option<Part> {
 
 /// Does what a write request asks for. The reply is empty.
 pub(crate) fn write(data: &[u8], regions: &Regions) -> Result<Payload> {
-    let (pieces, bytes) = decode_pieces(data)?;
+    let (pieces, bytes) = write_request(data)?;
     iov::scatter(&locate(regions, &pieces)?, bytes)?;
     Ok(Payload::Bytes(Vec::new()))
 }
@@ -203,6 +206,24 @@ pub(crate) fn refusal(error: &Error) -> (FrameKind, Vec<u8>) {
 mod tests {
     use super::super::wire::encode_pieces;
     use super::*;
+
+    #[test]
+    fn reads_wait_while_devices_have_enough_to_do_for_a_peer() {
+        let mut server = Server::default();
+        // Of no bytes, they cost nothing else.
+        for chunk in 0..100 {
+            server.push(chunk, &encode_pieces(&[], 0)).unwrap();
+        }
+        let take = |server: &mut Server| std::iter::from_fn(|| server.pop().map(|_| server.stage().unwrap())).count();
+        assert_eq!(take(&mut server), MAX_STAGED_READS);
+        server.has_staged();
+        assert_eq!(take(&mut server), 1);
+        (0..MAX_STAGED_READS).for_each(|_| server.has_staged());
+        assert_eq!(take(&mut server), 100 - MAX_STAGED_READS - 1);
+        let room = MAX_WAITING - (100 - MAX_STAGED_READS - 1);
+        (0..room).for_each(|_| server.stage().unwrap());
+        assert_eq!(server.stage().unwrap_err().kind(), ErrorKind::Exhausted);
+    }
 
     #[test]
     fn reads_wait_while_ucx_holds_enough_of_a_peers_replies() {

@@ -110,16 +110,34 @@ impl Staged {
     }
 
     fn begin(&mut self, iovs: Vec<Iov>, data: Option<&[u8]>, then: Then) {
-        let Some(device) = iov::device_of(&iovs).and_then(|device| self.devices.get_mut(&device)) else {
-            let error = Error::new(ErrorKind::Internal, "the pieces are of no device that was prepared");
-            return self.failed.push((then, Err(error)));
-        };
-        let begun = if device.waiting.is_empty() { device.stage.begin(&iovs, data) } else { Ok(None) };
+        let begun = self.device_of(&iovs, data).and_then(|device| {
+            let begun = if device.waiting.is_empty() { device.stage.begin(&iovs, data)? } else { None };
+            Ok((device, begun))
+        });
         match begun {
-            Ok(Some(ticket)) => drop(device.under_way.insert(ticket, then)),
-            Ok(None) => device.waiting.push_back(Waiting { iovs, data: data.map(<[u8]>::to_vec), then }),
+            Ok((device, Some(ticket))) => drop(device.under_way.insert(ticket, then)),
+            Ok((device, None)) => device.waiting.push_back(Waiting { iovs, data: data.map(<[u8]>::to_vec), then }),
             Err(error) => self.failed.push((then, Err(error))),
         }
+    }
+
+    /// The device of these parts. What the driver refused it at the registration may be given now.
+    fn device_of(&mut self, iovs: &[Iov], data: Option<&[u8]>) -> Result<&mut Device> {
+        let expected = iov::total(iovs);
+        if let Some(data) = data
+            && data.len() as u64 != expected
+        {
+            return Err(Error::corrupt(format!("{} bytes arrived, expected {expected}", data.len())));
+        }
+        let none = || Error::new(ErrorKind::Internal, "the pieces are of no device");
+        let number = iov::device_of(iovs).ok_or_else(none)?;
+        self.prepare(number)?;
+        self.devices.get_mut(&number).ok_or_else(none)
+    }
+
+    /// Waits for all that is under way. Returns whether nothing is any more.
+    pub(crate) fn finish(&mut self) -> bool {
+        self.devices.values_mut().all(|device| device.stage.finish())
     }
 
     /// Begins nothing more that a lost peer has asked for, or that is to be asked of it. Returns the regions that are not used for

@@ -94,6 +94,15 @@ pub(crate) fn stream_request(data: &[u8]) -> Result<(Vec<Piece>, StreamReader)> 
     Ok((check_chunk(pieces, STREAM_CHUNK_BYTES)?, StreamReader { received, processor: u16::from_le_bytes([p0, p1]) }))
 }
 
+/// The pieces of a request to write, and their bytes.
+pub(crate) fn write_request(data: &[u8]) -> Result<(Vec<Piece>, &[u8])> {
+    let (pieces, bytes) = decode_pieces(data)?;
+    if total(&pieces) != bytes.len() as u64 {
+        return Err(Error::corrupt(format!("{} bytes arrived, expected {}", bytes.len(), total(&pieces))));
+    }
+    Ok((check_chunk(pieces, CHUNK_BYTES)?, bytes))
+}
+
 fn check_chunk(pieces: Vec<Piece>, most: u64) -> Result<Vec<Piece>> {
     let bytes = total(&pieces);
     if bytes > most || pieces.len() > CHUNK_PIECES {
@@ -121,6 +130,27 @@ mod tests {
         assert!(piece(1, 12, 3).follows(&piece(1, 4, 8)));
         for before in [piece(2, 4, 8), piece(1, 4, 7), piece(1, 12, 3), piece(1, u64::MAX, 13)] {
             assert!(!piece(1, 12, 3).follows(&before), "{before:?}");
+        }
+    }
+
+    #[test]
+    fn a_write_has_the_bytes_of_its_pieces_and_no_more_than_a_chunk() {
+        let piece = Piece { region: 0, offset: 0, len: 4 };
+        let request = |pieces: &[Piece], bytes: usize| {
+            let mut data = encode_pieces(pieces, bytes);
+            data.resize(data.len() + bytes, 7);
+            data
+        };
+        assert_eq!(write_request(&request(&[piece; 2], 8)).unwrap(), (vec![piece; 2], &[7u8; 8][..]));
+        let most = Piece { len: CHUNK_BYTES as u32, ..piece };
+        for (pieces, bytes) in [
+            (vec![piece], 3),
+            (vec![piece], 5),
+            (vec![], 1),
+            (vec![most, piece], CHUNK_BYTES as usize + 4),
+            (vec![Piece { len: 0, ..piece }; CHUNK_PIECES + 1], 0),
+        ] {
+            assert_eq!(write_request(&request(&pieces, bytes)).unwrap_err().kind(), ErrorKind::Corrupt);
         }
     }
 

@@ -20,6 +20,7 @@ use super::core::regions::Regions;
 use super::core::request::{TransferRequest, is_light};
 use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
+use crate::mem::MemoryRange;
 use crate::proto::plan::{Expander, Operation, Segment, SegmentBlocks};
 use crate::proto::wire::MemoryKind;
 
@@ -280,9 +281,13 @@ impl Transfers {
         plan.check(regions.lens(), peer.lens())?;
         let bytes = plan.bytes();
         let is_light = is_light(&plan);
-        let is_device = |index: &u32| regions.range(*index).is_some_and(|range| range.kind() != MemoryKind::Host);
-        let by_device =
-            used.iter().all(is_device) && remote_regions.iter().all(|region| peer.may_be_importable(*region));
+        let reaches_all = |local: &u32| match regions.range(*local).map(MemoryRange::kind) {
+            Some(MemoryKind::Cuda { device }) => {
+                remote_regions.iter().all(|region| peer.is_importable(*region, device))
+            }
+            _ => false,
+        };
+        let by_device = used.iter().all(reaches_all);
         regions.enter(&used);
         let transfer = Transfer {
             user_data,

@@ -204,8 +204,8 @@ impl Copier {
         (true, launched)
     }
 
-    /// Waits for all that is under way. Returns whether nothing is any more.
-    pub(super) fn finish(&mut self) -> bool {
+    /// Waits for all that is under way. Returns whether nothing is any more, which it is not where the driver refuses to wait.
+    pub fn finish(&mut self) -> bool {
         self.stream.is_null() || is_over(self.stream)
     }
 

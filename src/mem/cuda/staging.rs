@@ -162,6 +162,11 @@ impl Stage {
         });
     }
 
+    /// Waits for all that is under way. Returns whether nothing is any more, which it is not where the driver refuses to wait.
+    pub fn finish(&mut self) -> bool {
+        self.copier.finish()
+    }
+
     /// Whether anything is under way or not told.
     pub fn is_running(&self) -> bool {
         self.slots.iter().any(|slot| slot.is_taken)
