@@ -256,7 +256,7 @@ def threads() -> None:
     assert len(done) == 4
 
 
-@case({"KVFERRY_CUDA_DOUBLE_CALLS_WAIT": "1", "KVFERRY_CUDA_DOUBLE_DELAY_US": "400000"})
+@case({"KVFERRY_CUDA_DOUBLE_CALLS_WAIT": "1"})
 def calls_that_wait() -> None:
     d = Driver()
     child = Child("helper_commands")
@@ -276,8 +276,13 @@ def calls_that_wait() -> None:
         # Its own work is waited for as well.
         ("cuMemFree_v2", device),
     ):
+        may_end = threading.Event()
+        held = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _, event=may_end: event.wait(45) or os.abort())
+        d.expect(0, "cuLaunchHostFunc", stream, held, None)
         d.expect(0, "cuMemsetD8Async", device, 1, 4096, stream)
         d.expect(NOT_READY, "cuStreamQuery", stream)
+        # A call that does not wait returns before that, and finds the stream still held.
+        threading.Timer(0.05, may_end.set).start()
         d.expect(0, *call)
         d.expect(0, "cuStreamQuery", stream)
     child.end()

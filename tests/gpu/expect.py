@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import cuda
 import kvferry
 import numpy as np
@@ -11,6 +14,15 @@ SIZES = [6 * 64 * 1024, 64 * 4096]
 """Bytes of the regions that `rich_plan` is for."""
 GENEROUS = 120.0
 """Seconds that any wait may take before it is a failure."""
+
+
+def until(what: str, enough: Callable[[], bool]) -> None:
+    """Waits for a condition; `what` says what is wrong if it does not come."""
+    deadline = time.monotonic() + GENEROUS
+    while not enough():
+        if time.monotonic() > deadline:
+            raise AssertionError(what)
+        time.sleep(0.01)
 
 
 def rich_plan(random: np.random.Generator) -> tuple[list[Segment], list[tuple[list[int], list[int]]]]:

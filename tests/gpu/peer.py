@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import cuda
 import kvferry
 import numpy as np
+from expect import GENEROUS, until
 
+PR_SET_PDEATHSIG = 1
 HANDLES = {"pieces": cuda.DESCRIPTORS, "fabric pieces": cuda.FABRIC, "sealed pieces": cuda.NO_HANDLES}
 
 
@@ -125,16 +128,9 @@ class Peer:
         number, metadata, region = json.loads(self._ask("remap", index, seed))
         return Registered(number, base64.b64decode(metadata), base64.b64decode(region))
 
-    def freeze(self) -> None:
-        """Stops it: nothing of it runs any more when this returns, and it is not gone."""
-        self._process.send_signal(signal.SIGSTOP)
-        tasks = Path(f"/proc/{self._process.pid}/task")
-        while not all(map(_is_stopped, tasks.iterdir())):
-            time.sleep(0.001)
-
-    def thaw(self) -> None:
-        """Lets it go on."""
-        self._process.send_signal(signal.SIGCONT)
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
+        """It stands still meanwhile."""
+        return frozen(self._process.pid)
 
     def kill(self) -> None:
         """SIGKILL; it is gone when this returns."""
@@ -144,9 +140,29 @@ class Peer:
     def end(self) -> None:
         """Lets it shut down and checks that it ends well."""
         self._tell("end")
-        status = self._process.wait(60)
+        status = self._process.wait(GENEROUS)
         if status != 0:
             raise RuntimeError(f"the peer process ended with status {status}")
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """Nothing of a child process runs meanwhile, and it is not gone. It may be killed meanwhile."""
+    process = os.pidfd_open(pid)
+    signal.pidfd_send_signal(process, signal.SIGSTOP)
+    try:
+        tasks = Path(f"/proc/{pid}/task")
+        until("the process has not stopped", lambda: all(map(_is_stopped, tasks.iterdir())))
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGCONT)
+        os.close(process)
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends: a process that stands still would not notice."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _is_stopped(task: Path) -> bool:
@@ -219,6 +235,7 @@ class _Memories:
 
 def main() -> None:
     """The child's life."""
+    die_with_parent()
     transport, kind, sizes, seed, devices = json.loads(sys.argv[1])
     memories = _Memories(kind, sizes, seed, devices)
     with kvferry.Agent({"name": "peer", "transport": transport}) as agent:

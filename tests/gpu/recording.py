@@ -27,7 +27,7 @@ def recorded(driver: cuda.Driver) -> Iterator[None]:
     stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
     driver.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
     begun, go_on = threading.Event(), threading.Event()
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def record() -> None:
         try:
@@ -37,21 +37,25 @@ def recorded(driver: cuda.Driver) -> Iterator[None]:
                 go_on.wait()
                 driver.call("cuStreamEndCapture", stream, ctypes.byref(graph))
                 driver.call("cuGraphDestroy", graph)
-        except RuntimeError as error:
+        except Exception as error:  # also of a driver that lacks a function
             errors.append(error)
+        finally:
             begun.set()
 
-    thread = threading.Thread(target=record)
+    thread = threading.Thread(target=record, daemon=True)
     thread.start()
-    begun.wait()
     try:
-        yield
+        if not begun.wait(GENEROUS):
+            raise AssertionError("the recording has not begun")
+        if not errors:
+            yield
     finally:
         go_on.set()
-        thread.join()
+        thread.join(GENEROUS)
         driver.call("cuStreamDestroy_v2", stream)
-    if errors:
-        raise AssertionError(f"the graph could not be recorded: {errors[0]}")
+        # Beside what has failed meanwhile, which may have its cause here.
+        if errors:
+            raise AssertionError(f"the graph could not be recorded: {errors[0]}")
 
 
 def beside(driver: cuda.Driver, transport: str) -> str:
@@ -59,8 +63,7 @@ def beside(driver: cuda.Driver, transport: str) -> str:
     here = [cuda.DeviceMemory(driver, NBYTES) for _ in range(2)]
     peer = Peer(transport, "cuda", [NBYTES, NBYTES], 1)
     ids = list(range(NBYTES // BLOCK))
-    with recorded(driver):
-        agent = kvferry.Agent({"name": "check", "transport": transport, "verify": True})
+    with recorded(driver), kvferry.Agent({"name": "check", "transport": transport, "verify": True}) as agent:
         regions = [register(agent, memory, "cuda") for memory in here]
         connected = agent.connect(peer.metadata)
         for ours, theirs in ((0, 0), (1, 1), (0, 1)):
@@ -69,7 +72,6 @@ def beside(driver: cuda.Driver, transport: str) -> str:
         agent.write(connected, [Segment(0, 1, 0, 0, 0, 0, 0, NBYTES)], [([0], [0])]).wait(GENEROUS)
         ways = ways_of(agent)
         agent.deregister(regions[0])
-        agent.shutdown()
     turned = cuda.pattern(2, NBYTES).reshape(-1, BLOCK)[::-1].reshape(-1)
     same("here", [memory.get() for memory in here], [turned, turned])
     same("there", peer.contents(), [turned, cuda.pattern(2, NBYTES)])

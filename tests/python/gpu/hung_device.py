@@ -6,15 +6,14 @@ For the double: `KVFERRY_CUDA_DOUBLE_CALLS` names the file of its calls.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
 import cuda
 import kvferry
+from expect import until
 
 NBYTES = 1 << 16
-LIMIT_S = 60.0
 
 
 def main() -> None:
@@ -25,11 +24,7 @@ def main() -> None:
     owner.register((device.address, NBYTES), kind="cuda", device=0)
     reader.register((host.address, NBYTES), kind="host")
     reader.read(reader.connect(owner.metadata()), [kvferry.Segment(0, 0, 0, 0, 0, 0, 0, NBYTES)], [([0], [0])])
-    until = time.monotonic() + LIMIT_S
-    while "cuEventRecord" not in calls.read_text():
-        if time.monotonic() > until:
-            sys.exit("no copy began")
-        time.sleep(0.01)
+    until("no copy began", lambda: "cuEventRecord" in calls.read_text())
     began = time.monotonic()
     try:
         owner.shutdown(timeout=1.0)

@@ -6,9 +6,9 @@ import ctypes
 
 import cuda
 import kvferry
+from expect import GENEROUS
 
 NBYTES = 1 << 20
-LIMIT_S = 120.0
 
 
 def move(driver: cuda.Driver, seed: int) -> None:
@@ -27,10 +27,10 @@ def move(driver: cuda.Driver, seed: int) -> None:
             kvferry.Segment(0, 0, 0, 0, 0, 1024, 1024, 1024),
             kvferry.Segment(0, 0, 0, half, half, half // 512, half // 512, half // 512),
         ):
-            here.write(peer, [segment], [(list(range(512)), list(range(512)))]).wait(LIMIT_S)
+            here.write(peer, [segment], [(list(range(512)), list(range(512)))]).wait(GENEROUS)
         assert (host.get() == cuda.pattern(seed, NBYTES)).all()
         host.put(cuda.pattern(seed + 1, NBYTES))
-        here.read(peer, [kvferry.Segment(0, 0, 0, 0, 0, 0, 0, NBYTES)], [([0], [0])]).wait(LIMIT_S)
+        here.read(peer, [kvferry.Segment(0, 0, 0, 0, 0, 0, 0, NBYTES)], [([0], [0])]).wait(GENEROUS)
         assert (device.get() == cuda.pattern(seed + 1, NBYTES)).all()
 
 

@@ -31,26 +31,11 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the double's libraries."""
-    folder = tmp_path_factory.mktemp("cuda_double")
-    subprocess.run([ROOT / "tests" / "cuda_double" / "build", folder], check=True, timeout=GENEROUS)
-    return folder
-
-
-def check(bundle: Path, double: Path, *options: str) -> str:
+def check(bundle: Path, on_double: dict[str, str], *options: str) -> str:
     """What the bundle's gpu-check prints on the double; it must succeed."""
     # Nothing that is named in this environment may stand in for what the bundle lacks.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
-    environment = {
-        **kept,
-        "LD_LIBRARY_PATH": str(double),
-        "KVFERRY_PYTHON": sys.executable,
-        "KVFERRY_REQUIRE": "cuda",
-        # Beside other tests' memory on the same double.
-        "KVFERRY_CUDA_DOUBLE_MACHINE": f"bundle_{os.getpid()}",
-    }
+    environment = {**kept, **on_double, "KVFERRY_PYTHON": sys.executable}
     command = [str(bundle / "gpu-check"), *options]
     # In its own folder, as users run it.
     ran = subprocess.run(command, cwd=bundle, env=environment, capture_output=True, text=True, timeout=GENEROUS)
@@ -71,15 +56,15 @@ def test_it_is_whole_wherever_it_lies(bundle: Path) -> None:
         assert link.resolve(strict=True).is_relative_to(bundle.resolve()), link
 
 
-def test_its_check_passes(bundle: Path, double: Path) -> None:
-    printed = check(bundle, double, "--no-benchmark", "--short")
+def test_its_check_passes(bundle: Path, on_double: dict[str, str]) -> None:
+    printed = check(bundle, on_double, "--no-benchmark", "--short")
     assert "1 passed, 0 failed" in printed, printed
     assert "copied by the device" in printed, printed
     assert f" at {bundle}/python/libucx/" in printed, printed
 
 
-def test_its_benchmark_has_nixl_beside_it(bundle: Path, double: Path) -> None:
+def test_its_benchmark_has_nixl_beside_it(bundle: Path, on_double: dict[str, str]) -> None:
     test = "benchmark between device memories"
-    printed = check(bundle, double, "--tiny-benchmark", "--only", test)
+    printed = check(bundle, on_double, "--tiny-benchmark", "--only", test)
     (passed,) = (line for line in printed.splitlines() if line.startswith(f"passed  {test} ("))
-    assert passed.endswith(": beside plain copy, nixl"), printed
+    assert passed.endswith(": beside plain copy, UCX's cuda_ipc, nixl"), printed

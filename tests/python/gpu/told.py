@@ -7,9 +7,9 @@ import sys
 
 import cuda
 import kvferry
+from expect import GENEROUS
 
 NBYTES = 1 << 16
-LIMIT_S = 60.0
 
 
 def write(metadata: bytes) -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         with subprocess.Popen(program, stdin=subprocess.PIPE) as writer:
             told = False
             while not told:
-                events = agent.wait(LIMIT_S)
+                events = agent.wait(GENEROUS)
                 told = any(isinstance(event, kvferry.Message) for event in events)
                 if not events:
                     writer.kill()

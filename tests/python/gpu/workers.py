@@ -8,27 +8,23 @@ from __future__ import annotations
 import functools
 import json
 import multiprocessing
-import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import cuda
 import numpy as np
+from expect import GENEROUS, same, until
 from kvferry import Scheduler, Worker, stats
-from peer import allocate
+from peer import allocate, die_with_parent, frozen
 
 LAYERS, TOKENS, HEADS, CONTENT = 2, 2048, 2, 512
 """Of a cache, in a region per layer; bytes of a token and head."""
 NBYTES = TOKENS * HEADS * CONTENT
-GENEROUS = 120.0
-"""Seconds that anything may take on a busy machine."""
 Blocks = list[int]
 Caches = list[cuda.Bytes]
 
@@ -166,6 +162,7 @@ class Engine:
 
 def live(pipe: Connection, *arguments: Any) -> None:
     """An engine's process: does what it is told, by the name of a method."""
+    die_with_parent()
     engine = Engine(*arguments)
     pipe.send(None)
     name = ""
@@ -205,40 +202,15 @@ class Remote:
         self.process.join(GENEROUS)
         assert self.process.exitcode == 0, self.process.exitcode
 
-    def freeze(self) -> None:
-        """Nothing of the process runs any more when this returns; it is not gone."""
-        pid = self.process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        until("the process stops", lambda: all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())))
+    def frozen(self) -> AbstractContextManager[None]:
+        """The process stands still meanwhile."""
+        assert self.process.pid is not None
+        return frozen(self.process.pid)
 
     def kill(self) -> None:
         """SIGKILL; it is gone when this returns."""
         self.process.kill()
         self.process.join()
-
-
-def _is_stopped(task: Path) -> bool:
-    try:
-        stat = (task / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        # The thread has ended.
-        return True
-    # The state follows the name, which is in parentheses.
-    return stat.rpartition(")")[2].split()[0] == "T"
-
-
-def until(what: str, enough: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + GENEROUS
-    while not enough():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def same(what: str, found: Caches, expected: Caches) -> None:
-    for layer, (a, b) in enumerate(zip(found, expected, strict=True)):
-        wrong = np.flatnonzero(a != b)
-        assert len(wrong) == 0, f"{what}: {len(wrong)} wrong bytes in layer {layer}, the first at {wrong[0]}"
 
 
 class Pair:
@@ -410,15 +382,15 @@ def killed() -> None:
             params = both.producer.prefilled("p-broken", theirs, TOKENS // 2)
             both.consumer.arrive("d-broken", params)
             # It cannot confirm what is read from it, nor send it.
-            both.producer.freeze()
-            both.consumer.load("d-broken", params, ours, TOKENS // 2)
-            if transport == "auto":
-                until("the device copies", lambda: both.consumer.copied() > both.moved)
-            whole = both.consumer.free_bytes() + LAYERS * NBYTES
-            both.producer.kill()
+            with both.producer.frozen():
+                both.consumer.load("d-broken", params, ours, TOKENS // 2)
+                if transport == "auto":
+                    until("the device has not copied", lambda: both.consumer.copied() > both.moved)
+                whole = both.consumer.free_bytes() + LAYERS * NBYTES
+                both.producer.kill()
             cause = failure_of(both, "broken", ours)
             # Its memory is nobody's any more.
-            until("the consumer unmaps it", functools.partial(both.has_free, whole))
+            until("the consumer has not unmapped it", functools.partial(both.has_free, whole))
             both.producer = Remote(stack, "prefill", kind, 16, 300, keys)
             both.expect_both()
             both.hand_over("after", TOKENS // 2)
