@@ -264,7 +264,7 @@ class Checks:
         nbytes = 64 << 20
         ids = list(range(nbytes // 65536))
         ended = 0
-        with self.reader(transport, nbytes) as (agent, peer, _):
+        with self.reader(transport, nbytes) as (agent, peer, kept):
             connected = agent.connect(peer.metadata)
             for region in range(1, 7):
                 memory = cuda.DeviceMemory(driver, nbytes)
@@ -280,6 +280,8 @@ class Checks:
                     with contextlib.suppress(kvferry.KvferryError):
                         transfer.wait(GENEROUS)
                         ended += 1
+            agent.read(connected, [Segment(0, 0, 0, 0, 0, nbytes, nbytes, nbytes)], [([0], [0])]).wait(GENEROUS)
+            same("what is registered", [kept.get()], [cuda.pattern(1, nbytes)])
         return f"{ended} of 24 transfers ended well"
 
     def unhindered(self, transport: str) -> str:

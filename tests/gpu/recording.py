@@ -52,6 +52,8 @@ def recorded(driver: cuda.Driver) -> Iterator[None]:
     finally:
         go_on.set()
         thread.join(GENEROUS)
+        if thread.is_alive():
+            errors.append(TimeoutError(f"the capture has not ended after {GENEROUS} s"))
         driver.call("cuStreamDestroy_v2", stream)
         # Beside what has failed meanwhile, which may have its cause here.
         if errors:

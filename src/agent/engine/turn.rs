@@ -281,13 +281,14 @@ impl Driven {
         }
         self.driver = None;
         self.shared.publish(&mut self.engine.events);
-        let limit = self.engine.closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(now)).max(LAST_CHANCE);
+        let closing = self.engine.closing;
         let Engine { peers, worker, regions, context, config, mut staged, mut device_copies, .. } = self.engine;
         // What they have under way is waited for before its memory is given up.
         let is_over = staged.finish() & device_copies.finish();
         drop((staged, device_copies));
         drop(peers);
-        match worker.close(limit) {
+        let left = closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(Instant::now()));
+        match worker.close(left.max(LAST_CHANCE)) {
             Ok(()) if !is_over => Err(Error::new(
                 ErrorKind::Timeout,
                 format!(

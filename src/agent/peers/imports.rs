@@ -94,7 +94,7 @@ impl Peer {
             (Some(handle), _) => {
                 let imported = Imported::open(context, handle, region.len, neighbour.process().0)?;
                 // Whose descriptors these are: a number of a process can have become another's meanwhile.
-                neighbour.check()?;
+                neighbour.check_at_once()?;
                 Ok(imported)
             }
             (None, _) => Err(Error::new(ErrorKind::Unsupported, "the region has no handle for other processes")),

@@ -3,6 +3,7 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
 
 use super::client::Chunk;
 use crate::agent::core::ids::{PeerId, TransferId};
@@ -81,9 +82,14 @@ struct Device {
 #[derive(Default)]
 pub(crate) struct Staged {
     devices: BTreeMap<u32, Device>,
+    /// Devices for which the driver has refused what copies take, until when that counts.
+    refused: BTreeMap<u32, (Instant, Error)>,
     /// What has failed at once, to be told with the others.
     failed: Vec<Ended>,
 }
+
+/// For how long a refusal of the driver counts: to ask it takes time, and may wait for the device.
+const REFUSED_FOR: Duration = Duration::from_secs(1);
 
 impl Staged {
     /// Makes what copies of a device's memory take, which takes time and may wait for the device.
@@ -92,7 +98,15 @@ impl Staged {
     /// What the driver says.
     pub(crate) fn prepare(&mut self, device: u32) -> Result<()> {
         if let Entry::Vacant(place) = self.devices.entry(device) {
-            let stage = Stage::new(device)?;
+            if let Some((until, error)) = self.refused.get(&device)
+                && Instant::now() < *until
+            {
+                return Err(error.clone());
+            }
+            let made = Stage::new(device);
+            let stage = made.inspect_err(|error| {
+                self.refused.insert(device, (Instant::now() + REFUSED_FOR, error.clone()));
+            })?;
             place.insert(Device { stage, under_way: BTreeMap::new(), waiting: VecDeque::new() });
         }
         Ok(())

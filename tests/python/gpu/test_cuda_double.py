@@ -215,6 +215,13 @@ def test_an_agent_that_is_older_than_any_use_of_cuda_spoils_no_graph(
     assert f"1048576 bytes {expected}" in run(on_double, HERE / "early.py", transport)
 
 
+@pytest.mark.parametrize(("refused", "expected"), [("17:2", "moved"), ("17+:2", "refused")])
+def test_pinned_memory_that_is_refused_is_asked_for_again(on_double: Variables, refused: str, expected: str) -> None:
+    # Eight tables for copies on the device, eight for messages, and then what those go by.
+    failing = {"KVFERRY_CUDA_DOUBLE_FAIL": f"cuMemHostAlloc:{refused}"}
+    assert expected in run(on_double, HERE / "starved.py", expected, **failing)
+
+
 def test_an_agent_leaves_nothing_in_a_context_that_is_reset_after_it(on_double: Variables) -> None:
     assert "moved in both" in run(on_double, HERE / "reset.py")
 
