@@ -38,6 +38,8 @@ class Fault:
     """What the output has to match."""
     way: str = MAPPED
     """How the test's bytes go without the fault."""
+    calls_wait: bool = False
+    """Whether the double's calls that a driver may have wait for the device do so."""
 
 
 COPIER, IPC = "src/mem/cuda/copier.rs", "src/mem/cuda/ipc.rs"
@@ -135,6 +137,15 @@ FAULTS = (
         "",
     ),
     Fault(
+        "the progress thread unmaps",
+        IPC,
+        "let _ = queue.send(Some(Box::new(mapped)));",
+        "let _ = (queue, mapped);",
+        "auto: beside memory that is unmapped and waits",
+        r"TimedOutError: timeout: transfer \d+ has not ended",
+        calls_wait=True,
+    ),
+    Fault(
         "calls to the driver count for a graph that is recorded",
         "src/mem/cuda.rs",
         "let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;",
@@ -151,7 +162,7 @@ def build(tree: Path) -> None:
     subprocess.run(command, cwd=tree, env={**os.environ, "CARGO_TARGET_DIR": str(WORK / "built")}, check=True)
 
 
-def run(tree: Path, double: Path, test: str) -> str:
+def run(double: Path, test: str, calls_wait: bool) -> str:
     """What a test of check.py prints on the double, and its status."""
     environment = {
         **os.environ,
@@ -161,6 +172,7 @@ def run(tree: Path, double: Path, test: str) -> str:
         "KVFERRY_LIBRARY": str(WORK / "built/debug/libkvferry.so"),
         "KVFERRY_REQUIRE": "cuda",
         "KVFERRY_CUDA_DOUBLE_MACHINE": f"faults_{os.getpid()}",
+        "KVFERRY_CUDA_DOUBLE_CALLS_WAIT": str(int(calls_wait)),
     }
     command = [sys.executable, str(ROOT / "tests/gpu/check.py"), "--no-benchmark", "--only", test]
     # To a file: a peer that is left over holds a pipe open.
@@ -187,7 +199,7 @@ def judge(fault: Fault, tree: Path, double: Path) -> bool:
     try:
         source.write_text(right.replace(fault.right, fault.wrong))
         build(tree)
-        printed = run(tree, double, fault.test)
+        printed = run(double, fault.test, fault.calls_wait)
     finally:
         source.write_text(right)
     shown = next((line for line in printed.splitlines() if re.search(fault.shows, line)), None)
@@ -213,8 +225,8 @@ def main() -> int:
     subprocess.run([tree / "tests/cuda_double/build", double], check=True)
     build(tree)
     missed = 0
-    for test, way in sorted({(fault.test, fault.way) for fault in chosen}):
-        printed = run(tree, double, test)
+    for test, way, calls_wait in sorted({(fault.test, fault.way, fault.calls_wait) for fault in chosen}):
+        printed = run(double, test, calls_wait)
         if not is_good(printed, test, way):
             print(f"FAILED without a fault: {test}\n{printed}")
             return 1

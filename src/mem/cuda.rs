@@ -5,6 +5,7 @@ pub mod batch;
 pub mod copier;
 pub mod ipc;
 pub mod staging;
+pub mod unmapper;
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ import kvferry
 import numpy as np
 import recording
 import sleep
-from expect import GENEROUS, SIZES, model, rich_plan, same, ways_of
+from expect import GENEROUS, SIZES, model, rich_plan, same, until, ways_of
 from kvferry import Segment
 from peer import Peer, allocate, register
 
@@ -299,6 +300,37 @@ class Checks:
             same("after", [memory.get()], [cuda.pattern(1, nbytes)])
             return ways_of(agent)
 
+    def parted(self, transport: str) -> str:
+        """No transfer waits for memory to be unmapped, of a peer that leaves or a region that its owner deregisters."""
+        driver = self._driver
+        assert driver is not None
+        nbytes = 4 << 20
+        whole = [[Segment(0, 0, index, 0, 0, nbytes, nbytes, nbytes)] for index in range(2)]
+        with self.reader(transport, nbytes) as (agent, staying, memory):
+            leaving, changing = (Peer(transport, self._device, [nbytes, nbytes], seed) for seed in (2, 4))
+            stays, leaves, changes = (agent.connect(peer.metadata) for peer in (staying, leaving, changing))
+            for peer, region in ((stays, 0), (leaves, 0), (leaves, 1), (changes, 0), (changes, 1)):
+                agent.read(peer, whole[region], [([0], [0])]).wait(GENEROUS)
+
+            def is_withdrawn() -> bool:
+                try:
+                    agent.read(changes, whole[0], [([0], [0])]).wait(GENEROUS)
+                except kvferry.NotFoundError:
+                    return True
+                return False
+
+            with driver.blocked_default_stream():
+                agent.disconnect(leaves)
+                deregistered = threading.Thread(target=changing.deregister, args=(0,))
+                deregistered.start()
+                until("the region is there after its deregistration", is_withdrawn)
+                agent.read(stays, whole[0], [([0], [0])]).wait(GENEROUS)
+            deregistered.join()
+            same("after", [memory.get()], [cuda.pattern(1, nbytes)])
+            leaving.end()
+            changing.end()
+            return ways_of(agent)
+
     def program(self, name: str, *options: str) -> str:
         """A program with NIXL, in processes without this one's UCX. Its last line."""
         program = [sys.executable, str(Path(__file__).resolve().with_name(name)), *options]
@@ -463,6 +495,7 @@ def main() -> int:
             device_checks(checks, driver)
         for transport in ("auto", "tcp"):
             checks.run(f"{transport}: beside a stream that waits", lambda t=transport: checks.unhindered(t))  # type: ignore[misc]
+        checks.run("auto: beside memory that is unmapped and waits", lambda: checks.parted("auto"))
         for transport in ("auto", "tcp"):
             name = f"{transport}: deregistered in mid-transfer"
             checks.run(name, lambda t=transport: checks.deregistered(t))  # type: ignore[misc]

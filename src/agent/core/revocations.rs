@@ -8,7 +8,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Weak;
 
 use super::ids::PeerId;
-use crate::mem::cuda::ipc::Imported;
 
 /// What was asked, and what is still to be answered.
 #[derive(Default)]
@@ -23,13 +22,13 @@ pub(crate) struct Revocations {
 struct Owed {
     /// Transfers that read or write it.
     users: usize,
-    /// Mappings of it that copies under way hold.
-    mappings: Vec<Weak<Imported>>,
+    /// What is gone when nothing of it is mapped any more (`Imported::trace`).
+    mappings: Vec<Weak<()>>,
 }
 
 impl Owed {
     fn is_due(&self) -> bool {
-        self.users == 0 && self.mappings.iter().all(|mapping| mapping.strong_count() == 0)
+        self.users == 0 && self.mappings.iter().all(|trace| trace.strong_count() == 0)
     }
 }
 
@@ -58,8 +57,8 @@ impl Revocations {
         freed
     }
 
-    /// This side is to let a peer's region go, which so many transfers use and of which these mappings were made.
-    pub(crate) fn owe(&mut self, peer: PeerId, region: u32, users: usize, mappings: Vec<Weak<Imported>>) {
+    /// This side is to let a peer's region go, which so many transfers use and whose mappings have these traces.
+    pub(crate) fn owe(&mut self, peer: PeerId, region: u32, users: usize, mappings: Vec<Weak<()>>) {
         self.owed.insert((peer, region), Owed { users, mappings });
     }
 

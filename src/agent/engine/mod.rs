@@ -133,7 +133,7 @@ impl Engine {
             peers: Peers::new(local, secrets),
             streams: Streams::new(&config, incarnation),
             copy_pool: CopyPool::new(config.copy_threads, shared.waker.clone()),
-            device_copies: DeviceCopies::default(),
+            device_copies: DeviceCopies::new(shared.waker.clone()),
             staged: Staged::default(),
             rdma_flush: RdmaFlush::default(),
             revocations: Revocations::default(),

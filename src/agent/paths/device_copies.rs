@@ -2,12 +2,15 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
-use crate::error::{ErrorKind, Result};
+use crate::agent::thread::waker::Waker;
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::copier::Copier;
+use crate::mem::cuda::unmapper::Unmapper;
 use crate::sys::process::Neighbour;
 
 /// From which length on pieces are left to the driver: none are, whose copies within a device are no faster.
@@ -30,13 +33,20 @@ pub(super) struct Running {
 }
 
 /// The copiers of one agent, made when there is something for them.
-#[derive(Default)]
 pub(crate) struct DeviceCopies {
     devices: BTreeMap<u32, Device>,
     running: usize,
+    /// Made when a region of a peer is to be mapped.
+    unmapper: Option<Unmapper>,
+    waker: Waker,
 }
 
 impl DeviceCopies {
+    /// `waker` wakes the thread that takes note of what has ended.
+    pub(crate) fn new(waker: Waker) -> DeviceCopies {
+        DeviceCopies { devices: BTreeMap::new(), running: 0, unmapper: None, waker }
+    }
+
     /// Makes what is needed for copies on a device: the driver compiles a kernel, and what it gives memory for can wait for all
     /// that the device computes. An error is told when there is something to copy.
     pub(crate) fn prepare(&mut self, device: u32) {
@@ -57,6 +67,23 @@ impl DeviceCopies {
                 let copier = Copier::new(Arc::new(PrimaryContext::retain(device)?), LONG_BYTES)?;
                 Ok(&mut place.insert(Device { copier, running: VecDeque::new() }).copier)
             }
+        }
+    }
+
+    /// What it takes to map a peer's region for a device.
+    ///
+    /// # Errors
+    /// What the driver says when the copier is to be made, or the system when the thread is.
+    pub(super) fn mapping(&mut self, device: u32) -> Result<(&Arc<PrimaryContext>, &Unmapper)> {
+        self.copier(device)?;
+        if self.unmapper.is_none() {
+            let waker = self.waker.clone();
+            // A peer may wait to hear of it.
+            self.unmapper = Some(Unmapper::start(move || waker.wake())?);
+        }
+        match (self.devices.get(&device), &self.unmapper) {
+            (Some(made), Some(unmapper)) => Ok((made.copier.context(), unmapper)),
+            _ => Err(Error::new(ErrorKind::Internal, "no copier was made")),
         }
     }
 
@@ -88,6 +115,13 @@ impl DeviceCopies {
     /// Waits for all that is under way. Returns whether nothing is any more.
     pub(crate) fn finish(&mut self) -> bool {
         self.devices.values_mut().all(|device| device.copier.finish())
+    }
+
+    /// Gives everything up when peers have given up what they had mapped. Returns whether all of that was unmapped within so long.
+    pub(crate) fn end(self, limit: Duration) -> bool {
+        let DeviceCopies { devices, unmapper, .. } = self;
+        drop(devices);
+        unmapper.is_none_or(|unmapper| unmapper.finish(limit))
     }
 
     /// Whether anything is under way.

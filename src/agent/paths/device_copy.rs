@@ -70,8 +70,8 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
     let mut added: Option<(u32, usize, Pairs)> = None;
     while let Some(first) = turn.next_of(profile) {
         let (local, remote) = (first.local_region, first.remote_region);
-        let imported = match turn.device_copies.copier(device) {
-            Ok(copier) => turn.peer.import(remote, copier.context()),
+        let imported = match turn.device_copies.mapping(device) {
+            Ok((context, unmapper)) => turn.peer.import(remote, context, unmapper),
             Err(error) => Err(turn.peer.refuse_import((remote, device), error)),
         };
         // The next path's turn is now.

@@ -7,6 +7,7 @@ use super::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::ipc::Imported;
+use crate::mem::cuda::unmapper::Unmapper;
 use crate::proto::wire::limits::MAX_REGIONS;
 use crate::proto::wire::{MemoryKind, RegionMetadata};
 use crate::ucx::Rkey;
@@ -50,20 +51,25 @@ impl Peer {
         self.regions.iter().zip(0..).filter_map(|(region, index)| Some((index, region.as_ref()?.0.kind)))
     }
 
-    /// Its region `index`, for the device of `context`.
+    /// Its region `index`, for the device of `context`; to be unmapped by `unmapper`.
     ///
     /// # Errors
     /// What the driver says. The region is not importable for this device any more then.
-    pub(crate) fn import(&mut self, index: u32, context: &Arc<PrimaryContext>) -> Result<Arc<Imported>> {
+    pub(crate) fn import(
+        &mut self,
+        index: u32,
+        context: &Arc<PrimaryContext>,
+        unmapper: &Unmapper,
+    ) -> Result<Arc<Imported>> {
         let key = (index, context.ordinal());
         if let Some(mapped) = self.imports.mapped.get(&key) {
             return Ok(Arc::clone(mapped));
         }
-        let mapped = Arc::new(self.open(index, context).map_err(|error| self.refuse_import(key, error))?);
+        let mapped = Arc::new(self.open(index, context, unmapper).map_err(|error| self.refuse_import(key, error))?);
         self.imports.mapped.insert(key, Arc::clone(&mapped));
         let made = self.imports.made.entry(index).or_default();
-        made.retain(|mapping| mapping.strong_count() > 0);
-        made.push(Arc::downgrade(&mapped));
+        made.retain(|trace| trace.strong_count() > 0);
+        made.push(mapped.trace());
         Ok(mapped)
     }
 
@@ -83,7 +89,7 @@ impl Peer {
         error
     }
 
-    fn open(&self, index: u32, context: &Arc<PrimaryContext>) -> Result<Imported> {
+    fn open(&self, index: u32, context: &Arc<PrimaryContext>, unmapper: &Unmapper) -> Result<Imported> {
         let region = self.regions.get(index as usize).and_then(Option::as_ref);
         let gone = || Error::not_found("a region of the plan is gone");
         let ((region, _), neighbour) = region.zip(self.neighbour.as_ref()).ok_or_else(gone)?;
@@ -92,7 +98,7 @@ impl Peer {
                 Imported::of_this_process(context, device, region.base, region.len)
             }
             (Some(handle), _) => {
-                let imported = Imported::open(context, handle, region.len, neighbour.process().0)?;
+                let imported = Imported::open(context, unmapper, handle, region.len, neighbour.process().0)?;
                 // Whose descriptors these are: a number of a process can have become another's meanwhile.
                 neighbour.check_at_once()?;
                 Ok(imported)
@@ -101,13 +107,13 @@ impl Peer {
         }
     }
 
-    /// The peer deregisters its region `index`: nothing more is read or written there. Returns what is to be gone before that
-    /// can be said, nothing where it was revoked before.
+    /// The peer deregisters its region `index`: nothing more is read or written there. Returns the traces that are to be gone before
+    /// that can be said, none where it was revoked before.
     ///
     /// # Errors
     /// [`ErrorKind::PeerDied`] where UCX has mapped the region, which it goes on doing until the connection ends;
     /// [`ErrorKind::Corrupt`] for an index that no region can have.
-    pub(crate) fn revoke(&mut self, index: u32) -> Result<Vec<Weak<Imported>>> {
+    pub(crate) fn revoke(&mut self, index: u32) -> Result<Vec<Weak<()>>> {
         if index as usize >= MAX_REGIONS {
             return Err(Error::corrupt(format!("agent {} revokes its region {index}", self.name)));
         }

@@ -54,8 +54,8 @@ pub(crate) struct Imports {
     pub(super) are_off: bool,
     /// By region and device of this side.
     pub(super) mapped: BTreeMap<(u32, u32), Arc<Imported>>,
-    /// Every mapping that was made of a region, as long as a copy under way holds it.
-    pub(super) made: BTreeMap<u32, Vec<Weak<Imported>>>,
+    /// The trace of every mapping that was made of a region, until it is undone.
+    pub(super) made: BTreeMap<u32, Vec<Weak<()>>>,
     /// Regions that the driver did not map, and for which device of this side.
     pub(super) refused: BTreeSet<(u32, u32)>,
     /// Of these, those that the device does not reach.

@@ -5,12 +5,13 @@
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use cudarc::driver::sys;
 use rustix::process::{ForeignRawFd, Pid, PidfdFlags, PidfdGetfdFlags, Resource};
 
+use super::unmapper::{Queue, Unmapper};
 use super::{Attribute, PrimaryContext, allocation, attribute, ok};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
@@ -138,12 +139,23 @@ pub fn is_scattered(range: &MemoryRange) -> bool {
         && allocation(range.addr()).is_ok_and(|(start, len)| start.saturating_add(len) < range.end())
 }
 
-/// A region of device memory of another agent, as a device of this process reaches it.
+/// A region of device memory of another agent, as a device of this process reaches it. What undoes it when it is dropped is an
+/// [`Unmapper`].
 pub struct Imported {
-    context: Arc<PrimaryContext>,
-    mapping: Mapping,
+    /// Taken when it is dropped.
+    mapped: Option<Mapped>,
+    /// Where that goes then; nowhere if there is nothing to undo.
+    queue: Option<Queue>,
     addr: u64,
     len: u64,
+}
+
+/// Undoes a mapping when it is dropped, which may wait for the device.
+pub(super) struct Mapped {
+    context: Arc<PrimaryContext>,
+    mapping: Mapping,
+    /// Dropped after the mapping was undone.
+    trace: Arc<()>,
 }
 
 /// What is to be undone.
@@ -163,22 +175,28 @@ impl Imported {
     /// [`ErrorKind::Corrupt`] for what is no handle, or of memory that ends before the region; [`ErrorKind::Unsupported`] when
     /// the devices do not reach one another; [`ErrorKind::Cuda`] when the driver maps it not for another reason: its owner is
     /// gone; [`ErrorKind::Io`] when the kernel does not pass the owner's descriptors on.
-    pub fn open(context: &Arc<PrimaryContext>, exported: &DeviceHandle, len: u64, pid: i32) -> Result<Imported> {
+    pub fn open(
+        context: &Arc<PrimaryContext>,
+        unmapper: &Unmapper,
+        exported: &DeviceHandle,
+        len: u64,
+        pid: i32,
+    ) -> Result<Imported> {
         let _entered = context.enter()?;
         let mapping = match exported.pieces.as_slice() {
             [] => Mapping::Whole(open_whole(&exported.handle)?),
             pieces => map_pieces(context, pieces, pid)?,
         };
-        // From here on dropping it undoes it.
-        let mut imported = Imported { context: Arc::clone(context), mapping, addr: 0, len };
-        let (base, room) = match imported.mapping {
+        let place = match mapping {
             Mapping::Whole(base) => {
-                let (start, size) = allocation(base)?;
-                (base, start.saturating_add(size).saturating_sub(base))
+                allocation(base).map(|(start, size)| (base, start.saturating_add(size).saturating_sub(base)))
             }
-            Mapping::Pieces { base, len, .. } => (base, len as u64),
-            Mapping::None => (0, 0),
+            Mapping::Pieces { base, len, .. } => Ok((base, len as u64)),
+            Mapping::None => Ok((0, 0)),
         };
+        // From here on dropping it undoes it.
+        let mut imported = Imported::new(context, mapping, Some(unmapper.queue()), (0, len));
+        let (base, room) = place?;
         if exported.offset.checked_add(len).is_none_or(|end| end > room) {
             return Err(Error::corrupt(format!(
                 "a handle of {room} bytes of device memory, of a region of {len} bytes that begins at {}",
@@ -204,7 +222,17 @@ impl Imported {
         }
         // SAFETY: the range is only looked up. Its owner has promised for it what is promised for any (`MemoryRange::new`).
         super::check_device(&unsafe { MemoryRange::new(addr, len, MemoryKind::Cuda { device }) }?, device)?;
-        Ok(Imported { context: Arc::clone(context), mapping: Mapping::None, addr, len })
+        Ok(Imported::new(context, Mapping::None, None, (addr, len)))
+    }
+
+    fn new(context: &Arc<PrimaryContext>, mapping: Mapping, queue: Option<Queue>, (addr, len): (u64, u64)) -> Imported {
+        let mapped = Mapped { context: Arc::clone(context), mapping, trace: Arc::default() };
+        Imported { mapped: Some(mapped), queue, addr, len }
+    }
+
+    /// What is gone when the memory is not mapped any more, which is after the last reference to this was dropped.
+    pub fn trace(&self) -> Weak<()> {
+        self.mapped.as_ref().map(|mapped| Arc::downgrade(&mapped.trace)).unwrap_or_default()
     }
 
     /// The address here of `len` bytes at `offset` of the region.
@@ -223,6 +251,15 @@ impl Imported {
 }
 
 impl Drop for Imported {
+    fn drop(&mut self) {
+        if let (Some(mapped), Some(queue)) = (self.mapped.take(), &self.queue) {
+            // Comes back, and is undone here, where the thread has ended.
+            let _ = queue.send(Some(Box::new(mapped)));
+        }
+    }
+}
+
+impl Drop for Mapped {
     fn drop(&mut self) {
         let closed = self.context.enter().and_then(|_entered| match &self.mapping {
             Mapping::None => Ok(()),

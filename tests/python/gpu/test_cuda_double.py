@@ -191,6 +191,12 @@ def test_a_region_is_opened_once_and_closed(on_double: Variables, tmp_path: Path
     assert "opened and closed" in run(on_double, HERE / "opened.py", kind, **calls)
 
 
+@pytest.mark.parametrize("test", ["beside memory that is unmapped and waits", "memory that is freed"])
+def test_where_unmapping_waits_for_the_device_nothing_else_does(on_double: Variables, test: str) -> None:
+    printed = check(on_double, "--only", f"auto: {test}", KVFERRY_CUDA_DOUBLE_CALLS_WAIT="1")
+    assert "1 passed, 0 failed" in printed
+
+
 def test_a_device_that_hangs_holds_up_nothing_else(on_double: Variables) -> None:
     late = {"KVFERRY_CUDA_DOUBLE_DELAY_US": str(3600 * 10**6)}
     assert "the read is over, the write is not" in run(on_double, HERE / "hung_write.py", **late)
