@@ -139,10 +139,19 @@ FAULTS = (
     Fault(
         "the progress thread unmaps",
         IPC,
-        "let _ = queue.send(Some(Box::new(mapped)));",
-        "let _ = (queue, mapped);",
+        "let _ = queue.send(Some(Box::new(Mapped { context, mapping, queue: None, trace })));",
+        "drop((queue, Mapped { context, mapping, queue: None, trace }));",
         "auto: beside memory that is unmapped and waits",
         r"TimedOutError: timeout: transfer \d+ has not ended",
+        calls_wait=True,
+    ),
+    Fault(
+        "a region is given back before it is unmapped",
+        "src/agent/engine/revocation.rs",
+        "let traces = self.device_copies.traces(peer.incarnation, region);",
+        "let traces = Vec::new();",
+        "auto: beside memory that is unmapped and waits",
+        r"AssertionError: the owner was told of the region before it was unmapped",
         calls_wait=True,
     ),
     Fault(

@@ -68,12 +68,13 @@ class Peer:
         seed: int,
         visible: str | None = None,
         devices: Sequence[int] | None = None,
+        **settings: int,
     ) -> None:
         """`visible` names the devices that the process sees, as CUDA_VISIBLE_DEVICES does.
 
-        `devices` are those of the regions, as that process counts them."""
+        `devices` are those of the regions, as that process counts them; `settings` are further ones of its agent."""
         variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        arguments = json.dumps([transport, kind, sizes, seed, list(devices or [0] * len(sizes))])
+        arguments = json.dumps([transport, kind, sizes, seed, list(devices or [0] * len(sizes)), settings])
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), arguments],
             stdin=subprocess.PIPE,
@@ -236,9 +237,9 @@ class _Memories:
 def main() -> None:
     """The child's life."""
     die_with_parent()
-    transport, kind, sizes, seed, devices = json.loads(sys.argv[1])
+    transport, kind, sizes, seed, devices, settings = json.loads(sys.argv[1])
     memories = _Memories(kind, sizes, seed, devices)
-    with kvferry.Agent({"name": "peer", "transport": transport}) as agent:
+    with kvferry.Agent({"name": "peer", "transport": transport, **settings}) as agent:
         memories.register(agent)
         print("ANSWER " + _text(agent.metadata()), flush=True)
         for line in sys.stdin:

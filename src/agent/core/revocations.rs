@@ -5,9 +5,10 @@
 //! on the host to let go, and its deregistration waits for their answers.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 
 use super::ids::PeerId;
+use crate::proto::ids::Incarnation;
 
 /// What was asked, and what is still to be answered.
 #[derive(Default)]
@@ -22,13 +23,13 @@ pub(crate) struct Revocations {
 struct Owed {
     /// Transfers that read or write it.
     users: usize,
-    /// What is gone when nothing of it is mapped any more (`Imported::trace`).
-    mappings: Vec<Weak<()>>,
+    /// Of what was mapped of it.
+    traces: Vec<Weak<()>>,
 }
 
 impl Owed {
     fn is_due(&self) -> bool {
-        self.users == 0 && self.mappings.iter().all(|trace| trace.strong_count() == 0)
+        self.users == 0 && self.traces.iter().all(|trace| trace.strong_count() == 0)
     }
 }
 
@@ -58,8 +59,8 @@ impl Revocations {
     }
 
     /// This side is to let a peer's region go, which so many transfers use and whose mappings have these traces.
-    pub(crate) fn owe(&mut self, peer: PeerId, region: u32, users: usize, mappings: Vec<Weak<()>>) {
-        self.owed.insert((peer, region), Owed { users, mappings });
+    pub(crate) fn owe(&mut self, peer: PeerId, region: u32, users: usize, traces: Vec<Weak<()>>) {
+        self.owed.insert((peer, region), Owed { users, traces });
     }
 
     /// Whether this side is to let a peer's region go.
@@ -97,9 +98,53 @@ impl Revocations {
     }
 }
 
+/// Traces of what was mapped of the regions of agents, by the agent's life and the region: each is gone when its mapping was undone.
+/// A mapping may outlive the connection that it was made for.
+#[derive(Default)]
+pub(crate) struct Traces(BTreeMap<(Incarnation, u32), Vec<Weak<()>>>);
+
+impl Traces {
+    /// For a mapping that is to be made, which drops it when it was undone.
+    pub(crate) fn begin(&mut self, owner: Incarnation, region: u32) -> Arc<()> {
+        if self.0.range((owner, 0)..=(owner, u32::MAX)).next().is_none() {
+            // Of owners that are gone there would be more and more.
+            self.0.retain(|_, traces| traces.iter().any(|trace| trace.strong_count() > 0));
+        }
+        let trace = Arc::new(());
+        let traces = self.0.entry((owner, region)).or_default();
+        traces.retain(|trace| trace.strong_count() > 0);
+        traces.push(Arc::downgrade(&trace));
+        trace
+    }
+
+    /// Those of a region.
+    pub(crate) fn of(&self, owner: Incarnation, region: u32) -> Vec<Weak<()>> {
+        self.0.get(&(owner, region)).cloned().unwrap_or_default()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_mapped_of_a_region_is_known_until_it_was_undone() {
+        let (a, b) = (Incarnation(1), Incarnation(2));
+        let mut traces = Traces::default();
+        let (first, second, other) = (traces.begin(a, 3), traces.begin(a, 3), traces.begin(a, 4));
+        let live = |traces: &[Weak<()>]| traces.iter().filter(|trace| trace.strong_count() > 0).count();
+        assert_eq!((live(&traces.of(a, 3)), live(&traces.of(a, 4)), traces.of(b, 3).len()), (2, 1, 0));
+        let mut revocations = Revocations::default();
+        let peer = PeerId::from_raw(1);
+        revocations.owe(peer, 3, 0, traces.of(a, 3));
+        drop(first);
+        assert!(revocations.take_due().is_empty());
+        drop(second);
+        assert_eq!(revocations.take_due(), [(peer, 3)]);
+        let _of_another = traces.begin(b, 3);
+        assert_eq!((traces.of(a, 3).len(), live(&traces.of(a, 4))), (0, 1));
+        drop(other);
+    }
 
     #[test]
     fn each_peer_answers_once_or_is_gone() {

@@ -48,7 +48,9 @@ impl Engine {
         if self.revocations.is_owed(id, region) {
             return Ok(());
         }
-        let revoked = self.peers.get_mut(id)?.revoke(region);
+        let peer = self.peers.get_mut(id)?;
+        let traces = self.device_copies.traces(peer.incarnation, region);
+        let revoked = peer.revoke(region);
         if let Err(error) = &revoked
             && error.kind() != ErrorKind::PeerDied
         {
@@ -57,7 +59,7 @@ impl Engine {
         // None begins after this one, since the region is gone.
         let users = self.transfers.stop_users_there(id, region, &mut self.effects, now);
         match revoked {
-            Ok(mappings) => self.revocations.owe(id, region, users, mappings),
+            Ok(()) => self.revocations.owe(id, region, users, traces),
             Err(error) => self.effects.lose(id, error),
         }
         self.dispatch(now);
@@ -273,13 +275,8 @@ mod tests {
         other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
-    /// What it has mapped is still there when its owner uses it for something else.
-    #[test]
-    fn a_peer_that_was_given_up_copies_no_device_memory() {
-        let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
-        let hasty = AgentConfig { cancel_grace: Duration::from_millis(50), ..config("b", Transport::Shm) };
-        let other = Agent::start(hasty).unwrap();
-        let region = other.register(memory).unwrap();
+    /// An engine that has written bytes 8 of device memory to the first region of another agent, as in [`plan`].
+    fn device_writer(other: &Agent) -> (Engine, PeerId) {
         let shared = Arc::new(Shared::new(1).unwrap());
         let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(77), &shared).unwrap();
         for _ in 0..3 {
@@ -296,6 +293,47 @@ mod tests {
             engine.reap_device_copies(Instant::now());
             engine.transfers.get(write).is_none()
         });
+        (engine, peer)
+    }
+
+    #[test]
+    fn device_memory_is_given_back_when_what_an_earlier_connection_has_mapped_is_unmapped() {
+        let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
+        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+        let region = other.register(memory).unwrap();
+        let (mut engine, first) = device_writer(&other);
+        let owner = engine.peers.get(first).unwrap().incarnation;
+        // As if the driver waited with it.
+        let mapped = engine.device_copies.traces(owner, 0)[0].upgrade().unwrap();
+        engine.disconnect(first, Instant::now()).unwrap();
+        let second = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+        drive(&mut engine, |engine| engine.peers.get(second).unwrap().is_ready());
+        let ending = std::thread::spawn(move || (other.deregister(region), other));
+        drive(&mut engine, |engine| engine.revocations.are_owed());
+        for _ in 0..1000 {
+            engine.check_timers(Instant::now());
+            engine.worker.progress();
+        }
+        assert!(engine.revocations.are_owed() && !ending.is_finished());
+        drop(mapped);
+        drive(&mut engine, |engine| {
+            engine.check_timers(Instant::now());
+            ending.is_finished()
+        });
+        let (ended, other) = ending.join().unwrap();
+        ended.unwrap();
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
+    /// What it has mapped is still there when its owner uses it for something else.
+    #[test]
+    fn a_peer_that_was_given_up_copies_no_device_memory() {
+        let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
+        let hasty = AgentConfig { cancel_grace: Duration::from_millis(50), ..config("b", Transport::Shm) };
+        let other = Agent::start(hasty).unwrap();
+        let region = other.register(memory).unwrap();
+        let (mut engine, peer) = device_writer(&other);
         assert_eq!(engine.stats.device_copied_bytes, 3 * LEN as u64);
         assert!(test_memory::get(&memory).iter().all(|byte| *byte == 8));
         // Now it stands still, and knows nothing of what follows.

@@ -285,15 +285,10 @@ impl Driven {
         let Engine { peers, worker, regions, context, config, mut staged, mut device_copies, .. } = self.engine;
         // What they have under way is waited for before its memory is given up.
         let is_over = staged.finish() & device_copies.finish();
-        drop((staged, peers));
-        let left = || closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(Instant::now())).max(LAST_CHANCE);
-        if !device_copies.end(left()) {
-            log::warn!(
-                "agent {}: device memory of peers is still mapped here: the driver waits with that",
-                config.name
-            );
-        }
-        match worker.close(left()) {
+        drop(peers);
+        drop((staged, device_copies));
+        let left = closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(Instant::now()));
+        match worker.close(left.max(LAST_CHANCE)) {
             Ok(()) if !is_over => Err(Error::new(
                 ErrorKind::Timeout,
                 format!(

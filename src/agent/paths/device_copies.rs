@@ -1,16 +1,18 @@
 //! Copies between device memories that are under way.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Weak};
 
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
+use crate::agent::core::revocations::Traces;
+use crate::agent::peers::imports::Importing;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::copier::Copier;
 use crate::mem::cuda::unmapper::Unmapper;
+use crate::proto::ids::Incarnation;
 use crate::sys::process::Neighbour;
 
 /// From which length on pieces are left to the driver: none are, whose copies within a device are no faster.
@@ -36,7 +38,8 @@ pub(super) struct Running {
 pub(crate) struct DeviceCopies {
     devices: BTreeMap<u32, Device>,
     running: usize,
-    /// Made when a region of a peer is to be mapped.
+    traces: Traces,
+    /// Made when a region of a peer is to be mapped. Dropped after what holds mappings.
     unmapper: Option<Unmapper>,
     waker: Waker,
 }
@@ -44,7 +47,7 @@ pub(crate) struct DeviceCopies {
 impl DeviceCopies {
     /// `waker` wakes the thread that takes note of what has ended.
     pub(crate) fn new(waker: Waker) -> DeviceCopies {
-        DeviceCopies { devices: BTreeMap::new(), running: 0, unmapper: None, waker }
+        DeviceCopies { devices: BTreeMap::new(), running: 0, traces: Traces::default(), unmapper: None, waker }
     }
 
     /// Makes what is needed for copies on a device: the driver compiles a kernel, and what it gives memory for can wait for all
@@ -74,7 +77,7 @@ impl DeviceCopies {
     ///
     /// # Errors
     /// What the driver says when the copier is to be made, or the system when the thread is.
-    pub(super) fn mapping(&mut self, device: u32) -> Result<(&Arc<PrimaryContext>, &Unmapper)> {
+    pub(super) fn importing(&mut self, device: u32) -> Result<Importing<'_>> {
         self.copier(device)?;
         if self.unmapper.is_none() {
             let waker = self.waker.clone();
@@ -82,9 +85,16 @@ impl DeviceCopies {
             self.unmapper = Some(Unmapper::start(move || waker.wake())?);
         }
         match (self.devices.get(&device), &self.unmapper) {
-            (Some(made), Some(unmapper)) => Ok((made.copier.context(), unmapper)),
+            (Some(made), Some(unmapper)) => {
+                Ok(Importing { context: made.copier.context(), unmapper, traces: &mut self.traces })
+            }
             _ => Err(Error::new(ErrorKind::Internal, "no copier was made")),
         }
+    }
+
+    /// Of what was mapped of a region, which is over when they are gone.
+    pub(crate) fn traces(&self, owner: Incarnation, region: u32) -> Vec<Weak<()>> {
+        self.traces.of(owner, region)
     }
 
     /// Hands a device's batch to it, an operation of a transfer; of how many bytes it fills in. Returns how many are under way now, and
@@ -115,13 +125,6 @@ impl DeviceCopies {
     /// Waits for all that is under way. Returns whether nothing is any more.
     pub(crate) fn finish(&mut self) -> bool {
         self.devices.values_mut().all(|device| device.copier.finish())
-    }
-
-    /// Gives everything up when peers have given up what they had mapped. Returns whether all of that was unmapped within so long.
-    pub(crate) fn end(self, limit: Duration) -> bool {
-        let DeviceCopies { devices, unmapper, .. } = self;
-        drop(devices);
-        unmapper.is_none_or(|unmapper| unmapper.finish(limit))
     }
 
     /// Whether anything is under way.

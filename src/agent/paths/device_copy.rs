@@ -70,10 +70,16 @@ fn fill(turn: &mut Turn<'_>, profile: Profile, device: u32, operations: &mut u64
     let mut added: Option<(u32, usize, Pairs)> = None;
     while let Some(first) = turn.next_of(profile) {
         let (local, remote) = (first.local_region, first.remote_region);
-        let imported = match turn.device_copies.mapping(device) {
-            Ok((context, unmapper)) => turn.peer.import(remote, context, unmapper),
+        let imported = match turn.device_copies.importing(device) {
+            Ok(means) => turn.peer.import(remote, means),
             Err(error) => Err(turn.peer.refuse_import((remote, device), error)),
         };
+        if let Err(error) = &imported
+            && error.kind() == ErrorKind::PeerDied
+        {
+            turn.effects.lose(turn.peer.id, error.clone());
+            return Err(error.clone());
+        }
         // The next path's turn is now.
         let (Ok(there), Some(here)) = (imported, turn.regions.range(local)) else { break };
         let mut between = turn.device_copies.copier(device)?.between(direction, *here, &there)?;

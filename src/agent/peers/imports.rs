@@ -1,9 +1,10 @@
 //! Device memory of a peer on this host, as this process reaches it, and the regions that a peer has deregistered.
 
 use std::rc::Rc;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use super::Peer;
+use crate::agent::core::revocations::Traces;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::ipc::Imported;
@@ -11,6 +12,13 @@ use crate::mem::cuda::unmapper::Unmapper;
 use crate::proto::wire::limits::MAX_REGIONS;
 use crate::proto::wire::{MemoryKind, RegionMetadata};
 use crate::ucx::Rkey;
+
+/// What it takes to map a peer's memory for a device.
+pub(crate) struct Importing<'a> {
+    pub(crate) context: &'a Arc<PrimaryContext>,
+    pub(crate) unmapper: &'a Unmapper,
+    pub(crate) traces: &'a mut Traces,
+}
 
 impl Peer {
     /// Whether it is an agent of this process.
@@ -51,26 +59,25 @@ impl Peer {
         self.regions.iter().zip(0..).filter_map(|(region, index)| Some((index, region.as_ref()?.0.kind)))
     }
 
-    /// Its region `index`, for the device of `context`; to be unmapped by `unmapper`.
+    /// Its region `index`, for a device.
     ///
     /// # Errors
-    /// What the driver says. The region is not importable for this device any more then.
-    pub(crate) fn import(
-        &mut self,
-        index: u32,
-        context: &Arc<PrimaryContext>,
-        unmapper: &Unmapper,
-    ) -> Result<Arc<Imported>> {
-        let key = (index, context.ordinal());
+    /// [`ErrorKind::PeerDied`] for a peer that has given this side up. What else is wrong, as the driver says; the region is
+    /// not importable for this device any more then.
+    pub(crate) fn import(&mut self, index: u32, means: Importing<'_>) -> Result<Arc<Imported>> {
+        let key = (index, means.context.ordinal());
         if let Some(mapped) = self.imports.mapped.get(&key) {
             return Ok(Arc::clone(mapped));
         }
-        let mapped = Arc::new(self.open(index, context, unmapper).map_err(|error| self.refuse_import(key, error))?);
-        self.imports.mapped.insert(key, Arc::clone(&mapped));
-        let made = self.imports.made.entry(index).or_default();
-        made.retain(|trace| trace.strong_count() > 0);
-        made.push(mapped.trace());
-        Ok(mapped)
+        match self.open(index, means) {
+            Ok(mapped) => {
+                let mapped = Arc::new(mapped);
+                self.imports.mapped.insert(key, Arc::clone(&mapped));
+                Ok(mapped)
+            }
+            Err(error) if error.kind() == ErrorKind::PeerDied => Err(error),
+            Err(error) => Err(self.refuse_import(key, error)),
+        }
     }
 
     /// Its region `index` is not to be imported for a device of this side, for this reason.
@@ -89,16 +96,19 @@ impl Peer {
         error
     }
 
-    fn open(&self, index: u32, context: &Arc<PrimaryContext>, unmapper: &Unmapper) -> Result<Imported> {
+    fn open(&self, index: u32, means: Importing<'_>) -> Result<Imported> {
         let region = self.regions.get(index as usize).and_then(Option::as_ref);
         let gone = || Error::not_found("a region of the plan is gone");
         let ((region, _), neighbour) = region.zip(self.neighbour.as_ref()).ok_or_else(gone)?;
+        let Importing { context, unmapper, traces } = means;
+        let trace = traces.begin(self.incarnation, index);
         match (&region.handle, region.kind) {
             (_, MemoryKind::Cuda { device }) if self.is_in_this_process() => {
-                Imported::of_this_process(context, device, region.base, region.len)
+                Imported::of_this_process(context, trace, device, region.base, region.len)
             }
             (Some(handle), _) => {
-                let imported = Imported::open(context, unmapper, handle, region.len, neighbour.process().0)?;
+                let pid = neighbour.process().0;
+                let imported = Imported::open(context, (unmapper, trace), handle, region.len, pid)?;
                 // Whose descriptors these are: a number of a process can have become another's meanwhile.
                 neighbour.check_at_once()?;
                 Ok(imported)
@@ -107,13 +117,12 @@ impl Peer {
         }
     }
 
-    /// The peer deregisters its region `index`: nothing more is read or written there. Returns the traces that are to be gone before
-    /// that can be said, none where it was revoked before.
+    /// The peer deregisters its region `index`: nothing more is read or written there.
     ///
     /// # Errors
     /// [`ErrorKind::PeerDied`] where UCX has mapped the region, which it goes on doing until the connection ends;
     /// [`ErrorKind::Corrupt`] for an index that no region can have.
-    pub(crate) fn revoke(&mut self, index: u32) -> Result<Vec<Weak<()>>> {
+    pub(crate) fn revoke(&mut self, index: u32) -> Result<()> {
         if index as usize >= MAX_REGIONS {
             return Err(Error::corrupt(format!("agent {} revokes its region {index}", self.name)));
         }
@@ -135,7 +144,7 @@ impl Peer {
             }
         }
         self.imports.mapped.retain(|(region, _), _| *region != index);
-        Ok(self.imports.made.remove(&index).unwrap_or_default())
+        Ok(())
     }
 
     /// Takes note of the regions that the peer's hello calls withdrawn, before anything of them is mapped.

@@ -11,7 +11,7 @@ pub(crate) mod close;
 mod departed;
 mod gone;
 pub(crate) mod hello;
-mod imports;
+pub(crate) mod imports;
 pub(crate) mod inbox;
 mod peer;
 pub(crate) mod reach;

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::backing::Backing;
@@ -54,8 +54,6 @@ pub(crate) struct Imports {
     pub(super) are_off: bool,
     /// By region and device of this side.
     pub(super) mapped: BTreeMap<(u32, u32), Arc<Imported>>,
-    /// The trace of every mapping that was made of a region, until it is undone.
-    pub(super) made: BTreeMap<u32, Vec<Weak<()>>>,
     /// Regions that the driver did not map, and for which device of this side.
     pub(super) refused: BTreeSet<(u32, u32)>,
     /// Of these, those that the device does not reach.

@@ -5,8 +5,8 @@
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
 
 use cudarc::driver::sys;
 use rustix::process::{ForeignRawFd, Pid, PidfdFlags, PidfdGetfdFlags, Resource};
@@ -139,28 +139,25 @@ pub fn is_scattered(range: &MemoryRange) -> bool {
         && allocation(range.addr()).is_ok_and(|(start, len)| start.saturating_add(len) < range.end())
 }
 
-/// A region of device memory of another agent, as a device of this process reaches it. What undoes it when it is dropped is an
-/// [`Unmapper`].
+/// A region of device memory of another agent, as a device of this process reaches it.
 pub struct Imported {
-    /// Taken when it is dropped.
-    mapped: Option<Mapped>,
-    /// Where that goes then; nowhere if there is nothing to undo.
-    queue: Option<Queue>,
+    _mapped: Mapped,
     addr: u64,
     len: u64,
 }
 
-/// Undoes a mapping when it is dropped, which may wait for the device.
-pub(super) struct Mapped {
+/// What is undone when it is dropped, by an [`Unmapper`] where it has a queue.
+struct Mapped {
     context: Arc<PrimaryContext>,
     mapping: Mapping,
-    /// Dropped after the mapping was undone.
+    queue: Option<Queue>,
+    /// Gone when nothing is mapped any more.
     trace: Arc<()>,
 }
 
 /// What is to be undone.
 enum Mapping {
-    /// Memory of this process.
+    /// Nothing: memory of this process, or not mapped.
     None,
     /// An allocation that was opened by its handle.
     Whole(u64),
@@ -169,34 +166,32 @@ enum Mapping {
 }
 
 impl Imported {
-    /// Maps the `len` bytes of a region that its owner, process `pid`, has exported, for the device of `context`.
+    /// Maps the `len` bytes of a region that its owner, process `pid`, has exported, for the device of `context`. When it is
+    /// dropped, `unmapper` undoes that, and then drops `trace`.
     ///
     /// # Errors
     /// [`ErrorKind::Corrupt`] for what is no handle, or of memory that ends before the region; [`ErrorKind::Unsupported`] when
     /// the devices do not reach one another; [`ErrorKind::Cuda`] when the driver maps it not for another reason: its owner is
-    /// gone; [`ErrorKind::Io`] when the kernel does not pass the owner's descriptors on.
+    /// gone; [`ErrorKind::Io`] when the kernel does not pass the owner's descriptors on. What was mapped before is undone likewise.
     pub fn open(
         context: &Arc<PrimaryContext>,
-        unmapper: &Unmapper,
+        (unmapper, trace): (&Unmapper, Arc<()>),
         exported: &DeviceHandle,
         len: u64,
         pid: i32,
     ) -> Result<Imported> {
         let _entered = context.enter()?;
-        let mapping = match exported.pieces.as_slice() {
-            [] => Mapping::Whole(open_whole(&exported.handle)?),
-            pieces => map_pieces(context, pieces, pid)?,
-        };
-        let place = match mapping {
-            Mapping::Whole(base) => {
-                allocation(base).map(|(start, size)| (base, start.saturating_add(size).saturating_sub(base)))
+        let queue = Some(unmapper.queue());
+        let mut mapped = Mapped { context: Arc::clone(context), mapping: Mapping::None, queue, trace };
+        let (base, room) = match exported.pieces.as_slice() {
+            [] => {
+                let base = open_whole(&exported.handle)?;
+                mapped.mapping = Mapping::Whole(base);
+                let (start, size) = allocation(base)?;
+                (base, start.saturating_add(size).saturating_sub(base))
             }
-            Mapping::Pieces { base, len, .. } => Ok((base, len as u64)),
-            Mapping::None => Ok((0, 0)),
+            pieces => map_pieces(&mut mapped, pieces, pid)?,
         };
-        // From here on dropping it undoes it.
-        let mut imported = Imported::new(context, mapping, Some(unmapper.queue()), (0, len));
-        let (base, room) = place?;
         if exported.offset.checked_add(len).is_none_or(|end| end > room) {
             return Err(Error::corrupt(format!(
                 "a handle of {room} bytes of device memory, of a region of {len} bytes that begins at {}",
@@ -204,8 +199,7 @@ impl Imported {
             )));
         }
         // No more than the end, which is an address.
-        imported.addr = base + exported.offset;
-        Ok(imported)
+        Ok(Imported { _mapped: mapped, addr: base + exported.offset, len })
     }
 
     /// A region of another agent in this process.
@@ -213,7 +207,13 @@ impl Imported {
     /// # Errors
     /// Those of [`check_device`](super::check_device): it is not (any more) memory of device `device`.
     /// [`ErrorKind::Unsupported`] for memory of another device, which this one reaches only if somebody has enabled that.
-    pub fn of_this_process(context: &Arc<PrimaryContext>, device: u32, addr: u64, len: u64) -> Result<Imported> {
+    pub fn of_this_process(
+        context: &Arc<PrimaryContext>,
+        trace: Arc<()>,
+        device: u32,
+        addr: u64,
+        len: u64,
+    ) -> Result<Imported> {
         if device != context.ordinal() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -222,17 +222,8 @@ impl Imported {
         }
         // SAFETY: the range is only looked up. Its owner has promised for it what is promised for any (`MemoryRange::new`).
         super::check_device(&unsafe { MemoryRange::new(addr, len, MemoryKind::Cuda { device }) }?, device)?;
-        Ok(Imported::new(context, Mapping::None, None, (addr, len)))
-    }
-
-    fn new(context: &Arc<PrimaryContext>, mapping: Mapping, queue: Option<Queue>, (addr, len): (u64, u64)) -> Imported {
-        let mapped = Mapped { context: Arc::clone(context), mapping, trace: Arc::default() };
-        Imported { mapped: Some(mapped), queue, addr, len }
-    }
-
-    /// What is gone when the memory is not mapped any more, which is after the last reference to this was dropped.
-    pub fn trace(&self) -> Weak<()> {
-        self.mapped.as_ref().map(|mapped| Arc::downgrade(&mapped.trace)).unwrap_or_default()
+        let mapped = Mapped { context: Arc::clone(context), mapping: Mapping::None, queue: None, trace };
+        Ok(Imported { _mapped: mapped, addr, len })
     }
 
     /// The address here of `len` bytes at `offset` of the region.
@@ -250,22 +241,23 @@ impl Imported {
     }
 }
 
-impl Drop for Imported {
-    fn drop(&mut self) {
-        if let (Some(mapped), Some(queue)) = (self.mapped.take(), &self.queue) {
-            // Comes back, and is undone here, where the thread has ended.
-            let _ = queue.send(Some(Box::new(mapped)));
-        }
-    }
-}
-
 impl Drop for Mapped {
     fn drop(&mut self) {
-        let closed = self.context.enter().and_then(|_entered| match &self.mapping {
+        let mapping = std::mem::replace(&mut self.mapping, Mapping::None);
+        if matches!(mapping, Mapping::None) {
+            return;
+        }
+        if let Some(queue) = self.queue.take() {
+            let (context, trace) = (Arc::clone(&self.context), Arc::clone(&self.trace));
+            // Comes back, and is undone here, where the thread has ended.
+            let _ = queue.send(Some(Box::new(Mapped { context, mapping, queue: None, trace })));
+            return;
+        }
+        let closed = self.context.enter().and_then(|_entered| match mapping {
             Mapping::None => Ok(()),
             // SAFETY: opened by `open`, closed once. Whoever copies from or to it holds it (`Copier`).
-            Mapping::Whole(base) => ok("cuIpcCloseMemHandle", unsafe { sys::cuIpcCloseMemHandle(*base) }),
-            Mapping::Pieces { base, len, pieces } => unmap_pieces(*base, *len, pieces),
+            Mapping::Whole(base) => ok("cuIpcCloseMemHandle", unsafe { sys::cuIpcCloseMemHandle(base) }),
+            Mapping::Pieces { base, len, pieces } => unmap_pieces(base, len, &pieces),
         });
         if let Err(error) = closed {
             // At the end of the process the driver may be down already.
@@ -304,8 +296,8 @@ fn open_whole(bytes: &[u8]) -> Result<u64> {
     Ok(base)
 }
 
-/// Maps pieces one behind the other.
-fn map_pieces(context: &PrimaryContext, pieces: &[DevicePiece], pid: i32) -> Result<Mapping> {
+/// Maps pieces one behind the other. Returns where and how many bytes.
+fn map_pieces(to: &mut Mapped, pieces: &[DevicePiece], pid: i32) -> Result<(u64, u64)> {
     let too_long = || Error::corrupt("pieces of device memory that do not fit the address space together");
     let total = pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.len)).ok_or_else(too_long)?;
     let len = usize::try_from(total).map_err(|_| too_long())?;
@@ -339,7 +331,7 @@ fn map_pieces(context: &PrimaryContext, pieces: &[DevicePiece], pid: i32) -> Res
     // SAFETY: writes an address.
     ok("cuMemAddressReserve", unsafe { sys::cuMemAddressReserve(&mut base, len, 0, 0, 0) })?;
     let mut mapped: Vec<(u64, usize)> = Vec::new();
-    let mut map = || -> Result<()> {
+    let result = (|| {
         let mut at = base;
         for piece in pieces {
             let size = usize::try_from(piece.len).map_err(|_| too_long())?;
@@ -354,18 +346,15 @@ fn map_pieces(context: &PrimaryContext, pieces: &[DevicePiece], pid: i32) -> Res
         }
         let location = sys::CUmemLocation {
             type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: c_int::try_from(context.ordinal()).unwrap_or(-1),
+            id: c_int::try_from(to.context.ordinal()).unwrap_or(-1),
         };
         let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
         let access = sys::CUmemAccessDesc { location, flags };
         // SAFETY: all of these addresses are mapped.
         reached("cuMemSetAccess", unsafe { sys::cuMemSetAccess(base, len, &access, 1) })
-    };
-    if let Err(error) = map() {
-        let _ = unmap_pieces(base, len, &mapped);
-        return Err(error);
-    }
-    Ok(Mapping::Pieces { base, len, pieces: mapped })
+    })();
+    to.mapping = Mapping::Pieces { base, len, pieces: mapped };
+    result.map(|()| (base, total))
 }
 
 fn unmap_pieces(base: u64, len: usize, pieces: &[(u64, usize)]) -> Result<()> {
