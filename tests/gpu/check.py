@@ -246,7 +246,7 @@ class Checks:
         ids = list(range(nbytes // 65536))
         scattered = [Segment(0, 0, 0, 0, 0, 65536, 65536, 65000)]
         ended = 0
-        with self.reader(transport, nbytes) as (agent, peer, _):
+        with self.reader(transport, nbytes) as (agent, peer, memory):
             for _ in range(5):
                 connected = agent.connect(peer.metadata)
                 agent.read(connected, scattered, [(ids[:1], ids[:1])]).wait(GENEROUS)
@@ -256,6 +256,9 @@ class Checks:
                     with contextlib.suppress(kvferry.KvferryError):
                         transfer.wait(GENEROUS)
                         ended += 1
+            whole = [Segment(0, 0, 0, 0, 0, nbytes, nbytes, nbytes)]
+            agent.read(agent.connect(peer.metadata), whole, [([0], [0])]).wait(GENEROUS)
+            same("after", [memory.get()], [cuda.pattern(1, nbytes)])
         return f"{ended} of 20 transfers ended well"
 
     def deregistered(self, transport: str) -> str:
@@ -308,9 +311,9 @@ class Checks:
         whole = [[Segment(0, 0, index, 0, 0, nbytes, nbytes, nbytes)] for index in range(2)]
         with self.reader(transport, nbytes) as (agent, staying, memory):
             # They wait for their memory as long as the stream is blocked.
-            patience = int(GENEROUS * 1000)
+            patience = {"cancel_grace_ms": int(GENEROUS * 4000), "deregister_timeout_ms": int(GENEROUS * 8000)}
             leaving, changing = (
-                Peer(transport, self._device, [nbytes, nbytes], seed, cancel_grace_ms=patience) for seed in (2, 4)
+                Peer(transport, self._device, [nbytes, nbytes], seed, settings=patience) for seed in (2, 4)
             )
             stays, leaves, changes = (agent.connect(peer.metadata) for peer in (staying, leaving, changing))
             for peer, region in ((stays, 0), (leaves, 0), (leaves, 1), (changes, 0), (changes, 1)):
@@ -330,9 +333,14 @@ class Checks:
                 until("the region is there after its deregistration", is_withdrawn)
                 for _ in range(3):
                     agent.read(stays, whole[0], [([0], [0])]).wait(GENEROUS)
-                if os.environ.get("KVFERRY_CUDA_DOUBLE_CALLS_WAIT") == "1" and not deregistered.is_alive():
-                    raise AssertionError("the owner was told of the region before it was unmapped")
-            deregistered.join()
+                if os.environ.get("KVFERRY_CUDA_DOUBLE_CALLS_WAIT") == "1":
+                    # Time for what should not happen.
+                    deregistered.join(1.0)
+                    if not deregistered.is_alive():
+                        raise AssertionError("the owner was told of the region before it was unmapped")
+            deregistered.join(GENEROUS)
+            if deregistered.is_alive():
+                raise AssertionError("the owner was not told that the region is unmapped")
             same("after", [memory.get()], [cuda.pattern(1, nbytes)])
             leaving.end()
             changing.end()

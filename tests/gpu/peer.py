@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,13 +68,13 @@ class Peer:
         seed: int,
         visible: str | None = None,
         devices: Sequence[int] | None = None,
-        **settings: int,
+        settings: Mapping[str, int] | None = None,
     ) -> None:
         """`visible` names the devices that the process sees, as CUDA_VISIBLE_DEVICES does.
 
         `devices` are those of the regions, as that process counts them; `settings` are further ones of its agent."""
         variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        arguments = json.dumps([transport, kind, sizes, seed, list(devices or [0] * len(sizes)), settings])
+        arguments = json.dumps([transport, kind, sizes, seed, list(devices or [0] * len(sizes)), settings or {}])
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), arguments],
             stdin=subprocess.PIPE,

@@ -11,6 +11,7 @@ pub(crate) mod iov;
 pub(crate) mod limits;
 pub(crate) mod live;
 pub(crate) mod metadata;
+pub(crate) mod refusals;
 pub(crate) mod regions;
 pub(crate) mod reply;
 pub(crate) mod request;

@@ -23,7 +23,7 @@ pub(crate) struct Revocations {
 struct Owed {
     /// Transfers that read or write it.
     users: usize,
-    /// Of what was mapped of it.
+    /// What tells when its mappings are undone.
     traces: Vec<Weak<()>>,
 }
 

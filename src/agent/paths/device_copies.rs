@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
+use crate::agent::core::refusals::Refusals;
 use crate::agent::core::revocations::Traces;
 use crate::agent::peers::imports::Importing;
 use crate::agent::thread::waker::Waker;
@@ -23,6 +25,8 @@ struct Device {
     copier: Copier,
     /// The batches under way, in the order of their ends.
     running: VecDeque<Running>,
+    /// Made when memory is to be mapped for it. Dropped after the copier, whose batches hold mappings.
+    unmapper: Option<Unmapper>,
 }
 
 /// Whose a batch is.
@@ -38,16 +42,21 @@ pub(super) struct Running {
 pub(crate) struct DeviceCopies {
     devices: BTreeMap<u32, Device>,
     running: usize,
+    refusals: Refusals,
     traces: Traces,
-    /// Made when a region of a peer is to be mapped. Dropped after what holds mappings.
-    unmapper: Option<Unmapper>,
     waker: Waker,
 }
 
 impl DeviceCopies {
     /// `waker` wakes the thread that takes note of what has ended.
     pub(crate) fn new(waker: Waker) -> DeviceCopies {
-        DeviceCopies { devices: BTreeMap::new(), running: 0, traces: Traces::default(), unmapper: None, waker }
+        DeviceCopies {
+            devices: BTreeMap::new(),
+            running: 0,
+            refusals: Refusals::default(),
+            traces: Traces::default(),
+            waker,
+        }
     }
 
     /// Makes what is needed for copies on a device: the driver compiles a kernel, and what it gives memory for can wait for all
@@ -67,8 +76,9 @@ impl DeviceCopies {
         match self.devices.entry(device) {
             Entry::Occupied(made) => Ok(&mut made.into_mut().copier),
             Entry::Vacant(place) => {
-                let copier = Copier::new(Arc::new(PrimaryContext::retain(device)?), LONG_BYTES)?;
-                Ok(&mut place.insert(Device { copier, running: VecDeque::new() }).copier)
+                let new = || Copier::new(Arc::new(PrimaryContext::retain(device)?), LONG_BYTES);
+                let copier = self.refusals.make(device, Instant::now(), new)?;
+                Ok(&mut place.insert(Device { copier, running: VecDeque::new(), unmapper: None }).copier)
             }
         }
     }
@@ -79,20 +89,20 @@ impl DeviceCopies {
     /// What the driver says when the copier is to be made, or the system when the thread is.
     pub(super) fn importing(&mut self, device: u32) -> Result<Importing<'_>> {
         self.copier(device)?;
-        if self.unmapper.is_none() {
-            let waker = self.waker.clone();
-            // A peer may wait to hear of it.
-            self.unmapper = Some(Unmapper::start(move || waker.wake())?);
-        }
-        match (self.devices.get(&device), &self.unmapper) {
-            (Some(made), Some(unmapper)) => {
-                Ok(Importing { context: made.copier.context(), unmapper, traces: &mut self.traces })
+        let none = || Error::new(ErrorKind::Internal, "no copier was made");
+        let Device { copier, unmapper, .. } = self.devices.get_mut(&device).ok_or_else(none)?;
+        let unmapper = match unmapper {
+            Some(unmapper) => unmapper,
+            None => {
+                let waker = self.waker.clone();
+                // A peer may wait to hear of it.
+                unmapper.insert(Unmapper::start(move || waker.wake())?)
             }
-            _ => Err(Error::new(ErrorKind::Internal, "no copier was made")),
-        }
+        };
+        Ok(Importing { context: copier.context(), unmapper, traces: &mut self.traces })
     }
 
-    /// Of what was mapped of a region, which is over when they are gone.
+    /// The traces of what was mapped of a region.
     pub(crate) fn traces(&self, owner: Incarnation, region: u32) -> Vec<Weak<()>> {
         self.traces.of(owner, region)
     }
@@ -100,7 +110,7 @@ impl DeviceCopies {
     /// Hands a device's batch to it, an operation of a transfer; of how many bytes it fills in. Returns how many are under way now, and
     /// what the driver said.
     pub(super) fn launch(&mut self, device: u32, batch: Running) -> (u64, Result<()>) {
-        let Some(Device { copier, running }) = self.devices.get_mut(&device) else { return (0, Ok(())) };
+        let Some(Device { copier, running, .. }) = self.devices.get_mut(&device) else { return (0, Ok(())) };
         let bytes = copier.bytes();
         if bytes == 0 {
             copier.discard();
@@ -115,6 +125,14 @@ impl DeviceCopies {
             }
             (false, launched) => (0, launched),
         }
+    }
+
+    /// Gives up what was added for a device and not launched. Returns whether nothing of it is under way.
+    pub(super) fn discard(&mut self, device: u32) -> bool {
+        self.devices.get_mut(&device).is_none_or(|made| {
+            made.copier.discard();
+            made.copier.bytes() == 0
+        })
     }
 
     /// Whether nothing more can be added for a device now.
@@ -138,7 +156,7 @@ impl DeviceCopies {
             return false;
         }
         let mut any = false;
-        for Device { copier, running } in self.devices.values_mut() {
+        for Device { copier, running, .. } in self.devices.values_mut() {
             while let Some(result) = copier.next_ended() {
                 let Some(Running { transfer, peer, read_from, bytes }) = running.pop_front() else { break };
                 self.running = self.running.saturating_sub(1);

@@ -3,11 +3,12 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::client::Chunk;
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::iov::{self, Iov};
+use crate::agent::core::refusals::Refusals;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::staging::{Stage, Ticket};
 
@@ -82,14 +83,10 @@ struct Device {
 #[derive(Default)]
 pub(crate) struct Staged {
     devices: BTreeMap<u32, Device>,
-    /// Devices for which the driver has refused what copies take, until when that counts.
-    refused: BTreeMap<u32, (Instant, Error)>,
+    refusals: Refusals,
     /// What has failed at once, to be told with the others.
     failed: Vec<Ended>,
 }
-
-/// For how long a refusal of the driver counts: to ask it takes time, and may wait for the device.
-const REFUSED_FOR: Duration = Duration::from_secs(1);
 
 impl Staged {
     /// Makes what copies of a device's memory take, which takes time and may wait for the device.
@@ -98,15 +95,7 @@ impl Staged {
     /// What the driver says.
     pub(crate) fn prepare(&mut self, device: u32) -> Result<()> {
         if let Entry::Vacant(place) = self.devices.entry(device) {
-            if let Some((until, error)) = self.refused.get(&device)
-                && Instant::now() < *until
-            {
-                return Err(error.clone());
-            }
-            let made = Stage::new(device);
-            let stage = made.inspect_err(|error| {
-                self.refused.insert(device, (Instant::now() + REFUSED_FOR, error.clone()));
-            })?;
+            let stage = self.refusals.make(device, Instant::now(), || Stage::new(device))?;
             place.insert(Device { stage, under_way: BTreeMap::new(), waiting: VecDeque::new() });
         }
         Ok(())
