@@ -2,11 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
-use std::time::Instant;
 
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
-use crate::agent::core::refusals::Refusals;
 use crate::agent::core::revocations::Traces;
 use crate::agent::peers::imports::Importing;
 use crate::agent::thread::waker::Waker;
@@ -42,7 +40,6 @@ pub(super) struct Running {
 pub(crate) struct DeviceCopies {
     devices: BTreeMap<u32, Device>,
     running: usize,
-    refusals: Refusals,
     traces: Traces,
     waker: Waker,
 }
@@ -50,13 +47,7 @@ pub(crate) struct DeviceCopies {
 impl DeviceCopies {
     /// `waker` wakes the thread that takes note of what has ended.
     pub(crate) fn new(waker: Waker) -> DeviceCopies {
-        DeviceCopies {
-            devices: BTreeMap::new(),
-            running: 0,
-            refusals: Refusals::default(),
-            traces: Traces::default(),
-            waker,
-        }
+        DeviceCopies { devices: BTreeMap::new(), running: 0, traces: Traces::default(), waker }
     }
 
     /// Makes what is needed for copies on a device: the driver compiles a kernel, and what it gives memory for can wait for all
@@ -76,8 +67,7 @@ impl DeviceCopies {
         match self.devices.entry(device) {
             Entry::Occupied(made) => Ok(&mut made.into_mut().copier),
             Entry::Vacant(place) => {
-                let new = || Copier::new(Arc::new(PrimaryContext::retain(device)?), LONG_BYTES);
-                let copier = self.refusals.make(device, Instant::now(), new)?;
+                let copier = Copier::new(Arc::new(PrimaryContext::retain(device)?), LONG_BYTES)?;
                 Ok(&mut place.insert(Device { copier, running: VecDeque::new(), unmapper: None }).copier)
             }
         }

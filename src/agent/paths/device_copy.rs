@@ -2,7 +2,6 @@
 //!
 //! UCX's CUDA IPC makes a copy of the driver's for each piece.
 
-use std::sync::Arc;
 use std::time::Instant;
 
 use super::device_copies::Running;
@@ -15,7 +14,6 @@ use crate::mem::cuda::batch::ITEM_BYTES;
 use crate::mem::cuda::copier::Pairs;
 use crate::proto::plan::Segment;
 use crate::proto::wire::MemoryKind;
-use crate::sys::process::Neighbour;
 
 /// What one launch copies at most: a fraction of a millisecond, after which another transfer has its turn.
 const QUANTUM_BYTES: u64 = 64 << 20;
@@ -45,14 +43,20 @@ impl Path for DeviceCopy {
         // Its owner may have given this side up, which then cannot know of what it has deregistered since, and whose mappings keep
         // the memory from being missed.
         let owner = turn.peer.neighbour.clone();
-        check(owner.as_ref(), turn)?;
+        if let Some(Err(error)) = owner.as_ref().map(|owner| owner.check_at_once()) {
+            turn.effects.lose(turn.peer.id, error.clone());
+            return Err(error);
+        }
         let mut operations = 0;
         let filled = fill(turn, profile, device, &mut operations);
-        // Or since: memory that is opened for the first time takes a while. What the driver copies by itself has begun.
-        if let Err(error) = check(owner.as_ref(), turn)
-            && turn.device_copies.discard(device)
+        // Or since then, while memory was opened. What the driver copies without the kernel has begun.
+        if let Err(error) = &filled
+            && error.kind() == ErrorKind::PeerDied
         {
-            return Err(error);
+            turn.effects.lose(turn.peer.id, error.clone());
+            if turn.device_copies.discard(device) {
+                return Err(error.clone());
+            }
         }
         let read_from = owner.filter(|_| turn.transfer.direction() == Direction::Read);
         let batch = Running { transfer: turn.id, peer: turn.peer.id, read_from, bytes: 0 };
@@ -66,12 +70,6 @@ impl Path for DeviceCopy {
         filled.and(launched)?;
         Ok(bytes)
     }
-}
-
-/// Whether a peer has not given this side up; else it is lost.
-fn check(peer: Option<&Arc<Neighbour>>, turn: &mut Turn<'_>) -> Result<()> {
-    let checked = peer.map_or(Ok(()), |peer| peer.check_at_once());
-    checked.inspect_err(|error| turn.effects.lose(turn.peer.id, error.clone()))
 }
 
 /// Adds operations to a device's batch until it is full.

@@ -69,13 +69,17 @@ impl Peer {
         if let Some(mapped) = self.imports.mapped.get(&key) {
             return Ok(Arc::clone(mapped));
         }
-        match self.open(index, means) {
+        let opened = self.open(index, means);
+        if let Some(neighbour) = &self.neighbour {
+            // To open it has taken a while; and the number of its process, whose descriptors were taken, can have become another's.
+            neighbour.check_at_once()?;
+        }
+        match opened {
             Ok(mapped) => {
                 let mapped = Arc::new(mapped);
                 self.imports.mapped.insert(key, Arc::clone(&mapped));
                 Ok(mapped)
             }
-            Err(error) if error.kind() == ErrorKind::PeerDied => Err(error),
             Err(error) => Err(self.refuse_import(key, error)),
         }
     }
@@ -106,13 +110,7 @@ impl Peer {
             (_, MemoryKind::Cuda { device }) if self.is_in_this_process() => {
                 Imported::of_this_process(context, trace, device, region.base, region.len)
             }
-            (Some(handle), _) => {
-                let pid = neighbour.process().0;
-                let imported = Imported::open(context, (unmapper, trace), handle, region.len, pid)?;
-                // Whose descriptors these are: a number of a process can have become another's meanwhile.
-                neighbour.check_at_once()?;
-                Ok(imported)
-            }
+            (Some(handle), _) => Imported::open(context, (unmapper, trace), handle, region.len, neighbour.process().0),
             (None, _) => Err(Error::new(ErrorKind::Unsupported, "the region has no handle for other processes")),
         }
     }

@@ -180,7 +180,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Gives up the batch that is being made, which nothing was added to.
+    /// Gives up the batch that is being made, unless the driver has begun any of it.
     pub fn discard(&mut self) {
         if let Some(batch) = self.batches.get_mut(self.making).filter(|batch| !batch.launched && batch.by_driver == 0) {
             batch.clear();
