@@ -38,8 +38,8 @@ class Fault:
     """What the output has to match."""
     way: str = MAPPED
     """How the test's bytes go without the fault."""
-    calls_wait: bool = False
-    """Whether the double's calls that a driver may have wait for the device do so."""
+    double: tuple[str, ...] = ()
+    """Settings of the double, without `KVFERRY_CUDA_DOUBLE_`."""
 
 
 COPIER, IPC = "src/mem/cuda/copier.rs", "src/mem/cuda/ipc.rs"
@@ -49,6 +49,9 @@ NOT_WAITED = """let seen =
         if is_refusal(seen) {"""
 STREAM = "let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;"
 MADE = "if let Err(error) = copier.load() {"
+WAITING = ("CALLS_WAIT=1",)
+LATE = ("DELAY_US=50000",)
+"""Copies begin when the handle is surely closed."""
 
 FAULTS = (
     Fault(
@@ -108,6 +111,7 @@ FAULTS = (
         "let _ = mapping;",
         "auto: disconnected",
         r"cuda double: .*(freed or unmapped|cuIpcCloseMemHandle|lost memory|illegal address)",
+        double=LATE,
     ),
     Fault(
         "the processor copies device memory",
@@ -143,7 +147,7 @@ FAULTS = (
         "drop((queue, Mapped { context, mapping, queue: None, trace }));",
         "auto: beside memory that is unmapped and waits",
         r"TimedOutError: timeout: transfer \d+ has not ended",
-        calls_wait=True,
+        double=WAITING,
     ),
     Fault(
         "a region is given back before it is unmapped",
@@ -152,7 +156,7 @@ FAULTS = (
         "let traces = Vec::new();",
         "auto: beside memory that is unmapped and waits",
         r"AssertionError: the owner was told of the region before it was unmapped",
-        calls_wait=True,
+        double=WAITING,
     ),
     Fault(
         "calls to the driver count for a graph that is recorded",
@@ -171,7 +175,7 @@ def build(tree: Path) -> None:
     subprocess.run(command, cwd=tree, env={**os.environ, "CARGO_TARGET_DIR": str(WORK / "built")}, check=True)
 
 
-def run(double: Path, test: str, calls_wait: bool) -> str:
+def run(double: Path, test: str, settings: tuple[str, ...]) -> str:
     """What a test of check.py prints on the double, and its status."""
     environment = {
         **os.environ,
@@ -181,8 +185,9 @@ def run(double: Path, test: str, calls_wait: bool) -> str:
         "KVFERRY_LIBRARY": str(WORK / "built/debug/libkvferry.so"),
         "KVFERRY_REQUIRE": "cuda",
         "KVFERRY_CUDA_DOUBLE_MACHINE": f"faults_{os.getpid()}",
-        "KVFERRY_CUDA_DOUBLE_CALLS_WAIT": str(int(calls_wait)),
     }
+    for name, value in (setting.split("=") for setting in settings):
+        environment[f"KVFERRY_CUDA_DOUBLE_{name}"] = value
     command = [sys.executable, str(ROOT / "tests/gpu/check.py"), "--no-benchmark", "--only", test]
     # To a file: a peer that is left over holds a pipe open.
     log = WORK / "log"
@@ -208,7 +213,7 @@ def judge(fault: Fault, tree: Path, double: Path) -> bool:
     try:
         source.write_text(right.replace(fault.right, fault.wrong))
         build(tree)
-        printed = run(double, fault.test, fault.calls_wait)
+        printed = run(double, fault.test, fault.double)
     finally:
         source.write_text(right)
     shown = next((line for line in printed.splitlines() if re.search(fault.shows, line)), None)
@@ -234,8 +239,8 @@ def main() -> int:
     subprocess.run([tree / "tests/cuda_double/build", double], check=True)
     build(tree)
     missed = 0
-    for test, way, calls_wait in sorted({(fault.test, fault.way, fault.calls_wait) for fault in chosen}):
-        printed = run(double, test, calls_wait)
+    for test, way, settings in sorted({(fault.test, fault.way, fault.double) for fault in chosen}):
+        printed = run(double, test, settings)
         if not is_good(printed, test, way):
             print(f"FAILED without a fault: {test}\n{printed}")
             return 1

@@ -221,6 +221,18 @@ impl Regions {
         }
     }
 
+    /// Deregistrations that are under way do not end well: the agent ends before what uses the memory has.
+    pub(crate) fn abandon(&mut self) {
+        for region in self.slots.iter_mut().flatten() {
+            for reply in region.closing.take().unwrap_or_default() {
+                let _ = reply.send(Err(Error::new(
+                    ErrorKind::Timeout,
+                    "the agent's shutdown ran out of time while the region was in use; its memory must stay alive",
+                )));
+            }
+        }
+    }
+
     /// The regions as peers see them. An index that is gone stays as an empty entry if a live one follows.
     pub(crate) fn metadata(&self) -> Vec<RegionMetadata> {
         let gone = || RegionMetadata {

@@ -272,6 +272,7 @@ impl Driven {
     pub(super) fn finish(mut self, in_time: bool) -> Result<()> {
         let now = Instant::now();
         if !in_time {
+            self.engine.regions.abandon();
             self.shared.abandon_transfers();
             self.engine.transfers.abandon(&mut self.engine.effects);
             self.engine.dispatch(now);
@@ -317,9 +318,10 @@ impl Driven {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)]
 mod tests {
+    use super::super::tests;
     use super::*;
     use crate::agent::core::event::{Direction, Event};
-    use crate::agent::core::ids::{PeerId, TransferId};
+    use crate::agent::core::ids::{PeerId, RegionId, TransferId};
     use crate::agent::core::limits::LIGHT_BYTES;
     use crate::agent::core::reply::answer;
     use crate::agent::core::stats::AgentStats;
@@ -330,6 +332,21 @@ mod tests {
     use crate::proto::plan::{BlockPair, CopyPlan, Segment};
 
     const LEN: usize = 4 * LIGHT_BYTES as usize;
+
+    #[test]
+    fn memory_that_is_in_use_when_time_is_up_is_not_said_to_be_free() {
+        let other = Agent::start(tests::config("b", Transport::Tcp)).unwrap();
+        other.register(MemoryRange::leaked(3 * tests::LEN)).unwrap();
+        let (mut engine, peer) = tests::reader(Transport::Tcp, &other);
+        let id = tests::read(&mut engine, peer);
+        let _under_way = tests::begin_one(&mut engine, peer, id);
+        let region = RegionId::of_index(engine.shared.live.ids.salt(), 0);
+        let (reply, caller) = answer();
+        engine.serve(Command::Deregister { region, reply }, Instant::now());
+        Driven::new(engine, None, &Arc::new(Callers::new(Instant::now()))).finish(false).unwrap_err();
+        let error = caller.wait(Duration::ZERO).unwrap().unwrap_err();
+        assert!(error.message().contains("must stay alive"), "{error}");
+    }
 
     /// An engine that no thread drives, connected to an agent of which it knows region 0.
     struct Pair {

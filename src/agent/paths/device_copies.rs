@@ -132,7 +132,7 @@ impl DeviceCopies {
 
     /// Waits for all that is under way. Returns whether nothing is any more.
     pub(crate) fn finish(&mut self) -> bool {
-        self.devices.values_mut().all(|device| device.copier.finish())
+        self.devices.values_mut().fold(true, |is_over, device| device.copier.finish() & is_over)
     }
 
     /// Whether anything is under way.

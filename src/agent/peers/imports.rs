@@ -62,7 +62,7 @@ impl Peer {
     /// Its region `index`, for a device.
     ///
     /// # Errors
-    /// [`ErrorKind::PeerDied`] for a peer that has given this side up. What else is wrong, as the driver says; the region is
+    /// [`ErrorKind::PeerDied`] for a peer that has given this side up, as far as can be told. What else is wrong, as the driver says; the region is
     /// not importable for this device any more then.
     pub(crate) fn import(&mut self, index: u32, means: Importing<'_>) -> Result<Arc<Imported>> {
         let key = (index, means.context.ordinal());
@@ -72,7 +72,7 @@ impl Peer {
         let opened = self.open(index, means);
         if let Some(neighbour) = &self.neighbour {
             // To open it has taken a while; and the number of its process, whose descriptors were taken, can have become another's.
-            neighbour.check_at_once()?;
+            neighbour.check_at_once().map_err(|error| Error::new(ErrorKind::PeerDied, error.message()))?;
         }
         match opened {
             Ok(mapped) => {

@@ -140,7 +140,7 @@ impl Staged {
 
     /// Waits for all that is under way. Returns whether nothing is any more.
     pub(crate) fn finish(&mut self) -> bool {
-        self.devices.values_mut().all(|device| device.stage.finish())
+        self.devices.values_mut().fold(true, |is_over, device| device.stage.finish() & is_over)
     }
 
     /// Begins nothing more that a lost peer has asked for, or that is to be asked of it. Returns the regions that are not used for

@@ -133,10 +133,11 @@ fn export_descriptor(addr: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Whether the addresses of a registered range are mapped to several allocations, in the current context, which is its device's.
+/// Whether the addresses of a registered range are mapped to several allocations, in the current context, which is its device's; also
+/// if the driver does not tell.
 pub fn is_scattered(range: &MemoryRange) -> bool {
     matches!(range.kind(), MemoryKind::Cuda { .. })
-        && allocation(range.addr()).is_ok_and(|(start, len)| start.saturating_add(len) < range.end())
+        && !allocation(range.addr()).is_ok_and(|(start, len)| start.saturating_add(len) >= range.end())
 }
 
 /// A region of device memory of another agent, as a device of this process reaches it.
