@@ -235,14 +235,7 @@ impl Regions {
 
     /// The regions as peers see them. An index that is gone stays as an empty entry if a live one follows.
     pub(crate) fn metadata(&self) -> Vec<RegionMetadata> {
-        let gone = || RegionMetadata {
-            base: 0,
-            len: 0,
-            kind: MemoryKind::Host,
-            rkey: Vec::new(),
-            handle: None,
-            is_scattered: false,
-        };
+        let gone = || RegionMetadata::unreachable(0);
         let count = (0..self.slots.len()).rev().find(|index| self.live(*index as u32).is_some()).map_or(0, |i| i + 1);
         (0..count).map(|index| self.live(index as u32).map_or_else(gone, |region| region.metadata.clone())).collect()
     }

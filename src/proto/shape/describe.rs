@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::proto::geometry::{Group, GroupKind};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
 use crate::proto::plan::{Cell, CopyPlan, GATHER_BELOW, Holding, RankPlan, Segment, Wanted, assign};
-use crate::proto::wire::{AgentMetadata, Blocks, EngineShape, MemoryKind, RankMetadata, RegionMetadata};
+use crate::proto::wire::{AgentMetadata, Blocks, EngineShape, RankMetadata, RegionMetadata};
 
 /// Most ranks of an engine that is described. Who reads what is worked out for every pair of ranks.
 pub const MAX_DESCRIBED_RANKS: u32 = 128;
@@ -299,20 +299,12 @@ struct Side {
 impl RankCache {
     /// What the rank would tell others, without memory that could be reached.
     pub fn metadata(&self, engine: &EngineId, shape: EngineShape) -> RankMetadata {
-        let region = |&len: &u64| RegionMetadata {
-            base: 0,
-            len,
-            kind: MemoryKind::Host,
-            rkey: Vec::new(),
-            handle: None,
-            is_scattered: false,
-        };
         let agent = AgentMetadata {
             name: engine.to_string(),
             incarnation: Incarnation(1),
             ucx_version: String::new(),
             address: Vec::new(),
-            regions: self.region_lens.iter().map(region).collect(),
+            regions: self.region_lens.iter().copied().map(RegionMetadata::unreachable).collect(),
         };
         let (rank, geometry) = (self.rank, self.geometry.clone());
         RankMetadata { engine: engine.clone(), rank, shape, compat: Vec::new(), geometry, agent }

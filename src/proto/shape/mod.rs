@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::geometry::{Geometry, Group, GroupKind, MAX_AREAS, MAX_AXIS, MAX_GROUPS};
 use super::ids::RankId;
 use super::plan::Holding;
-use super::wire::{EngineShape, MemoryKind, RegionMetadata};
+use super::wire::{EngineShape, RegionMetadata};
 use crate::error::{Error, ErrorKind, Result};
 
 /// What the cache of a model consists of.
@@ -286,15 +286,7 @@ impl EngineSpec {
         }
         let (areas, region_lens) = layout::lay_out(self, model, rank, &layers);
         let geometry = Geometry { groups, areas };
-        let region = |&len: &u64| RegionMetadata {
-            base: 0,
-            len,
-            kind: MemoryKind::Host,
-            rkey: Vec::new(),
-            handle: None,
-            is_scattered: false,
-        };
-        let regions: Vec<RegionMetadata> = region_lens.iter().map(region).collect();
+        let regions: Vec<RegionMetadata> = region_lens.iter().copied().map(RegionMetadata::unreachable).collect();
         geometry.validate(&regions).map_err(|e| e.context(format_args!("rank {rank}")))?;
         Ok(RankCache { rank, geometry, region_lens })
     }

@@ -60,3 +60,11 @@ pub struct RegionMetadata {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_scattered: bool,
 }
+
+impl RegionMetadata {
+    /// `len` bytes of host memory that nobody can reach: of a rank that is only described, or of a region that is gone.
+    pub fn unreachable(len: u64) -> RegionMetadata {
+        let (base, kind, rkey) = (0, MemoryKind::Host, Vec::new());
+        RegionMetadata { base, len, kind, rkey, handle: None, is_scattered: false }
+    }
+}
