@@ -9,14 +9,18 @@ comes. Other requests go to the decode server. Several may run side by side.
 With --at-once both servers get a completion at the same time, under one `transfer_id`, and the decode engine asks the
 prefill engine for the rest. Where that engine is, the proxy has from an answer, so the first completion, and the next
 after one that failed, go the other way. --prefill is then the address of one engine, not of a load balancer.
+
+`kv_transfer_params` stay between the proxy and the servers, because they tell a server which address to connect to.
+They are removed from what clients send, and from what clients are sent.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import uuid
-from collections.abc import Mapping, MutableMapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from typing import Any
 
 import aiohttp
@@ -27,6 +31,7 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 DROPPED = ("content-length", "host", "transfer-encoding", "connection", "content-encoding")
 PLACE = ("remote_engine_id", "remote_host", "remote_port")
 """What of a prefill engine's `kv_transfer_params` says where it is."""
+PARAMS = "kv_transfer_params"
 Headers = MutableMapping[str, str]
 
 
@@ -47,11 +52,56 @@ def passed_on(headers: Any) -> Headers:
     return kept  # type: ignore[no-any-return]
 
 
+def without_params(value: Any) -> Any:
+    """A JSON value without `kv_transfer_params`, at any depth: `extra_args` of a generate request hold them too."""
+    if isinstance(value, dict):
+        return {key: without_params(inner) for key, inner in value.items() if key != PARAMS}
+    if isinstance(value, list):
+        return [without_params(inner) if isinstance(inner, dict | list) else inner for inner in value]
+    return value
+
+
+def stripped(text: bytes) -> bytes:
+    """The same for encoded JSON. Text without the key, or that is no JSON, stays as it is, byte for byte.
+
+    Raises `RecursionError` for JSON that is nested too deeply to be looked through."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    kept = without_params(value)
+    return text if kept == value else json.dumps(kept).encode()
+
+
+async def stripped_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The lines of an event stream as they come, `kv_transfer_params` taken out of the data."""
+    prefix, rest = b"data:", b""
+    async for chunk in answer.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        cut = (prefix + stripped(line[len(prefix) :]) if line.startswith(prefix) else line for line in lines)
+        if whole := b"".join(line + b"\n" for line in cut):
+            yield whole
+    if rest:
+        yield prefix + stripped(rest[len(prefix) :]) if rest.startswith(prefix) else rest
+
+
+async def stripped_answer(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """A server's answer as the client may see it."""
+    if answer.content_type == "text/event-stream":
+        async for lines in stripped_events(answer):
+            yield lines
+    elif answer.content_type.endswith("json"):
+        yield stripped(await answer.read())
+    else:
+        async for chunk in answer.content.iter_any():
+            yield chunk
+
+
 def of_prefill(body: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The request for the prefill server: one token, one sample, no stream."""
     left_out = ("stream_options", "min_tokens", "max_completion_tokens")
     short = {key: value for key, value in body.items() if key not in left_out}
-    return {**short, "max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": dict(asked)}
+    return {**short, "max_tokens": 1, "n": 1, "stream": False, PARAMS: dict(asked)}
 
 
 class Proxy:
@@ -86,8 +136,8 @@ class Proxy:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
-            body = await request.json()
-        except ValueError:
+            body = without_params(await request.json())
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             return web.json_response({"error": "the body is not a JSON object"}, status=400)
@@ -139,8 +189,9 @@ class Proxy:
         assert self._session is not None
         async with self._session.post(self._prefill + path, json=of_prefill(body, asked), headers=headers) as answer:
             if answer.status != 200:
-                return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
-            params: dict[str, Any] | None = (await answer.json()).get("kv_transfer_params")
+                failure = stripped(await answer.read())
+                return web.Response(status=answer.status, body=failure, content_type="application/json")
+            params: dict[str, Any] | None = (await answer.json()).get(PARAMS)
         if params is not None and all(key in params for key in PLACE):
             self._place = {key: params[key] for key in PLACE}
         return params
@@ -150,7 +201,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """The decode server's answer to the whole request."""
         assert self._session is not None
-        whole = {**body, "kv_transfer_params": params} if params else body
+        whole = {**body, PARAMS: params} if params else body
         async with self._session.post(self._decode + request.path, json=whole, headers=headers) as answer:
             return await self._relay(request, answer)
 
@@ -159,7 +210,11 @@ class Proxy:
         headers = passed_on(request.headers)
         url = self._decode + str(request.rel_url)
         try:
-            async with self._session.request(request.method, url, data=await request.read(), headers=headers) as answer:
+            data = stripped(await request.read())
+        except RecursionError:
+            return web.json_response({"error": "the body is nested too deeply"}, status=400)
+        try:
+            async with self._session.request(request.method, url, data=data, headers=headers) as answer:
                 return await self._relay(request, answer)
         except aiohttp.ClientError as error:
             return web.json_response({"error": f"the decode server failed: {error!r}"}, status=502)
@@ -168,7 +223,7 @@ class Proxy:
         """Passes an answer on as it comes. When the client leaves, the connection behind is closed, which aborts."""
         response = web.StreamResponse(status=answer.status, headers=passed_on(answer.headers))
         try:
-            async for chunk in answer.content.iter_any():
+            async for chunk in stripped_answer(answer):
                 # Not before there is something to pass on: until then the request can still end with an error.
                 if not response.prepared:
                     await response.prepare(request)

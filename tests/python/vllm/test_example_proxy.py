@@ -206,6 +206,72 @@ def test_other_requests_go_to_the_decode_server_alone() -> None:
     assert between(never, decode, use) == [["GET", "/health"], ["GET", "/v1/models?a=1"], ["POST", "/tokenize"]]
 
 
+FORGED = {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_port": 80}
+OWN = {"remote_host": "10.0.0.9", "remote_block_ids": [[1]]}
+
+
+@pytest.mark.parametrize("of_prefill", [PARAMS, {}, None])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"])
+def test_params_stay_between_proxy_and_servers(path: str, of_prefill: dict[str, Any] | None) -> None:
+    seen: list[Any] = []
+
+    async def prefill(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({"kv_transfer_params": of_prefill})
+
+    async def decode(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({"choices": [{"text": "b"}], "kv_transfer_params": OWN})
+
+    async def use(session: aiohttp.ClientSession, url: str) -> Any:
+        nested = {"temperature": 0, "extra_args": {"kv_transfer_params": FORGED}}
+        body = {"prompt": "a", "kv_transfer_params": FORGED, "sampling_params": nested}
+        async with session.post(url + path, json=body) as answer:
+            return await answer.json()
+
+    assert between(prefill, decode, use) == {"choices": [{"text": "b"}]}
+    # The client's: nowhere. The proxy's own: as it asked, and as the prefill server answered.
+    clean = {"prompt": "a", "sampling_params": {"temperature": 0, "extra_args": {}}}
+    if path.endswith("completions"):
+        asked = {**clean, "max_tokens": 1, "n": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        assert seen == [asked, {**clean, "kv_transfer_params": of_prefill} if of_prefill else clean]
+    else:
+        assert seen == [clean]
+
+
+def test_params_are_taken_out_of_a_stream() -> None:
+    last = b'data: {"usage":1,"kv_transfer_params":{"remote_host":"10.0.0.9"}}\n'
+    sent = b'data: {"text":"\xc3\xa9"}\r\n\r\n: note\n\n' + last + b"\ndata: [DONE]\n\ndata: {}"
+
+    async def prefill(_: web.Request) -> web.Response:
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def decode(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        # However the network cuts it.
+        for at in range(0, len(sent), 7):
+            await answer.write(sent[at : at + 7])
+            await asyncio.sleep(0)
+        return answer
+
+    async def use(session: aiohttp.ClientSession, url: str) -> bytes:
+        async with session.post(url + "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+            return await answer.read()
+
+    assert between(prefill, decode, use) == sent.replace(last, b'data:{"usage": 1}\n')
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_json_too_deep_to_check_is_refused(path: str) -> None:
+    async def use(session: aiohttp.ClientSession, url: str) -> int:
+        body = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+        async with session.post(url + path, data=body, headers={"Content-Type": "application/json"}) as answer:
+            return answer.status
+
+    assert between(never, never, use) == 400
+
+
 def test_a_client_that_leaves_aborts_the_request_behind() -> None:
     ended = asyncio.Event()
 
