@@ -25,6 +25,16 @@ mount -t devpts devpts /new/dev/pts
 mount -t tmpfs memory /new/tmp
 mount -t tmpfs memory /new/run
 chmod 1777 /new/tmp /new/dev/shm
+# What the command needs of the host's folders that these hide.
+number=0
+while read -r needed; do
+  upper="/up/needed$number"
+  mkdir -p "/new$needed" "$upper/new" "$upper/work"
+  # A relative path, because an option's value cannot hold every path as it is.
+  cd "/host$needed" && mount -t overlay -o "lowerdir=.,upperdir=$upper/new,workdir=$upper/work" overlay "/new$needed"
+  number=$((number + 1))
+done </out/needed
+cd /
 
 ip link set lo up
 for number in 0 1; do

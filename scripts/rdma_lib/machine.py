@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from pathlib import Path
 from .packages import Packages
 
 POLL_S = 0.05
+
+HIDDEN = (Path("/tmp"), Path("/run"))
+"""Folders of which a guest has its own, so that it does not see what the host has there."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Machine:
         self._told = 0
 
     def start(self, command: str, root: Path, environment: Mapping[str, str]) -> None:
-        """Boots it. The command runs in `root`, which has the same path as on the host."""
+        """Boots it. The command runs in `root`, which has the same path as on the host, wherever that is."""
         self.folder.mkdir(parents=True)
         others = [f"10.99.{link}.{other}" for other in range(1, self.shape.hosts + 1) for link in (0, 1)]
         exports = {
@@ -47,6 +51,7 @@ class Machine:
         lines = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
         lines += ["ulimit -l unlimited", f"cd {shlex.quote(str(root))}", command]
         (self.folder / "command").write_text("\n".join(lines) + "\n")
+        (self.folder / "needed").write_text("".join(f"{path}\n" for path in hidden([root, Path(sys.base_prefix)])))
         self._process = subprocess.Popen(
             self._qemu(),
             stdin=subprocess.DEVNULL,
@@ -139,6 +144,12 @@ class Machine:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+
+
+def hidden(paths: list[Path]) -> list[Path]:
+    """Those of `paths` that a guest would not see."""
+    resolved = [path.resolve() for path in paths]
+    return [path for path in resolved if any(path.is_relative_to(folder) for folder in HIDDEN)]
 
 
 def appears(path: Path, machine: Machine, seconds: float) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rdma_lib import __main__ as rdma_vm
-from rdma_lib import packages
+from rdma_lib import machine, packages
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -25,3 +25,10 @@ def test_a_qemu_that_ends_at_once_is_no_machine(
     assert rdma_vm.run(asked, accel, tmp_path, tmp_path / "machines") is None
     # Of KVM nothing is said: emulation is tried next.
     assert ("error" in capfd.readouterr().err) == (accel == "tcg")
+
+
+def test_a_guest_is_given_what_its_own_folders_hide(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/run")
+    asked = [Path("/tmp/checkout"), Path("/usr"), link, Path("/tmpfoo")]
+    assert machine.hidden(asked) == [Path("/tmp/checkout"), Path("/run")]
