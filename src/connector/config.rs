@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::net;
 use crate::proto::geometry::Group;
 use crate::proto::ids::{EngineId, RankId};
-use crate::proto::scheduler::MultiTurn;
+use crate::proto::scheduler::{AllowedHosts, MultiTurn};
 use crate::proto::wire::{CompatField, EngineShape};
 use crate::settings::{self, Part};
 
@@ -218,6 +218,9 @@ pub struct SchedulerConfig {
     pub advertise_local: bool,
     /// As [`WorkerConfig::key_file`].
     pub key_file: Option<String>,
+    /// Names and networks of the engines that this one may read from, with commas between them; None or an empty text
+    /// allows all.
+    pub allowed_hosts: Option<String>,
 }
 
 impl SchedulerConfig {
@@ -245,6 +248,7 @@ impl SchedulerConfig {
             push: false,
             advertise_local: false,
             key_file: None,
+            allowed_hosts: None,
         }
     }
 
@@ -262,6 +266,14 @@ impl SchedulerConfig {
         })
     }
 
+    /// The hosts that this engine may read from, if they are limited.
+    ///
+    /// # Errors
+    /// Those of [`AllowedHosts::parse`].
+    pub fn allowed_hosts(&self) -> Result<Option<AllowedHosts>> {
+        self.allowed_hosts.as_deref().filter(|list| !list.is_empty()).map(AllowedHosts::parse).transpose()
+    }
+
     /// The port to bind, with the data-parallel offset.
     ///
     /// # Errors
@@ -277,6 +289,7 @@ impl SchedulerConfig {
     pub fn check(&self) -> Result<()> {
         settings::check(Part::Scheduler, self)?;
         self.bind_port()?;
+        self.allowed_hosts()?;
         if self.groups.is_empty() {
             return Err(Error::invalid("groups is empty, expected at least one KV-cache group"));
         }
@@ -358,6 +371,7 @@ mod tests {
             (base(json!({"port": 70_000})), vec!["port", "70000"]),
             (base(json!({"lease_ms": 10})), vec!["lease_ms", "10", "1000"]),
             (base(json!({"groups": []})), vec!["groups"]),
+            (base(json!({"allowed_hosts": "10.0.0.0/8,http://a"})), vec!["allowed_hosts", "http://a", "10.1.0.0/16"]),
         ];
         for (config, parts) in mistakes {
             let error = scheduler(config.clone()).unwrap_err();

@@ -56,6 +56,7 @@ impl Scheduler {
             lease_ms: config.lease_ms,
             written_late: config.written_late,
             multi_turn: config.multi_turn(),
+            allowed_hosts: config.allowed_hosts()?,
         })?;
         let pushes = if config.push { Pushes::Accepted } else { Pushes::Refused };
         let directory = Directory::new(config.engine_id.clone(), incarnation, config.shape(), pushes)?;

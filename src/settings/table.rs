@@ -63,6 +63,10 @@ pub const TABLE: &[Setting] = &[
     late(row(Operator, "key_file", &[Agent, Worker, Scheduler, Listener], Path, "", Absent("no key"),
         "File of the key that all engines share (`kvferry key PATH` makes one). Handshakes and messages are then sealed, \
          and engines without the key refused. An empty text means no key, whatever the environment says.")),
+    row(Operator, "allowed_hosts", &[Scheduler], Text, "", Absent("any host"),
+        "Names, addresses and networks (`10.1.0.0/16`) of the engines that this one may read from, with commas between them. A \
+         request whose `kv_transfer_params` name another host is refused before anything is sent there. A name counts as it is \
+         written, whatever its address."),
     row(Operator, "transport", &[Agent, Worker], Choice(&["auto", "tcp", "shm"]), "", Name("auto"),
         "What UCX may use: its own choice, TCP only, or copies between processes of one host, with messages over TCP. `tcp` \
          and `shm` take the place of `UCX_TLS`."),

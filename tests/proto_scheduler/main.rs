@@ -11,7 +11,7 @@ use kvferry::ErrorKind;
 use kvferry::proto::aggregate::{Direction, Outcome};
 use kvferry::proto::geometry::{Group, GroupKind};
 use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
-use kvferry::proto::scheduler::{FinishOutcome, Match, Notice, Scheduler, SchedulerConfig};
+use kvferry::proto::scheduler::{AllowedHosts, FinishOutcome, Match, Notice, Scheduler, SchedulerConfig};
 use kvferry::proto::stats::Stats;
 use kvferry::proto::wire::limits::MAX_BLOCK_IDS;
 use kvferry::proto::wire::{

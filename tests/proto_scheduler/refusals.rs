@@ -171,3 +171,39 @@ fn a_key_that_is_null_is_a_key_that_is_missing() {
     all.insert("do_remote_decode".into(), true.into());
     assert_eq!(parse(&all), asked());
 }
+
+#[test]
+fn disallowed_hosts_hear_nothing() {
+    let mut s = Scheduler::new(SchedulerConfig {
+        allowed_hosts: Some(AllowedHosts::parse("10.1.0.0/16, prefill.example").unwrap()),
+        ..config()
+    })
+    .unwrap();
+    let request = id("d");
+    for host in ["169.254.169.254", "other.example"] {
+        let params = TransferParams { remote_host: Some(host.into()), ..offered() };
+        let awaiting = TransferParams {
+            transfer_id: Some("x".into()),
+            remote_request_id: None,
+            remote_block_ids: None,
+            ..params.clone()
+        };
+        for params in [params, awaiting] {
+            let refusals = [
+                s.arrived(&request, &params).unwrap_err(),
+                s.matched(&request, &params, 18, 0).unwrap_err(),
+                s.allocated(&request, &params, lists(&[1, 2, 3, 4, 5], &[6, 7, 8]), 18, 18).unwrap_err(),
+            ];
+            for error in refusals {
+                assert!(error.message().contains(host) && error.message().contains("allowed_hosts"), "{error}");
+            }
+            s.finished(&request, &params, FinishOutcome::Aborted, Vec::new(), 0).unwrap();
+            // Neither a hold nor a load, and no release for the host.
+            assert!(!s.has_pending());
+        }
+    }
+    for host in ["10.1.2.3", "PREFILL.example"] {
+        s.arrived(&id(host), &TransferParams { remote_host: Some(host.into()), ..offered() }).unwrap();
+    }
+    assert_eq!(take_step(&mut s).holds.len(), 2);
+}

@@ -1,5 +1,6 @@
 //! What the scheduler side's state machine is told at start.
 
+use super::allowed::AllowedHosts;
 use crate::error::{Error, Result};
 use crate::proto::geometry::{Group, GroupKind};
 use crate::proto::ids::{EngineId, Incarnation};
@@ -34,6 +35,8 @@ pub struct SchedulerConfig {
     /// Where conversations go on: a decode engine keeps what it has of one, and a prefill engine loads that for the next
     /// turn.
     pub multi_turn: Option<MultiTurn>,
+    /// Hosts that this engine may be told to read from. None: any.
+    pub allowed_hosts: Option<AllowedHosts>,
 }
 
 /// How histories of conversations travel back from decode engines to prefill engines.
@@ -63,6 +66,7 @@ impl SchedulerConfig {
             lease_ms: 30_000,
             written_late: false,
             multi_turn: None,
+            allowed_hosts: None,
         }
     }
 

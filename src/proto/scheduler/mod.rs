@@ -19,6 +19,7 @@
 //! producer's from `finished` until its sending is over. So the machine holds no more than the engine does, and a bounded
 //! number of ended requests' ids, by which the aggregator tells late reports.
 
+mod allowed;
 mod config;
 mod offer;
 mod params;
@@ -28,6 +29,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use serde::Serialize;
 
+pub use allowed::AllowedHosts;
 pub use config::{MultiTurn, SchedulerConfig};
 
 use crate::error::{Error, Result};
@@ -265,7 +267,7 @@ impl Scheduler {
         if !self.loads(params) || self.recvs.contains_key(request) {
             return Ok(());
         }
-        let remote = params::remote(request, params)?;
+        let remote = params::remote(request, params, &self.config)?;
         self.stats.holds += 1;
         self.step.holds.push(Hold { request: request.clone(), remote: remote.clone() });
         self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Held });
@@ -288,7 +290,7 @@ impl Scheduler {
         if !self.loads(params) || known {
             return Ok(Match::default());
         }
-        params::remote(request, params)?;
+        params::remote(request, params, &self.config)?;
         let held = params::held_tokens(request, params, &self.config, prompt_tokens)?;
         if !params::awaits(params) {
             params::remote_blocks(request, params, held)?;
@@ -323,7 +325,7 @@ impl Scheduler {
         if !self.loads(params) || known {
             return Ok(());
         }
-        let remote = params::remote(request, params)?;
+        let remote = params::remote(request, params, &self.config)?;
         if external_tokens == 0 {
             self.release(request.clone(), remote.clone());
             self.recvs.insert(request.clone(), Recv { remote, state: RecvState::Over });
@@ -473,7 +475,7 @@ impl Scheduler {
         params::check_roles(request, params)?;
         if !known
             && self.loads(params)
-            && let Ok(remote) = params::remote(request, params)
+            && let Ok(remote) = params::remote(request, params, &self.config)
         {
             self.release(request.clone(), remote);
         }

@@ -55,8 +55,9 @@ pub(super) fn name(request: &RequestId, params: &TransferParams) -> Result<Optio
     name.map_err(|e| bad(request, format_args!("transfer_id: {e}")))
 }
 
-/// Where the request was, or is being, prefilled. Names every missing key at once.
-pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Remote> {
+/// Where the request was, or is being, prefilled. Names every missing key at once. Refuses a host that this engine may not
+/// read from.
+pub(super) fn remote(request: &RequestId, params: &TransferParams, config: &SchedulerConfig) -> Result<Remote> {
     check_roles(request, params)?;
     let awaits = awaits(params);
     let named = if awaits { params.transfer_id.as_ref() } else { params.remote_request_id.as_ref() };
@@ -92,6 +93,16 @@ pub(super) fn remote(request: &RequestId, params: &TransferParams) -> Result<Rem
         return Err(bad(
             request,
             format_args!("remote_host: expected 1 to {MAX_HOST_BYTES} bytes, got {}", host.len()),
+        ));
+    }
+    if config.allowed_hosts.as_ref().is_some_and(|allowed| !allowed.allows(host)) {
+        return Err(bad(
+            request,
+            format_args!(
+                "remote_host {} is not among this engine's allowed_hosts; add it there if it is one of your engines, and have \
+                 the proxy remove kv_transfer_params that clients send",
+                shown(host)
+            ),
         ));
     }
     let port = match u16::try_from(port) {
