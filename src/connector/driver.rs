@@ -433,7 +433,10 @@ impl Running {
 
     fn act(&mut self, context: &mut Context<'_>, now: Instant, action: Action) {
         match action {
-            Action::Handshake { session, engine, host, port } => {
+            Action::Handshake { session, engine, host, port, anew } => {
+                if anew {
+                    self.client.reconnect(now, &host, port);
+                }
                 self.asked.insert(session, host_port(&host, port));
                 let query = HandshakeRequest::Query { id: session.0, engine: Some(engine), ranks: Vec::new() };
                 self.client.ask(now, &host, port, query, now + self.ask_timeout);

@@ -141,6 +141,16 @@ impl Client {
         }
     }
 
+    /// Asks the listener at `host`:`port` over a new connection from now on, for which a name is resolved again. Questions
+    /// without an answer are asked again.
+    pub fn reconnect(&mut self, now: Instant, host: &str, port: u16) {
+        let key = (unbracketed(host).to_owned(), port);
+        if self.connections.contains_key(&key) {
+            self.connections.insert(key.clone(), Connection::new(now, &key));
+            self.requests.ask_again(&key);
+        }
+    }
+
     /// Awaits a prefill of `engine`, whose listener is at `host`:`port`: [`Client::poll_prefill`] tells once when it is over or
     /// far enough, or that it can't be awaited, as when the listener gives no sign for `patience`. `number` comes back with it.
     #[allow(clippy::too_many_arguments)]
@@ -344,8 +354,7 @@ impl Client {
         self.connections.retain(|_, c| c.idle_since.is_none_or(|since| since + idle > now));
         for key in self.stuck(now).cloned().collect::<Vec<_>>() {
             self.requests.wait_longer(now, &key, LONGEST_PATIENCE);
-            self.connections.insert(key.clone(), Connection::new(now, &key));
-            self.requests.ask_again(&key);
+            self.reconnect(now, &key.0, key.1);
         }
     }
 

@@ -11,7 +11,7 @@ mod skip;
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -446,6 +446,39 @@ fn a_lost_request_is_sent_again_on_a_new_connection() {
     drop(context);
     let _second = Listener::bind(&loopback(port), |b| reply(&ranks(request(b).id(), "second"))).unwrap();
     assert_eq!(answers(&mut client, 1)[0].1, Ok(ranks(1, "second")));
+}
+
+#[test]
+fn a_new_connection_reaches_the_listener_that_took_over() {
+    let first = Listener::bind(&loopback(0), |b| reply(&ranks(request(b).id(), "first"))).unwrap();
+    // What keeps the connections that it has, and then leaves the port to the second.
+    let front = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = front.local_addr().unwrap().port();
+    let to = first.port();
+    let ended = Arc::new(AtomicBool::new(false));
+    let end = Arc::clone(&ended);
+    let forwards = std::thread::spawn(move || {
+        for stream in front.incoming().map(|stream| stream.unwrap()).take_while(|_| !end.load(Ordering::Acquire)) {
+            let server = TcpStream::connect((Ipv4Addr::LOCALHOST, to)).unwrap();
+            for (from, to) in [(&stream, &server), (&server, &stream)] {
+                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+            }
+        }
+    });
+    let mut client = Client::new(ClientLimits::default(), None);
+    let ask = |client: &mut Client, id| {
+        client.ask(Instant::now(), "127.0.0.1", port, all(id), Instant::now() + LONG);
+        answers(client, 1)[0].1.clone()
+    };
+    assert_eq!(ask(&mut client, 1), Ok(ranks(1, "first")));
+    ended.store(true, Ordering::Release);
+    drop(TcpStream::connect((Ipv4Addr::LOCALHOST, port)));
+    forwards.join().unwrap();
+    let _second = Listener::bind(&loopback(port), |b| reply(&ranks(request(b).id(), "second"))).unwrap();
+    assert_eq!(ask(&mut client, 2), Ok(ranks(2, "first")));
+    client.reconnect(Instant::now(), "127.0.0.1", port);
+    assert_eq!(ask(&mut client, 3), Ok(ranks(3, "second")));
 }
 
 /// Loses the question of id 1 until it has answered three others, at once.

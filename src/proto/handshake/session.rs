@@ -30,7 +30,8 @@ impl Session {
     }
 
     /// Judges a reply: engine, incarnation, ranks, then for each rank compatibility field by field and the layers that
-    /// both ranks hold, [`RankIndex::check`]. The engines' shapes may differ.
+    /// both ranks hold, [`RankIndex::check`]. The engines' shapes may differ. Another incarnation than the one expected, and
+    /// nothing else, fails with [`Cause::PeerDied`].
     pub fn judge(&self, reply: HandshakeReply) -> Result<HandshakeOutcome, HandshakeFailure> {
         match reply {
             HandshakeReply::Refused { id, code, message } => Err(self.refused(id, code, &message)),
@@ -55,8 +56,9 @@ impl Session {
                     return Err(fail(
                         Cause::PeerDied,
                         format!(
-                            "engine {engine} has restarted since it prefilled the request (incarnation {expected} \
-                             expected, {incarnation} found): the blocks are gone, prefill the request again"
+                            "engine {engine} has restarted since it prefilled the request, or its listener's name leads to \
+                             another life of it (incarnation {expected} expected, {incarnation} found): the blocks \
+                             cannot be reached, prefill the request again"
                         ),
                     ));
                 }

@@ -87,6 +87,8 @@ pub enum Action {
         host: String,
         /// Port of the engine's listener.
         port: u16,
+        /// Over a new connection, for which the host's name is looked up again.
+        anew: bool,
     },
     /// Await a prefill at its engine's listener; answer with `handle_prefill` once, when it is over or far enough.
     Await {

@@ -66,6 +66,8 @@ pub(super) struct Session {
     pub(super) begun: Time,
     /// The life that was asked for.
     wanted: Option<Incarnation>,
+    /// Whether its handshake was repeated over a new connection.
+    asked_anew: bool,
     pub(super) state: State,
     /// The life that answered.
     pub(super) incarnation: Option<Incarnation>,
@@ -302,6 +304,7 @@ impl Sessions {
                 route,
                 begun: now,
                 wanted: remote.incarnation,
+                asked_anew: false,
                 state: State::Handshaking,
                 incarnation: None,
                 shape: None,
@@ -320,8 +323,19 @@ impl Sessions {
             engine: remote.engine.clone(),
             host: remote.host.clone(),
             port: remote.port,
+            anew: false,
         });
         Joined::Waiting(id)
+    }
+
+    /// Asks once more where another life of the engine has answered: the connection may lead to an engine that is being
+    /// replaced, while the host's name leads to its successor already. False if that was done before.
+    pub(super) fn ask_anew(&mut self, id: SessionId, out: &mut Outbox) -> bool {
+        let Some(session) = self.sessions.get_mut(&id).filter(|session| !session.asked_anew) else { return false };
+        session.asked_anew = true;
+        let Route { engine, host, port } = session.route.clone();
+        out.push(Action::Handshake { session: id, engine, host, port, anew: true });
+        true
     }
 
     /// The engine that is expected to answer a handshake, and its life if that is known; nothing if no answer is awaited.

@@ -230,7 +230,7 @@ impl Sim {
     fn act(&mut self, action: Action) {
         let soon = (self.now + self.delay).max(self.partition_until);
         match action {
-            Action::Handshake { session, engine: name, host, port } => {
+            Action::Handshake { session, engine: name, host, port, .. } => {
                 assert_eq!((name, host.as_str(), port), (engine("p"), "10.0.0.1", 5680));
                 self.at(soon, Event::Handshake(session));
             }
