@@ -58,9 +58,11 @@ pub struct WorkerConfig {
     pub early_message_ms: u64,
     /// How long an ended request is remembered.
     pub tombstone_ms: u64,
-    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its
-    /// prefill.
+    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits the end
+    /// of a prefill that is under way.
     pub hold_timeout_ms: u64,
+    /// How long a load awaits a prefill of which its engine has said nothing.
+    pub await_timeout_ms: u64,
     /// From how many written tokens on a portion of a prefill under way is read; 0: none is.
     pub portion_tokens: u64,
     /// A peer that no request has used for this long is disconnected.
@@ -111,6 +113,7 @@ impl WorkerConfig {
             early_message_ms: 30_000,
             tombstone_ms: 120_000,
             hold_timeout_ms: 3_600_000,
+            await_timeout_ms: 600_000,
             portion_tokens: 256,
             peer_ttl_ms: 600_000,
             copy_threads: 2,

@@ -332,6 +332,7 @@ fn machine_config(config: &WorkerConfig, agent: &Agent) -> Result<MachineConfig>
         early_message_ms: config.early_message_ms,
         tombstone_ms: config.tombstone_ms,
         hold_timeout_ms: config.hold_timeout_ms,
+        await_timeout_ms: config.await_timeout_ms,
         portion_tokens: config.portion_tokens,
         peer_ttl_ms: config.peer_ttl_ms,
         telemetry: config.telemetry,

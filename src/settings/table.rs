@@ -112,7 +112,10 @@ pub const TABLE: &[Setting] = &[
     row(Operator, "heartbeat_divisor", &[Worker], Whole(2, 1000), "", Number(6),
         "Heartbeats per lease, at least 100 ms apart."),
     row(Operator, "hold_timeout_ms", &[Worker], DURATION, "ms", Number(3_600_000),
-        "How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its prefill."),
+        "How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits the end of a \
+         prefill that is under way."),
+    row(Operator, "await_timeout_ms", &[Worker], DURATION, "ms", Number(600_000),
+        "How long a request that both engines were asked for at once awaits a prefill of which the prefill engine has said nothing."),
     row(Operator, "portion_tokens", &[Worker], Whole(0, 1 << 20), "tokens", Number(256),
         "Of prompts that both engines were asked for at once: from how many written tokens on a portion of the cache is read while \
          the prefill engine still computes the rest. Prompts with fewer tokens to load are read whole. 0: nothing is read before the prefill is over."),

@@ -46,6 +46,7 @@ pub fn worker_config(name: &str, agent: u64) -> WorkerConfig {
         early_message_ms: 1_000,
         tombstone_ms: 4_000,
         hold_timeout_ms: 20_000,
+        await_timeout_ms: 20_000,
         shared_grace_ms: 2_000,
         peer_ttl_ms: 8_000,
         portion_tokens: u64::from(BLOCK_TOKENS),

@@ -284,6 +284,9 @@ fn an_engine_of_another_life_or_model_is_refused_by_name() {
     let mut w = worker(config());
     loads(&mut w, 10, load("a", [&[3], &[4]]));
     let session = handshake(&mut w);
+    // Over the first connection, and over a new one.
+    answer(&mut w, 20, session, 10, &ranks(10));
+    assert_eq!(handshake(&mut w), session);
     answer(&mut w, 20, session, 10, &ranks(10));
     let report = w.poll_report().unwrap();
     assert_eq!(report.failed_recving[0].cause, Cause::PeerDied);
@@ -518,10 +521,72 @@ fn a_hold_does_not_last_forever() {
 }
 
 #[test]
+fn a_prefill_without_a_sign_is_not_awaited_forever() {
+    let limits = WorkerConfig { await_timeout_ms: 5_000, hold_timeout_ms: 9_000, portion_tokens: 1, ..config() };
+    for sign in [false, true] {
+        let mut w = worker(limits.clone());
+        let mut wanted = load("a", [&[3], &[4]]);
+        (wanted.awaits, wanted.remote_tokens, wanted.remote_blocks) = (true, 0, vec![Blocks::default(); 2]);
+        loads(&mut w, 0, wanted);
+        let number = actions(&mut w).into_iter().find_map(|action| match action {
+            Action::Await { number, .. } => Some(number),
+            _ => None,
+        });
+        if sign {
+            let blocks = vec![Blocks::default(); 2];
+            let prefill = Prefill { request: request("p-a"), blocks, tokens: 0, lease_ms: 1_200, lease_id: 7 };
+            let news = PrefillNews { incarnation: Incarnation(9), prefill, over: false };
+            w.handle_prefill(Time(4_000 * MS), number.unwrap(), Ok(news));
+        }
+        let (just_before, limit, text) =
+            if sign { (12_999, 13_000, "9000 ms") } else { (4_999, 5_000, "said nothing") };
+        w.handle_timeout(Time(just_before * MS));
+        assert!(w.poll_report().is_none_or(|report| report.finished_recving.is_empty()));
+        w.handle_timeout(Time(limit * MS));
+        let report = w.poll_report().unwrap();
+        let [failure] = &report.failed_recving[..] else { panic!("{report:?}") };
+        assert_eq!(failure.cause, Cause::Timeout);
+        assert!(failure.message.contains(text), "{}", failure.message);
+    }
+}
+
+#[test]
 fn without_a_geometry_a_load_fails_and_says_why() {
     let mut w = Worker::new(config()).unwrap();
     loads(&mut w, 10, load("a", [&[3], &[4]]));
     let report = w.poll_report().unwrap();
     assert_eq!(report.failed_recving[0].cause, Cause::InvalidRequest);
     assert!(report.failed_recving[0].message.contains("set_geometry"));
+}
+
+#[test]
+fn another_life_is_asked_for_anew_once() {
+    let asks = |w: &mut Worker| {
+        let found = actions(w).into_iter().find_map(|action| match action {
+            Action::Handshake { session, anew, .. } => Some((session, anew)),
+            _ => None,
+        });
+        found.expect("a handshake")
+    };
+    // The connection leads to the engine before, the name to its successor.
+    let mut w = worker(config());
+    loads(&mut w, 10, load("a", [&[3], &[4]]));
+    let (session, anew) = asks(&mut w);
+    assert!(!anew);
+    answer(&mut w, 20, session, 8, &ranks(8));
+    assert_eq!(asks(&mut w), (session, true));
+    answer(&mut w, 30, session, 9, &ranks(9));
+    assert_eq!(connect(&mut w).incarnation, ranks(9)[0].agent.incarnation);
+    // It is gone: the engine's later life answers over a new connection too.
+    let mut w = worker(config());
+    loads(&mut w, 10, load("a", [&[3], &[4]]));
+    let (session, _) = asks(&mut w);
+    answer(&mut w, 20, session, 10, &ranks(10));
+    assert_eq!(asks(&mut w), (session, true));
+    answer(&mut w, 30, session, 10, &ranks(10));
+    let report = w.poll_report().unwrap();
+    let [failure] = &report.failed_recving[..] else { panic!("{report:?}") };
+    let lives = [Incarnation(9), Incarnation(10)].map(|life| life.to_string());
+    assert_eq!(failure.cause, Cause::PeerDied);
+    assert!(lives.iter().all(|life| failure.message.contains(life)), "{}", failure.message);
 }

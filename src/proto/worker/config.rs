@@ -39,9 +39,11 @@ pub struct WorkerConfig {
     pub tombstone_ms: u64,
     /// How many such requests are remembered at most; the oldest go first. Default 16384.
     pub tombstones: usize,
-    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits its
-    /// prefill. Default 3600000 (1 h).
+    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits the end
+    /// of a prefill that is under way. Default 3600000 (1 h).
     pub hold_timeout_ms: u64,
+    /// How long a load awaits a prefill of which its engine has said nothing. Default 600000 (10 min).
+    pub await_timeout_ms: u64,
     /// How long a lease is kept after a request that other requests may share it with, for those that have not come yet.
     /// Default 5000: longer than an engine's step, during which it takes in no request.
     pub shared_grace_ms: u64,
@@ -76,6 +78,7 @@ impl WorkerConfig {
             tombstone_ms: 120_000,
             tombstones: 16_384,
             hold_timeout_ms: 3_600_000,
+            await_timeout_ms: 600_000,
             shared_grace_ms: 5_000,
             portion_tokens: 256,
             peer_ttl_ms: 600_000,
@@ -112,6 +115,7 @@ impl WorkerConfig {
             ("early_message_ms", self.early_message_ms),
             ("tombstone_ms", self.tombstone_ms),
             ("hold_timeout_ms", self.hold_timeout_ms),
+            ("await_timeout_ms", self.await_timeout_ms),
             ("shared_grace_ms", self.shared_grace_ms),
             ("peer_ttl_ms", self.peer_ttl_ms),
         ] {

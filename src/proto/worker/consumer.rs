@@ -265,6 +265,7 @@ impl Consumer {
         let session = Session::new(Arc::clone(&local), id.0, engine, life);
         let mut outcome = match answer.and_then(|reply| session.judge(reply)) {
             Ok(outcome) => outcome,
+            Err(failure) if failure.cause == Cause::PeerDied && self.sessions.ask_anew(id, out) => return None,
             Err(failure) => {
                 self.session_failed(now, id, failure.cause, &failure.message, out);
                 return Some(Err(failure));
@@ -421,8 +422,16 @@ impl Consumer {
                         Phase::Confirming => {
                             format!("no verdict within {} ms of the read", self.config.verdict_timeout_ms)
                         }
+                        _ if load.load.awaits && load.life.is_none() => {
+                            let limit = self.config.await_timeout_ms;
+                            format!(
+                                "the prefill engine has said nothing of this prefill within {limit} ms; check that the proxy \
+                                 sends both engines the same prompt and the same name for it"
+                            )
+                        }
                         _ if load.load.awaits => {
-                            format!("the prefill was not over within {} ms", self.config.hold_timeout_ms)
+                            let limit = self.config.hold_timeout_ms;
+                            format!("the prefill was not over within {limit} ms of the last news of it")
                         }
                         _ => format!("the read took longer than {} ms", self.config.transfer_timeout_ms),
                     };

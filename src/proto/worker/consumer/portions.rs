@@ -31,7 +31,7 @@ impl Consumer {
     pub(super) fn await_first(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { return };
         if load.load.awaits {
-            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.hold_timeout_ms));
+            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.await_timeout_ms));
             self.await_prefill(ticket, out);
         }
     }
@@ -107,6 +107,7 @@ impl Consumer {
         let PrefillNews { incarnation, prefill, over } = news;
         if !over {
             load.progressed(prefill);
+            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.hold_timeout_ms));
             self.await_prefill(ticket, out);
             return self.read_portions(now, ticket, out);
         }
