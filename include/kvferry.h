@@ -368,7 +368,7 @@ int32_t kvf_ucx_outlook(const uint8_t *config,
                         struct kvf_buffer *out);
 
 // Gives a buffer back and empties `*buffer`. Freeing it again, or freeing an empty one, does nothing; freeing a second
-// copy of the struct is KVF_NOT_FOUND.
+// copy of the struct is KVF_NOT_FOUND. Of a buffer that a fork has copied only `*buffer` is emptied.
 int32_t kvf_buffer_free(struct kvf_buffer *buffer);
 
 // Has `callback` called with `user` for every log line up to `max_level` (1 error to 5 trace, 0 none). Replaces a

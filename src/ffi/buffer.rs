@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::boundary::Out;
 use crate::error::{Error, Result};
+use crate::sys::fork::PerProcess;
 
 /// A byte string made by the library. Read `len` bytes at `data`, change nothing, and give it back with
 /// `kvf_buffer_free`. An empty one has `data` NULL.
@@ -20,8 +21,24 @@ pub struct kvf_buffer {
     pub id: u64,
 }
 
-static LIVE: Mutex<Option<HashMap<u64, Box<[u8]>>>> = Mutex::new(None);
-static NEXT: AtomicU64 = AtomicU64::new(1);
+struct Live {
+    /// Ids below are of the process from which this one was forked.
+    first: u64,
+    next: AtomicU64,
+    bytes: Mutex<HashMap<u64, Box<[u8]>>>,
+}
+
+static LIVE: PerProcess<Live> = PerProcess::new(|earlier: Option<&Live>| {
+    let first = earlier.map_or(1, |earlier| earlier.next.load(Ordering::Relaxed));
+    Live { first, next: AtomicU64::new(first), bytes: Mutex::default() }
+});
+
+impl Live {
+    /// Whether there was such a buffer. One that a fork has copied stays: another thread may have held the lock of its table.
+    fn free(&self, id: u64) -> bool {
+        id < self.first || self.bytes.lock().unwrap_or_else(PoisonError::into_inner).remove(&id).is_some()
+    }
+}
 
 /// Writes `bytes` to an out-parameter as a buffer.
 pub(super) fn give(out: Out<kvf_buffer>, bytes: Vec<u8>) {
@@ -30,14 +47,15 @@ pub(super) fn give(out: Out<kvf_buffer>, bytes: Vec<u8>) {
         return;
     }
     let bytes = bytes.into_boxed_slice();
-    let id = NEXT.fetch_add(1, Ordering::Relaxed);
+    let live = LIVE.get();
+    let id = live.next.fetch_add(1, Ordering::Relaxed);
     let buffer = kvf_buffer { data: bytes.as_ptr(), len: bytes.len(), id };
-    LIVE.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default().insert(id, bytes);
+    live.bytes.lock().unwrap_or_else(PoisonError::into_inner).insert(id, bytes);
     out.write(buffer);
 }
 
 /// Gives a buffer back and empties `*buffer`. Freeing it again, or freeing an empty one, does nothing; freeing a second
-/// copy of the struct is KVF_NOT_FOUND.
+/// copy of the struct is KVF_NOT_FOUND. Of a buffer that a fork has copied only `*buffer` is emptied.
 ///
 /// # Safety
 /// `buffer` must be NULL or point to a `kvf_buffer`.
@@ -48,16 +66,15 @@ pub unsafe extern "C" fn kvf_buffer_free(buffer: *mut kvf_buffer) -> i32 {
         let out = unsafe { Out::new(buffer, "buffer")? };
         // SAFETY: `Out::new` has refused NULL and misaligned pointers, the rest is the caller's promise.
         let given = unsafe { buffer.read() };
-        if given.id != 0 {
-            let mut live = LIVE.lock().unwrap_or_else(PoisonError::into_inner);
-            if live.as_mut().and_then(|live| live.remove(&given.id)).is_none() {
-                return Err(Error::not_found(format!(
-                    "buffer {} is freed already or was not made by this library",
-                    given.id
-                )));
+        if given.id == 0 {
+            if !given.data.is_null() || given.len != 0 {
+                return Err(Error::not_found("this buffer was not made by this library"));
             }
-        } else if !given.data.is_null() || given.len != 0 {
-            return Err(Error::not_found("this buffer was not made by this library"));
+        } else if !LIVE.get().free(given.id) {
+            return Err(Error::not_found(format!(
+                "buffer {} is freed already or was not made by this library",
+                given.id
+            )));
         }
         out.write(kvf_buffer { data: std::ptr::null(), len: 0, id: 0 });
         Ok(())

@@ -2,7 +2,8 @@
 //!
 //! A handle looks like a pointer and is none: it is a number that is never given out twice, and it is looked up. So a
 //! null, foreign, stale or twice freed handle is an error, and freeing an object while another thread is in a call on it
-//! is safe: that call keeps the object until it returns.
+//! is safe: that call keeps the object until it returns. A process that was forked off has a table of its own, whose numbers
+//! begin where the other process's ended at the fork.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use std::sync::Arc;
 use super::table::{FIRST, Table};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicUsize, RwLock};
-use crate::sys::fork::process_id;
+use crate::sys::fork::{PerProcess, process_id};
 
 /// What a handle stands for.
 pub(super) trait Object: Any + Send + Sync {
@@ -23,27 +24,52 @@ pub(super) trait Object: Any + Send + Sync {
 struct Entry {
     noun: &'static str,
     object: Arc<dyn Any + Send + Sync>,
-    process: u32,
 }
 
-static LIVE: Table<Entry> = Table::from(RwLock::new(None), AtomicUsize::new(FIRST));
+struct Live {
+    /// Numbers below are handles of the process from which this one was forked.
+    first: usize,
+    table: Table<Entry>,
+}
+
+static LIVE: PerProcess<Live> = PerProcess::new(|earlier: Option<&Live>| {
+    let first = earlier.map_or(FIRST, |earlier| earlier.table.next());
+    Live { first, table: Table::from(RwLock::new(None), AtomicUsize::new(first)) }
+});
 
 /// Makes a handle for `object`.
 pub(super) fn give<T: Object>(object: T) -> *mut T::C {
-    let number = LIVE.insert(Entry { noun: T::NOUN, object: Arc::new(object), process: process_id() });
+    let number = LIVE.get().table.insert(Entry { noun: T::NOUN, object: Arc::new(object) });
     std::ptr::without_provenance_mut(number)
 }
 
 /// The object of a handle.
 pub(super) fn get<T: Object>(handle: *mut T::C) -> Result<Arc<T>> {
-    LIVE.look(handle.addr(), |entry| checked::<T>(handle.addr(), entry))
+    own::<T>(handle.addr())?.look(handle.addr(), |entry| checked::<T>(handle.addr(), entry))
 }
 
 /// Takes a handle out of use. The object lives until the last call on it returns.
 pub(super) fn take<T: Object>(handle: *mut T::C) -> Result<Arc<T>> {
-    let (object, entry) = LIVE.take(handle.addr(), |entry| checked::<T>(handle.addr(), entry))?;
+    let (object, entry) = own::<T>(handle.addr())?.take(handle.addr(), |entry| checked::<T>(handle.addr(), entry))?;
     drop(entry);
     Ok(object)
+}
+
+/// The table of this process, unless the handle is of another one's.
+fn own<T: Object>(number: usize) -> Result<&'static Table<Entry>> {
+    let live = LIVE.get();
+    if number >= FIRST && number < live.first {
+        return Err(Error::new(
+            ErrorKind::ShutDown,
+            format!(
+                "this {} belongs to the process from which process {} was forked, and its threads stayed there at the fork; \
+                 start processes by spawn, and make one here",
+                T::NOUN,
+                process_id()
+            ),
+        ));
+    }
+    Ok(&live.table)
 }
 
 fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
@@ -56,22 +82,9 @@ fn checked<T: Object>(number: usize, entry: Option<&Entry>) -> Result<Arc<T>> {
             T::NOUN
         )));
     };
-    let Ok(object) = Arc::clone(&entry.object).downcast::<T>() else {
-        return Err(Error::invalid(format!("this handle is of the kind {}, expected {}", entry.noun, T::NOUN)));
-    };
-    if entry.process != process_id() {
-        return Err(Error::new(
-            ErrorKind::ShutDown,
-            format!(
-                "this {} belongs to process {} and its threads stayed there at the fork; start process {} by spawn, and make \
-                 one there",
-                T::NOUN,
-                entry.process,
-                process_id()
-            ),
-        ));
-    }
-    Ok(object)
+    Arc::clone(&entry.object)
+        .downcast::<T>()
+        .map_err(|_| Error::invalid(format!("this handle is of the kind {}, expected {}", entry.noun, T::NOUN)))
 }
 
 #[cfg(test)]

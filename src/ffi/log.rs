@@ -3,11 +3,13 @@
 use std::cell::Cell;
 use std::env;
 use std::ffi::{CString, c_char, c_void};
-use std::sync::{Once, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Once, PoisonError, RwLock, TryLockError};
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
 use crate::error::{Error, Result};
+use crate::sys::fork::PerProcess;
 
 /// Gets one log line. `level` is 1 (error), 2 (warn), 3 (info), 4 (debug) or 5 (trace); `target` names the module,
 /// such as "kvferry::agent". Both strings end with the call. It may come from any thread of the library and must not
@@ -26,9 +28,25 @@ unsafe impl Send for Sink {}
 // SAFETY: as above, also from several threads at once.
 unsafe impl Sync for Sink {}
 
-/// Readers hold the lock while they call, so that a writer knows that no call is running when it has the lock.
-static SINK: RwLock<Option<Sink>> = RwLock::new(None);
-static STARTED: Once = Once::new();
+/// Where this process's lines go.
+struct Lines {
+    /// Readers hold the lock while they call, so that a writer knows that no call is running when it has the lock.
+    sink: RwLock<Option<Sink>>,
+    started: Once,
+}
+
+/// A process that was forked off goes on with the callback of the other one, unless that was just being replaced.
+static LINES: PerProcess<Lines> = PerProcess::new(|earlier: Option<&Lines>| {
+    let sink = earlier.and_then(|earlier| match earlier.sink.try_read() {
+        Ok(sink) => *sink,
+        Err(TryLockError::Poisoned(sink)) => *sink.into_inner(),
+        Err(TryLockError::WouldBlock) => None,
+    });
+    Lines { sink: RwLock::new(sink), started: Once::new() }
+});
+
+/// Whether the logger was set, or is just being set, here or in the process from which this one was forked.
+static LOGGER_SET: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     /// Whether this thread is in the callback.
@@ -46,7 +64,7 @@ impl Log for Host {
         if !self.enabled(record.metadata()) || INSIDE.try_with(Cell::get).unwrap_or(true) {
             return;
         }
-        let sink = SINK.read().unwrap_or_else(PoisonError::into_inner);
+        let sink = LINES.get().sink.read().unwrap_or_else(PoisonError::into_inner);
         match *sink {
             Some(sink) => call(sink, record),
             None => print(record),
@@ -67,11 +85,17 @@ fn call(sink: Sink, record: &Record<'_>) {
 }
 
 fn print(record: &Record<'_>) {
-    use std::io::Write;
     let line = format!("kvferry {} {}: {}\n", record.level(), record.target(), record.args());
-    // In one write, as UCX and the other processes of an engine write there too. It may be closed; there is no better place
-    // to say so.
-    let _ = std::io::stderr().write_all(line.as_bytes());
+    // In one write, as UCX and the other processes of an engine write there too, and without a lock, of which a fork could
+    // make a copy that is held. It may be closed; there is no better place to say so.
+    let mut left = line.as_bytes();
+    while !left.is_empty() {
+        match rustix::io::write(rustix::stdio::stderr(), left) {
+            Ok(written) if written > 0 => left = left.get(written..).unwrap_or_default(),
+            Err(rustix::io::Errno::INTR) => {}
+            _ => return,
+        }
+    }
 }
 
 fn c_text(text: &str) -> CString {
@@ -81,8 +105,9 @@ fn c_text(text: &str) -> CString {
 /// Makes this module the process's logger, once. Every `kvf_*_start` calls it. A Rust program that embeds the library
 /// and has a logger keeps it.
 pub(super) fn start() {
-    STARTED.call_once(|| {
-        if log::set_logger(&Host).is_err() {
+    LINES.get().started.call_once(|| {
+        // Setting one waits for another thread that does, which a fork may have left in the other process.
+        if LOGGER_SET.swap(true, Ordering::Relaxed) || log::set_logger(&Host).is_err() {
             return;
         }
         match env::var("KVFERRY_LOG").as_deref().map(str::parse::<LevelFilter>) {
@@ -126,7 +151,7 @@ pub unsafe extern "C" fn kvf_log_set(callback: kvf_log_callback, user: *mut c_vo
         };
         not_inside()?;
         start();
-        *SINK.write().unwrap_or_else(PoisonError::into_inner) = Some(Sink { call, user });
+        *LINES.get().sink.write().unwrap_or_else(PoisonError::into_inner) = Some(Sink { call, user });
         log::set_max_level(level);
         Ok(())
     })
@@ -138,7 +163,7 @@ pub unsafe extern "C" fn kvf_log_set(callback: kvf_log_callback, user: *mut c_vo
 pub extern "C" fn kvf_log_unset() -> i32 {
     boundary!(kvf_log_unset, {
         not_inside()?;
-        *SINK.write().unwrap_or_else(PoisonError::into_inner) = None;
+        *LINES.get().sink.write().unwrap_or_else(PoisonError::into_inner) = None;
         log::set_max_level(LevelFilter::Warn);
         Ok(())
     })

@@ -22,6 +22,11 @@ impl<T> Table<T> {
         Table { live, next }
     }
 
+    /// The number of the next thing. Takes no lock.
+    pub(super) fn next(&self) -> usize {
+        self.next.load(Ordering::Relaxed)
+    }
+
     /// Gives `thing` a number.
     pub(super) fn insert(&self, thing: T) -> usize {
         let number = self.next.fetch_add(STEP, Ordering::Relaxed);
