@@ -229,8 +229,11 @@ typedef struct kvf_buffer {
 } kvf_buffer;
 
 // Gets one log line. `level` is 1 (error), 2 (warn), 3 (info), 4 (debug) or 5 (trace); `target` names the module,
-// such as "kvferry::agent". Both strings end with the call. It may come from any thread of the library and must not
-// call `kvf_log_set` or `kvf_log_unset`; lines that it causes itself are dropped.
+// such as "kvferry::agent". Both strings end with the call.
+//
+// It may come from any thread, also from several at once, and that thread does nothing else until it returns. It must return:
+// a C++ exception or the end of its thread ends the process. It may call kvf_last_error, kvf_status_name and the versions;
+// every other function gives KVF_INVALID_ARGUMENT on its thread, and lines that it causes itself are dropped.
 typedef void (*kvf_log_callback)(uint32_t level, const char *target, const char *message, void *user);
 
 // Something that happened. Fields that a kind does not use are 0.

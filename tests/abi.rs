@@ -106,7 +106,7 @@ struct Program {
     says: &'static str,
 }
 
-const PROGRAMS: [Program; 3] = [
+const PROGRAMS: [Program; 4] = [
     Program {
         name: "agent",
         arguments: &["tcp", "shm"],
@@ -128,6 +128,13 @@ const PROGRAMS: [Program; 3] = [
         // It would take what threads of the parent have on their stacks for lost memory of the child.
         checked: &[],
         says: "every forked process was answered",
+    },
+    Program {
+        name: "log",
+        arguments: &[""],
+        sanitized: "",
+        checked: &[""],
+        says: "every call from the callback was refused",
     },
 ];
 

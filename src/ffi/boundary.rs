@@ -1,7 +1,7 @@
 //! What every export has in common: panics are caught, arguments are checked, and errors are kept for the caller.
 
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::c_char;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -10,6 +10,33 @@ use crate::error::{Error, ErrorKind, Result};
 thread_local! {
     /// The text of the last failed call of this thread.
     static LAST: RefCell<String> = const { RefCell::new(String::new()) };
+    /// Whether this thread is in a callback of the host's.
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the calling thread is in a callback of the host's.
+pub(super) fn is_in_callback() -> bool {
+    IN_CALLBACK.try_with(Cell::get).unwrap_or(false)
+}
+
+/// Calls the host's log callback. Until it returns, exports called on this thread are refused: it may be the thread that
+/// would have to answer them, or hold what they need.
+pub(super) fn call_back(callback: impl FnOnce()) {
+    /// Dropped when the callback is left by unwinding, which a C++ exception does, past locks that would stay held.
+    struct Returns;
+    impl Drop for Returns {
+        fn drop(&mut self) {
+            let line = "kvferry ERROR: the log callback did not return: it may throw no exception and end no thread; ending the \
+                        process\n";
+            let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
+            std::process::abort();
+        }
+    }
+    let _ = IN_CALLBACK.try_with(|inside| inside.set(true));
+    let returns = Returns;
+    callback();
+    std::mem::forget(returns);
+    let _ = IN_CALLBACK.try_with(|inside| inside.set(false));
 }
 
 /// Wraps the body of an export: `boundary!(kvf_noun_verb, { body })`, where the body is a `Result<()>`. Gives 0 or a
@@ -24,7 +51,7 @@ macro_rules! boundary {
 pub(super) fn run(name: &str, body: impl FnOnce() -> Result<()>) -> i32 {
     // A body that panicked half-way is not entered again with what it borrowed: everything shared is behind locks
     // that tolerate poisoning, or is only written when a call succeeds.
-    let error = match catch_unwind(AssertUnwindSafe(body)) {
+    let error = match catch_unwind(AssertUnwindSafe(|| not_in_callback().and_then(|()| body()))) {
         Ok(Ok(())) => return 0,
         Ok(Err(error)) => error,
         Err(payload) => Error::new(
@@ -35,6 +62,15 @@ pub(super) fn run(name: &str, body: impl FnOnce() -> Result<()>) -> i32 {
     let error = error.context(name);
     remember(error.message());
     error.kind().code()
+}
+
+fn not_in_callback() -> Result<()> {
+    if is_in_callback() {
+        return Err(Error::invalid(
+            "called from the log callback, whose thread may be the one that has to answer; call it from another thread",
+        ));
+    }
+    Ok(())
 }
 
 fn panic_text(payload: Box<dyn Any + Send>) -> String {
@@ -178,6 +214,16 @@ mod tests {
         assert_eq!(boundary!(kvf_test, { Ok(()) }), 0);
         assert_eq!(last(), "kvf_test: nothing?there");
         std::thread::spawn(|| assert_eq!(last(), "")).join().unwrap();
+    }
+
+    #[test]
+    fn calls_from_a_callback_are_refused() {
+        call_back(|| {
+            assert_eq!(run("kvf_test", || panic!("entered")), ErrorKind::InvalidArgument.code());
+            assert!(last().starts_with("kvf_test: called from the log callback"), "{}", last());
+            std::thread::spawn(|| assert_eq!(run("kvf_test", || Ok(())), 0)).join().unwrap();
+        });
+        assert_eq!(run("kvf_test", || Ok(())), 0);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Log lines for the host: to its callback, or to standard error.
 
-use std::cell::Cell;
 use std::env;
 use std::ffi::{CString, c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,18 +7,23 @@ use std::sync::{Once, PoisonError, RwLock, TryLockError};
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
-use crate::error::{Error, Result};
+use super::boundary::{call_back, is_in_callback};
+use crate::error::Error;
 use crate::sys::fork::PerProcess;
 
 /// Gets one log line. `level` is 1 (error), 2 (warn), 3 (info), 4 (debug) or 5 (trace); `target` names the module,
-/// such as "kvferry::agent". Both strings end with the call. It may come from any thread of the library and must not
-/// call `kvf_log_set` or `kvf_log_unset`; lines that it causes itself are dropped.
+/// such as "kvferry::agent". Both strings end with the call.
+///
+/// It may come from any thread, also from several at once, and that thread does nothing else until it returns. It must return:
+/// a C++ exception or the end of its thread ends the process. It may call kvf_last_error, kvf_status_name and the versions;
+/// every other function gives KVF_INVALID_ARGUMENT on its thread, and lines that it causes itself are dropped.
 pub type kvf_log_callback =
-    Option<unsafe extern "C" fn(level: u32, target: *const c_char, message: *const c_char, user: *mut c_void)>;
+    Option<unsafe extern "C-unwind" fn(level: u32, target: *const c_char, message: *const c_char, user: *mut c_void)>;
 
 #[derive(Clone, Copy)]
 struct Sink {
-    call: unsafe extern "C" fn(u32, *const c_char, *const c_char, *mut c_void),
+    // One that unwinds is noticed, see `call_back`.
+    call: unsafe extern "C-unwind" fn(u32, *const c_char, *const c_char, *mut c_void),
     user: *mut c_void,
 }
 
@@ -48,11 +52,6 @@ static LINES: PerProcess<Lines> = PerProcess::new(|earlier: Option<&Lines>| {
 /// Whether the logger was set, or is just being set, here or in the process from which this one was forked.
 static LOGGER_SET: AtomicBool = AtomicBool::new(false);
 
-thread_local! {
-    /// Whether this thread is in the callback.
-    static INSIDE: Cell<bool> = const { Cell::new(false) };
-}
-
 struct Host;
 
 impl Log for Host {
@@ -61,7 +60,7 @@ impl Log for Host {
     }
 
     fn log(&self, record: &Record<'_>) {
-        if !self.enabled(record.metadata()) || INSIDE.try_with(Cell::get).unwrap_or(true) {
+        if !self.enabled(record.metadata()) || is_in_callback() {
             return;
         }
         let sink = LINES.get().sink.read().unwrap_or_else(PoisonError::into_inner);
@@ -77,11 +76,9 @@ impl Log for Host {
 fn call(sink: Sink, record: &Record<'_>) {
     let target = c_text(record.target());
     let message = c_text(&record.args().to_string());
-    let _ = INSIDE.try_with(|inside| inside.set(true));
     // SAFETY: the callback was given for calls from any thread until it is unset, which waits for the lock that the
     // caller holds; both strings are live and end with a NUL.
-    unsafe { (sink.call)(record.level() as u32, target.as_ptr(), message.as_ptr(), sink.user) };
-    let _ = INSIDE.try_with(|inside| inside.set(false));
+    call_back(|| unsafe { (sink.call)(record.level() as u32, target.as_ptr(), message.as_ptr(), sink.user) });
 }
 
 fn print(record: &Record<'_>) {
@@ -124,13 +121,6 @@ pub(super) fn start() {
     });
 }
 
-fn not_inside() -> Result<()> {
-    if INSIDE.try_with(Cell::get).unwrap_or(false) {
-        return Err(Error::invalid("the log callback cannot set or unset a log callback; do it from elsewhere"));
-    }
-    Ok(())
-}
-
 /// Has `callback` called with `user` for every log line up to `max_level` (1 error to 5 trace, 0 none). Replaces a
 /// callback set before: when this returns, that one is not running and is not called any more. Without a callback,
 /// lines up to the level that the environment variable KVFERRY_LOG names (off, error, warn, info, debug, trace;
@@ -149,7 +139,6 @@ pub unsafe extern "C" fn kvf_log_set(callback: kvf_log_callback, user: *mut c_vo
                 .map(|level| level.to_level_filter())
                 .ok_or_else(|| Error::invalid(format!("max_level is {max_level}, expected 0 (none) to 5 (trace)")))?,
         };
-        not_inside()?;
         start();
         *LINES.get().sink.write().unwrap_or_else(PoisonError::into_inner) = Some(Sink { call, user });
         log::set_max_level(level);
@@ -162,7 +151,6 @@ pub unsafe extern "C" fn kvf_log_set(callback: kvf_log_callback, user: *mut c_vo
 #[unsafe(no_mangle)]
 pub extern "C" fn kvf_log_unset() -> i32 {
     boundary!(kvf_log_unset, {
-        not_inside()?;
         *LINES.get().sink.write().unwrap_or_else(PoisonError::into_inner) = None;
         log::set_max_level(LevelFilter::Warn);
         Ok(())
@@ -180,7 +168,7 @@ mod tests {
 
     type Lines = Mutex<Vec<(u32, String, String, i32)>>;
 
-    unsafe extern "C" fn note(level: u32, target: *const c_char, message: *const c_char, user: *mut c_void) {
+    unsafe extern "C-unwind" fn note(level: u32, target: *const c_char, message: *const c_char, user: *mut c_void) {
         log::error!(target: "ffi_test", "from inside");
         let refused = kvf_log_unset();
         // SAFETY: the strings are live during the call, and `user` is the test's `Lines`, which outlives the callback.
