@@ -7,6 +7,8 @@ key of the configuration, and `python -m kvferry config` shows them.
 The connector for vLLM is in `kvferry.vllm`.
 """
 
+from typing import TYPE_CHECKING
+
 from . import log, plan, settings, stats
 from ._errors import (
     AddressInUseError,
@@ -33,13 +35,24 @@ from ._errors import (
     UnsupportedError,
     VersionMismatchError,
 )
-from ._find import header_path, library_path
+from ._find import header_path, library_path, release
 from ._lib import abi_version, protocol_versions, ucx_info, version
 from .agent import Agent, Event, Message, PeerConnected, PeerLost, Region, Route, Segment, Transfer, TransferDone
 from .aggregator import Aggregator, Outcome, RankRecord
 from .listener import Listener
 from .scheduler import Scheduler
 from .worker import Rank, RecvFailure, RecvRecord, Report, Worker, decode_report, encode_report, merge_reports
+
+if TYPE_CHECKING:
+    __version__: str
+    """The release of this package, which is that of the library beside it."""
+else:
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":
+            return release()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AddressInUseError",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class KvferryError(Exception):
     """An error that libkvferry reported.
+
+    Those that are also an `OSError` have no `filename`. Their `strerror` is the message; their `errno` is that of the
+    kind, or None where the kind does not tell it.
 
     Attributes:
         code: The number of the error's kind, as in `kvferry.h` (`KVF_NOT_FOUND` is -2). Never changed or reused.
@@ -17,7 +22,11 @@ class KvferryError(Exception):
     message: str
 
     def __init__(self, code: int, name: str, message: str) -> None:
-        super().__init__(code, name, message)
+        # Not through OSError, which takes them for a number of the system, its text and a file.
+        super().__init__()
+        self.args = code, name, message
+        if isinstance(self, OSError):
+            _describe(self, message)
         self.code = code
         self.name = name
         self.message = message
@@ -113,6 +122,17 @@ class LeaseExpiredError(KvferryError):
 class DigestMismatchError(KvferryError):
     """The bytes that arrived are not those that the producer has."""
 
+
+def _describe(error: OSError, message: str) -> None:
+    error.errno, error.strerror = _ERRNO.get(type(error)), message
+
+
+_ERRNO: dict[type, int] = {
+    UnreachableError: errno.EHOSTUNREACH,
+    PeerDiedError: errno.ECONNRESET,
+    TimedOutError: errno.ETIMEDOUT,
+    AddressInUseError: errno.EADDRINUSE,
+}
 
 _CLASSES: dict[str, type[KvferryError]] = {
     "invalid_argument": InvalidArgumentError,

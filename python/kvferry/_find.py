@@ -19,6 +19,12 @@ def header_path() -> Path:
     return _HERE / "kvferry.h"
 
 
+def release() -> str:
+    """The release that this package belongs to. Does not load the library."""
+    found = re.search(r'^#define KVF_VERSION "(.*)"$', header_path().read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else "unknown"
+
+
 def parsed_header() -> Path:
     """The header's declarations as `scripts/build-wheel` has parsed them for cffi. Only a wheel has the file."""
     return _HERE / "_native" / "ffi.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -52,6 +53,29 @@ def test_every_code_of_the_header_has_its_class_and_survives_pickling() -> None:
         assert type(error) is not kvferry.KvferryError
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), again.code, again.name, str(again)) == (type(error), int(code), name.lower(), str(error))
+
+
+def test_errors_that_are_of_the_system_too_carry_its_numbers() -> None:
+    numbers = {"timeout": errno.ETIMEDOUT, "address_in_use": errno.EADDRINUSE, "io": None}
+    numbers |= {"unreachable": errno.EHOSTUNREACH, "peer_died": errno.ECONNRESET}
+    found = {}
+    for name in _errors._CLASSES:
+        error = _errors.make_error(-99, name, "what to do")
+        assert (error.code, error.args, str(error)) == (-99, (-99, name, "what to do"), f"{name}: what to do")
+        if isinstance(error, OSError):
+            found[name] = error.errno
+            assert (error.strerror, error.filename, error.filename2) == ("what to do", None, None)
+            again = pickle.loads(pickle.dumps(error))
+            assert (again.errno, again.strerror) == (error.errno, error.strerror)
+    assert found == numbers
+
+
+def test_the_release_is_known_without_the_library() -> None:
+    code = "import kvferry; print(kvferry.__version__); print(hasattr(kvferry, 'no_such_name'))"
+    environment = {**os.environ, "KVFERRY_LIBRARY": "/no/such/libkvferry.so"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.split() == [kvferry.version(), "False"], done.stderr
+    assert kvferry.__version__ == kvferry.version()
 
 
 def test_stale_and_foreign_handles_are_errors_in_the_library_itself() -> None:
