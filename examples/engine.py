@@ -40,7 +40,7 @@ class Engine:
         # `compat` names what both engines must share; a difference ends in a failed request that names it.
         compat = [["model", "example"], ["dtype", "uint8"]]
         self.worker = Worker({"engine_id": name, "compat": compat, "verdict_timeout_ms": 8000})
-        region = self.worker.register(self.cache.ctypes.data, self.cache.nbytes)
+        region = self.worker.register(self.cache)
         area = {
             **{"part": "kv", "group": 0, "region": region, "num_blocks": BLOCKS, "block_stride": HEADS * HEAD_BYTES},
             **{"heads": HEADS, "first_head": 0, "total_heads": HEADS, "head_stride": HEAD_BYTES},

@@ -382,8 +382,8 @@ int32_t kvf_log_set(kvf_log_callback callback,
                     void *user,
                     uint32_t max_level);
 
-// Removes the callback: when this returns, it is not running and is not called any more. Lines up to "warn" go to
-// standard error again.
+// Removes the callback: when this returns, it is not running and is not called any more. Lines go to standard error as
+// KVFERRY_LOG says, as before kvf_log_set.
 int32_t kvf_log_unset(void);
 
 // Starts an agent: opens UCX and starts the thread that owns it.

@@ -11,17 +11,20 @@ import atexit
 import importlib.util
 import logging
 import math
+import os
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from _thread import start_new_thread
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgpack
 
-from ._errors import KvferryError, ShutDownError, invalid, make_error
+from ._errors import InternalError, KvferryError, NotFoundError, ShutDownError, TimedOutError, invalid, make_error
 from ._find import GET_LIBRARY, declarations, header_path, library_path, packaged_ucx, parsed_header
 
 ABI_VERSION = 1
@@ -180,6 +183,50 @@ def take(buffer: Any) -> bytes:
     return data
 
 
+# --- waiting
+
+_T = TypeVar("_T")
+_TURN_MS = 100
+
+
+def in_turns(limit: float, attempt: Callable[[int], _T | None]) -> _T | None:
+    """Calls `attempt` with the milliseconds that it may wait until it returns something; None after `limit` seconds.
+
+    Every wait for something of the library's goes through here. The turns are short because the interpreter handles
+    signals, such as that of Ctrl-C, only between two calls.
+    """
+    left, deadline = limit * 1000, time.monotonic() + limit
+    while True:
+        found = attempt(_TURN_MS if left >= _TURN_MS else max(math.ceil(left), 0))
+        if found is not None:
+            return found
+        left = (deadline - time.monotonic()) * 1000
+        if left <= 0:
+            return None
+
+
+def aside(act: Callable[[], _T]) -> _T:
+    """Runs `act`, a long call that cannot be cut into turns, on a thread of its own, while this one handles signals.
+
+    After an exception from a handler the call goes on until it ends by itself, and nobody learns how.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="kvferry-call", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
 # --- values
 
 
@@ -332,20 +379,38 @@ _left_behind: list[object] = []
 _WITH_MEMORY = ("agent", "worker")
 """Those whose threads use memory of the program."""
 
-_live: weakref.WeakSet[Handle] = weakref.WeakSet()
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_all() -> None:
     """Ends agents and workers before the interpreter frees what they read and write, in an order of its own."""
-    for handle in list(_live):
+    for handle in list(_handles):
+        if handle.noun not in _WITH_MEMORY:
+            continue
         try:
             handle.free()
-        except ShutDownError:
-            # In a process that was forked off it is the other one's.
-            pass
         except Exception as error:
             logging.getLogger("kvferry").error("ending an %s at the interpreter's exit: %s", handle.noun, error)
+
+
+def _leave_all() -> None:
+    """In a process that was forked off: the objects are the other one's, and their locks may be held for ever."""
+    global _load_lock
+    _load_lock = threading.Lock()
+    for handle in list(_handles):
+        handle.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
+
+
+class _Thread(threading.local):
+    is_in_log_callback = False
+
+
+this_thread = _Thread()
+"""What is true of the calling thread."""
 
 
 class Handle:
@@ -355,29 +420,62 @@ class Handle:
     the objects whose memory the library may touch. They are let go after it is done with them.
     """
 
+    pointer: Any = None
+    is_of_another_process = False
+
     def __init__(self, noun: str, config: bytes) -> None:
         self.noun = noun
-        self.pointer: Any = None
         self.owners: dict[object, object] = {}
         self.lock = threading.Lock()
         out = new(f"kvf_{noun} **")
         call(f"kvf_{noun}_start", config, out)
         self.pointer = out[0]
-        if noun in _WITH_MEMORY:
-            _live.add(self)
+        _handles.add(self)
 
     def get(self) -> Any:
-        """The pointer; raises `ShutDownError` when it is freed."""
+        """The pointer; raises `ShutDownError` when it is freed, or was made before a fork."""
         pointer = self.pointer
         if pointer is None:
-            raise make_error(-17, "shut_down", f"this {self.noun} is shut down; make a new one")
+            why = "is shut down; make a new one"
+            if self.is_of_another_process:
+                why = "was made before a fork, by another process; start processes by spawn, and make one here"
+            raise make_error(-17, "shut_down", f"this {self.noun} {why}")
         return pointer
 
+    def leave(self) -> None:
+        """Forgets the object, which is another process's."""
+        self.lock = threading.Lock()
+        self.is_of_another_process, self.pointer = True, None
+
     def call(self, verb: str, *arguments: Any) -> None:
-        call(f"kvf_{self.noun}_{verb}", self.get(), *arguments)
+        try:
+            call(f"kvf_{self.noun}_{verb}", self.get(), *arguments)
+        except NotFoundError:
+            # Another thread may have freed it after the look.
+            self.get()
+            raise
 
     def ask(self, verb: str, *arguments: Any) -> bytes:
-        return ask(f"kvf_{self.noun}_{verb}", self.get(), *arguments)
+        buffer = new("kvf_buffer *")
+        self.call(verb, *arguments, buffer)
+        return take(buffer)
+
+    def register(self, owner: object, *arguments: Any) -> object:
+        """Registers memory of `owner`, which is kept until the object is freed. Returns its key in `owners`.
+
+        It is kept from before the call on, since an interrupt can end the method right after the call.
+        """
+        key = object()
+        self.owners[key] = owner
+        try:
+            self.call("register", *arguments)
+        except (TimedOutError, ShutDownError, InternalError):
+            # The library may have registered it all the same.
+            raise
+        except KvferryError:
+            del self.owners[key]
+            raise
+        return key
 
     def number(self, ctype: str, verb: str, *arguments: Any) -> int:
         """The number of type `ctype` that a function leaves at its last parameter."""
@@ -427,9 +525,20 @@ class Handle:
     def __del__(self) -> None:
         # Modules may be half gone at interpreter exit; the process ends anyway then.
         try:
-            self.free()
+            if this_thread.is_in_log_callback:
+                # The collector runs on any thread, and the library refuses calls on this one.
+                start_new_thread(_free, (self,))
+            else:
+                self.free()
         except Exception:
             pass
+
+
+def _free(handle: Handle) -> None:
+    try:
+        handle.free()
+    except Exception:
+        pass
 
 
 # --- versions

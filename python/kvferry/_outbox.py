@@ -6,13 +6,12 @@ leaves reports in memory of ours (`kvf_outbox`), and most polls are one look at 
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from functools import partial
-from weakref import WeakSet
 
 from . import _lib
+from ._errors import ShutDownError
 
 _NEWS = b"\1"
 _BYTES = 64 << 10
@@ -50,6 +49,8 @@ class WorkerHandle(_lib.Handle):
         """`news[0]` is not 0 when a poll has something to tell, also that the worker is shut down."""
         self.outbox: Outbox | None = None
         """None once the worker is shut down."""
+        self.kept: list[bytes] = []
+        """Reports that an interrupted wait had taken."""
         super().__init__("worker", config)
         self.set_outbox(_BYTES if _IN_ORDER else _lib.load().ffi.sizeof("kvf_outbox"))
         self._submit = partial(_lib.load().functions.kvf_worker_submit, self.get())
@@ -61,11 +62,15 @@ class WorkerHandle(_lib.Handle):
         self.outbox, self.news = outbox, outbox.news
         # The library writes there until it is through with this worker.
         self.owners["outbox"] = outbox
-        _with_outbox.add(self)
 
     def leave_outbox(self) -> None:
         """From now on polls ask the library."""
         self.outbox, self.news = None, _NEWS
+
+    def leave(self) -> None:
+        # Nobody fills this process's copy of the outbox.
+        self.leave_outbox()
+        super().leave()
 
     def free(self) -> None:
         self.leave_outbox()
@@ -78,6 +83,9 @@ class WorkerHandle(_lib.Handle):
             self.end("suspend", limit)
             # Another thread may be polling just now.
             return self.wait(_LAST_TURN_SECONDS)
+        except ShutDownError:
+            # There is none.
+            return None
         finally:
             self.free()
 
@@ -98,6 +106,8 @@ class WorkerHandle(_lib.Handle):
             # Another thread takes what there is.
             return None
         try:
+            if self.kept:
+                return self.take_kept(outbox)
             if outbox.news[0] == 1:
                 report: bytes = outbox.reports[: outbox.length[0]]
                 outbox.full[0] = 0
@@ -107,35 +117,38 @@ class WorkerHandle(_lib.Handle):
             outbox.turns.append(turn)
 
     def wait(self, timeout: float) -> bytes | None:
-        limit = _lib.milliseconds(timeout)
-        deadline = time.monotonic() + limit / 1000
+        return _lib.in_turns(_lib.milliseconds(timeout) / 1000, self.take_turn)
+
+    def take_turn(self, limit: int) -> bytes | None:
+        """Waits up to `limit` milliseconds for a report."""
         outbox = self.outbox
         if outbox is None:
             return self.ask("wait", 0) or None
-        while True:
-            left = _lib.milliseconds(max(deadline - time.monotonic(), 0))
-            try:
-                turn = outbox.turns.pop()
-                break
-            except IndexError:
-                # Another thread polls, which is over at once, or waits.
-                self.get()
-                if left == 0:
-                    return None
-                time.sleep(0.001)
         try:
-            return self.ask("wait", left) or None
+            turn = outbox.turns.pop()
+        except IndexError:
+            # Another thread polls, which is over at once, or waits.
+            self.get()
+            if limit > 0:
+                time.sleep(0.001)
+            return None
+        buffer = _lib.new("kvf_buffer *")
+        try:
+            if self.kept:
+                return self.take_kept(outbox)
+            self.call("wait", limit, buffer)
+            return _lib.take(buffer) or None
+        except BaseException:
+            if buffer.len:
+                # An interrupt came after the call: the next poll gets it.
+                self.kept.append(_lib.take(buffer))
+                self.news = _NEWS
+            raise
         finally:
             outbox.turns.append(turn)
 
-
-_with_outbox: WeakSet[WorkerHandle] = WeakSet()
-
-
-def _leave_outboxes() -> None:
-    """In a child process, whose copies of outboxes nobody fills: polls ask the library, which says so."""
-    for worker in list(_with_outbox):
-        worker.leave_outbox()
-
-
-os.register_at_fork(after_in_child=_leave_outboxes)
+    def take_kept(self, outbox: Outbox) -> bytes:
+        report = self.kept.pop(0)
+        if not self.kept:
+            self.news = outbox.news
+        return report

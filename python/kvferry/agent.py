@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
-import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -138,7 +137,7 @@ class Region:
 class Agent(AbstractContextManager["Agent"]):
     """Moves bytes between registered memory of this process and of other agents.
 
-    May be used from any thread. Nothing but `wait`, `Transfer.wait` and `shutdown` waits for the network.
+    May be used from any thread. Nothing but `wait`, `Transfer.wait`, `deregister` and `shutdown` waits for the network.
 
     Args:
         config: The keys of an agent, see `kvferry.settings`, `kvferry config --all` and docs/configuration.md. Unknown
@@ -148,9 +147,13 @@ class Agent(AbstractContextManager["Agent"]):
     def __init__(self, config: Mapping[str, object] | None = None) -> None:
         self._handle = _lib.Handle("agent", _wire.pack("config", {} if config is None else config))
         self._lock = threading.Lock()
-        self._polling = threading.Lock()
-        self._events: deque[Event] = deque()
-        # Where the library leaves events, used by who holds `_polling`, and a transfer's id, by who holds `_lock`.
+        self._changed = threading.Condition(self._lock)
+        self._is_polling = False
+        """Whether a thread is taking events from the library. Afterwards it notifies `_changed`."""
+        self._waiting = 0
+        """How many threads wait for that."""
+        self._events: list[Event] = []
+        # Where the library leaves events, used by that thread, and a transfer's id, by who holds `_lock`.
         self._raw, self._count, self._id = (
             _lib.new(f"kvf_event[{_EVENTS_AT_ONCE}]"),
             _lib.new("size_t *"),
@@ -172,8 +175,10 @@ class Agent(AbstractContextManager["Agent"]):
         """
         span = span_of(memory, kind, device)
         id, index = _lib.new("uint64_t *"), _lib.new("uint32_t *")
-        self._handle.call("register", *memory_arguments(*span[:4]), id, index)
-        self._handle.owners[id[0]] = span.owner
+        owners = self._handle.owners
+        key = self._handle.register(span.owner, *memory_arguments(*span[:4]), id, index)
+        owners[id[0]] = owners[key]
+        del owners[key]
         return Region(id[0], index[0], span.address, span.nbytes)
 
     def deregister(self, region: Region) -> None:
@@ -242,6 +247,7 @@ class Agent(AbstractContextManager["Agent"]):
         library = _lib.load()
         array, count = library.ffi.from_buffer(library.segments, packed), len(packed) // _SEGMENT.size
         plan = getattr(library.functions, direction), array, count, *_lib.pairs(blocks)
+        self._handle.get()
         # Held over the call, so that the event of a transfer that ends at once finds it in the table.
         with self._lock:
             if message is None:
@@ -263,18 +269,16 @@ class Agent(AbstractContextManager["Agent"]):
         self._handle.call("send", _lib.whole("peer", peer), _lib.data("a message", data))
 
     def poll(self) -> list[Event]:
-        """The events that have happened since the last call, oldest first. Does not wait."""
-        self._pump(0.0)
+        """The events that have happened since the last call, oldest first. Does not wait, even if other threads do."""
+        self._pump(0, lambda: False)
         return self._taken()
 
     def wait(self, timeout: float) -> list[Event]:
-        """Like `poll`, but waits up to `timeout` seconds for the first event; empty when none came."""
-        timeout = _lib.seconds(timeout)
-        with self._lock:
-            ready = bool(self._events)
-        if not ready:
-            self._pump(timeout)
-        return self._taken()
+        """Like `poll`, but waits up to `timeout` seconds for the first event; empty when none came.
+
+        Raises `ShutDownError` when the agent is shut down meanwhile and every event was taken.
+        """
+        return _lib.in_turns(_lib.seconds(timeout), self._next) or []
 
     def stats(self) -> dict[str, object]:
         """Gauges, counters and histograms of the agent since its start; `kvferry.stats.metrics` tells what each is."""
@@ -303,18 +307,60 @@ class Agent(AbstractContextManager["Agent"]):
 
     def _taken(self) -> list[Event]:
         with self._lock:
-            events = list(self._events)
-            self._events.clear()
+            events, self._events = self._events, []
         return events
 
-    def _pump(self, timeout: float) -> None:
-        """Takes events from the library, waiting up to `timeout` seconds for the first."""
-        with self._polling:
-            raw, count = self._raw, self._count
-            if timeout > 0:
-                self._handle.call("wait", _lib.milliseconds(timeout), raw, _EVENTS_AT_ONCE, count)
+    def _next(self, limit: int) -> list[Event] | None:
+        """The events that there are, waiting up to `limit` milliseconds for the first; None without one."""
+        self._pump(limit, lambda: self._events)
+        return self._taken() or None
+
+    def _pump(self, limit: int, enough: Callable[[], object]) -> None:
+        """Takes events from the library, waiting up to `limit` milliseconds for the first, unless `enough()`.
+
+        While another thread does so, it waits as long for what that one takes.
+        """
+        # Before the lock, which in a process that was forked off may be held for ever.
+        self._handle.get()
+        is_polling = False
+        try:
+            with self._lock:
+                if enough():
+                    return
+                if self._is_polling:
+                    if limit > 0:
+                        self._wait_for_poller(limit)
+                    return
+                is_polling = self._is_polling = True
+            self._take(limit)
+        finally:
+            if is_polling:
+                # Before anything that an interrupt can keep from happening.
+                self._is_polling = False
+                if self._waiting:
+                    with self._lock:
+                        self._changed.notify_all()
+
+    def _wait_for_poller(self, limit: int) -> None:
+        """With the lock."""
+        self._waiting += 1
+        try:
+            # Looked at once more: a thread that leaves looks for those that wait after it has said so.
+            if self._is_polling:
+                self._changed.wait(limit / 1000)
+        finally:
+            self._waiting -= 1
+
+    def _take(self, limit: int) -> None:
+        raw, count = self._raw, self._count
+        count[0] = 0
+        try:
+            if limit > 0:
+                self._handle.call("wait", limit, raw, _EVENTS_AT_ONCE, count)
             else:
                 self._handle.call("poll", raw, _EVENTS_AT_ONCE, count)
+        finally:
+            # Also those that the library had given when an interrupt came.
             events = [self._event(raw[number]) for number in range(count[0])]
             with self._lock:
                 for event in events:
@@ -337,15 +383,16 @@ class Agent(AbstractContextManager["Agent"]):
         return PeerLost(raw.peer, error or make_error(-10, "peer_died", "the connection broke"))
 
     def _wait_for(self, transfer: Transfer, timeout: float | None) -> TransferDone:
-        limit = None if timeout is None else _lib.seconds(timeout, ", or None to wait until it has ended")
-        deadline = None if limit is None else time.monotonic() + limit
-        while transfer._done is None:
-            left = 1.0 if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                raise make_error(-11, "timeout", f"transfer {transfer.id} has not ended within {timeout} s")
-            # Short turns, so that one of two waiting threads sees what the other has taken in.
-            self._pump(min(left, 0.1))
-        return transfer._done
+        def ended(limit: int) -> TransferDone | None:
+            if transfer._done is None:
+                self._pump(limit, lambda: transfer._done)
+            return transfer._done
+
+        limit = math.inf if timeout is None else _lib.seconds(timeout, ", or None to wait until it has ended")
+        done = _lib.in_turns(limit, ended)
+        if done is None:
+            raise make_error(-11, "timeout", f"transfer {transfer.id} has not ended within {timeout} s")
+        return done
 
 
 def _wrong_segment(segments: object, error: Exception) -> KvferryError:

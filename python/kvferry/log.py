@@ -17,7 +17,8 @@ _routed = False
 def route(level: str = "info") -> None:
     """Sends log lines of `level` ("error", "warn", "info", "debug" or "trace") and above to `logging`.
 
-    Lines come from any of the library's threads. Undone by `unroute`, and at interpreter exit.
+    Lines come from any of the library's threads, which wait for the handlers. In a handler, calls of this package that
+    reach the library raise `InvalidArgumentError`. Undone by `unroute`, and at interpreter exit.
     """
     global _callback, _routed
     number = _NUMBERS.get(level)
@@ -26,9 +27,13 @@ def route(level: str = "info") -> None:
     ffi = _lib.load().ffi
 
     def emit(level: int, target: Any, message: Any, _user: Any) -> None:
-        # Targets are Rust module paths such as kvferry::agent::engine: the logger is kvferry.agent.engine.
-        name, text = (ffi.string(part).decode("utf-8", "replace") for part in (target, message))
-        logging.getLogger(name.replace("::", ".")).log(_LEVELS.get(level, logging.INFO), "%s", text)
+        _lib.this_thread.is_in_log_callback = True
+        try:
+            # Targets are Rust module paths such as kvferry::agent::engine: the logger is kvferry.agent.engine.
+            name, text = (ffi.string(part).decode("utf-8", "replace") for part in (target, message))
+            logging.getLogger(name.replace("::", ".")).log(_LEVELS.get(level, logging.INFO), "%s", text)
+        finally:
+            _lib.this_thread.is_in_log_callback = False
 
     callback = ffi.callback("void(uint32_t, const char *, const char *, void *)", emit)
     _lib.call("kvf_log_set", callback, ffi.NULL, number)

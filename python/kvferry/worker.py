@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 from . import _lib, _wire
-from ._memory import memory_arguments
+from ._memory import Span, memory_arguments, span_of
 from ._outbox import WorkerHandle
 
 MemoryKind = Literal["host", "cuda"]
@@ -73,13 +73,32 @@ class Worker(AbstractContextManager["Worker"]):
     def __init__(self, config: Mapping[str, object]) -> None:
         self._handle = WorkerHandle(_wire.pack("config", config))
 
-    def register(self, addr: int, nbytes: int, kind: MemoryKind = "host", device: int = 0) -> int:
-        """Registers `nbytes` bytes at `addr` and returns the region's index, counted from 0 in order of registration.
+    def register(
+        self,
+        memory: Any,
+        nbytes: int | None = None,
+        kind: MemoryKind | None = None,
+        device: int | None = None,
+        *,
+        owner: object = None,
+    ) -> int:
+        """Registers contiguous memory and returns the region's index, counted from 0 in order of registration.
 
-        The memory must stay valid until `shutdown` or `suspend` returns. `device` is the CUDA ordinal when `kind` is
-        "cuda".
+        Args:
+            memory: What `Agent.register` takes, or an address with `nbytes`.
+            nbytes: The length of the memory at an address.
+            kind: "host" or "cuda"; needed only for CUDA memory given by address.
+            device: The CUDA device's ordinal, when `kind` is "cuda".
+            owner: What keeps memory at an address alive. It, or `memory` itself, is kept until `shutdown` or `suspend`
+                has returned, and for ever when that fails. For a bare address without an owner, that is your job.
         """
-        return self._handle.number("uint32_t", "register", *memory_arguments(addr, nbytes, kind, device))
+        if nbytes is None:
+            span = span_of(memory, kind, device)
+        else:
+            span = Span(memory, nbytes, kind or "host", device or 0, None)
+        index = _lib.new("uint32_t *")
+        self._handle.register((span.owner, owner), *memory_arguments(*span[:4]), index)
+        return int(index[0])
 
     def set_geometry(self, geometry: Mapping[str, object]) -> None:
         """States where the rank keeps which part of the cache.
@@ -116,7 +135,7 @@ class Worker(AbstractContextManager["Worker"]):
         """
         name, number = _lib.text("host", host), _lib.whole("port", port, 16)
         ranks, limit = _lib.whole("expected", expected, 32), _lib.milliseconds(timeout)
-        return self._handle.number("uint32_t", "push_metadata", name, number, ranks, limit)
+        return _lib.aside(lambda: self._handle.number("uint32_t", "push_metadata", name, number, ranks, limit))
 
     def submit(self, step: bytes) -> None:
         """Hands over one step made by `Scheduler.step`. Returns at once.
@@ -141,7 +160,10 @@ class Worker(AbstractContextManager["Worker"]):
         return None if report is None else decode_report(report)
 
     def wait_encoded(self, timeout: float) -> bytes | None:
-        """Like `poll_encoded`, but waits up to `timeout` seconds for something to happen."""
+        """Like `poll_encoded`, but waits up to `timeout` seconds for something to happen.
+
+        Raises `ShutDownError` when the worker is shut down meanwhile and every report was taken.
+        """
         return self._handle.wait(timeout)
 
     def wait(self, timeout: float) -> Report | None:

@@ -107,18 +107,26 @@ pub(super) fn start() {
         if LOGGER_SET.swap(true, Ordering::Relaxed) || log::set_logger(&Host).is_err() {
             return;
         }
-        match env::var("KVFERRY_LOG").as_deref().map(str::parse::<LevelFilter>) {
-            Ok(Ok(level)) => log::set_max_level(level),
-            Err(env::VarError::NotPresent) => log::set_max_level(LevelFilter::Warn),
-            Ok(Err(_)) | Err(env::VarError::NotUnicode(_)) => {
-                log::set_max_level(LevelFilter::Warn);
-                log::warn!(
-                    "KVFERRY_LOG={:?} is no level; expected off, error, warn, info, debug or trace; using warn",
-                    env::var_os("KVFERRY_LOG").unwrap_or_default()
-                );
-            }
+        let level = environment_level();
+        log::set_max_level(level.unwrap_or(DEFAULT_LEVEL));
+        if level.is_none() {
+            log::warn!(
+                "KVFERRY_LOG={:?} is no level; expected off, error, warn, info, debug or trace; using warn",
+                env::var_os("KVFERRY_LOG").unwrap_or_default()
+            );
         }
     });
+}
+
+const DEFAULT_LEVEL: LevelFilter = LevelFilter::Warn;
+
+/// The level of lines on standard error; none if the variable names no level.
+fn environment_level() -> Option<LevelFilter> {
+    match env::var("KVFERRY_LOG") {
+        Ok(level) => level.parse().ok(),
+        Err(env::VarError::NotPresent) => Some(DEFAULT_LEVEL),
+        Err(env::VarError::NotUnicode(_)) => None,
+    }
 }
 
 /// Has `callback` called with `user` for every log line up to `max_level` (1 error to 5 trace, 0 none). Replaces a
@@ -146,13 +154,13 @@ pub unsafe extern "C" fn kvf_log_set(callback: kvf_log_callback, user: *mut c_vo
     })
 }
 
-/// Removes the callback: when this returns, it is not running and is not called any more. Lines up to "warn" go to
-/// standard error again.
+/// Removes the callback: when this returns, it is not running and is not called any more. Lines go to standard error as
+/// KVFERRY_LOG says, as before kvf_log_set.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvf_log_unset() -> i32 {
     boundary!(kvf_log_unset, {
         *LINES.get().sink.write().unwrap_or_else(PoisonError::into_inner) = None;
-        log::set_max_level(LevelFilter::Warn);
+        log::set_max_level(environment_level().unwrap_or(DEFAULT_LEVEL));
         Ok(())
     })
 }

@@ -292,6 +292,34 @@ def test_registered_memory_is_kept_alive() -> None:
         assert seen() is None
 
 
+def test_a_worker_keeps_what_it_registered_alive() -> None:
+    class Owner:
+        """Of memory that is given by its address."""
+
+    array, other = np.zeros(4096, dtype=np.uint8), np.zeros(4096, dtype=np.uint8)
+    owner, data = Owner(), bytearray(4096)
+    seen = weakref.ref(owner)
+    with kvferry.Worker({"engine_id": "owners", "transport": "tcp"}) as worker:
+        assert worker.register(array.ctypes.data, array.nbytes, owner=owner) == 0
+        assert worker.register(data) == 1
+        assert worker.register((other.ctypes.data, other.nbytes)) == 2
+        with pytest.raises(kvferry.KvferryError, match="not mapped"):
+            worker.register(16, 4096, owner=Owner())
+        assert sum(isinstance(part, Owner) for kept in worker._handle.owners.values() for part in as_tuple(kept)) == 1
+        del owner
+        gc.collect()
+        assert seen() is not None
+        with pytest.raises(BufferError):
+            data.clear()
+    gc.collect()
+    assert seen() is None
+    data.clear()
+
+
+def as_tuple(kept: object) -> tuple[object, ...]:
+    return kept if isinstance(kept, tuple) else (kept,)
+
+
 def test_a_bytearray_cannot_shrink_under_a_registration() -> None:
     with kvferry.Agent({"transport": "tcp"}) as agent:
         data = bytearray(4096)

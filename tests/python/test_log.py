@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import kvferry
 import kvferry.log
 import pytest
-from pair import BLOCKS, pair
+from kvferry import _lib
+from pair import BLOCKS, pair, until
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +35,84 @@ def test_lines_reach_logging_until_unrouted(caplog: pytest.LogCaptureFixture) ->
     with kvferry.Agent({"name": "silent", "transport": "tcp"}):
         pass
     assert not caplog.records
+
+
+_UNROUTED = """
+import kvferry, kvferry.log, logging
+logging.basicConfig(level=logging.DEBUG, format="in logging: %(message)s")
+kvferry.log.route("error")
+kvferry.log.unroute()
+with kvferry.Agent({"transport": "tcp"}):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", True), ("off", False), (None, False)])
+def test_unrouted_lines_are_those_of_the_environment(level: str | None, shown: bool) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "KVFERRY_LOG"}
+    if level is not None:
+        environment["KVFERRY_LOG"] = level
+    done = subprocess.run(
+        [sys.executable, "-c", _UNROUTED], capture_output=True, timeout=60, env=environment, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("kvferry INFO kvferry::agent" in done.stderr) == shown, done.stderr
+    assert "in logging" not in done.stderr
+
+
+class Asks(logging.Handler):
+    """Calls the library from the handler of its lines, and lets go of objects there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agent: kvferry.Agent | None = None
+        self.let_go: list[kvferry.Agent] = []
+        self.refused: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.let_go.clear()
+        if self.agent is None:
+            return
+        try:
+            self.agent.stats()
+        except kvferry.InvalidArgumentError as error:
+            self.refused.append(error.message)
+
+
+def test_a_handler_that_calls_the_library_is_refused_at_once() -> None:
+    handler, logger = Asks(), logging.getLogger("kvferry")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(1)
+    kvferry.log.route("trace")
+    try:
+        with kvferry.Agent({"transport": "tcp"}) as agent, kvferry.Agent({"transport": "tcp"}) as other:
+            third = kvferry.Agent({"transport": "tcp"})
+            pointer = third._handle.get()
+            handler.agent = agent
+            handler.let_go.append(third)
+            del third
+            agent.connect(other.metadata())
+            until("no line", lambda: bool(handler.refused) and not handler.let_go)
+            handler.agent = None
+            assert all("log callback" in text for text in handler.refused)
+            # What is let go of in a handler is freed all the same.
+            until("not freed", lambda: is_freed(pointer))
+            agent.stats()
+    finally:
+        kvferry.log.unroute()
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def is_freed(pointer: Any) -> bool:
+    try:
+        _lib.ask("kvf_agent_stats", pointer)
+    except kvferry.NotFoundError:
+        return True
+    except kvferry.ShutDownError:
+        pass
+    return False
 
 
 def test_an_unknown_level_is_refused() -> None:

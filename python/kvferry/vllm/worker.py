@@ -143,7 +143,7 @@ class WorkerSide:
         )
         try:
             for region in layout.regions:
-                worker.register(region.addr, region.nbytes, region.kind, region.device)
+                worker.register(region.addr, region.nbytes, region.kind, region.device, owner=caches)
             worker.set_geometry(layout.geometry)
             self._metadata = KvferryHandshakeMetadata(worker.metadata())
             # To the host buffer, what a step grants is copied before it is queued.
