@@ -474,7 +474,8 @@ int32_t kvf_agent_poll(struct kvf_agent *agent,
                        size_t cap,
                        size_t *count);
 
-// Like kvf_agent_poll, but waits up to `timeout_ms` milliseconds for the first event.
+// Like kvf_agent_poll, but waits up to `timeout_ms` milliseconds for the first event. KVF_SHUT_DOWN when the agent has
+// ended and every event was taken.
 int32_t kvf_agent_wait(struct kvf_agent *agent,
                        uint32_t timeout_ms,
                        struct kvf_event *out,
@@ -656,8 +657,11 @@ int32_t kvf_worker_set_outbox(struct kvf_worker *worker,
 // What has happened since the last poll, as an encoded report; an empty buffer when nothing has. Never waits.
 int32_t kvf_worker_poll(struct kvf_worker *worker, struct kvf_buffer *out);
 
-// Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen.
-int32_t kvf_worker_wait(struct kvf_worker *worker, uint32_t timeout_ms, struct kvf_buffer *out);
+// Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen. KVF_SHUT_DOWN when the worker has
+// ended and every report was taken.
+int32_t kvf_worker_wait(struct kvf_worker *worker,
+                        uint32_t timeout_ms,
+                        struct kvf_buffer *out);
 
 // Figures since the start as a msgpack map: totals (as stats in reports), gauges, agent (as of kvf_agent_stats),
 // malformed_steps, malformed_messages. kvf_stats_metrics tells what each of totals and agent is.

@@ -219,6 +219,13 @@ impl Shared {
         }
     }
 
+    /// Whether the agent has ended and every event was taken.
+    pub(crate) fn is_drained(&self) -> bool {
+        // In the order of `end`, so that its last events count.
+        let events = lock(&self.events);
+        events.is_empty() && self.live.lock().ended
+    }
+
     /// Waits until a transfer is over.
     pub(crate) fn wait_transfer(&self, id: TransferId, timeout: Duration) -> Result<()> {
         let deadline = Instant::now().checked_add(timeout);

@@ -369,10 +369,14 @@ impl Agent {
         self.0.shared.poll_event()
     }
 
-    /// The oldest event not yet taken, waiting for one for at most `timeout`; `None` at once after a shutdown when
-    /// none is left.
+    /// The oldest event not yet taken, waiting for one for at most `timeout`; `None` at once when [`Agent::is_drained`].
     pub fn wait_event(&self, timeout: Duration) -> Option<Event> {
         self.0.shared.wait_event(timeout)
+    }
+
+    /// Whether the agent has ended and every event was taken, so that none will come any more.
+    pub fn is_drained(&self) -> bool {
+        self.0.shared.is_drained()
     }
 
     /// Counters now.

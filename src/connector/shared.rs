@@ -221,6 +221,12 @@ impl Shared {
         self.wait(timeout).map(|held| held.into_bytes())
     }
 
+    /// Whether the driver is gone and every report was taken.
+    pub(super) fn is_drained(&self) -> bool {
+        let slot = lock(&self.report);
+        self.is_gone() && slot.held.is_none() && !slot.has_left()
+    }
+
     fn wait(&self, timeout: Duration) -> Option<Box<Held>> {
         let start = Instant::now();
         let mut slot = lock(&self.report);

@@ -235,7 +235,7 @@ impl Worker {
         self.shared.set_outbox(outbox);
     }
 
-    /// As [`Worker::poll`], but waits for news for at most `timeout`; returns at once when none can come any more.
+    /// As [`Worker::poll`], but waits for news for at most `timeout`; `None` at once when [`Worker::is_drained`].
     pub fn wait(&self, timeout: Duration) -> Option<WorkerReport> {
         self.shared.wait_report(timeout)
     }
@@ -246,6 +246,11 @@ impl Worker {
     /// As [`Worker::poll_encoded`].
     pub fn wait_encoded(&self, timeout: Duration) -> Option<Result<Vec<u8>>> {
         self.shared.wait_encoded(timeout)
+    }
+
+    /// Whether the worker has ended and every report was taken, so that none will come any more.
+    pub fn is_drained(&self) -> bool {
+        self.shared.is_drained()
     }
 
     /// Counters and gauges.

@@ -14,7 +14,7 @@ use super::handle::{self, Object};
 use super::{decode, log};
 use crate::agent::{Agent, Event, PeerId, PeerStats, RegionId, Route};
 use crate::agent::{decode_metadata, decode_region, encode_metadata, encode_region};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::wire::MemoryKind;
 use crate::settings::{Part, parse_config};
@@ -338,7 +338,8 @@ pub unsafe extern "C" fn kvf_agent_poll(
     boundary!(kvf_agent_poll, { unsafe { take_events(agent, None, out, cap, count) } })
 }
 
-/// Like kvf_agent_poll, but waits up to `timeout_ms` milliseconds for the first event.
+/// Like kvf_agent_poll, but waits up to `timeout_ms` milliseconds for the first event. KVF_SHUT_DOWN when the agent has
+/// ended and every event was taken.
 ///
 /// # Safety
 /// As the header's top says.
@@ -382,6 +383,9 @@ unsafe fn take_events(
         let Some(event) = next else { break };
         place.write(payloads.describe(event));
         taken = taken.saturating_add(1);
+    }
+    if taken == 0 && timeout.is_some() && host.agent.is_drained() {
+        return Err(Error::new(ErrorKind::ShutDown, "the agent is shut down and every event was taken; stop waiting"));
     }
     count.write(taken);
     Ok(())

@@ -9,7 +9,7 @@ use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
 use crate::connector::{Worker, WorkerConfig};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::proto::geometry::Geometry;
 use crate::settings::{Part, parse_config};
@@ -207,7 +207,8 @@ pub unsafe extern "C" fn kvf_worker_poll(worker: *mut kvf_worker, out: *mut kvf_
     })
 }
 
-/// Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen.
+/// Like kvf_worker_poll, but waits up to `timeout_ms` milliseconds for something to happen. KVF_SHUT_DOWN when the worker has
+/// ended and every report was taken.
 ///
 /// # Safety
 /// As the header's top says.
@@ -216,8 +217,17 @@ pub unsafe extern "C" fn kvf_worker_wait(worker: *mut kvf_worker, timeout_ms: u3
     boundary!(kvf_worker_wait, {
         let timeout = Duration::from_millis(timeout_ms.into());
         // SAFETY: the caller's promise for out-parameters.
-        unsafe { fill(out, || encoded(handle::get::<Worker>(worker)?.wait_encoded(timeout))) }
+        unsafe { fill(out, || wait(&*handle::get::<Worker>(worker)?, timeout)) }
     })
+}
+
+fn wait(worker: &Worker, timeout: Duration) -> Result<Vec<u8>> {
+    match worker.wait_encoded(timeout) {
+        None if worker.is_drained() => {
+            Err(Error::new(ErrorKind::ShutDown, "the worker is shut down and every report was taken; stop waiting"))
+        }
+        report => encoded(report),
+    }
 }
 
 fn encoded(report: Option<Result<Vec<u8>>>) -> Result<Vec<u8>> {

@@ -5,6 +5,7 @@
  */
 #define _POSIX_C_SOURCE 200809L
 
+#include <pthread.h>
 #include <stdint.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -237,6 +238,47 @@ static void check_bad_input_without_a_peer(kvf_agent *agent)
   FAILS(kvf_agent_metadata(second, &buffer), KVF_NOT_FOUND, "freed already");
 }
 
+typedef struct last {
+  kvf_agent *agent;
+  uint64_t transfer;
+} last;
+
+/* Counts the events of the last transfer until a wait says that none will come. */
+static void *wait_for_the_end(void *waited)
+{
+  const last *given = waited;
+  uintptr_t found = 0;
+  for (;;) {
+    kvf_event event;
+    size_t count = 77;
+    const int32_t status = kvf_agent_wait(given->agent, GENEROUS_MS, &event, 1, &count);
+    if (status != KVF_OK) {
+      FAILS(status, KVF_SHUT_DOWN, "every event was taken");
+      CHECK(count == 77);
+      return (void *)found;
+    }
+    CHECK(count == 1);
+    found += event.kind == KVF_EVENT_TRANSFER_DONE && event.transfer == given->transfer;
+  }
+}
+
+/* The last events can be taken after a shutdown, and then a wait says that none will come, also to who waits already. */
+static void check_the_end(kvf_agent *agent, uint64_t transfer)
+{
+  last given = {agent, transfer};
+  pthread_t waiter;
+  CHECK(pthread_create(&waiter, NULL, wait_for_the_end, &given) == 0);
+  OK(kvf_agent_shutdown(agent, GENEROUS_MS));
+  void *found = NULL;
+  CHECK(pthread_join(waiter, &found) == 0);
+  CHECK((uintptr_t)found == 1);
+  kvf_event event;
+  size_t count = 77;
+  FAILS(kvf_agent_wait(agent, 0, &event, 1, &count), KVF_SHUT_DOWN, "every event was taken");
+  OK(kvf_agent_poll(agent, &event, 1, &count));
+  CHECK(count == 0);
+}
+
 static int test(const char *self, const char *transport)
 {
   int down[2], up[2];
@@ -363,7 +405,8 @@ static int test(const char *self, const char *transport)
   free(local);
   free(expected);
   write_all(down[1], "q", 1);
-  OK(kvf_agent_shutdown(agent, GENEROUS_MS));
+  OK(kvf_agent_transfer(agent, peer, KVF_READ, segments, 1, zero, zero, one, 1, 11, &transfer));
+  check_the_end(agent, transfer);
   kvf_buffer buffer;
   FAILS(kvf_agent_metadata(agent, &buffer), KVF_SHUT_DOWN, "shut down");
   OK(kvf_agent_free(agent));

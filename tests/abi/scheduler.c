@@ -115,6 +115,22 @@ static void wait_for(kvf_scheduler *scheduler, kvf_worker *worker, const char **
   }
 }
 
+/* The last reports can be taken after a shutdown, and then a wait says that none will come. */
+static void check_the_end(kvf_worker *worker)
+{
+  kvf_buffer report = {NULL, 0, 0};
+  OK(kvf_worker_shutdown(worker, GENEROUS_MS));
+  int32_t status;
+  while ((status = kvf_worker_wait(worker, GENEROUS_MS, &report)) == KVF_OK) {
+    CHECK(report.len > 0);
+    OK(kvf_buffer_free(&report));
+  }
+  FAILS(status, KVF_SHUT_DOWN, "every report was taken");
+  FAILS(kvf_worker_wait(worker, 0, &report), KVF_SHUT_DOWN, "every report was taken");
+  OK(kvf_worker_poll(worker, &report));
+  CHECK(report.len == 0);
+}
+
 int main(void)
 {
   kvf_worker *worker = start_worker();
@@ -147,6 +163,7 @@ int main(void)
   FAILS(kvf_scheduler_forget_histories(scheduler, 1, NULL), KVF_INVALID_ARGUMENT, "count");
   FAILS(kvf_scheduler_forget_histories(NULL, 1, &count), KVF_INVALID_ARGUMENT, NULL);
   FAILS(kvf_scheduler_forget_histories((kvf_scheduler *)worker, 1, &count), KVF_INVALID_ARGUMENT, NULL);
+  check_the_end(worker);
   count = 77;
   OK(kvf_worker_free(worker));
   OK(kvf_scheduler_free(scheduler));
