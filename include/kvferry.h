@@ -490,15 +490,16 @@ int32_t kvf_agent_stats(struct kvf_agent *agent, struct kvf_buffer *out);
 
 // Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After
 // KVF_OK no memory is touched any more; the events of ended transfers can still be taken, and everything else gives
-// KVF_SHUT_DOWN. A second call does nothing. After KVF_TIMEOUT registered memory must stay allocated for ever.
+// KVF_SHUT_DOWN. A later call does nothing and returns what the first one did. After KVF_TIMEOUT registered memory must stay
+// allocated for ever: an operation has not ended, or a peer on this host that copies by itself has not answered.
 //
 // Messages sent before leave first, for which a peer that has not answered yet is waited for, within cancel_grace_ms and half of
 // `timeout_ms`. How many could not be delivered to a peer is said on the log.
 int32_t kvf_agent_shutdown(struct kvf_agent *agent,
                            uint32_t timeout_ms);
 
-// Frees the agent, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
-// status. The handle is dead in any case.
+// Frees the agent, after a shutdown of at most 10 seconds if there was none. It returns the shutdown's status, whichever call
+// made it: unless that is KVF_OK, registered memory must stay allocated for ever. The handle is dead in any case.
 int32_t kvf_agent_free(struct kvf_agent *agent);
 
 // Starts a transfer and returns at once. `direction` is a kvf_direction. The block ids of all `lists` pairs of lists
@@ -669,19 +670,18 @@ int32_t kvf_worker_stats(struct kvf_worker *worker,
                          struct kvf_buffer *out);
 
 // Ends every request with a report, gives leases back and frees UCX, waiting at most `timeout_ms` milliseconds. After
-// KVF_OK no memory is touched any more; the last reports can still be polled. A second call does nothing. After
-// KVF_TIMEOUT registered memory must stay allocated for ever.
+// KVF_OK no memory is touched any more; the last reports can still be polled. A later call does nothing and returns what the
+// first one did. After KVF_TIMEOUT registered memory must stay allocated for ever.
 int32_t kvf_worker_shutdown(struct kvf_worker *worker,
                             uint32_t timeout_ms);
 
 // As kvf_worker_shutdown, for an engine that starts a new worker later and tells it by kvf_scheduler_renew: prefills that wait
-// to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the memory must stay as it is for ever,
-// whatever a second call returns.
+// to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the memory must stay as it is for ever.
 int32_t kvf_worker_suspend(struct kvf_worker *worker,
                            uint32_t timeout_ms);
 
-// Frees the worker, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
-// status. The handle is dead in any case.
+// Frees the worker, after a shutdown of at most 10 seconds if there was none. It returns the shutdown's status, whichever call
+// made it: unless that is KVF_OK, registered memory must stay allocated for ever. The handle is dead in any case.
 int32_t kvf_worker_free(struct kvf_worker *worker);
 
 // Starts a scheduler side. It touches no device memory and no UCX.

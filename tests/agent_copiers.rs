@@ -306,6 +306,7 @@ fn a_shutdown_says_that_memory_must_stay_which_the_kernel_may_still_write() {
 const LATE: Duration = Duration::from_millis(600);
 
 #[test]
+    assert_eq!(a.agent.shutdown(LIMIT).unwrap_err(), error, "the same to whoever asks again");
 fn a_page_that_comes_late_stops_nobody_for_good() {
     let _alone = alone();
     for copy_threads in [1, 2] {

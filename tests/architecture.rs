@@ -27,7 +27,7 @@ const LAYERS: &[&[&str]] = &[
 const AGENT_LAYERS: &[&[&str]] = &[
     &["agent::core", "agent::thread"],
     &["agent::command", "agent::metrics_file", "agent::rpc"],
-    &["agent::peers"],
+    &["agent::peers", "agent::progress_thread"],
     &["agent::transfers", "agent::streams"],
     &["agent::paths"],
     &["agent::engine"],

@@ -28,6 +28,9 @@ constexpr char NOTIFICATION_MAGIC[4] = {'K', 'V', 'N', '1'};
 
 constexpr size_t EVENTS = 64;
 
+// How long the end of the agent may take.
+constexpr uint32_t SHUTDOWN_MS = 10000;
+
 // What NIXL's user may leave untaken.
 constexpr size_t MAX_NOTIFICATIONS = 65536;
 constexpr size_t MAX_NOTIFICATION_BYTES = size_t{256} << 20;
@@ -76,7 +79,13 @@ Engine::Engine(const nixlBackendInitParams &params, const Nixl &nixl) : nixlBack
 }
 
 Engine::~Engine() {
-  if (agent_ && library().agent_free(agent_) != KVF_OK) say_failed("freeing the agent");
+  if (!agent_) return;
+  // What may still be used is left as it is, as the memory must be.
+  if (library().agent_shutdown(agent_, SHUTDOWN_MS) != KVF_OK) {
+    say_failed("ending the agent, which is left behind: memory that was registered with it must stay allocated");
+  } else if (library().agent_free(agent_) != KVF_OK) {
+    say_failed("freeing the agent");
+  }
 }
 
 nixl_status_t Engine::registerMem(const nixlBlobDesc &range, const nixl_mem_t &mem, nixlBackendMD *&out) {

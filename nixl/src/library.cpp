@@ -88,6 +88,7 @@ const Library *open_library() {
   LOOK_UP(last_error);
   LOOK_UP(buffer_free);
   LOOK_UP(agent_start);
+  LOOK_UP(agent_shutdown);
   LOOK_UP(agent_free);
   LOOK_UP(agent_register);
   LOOK_UP(agent_deregister);

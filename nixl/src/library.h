@@ -17,6 +17,7 @@ struct Library {
   decltype(&kvf_last_error) last_error;
   decltype(&kvf_buffer_free) buffer_free;
   decltype(&kvf_agent_start) agent_start;
+  decltype(&kvf_agent_shutdown) agent_shutdown;
   decltype(&kvf_agent_free) agent_free;
   decltype(&kvf_agent_register) agent_register;
   decltype(&kvf_agent_deregister) agent_deregister;

@@ -8,6 +8,7 @@ first call, not by the import.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import logging
 import math
@@ -513,13 +514,13 @@ class Handle:
             self.free()
 
     def end(self, verb: str, limit: int) -> None:
-        """Calls what ends an agent or worker within `limit` milliseconds, before it is freed."""
+        """Calls what ends an agent or worker within `limit` milliseconds; frees it if that fails."""
         try:
             self.call(verb, limit)
         except KvferryError:
-            # Freeing it finds it shut down and succeeds, though memory may still be in use.
-            _left_behind.extend(self.owners.values())
-            self.owners.clear()
+            # Freeing it fails likewise, which leaves the owners of its memory behind.
+            with contextlib.suppress(KvferryError):
+                self.free()
             raise
 
     def __del__(self) -> None:

@@ -2,9 +2,8 @@
 
 use std::fmt;
 use std::path::Path;
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::agent::command::{Command, Shared, shut_down};
@@ -21,6 +20,7 @@ use crate::agent::engine::event_loop::{self, Started};
 use crate::agent::engine::turn::Driven;
 use crate::agent::metrics_file::MetricsFile;
 use crate::agent::peers::inbox::reserve;
+use crate::agent::progress_thread::ProgressThread;
 use crate::agent::thread::callers::Polled;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
@@ -38,8 +38,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the end waits for the last figures to be written.
 const LAST_FIGURES: Duration = Duration::from_secs(5);
-/// What the thread gets beyond its own deadline to say that it ended.
-const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A transfer engine: registered regions, peers, transfers and messages, served by one thread of its own (the progress
 /// thread). Without a driver, callers' threads take its place for small transfers that they wait for.
@@ -56,14 +54,8 @@ struct Inner {
     has_driver: bool,
     deregister_timeout: Duration,
     send_queue_bytes: u64,
-    thread: Mutex<Option<Thread>>,
+    thread: ProgressThread,
     metrics_file: Mutex<Option<MetricsFile>>,
-}
-
-struct Thread {
-    join: JoinHandle<()>,
-    /// Gets the outcome when the thread has freed (or given up) everything.
-    ended: std::sync::mpsc::Receiver<Result<()>>,
 }
 
 /// Tells the handle that the thread serves nobody any more, also when it panics.
@@ -129,7 +121,7 @@ impl Agent {
             has_driver,
             deregister_timeout,
             send_queue_bytes,
-            thread: Mutex::new(Some(Thread { join, ended })),
+            thread: ProgressThread::new(join, ended),
             metrics_file: Mutex::new(None),
         }));
         if let Some(path) = metrics_file {
@@ -177,7 +169,7 @@ impl Agent {
     /// Peers that still read or write the region get errors. Those on this host, for which the kernel or a device copies, are
     /// asked to stop, and their answers are waited for. One that stands still loses its connection after
     /// [`cancel_grace`](AgentConfig::cancel_grace), and is not waited for any longer: when it goes on, it may copy until it
-    /// notices. A peer that was disconnected is not asked: deregister first.
+    /// notices. A peer that this side has disconnected is not asked: deregister first.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] for an id that names no region; [`ErrorKind::Timeout`] when the transfers did not end in
@@ -391,16 +383,17 @@ impl Agent {
     }
 
     /// Shuts the agent down: cancels every transfer, closes every connection, frees UCX, ends the thread. Each
-    /// transfer still gets its event, which can be taken afterwards. Memory may be freed after `Ok`. A second call
-    /// is `Ok` and does nothing.
+    /// transfer still gets its event, which can be taken afterwards. Memory may be freed after `Ok`. A later call
+    /// does nothing and returns what the first one did.
     ///
     /// Messages sent before leave first, for which a peer that has not answered yet is waited for, within
     /// [`cancel_grace`](AgentConfig::cancel_grace) and half of `timeout`. How many could not be delivered to a peer is said on
     /// the log.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] when that did not end within `timeout`: UCX's objects are then left alive for ever
-    /// instead of freed under operations in flight, and registered memory must stay alive too.
+    /// [`ErrorKind::Timeout`] when that did not end within `timeout`, or when a peer that may copy this side's memory by itself
+    /// has not said that it does not any more, as one that stands still: UCX's objects are then left alive for ever instead of
+    /// freed under operations in flight, and registered memory must stay alive for ever too.
     pub fn shutdown(&self, timeout: Duration) -> Result<()> {
         self.0.shutdown(timeout)
     }
@@ -467,41 +460,15 @@ impl Inner {
         if let Some(file) = file {
             file.end(timeout.min(LAST_FIGURES));
         }
-        let timeout = timeout.saturating_sub(begin.elapsed());
-        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(Thread { join, ended }) = thread.take() else { return Ok(()) };
-        let now = Instant::now();
-        // A timeout beyond what the clock holds is as good as a year.
-        let deadline = now.checked_add(timeout).unwrap_or(now + Duration::from_secs(365 * 86_400));
-        self.shared.command(Command::ShutDown { deadline });
-        match ended.recv_timeout(timeout.saturating_add(LAST_WORDS)) {
-            Ok(outcome) => {
-                if join.join().is_err() {
-                    return Err(Error::new(
-                        ErrorKind::Internal,
-                        "the progress thread panicked; the log has its message",
-                    ));
-                }
-                outcome
-            }
-            Err(RecvTimeoutError::Disconnected) => {
-                let _ = join.join();
-                self.shared.end();
-                Err(Error::new(ErrorKind::Internal, "the progress thread panicked; the log has its message"))
-            }
-            Err(RecvTimeoutError::Timeout) => Err(Error::new(
-                ErrorKind::Timeout,
-                format!(
-                    "the progress thread did not end within {timeout:?}; it is left behind, keep registered memory alive"
-                ),
-            )),
-        }
+        self.thread.end(&self.shared, timeout.saturating_sub(begin.elapsed()))
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if let Err(error) = self.shutdown(DROP_TIMEOUT) {
+        if self.thread.is_running()
+            && let Err(error) = self.shutdown(DROP_TIMEOUT)
+        {
             log::error!("agent {}: shutting down: {error}", self.started.name);
         }
     }
@@ -574,7 +541,9 @@ mod tests {
             _ => None,
         });
         assert_eq!(ends.collect::<Vec<_>>(), [(id, 9, ErrorKind::ShutDown)]);
-        assert_eq!(agent.shutdown(Duration::from_secs(60)).unwrap_err().kind(), ErrorKind::Internal);
+        for _ in 0..2 {
+            assert_eq!(agent.shutdown(Duration::from_secs(60)).unwrap_err().kind(), ErrorKind::Internal);
+        }
     }
 
     #[test]

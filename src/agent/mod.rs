@@ -47,6 +47,7 @@ mod handle;
 mod metrics_file;
 mod paths;
 mod peers;
+mod progress_thread;
 mod rpc;
 mod streams;
 mod thread;

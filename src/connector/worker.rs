@@ -277,7 +277,8 @@ impl Worker {
     }
 
     /// Ends every load (each still gets its report, to be polled afterwards), gives leases back, closes the
-    /// connections and ends the progress thread. After `Ok` the registered memory may be freed. Harmless when repeated.
+    /// connections and ends the progress thread. After `Ok` the registered memory may be freed. A later call returns
+    /// what the first one did.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] when that took longer than `timeout`: the memory must then stay alive.
@@ -343,4 +344,38 @@ fn machine_config(config: &WorkerConfig, agent: &Agent) -> Result<MachineConfig>
         telemetry: config.telemetry,
         ..base
     })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::mpsc::{Receiver, sync_channel};
+    use std::time::Instant;
+
+    use super::*;
+    use crate::agent::{Context, Driver};
+    use crate::proto::ids::EngineId;
+
+    /// Holds the progress thread up until the sender is gone, as an operation that does not end.
+    struct Stuck(Receiver<()>);
+
+    impl Driver for Stuck {
+        fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
+            let _ = self.0.recv();
+            None
+        }
+    }
+
+    #[test]
+    fn a_worker_that_ended_too_late_stays_so() {
+        let config = WorkerConfig { rehearse: false, ..WorkerConfig::new(EngineId::new("e").unwrap()) };
+        let (go, may_go) = sync_channel(0);
+        let agent = Agent::start_with(agent_config(&config), Box::new(|_| Box::new(Stuck(may_go)))).unwrap();
+        let (shared, local, ranges) = (Arc::default(), Mutex::new(None), Mutex::default());
+        let worker = Worker { config, agent, shared, key: None, local, ranges };
+        let ends = [worker.suspend(Duration::ZERO), worker.suspend(Duration::from_secs(1))];
+        let ends = ends.into_iter().chain([worker.shutdown(Duration::from_secs(1))]);
+        assert!(ends.into_iter().all(|end| end.is_err_and(|error| error.kind() == ErrorKind::Timeout)));
+        drop(go);
+    }
 }

@@ -476,7 +476,8 @@ pub unsafe extern "C" fn kvf_agent_stats(agent: *mut kvf_agent, out: *mut kvf_bu
 
 /// Cancels every transfer, closes every connection and frees UCX, waiting at most `timeout_ms` milliseconds. After
 /// KVF_OK no memory is touched any more; the events of ended transfers can still be taken, and everything else gives
-/// KVF_SHUT_DOWN. A second call does nothing. After KVF_TIMEOUT registered memory must stay allocated for ever.
+/// KVF_SHUT_DOWN. A later call does nothing and returns what the first one did. After KVF_TIMEOUT registered memory must stay
+/// allocated for ever: an operation has not ended, or a peer on this host that copies by itself has not answered.
 ///
 /// Messages sent before leave first, for which a peer that has not answered yet is waited for, within cancel_grace_ms and half of
 /// `timeout_ms`. How many could not be delivered to a peer is said on the log.
@@ -490,12 +491,46 @@ pub unsafe extern "C" fn kvf_agent_shutdown(agent: *mut kvf_agent, timeout_ms: u
     })
 }
 
-/// Frees the agent, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
-/// status. The handle is dead in any case.
+/// Frees the agent, after a shutdown of at most 10 seconds if there was none. It returns the shutdown's status, whichever call
+/// made it: unless that is KVF_OK, registered memory must stay allocated for ever. The handle is dead in any case.
 ///
 /// # Safety
 /// As the header's top says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_agent_free(agent: *mut kvf_agent) -> i32 {
     boundary!(kvf_agent_free, { handle::take::<Host>(agent)?.agent.shutdown(super::FREE_TIMEOUT) })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::mpsc::{Receiver, sync_channel};
+    use std::time::Instant;
+
+    use super::*;
+    use crate::agent::{AgentConfig, Context, Driver};
+    use crate::error::ErrorKind;
+
+    /// Holds the progress thread up until the sender is gone, as an operation that does not end.
+    struct Stuck(Receiver<()>);
+
+    impl Driver for Stuck {
+        fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
+            let _ = self.0.recv();
+            None
+        }
+    }
+
+    #[test]
+    fn an_agent_that_ended_too_late_is_freed_with_the_same_status() {
+        let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
+        let (go, may_go) = sync_channel(0);
+        let agent = Agent::start_with(config, Box::new(|_| Box::new(Stuck(may_go)))).unwrap();
+        let agent = handle::give(Host { agent, payloads: Mutex::default() });
+        // SAFETY: these functions look the handle up.
+        let [first, second, freed] =
+            unsafe { [kvf_agent_shutdown(agent, 0), kvf_agent_shutdown(agent, 1000), kvf_agent_free(agent)] };
+        assert_eq!([first, second, freed], [ErrorKind::Timeout.code(); 3]);
+        drop(go);
+    }
 }

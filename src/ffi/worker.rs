@@ -248,8 +248,8 @@ pub unsafe extern "C" fn kvf_worker_stats(worker: *mut kvf_worker, out: *mut kvf
 }
 
 /// Ends every request with a report, gives leases back and frees UCX, waiting at most `timeout_ms` milliseconds. After
-/// KVF_OK no memory is touched any more; the last reports can still be polled. A second call does nothing. After
-/// KVF_TIMEOUT registered memory must stay allocated for ever.
+/// KVF_OK no memory is touched any more; the last reports can still be polled. A later call does nothing and returns what the
+/// first one did. After KVF_TIMEOUT registered memory must stay allocated for ever.
 ///
 /// # Safety
 /// As the header's top says.
@@ -261,8 +261,7 @@ pub unsafe extern "C" fn kvf_worker_shutdown(worker: *mut kvf_worker, timeout_ms
 }
 
 /// As kvf_worker_shutdown, for an engine that starts a new worker later and tells it by kvf_scheduler_renew: prefills that wait
-/// to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the memory must stay as it is for ever,
-/// whatever a second call returns.
+/// to be loaded stay with their producers, as long as the leases last. After KVF_TIMEOUT the memory must stay as it is for ever.
 ///
 /// # Safety
 /// As the header's top says.
@@ -271,8 +270,8 @@ pub unsafe extern "C" fn kvf_worker_suspend(worker: *mut kvf_worker, timeout_ms:
     boundary!(kvf_worker_suspend, { handle::get::<Worker>(worker)?.suspend(Duration::from_millis(timeout_ms.into())) })
 }
 
-/// Frees the worker, after a shutdown of at most 10 seconds if there was none; what it returns is then the shutdown's
-/// status. The handle is dead in any case.
+/// Frees the worker, after a shutdown of at most 10 seconds if there was none. It returns the shutdown's status, whichever call
+/// made it: unless that is KVF_OK, registered memory must stay allocated for ever. The handle is dead in any case.
 ///
 /// # Safety
 /// As the header's top says.

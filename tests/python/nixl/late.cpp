@@ -1,5 +1,5 @@
 // A libkvferry whose functions that wait say KVF_TIMEOUT so many times before they are called, as where a transfer does not
-// end in time, or for ever after the first connection. Or they are held up, as by a progress thread that is busy.
+// end in time, or for ever after the first connection. A shutdown says so once it is over. Or they are held up, as by a progress thread that is busy.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -32,7 +32,7 @@ F *real(const char *name) {
   return reinterpret_cast<F *>(dlsym(dlopen("libkvferry.so.1", RTLD_NOW | RTLD_NOLOAD), name));
 }
 
-std::atomic<int> deregistrations, waits, connections;
+std::atomic<int> deregistrations, waits, shutdowns, connections;
 
 }  // namespace
 
@@ -46,6 +46,17 @@ extern "C" int32_t kvf_agent_wait_transfer(kvf_agent *agent, uint64_t transfer, 
   if (late && !std::getenv("KVFERRY_TEST_LATE_AT_THE_END")) return KVF_TIMEOUT;
   const int32_t code = real<decltype(kvf_agent_wait_transfer)>("kvf_agent_wait_transfer")(agent, transfer, timeout_ms);
   return late ? KVF_TIMEOUT : code;
+}
+
+extern "C" int32_t kvf_agent_shutdown(kvf_agent *agent, uint32_t timeout_ms) {
+  const int32_t code = real<decltype(kvf_agent_shutdown)>("kvf_agent_shutdown")(agent, timeout_ms);
+  return is_late(shutdowns, "KVFERRY_TEST_LATE_SHUTDOWN") ? KVF_TIMEOUT : code;
+}
+
+// Says that it was called, where the file is that KVFERRY_TEST_FREED names.
+extern "C" int32_t kvf_agent_free(kvf_agent *agent) {
+  if (const char *file = std::getenv("KVFERRY_TEST_FREED")) std::ofstream(file) << "freed";
+  return real<decltype(kvf_agent_free)>("kvf_agent_free")(agent);
 }
 
 extern "C" int32_t kvf_agent_connect(kvf_agent *agent, const uint8_t *metadata, size_t metadata_len, uint64_t *peer) {

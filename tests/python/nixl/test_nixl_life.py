@@ -164,6 +164,19 @@ def test_a_deregistration_that_is_late_is_tried_again(plugin: Path, edge: str, l
         assert a.said("deregistering memory, which is tried again", 2) == 2, a.log
 
 
+@pytest.mark.parametrize("late_shutdowns", [0, 1])
+def test_an_agent_that_ends_too_late_is_not_freed(
+    plugin: Path, edge: str, late: Path, tmp_path: Path, late_shutdowns: int
+) -> None:
+    freed = tmp_path / "freed"
+    env = {"KVFERRY_TEST_LATE_SHUTDOWN": str(late_shutdowns), "KVFERRY_TEST_FREED": str(freed)}
+    with Process(edge, plugin, env={"KVFERRY_LIBRARY": str(late), **env}) as a:
+        serve(a, "a", 1, SIZE)
+        a.end()
+        said = "memory that was registered with it must stay allocated"
+        assert (a.said(said, late_shutdowns), freed.exists()) == (late_shutdowns, not late_shutdowns), a.log
+
+
 def test_notifications_that_nobody_takes_are_bounded(plugin: Path, edge: str) -> None:
     with Process(edge, plugin) as a:
         serve(a, "a", 1, SIZE)
