@@ -226,11 +226,21 @@ impl Unresolved {
 
     /// An agent with it as its only region.
     fn node(&self) -> Node {
-        let node = Node::start(config("hung", Transport::Shm), 2, &[]);
+        self.node_with(config("hung", Transport::Shm))
+    }
+
+    fn node_with(&self, config: AgentConfig) -> Node {
+        let mut node = Node::start(config, 2, &[]);
         // SAFETY: it stays mapped until the process ends.
         let range = unsafe { MemoryRange::new(self.addr, LEN as u64, MemoryKind::Host) }.unwrap();
-        node.agent.register(range).unwrap();
+        node.regions.push(node.agent.register(range).unwrap());
         node
+    }
+
+    /// Its first block, when it is there.
+    fn block(&self) -> Vec<u8> {
+        // SAFETY: it stays mapped until the process ends, and nothing writes to it now.
+        unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(self.addr as usize), BLOCK) }.to_vec()
     }
 }
 
@@ -296,17 +306,84 @@ fn a_shutdown_says_that_memory_must_stay_which_the_kernel_may_still_write() {
     unresolved.wait_for_a_touch();
     let error = a.agent.shutdown(Duration::from_secs(1)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert_eq!(a.agent.shutdown(LIMIT).unwrap_err(), error, "the same to whoever asks again");
     let error = a.wait_done(id).0.unwrap_err();
     assert!(error.message().contains("must stay alive"), "{error}");
     drop(unresolved);
     until("the threads' end", || copiers() == 0);
 }
 
+/// What becomes of the writer of a copy that does not end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Writer {
+    Stays,
+    Disconnects,
+    /// Its own time for the cancelled copy to end is up.
+    GivesUp,
+    ShutsDown,
+}
+
+#[test]
+fn memory_is_not_given_back_while_a_writer_that_leaves_copies() {
+    let _alone = alone();
+    for writer in [Writer::Stays, Writer::Disconnects, Writer::GivesUp, Writer::ShutsDown] {
+        let Some(mut unresolved) = Unresolved::new() else { return };
+        // Whoever says nothing is given up after a moment.
+        let hasty = |name: &str| AgentConfig {
+            cancel_grace: Duration::from_millis(50),
+            deregister_timeout: Duration::from_millis(500),
+            ..config(name, Transport::Shm)
+        };
+        let owner = unresolved.node_with(hasty("owner"));
+        let patient = AgentConfig { cancel_grace: LIMIT, ..hasty("a") };
+        let mut a = Node::start(if writer == Writer::GivesUp { hasty("a") } else { patient }, 1, &[BLOCK]);
+        let metadata = owner.agent.metadata().unwrap();
+        let peer = a.connect(&metadata);
+        a.wait_connected();
+        let id = a.agent.transfer(peer, Direction::Write, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0).unwrap();
+        unresolved.wait_for_a_touch();
+        match writer {
+            Writer::Stays => {}
+            Writer::Disconnects => a.agent.disconnect(peer).unwrap(),
+            Writer::GivesUp => {
+                a.agent.cancel(id).unwrap();
+                a.wait_lost(peer);
+            }
+            Writer::ShutsDown => {
+                let error = a.agent.shutdown(Duration::from_secs(1)).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+            }
+        }
+        for _ in 0..2 {
+            let ended = owner.agent.deregister(owner.regions[0]);
+            assert_eq!(ended.map_err(|error| error.kind()), Err(ErrorKind::Timeout), "{writer:?}");
+        }
+        let again = (writer == Writer::Disconnects).then(|| a.connect(&metadata));
+        unresolved.faults = None;
+        if writer == Writer::ShutsDown {
+            // Nobody is left who could say that the copy has ended.
+            assert_eq!(owner.agent.deregister(owner.regions[0]).unwrap_err().kind(), ErrorKind::Timeout);
+            continue;
+        }
+        until("the memory is given back", || match owner.agent.deregister(owner.regions[0]) {
+            Ok(()) => true,
+            Err(error) => error.kind() == ErrorKind::NotFound,
+        });
+        assert_same("what was written before", &[unresolved.block()], &[pattern_bytes(1, BLOCK)]);
+        let _ = a.wait_done(id);
+        if let Some(again) = again {
+            assert_eq!(a.wait_connected().0, again, "when the last connection has ended");
+        }
+        for agent in [&a.agent, &owner.agent] {
+            agent.shutdown(LIMIT).unwrap();
+        }
+    }
+}
+
 /// Long enough for whoever waits for a page to count as stuck.
 const LATE: Duration = Duration::from_millis(600);
 
 #[test]
-    assert_eq!(a.agent.shutdown(LIMIT).unwrap_err(), error, "the same to whoever asks again");
 fn a_page_that_comes_late_stops_nobody_for_good() {
     let _alone = alone();
     for copy_threads in [1, 2] {

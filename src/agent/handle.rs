@@ -167,20 +167,24 @@ impl Agent {
     /// end, then unmaps. Only after `Ok` may the memory be freed.
     ///
     /// Peers that still read or write the region get errors. Those on this host, for which the kernel or a device copies, are
-    /// asked to stop, and their answers are waited for. One that stands still loses its connection after
+    /// asked to stop, and their answers are waited for, also of peers that leave, and for as long as a copy that they have begun
+    /// does not end. One that stands still, and so says nothing, loses its connection after
     /// [`cancel_grace`](AgentConfig::cancel_grace), and is not waited for any longer: when it goes on, it may copy until it
     /// notices. A peer that this side has disconnected is not asked: deregister first.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] for an id that names no region; [`ErrorKind::Timeout`] when the transfers did not end in
-    /// the configured time: the region stays unusable, is unmapped when they end, and the memory must stay alive;
-    /// calling again waits again.
+    /// [`ErrorKind::NotFound`] for an id that names no region; [`ErrorKind::Timeout`] when the transfers, or peers' copies,
+    /// did not end in the configured time: the region stays unusable, is unmapped when they end, and the memory must stay
+    /// alive; calling again waits again.
     pub fn deregister(&self, region: RegionId) -> Result<()> {
         let timeout = self.0.deregister_timeout;
         match self.ask(Some(timeout), |reply| Command::Deregister { region, reply }) {
             Err(e) if e.kind() == ErrorKind::Timeout => Err(Error::new(
                 ErrorKind::Timeout,
-                format!("{region} is still used by transfers after {timeout:?}; keep its memory alive and try again"),
+                format!(
+                    "{region} is still used by transfers, or by copies that peers make, after {timeout:?}; keep its memory \
+                     alive and try again"
+                ),
             )),
             other => other,
         }

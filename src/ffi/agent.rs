@@ -161,9 +161,10 @@ pub unsafe extern "C" fn kvf_agent_register(
 }
 
 /// Takes a region back: new transfers with it are refused, those that use it are cancelled, peers on this host that copy by
-/// themselves are waited for, and when this returns KVF_OK none touches its memory. A peer whose process stands still is not
-/// waited for longer than cancel_grace_ms, and may end a copy that it has begun when it goes on; one that was disconnected is not
-/// asked: deregister first. KVF_TIMEOUT when transfers have not ended in time: then the memory must stay allocated.
+/// themselves are waited for, also those that leave, and when this returns KVF_OK none touches its memory. A peer whose process
+/// stands still is not waited for longer than cancel_grace_ms, and may end a copy that it has begun when it goes on; one that this
+/// side has disconnected is not asked: deregister first. KVF_TIMEOUT when transfers, or copies that peers make, have not ended in
+/// time: then the memory must stay allocated, and a later call waits again.
 ///
 /// # Safety
 /// As the header's top says.

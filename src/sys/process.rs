@@ -66,7 +66,7 @@ impl Witness {
     }
 
     /// Nobody takes it for a witness any more. Memory that is freed may keep what is in it.
-    fn end(&self) {
+    pub fn end(&self) {
         if let Some(first) = self.0.first() {
             first.store(0, Ordering::Release);
         }

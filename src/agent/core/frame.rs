@@ -53,6 +53,8 @@ pub(crate) enum FrameKind {
     RegionRevoked,
     /// Says that nothing of it is copied or mapped any more.
     RegionReleased,
+    /// Says that memory of the receiver's is in use for longer than an answer takes: the sender answers, or leaves, when it has ended.
+    InUse,
 }
 
 /// The active-message header: who sends, over which of its connections, and as which message of that connection. UCX
@@ -92,6 +94,7 @@ impl Frame {
             FrameKind::StreamReceipt => 17,
             FrameKind::RegionRevoked => 18,
             FrameKind::RegionReleased => 19,
+            FrameKind::InUse => 20,
         };
         let [m0, m1, m2, m3] = MAGIC;
         let start = u64::from_le_bytes([m0, m1, m2, m3, VERSION, kind, 0, 0]);
@@ -138,6 +141,7 @@ impl Frame {
             17 => FrameKind::StreamReceipt,
             18 => FrameKind::RegionRevoked,
             19 => FrameKind::RegionReleased,
+            20 => FrameKind::InUse,
             other => return Err(Error::corrupt(format!("a message of the unknown kind {other}"))),
         };
         let mut words = rest.chunks_exact(8).map(|word| word.try_into().map(u64::from_le_bytes).unwrap_or(0));

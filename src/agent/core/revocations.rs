@@ -15,6 +15,8 @@ use crate::proto::ids::Incarnation;
 pub(crate) struct Revocations {
     /// Own regions that these peers were asked to let go. Each counts as a use of the region.
     asked: BTreeSet<(PeerId, u32)>,
+    /// Peers that have said that they still use memory of this side, and will say when they do not.
+    in_use: BTreeSet<PeerId>,
     /// Regions of peers that this side lets go.
     owed: BTreeMap<(PeerId, u32), Owed>,
 }
@@ -41,7 +43,26 @@ impl Revocations {
 
     /// A peer has let a region go. Whether it had been asked to.
     pub(crate) fn answered(&mut self, peer: PeerId, region: u32) -> bool {
-        self.asked.remove(&(peer, region))
+        let was_asked = self.asked.remove(&(peer, region));
+        if self.asked.range((peer, 0)..=(peer, u32::MAX)).next().is_none() {
+            self.in_use.remove(&peer);
+        }
+        was_asked
+    }
+
+    /// A peer says that it still uses memory of this side.
+    pub(crate) fn note_use(&mut self, peer: PeerId) {
+        self.in_use.insert(peer);
+    }
+
+    /// Whether a peer has said so, and not that it has ended.
+    pub(crate) fn is_in_use(&self, peer: PeerId) -> bool {
+        self.in_use.contains(&peer)
+    }
+
+    /// Peers that have not let all regions go that they were asked to.
+    pub(crate) fn holders(&self) -> BTreeSet<PeerId> {
+        self.asked.iter().map(|(peer, _)| *peer).collect()
     }
 
     /// Peers that have not let a region go.
@@ -52,6 +73,7 @@ impl Revocations {
     /// A peer is gone. Returns the regions that it need not let go any more.
     pub(crate) fn forget(&mut self, peer: PeerId) -> Vec<u32> {
         self.owed.retain(|(owed, _), _| *owed != peer);
+        self.in_use.remove(&peer);
         let is_its = |(asked, _): &&(PeerId, u32)| *asked == peer;
         let freed = self.asked.iter().filter(is_its).map(|(_, region)| *region).collect();
         self.asked.retain(|(asked, _)| *asked != peer);
@@ -68,10 +90,10 @@ impl Revocations {
         self.owed.contains_key(&(peer, region))
     }
 
-    /// A transfer that used these regions of a peer's is over.
-    pub(crate) fn user_ended(&mut self, peer: PeerId, regions: &[u32]) {
+    /// A transfer that used these regions of peers is over.
+    pub(crate) fn user_ended(&mut self, regions: &[(PeerId, u32)]) {
         for region in regions {
-            if let Some(owed) = self.owed.get_mut(&(peer, *region)) {
+            if let Some(owed) = self.owed.get_mut(region) {
                 owed.users = owed.users.saturating_sub(1);
             }
         }
@@ -153,7 +175,14 @@ mod tests {
         assert!(revocations.ask(a, 3) && !revocations.ask(a, 3) && revocations.ask(b, 3) && revocations.ask(b, 4));
         assert_eq!(revocations.borrowers(3).collect::<Vec<_>>(), [a, b]);
         assert!(revocations.answered(a, 3) && !revocations.answered(a, 3) && !revocations.answered(a, 4));
+        revocations.note_use(a);
+        revocations.note_use(b);
+        assert!(revocations.is_in_use(b) && revocations.ask(a, 5) && revocations.ask(a, 6));
+        assert_eq!(revocations.holders().into_iter().collect::<Vec<_>>(), [a, b]);
+        assert!(revocations.answered(a, 5) && revocations.is_in_use(a), "of one more it has not said so");
+        assert!(revocations.answered(a, 6) && !revocations.is_in_use(a));
         assert_eq!(revocations.forget(b), [3, 4]);
+        assert!(!revocations.is_in_use(b));
         assert_eq!(revocations.borrowers(3).count(), 0);
     }
 
@@ -166,10 +195,9 @@ mod tests {
         revocations.owe(b, 2, 0, Vec::new());
         assert!(revocations.forget(b).is_empty() && revocations.is_owed(a, 3) && !revocations.is_owed(b, 2));
         assert_eq!(revocations.take_due(), [(a, 1)]);
-        revocations.user_ended(a, &[1, 3]);
-        revocations.user_ended(b, &[3]);
+        revocations.user_ended(&[(a, 1), (a, 3), (b, 3)]);
         assert_eq!((revocations.take_due(), revocations.are_owed()), (Vec::new(), true));
-        revocations.user_ended(a, &[3]);
+        revocations.user_ended(&[(a, 3)]);
         assert_eq!(revocations.take_due(), [(a, 3)]);
         assert!(!revocations.are_owed());
     }

@@ -36,8 +36,9 @@ impl Engine {
             Effect::Tell(event) => self.tell(event),
             Effect::PeerReady { peer } => self.peer_ready(peer),
             Effect::LosePeer { peer, error } => {
+                let is_copying = self.is_copying(peer);
                 let (peers, mut io) = self.peers(now);
-                peers.lose(peer, error, &mut io);
+                peers.lose(peer, error, is_copying, &mut io);
             }
             Effect::PeerGone { peer, error } => self.peer_gone(peer, &error, now),
             Effect::Send { peer, kind, sequence, data } => {
@@ -215,7 +216,7 @@ impl Engine {
             finished_at: now,
         });
         self.regions.leave(&regions);
-        self.revocations.user_ended(peer, &let_go);
+        self.revocations.user_ended(&let_go);
     }
 
     /// Takes the connections that UCX gave up.
@@ -366,6 +367,7 @@ impl Engine {
             }
             FrameKind::RegionRevoked => self.on_revoked(id, region_of(frame)?, now)?,
             FrameKind::RegionReleased => self.on_released(id, region_of(frame)?),
+            FrameKind::InUse => self.revocations.note_use(id),
             // Taken before it comes here.
             FrameKind::Hello | FrameKind::Data | FrameKind::Goodbye => {}
             FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed => {}
@@ -460,8 +462,24 @@ impl Engine {
         any
     }
 
+    /// Whether memory of a peer is being copied by this process or a device, which nothing can end.
+    pub(super) fn is_copying(&self, peer: PeerId) -> bool {
+        self.copy_pool.is_copying(peer) || self.device_copies.is_copying(peer)
+    }
+
+    /// Leaves the peers that are to be left when the copies of their memory have ended.
+    fn leave_peers(&mut self, now: Instant) {
+        for id in self.peers.leaving() {
+            if !self.is_copying(id) {
+                let (peers, mut io) = self.peers(now);
+                peers.leave(id, &mut io);
+            }
+        }
+    }
+
     /// Does what is due by the clock.
     pub(super) fn check_timers(&mut self, now: Instant) {
+        self.leave_peers(now);
         self.peers.check_deadlines(&self.operations, &mut self.effects, now);
         self.transfers.check_graces(&mut self.effects, now);
         self.check_borrowers(now);

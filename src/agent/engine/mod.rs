@@ -210,8 +210,9 @@ impl Engine {
     }
 
     fn disconnect(&mut self, id: PeerId, now: Instant) -> Result<()> {
+        let is_copying = self.is_copying(id);
         let (peers, mut io) = self.peers(now);
-        let disconnected = peers.disconnect(id, &mut io);
+        let disconnected = peers.disconnect(id, is_copying, &mut io);
         self.dispatch(now);
         disconnected
     }

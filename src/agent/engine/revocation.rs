@@ -49,7 +49,8 @@ impl Engine {
             return Ok(());
         }
         let peer = self.peers.get_mut(id)?;
-        let traces = self.device_copies.traces(peer.incarnation, region);
+        let (owner, knows_uses) = (peer.incarnation, peer.knows_uses);
+        let traces = self.device_copies.traces(owner, region);
         let revoked = peer.revoke(region);
         if let Err(error) = &revoked
             && error.kind() != ErrorKind::PeerDied
@@ -57,14 +58,26 @@ impl Engine {
             return Err(error.clone());
         }
         // None begins after this one, since the region is gone.
-        let users = self.transfers.stop_users_there(id, region, &mut self.effects, now);
+        let users = self.transfers.stop_users_there((id, owner), region, &mut self.effects, now);
         match revoked {
             Ok(()) => self.revocations.owe(id, region, users, traces),
             Err(error) => self.effects.lose(id, error),
         }
         self.dispatch(now);
         self.answer_revocations(now);
+        if knows_uses && self.revocations.is_owed(id, region) {
+            self.effects.send(id, FrameKind::InUse, 0, Vec::new());
+        }
         Ok(())
+    }
+
+    /// Tells the peers whose memory is being copied, when the agent ends and may not be able to tell them later.
+    pub(super) fn tell_uses(&mut self) {
+        for id in self.peers.ids() {
+            if self.is_copying(id) && self.peers.get(id).is_ok_and(|peer| peer.knows_uses) {
+                self.effects.send(id, FrameKind::InUse, 0, Vec::new());
+            }
+        }
     }
 
     /// A peer has let a region go.
@@ -77,13 +90,14 @@ impl Engine {
         }
     }
 
-    /// Loses the peers that have not taken what they read of regions that are being deregistered.
+    /// Loses the peers that have not taken what they read of regions that are being deregistered, and have not said that they
+    /// use them for longer.
     pub(super) fn check_borrowers(&mut self, now: Instant) {
         for region in self.regions.take_overdue(now) {
             let mapped = self.revocations.borrowers(region);
             let borrowers: BTreeSet<PeerId> =
                 self.streams.borrowers(region).chain(self.operations.borrowers(region)).chain(mapped).collect();
-            for peer in borrowers {
+            for peer in borrowers.into_iter().filter(|peer| !self.revocations.is_in_use(*peer)) {
                 let error = Error::new(
                     ErrorKind::PeerDied,
                     format!(
@@ -367,3 +381,34 @@ mod tests {
         }
     }
 }
+    #[test]
+    fn a_peer_is_left_when_devices_copy_nothing_of_it_any_more() {
+        let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
+        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+        other.register(memory).unwrap();
+        for by_force in [false, true] {
+            let (mut engine, peer) = device_writer(&other);
+            let write = start(&mut engine, peer, Direction::Write);
+            engine.post_transfers();
+            assert!(engine.device_copies.is_copying(peer));
+            if by_force {
+                engine.effects.lose(peer, Error::new(ErrorKind::Exhausted, "test"));
+                engine.dispatch(Instant::now());
+            } else {
+                engine.disconnect(peer, Instant::now()).unwrap();
+            }
+            engine.check_timers(Instant::now());
+            assert_eq!(engine.peers.leaving(), [peer]);
+            while let Some(event) = other.poll_event() {
+                assert!(!matches!(event, Event::PeerLost { .. }), "{event:?}");
+            }
+            drive(&mut engine, |engine| {
+                engine.reap_device_copies(Instant::now());
+                engine.check_timers(Instant::now());
+                engine.transfers.get(write).is_none() && engine.peers.leaving().is_empty()
+            });
+            drive(&mut engine, |_| matches!(other.poll_event(), Some(Event::PeerLost { .. })));
+        }
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+

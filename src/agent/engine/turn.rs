@@ -31,8 +31,6 @@ pub(crate) struct Driven {
     pub(super) progressed_at: Instant,
     /// While the agent shuts down: until when pages are left to the sockets that have them.
     lends_until: Option<Instant>,
-    /// Likewise: until when peers are waited for that are to stop using its memory.
-    asks_until: Option<Instant>,
 }
 
 /// What the progress thread slept for.
@@ -60,16 +58,7 @@ impl Driven {
     pub(super) fn new(engine: Engine, driver: Option<Box<dyn Driver>>, callers: &Arc<Callers>) -> Self {
         let shared = Arc::clone(&engine.shared);
         let callers = Arc::clone(callers);
-        Driven {
-            engine,
-            driver,
-            shared,
-            callers,
-            wish: None,
-            progressed_at: Instant::now(),
-            lends_until: None,
-            asks_until: None,
-        }
+        Driven { engine, driver, shared, callers, wish: None, progressed_at: Instant::now(), lends_until: None }
     }
 
     /// The progress thread's turn.
@@ -238,11 +227,12 @@ impl Driven {
         // Half of the time for operations to end by themselves, the other half for what force takes.
         let half = deadline.saturating_duration_since(now) / 2;
         self.engine.transfers.cancel_grace = self.engine.transfers.cancel_grace.min(half);
-        self.asks_until = now.checked_add(self.engine.transfers.cancel_grace);
-        self.engine.peers.shut(self.asks_until);
+        self.engine.peers.shut(now.checked_add(self.engine.transfers.cancel_grace));
         let error = Error::new(ErrorKind::ShutDown, "the agent was shut down");
         self.engine.transfers.stop_all(&error, &mut self.engine.effects, now);
         self.engine.revoke_all();
+        self.engine.dispatch(now);
+        self.engine.tell_uses();
         self.engine.dispatch(now);
     }
 
@@ -250,8 +240,9 @@ impl Driven {
     fn may_end(&mut self, now: Instant) -> bool {
         // Half of the time for peers to take what is on its way to them.
         let has_borrowers = self.engine.streams.lend() || self.engine.staged.is_running();
-        let lends = has_borrowers && self.lends_until.is_some_and(|until| now < until)
-            || self.engine.revocations.are_open() && self.asks_until.is_some_and(|until| now < until);
+        // And all of it for those that may copy its memory: nobody else can say that they do not any more.
+        let lends =
+            has_borrowers && self.lends_until.is_some_and(|until| now < until) || self.engine.revocations.are_open();
         let idle = self.engine.transfers.len() == 0
             && !lends
             && self.engine.events.is_empty()
@@ -271,7 +262,15 @@ impl Driven {
     /// Frees everything, or, if UCX does not let go, leaves it alive for ever. `in_time`: no transfer is left.
     pub(super) fn finish(mut self, in_time: bool) -> Result<()> {
         let now = Instant::now();
+        let mut why = "transfers were still in flight".to_owned();
         if !in_time {
+            let holders = self.engine.revocations.holders();
+            let holders: Vec<&str> = holders.iter().map(|peer| self.engine.peers.name(*peer)).collect();
+            if !holders.is_empty() {
+                why = format!(
+                    "the agents {holders:?}, which may copy its memory, had not said that they do not any more"
+                );
+            }
             self.engine.regions.abandon();
             self.shared.abandon_transfers();
             self.engine.transfers.abandon(&mut self.engine.effects);
@@ -283,12 +282,29 @@ impl Driven {
         self.driver = None;
         self.shared.publish(&mut self.engine.events);
         let closing = self.engine.closing;
-        let Engine { peers, worker, regions, context, config, mut staged, mut device_copies, .. } = self.engine;
+        let Engine { mut peers, worker, regions, context, config, mut staged, mut device_copies, copy_pool, .. } =
+            self.engine;
         // What they have under way is waited for before its memory is given up.
-        let is_over = staged.finish() & device_copies.finish();
+        let is_staged = staged.finish();
+        let is_copied = device_copies.finish();
+        let is_over = is_staged & is_copied;
+        // A peer would take the end of the connection for the end of what is copied of it.
+        let copied = peers.take_copied(|id| copy_pool.is_copying(id) || !is_copied && device_copies.is_copying(id));
         drop(peers);
-        drop((staged, device_copies));
+        drop((staged, device_copies, copy_pool));
         let left = closing.map_or(LAST_CHANCE, |at| at.saturating_duration_since(Instant::now()));
+        if !copied.is_empty() {
+            while worker.progress() {}
+            std::mem::forget((copied, worker, regions, context));
+            return Err(Error::new(
+                ErrorKind::Timeout,
+                format!(
+                    "agent {}: a copy of another process's memory did not end before the shutdown's time was up; registered \
+                     memory must stay alive",
+                    config.name
+                ),
+            ));
+        }
         match worker.close(left.max(LAST_CHANCE)) {
             Ok(()) if !is_over => Err(Error::new(
                 ErrorKind::Timeout,
@@ -300,7 +316,10 @@ impl Driven {
             Ok(()) if in_time => Ok(()),
             Ok(()) => Err(Error::new(
                 ErrorKind::Timeout,
-                format!("agent {}: transfers were still in flight when the shutdown's time was up", config.name),
+                format!(
+                    "agent {}: {why} when the shutdown's time was up; registered memory must stay alive",
+                    config.name
+                ),
             )),
             Err(error) => {
                 // UCX may still touch registered memory.

@@ -67,6 +67,7 @@ pub(crate) struct Copied {
 
 /// A job that a copy thread has.
 struct Running {
+    peer: PeerId,
     process: Process,
     since: Instant,
     /// Whether it may have to wait for somebody: else whoever is late has only got no processor.
@@ -178,6 +179,16 @@ impl CopyPool {
     /// Whether a copy thread is stuck with this process, of which nothing more is copied until it is back.
     pub(crate) fn is_stuck(&self, neighbour: &Neighbour) -> bool {
         !self.stuck.is_empty() && self.stuck.contains(&neighbour.process())
+    }
+
+    /// Whether memory of a peer is being copied, or is to be.
+    pub(crate) fn is_copying(&self, peer: PeerId) -> bool {
+        if self.outstanding == 0 {
+            return false;
+        }
+        let state = lock(&self.shared.state);
+        let mut jobs = state.waiting.iter().chain(&self.withheld);
+        state.running.values().any(|running| running.peer == peer) || jobs.any(|job| job.peer == peer)
     }
 
     /// Whether a job that the progress thread may do too would find room in the queue: one for each copy thread, beside
@@ -369,8 +380,8 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
     let mut state = lock(&shared.state);
     loop {
         if let Some(job) = state.waiting.pop_front() {
-            let (process, may_be_stuck) = (job.neighbour.process(), !job.is_filled_by_kernel);
-            state.running.insert(number, Running { process, since: Instant::now(), may_be_stuck, stuck: false });
+            let (peer, process, may_be_stuck) = (job.peer, job.neighbour.process(), !job.is_filled_by_kernel);
+            state.running.insert(number, Running { peer, process, since: Instant::now(), may_be_stuck, stuck: false });
             drop(state);
             affinity::leave(job.progress_processor);
             let copied = job.run();

@@ -140,6 +140,11 @@ impl DeviceCopies {
         self.running > 0
     }
 
+    /// Whether memory of a peer is being copied.
+    pub(crate) fn is_copying(&self, peer: PeerId) -> bool {
+        self.running > 0 && self.devices.values().any(|device| device.running.iter().any(|batch| batch.peer == peer))
+    }
+
     /// Takes note of the batches that have ended. Returns whether there were any.
     pub(crate) fn reap(&mut self, effects: &mut Effects) -> bool {
         if self.running == 0 {

@@ -3,14 +3,18 @@
 //! The goodbye is a message of its own, because over TCP UCX keeps one socket for both directions: a side that closes
 //! its endpoint leaves the socket open for the other side's, which would notice nothing until UCX's keep-alive
 //! (20 seconds).
+//!
+//! A peer takes the goodbye, or the end of the connection, for the end of all that this side does with its memory. So a peer
+//! whose memory is being copied, by a call of the kernel's or by a device, is left when that has ended.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use super::{Io, Peer, Peers};
 use crate::agent::core::frame::{AM_ID, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::in_flight::{InFlight, Operations};
+use crate::proto::ids::Incarnation;
 use crate::ucx::{Endpoint, Posted};
 
 /// What the goodbye and what was posted before it get to leave; then the endpoint is closed by force.
@@ -28,23 +32,48 @@ struct Closing {
     at: Instant,
 }
 
-/// Endpoints that are left but not yet closed, by the token of their last flush.
+/// A peer that is left when the copies of its memory have ended.
+struct Late {
+    peer: Peer,
+    by_force: bool,
+}
+
+/// Endpoints that are not of peers any more and not yet closed.
 #[derive(Default)]
-pub(super) struct ClosingEndpoints(HashMap<u64, Closing>);
+pub(super) struct ClosingEndpoints {
+    /// By the token of their last flush.
+    flushed: HashMap<u64, Closing>,
+    late: BTreeMap<PeerId, Late>,
+}
 
 impl ClosingEndpoints {
-    pub(super) fn len(&self) -> usize {
-        self.0.len()
+    pub(super) fn endpoints(&self) -> usize {
+        self.flushed.len() + self.late.len()
+    }
+
+    /// Leaves a peer when [`Peers::leave`] says so. It gets no request of this side's any more, and what it sends is dropped.
+    pub(super) fn leave_late(&mut self, mut peer: Peer, by_force: bool, operations: &mut Operations) {
+        // As if the connection had ended: it begins no copy of this side's memory.
+        peer.witness.end();
+        if peer.knows_uses {
+            peer.say(FrameKind::InUse, 0, operations);
+        }
+        self.late.insert(peer.id, Late { peer, by_force });
+    }
+
+    /// Whether an agent is to be left late.
+    pub(super) fn is_left_late(&self, incarnation: Incarnation) -> bool {
+        self.late.values().any(|late| late.peer.incarnation == incarnation)
     }
 
     /// When the next one is closed by force.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.0.values().map(|closing| closing.at).min()
+        self.flushed.values().map(|closing| closing.at).min()
     }
 
     /// UCX has given up a message to a peer that is left.
     pub(super) fn failed(&mut self, peer: PeerId) {
-        if let Some(closing) = self.0.values_mut().find(|closing| closing.peer == peer) {
+        if let Some(closing) = self.flushed.values_mut().find(|closing| closing.peer == peer) {
             closing.failed += 1;
         }
     }
@@ -53,10 +82,18 @@ impl ClosingEndpoints {
 impl Peer {
     /// Says goodbye, unless there is nobody to hear it. Whatever UCX has not got away when the endpoint is closed is lost.
     pub(super) fn say_goodbye(&mut self, operations: &mut Operations) {
-        if !self.is_ready() || self.has_left || self.endpoint.failure().is_some() {
-            return;
+        if self.listens() {
+            self.say(FrameKind::Goodbye, self.next_sequence, operations);
         }
-        let frame = self.frame(FrameKind::Goodbye, self.next_sequence);
+    }
+
+    /// Whether there is somebody to hear what this side says at the end.
+    pub(super) fn listens(&self) -> bool {
+        self.is_ready() && !self.has_left && self.endpoint.failure().is_none()
+    }
+
+    fn say(&mut self, kind: FrameKind, sequence: u64, operations: &mut Operations) {
+        let frame = self.frame(kind, sequence);
         let Ok((header, data)) = self.session.wrap(frame, Vec::new()) else { return };
         let token = operations.insert(InFlight::Goodbye);
         if !matches!(self.endpoint.send_am(AM_ID, &header, data, token), Ok(Posted::Pending)) {
@@ -80,7 +117,7 @@ impl Peers {
         match (peer.endpoint.flush(token), at) {
             (Ok(Posted::Pending), Some(at)) => {
                 let Peer { endpoint, id, name, .. } = peer;
-                self.closing.0.insert(token, Closing { _endpoint: endpoint, peer: id, name, failed: 0, at });
+                self.closing.flushed.insert(token, Closing { _endpoint: endpoint, peer: id, name, failed: 0, at });
             }
             (Ok(Posted::Pending), None) => {}
             (flushed, _) => {
@@ -94,9 +131,39 @@ impl Peers {
 
     /// The last flush of an endpoint that is being closed has ended, well or not: nothing is left to wait for.
     pub(crate) fn close_ended(&mut self, token: u64) {
-        if let Some(Closing { name, failed, .. }) = self.closing.0.remove(&token) {
+        if let Some(Closing { name, failed, .. }) = self.closing.flushed.remove(&token) {
             self.tell_undelivered(&name, failed, "the connection broke");
         }
+    }
+
+    /// The peers that are to be left when the copies of their memory have ended.
+    pub(crate) fn leaving(&self) -> Vec<PeerId> {
+        self.closing.late.keys().copied().collect()
+    }
+
+    /// Leaves a peer of which nothing is copied any more, and says hello to it where it was connected to again.
+    pub(crate) fn leave(&mut self, id: PeerId, io: &mut Io<'_>) {
+        let Some(Late { mut peer, by_force }) = self.closing.late.remove(&id) else { return };
+        let incarnation = peer.incarnation;
+        if by_force {
+            peer.say_goodbye(io.operations);
+            drop(peer);
+        } else {
+            self.close(peer, io);
+        }
+        let again = self.find(incarnation).filter(|_| !self.closing.is_left_late(incarnation));
+        if let Some(id) = again.filter(|id| self.get(*id).is_ok_and(|peer| !peer.is_ready()))
+            && let Err(error) = self.send_hello(id, io)
+        {
+            io.effects.lose(id, error);
+        }
+    }
+
+    /// Takes out the connections with peers of which something is still copied, for ever; the others are to be dropped.
+    pub(crate) fn take_copied(&mut self, is_copied: impl Fn(PeerId) -> bool) -> Vec<Peer> {
+        let ids: Vec<PeerId> = self.by_id.keys().copied().filter(|id| is_copied(*id)).collect();
+        let late = std::mem::take(&mut self.closing.late).into_values().map(|late| late.peer);
+        late.filter(|peer| is_copied(peer.id)).chain(ids.into_iter().filter_map(|id| self.by_id.remove(&id))).collect()
     }
 
     /// Whether a peer has messages to get and has not answered yet, while there is time for that. It would drop what it gets
@@ -108,7 +175,7 @@ impl Peers {
 
     /// Closes by force the endpoints that did not close in time.
     pub(super) fn check_closing(&mut self, operations: &Operations, now: Instant) {
-        let late: Vec<_> = self.closing.0.extract_if(|_, closing| closing.at <= now).collect();
+        let late: Vec<_> = self.closing.flushed.extract_if(|_, closing| closing.at <= now).collect();
         for (_, Closing { peer, name, failed, .. }) in late {
             let messages = failed + operations.messages(peer);
             self.tell_undelivered(&name, messages, "it took nothing any more");

@@ -37,6 +37,9 @@ pub(crate) struct Hello {
     /// Whether the sender knows revocations of regions.
     #[serde(default)]
     pub(crate) revocations: bool,
+    /// Whether the sender knows that memory may be in use for longer than an answer takes.
+    #[serde(default)]
+    pub(crate) uses: bool,
     /// The sender's regions that it has deregistered, whatever metadata the receiver has: first and last of
     /// each run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -121,6 +124,7 @@ impl Peers {
 
     /// Takes a hello that arrived.
     pub(super) fn on_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
+            uses: true,
         let hello = Hello::decode(data)?;
         hello.check(frame)?;
         let Some(id) = self.find(hello.incarnation) else {
@@ -160,7 +164,8 @@ impl Peers {
             peer.has_left = true;
         }
         let text = format!("agent {} lost the connection and has made a new one", hello.name);
-        self.lose(id, Error::new(ErrorKind::PeerDied, text), io);
+        // It has given up the old one, and what is copied over that.
+        self.lose(id, Error::new(ErrorKind::PeerDied, text), false, io);
     }
 
     /// Makes a peer of an agent that connected to this one.
@@ -236,6 +241,7 @@ mod tests {
         seen: Option<u64>,
         #[serde(with = "serde_bytes")]
         address: Vec<u8>,
+        peer.knows_uses = hello.uses;
     }
 
     #[test]
@@ -270,3 +276,4 @@ mod tests {
         assert!(Hello::decode(&nameless.encode().unwrap()).is_err());
     }
 }
+            uses: true,

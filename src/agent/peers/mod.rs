@@ -174,7 +174,7 @@ impl Peers {
 
     /// Endpoints that are open, those being closed included.
     pub(crate) fn endpoints(&self) -> usize {
-        self.by_id.len() + self.closing.len()
+        self.by_id.len() + self.closing.endpoints()
     }
 
     /// No more peers are connected to from now on; those that there are get what was sent to them until `flush_until`.
@@ -259,7 +259,7 @@ impl Peers {
                 return Err(error);
             }
             // It came by itself and took this agent's name.
-            self.lose(id, error, io);
+            self.lose(id, error, false, io);
         }
         if let Some(id) = self.find(metadata.incarnation) {
             let peer = self.get_mut(id)?;
@@ -273,9 +273,12 @@ impl Peers {
         let mut peer = self.make(metadata.name.clone(), metadata.incarnation, &metadata.address, io)?;
         peer.update_regions(metadata)?;
         (peer.deadline, peer.vouched) = (io.now.checked_add(self.local.connect_timeout), true);
-        let id = peer.id;
+        let (id, incarnation) = (peer.id, peer.incarnation);
         self.insert(peer, io.live);
-        if let Err(error) = self.send_hello(id, io) {
+        // The peer takes a new connection for the end of the last one, and of all that was copied over that.
+        if !self.closing.is_left_late(incarnation)
+            && let Err(error) = self.send_hello(id, io)
+        {
             self.remove(id, io.live);
             return Err(error);
         }
@@ -345,6 +348,7 @@ impl Peers {
             refused: BTreeSet::new(),
             imports: Imports { are_off: !self.local.device_copies, ..Imports::default() },
             takes_revocations: false,
+            knows_uses: false,
             is_near,
             untold: BTreeSet::new(),
             unanswered: None,
@@ -487,26 +491,35 @@ impl Peers {
     }
 
     /// The connection is broken or given up: its id becomes stale, its owner is told. Closes the endpoint by force, which
-    /// ends its operations with errors; a peer that still listens is told.
-    pub(crate) fn lose(&mut self, id: PeerId, error: Error, io: &mut Io<'_>) {
+    /// ends its operations with errors; a peer that still listens is told. Both come later where memory of it is being copied
+    /// (`is_copying`), which nothing ends: until then it waits with its memory.
+    pub(crate) fn lose(&mut self, id: PeerId, error: Error, is_copying: bool, io: &mut Io<'_>) {
         if let Some(mut peer) = self.remove(id, io.live) {
             log::info!("agent {}: {id} is lost: {error}", self.local.name);
             // Nobody takes the event any more.
             if self.is_shut {
                 self.tell_undelivered(&peer.name, peer.undelivered(io.operations), error.message());
             }
-            peer.say_goodbye(io.operations);
-            drop(peer);
+            if is_copying && peer.listens() {
+                self.closing.leave_late(peer, true, io.operations);
+            } else {
+                peer.say_goodbye(io.operations);
+                drop(peer);
+            }
             io.stats.peers_lost += 1;
             io.effects.push(Effect::Tell(Event::PeerLost { peer: id, error: error.clone() }));
             io.effects.push(Effect::PeerGone { peer: id, error });
         }
     }
 
-    /// Drops the connection in order.
-    pub(crate) fn disconnect(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
+    /// Drops the connection in order, and later where memory of the peer is being copied, as in [`Peers::lose`].
+    pub(crate) fn disconnect(&mut self, id: PeerId, is_copying: bool, io: &mut Io<'_>) -> Result<()> {
         let peer = self.remove(id, io.live).ok_or_else(|| id.unknown())?;
-        self.close(peer, io);
+        if is_copying && peer.listens() {
+            self.closing.leave_late(peer, false, io.operations);
+        } else {
+            self.close(peer, io);
+        }
         let error = Error::new(ErrorKind::Cancelled, "its peer was disconnected by this side");
         io.effects.push(Effect::PeerGone { peer: id, error });
         Ok(())
@@ -552,7 +565,7 @@ impl Peers {
 
     /// Whether no endpoint is being closed.
     pub(crate) fn have_closed(&self) -> bool {
-        self.closing.len() == 0
+        self.closing.endpoints() == 0
     }
 }
 

@@ -116,6 +116,8 @@ pub(crate) struct Peer {
     pub(super) imports: Imports,
     /// Whether it lets go of memory of this side when it is asked to.
     pub(crate) takes_revocations: bool,
+    /// Whether it waits for this side's answer where it is told that its memory is in use.
+    pub(crate) knows_uses: bool,
     /// Whether it may copy this side's host memory by itself: so the lanes of the connection say, from its beginning on.
     pub(crate) is_near: bool,
     /// Regions of this side that were deregistered since it was sent a hello, and before it has said its own. As long as it has

@@ -323,6 +323,7 @@ mod tests {
             streams: false,
             revocations: false,
             withdrawn: Vec::new(),
+            uses: false,
             challenge: None,
             versions: Versions::OURS,
         };

@@ -21,6 +21,7 @@ use super::core::request::{TransferRequest, is_light};
 use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
+use crate::proto::ids::Incarnation;
 use crate::proto::plan::{Expander, Operation, Segment, SegmentBlocks};
 use crate::proto::wire::MemoryKind;
 
@@ -29,6 +30,8 @@ pub(crate) struct Transfer {
     /// What is sent to the peer at its end, if it succeeds.
     message: Option<Vec<u8>>,
     peer: PeerId,
+    /// The peer's life: its regions are the same over all connections.
+    owner: Incarnation,
     direction: Direction,
     expander: Expander,
     /// Whether it had no turn yet.
@@ -43,8 +46,8 @@ pub(crate) struct Transfer {
     regions: Vec<u32>,
     /// Regions of the peer's, likewise.
     remote_regions: Vec<u32>,
-    /// Those of them that the peer has deregistered meanwhile.
-    let_go: Vec<u32>,
+    /// Those of them that the peer has deregistered meanwhile, and over which connection it asks for them.
+    let_go: Vec<(PeerId, u32)>,
     in_flight: u32,
     posted: u64,
     /// Bytes moved.
@@ -100,9 +103,9 @@ impl Transfer {
         self.proof == Proof::Asking
     }
 
-    /// Whether it reads or writes a peer's region.
-    fn reaches(&self, peer: PeerId, region: u32) -> bool {
-        self.peer == peer && self.remote_regions.binary_search(&region).is_ok()
+    /// Whether it reads or writes an agent's region.
+    fn reaches(&self, owner: Incarnation, region: u32) -> bool {
+        self.owner == owner && self.remote_regions.binary_search(&region).is_ok()
     }
 
     /// Whether there is something to post.
@@ -293,6 +296,7 @@ impl Transfers {
             user_data,
             message,
             peer: peer.id,
+            owner: peer.incarnation,
             direction,
             expander: plan.expand(self.max_operation_bytes),
             fresh: bytes > 0,
@@ -488,17 +492,23 @@ impl Transfers {
         self.stop_where(|transfer| transfer.regions.contains(&region), &error, effects, now);
     }
 
-    /// Stops the transfers that read or write a region that its owner deregisters, and returns how many there are. The end of
-    /// each says that it was one ([`TransferEnd::let_go`]).
-    pub(crate) fn stop_users_there(&mut self, peer: PeerId, region: u32, effects: &mut Effects, now: Instant) -> usize {
+    /// Stops the transfers that read or write a region that its owner deregisters, those of earlier connections with it, and
+    /// returns how many there are. The end of each says that it was one ([`TransferEnd::let_go`]).
+    pub(crate) fn stop_users_there(
+        &mut self,
+        (peer, owner): (PeerId, Incarnation),
+        region: u32,
+        effects: &mut Effects,
+        now: Instant,
+    ) -> usize {
         let mut users = 0;
-        for transfer in self.table.values_mut().filter(|transfer| transfer.reaches(peer, region)) {
-            transfer.let_go.push(region);
+        for transfer in self.table.values_mut().filter(|transfer| transfer.reaches(owner, region)) {
+            transfer.let_go.push((peer, region));
             users += 1;
         }
         if users > 0 {
             let error = Error::not_found(format!("the peer has deregistered its region {region}"));
-            self.stop_where(|transfer| transfer.reaches(peer, region), &error, effects, now);
+            self.stop_where(|transfer| transfer.reaches(owner, region), &error, effects, now);
         }
         users
     }
