@@ -134,6 +134,7 @@ mod tests {
     use crate::mem::cuda::test_memory;
     use crate::proto::ids::Incarnation;
     use crate::proto::plan::Segment;
+    use crate::proto::wire::MemoryKind;
 
     /// Whoever cannot have it mapped need not be waited for, and does not end the waiting for others.
     #[test]
@@ -194,6 +195,11 @@ mod tests {
     /// Two engines of which each connects to the other before it has heard of it: an owner of a region of bytes 7, and a writer
     /// with the three of [`plan`], of bytes 8.
     fn met() -> ((Engine, PeerId, MemoryRange), (Engine, PeerId)) {
+        met_after(|_| ())
+    }
+
+    /// As [`met`]; the writer has the owner's metadata of before `change`, which comes before the connections.
+    fn met_after(change: impl FnOnce(&mut Engine)) -> ((Engine, PeerId, MemoryRange), (Engine, PeerId)) {
         let make = |number: u64, lens: &[usize]| {
             let shared = Arc::new(Shared::new(number).unwrap());
             let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(number), &shared).unwrap();
@@ -205,9 +211,10 @@ mod tests {
             (engine, ranges[0])
         };
         let ((mut owner, memory), (mut writer, _)) = (make(7, &[3 * LEN]), make(8, &[LEN; 3]));
-        let theirs = writer.metadata();
+        let (theirs, ours) = (writer.metadata(), owner.metadata());
+        change(&mut owner);
         let there = owner.connect(&theirs, Instant::now()).unwrap();
-        let here = writer.connect(&owner.metadata(), Instant::now()).unwrap();
+        let here = writer.connect(&ours, Instant::now()).unwrap();
         ((owner, there, memory), (writer, here))
     }
 
@@ -255,6 +262,47 @@ mod tests {
         drive_both(&mut owner, &mut writer, |writer| writer.transfers.get(id).is_none());
         assert!(memory.leaked_bytes().iter().all(|byte| *byte == 8));
         assert_eq!(writer.stats.copied_bytes, 3 * LEN as u64);
+    }
+
+    /// Its first region is one of more that it has deregistered than its hello can list.
+    #[test]
+    fn stale_metadata_is_not_trusted_where_the_list_was_cut() {
+        let ((mut owner, there, memory), (mut writer, here)) = met_after(|owner| {
+            let region = RegionId::of_index(owner.shared.live.ids.salt(), 0);
+            let (reply, caller) = answer();
+            owner.serve(Command::Deregister { region, reply }, Instant::now());
+            caller.wait(Duration::ZERO).unwrap().unwrap();
+            for index in 1..5000 {
+                owner.peers.withdrawn.add(2 * index, MemoryKind::Host);
+            }
+        });
+        drive_both(&mut owner, &mut writer, |writer| writer.peers.get(here).unwrap().is_ready());
+        drive_both(&mut writer, &mut owner, |owner| owner.peers.get(there).unwrap().is_ready());
+        writer.peers.find_neighbours();
+        let peer = writer.peers.get(here).unwrap();
+        assert!(peer.neighbour.is_none() && !peer.is_neighbour_unproved());
+        for direction in [Direction::Write, Direction::Read] {
+            let id = start(&mut writer, here, direction);
+            drive_both(&mut owner, &mut writer, |writer| writer.transfers.get(id).is_none());
+        }
+        assert!(memory.leaked_bytes().iter().all(|byte| *byte == 7), "freed memory was written to");
+        assert_eq!((writer.stats.transfers_failed, writer.stats.copied_bytes), (2, 0));
+        // The other way nothing was cut.
+        owner.peers.find_neighbours();
+        assert!(owner.peers.get(there).unwrap().neighbour.is_some());
+    }
+
+    /// A process that is stopped may be in the midst of a copy.
+    #[test]
+    fn a_shutdown_fails_while_a_peer_stands_still() {
+        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+        other.register(MemoryRange::leaked(3 * LEN)).unwrap();
+        let (engine, _) = reader(Transport::Shm, &other);
+        let error = other.shutdown(Duration::from_secs(3)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert!(error.message().contains("may copy its memory"), "{error}");
+        assert_eq!(other.shutdown(Duration::from_secs(60)).unwrap_err(), error);
+        drop(engine);
     }
 
     fn drive_both(one: &mut Engine, other: &mut Engine, mut holds: impl FnMut(&mut Engine) -> bool) {
@@ -369,19 +417,6 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_given_up_is_told() {
-        for transport in [Transport::Shm, Transport::Tcp] {
-            let other = Agent::start(config("b", transport)).unwrap();
-            let (mut engine, peer) = reader(transport, &other);
-            engine.effects.lose(peer, Error::new(ErrorKind::Exhausted, "test"));
-            engine.dispatch(Instant::now());
-            drive(&mut engine, |_| matches!(other.poll_event(), Some(Event::PeerLost { .. })));
-            drop(engine);
-            other.shutdown(Duration::from_secs(60)).unwrap();
-        }
-    }
-}
-    #[test]
     fn a_peer_is_left_when_devices_copy_nothing_of_it_any_more() {
         let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
         let other = Agent::start(config("b", Transport::Shm)).unwrap();
@@ -412,3 +447,16 @@ mod tests {
         other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
+    #[test]
+    fn a_peer_that_is_given_up_is_told() {
+        for transport in [Transport::Shm, Transport::Tcp] {
+            let other = Agent::start(config("b", transport)).unwrap();
+            let (mut engine, peer) = reader(transport, &other);
+            engine.effects.lose(peer, Error::new(ErrorKind::Exhausted, "test"));
+            engine.dispatch(Instant::now());
+            drive(&mut engine, |_| matches!(other.poll_event(), Some(Event::PeerLost { .. })));
+            drop(engine);
+            other.shutdown(Duration::from_secs(60)).unwrap();
+        }
+    }
+}

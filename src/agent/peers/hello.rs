@@ -44,6 +44,9 @@ pub(crate) struct Hello {
     /// each run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) withdrawn: Vec<(u32, u32)>,
+    /// Whether there are more of them: the receiver then uses no memory of the sender's by itself.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) withdrew_more: bool,
     /// What the receiver is to write into its witness for this connection, before the sender copies its memory. `None` of a
     /// sender that knows nothing of it: its own witness has no answers either.
     #[serde(default)]
@@ -96,7 +99,20 @@ impl Peers {
         peer.post(peer.frame(FrameKind::Hello, 0), hello.encode()?, None, io.operations)
     }
 
-    pub(super) fn own_hello(&self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
+    /// Decides whether a peer may use memory of this side by itself, before it is sent a hello or given an answer.
+    pub(super) fn trust(&mut self, id: PeerId) -> Result<()> {
+        let Peers { by_id, withdrawn, .. } = self;
+        let peer = by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
+        if withdrawn.is_cut(peer.is_near) {
+            peer.is_told_part = true;
+            // Nor is it one for an older peer, which looks for no answer.
+            peer.witness.end();
+        }
+        Ok(())
+    }
+
+    pub(super) fn own_hello(&mut self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
+        self.trust(id)?;
         let peer = self.get(id)?;
         Ok(Hello {
             name: self.local.name.clone(),
@@ -108,7 +124,9 @@ impl Peers {
             // With a key there are none: what they carry is not sealed.
             streams: self.local.streams && !self.are_keyed(),
             revocations: true,
+            uses: true,
             withdrawn: self.withdrawn.told(peer.is_near),
+            withdrew_more: peer.is_told_part,
             challenge: Some(peer.challenge),
             versions: Versions::OURS,
         })
@@ -124,7 +142,6 @@ impl Peers {
 
     /// Takes a hello that arrived.
     pub(super) fn on_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
-            uses: true,
         let hello = Hello::decode(data)?;
         hello.check(frame)?;
         let Some(id) = self.find(hello.incarnation) else {
@@ -192,6 +209,7 @@ impl Peers {
 
     /// Notes that the peer is there and itself.
     pub(super) fn greet(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
+        self.trust(id)?;
         let is_keyed = self.are_keyed();
         let Peers { by_id, local, .. } = self;
         let peer = by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
@@ -203,14 +221,34 @@ impl Peers {
         peer.version = hello.versions.common();
         let lanes = peer.endpoint.describe();
         peer.reach = Reach::of(&lanes);
+        if peer.is_told_part && !hello.uses && peer.reach.by_cuda_ipc {
+            let error = Error::new(
+                ErrorKind::Incompatible,
+                format!(
+                    "agent {} is of an older kvferry, which would copy device memory that this agent has deregistered; update it",
+                    peer.name
+                ),
+            );
+            io.effects.lose(id, error.clone());
+            return Err(error);
+        }
+        if hello.withdrew_more {
+            peer.reach = peer.reach.without_cuda_ipc();
+            log::info!(
+                "agent {}: agent {} has deregistered more regions than it can list: its memory goes by messages",
+                local.name,
+                peer.name
+            );
+        }
         peer.takes_revocations = hello.revocations;
+        peer.knows_uses = hello.uses;
         peer.withdraw(&hello.withdrawn);
         peer.may_stream = hello.streams && local.streams && !is_keyed && has_only_tcp(&lanes);
         let places = hello.process.as_ref().zip(local.place.as_ref());
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
         peer.answered_by = hello.seen.and(places).and_then(|(theirs, own)| theirs.pid_beside(own));
         // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
-        peer.claimed = hello.process.clone().filter(|_| peer.is_near);
+        peer.claimed = hello.process.clone().filter(|_| peer.is_near && !hello.withdrew_more);
         if hello.challenge.is_none() && peer.claimed.take().is_some() {
             log::info!(
                 "agent {}: agent {} is of an older kvferry and cannot prove which process it is: its memory goes by \
@@ -241,7 +279,6 @@ mod tests {
         seen: Option<u64>,
         #[serde(with = "serde_bytes")]
         address: Vec<u8>,
-        peer.knows_uses = hello.uses;
     }
 
     #[test]
@@ -255,7 +292,9 @@ mod tests {
             process: ProcessPlace::here().map(|here| Witness::new(3, &[1]).place(&here)),
             streams: true,
             revocations: true,
+            uses: true,
             withdrawn: vec![(3, 5)],
+            withdrew_more: true,
             challenge: Some((6, 7)),
             versions: Versions::OURS,
         };
@@ -265,6 +304,7 @@ mod tests {
         let older = wire::encode("hello", OLDEST, &older).unwrap();
         let decoded = Hello::decode(&older).unwrap();
         assert_eq!((decoded.streams, decoded.revocations, decoded.challenge), (false, false, None));
+        assert!(!decoded.uses && !decoded.withdrew_more);
         // What a build of version 4 says speaks only that.
         let text = older.windows(7).position(|bytes| bytes == b"\xa6speaks").unwrap();
         let before = [&[0x84], &older[1..text], &older[text + 10..]].concat();
@@ -276,4 +316,3 @@ mod tests {
         assert!(Hello::decode(&nameless.encode().unwrap()).is_err());
     }
 }
-            uses: true,

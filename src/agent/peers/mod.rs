@@ -351,6 +351,7 @@ impl Peers {
             knows_uses: false,
             is_near,
             untold: BTreeSet::new(),
+            is_told_part: false,
             unanswered: None,
             may_stream: false,
             streamed: false,

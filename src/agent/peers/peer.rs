@@ -123,6 +123,8 @@ pub(crate) struct Peer {
     /// Regions of this side that were deregistered since it was sent a hello, and before it has said its own. As long as it has
     /// not let them go, it gets no answer to its challenge, and so copies nothing of this side by itself.
     pub(crate) untold: BTreeSet<u32>,
+    /// Whether it was not told all regions of this side that were deregistered before: it gets no answer either, however long.
+    pub(super) is_told_part: bool,
     /// Its challenge, as long as it is not answered.
     pub(super) unanswered: Option<Challenge>,
     /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
@@ -356,7 +358,7 @@ impl Peer {
 
     /// Writes the peer's challenge where the peer looks for it, when it knows which regions are gone.
     pub(crate) fn take_challenge(&mut self, hello: &Hello) {
-        self.unanswered = hello.challenge;
+        self.unanswered = hello.challenge.filter(|_| !self.is_told_part);
         self.answer_challenge();
     }
 

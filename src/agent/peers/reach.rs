@@ -52,6 +52,12 @@ impl Reach {
         Reach { host: rdma && !within, device: rdma || by_cuda_ipc, mixed: rdma, by_cuda_ipc }
     }
 
+    /// Without UCX's CUDA IPC.
+    pub(super) fn without_cuda_ipc(self) -> Reach {
+        // RDMA, which is left, moves all kinds of memory or none.
+        Reach { device: self.mixed, by_cuda_ipc: false, ..self }
+    }
+
     pub(super) fn has(self, pair: Pair) -> bool {
         match pair {
             Pair::Host => self.host,
@@ -90,6 +96,8 @@ mod tests {
             ("unknown (this UCX cannot tell)", reach(false, false, false)),
         ] {
             assert_eq!(Reach::of(lanes), expected, "{lanes}");
+            let without = Reach { device: expected.mixed, by_cuda_ipc: false, ..expected };
+            assert_eq!(Reach::of(lanes).without_cuda_ipc(), without, "{lanes}");
         }
     }
 }

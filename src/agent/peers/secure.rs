@@ -223,6 +223,7 @@ impl Peers {
         responder: Responder,
         io: &mut Io<'_>,
     ) -> Result<()> {
+        self.trust(id)?;
         // Before the peer reads the answer and looks.
         self.get_mut(id)?.take_challenge(hello);
         let answer = self.own_hello(id, Some(hello.connection))?;
@@ -322,8 +323,9 @@ mod tests {
             process: None,
             streams: false,
             revocations: false,
-            withdrawn: Vec::new(),
             uses: false,
+            withdrawn: Vec::new(),
+            withdrew_more: false,
             challenge: None,
             versions: Versions::OURS,
         };

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use crate::proto::wire::MemoryKind;
 
-/// Runs that a hello names at most: they fit it.
+/// Runs that a hello names at most: they fit it. Where there are more, the peer uses no memory of this side by itself: it may have
+/// metadata of regions that it was not told of.
 const MAX_RUNS: usize = 4096;
 
 /// Indices of regions, as runs: the last one of each by its first.
@@ -48,9 +49,19 @@ impl Withdrawn {
         }
     }
 
-    /// What a peer is told: all to one that may copy host memory by itself, else those of device memory.
+    /// Those that matter to a peer: all to one that may copy host memory by itself, else those of device memory.
+    fn of(&self, is_near: bool) -> &Runs {
+        if is_near { &self.all } else { &self.devices }
+    }
+
+    /// What a peer is told.
     pub(super) fn told(&self, is_near: bool) -> Vec<(u32, u32)> {
-        if is_near { self.all.latest() } else { self.devices.latest() }
+        self.of(is_near).latest()
+    }
+
+    /// Whether a peer cannot be told all.
+    pub(super) fn is_cut(&self, is_near: bool) -> bool {
+        self.of(is_near).0.len() > MAX_RUNS
     }
 }
 
@@ -68,6 +79,7 @@ mod tests {
         }
         assert_eq!(withdrawn.told(true), [(0, 1), (5, 7), (9, 9), (u32::MAX, u32::MAX)]);
         assert_eq!(withdrawn.told(false), [(9, 9)]);
+        assert!(!withdrawn.is_cut(true));
         for index in 5000..15_000 {
             withdrawn.add(index * 2, MemoryKind::Host);
         }
@@ -76,5 +88,6 @@ mod tests {
             (told.len(), told.first(), told.last()),
             (MAX_RUNS, Some(&(21_810, 21_810)), Some(&(u32::MAX, u32::MAX)))
         );
+        assert!(withdrawn.is_cut(true) && !withdrawn.is_cut(false));
     }
 }
