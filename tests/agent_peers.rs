@@ -11,7 +11,9 @@ use common::agent::{LIMIT, Node, assert_same, config, plan, transports, until, w
 use common::memory::pattern_bytes;
 use kvferry::ErrorKind;
 use kvferry::agent::Window;
-use kvferry::agent::{AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, Transport, decode_metadata, encode_metadata};
+use kvferry::agent::{
+    AgentConfig, Direction, Event, MAX_MESSAGE_BYTES, TransferId, Transport, decode_metadata, encode_metadata,
+};
 use kvferry::proto::wire::AgentMetadata;
 
 #[test]
@@ -191,6 +193,38 @@ fn a_cancelled_transfer_with_a_peer_that_hangs_is_ended_by_force() {
     expected[3072..4096].copy_from_slice(&pattern_bytes(2, 64 << 10)[4096..5120]);
     assert_same("after", &a.contents(), &[expected]);
     b.end();
+}
+
+/// Peers that are stopped keep in flight what was asked of them: more than all peers may share.
+#[test]
+fn silent_peers_leave_room_for_others() {
+    const LEN: usize = 4 << 20;
+    let shared = Window { operations: 256, bytes: 4 << 20 };
+    let mut a = Node::start(AgentConfig { total_window: shared, ..config("a", Transport::Tcp) }, 1, &[LEN; 4]);
+    let remotes: Vec<Remote> = (2..6).map(|seed| Remote::spawn(Transport::Tcp, seed, &[LEN])).collect();
+    let peers = remotes.iter().map(|remote| a.connect(&remote.metadata)).collect::<Vec<_>>();
+    peers.iter().for_each(|_| drop(a.wait_connected()));
+    let silent = &remotes[..3];
+    silent.iter().for_each(|remote| remote.signal("STOP"));
+    let ids = || (0..LEN as u32 >> 16).rev().collect::<Vec<u32>>();
+    let whole = |region| plan(region, 0, 1 << 16, 1 << 16, ids(), ids());
+    let waiting: Vec<TransferId> = (0..3)
+        .map(|region| a.agent.transfer(peers[region as usize], Direction::Read, whole(region), 0).unwrap())
+        .collect();
+    until("the shared window is full", || a.agent.stats().unwrap().bytes_in_flight >= shared.bytes);
+    a.move_all(peers[3], Direction::Read, plan(3, 0, 4096, 4096, vec![7], vec![9]));
+    let mut expected: Vec<Vec<u8>> = (1..5).map(|seed| pattern_bytes(seed, LEN)).collect();
+    expected[3][7 * 4096..8 * 4096].copy_from_slice(&pattern_bytes(5, LEN)[9 * 4096..10 * 4096]);
+    assert_same("a small read", &a.contents(), &expected);
+    a.move_all(peers[3], Direction::Read, whole(3));
+    expected[3] = pattern_bytes(5, LEN);
+    assert_same("a large read", &a.contents(), &expected);
+    assert_eq!(a.agent.stats().unwrap().transfers, 3, "the others stand still");
+    silent.iter().for_each(|remote| remote.signal("CONT"));
+    waiting.into_iter().for_each(|id| a.wait_done(id).0.unwrap());
+    let all: Vec<Vec<u8>> = (2..6).map(|seed| pattern_bytes(seed, LEN)).collect();
+    assert_same("after", &a.contents(), &all);
+    a.agent.shutdown(LIMIT).unwrap();
 }
 
 #[test]

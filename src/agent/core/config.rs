@@ -63,7 +63,8 @@ pub struct AgentConfig {
     /// In flight to one peer. Default: 64 operations or 16 MiB. 16 MiB is what a 400 Gbit/s link moves in a third of
     /// a millisecond, well over its round trip; 64 small operations hide the per-operation latency of TCP and RDMA.
     pub peer_window: Window,
-    /// In flight to all peers. Default: 256 operations or 64 MiB.
+    /// In flight to all peers, beyond a sixteenth of `peer_window` that each peer has of its own. A peer that ends no operation
+    /// for half a second to a second does not count in it until it does. Default: 256 operations or 64 MiB.
     pub total_window: Window,
     /// Adjacent blocks are merged into operations of at most this many bytes. Default: 4 MiB, so that four are in
     /// flight in a full window and a small transfer behind a large one waits for little.

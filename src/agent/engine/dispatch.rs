@@ -253,7 +253,7 @@ impl Engine {
             let result = result.map_err(ucx_error);
             match ended {
                 Some(InFlight::Copy { transfer, peer, operation }) if is_refusal && self.refuse(peer, operation) => {
-                    self.transfers.take_back(transfer, operation, &mut self.effects);
+                    self.transfers.take_back(transfer, operation, &mut self.effects, now);
                 }
                 Some(InFlight::Copy { transfer, peer, operation: Operation { len, .. } }) => {
                     let moved = if result.is_ok() { len } else { 0 };
@@ -481,7 +481,7 @@ impl Engine {
     pub(super) fn check_timers(&mut self, now: Instant) {
         self.leave_peers(now);
         self.peers.check_deadlines(&self.operations, &mut self.effects, now);
-        self.transfers.check_graces(&mut self.effects, now);
+        self.transfers.check_deadlines(&mut self.effects, now);
         self.check_borrowers(now);
         self.answer_revocations(now);
         self.copy_pool.check(now);

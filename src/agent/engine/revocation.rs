@@ -178,7 +178,7 @@ mod tests {
             engine.worker.progress();
         }
         assert!(engine.revocations.are_owed() && engine.transfers.len() == 1 && !ending.is_finished());
-        engine.transfers.take_back(id, operation, &mut engine.effects);
+        engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
         // The others, which may be under way too, end by themselves.
         drive(&mut engine, |engine| {
             engine.reap_copies(Instant::now());

@@ -258,17 +258,17 @@ mod tests {
         let taken = [(); 4].map(|()| {
             let operation = transfer.take(u64::MAX).unwrap();
             transfer.enter_flight();
-            windows.enter(peer, operation.len);
+            windows.enter(peer, operation.len, Instant::now());
             operation
         });
         engine.transfers.end_turn(peer, id, &Ok(1));
         let [first, second, third, last] = taken;
         for operation in [first, second] {
-            engine.transfers.take_back(id, operation, &mut engine.effects);
+            engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
         }
         drive(&mut engine, |engine| engine.transfers.in_flight().operations == 2 && engine.transfers.is_idle());
         for operation in [third, last] {
-            engine.transfers.take_back(id, operation, &mut engine.effects);
+            engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
         }
         drive(&mut engine, |engine| engine.transfers.len() == 0);
         let run = LEN / 4;
@@ -284,7 +284,7 @@ mod tests {
         let operation = begin_one(&mut engine, peer, id);
         engine.cancel(id, Instant::now()).unwrap();
         assert_eq!((engine.transfers.len(), engine.post_transfers()), (1, false));
-        engine.transfers.take_back(id, operation, &mut engine.effects);
+        engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
         engine.dispatch(Instant::now());
         assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
         drop(engine);

@@ -101,7 +101,7 @@ pub(super) fn begin_one(engine: &mut Engine, peer: PeerId, id: TransferId) -> Op
     let (transfer, windows) = engine.transfers.get_with_windows(id).unwrap();
     let operation = transfer.take(u64::MAX).unwrap();
     transfer.enter_flight();
-    windows.enter(peer, operation.len);
+    windows.enter(peer, operation.len, Instant::now());
     engine.transfers.end_turn(peer, id, &Ok(1));
     operation
 }

@@ -86,7 +86,8 @@ pub(super) fn post_chunk(
         (false, Direction::Read) => Service::Read,
         (false, Direction::Write) => Service::Write,
     };
-    turn.begin(u64::from(service != Service::Digest));
+    let now = Instant::now();
+    turn.transfer.begin(u64::from(service != Service::Digest), now);
     let chunk = Chunk { transfer: turn.id, peer: turn.peer.id, service, local, bytes, streamed };
     let reader = streamed.then(|| StreamReader {
         received: turn.streams.received(turn.peer.id),
@@ -104,7 +105,7 @@ pub(super) fn post_chunk(
             turn.streams.expect(turn.peer.id);
         }
     }
-    turn.enter_flight(bytes);
+    turn.enter_flight(bytes, now);
     turn.stats.operations += 1;
     Ok(bytes)
 }

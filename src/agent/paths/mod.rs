@@ -114,20 +114,15 @@ impl Turn<'_> {
     }
 
     /// An operation of `len` bytes was posted that counts in the windows until it ends.
-    fn enter_flight(&mut self, len: u64) {
+    fn enter_flight(&mut self, len: u64, now: Instant) {
         self.transfer.enter_flight();
-        self.windows.enter(self.peer.id, len);
+        self.windows.enter(self.peer.id, len, now);
     }
 
     /// Counts bytes, of the agent and of the peer.
     fn count(&mut self, moved: PathBytes) {
         self.stats.add(moved);
         self.peer.traffic.post(moved);
-    }
-
-    /// Notes that operations are being posted.
-    fn begin(&mut self, operations: u64) {
-        self.transfer.begin(operations, Instant::now());
     }
 }
 

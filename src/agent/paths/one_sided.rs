@@ -76,7 +76,7 @@ impl Path for OneSided {
                 break;
             }
             match posted.map_err(ucx_error)? {
-                Posted::Pending => turn.enter_flight(operation.len),
+                Posted::Pending => turn.enter_flight(operation.len, now),
                 Posted::Done => {
                     turn.transfer.add_bytes(operation.len);
                     turn.count(PathBytes { one_sided: operation.len, ..PathBytes::default() });

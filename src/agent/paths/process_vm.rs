@@ -74,7 +74,7 @@ impl Path for ProcessVm {
         let helped = turn.transfer.next().is_some() && turn.transfer.age(now) >= HELP_AFTER;
         // What may be stuck for ever takes no room in the windows of others; copy threads take little of it at a time.
         if alone {
-            turn.enter_flight(bytes);
+            turn.enter_flight(bytes, now);
         } else {
             turn.transfer.enter_flight();
         }

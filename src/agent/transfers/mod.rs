@@ -253,9 +253,10 @@ impl Transfers {
         self.table.get_mut(&id).map(|transfer| (transfer, &mut self.windows))
     }
 
-    /// The next end of a grace.
+    /// The next end of a grace, or the time at which transfers that wait may get room.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.graces.first().map(|(at, _)| *at)
+        let room = self.windows.deadline().filter(|_| !self.is_idle());
+        self.graces.first().map(|(at, _)| *at).into_iter().chain(room).min()
     }
 
     /// Takes a transfer up. On an error nothing was.
@@ -389,7 +390,7 @@ impl Transfers {
         transfer.in_flight = transfer.in_flight.saturating_sub(1);
         transfer.bytes += moved;
         if let Some(len) = windowed {
-            self.windows.leave(transfer.peer, len);
+            self.windows.leave(transfer.peer, len, now);
         }
         match result {
             Ok(()) => self.settle(id, effects),
@@ -398,10 +399,10 @@ impl Transfers {
     }
 
     /// Takes an operation back that has moved nothing, for another path to post it.
-    pub(crate) fn take_back(&mut self, id: TransferId, operation: Operation, effects: &mut Effects) {
+    pub(crate) fn take_back(&mut self, id: TransferId, operation: Operation, effects: &mut Effects, now: Instant) {
         let Some(transfer) = self.table.get_mut(&id) else { return };
         transfer.in_flight = transfer.in_flight.saturating_sub(1);
-        self.windows.leave(transfer.peer, operation.len);
+        self.windows.leave(transfer.peer, operation.len, now);
         if transfer.stopped.is_none() {
             if transfer.has_more() {
                 transfer.again.push(operation);
@@ -531,8 +532,10 @@ impl Transfers {
         }
     }
 
-    /// Gives up the peers of stopped transfers whose operations did not end by themselves, which ends them.
-    pub(crate) fn check_graces(&mut self, effects: &mut Effects, now: Instant) {
+    /// Makes room where peers stand still, and gives up the peers of stopped transfers whose operations did not end by
+    /// themselves, which ends them.
+    pub(crate) fn check_deadlines(&mut self, effects: &mut Effects, now: Instant) {
+        self.windows.check(now);
         while let Some((at, id)) = self.graces.first().copied().filter(|(at, _)| *at <= now) {
             self.graces.remove(&(at, id));
             let Some(transfer) = self.table.get_mut(&id) else { continue };
