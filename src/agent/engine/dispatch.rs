@@ -73,6 +73,7 @@ impl Engine {
     }
 
     fn peer_ready(&mut self, id: PeerId) {
+        self.transfers.wake(id);
         // What was deregistered since this side said hello.
         if let Ok(peer) = self.peers.get(id)
             && peer.on_this_host
@@ -383,6 +384,7 @@ impl Engine {
         if let Ok(peer) = self.peers.get_mut(id) {
             peer.flow.moved(answered.chunk.bytes, now);
             peer.flow.arrive(answered.departure, answered.chunk.bytes, now);
+            self.peers.note_reading(id);
         }
         let Answered { chunk, result, is_of_device, .. } = answered;
         match chunk.service {
@@ -505,13 +507,31 @@ impl Engine {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::Arc;
+    use std::time::Duration;
 
-    use super::super::tests::{config, drive, turn};
+    use super::super::tests::{config, drive, reader, turn};
     use super::*;
-    use crate::agent::Transport;
+    use crate::agent::{Agent, Transport};
     use crate::agent::command::Shared;
     use crate::agent::rpc::wire::encode_pieces;
     use crate::proto::ids::Incarnation;
+
+    #[test]
+    fn held_messages_count_until_they_are_due() {
+        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let (mut engine, id) = reader(Transport::Tcp, &other);
+        let (incarnation, connection) = engine.peers.get(id).unwrap().identity().unwrap();
+        let receive = |engine: &mut Engine, sequence: u64, len: usize| {
+            let frame = Frame { kind: FrameKind::Data, incarnation, connection, sequence };
+            engine.receive(&frame.encode(), vec![0; len], Instant::now()).unwrap();
+            engine.peers.held_bytes()
+        };
+        assert_eq!([(1, 5), (2, 7), (0, 3), (4, 9)].map(|(at, len)| receive(&mut engine, at, len)), [5, 12, 0, 9]);
+        engine.disconnect(id, Instant::now()).unwrap();
+        assert_eq!(engine.peers.held_bytes(), 0);
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
 
     /// Engines that no thread drives: the other one reads nothing from the moment on at which nobody turns it.
     #[test]

@@ -214,7 +214,9 @@ impl Thread {
         let serving = engine.served_at.is_some_and(|at| now.saturating_duration_since(at) < spin);
         let copying = engine.device_copies.are_running() || engine.staged.is_running();
         let operations = engine.transfers.in_flight().operations;
-        let moving = serving || copying || operations > 0 && operations > engine.peers.slow_reads(now);
+        // What was not asked of a peer, such as an operation of UCX, is worth it anyway.
+        let is_fast = operations > engine.rpc.borrow().len() as u64 || engine.peers.has_fast_reads(now);
+        let moving = serving || copying || operations > 0 && is_fast;
         let spins = moving && now.saturating_duration_since(driven.progressed_at) < spin && self.spinner.may_spin(now);
         if !spins {
             self.spinner.rest();
@@ -330,11 +332,57 @@ impl Thread {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
-    use super::super::tests::config;
+    use super::super::tests::{LEN, config, drive, read, reader};
     use super::*;
-    use crate::agent::Transport;
+    use crate::agent::{Agent, Transport};
+    use crate::mem::MemoryRange;
+
+    /// The progress thread's own things, for an engine that a test drives.
+    fn thread(driven: &Driven, now: Instant) -> Thread {
+        Thread {
+            name: "a".to_owned(),
+            edges: EdgeWait::of(driven.engine.worker.event_fd()).unwrap(),
+            vain: 0,
+            waker: driven.engine.shared.waker.clone(),
+            looked_at: now,
+            spinner: Spinner::alone(now),
+            processor_wait: ProcessorWait::new(),
+            time_slice: TimeSlice::new(now).0,
+            callers: Arc::new(Callers::new(now)),
+        }
+    }
+
+    #[test]
+    fn turns_visit_no_idle_peer() {
+        let others = [(); 6].map(|()| {
+            let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+            other.register(MemoryRange::leaked(3 * LEN)).unwrap();
+            other
+        });
+        let (mut engine, reader) = reader(Transport::Tcp, &others[0]);
+        for idle in &others[1..] {
+            let peer = engine.connect(&idle.metadata().unwrap(), Instant::now()).unwrap();
+            drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        }
+        let now = Instant::now();
+        let mut driven = Driven::new(engine, None, &Arc::new(Callers::new(now)));
+        let mut thread = thread(&driven, now);
+        let before = driven.engine.peers.visits();
+        let read = read(&mut driven.engine, reader);
+        let mut turns = 0;
+        while driven.engine.transfers.get(read).is_some() {
+            assert!(now.elapsed() < Duration::from_secs(120), "not within two minutes");
+            assert!(!matches!(thread.turn(&mut driven, News::default()), Rest::Over { .. }));
+            turns += 1;
+        }
+        assert_eq!(driven.engine.peers.visits() - before, 0, "in {turns} turns");
+        drop(driven);
+        for other in others {
+            other.shutdown(Duration::from_secs(60)).unwrap();
+        }
+    }
 
     #[test]
     fn a_thread_that_would_spin_is_to_give_way_and_one_without_work_to_sleep() {
@@ -343,20 +391,8 @@ mod tests {
         let config = AgentConfig { spin: Duration::from_secs(3600), ..config("a", Transport::Tcp) };
         let engine = Engine::new(config, Incarnation(77), &shared).unwrap();
         let now = Instant::now();
-        let callers = Arc::new(Callers::new(now));
-        let edges = EdgeWait::of(engine.worker.event_fd()).unwrap();
-        let mut driven = Driven::new(engine, None, &callers);
-        let mut thread = Thread {
-            name: "a".to_owned(),
-            edges,
-            vain: 0,
-            waker: shared.waker.clone(),
-            looked_at: now,
-            spinner: Spinner::alone(now),
-            processor_wait: ProcessorWait::new(),
-            time_slice: TimeSlice::new(now).0,
-            callers,
-        };
+        let mut driven = Driven::new(engine, None, &Arc::new(Callers::new(now)));
+        let mut thread = thread(&driven, now);
         driven.engine.served_at = Some(now);
         assert!(matches!(thread.rest(&mut driven, false), Rest::GiveWay(_)));
         assert!(matches!(thread.rest(&mut driven, true), Rest::No(_)));

@@ -23,7 +23,6 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use self::scheduler::Scheduler;
 use self::warmup::warm_up;
 use super::command::Shared;
 use super::core::config::AgentConfig;
@@ -72,7 +71,6 @@ pub(crate) struct Engine {
     served_at: Option<Instant>,
     /// How many announced messages were refused when that was looked at last.
     refused: u64,
-    scheduler: Scheduler,
     transfers: Transfers,
     operations: Operations,
     /// Shared with what UCX hands arriving messages to.
@@ -126,7 +124,6 @@ impl Engine {
             has_devices: false,
             served_at: None,
             refused: 0,
-            scheduler: Scheduler::default(),
             transfers: Transfers::new(&config),
             operations: Operations::default(),
             rpc,

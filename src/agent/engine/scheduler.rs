@@ -6,45 +6,30 @@ use super::Engine;
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::ids::TransferId;
 use crate::agent::paths::{self, Turn};
+use crate::agent::transfers::Lack;
 use crate::error::{ErrorKind, Result};
 
 /// How long a round of posting may last: copying happens during it, and messages, new commands and timers wait for it.
 const ROUND_TIME: Duration = Duration::from_micros(100);
 
-/// Whose turn it is.
-#[derive(Debug, Default)]
-pub(super) struct Scheduler {
-    /// The peer whose turn was the last before the time was up.
-    last: Option<PeerId>,
-}
-
 impl Engine {
     /// Posts what the windows allow, in turns. Returns whether anything was posted.
     pub(super) fn post_transfers(&mut self) -> bool {
-        if self.transfers.is_idle() {
+        if !self.transfers.have_next() {
             return self.copy_what_waits();
         }
         let end = Instant::now() + ROUND_TIME;
         let mut any = false;
-        loop {
-            let mut progressed = false;
-            // Where the last round was cut off, this one begins.
-            let mut peers = self.transfers.waiting_peers();
-            let begin = peers.partition_point(|peer| Some(*peer) <= self.scheduler.last);
-            peers.rotate_left(begin);
-            for peer in peers {
-                let posted = self.post_turn(peer);
-                progressed |= posted;
-                if posted && Instant::now() >= end {
-                    self.scheduler.last = Some(peer);
-                    return true;
+        while let Some(peer) = self.transfers.next_peer() {
+            if self.post_turn(peer) {
+                any = true;
+                if Instant::now() >= end {
+                    break;
                 }
             }
-            any |= progressed;
-            if !progressed {
-                return any || self.copy_what_waits();
-            }
         }
+        self.transfers.end_round();
+        any || self.copy_what_waits()
     }
 
     /// Copies what no copy thread has begun. Returns whether there was anything.
@@ -59,12 +44,16 @@ impl Engine {
     /// Gives the first transfer in a peer's queue its turn. Returns whether anything was posted.
     fn post_turn(&mut self, peer_id: PeerId) -> bool {
         if !self.peers.get(peer_id).is_ok_and(|peer| peer.is_ready()) {
+            self.transfers.park(peer_id);
             return false;
         }
         let Some(id) = self.transfers.begin_turn(peer_id) else { return false };
-        let posted = self.post_of(peer_id, id);
-        self.transfers.end_turn(peer_id, id, &posted);
+        let (posted, lack) = self.post_of(peer_id, id);
+        self.transfers.end_turn(peer_id, id, &posted, lack);
         let any = !matches!(posted, Ok(0));
+        if any {
+            self.peers.note_reading(peer_id);
+        }
         let now = Instant::now();
         // What the path has noted comes first: the operation that it has ended, for one.
         self.dispatch(now);
@@ -77,11 +66,14 @@ impl Engine {
         any
     }
 
-    /// Posts some of a transfer.
-    fn post_of(&mut self, peer: PeerId, id: TransferId) -> Result<u64> {
-        let peer = self.peers.get_mut(peer)?;
-        let Some((transfer, windows)) = self.transfers.get_with_windows(id) else { return Ok(0) };
-        paths::post(&mut Turn {
+    /// Posts some of a transfer. Returns its bytes, and what there was no room in.
+    fn post_of(&mut self, peer: PeerId, id: TransferId) -> (Result<u64>, Option<Lack>) {
+        let peer = match self.peers.get_mut(peer) {
+            Ok(peer) => peer,
+            Err(error) => return (Err(error), None),
+        };
+        let Some((transfer, windows)) = self.transfers.get_with_windows(id) else { return (Ok(0), None) };
+        let mut turn = Turn {
             id,
             transfer,
             windows,
@@ -95,7 +87,10 @@ impl Engine {
             staged: &mut self.staged,
             stats: &mut self.stats,
             effects: &mut self.effects,
-        })
+            lack: None,
+        };
+        let posted = paths::post(&mut turn);
+        (posted, turn.lack)
     }
 }
 
@@ -105,7 +100,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, start};
+    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, start, turn};
     use super::super::ucx_settings::CAN_REFUSE;
     use super::*;
     use crate::agent::command::Shared;
@@ -261,7 +256,7 @@ mod tests {
             windows.enter(peer, operation.len, Instant::now());
             operation
         });
-        engine.transfers.end_turn(peer, id, &Ok(1));
+        engine.transfers.end_turn(peer, id, &Ok(1), None);
         let [first, second, third, last] = taken;
         for operation in [first, second] {
             engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
@@ -322,6 +317,45 @@ mod tests {
         drop(engine);
         is_done.recv().unwrap().unwrap();
         ending.join().unwrap();
+    }
+
+    /// Engines that no thread drives answer nothing.
+    #[test]
+    fn peers_without_room_take_no_turns() {
+        let make = |number| {
+            let shared = Arc::new(Shared::new(number).unwrap());
+            let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(number), &shared).unwrap();
+            for _ in 0..3 {
+                engine.register(MemoryRange::leaked(3 * LEN)).unwrap();
+            }
+            engine
+        };
+        let (mut engine, mut silent) = (make(77), [1, 2, 3].map(make));
+        for other in &mut silent {
+            let peer = engine.connect(&other.metadata(), Instant::now()).unwrap();
+            // Begun before the peer has answered.
+            for _ in 0..20 {
+                read(&mut engine, peer);
+            }
+            while engine.post_transfers() {}
+            let turns = engine.transfers.turns;
+            assert!(!engine.post_transfers());
+            assert_eq!(engine.transfers.turns, turns, "peers without an answer take turns");
+            drive(&mut engine, |engine| {
+                turn(other);
+                engine.peers.get(peer).unwrap().is_ready()
+            });
+        }
+        while engine.post_transfers() {}
+        let turns = engine.transfers.turns;
+        (0..100).for_each(|_| assert!(!engine.post_transfers()));
+        assert_eq!(engine.transfers.turns, turns, "peers without room take turns");
+        drive(&mut engine, |engine| {
+            silent.iter_mut().for_each(turn);
+            engine.transfers.len() == 0
+        });
+        assert_eq!((engine.stats.transfers_done, engine.stats.bytes_read), (60, 60 * 3 * LEN as u64));
+        assert_eq!(engine.transfers.in_flight(), Load::default());
     }
 
     const NARROW: Window = Window { operations: 3, bytes: LEN as u64 };

@@ -76,13 +76,15 @@ impl Engine {
         let asked = match (request, self.peers.get_mut(chunk.peer)) {
             (Ok(_), _) if !is_wanted => return self.effects.push(Effect::OperationEnded(chunk.withdrawn())),
             (Ok(request), Ok(peer)) => {
-                let kind = FrameKind::WriteRequest;
+                let (id, kind) = (peer.id, FrameKind::WriteRequest);
                 message::ask(peer, chunk, kind, request, &self.rpc, &mut self.operations, &mut self.regions)
+                    .map(|()| id)
             }
             (Err(error), _) | (_, Err(error)) => Err((chunk, error)),
         };
-        if let Err((chunk, error)) = asked {
-            self.effects.push(Effect::OperationEnded(chunk.end(Err(error))));
+        match asked {
+            Ok(peer) => self.peers.note_reading(peer),
+            Err((chunk, error)) => self.effects.push(Effect::OperationEnded(chunk.end(Err(error)))),
         }
     }
 

@@ -102,6 +102,6 @@ pub(super) fn begin_one(engine: &mut Engine, peer: PeerId, id: TransferId) -> Op
     let operation = transfer.take(u64::MAX).unwrap();
     transfer.enter_flight();
     windows.enter(peer, operation.len, Instant::now());
-    engine.transfers.end_turn(peer, id, &Ok(1));
+    engine.transfers.end_turn(peer, id, &Ok(1), None);
     operation
 }

@@ -18,6 +18,7 @@ use crate::agent::rpc::server::Payload;
 use crate::agent::rpc::staged::Then;
 use crate::agent::rpc::wire::{Piece, StreamReader};
 use crate::agent::thread::affinity;
+use crate::agent::transfers::Lack;
 use crate::error::{Error, Result};
 use crate::ucx::MAX_PARTS;
 
@@ -63,7 +64,11 @@ pub(super) fn post_chunk(
     let most = if streamed { STREAM_CHUNK_BYTES } else { CHUNK_BYTES };
     let in_flight = turn.windows.of(turn.peer.id).bytes;
     let credit = turn.peer.flow.window(turn.windows.peer_bytes());
-    if in_flight > 0 && in_flight + most > credit || !turn.has_room(most) {
+    if in_flight > 0 && in_flight + most > credit {
+        turn.lack = Some(Lack::Peer);
+        return Ok(0);
+    }
+    if !turn.has_room(most) {
         return Ok(0);
     }
     let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::<Piece>::new(), 0);

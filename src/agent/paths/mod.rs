@@ -27,7 +27,7 @@ use super::peers::reach::Pair;
 use super::rpc::client::Client;
 use super::rpc::staged::Staged;
 use super::streams::Streams;
-use super::transfers::{Transfer, Windows};
+use super::transfers::{Lack, Transfer, Windows};
 use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::plan::Operation;
@@ -79,6 +79,8 @@ pub(crate) struct Turn<'a> {
     pub(crate) staged: &'a mut Staged,
     pub(crate) stats: &'a mut AgentStats,
     pub(crate) effects: &'a mut Effects,
+    /// Why nothing more could be posted, where that is for lack of room.
+    pub(crate) lack: Option<Lack>,
 }
 
 impl Turn<'_> {
@@ -108,9 +110,10 @@ impl Turn<'_> {
         self.transfer.next().filter(|_| self.profile() == Some(profile))
     }
 
-    /// Whether the windows have room for an operation of `len` bytes.
-    fn has_room(&self, len: u64) -> bool {
-        self.windows.have_room(self.peer.id, len)
+    /// Whether the windows have room for an operation of `len` bytes; notes it if not.
+    fn has_room(&mut self, len: u64) -> bool {
+        self.lack = self.windows.find_room(self.peer.id, len).err();
+        self.lack.is_none()
     }
 
     /// An operation of `len` bytes was posted that counts in the windows until it ends.
@@ -163,6 +166,7 @@ pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
     let mut total = 0;
     while let Some(profile) = turn.profile() {
         let path = choose(turn.peer, profile);
+        turn.lack = None;
         let bytes = path.post(turn, profile)?;
         if !profile.digest {
             turn.count(path.count(bytes));

@@ -45,8 +45,10 @@ impl Path for OneSided {
     fn post(&self, turn: &mut Turn<'_>, profile: Profile) -> Result<u64> {
         let (mut bytes, mut operations) = (0, 0);
         while operations < QUANTUM_OPERATIONS && bytes < QUANTUM_BYTES {
-            let next = turn.next_of(profile).filter(|operation| turn.has_room(operation.len));
-            let Some(operation) = next else { break };
+            let Some(operation) = turn.next_of(profile) else { break };
+            if !turn.has_room(operation.len) {
+                break;
+            }
             let (Some(memory), Some(base), Some(rkey), Ok(offset), Ok(len)) = (
                 turn.regions.memory(operation.local_region),
                 turn.peer.base(operation.remote_region),

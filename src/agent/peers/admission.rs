@@ -16,7 +16,7 @@ const MAX_SILENT: usize = 1024;
 /// not taken yet. Whose message passes that is cut off.
 const MAX_WAITING_BYTES: u64 = 1 << 30;
 
-/// What one peer may have waiting without a look at the others.
+/// What one peer may have waiting whatever the others have.
 const FREE_BYTES: usize = 1 << 20;
 
 /// Peers that came by themselves, by age; also those that have gone or have spoken since.
@@ -57,22 +57,21 @@ impl Peers {
     fn silent_peers(&mut self) -> usize {
         if self.admission.0.len() >= MAX_SILENT || self.len() >= MAX_SILENT / 4 {
             let peers = &self.by_id;
-            self.admission.0.retain(|id| peers.get(id).is_some_and(|peer| peer.silent));
+            self.admission.0.retain(|id| peers.get(*id).is_some_and(|peer| peer.silent));
         }
         self.admission.0.len()
     }
 
     /// Refuses what a peer brings when too much is waiting already; `unread`: bytes for the agent's owner to take.
     pub(super) fn check_waiting(&self, id: PeerId, unread: u64) -> Result<()> {
-        let all = || self.by_id.values().map(|peer| peer.inbox.held_bytes() as u64).sum();
-        check_bytes(self.get(id)?.inbox.held_bytes(), all, unread)
+        check_bytes(self.get(id)?.inbox.held_bytes(), self.by_id.held_bytes(), unread)
     }
 }
 
 /// `own`: bytes of the peer's messages that wait for earlier ones; `all`: of every peer's. They count only against a peer
 /// that has more than a little of its own waiting.
-fn check_bytes(own: usize, all: impl FnOnce() -> u64, unread: u64) -> Result<()> {
-    let held = if own > FREE_BYTES { all() } else { 0 };
+fn check_bytes(own: usize, all: u64, unread: u64) -> Result<()> {
+    let held = if own > FREE_BYTES { all } else { 0 };
     if held.max(unread) <= MAX_WAITING_BYTES {
         return Ok(());
     }
@@ -104,7 +103,7 @@ mod tests {
     #[test]
     fn what_others_hold_counts_against_who_holds_much() {
         let much = MAX_WAITING_BYTES + 1;
-        let fits = |own, all, unread| check_bytes(own, || all, unread).is_ok();
+        let fits = |own, all, unread| check_bytes(own, all, unread).is_ok();
         assert!(fits(FREE_BYTES, much, MAX_WAITING_BYTES) && fits(FREE_BYTES + 1, much - 1, 0));
         assert!(!fits(FREE_BYTES + 1, much, 0) && !fits(0, 0, much));
     }

@@ -7,7 +7,7 @@
 //! A peer takes the goodbye, or the end of the connection, for the end of all that this side does with its memory. So a peer
 //! whose memory is being copied, by a call of the kernel's or by a device, is left when that has ended.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use super::{Io, Peer, Peers};
@@ -43,6 +43,8 @@ struct Late {
 pub(super) struct ClosingEndpoints {
     /// By the token of their last flush.
     flushed: HashMap<u64, Closing>,
+    /// When each of these is closed by force.
+    due: BTreeSet<(Instant, u64)>,
     late: BTreeMap<PeerId, Late>,
 }
 
@@ -68,7 +70,18 @@ impl ClosingEndpoints {
 
     /// When the next one is closed by force.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.flushed.values().map(|closing| closing.at).min()
+        self.due.first().map(|(at, _)| *at)
+    }
+
+    fn insert(&mut self, token: u64, closing: Closing) {
+        self.due.insert((closing.at, token));
+        self.flushed.insert(token, closing);
+    }
+
+    fn remove(&mut self, token: u64) -> Option<Closing> {
+        let closing = self.flushed.remove(&token)?;
+        self.due.remove(&(closing.at, token));
+        Some(closing)
     }
 
     /// UCX has given up a message to a peer that is left.
@@ -117,7 +130,7 @@ impl Peers {
         match (peer.endpoint.flush(token), at) {
             (Ok(Posted::Pending), Some(at)) => {
                 let Peer { endpoint, id, name, .. } = peer;
-                self.closing.flushed.insert(token, Closing { _endpoint: endpoint, peer: id, name, failed: 0, at });
+                self.closing.insert(token, Closing { _endpoint: endpoint, peer: id, name, failed: 0, at });
             }
             (Ok(Posted::Pending), None) => {}
             (flushed, _) => {
@@ -131,7 +144,7 @@ impl Peers {
 
     /// The last flush of an endpoint that is being closed has ended, well or not: nothing is left to wait for.
     pub(crate) fn close_ended(&mut self, token: u64) {
-        if let Some(Closing { name, failed, .. }) = self.closing.flushed.remove(&token) {
+        if let Some(Closing { name, failed, .. }) = self.closing.remove(token) {
             self.tell_undelivered(&name, failed, "the connection broke");
         }
     }
@@ -175,8 +188,9 @@ impl Peers {
 
     /// Closes by force the endpoints that did not close in time.
     pub(super) fn check_closing(&mut self, operations: &Operations, now: Instant) {
-        let late: Vec<_> = self.closing.flushed.extract_if(|_, closing| closing.at <= now).collect();
-        for (_, Closing { peer, name, failed, .. }) in late {
+        while let Some((_, token)) = self.closing.due.first().copied().filter(|(at, _)| *at <= now)
+            && let Some(Closing { peer, name, failed, .. }) = self.closing.remove(token)
+        {
             let messages = failed + operations.messages(peer);
             self.tell_undelivered(&name, messages, "it took nothing any more");
         }

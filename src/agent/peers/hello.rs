@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::inbox::Inbox;
 use super::reach::{Reach, has_only_tcp};
 use super::{Io, Peers, two_addresses};
 use crate::agent::core::effect::Effect;
@@ -159,7 +158,7 @@ impl Peers {
             }
             (Some(_), known) => {
                 if known != Some(hello.connection) {
-                    peer.inbox = Inbox::default();
+                    self.by_id.drop_held(id);
                 }
                 self.greet(id, &hello, io)
             }
@@ -212,9 +211,9 @@ impl Peers {
         self.trust(id)?;
         let is_keyed = self.are_keyed();
         let Peers { by_id, local, .. } = self;
-        let peer = by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
+        by_id.set_deadline(id, None);
+        let peer = by_id.get_mut(id).ok_or_else(|| id.unknown())?;
         peer.take_challenge(hello);
-        peer.deadline = None;
         if peer.remote_connection.replace(hello.connection).is_some() {
             return Ok(());
         }

@@ -17,6 +17,7 @@ mod peer;
 pub(crate) mod reach;
 pub(crate) mod secure;
 mod session;
+mod table;
 mod withdrawn;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -35,6 +36,7 @@ pub(crate) use self::peer::Peer;
 use self::reach::{Reach, reaches_host_memory};
 use self::secure::Secrets;
 use self::session::Session;
+use self::table::PeerTable;
 use self::withdrawn::Withdrawn;
 use super::core::effect::{Effect, Effects};
 use super::core::event::Event;
@@ -90,7 +92,7 @@ pub(crate) struct Io<'a> {
 pub(crate) struct Peers {
     local: Local,
     secrets: Secrets,
-    by_id: BTreeMap<PeerId, Peer>,
+    by_id: PeerTable,
     by_incarnation: HashMap<Incarnation, PeerId>,
     by_endpoint: HashMap<u64, PeerId>,
     admission: Admission,
@@ -113,7 +115,7 @@ impl Peers {
         Peers {
             local,
             secrets,
-            by_id: BTreeMap::new(),
+            by_id: PeerTable::default(),
             by_incarnation: HashMap::new(),
             by_endpoint: HashMap::new(),
             admission: Admission::default(),
@@ -132,11 +134,11 @@ impl Peers {
     }
 
     pub(crate) fn get(&self, id: PeerId) -> Result<&Peer> {
-        self.by_id.get(&id).ok_or_else(|| id.unknown())
+        self.by_id.get(id).ok_or_else(|| id.unknown())
     }
 
     pub(crate) fn get_mut(&mut self, id: PeerId) -> Result<&mut Peer> {
-        self.by_id.get_mut(&id).ok_or_else(|| id.unknown())
+        self.by_id.get_mut(id).ok_or_else(|| id.unknown())
     }
 
     /// Its name, for a log line.
@@ -148,13 +150,29 @@ impl Peers {
         self.by_incarnation.get(&incarnation).copied()
     }
 
-    /// Reads under way whose bytes come too slowly to spin for them.
-    pub(crate) fn slow_reads(&self, now: Instant) -> u64 {
-        self.by_id.values().map(|peer| peer.flow.slow(now)).sum()
+    /// Bytes were asked of a peer, or have come from it.
+    pub(crate) fn note_reading(&mut self, id: PeerId) {
+        self.by_id.note_reading(id);
+    }
+
+    /// Whether bytes that were asked of any peer come so fast that it is worth spinning for them.
+    pub(crate) fn has_fast_reads(&mut self, now: Instant) -> bool {
+        self.by_id.has_fast_reads(now)
     }
 
     pub(crate) fn ids(&self) -> Vec<PeerId> {
-        self.by_id.keys().copied().collect()
+        self.by_id.all().map(|peer| peer.id).collect()
+    }
+
+    /// How many peers were visited by going through all of them.
+    #[cfg(test)]
+    pub(crate) fn visits(&self) -> usize {
+        self.by_id.visits()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.by_id.held_bytes()
     }
 
     /// This agent, as peers see it.
@@ -169,7 +187,7 @@ impl Peers {
 
     /// The next time at which a peer must have said hello, or an endpoint is closed by force.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.by_id.values().filter_map(|peer| peer.deadline).chain(self.closing.deadline()).min()
+        self.by_id.deadline().into_iter().chain(self.closing.deadline()).min()
     }
 
     /// Endpoints that are open, those being closed included.
@@ -193,11 +211,11 @@ impl Peers {
         live.lock().peers.insert(peer.id, Arc::clone(&peer.unsent));
         self.by_incarnation.insert(peer.incarnation, peer.id);
         self.by_endpoint.insert(peer.endpoint.id(), peer.id);
-        self.by_id.insert(peer.id, peer);
+        self.by_id.insert(peer);
     }
 
     fn remove(&mut self, id: PeerId, live: &Live) -> Option<Peer> {
-        let peer = self.by_id.remove(&id)?;
+        let peer = self.by_id.remove(id)?;
         live.lock().peers.remove(&id);
         self.by_incarnation.remove(&peer.incarnation);
         self.by_endpoint.remove(&peer.endpoint.id());
@@ -206,15 +224,14 @@ impl Peers {
         }
         // One that came by itself and had no part in transfers of this side may have given itself any name.
         if peer.vouched || peer.traffic != Traffic::default() {
-            let is_connected = |name: &str| self.by_id.values().any(|peer| peer.name == name);
-            self.departed.add(id, &peer.name, &peer.traffic, is_connected);
+            self.departed.add(id, &peer.name, &peer.traffic, |name| self.by_id.has_name(name));
         }
         Some(peer)
     }
 
     /// What is counted of a peer, also after its connection is over: its transfers end then.
     pub(crate) fn traffic(&mut self, id: PeerId) -> Option<&mut Traffic> {
-        match self.by_id.get_mut(&id) {
+        match self.by_id.get_mut(id) {
             Some(peer) => Some(&mut peer.traffic),
             None => self.departed.traffic(id),
         }
@@ -226,7 +243,7 @@ impl Peers {
         for (name, traffic) in self.departed.iter() {
             by_name.entry(name).or_default().1.merge(traffic);
         }
-        for peer in self.by_id.values() {
+        for peer in self.by_id.all() {
             let (told, sum) = by_name.entry(&peer.name).or_default();
             // Of several, one that is in use.
             let rank = |peer: &Peer| (peer.is_ready(), peer.vouched);
@@ -340,6 +357,7 @@ impl Peers {
             next_sequence: 0,
             inbox: Inbox::default(),
             silent: false,
+            is_reading: false,
             has_left: false,
             server: Server::default(),
             flow: FlowControl::new(io.now),
@@ -369,14 +387,14 @@ impl Peers {
 
     /// Looks again whether a peer of this host has proved which process it is.
     pub(crate) fn find_neighbour(&mut self, id: PeerId) -> Result<()> {
-        let peer = self.by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
+        let peer = self.by_id.get_mut(id).ok_or_else(|| id.unknown())?;
         peer.find_neighbour(&self.local.address);
         Ok(())
     }
 
     /// As [`Peers::find_neighbour`], for every peer.
     pub(crate) fn find_neighbours(&mut self) {
-        for peer in self.by_id.values_mut() {
+        for peer in self.by_id.all_mut() {
             peer.find_neighbour(&self.local.address);
         }
     }
@@ -449,7 +467,7 @@ impl Peers {
             FrameKind::Data => Item::Data(data),
             _ => return Ok(Some((id, frame, data))),
         };
-        let due = peer.inbox.take(frame.sequence, item);
+        let due = self.by_id.take_message(id, frame.sequence, item);
         let due = due.and_then(|due| self.check_waiting(id, io.unread_bytes).map(|()| due));
         let due = due.inspect_err(|error| {
             if error.kind() == ErrorKind::Exhausted {
@@ -549,7 +567,7 @@ impl Peers {
         if self.deadline().is_none_or(|deadline| deadline > now) {
             return;
         }
-        for peer in self.by_id.values().filter(|peer| peer.deadline.is_some_and(|deadline| deadline <= now)) {
+        for peer in self.by_id.overdue(now) {
             let error = Error::new(
                 ErrorKind::Unreachable,
                 format!(

@@ -89,7 +89,7 @@ pub(crate) struct Peer {
     pub(super) remote_connection: Option<u64>,
     /// The protocol version in which this agent writes to it; the oldest that is spoken until it said hello.
     pub(crate) version: u16,
-    /// When the peer must have said hello.
+    /// When the peer must have said hello. [`PeerTable::set_deadline`](super::table::PeerTable::set_deadline) changes it.
     pub(super) deadline: Option<Instant>,
     pub(super) regions: Vec<RemoteRegion>,
     /// Their lengths, 0 for `None`: what plans are checked against.
@@ -101,6 +101,8 @@ pub(crate) struct Peer {
     pub(super) unsent: Arc<AtomicU64>,
     pub(super) next_sequence: u64,
     pub(super) inbox: Inbox,
+    /// Whether the table lists it among those from which bytes have come lately.
+    pub(super) is_reading: bool,
     /// Whether it came by itself and has said nothing but hello.
     pub(super) silent: bool,
     /// Whether it has left, so that nothing need be said to it.

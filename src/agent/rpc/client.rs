@@ -117,6 +117,11 @@ impl Client {
         all.into_iter().map(|(_, asked)| &asked.chunk).collect()
     }
 
+    /// How many were asked for and not answered.
+    pub(crate) fn len(&self) -> usize {
+        self.table.len()
+    }
+
     /// The number of the next request.
     pub(crate) fn next_number(&self) -> u64 {
         self.next

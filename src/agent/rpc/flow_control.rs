@@ -67,9 +67,9 @@ impl FlowControl {
         &self.pace
     }
 
-    /// Requests whose replies come too slowly to spin for them.
-    pub(crate) fn slow(&self, now: Instant) -> u64 {
-        if self.pace.is_fast(now) { 0 } else { self.under_way }
+    /// Whether there are requests whose replies come so fast that it is worth spinning for them.
+    pub(crate) fn is_fast(&self, now: Instant) -> bool {
+        self.under_way > 0 && self.pace.is_fast(now)
     }
 
     /// Its reply of `bytes` has come.

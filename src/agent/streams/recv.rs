@@ -130,6 +130,9 @@ impl Streams {
                 receiver.wake_later(peer.flow.pace().worth_waking());
             }
         }
+        if moved > 0 {
+            io.peers.note_reading(id);
+        }
         if ended.is_some() || expected == 0 && moved == 0 {
             self.reading.remove(&id);
         }

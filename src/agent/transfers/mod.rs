@@ -4,12 +4,14 @@
 //! more is posted for it. It is *over* when in addition none of its operations is in flight. Only then is that told, by
 //! [`Effect::TransferEnded`], and its hold on the registered regions given up.
 
+mod queues;
 mod window;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-pub(crate) use self::window::{Load, Windows};
+use self::queues::Queues;
+pub(crate) use self::window::{Lack, Load, Windows};
 use super::core::config::AgentConfig;
 use super::core::effect::{Effect, Effects, OperationEnd, TransferEnd};
 use super::core::event::Direction;
@@ -203,8 +205,11 @@ impl Transfer {
 /// All transfers that are not over.
 pub(crate) struct Transfers {
     table: IdMap<TransferId, Transfer>,
-    /// Per peer, those that have something to post, in the order of their turns.
-    queues: BTreeMap<PeerId, VecDeque<TransferId>>,
+    /// Those that have something to post.
+    queues: Queues,
+    /// How many turns have begun.
+    #[cfg(test)]
+    pub(crate) turns: u64,
     /// Ends of grace.
     graces: BTreeSet<(Instant, TransferId)>,
     windows: Windows,
@@ -219,7 +224,9 @@ impl Transfers {
     pub(crate) fn new(config: &AgentConfig) -> Self {
         Transfers {
             table: IdMap::default(),
-            queues: BTreeMap::new(),
+            queues: Queues::default(),
+            #[cfg(test)]
+            turns: 0,
             graces: BTreeSet::new(),
             windows: Windows::new(config.total_window, config.peer_window),
             cancel_grace: config.cancel_grace,
@@ -255,7 +262,7 @@ impl Transfers {
 
     /// The next end of a grace, or the time at which transfers that wait may get room.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        let room = self.windows.deadline().filter(|_| !self.is_idle());
+        let room = self.windows.deadline().filter(|_| self.queues.has_starved());
         self.graces.first().map(|(at, _)| *at).into_iter().chain(room).min()
     }
 
@@ -325,16 +332,11 @@ impl Transfers {
         if transfer.has_more() {
             // A new one goes first, once: so a small one does not wait for the turns of large ones (as "new flows" in
             // fq_codel, RFC 8290). After that they take turns.
-            self.queues.entry(peer.id).or_default().push_front(id);
+            self.queues.push_front(peer.id, id);
         }
         self.table.insert(id, transfer);
         self.settle(id, effects);
         Ok(())
-    }
-
-    /// The peers with transfers that have something to post; few.
-    pub(crate) fn waiting_peers(&self) -> Vec<PeerId> {
-        self.queues.keys().copied().collect()
     }
 
     /// Whether what was read is to be proved right.
@@ -347,15 +349,44 @@ impl Transfers {
         self.table.len() <= MAX_LIGHT && self.table.values().all(|transfer| transfer.is_light)
     }
 
+    #[cfg(test)]
     pub(crate) fn is_idle(&self) -> bool {
         self.queues.is_empty()
     }
 
+    /// Whether any peer with something to post may have room.
+    pub(crate) fn have_next(&self) -> bool {
+        self.queues.has_next(self.windows.may_have_room())
+    }
+
+    /// The peer whose turn it is to post, if any may have room. [`Transfers::begin_turn`] or [`Transfers::park`] follows.
+    pub(crate) fn next_peer(&mut self) -> Option<PeerId> {
+        self.queues.begin_turn(self.windows.may_have_room())
+    }
+
+    /// Nothing can be posted for the peer in turn until it is [woken](Transfers::wake).
+    pub(crate) fn park(&mut self, peer: PeerId) {
+        self.queues.park(peer);
+    }
+
+    /// Something has happened that may let a peer's transfers go on.
+    pub(crate) fn wake(&mut self, peer: PeerId) {
+        self.queues.wake(peer);
+    }
+
+    /// All peers that may have room had their turns.
+    pub(crate) fn end_round(&mut self) {
+        self.queues.end_round();
+    }
+
     /// Takes the transfer whose turn it is out of a peer's queue; [`Transfers::end_turn`] puts it back.
     pub(crate) fn begin_turn(&mut self, peer: PeerId) -> Option<TransferId> {
-        let queue = self.queues.get_mut(&peer)?;
+        #[cfg(test)]
+        {
+            self.turns += 1;
+        }
         // Those that were stopped or are gone have lost their place.
-        while let Some(id) = queue.pop_front() {
+        while let Some(id) = self.queues.pop(peer) {
             let live = self.table.get_mut(&id).filter(|transfer| transfer.stopped.is_none() && transfer.has_more());
             if let Some(transfer) = live {
                 transfer.prepare(self.gather_below);
@@ -364,22 +395,19 @@ impl Transfers {
                 }
             }
         }
-        self.queues.remove(&peer);
+        self.queues.remove(peer);
         None
     }
 
-    /// Queues a transfer that has had its turn if there is more of it. It keeps its place if the windows had no room for any
-    /// of it.
-    pub(crate) fn end_turn(&mut self, peer: PeerId, id: TransferId, posted: &Result<u64>) {
-        let more = self.table.get(&id).is_some_and(Transfer::has_more);
-        let Some(queue) = self.queues.get_mut(&peer) else { return };
-        match posted {
-            Ok(0) if more => queue.push_front(id),
-            Ok(_) if more => queue.push_back(id),
-            _ => {}
+    /// Queues a transfer that has had its turn if there is more of it. It keeps its place if nothing of it was posted, for
+    /// `lack` of room where that is why.
+    pub(crate) fn end_turn(&mut self, peer: PeerId, id: TransferId, posted: &Result<u64>, lack: Option<Lack>) {
+        let has_posted = !matches!(posted, Ok(0));
+        if posted.is_ok() && self.table.get(&id).is_some_and(Transfer::has_more) {
+            self.queues.put_back(peer, id, !has_posted);
         }
-        if queue.is_empty() {
-            self.queues.remove(&peer);
+        if self.queues.end_turn(peer, has_posted, lack) {
+            self.windows.is_full();
         }
     }
 
@@ -391,6 +419,7 @@ impl Transfers {
         transfer.bytes += moved;
         if let Some(len) = windowed {
             self.windows.leave(transfer.peer, len, now);
+            self.queues.wake(transfer.peer);
         }
         match result {
             Ok(()) => self.settle(id, effects),
@@ -408,9 +437,10 @@ impl Transfers {
                 transfer.again.push(operation);
             } else {
                 transfer.next = Some(operation);
-                self.queues.entry(transfer.peer).or_default().push_back(id);
+                self.queues.push_back(transfer.peer, id);
             }
         }
+        self.queues.wake(transfer.peer);
         self.settle(id, effects);
     }
 
@@ -436,7 +466,7 @@ impl Transfers {
             transfer.expander = transfer.expander.plan().clone().expand(CHUNK_BYTES);
             transfer.next = transfer.expander.next();
             if transfer.next.is_some() {
-                self.queues.entry(transfer.peer).or_default().push_back(id);
+                self.queues.push_back(transfer.peer, id);
                 return;
             }
         }
@@ -475,6 +505,8 @@ impl Transfers {
                 self.graces.insert((at, id));
             }
             effects.push(Effect::TransferStopped { transfer: id });
+            // There may be room for one behind it.
+            self.queues.wake(transfer.peer);
         }
         self.settle(id, effects);
     }
@@ -516,7 +548,7 @@ impl Transfers {
 
     /// Stops the transfers with a peer.
     pub(crate) fn stop_all_with(&mut self, peer: PeerId, error: &Error, effects: &mut Effects, now: Instant) {
-        self.queues.remove(&peer);
+        self.queues.remove(peer);
         self.stop_where(|transfer| transfer.peer == peer, error, effects, now);
     }
 

@@ -74,6 +74,15 @@ impl Load {
     }
 }
 
+/// What there is no room in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lack {
+    /// What may be in flight to the peer: some of that has to end.
+    Peer,
+    /// The total.
+    Total,
+}
+
 /// What one peer has in flight.
 #[derive(Debug, Clone, Copy, Default)]
 struct PeerLoad {
@@ -95,6 +104,8 @@ pub(crate) struct Windows {
     all: Load,
     /// What of it counts in the total.
     shared: Load,
+    /// Whether that has become less since it was last found full.
+    has_shrunk: bool,
     peers: IdMap<PeerId, PeerLoad>,
     /// When to check whether a peer that has a share of the total has progressed.
     watched: BinaryHeap<Reverse<(Instant, PeerId)>>,
@@ -113,6 +124,7 @@ impl Windows {
         Windows {
             all: Load::default(),
             shared: Load::default(),
+            has_shrunk: false,
             peers: IdMap::default(),
             watched: BinaryHeap::new(),
             total_limit,
@@ -136,11 +148,26 @@ impl Windows {
         self.peer_limit.bytes
     }
 
-    /// Whether there is room for an operation of `len` bytes to this peer.
-    pub(crate) fn have_room(&self, peer: PeerId, len: u64) -> bool {
+    /// Looks for room for an operation of `len` bytes to this peer.
+    pub(crate) fn find_room(&self, peer: PeerId, len: u64) -> Result<(), Lack> {
         let known = self.peers.get(&peer).copied().unwrap_or_default();
-        known.load.has_room(self.peer_limit, len)
-            && (known.load.has_room(self.own, len) || self.total_has_room(known, len))
+        if !known.load.has_room(self.peer_limit, len) {
+            return Err(Lack::Peer);
+        }
+        if known.load.has_room(self.own, len) || self.total_has_room(known, len) {
+            return Ok(());
+        }
+        Err(if known.is_stalled { Lack::Peer } else { Lack::Total })
+    }
+
+    /// Whether the total has become less since [`Windows::is_full`].
+    pub(super) fn may_have_room(&self) -> bool {
+        self.has_shrunk
+    }
+
+    /// The total has no room for what waits for it.
+    pub(super) fn is_full(&mut self) {
+        self.has_shrunk = false;
     }
 
     /// Whether the total has room for what an operation of `len` bytes adds to it. One of any size has if nothing counts in it.
@@ -171,6 +198,7 @@ impl Windows {
     fn count(&mut self, peer: PeerId, now: Instant) {
         let Some(known) = self.peers.get_mut(&peer) else { return };
         let share = if known.is_stalled { Load::default() } else { known.load.beyond(self.own) };
+        self.has_shrunk |= known.shared.minus(share) != Load::default();
         self.shared = self.shared.minus(known.shared).plus(share);
         known.shared = share;
         if known.is_watched {
@@ -216,10 +244,14 @@ mod tests {
         [1, 2].map(PeerId::from_raw)
     }
 
+    fn has_room(windows: &Windows, peer: PeerId, len: u64) -> bool {
+        windows.find_room(peer, len).is_ok()
+    }
+
     /// Puts as many operations of 100 bytes in flight as there is room for; gives their number.
     fn fill(windows: &mut Windows, peer: PeerId, now: Instant) -> u64 {
         let before = windows.of(peer).operations;
-        while windows.have_room(peer, 100) {
+        while has_room(windows, peer, 100) {
             windows.enter(peer, 100, now);
         }
         windows.of(peer).operations - before
@@ -260,8 +292,8 @@ mod tests {
         let (mut windows, now) = (windows(), Instant::now());
         windows.enter(a, 10_000, now);
         assert_eq!((windows.shared, windows.deadline()), (Load::default(), None));
-        assert!(!windows.have_room(a, 1), "the peer's window is full");
-        assert!(windows.have_room(b, 10_000));
+        assert!(!has_room(&windows, a, 1), "the peer's window is full");
+        assert!(has_room(&windows, b, 10_000));
     }
 
     #[test]
@@ -270,11 +302,11 @@ mod tests {
         let limit = |bytes| Window { operations: 64, bytes };
         let (mut windows, now) = (Windows::new(limit(1), limit(1600)), Instant::now());
         windows.enter(a, 100, now);
-        assert!(windows.have_room(a, 100));
+        assert!(has_room(&windows, a, 100));
         windows.enter(a, 100, now);
-        assert!(!windows.have_room(a, 100));
+        assert!(!has_room(&windows, a, 100));
         windows.enter(b, 100, now);
-        assert!(!windows.have_room(b, 100));
+        assert!(!has_room(&windows, b, 100));
     }
 
     #[test]
@@ -292,11 +324,11 @@ mod tests {
         windows.check(at(2));
         assert_eq!((windows.deadline(), windows.of(a).operations), (None, 5));
         assert_eq!(fill(&mut windows, b, at(2)), 3, "nothing of the other counts");
-        assert!(!windows.have_room(a, 100), "it gets no more");
+        assert!(!has_room(&windows, a, 100), "it gets no more");
         // It goes on: what it has counts again, and nobody gets more before that is less.
         windows.leave(a, 100, now);
         assert_eq!(windows.shared, Load { operations: 5, bytes: 500 });
-        assert!(!windows.have_room(a, 100) && !windows.have_room(b, 100));
+        assert!(!has_room(&windows, a, 100) && !has_room(&windows, b, 100));
         for _ in 0..3 {
             windows.leave(a, 100, now);
         }
