@@ -94,6 +94,37 @@ fn every_byte_arrives_and_the_threads_end_with_their_agent() {
     }
 }
 
+#[test]
+fn only_bytes_that_were_moved_are_counted() {
+    const HOLE: usize = 512 << 10;
+    let _alone = alone();
+    let mut a = Node::start(config("a", Transport::Shm), 1, &[LEN]);
+    let b = Node::start(config("b", Transport::Shm), 2, &[LEN]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    let whole = || plan(0, 0, LEN as u64, LEN as u64, vec![0], vec![0]);
+    a.move_all(peer, Direction::Read, whole());
+    assert_same("read", &a.contents(), &b.contents());
+    let expected = pattern_bytes(2, LEN);
+    // Nothing of the last part can be read.
+    let hole = (b.buffers[0].addr() as usize + LEN - HOLE).next_multiple_of(4096);
+    let protect = |access| {
+        let start = std::ptr::with_exposed_provenance_mut(hole);
+        // SAFETY: these pages are the buffer's, and nothing touches them while they have no access.
+        assert_eq!(unsafe { libc::mprotect(start, HOLE / 2, access) }, 0);
+    };
+    protect(libc::PROT_NONE);
+    for direction in [Direction::Read, Direction::Write] {
+        let id = a.agent.transfer(peer, direction, whole(), 0).unwrap();
+        assert_eq!(a.wait_done(id).0.unwrap_err().kind(), ErrorKind::Io);
+        let stats = a.agent.stats().unwrap();
+        let by_path = stats.copied_bytes + stats.served_bytes + stats.streamed_bytes + stats.one_sided_bytes;
+        assert_eq!(by_path, stats.bytes_read + stats.bytes_written, "{direction:?}");
+    }
+    protect(libc::PROT_READ | libc::PROT_WRITE);
+    assert_eq!(a.agent.stats().unwrap().transfers_failed, 2);
+    assert_same("the owner's", &b.contents(), &[expected]);
+}
+
 /// A transfer that has begun to copy.
 fn begun(a: &Node, peer: PeerId, random: &mut Random) -> TransferId {
     let before = a.agent.stats().unwrap().copied_bytes;

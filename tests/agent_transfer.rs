@@ -188,6 +188,8 @@ fn a_region_that_its_owner_deregistered_is_refused_by_the_owner() {
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert!(error.message().contains("the peer refused"), "{error}");
     }
+    let stats = a.agent.stats().unwrap();
+    assert_eq!((stats.served_bytes, stats.bytes_read, stats.bytes_written), (0, 0, 0));
     assert_same("untouched", &a.contents(), &[pattern_bytes(1, 4096)]);
     assert_same("untouched there", &b.contents()[..1], &[pattern_bytes(2, 4096)]);
     a.move_all(peer, Direction::Read, plan(0, 1, 4096, 4096, vec![0], vec![0]));
@@ -237,7 +239,7 @@ fn a_deregistration_waits_for_the_replies_that_are_sent_from_the_region() {
             a.agent.transfer(peer, Direction::Read, plan, 0).unwrap()
         } else {
             let id = a.agent.transfer(peer, Direction::Read, plan, 0).unwrap();
-            until("the first request", || round < 3 || a.agent.stats().unwrap().served_bytes > 0);
+            until("the first request", || round < 3 || a.agent.stats().unwrap().operations > 0);
             b.agent.deregister(b.regions[0]).unwrap();
             id
         };

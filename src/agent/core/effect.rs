@@ -10,6 +10,7 @@ use std::time::Instant;
 use super::event::{Direction, Event};
 use super::frame::FrameKind;
 use super::ids::{PeerId, TransferId};
+use super::stats::PathBytes;
 use crate::error::{Error, Result};
 
 /// Something that other parts must hear of.
@@ -43,8 +44,8 @@ pub(crate) struct OperationEnd {
     pub(crate) transfer: TransferId,
     /// What it counted in the windows; `None` if it did not.
     pub(crate) windowed: Option<u64>,
-    /// Bytes that it has moved.
-    pub(crate) moved: u64,
+    /// Bytes that it has moved, by the path that they took.
+    pub(crate) moved: PathBytes,
     pub(crate) result: Result<()>,
 }
 

@@ -17,6 +17,12 @@ pub(crate) struct PathBytes {
 }
 
 impl PathBytes {
+    /// The bytes, whatever the path.
+    pub(crate) fn total(self) -> u64 {
+        let PathBytes { copied, device_copied, one_sided, served, streamed } = self;
+        copied + device_copied + one_sided + served + streamed
+    }
+
     fn add(&mut self, more: PathBytes) {
         self.copied += more.copied;
         self.device_copied += more.device_copied;
@@ -49,11 +55,11 @@ pub struct AgentStats {
     pub copied_bytes: u64,
     /// Bytes copied by a device from or to device memory of processes of this host.
     pub device_copied_bytes: u64,
-    /// Bytes posted as one-sided operations of UCX.
+    /// Bytes moved by one-sided operations of UCX.
     pub one_sided_bytes: u64,
-    /// Bytes asked for, or sent, by messages.
+    /// Bytes moved by messages that the peer has answered.
     pub served_bytes: u64,
-    /// Bytes asked for by streams.
+    /// Bytes read by streams.
     pub streamed_bytes: u64,
     /// Bytes read from peers.
     pub bytes_read: u64,
@@ -83,7 +89,7 @@ pub struct AgentStats {
 }
 
 impl AgentStats {
-    /// Counts bytes that were posted.
+    /// Counts bytes that were moved.
     pub(crate) fn add(&mut self, moved: PathBytes) {
         self.copied_bytes += moved.copied;
         self.device_copied_bytes += moved.device_copied;
@@ -122,8 +128,8 @@ impl Traffic {
         Traffic { bytes_read, bytes_written, transfers_done, transfers_failed, ..Traffic::default() }
     }
 
-    /// Counts bytes that were posted.
-    pub(crate) fn post(&mut self, moved: PathBytes) {
+    /// Counts bytes that were moved.
+    pub(crate) fn add(&mut self, moved: PathBytes) {
         self.by_path.add(moved);
     }
 
@@ -157,11 +163,11 @@ pub struct PeerStats {
     pub copied_bytes: u64,
     /// Bytes copied by a device.
     pub device_copied_bytes: u64,
-    /// Bytes posted as one-sided operations of UCX.
+    /// Bytes moved by one-sided operations of UCX.
     pub one_sided_bytes: u64,
-    /// Bytes asked for, or sent, by messages.
+    /// Bytes moved by messages that the peer has answered.
     pub served_bytes: u64,
-    /// Bytes asked for by streams.
+    /// Bytes read by streams.
     pub streamed_bytes: u64,
     /// Bytes read from it.
     pub bytes_read: u64,

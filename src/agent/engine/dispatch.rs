@@ -44,11 +44,16 @@ impl Engine {
             Effect::Send { peer, kind, sequence, data } => {
                 self.reply(peer, kind, sequence, Ok(Payload::Bytes(data)));
             }
-            Effect::OperationEnded(end) => self.transfers.operation_ended(end, &mut self.effects, now),
+            Effect::OperationEnded(end) => self.operation_ended(end, now),
             Effect::Flush { transfer, peer } => self.flush(transfer, peer, now),
             Effect::FlushDevice { transfer } => {
-                let end = OperationEnd { transfer, windowed: None, moved: 0, result: self.rdma_flush.flush() };
-                self.transfers.operation_ended(end, &mut self.effects, now);
+                let end = OperationEnd {
+                    transfer,
+                    windowed: None,
+                    moved: PathBytes::default(),
+                    result: self.rdma_flush.flush(),
+                };
+                self.operation_ended(end, now);
             }
             Effect::TransferStopped { transfer } => {
                 self.copy_pool.withdraw(transfer, &mut self.effects);
@@ -121,8 +126,8 @@ impl Engine {
         };
         if !matches!(flushed, Ok(Posted::Pending)) {
             self.operations.remove(token);
-            let end = OperationEnd { transfer, windowed: None, moved: 0, result: flushed.map(drop) };
-            self.transfers.operation_ended(end, &mut self.effects, now);
+            let end = OperationEnd { transfer, windowed: None, moved: PathBytes::default(), result: flushed.map(drop) };
+            self.operation_ended(end, now);
         }
     }
 
@@ -162,11 +167,21 @@ impl Engine {
         true
     }
 
-    /// Counts bytes, of the agent and of the peer.
+    /// Counts bytes that were moved, of the agent and of the peer.
     fn count(&mut self, peer: PeerId, moved: PathBytes) {
         self.stats.add(moved);
         if let Some(traffic) = self.peers.traffic(peer) {
-            traffic.post(moved);
+            traffic.add(moved);
+        }
+    }
+
+    /// An operation of a transfer is no longer in flight.
+    fn operation_ended(&mut self, end: OperationEnd, now: Instant) {
+        let moved = end.moved;
+        if let Some(peer) = self.transfers.operation_ended(end, &mut self.effects, now)
+            && moved != PathBytes::default()
+        {
+            self.count(peer, moved);
         }
     }
 
@@ -256,15 +271,15 @@ impl Engine {
                 Some(InFlight::Copy { transfer, peer, operation }) if is_refusal && self.refuse(peer, operation) => {
                     self.transfers.take_back(transfer, operation, &mut self.effects, now);
                 }
-                Some(InFlight::Copy { transfer, peer, operation: Operation { len, .. } }) => {
-                    let moved = if result.is_ok() { len } else { 0 };
-                    self.count(peer, PathBytes { one_sided: moved, ..PathBytes::default() });
+                Some(InFlight::Copy { transfer, operation: Operation { len, .. }, .. }) => {
+                    let one_sided = if result.is_ok() { len } else { 0 };
+                    let moved = PathBytes { one_sided, ..PathBytes::default() };
                     let end = OperationEnd { transfer, windowed: Some(len), moved, result };
-                    self.transfers.operation_ended(end, &mut self.effects, now);
+                    self.operation_ended(end, now);
                 }
                 Some(InFlight::Flush { transfer }) => {
-                    let end = OperationEnd { transfer, windowed: None, moved: 0, result };
-                    self.transfers.operation_ended(end, &mut self.effects, now);
+                    let end = OperationEnd { transfer, windowed: None, moved: PathBytes::default(), result };
+                    self.operation_ended(end, now);
                 }
                 Some(InFlight::Message { peer, reserved }) => {
                     self.peers.message_ended(peer, reserved, result, &mut self.effects);
@@ -511,9 +526,9 @@ mod tests {
 
     use super::super::tests::{config, drive, reader, turn};
     use super::*;
-    use crate::agent::{Agent, Transport};
     use crate::agent::command::Shared;
     use crate::agent::rpc::wire::encode_pieces;
+    use crate::agent::{Agent, Transport};
     use crate::proto::ids::Incarnation;
 
     #[test]

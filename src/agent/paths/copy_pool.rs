@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::live::lock;
+use crate::agent::core::stats::PathBytes;
 use crate::agent::thread::affinity;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
@@ -156,7 +157,7 @@ impl CopyPool {
         {
             effects.lose(peer, error.clone());
         }
-        let moved = if result.is_ok() { bytes } else { 0 };
+        let moved = PathBytes { copied: if result.is_ok() { bytes } else { 0 }, ..PathBytes::default() };
         let windowed = is_filled_by_kernel.then_some(bytes);
         effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed, moved, result }));
     }
@@ -166,7 +167,12 @@ impl CopyPool {
         for Job { batch, is_filled_by_kernel, .. } in self.take_of(transfer) {
             let windowed = is_filled_by_kernel.then_some(batch.bytes() as u64);
             self.give_back(batch);
-            effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed, moved: 0, result: Ok(()) }));
+            effects.push(Effect::OperationEnded(OperationEnd {
+                transfer,
+                windowed,
+                moved: PathBytes::default(),
+                result: Ok(()),
+            }));
         }
     }
 

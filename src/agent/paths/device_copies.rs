@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::revocations::Traces;
+use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::imports::Importing;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
@@ -163,7 +164,8 @@ impl DeviceCopies {
                 {
                     effects.lose(peer, error.clone());
                 }
-                let moved = if result.is_ok() { bytes } else { 0 };
+                let device_copied = if result.is_ok() { bytes } else { 0 };
+                let moved = PathBytes { device_copied, ..PathBytes::default() };
                 effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed: None, moved, result }));
             }
         }

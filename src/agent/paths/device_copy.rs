@@ -7,7 +7,6 @@ use std::time::Instant;
 use super::device_copies::Running;
 use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
-use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::batch::ITEM_BYTES;
@@ -23,10 +22,6 @@ pub(super) struct DeviceCopy;
 impl Path for DeviceCopy {
     fn name(&self) -> &'static str {
         "copied by the device (CUDA IPC)"
-    }
-
-    fn count(&self, bytes: u64) -> PathBytes {
-        PathBytes { device_copied: bytes, ..PathBytes::default() }
     }
 
     fn carries(&self, _peer: &Peer, profile: Profile) -> bool {

@@ -11,7 +11,6 @@ use crate::agent::core::in_flight::Operations;
 use crate::agent::core::iov::{self, Iov};
 use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, STREAM_CHUNK_BYTES};
 use crate::agent::core::regions::Regions;
-use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::agent::rpc::client::{Chunk, Client, Service};
 use crate::agent::rpc::server::Payload;
@@ -34,10 +33,6 @@ pub(super) struct Message;
 impl Path for Message {
     fn name(&self) -> &'static str {
         "served by messages"
-    }
-
-    fn count(&self, bytes: u64) -> PathBytes {
-        PathBytes { served: bytes, ..PathBytes::default() }
     }
 
     fn carries(&self, _peer: &Peer, _profile: Profile) -> bool {

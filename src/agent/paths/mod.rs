@@ -122,10 +122,10 @@ impl Turn<'_> {
         self.windows.enter(self.peer.id, len, now);
     }
 
-    /// Counts bytes, of the agent and of the peer.
+    /// Counts bytes that were moved at once, of the agent and of the peer. Others count when their operation ends.
     fn count(&mut self, moved: PathBytes) {
         self.stats.add(moved);
-        self.peer.traffic.post(moved);
+        self.peer.traffic.add(moved);
     }
 }
 
@@ -133,9 +133,6 @@ impl Turn<'_> {
 trait Path: Sync {
     /// Its name in logs and statistics.
     fn name(&self) -> &'static str;
-
-    /// What bytes that were posted to go this way count as. One that may be refused counts them itself, when they have gone.
-    fn count(&self, bytes: u64) -> PathBytes;
 
     /// Whether it carries this over the connection to `peer`.
     fn carries(&self, peer: &Peer, profile: Profile) -> bool;
@@ -168,9 +165,6 @@ pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
         let path = choose(turn.peer, profile);
         turn.lack = None;
         let bytes = path.post(turn, profile)?;
-        if !profile.digest {
-            turn.count(path.count(bytes));
-        }
         total += bytes;
         // Where UCX has refused the first operation, the next path's turn is now.
         if bytes > 0 || turn.profile() == Some(profile) {

@@ -32,10 +32,6 @@ impl Path for OneSided {
         NAME
     }
 
-    fn count(&self, _bytes: u64) -> PathBytes {
-        PathBytes::default()
-    }
-
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {
         // Device memory would have to be gathered by a copy per run as well.
         let gathered = profile.gathered && profile.are_hosts();

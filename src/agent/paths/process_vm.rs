@@ -9,7 +9,6 @@ use super::copy_pool::{CopyPool, Job};
 use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
 use crate::agent::core::regions::Regions;
-use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::agent::thread::affinity;
 use crate::error::{Error, ErrorKind, Result};
@@ -34,10 +33,6 @@ pub(super) struct ProcessVm;
 impl Path for ProcessVm {
     fn name(&self) -> &'static str {
         "copied (process_vm_readv)"
-    }
-
-    fn count(&self, bytes: u64) -> PathBytes {
-        PathBytes { copied: bytes, ..PathBytes::default() }
     }
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {

@@ -3,7 +3,6 @@
 use super::message::post_chunk;
 use super::{Path, Profile, Turn};
 use crate::agent::core::limits::{CHUNK_PIECES, STREAM_CHUNK_BYTES};
-use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::Peer;
 use crate::error::Result;
 
@@ -16,10 +15,6 @@ pub(super) struct Stream;
 impl Path for Stream {
     fn name(&self) -> &'static str {
         "read by streams"
-    }
-
-    fn count(&self, bytes: u64) -> PathBytes {
-        PathBytes { streamed: bytes, ..PathBytes::default() }
     }
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {

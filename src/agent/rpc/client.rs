@@ -11,6 +11,7 @@ use crate::agent::core::effect::OperationEnd;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::iov::{self, Iov};
+use crate::agent::core::stats::PathBytes;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::MemoryKind;
@@ -56,13 +57,22 @@ impl Chunk {
 
     /// The end of the operation that it is of its transfer.
     pub(crate) fn end(&self, result: Result<()>) -> OperationEnd {
-        let moved = if result.is_ok() && self.service != Service::Digest { self.bytes } else { 0 };
+        let moved = match (&result, self.service, self.streamed) {
+            (Err(_), ..) | (_, Service::Digest, _) => PathBytes::default(),
+            (_, _, true) => PathBytes { streamed: self.bytes, ..PathBytes::default() },
+            (_, _, false) => PathBytes { served: self.bytes, ..PathBytes::default() },
+        };
         OperationEnd { transfer: self.transfer, windowed: Some(self.bytes), moved, result }
     }
 
     /// The same where nothing was asked for, because the transfer was stopped before.
     pub(crate) fn withdrawn(&self) -> OperationEnd {
-        OperationEnd { transfer: self.transfer, windowed: Some(self.bytes), moved: 0, result: Ok(()) }
+        OperationEnd {
+            transfer: self.transfer,
+            windowed: Some(self.bytes),
+            moved: PathBytes::default(),
+            result: Ok(()),
+        }
     }
 
     /// Whether what arrived has the digest that the peer tells.

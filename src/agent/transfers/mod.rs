@@ -411,20 +411,22 @@ impl Transfers {
         }
     }
 
-    /// Takes note of an operation that is no longer in flight.
-    pub(crate) fn operation_ended(&mut self, end: OperationEnd, effects: &mut Effects, now: Instant) {
+    /// Takes note of an operation that is no longer in flight. Returns the peer, if the transfer is known.
+    pub(crate) fn operation_ended(&mut self, end: OperationEnd, effects: &mut Effects, now: Instant) -> Option<PeerId> {
         let OperationEnd { transfer: id, windowed, moved, result } = end;
-        let Some(transfer) = self.table.get_mut(&id) else { return };
+        let transfer = self.table.get_mut(&id)?;
+        let peer = transfer.peer;
         transfer.in_flight = transfer.in_flight.saturating_sub(1);
-        transfer.bytes += moved;
+        transfer.bytes += moved.total();
         if let Some(len) = windowed {
-            self.windows.leave(transfer.peer, len, now);
-            self.queues.wake(transfer.peer);
+            self.windows.leave(peer, len, now);
+            self.queues.wake(peer);
         }
         match result {
             Ok(()) => self.settle(id, effects),
             Err(error) => self.stop(id, error, effects, now),
         }
+        Some(peer)
     }
 
     /// Takes an operation back that has moved nothing, for another path to post it.
