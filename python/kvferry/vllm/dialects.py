@@ -32,8 +32,17 @@ _RANDOM = re.compile(r"-[0-9a-f]{8}$")
 _INDEX = re.compile(r"[-_]\d+$")
 """What it appends to the header for one of several prompts."""
 
+_LATER = re.compile(r"cmpl-.*-[1-9]\d*")
+"""What requests are called of a completion's prompts, but for its first."""
+
 PROMPT = "remote_prompt_digest"
 """The key of `kv_transfer_params` that says which prompt an answer is to."""
+
+UNTOLD = (
+    "vLLM numbers its media in place of hashing them, because its prefix cache and its processor cache are both off; "
+    "turn one of them on in both engines (--enable-prefix-caching, or --mm-processor-cache-gb above 0)"
+)
+"""Why a prompt has no digest."""
 
 LONGEST_NAME = 512
 """Bytes of a request's name."""
@@ -67,7 +76,7 @@ def name_of_prefill(
     request: Request, params: Mapping[str, Any], digest: str | None, by_header: bool, late: bool
 ) -> str | None:
     """By which name decode engines may await a prefill. None: by none, or by what the proxy has given if that is no
-    text.
+    text. Without a digest it is a name that no decode engine awaits: nothing is kept.
 
     `by_header`: also where the proxy gives none, by the header that both requests have. `late`: the answer has a name
     in place of blocks, so that there must be one."""
@@ -88,21 +97,38 @@ def addressed_id(engine_id: str, host: str, port: int) -> str:
 
 
 def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a decode engine is given, in the words of this connector.
+    """What a decode engine is given, in the words of this connector. Empty where the prompt is not to be loaded: vLLM
+    answers several prompts of a completion with the params of the first.
 
-    Raises `InvalidArgumentError` for the answer to another prompt."""
-    pushed = params.get("transfer_mode") == _PUSH
-    digest = history.fingerprint(request)
-    if params.get("remote_block_ids") is not None:
-        # An answer that was passed on whole. That of another connector has no incarnation, and is refused.
-        if digest is not None and isinstance(stated := params.get(PROMPT), str) and stated != digest:
+    Raises `InvalidArgumentError` for the answer to another prompt, and for a prompt that has no digest."""
+    digest, stated = history.fingerprint(request), params.get(PROMPT)
+    answered = stated is not None or params.get("remote_block_ids") is not None
+    if digest is None:
+        raise invalid(f"nobody can tell whether the prefill engine has this prompt: {UNTOLD}")
+    if answered and stated != digest:
+        if _LATER.fullmatch(base_name(request.request_id)):
+            return {}
+        if stated is not None:
             raise invalid(
                 "the prefill engine's answer is to another prompt (remote_prompt_digest differs): send both engines "
-                "the same prompt, and one prompt per request, because vLLM answers several with the first's params"
+                "the same prompt, with adapters of the same name and path, and one prompt per request"
             )
+        if request.prompt_embeds is not None:
+            raise invalid(
+                "the prefill engine's answer does not say to which prompt embeddings it is (remote_prompt_digest is "
+                "missing): pass on its kv_transfer_params unchanged, and install the same kvferry on both engines"
+            )
+    return _translated(request, params, digest)
+
+
+def _translated(request: Request, params: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
+    """The params of a prompt's own prefill, in the words of this connector."""
+    pushed = params.get("transfer_mode") == _PUSH
+    if params.get("remote_block_ids") is not None:
+        # An answer that was passed on whole. That of another connector has no incarnation, and is refused.
         return {**params, "transfer_mode": None} if pushed and params.get("remote_incarnation") else params
     transfer_id, header = params.get("transfer_id"), params.get("remote_request_id")
-    if transfer_id is None and digest is not None and isinstance(header, str):
+    if transfer_id is None and isinstance(header, str):
         transfer_id = base_name(request.request_id) if is_named_by(request.request_id, header) else None
     if transfer_id is None:
         return params

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.v1.utils import tensor_data
 
 from .._errors import invalid
 
@@ -37,8 +38,8 @@ LEAST_STEP = 16
 
 def describe(request: Request, tokens: int) -> dict[str, Any] | None:
     """The digests of the request's first `tokens` tokens: of the first `step`, of 2 `step` and so on, and of all.
-    None where token ids do not tell what was computed, as with embeddings given in their place."""
-    if request.prompt_embeds is not None:
+    None where these do not tell what was computed: with prompt embeddings, and with media that vLLM has numbered."""
+    if _told(request, tokens) < tokens:
         return None
     step = max(-(-tokens // MOST_DIGESTS), LEAST_STEP)
     digests = b"".join(digest for _, digest in _beginnings(request, tokens, step))
@@ -47,14 +48,17 @@ def describe(request: Request, tokens: int) -> dict[str, Any] | None:
 
 def fingerprint(request: Request) -> str | None:
     """A digest of the request's prompt and of all else that its cache depends on, as text; the same in every engine
-    that gets the request. None where token ids do not tell what is computed, and where media have no ids of their
-    content (vLLM then numbers them)."""
-    numbered = any(feature.identifier.startswith("renderer") for feature in request.mm_features or ())
-    if request.prompt_embeds is not None or numbered:
+    that gets the request. It differs wherever vLLM's own prefix cache tells two prompts apart. None for media that
+    vLLM has numbered: another engine has the number for another picture."""
+    tokens = request.num_prompt_tokens
+    if _unnumbered(request, tokens) < tokens:
         return None
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    lora, tokens = request.lora_request, request.num_prompt_tokens
-    _add(state, ["kvferry-prompt-1", lora and lora.lora_name, request.cache_salt])
+    facts = [_adapter(request), request.cache_salt]
+    if request.prompt_embeds is None:
+        _add(state, ["kvferry-prompt-1", *facts])
+    else:
+        _add(state, ["kvferry-embeds-1", *facts, *_embeddings(request.prompt_embeds, request.prompt_is_token_ids)])
     for _ in _extend(state, request, tokens, max(tokens, 1)):
         pass
     return state.hexdigest()
@@ -70,8 +74,8 @@ def in_common(request: Request, params: Mapping[str, Any], whole: bool) -> int:
     if not isinstance(held, int) or isinstance(held, bool) or held < 0:
         raise invalid(f"remote_num_tokens must be a number of tokens, not {_shown(held)}")
     step, digests = _parse(stated, held)
-    most = request.num_prompt_tokens - 1
-    if request.prompt_embeds is not None or (whole and held > most):
+    most = _told(request, request.num_prompt_tokens - 1)
+    if whole and held > most:
         return 0
     common = 0
     for at, (tokens, digest) in enumerate(_beginnings(request, min(held, most), step)):
@@ -115,8 +119,7 @@ def _beginnings(request: Request, tokens: int, step: int) -> Iterator[tuple[int,
     """The lengths and digests of a request's beginnings, in steps up to `tokens`. Each covers all that the cache of its
     tokens depends on: the adapter, the salt that keeps tenants apart, the media that stand in its tokens' place."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    lora = request.lora_request
-    _add(state, ["kvferry-history-1", lora and [lora.lora_name, lora.lora_path], request.cache_salt])
+    _add(state, ["kvferry-history-1", _adapter(request), request.cache_salt])
     for end in _extend(state, request, tokens, step):
         yield end, state.digest()
 
@@ -134,6 +137,37 @@ def _extend(state: Any, request: Request, tokens: int, step: int) -> Iterator[in
             at += 1
         state.update(ids[start * size : end * size])
         yield end
+
+
+def _told(request: Request, tokens: int) -> int:
+    """How many of a request's first `tokens` tokens the digests of a history tell. Conversations do not go on from
+    prompt embeddings, so that these are hashed once only."""
+    return 0 if request.prompt_embeds is not None else _unnumbered(request, tokens)
+
+
+def _unnumbered(request: Request, tokens: int) -> int:
+    """How many of a request's first `tokens` tokens stand in front of media that vLLM has numbered in place of hashing
+    them (`Renderer._process_mm_uuids`). With the adapter of a tower, its name and a colon come first."""
+    features = request.mm_features or ()
+    for feature in features:
+        if ":renderer" in f":{feature.identifier}":
+            tokens = min(tokens, feature.mm_position.offset)
+    return tokens
+
+
+def _adapter(request: Request) -> list[str] | None:
+    """The adapter as vLLM's prefix cache knows it. One name may be given to another adapter, with another path."""
+    lora = request.lora_request
+    return lora and [lora.lora_name, lora.lora_path]
+
+
+def _embeddings(embeds: Any, is_token: list[bool] | None) -> list[Any]:
+    """The facts of a prompt's embeddings (tokens, width): all rows, as vLLM hashes them, and which positions have
+    token ids in their place. SHA-256 because hardware computes it, several times faster than BLAKE2b: a row takes
+    kilobytes, and the engine waits."""
+    content = hashlib.sha256(tensor_data(embeds)).hexdigest()
+    mask = None if is_token is None else np.packbits(np.asarray(is_token, dtype=bool)).tobytes().hex()
+    return [str(embeds.dtype), list(embeds.shape), content, mask]
 
 
 def _add(state: Any, facts: list[Any]) -> None:

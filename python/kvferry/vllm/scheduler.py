@@ -179,6 +179,8 @@ class SchedulerSide:
         asked = _wants(request, "do_remote_decode") if self._sends else None
         if asked:
             digest = history.fingerprint(request)
+            if digest is None:
+                logger.warning_once("Prompts are not handed over: %s", dialects.UNTOLD)
             name = dialects.name_of_prefill(request, asked, digest, self._push_dialect, self._late)
             self._prefills[request.request_id] = name, digest
             if self._holds_back:
@@ -209,12 +211,18 @@ class SchedulerSide:
         if known is None and (params := _wants(request, "do_remote_prefill")) is not None:
             try:
                 known = dialects.understood(request, params)
+                if not known:
+                    logger.warning(
+                        "Request %s: its prompt is computed here, because the prefill engine's answer is to its "
+                        "completion's first prompt. Send prompts one by one, or ask both engines at once",
+                        request.request_id,
+                    )
             except kvferry.KvferryError as error:
                 self._refuse(request, error)
                 self._others.add(request.request_id)
                 known = params
             self._understood[request.request_id] = known
-        return known
+        return known or None
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond `computed_tokens` are loaded, and whether between steps."""
@@ -298,6 +306,9 @@ class SchedulerSide:
         if complete and not self._sends and _wants(request, "do_remote_decode"):
             # vLLM may already have given away the blocks of a request that a consumer finishes after a preemption.
             logger.warning("Request %s has do_remote_decode, but kv_role is kv_consumer: nothing is kept", request_id)
+            complete = False
+        if params.get("do_remote_decode") and digest is None:
+            # Nobody could tell whether it is the prompt of whoever asks for it.
             complete = False
         tokens, digests = request.num_computed_tokens, None
         if self._multi_turn and complete and not _wants(request, "do_remote_decode"):

@@ -27,7 +27,7 @@ from typing import Any
 import kvferry
 import pytest
 from demo_lib.ports import free_port
-from kvferry.vllm import bootstrap, dialects, history, scheduler
+from kvferry.vllm import bootstrap, dialects, scheduler
 from kvferry.vllm.config import parse_options
 from test_vllm_engines import Pair, prompt
 
@@ -266,15 +266,18 @@ def test_several_prompts_of_one_completion(pushing: Engines, program: str) -> No
     assert [state["wrong_bytes"][f"cmpl-{header}-{number}-1000000{number}"] for number in range(3)] == [0, 0, 0]
 
 
-def test_the_answer_to_another_prompt_is_refused(engines: Engines) -> None:
-    """vLLM answers several prompts of a completion with the params of the first. What the others do leaves the lease of
-    the first as it is."""
+def test_the_answer_to_another_prompt_is_not_loaded(engines: Engines) -> None:
+    """vLLM answers several prompts of a completion with the params of the first. The others are computed; any other
+    request is refused. Either leaves the lease of the first as it is."""
     tokens, other = words("first-of-two", 80), words("second-of-two", 60)
     prefill, decode = ids("of-two")
     answer = engines.asked(prefill, tokens, ASKED)
-    engines.decode.call("add", "cmpl-of-two-1-00000000", other, 4, answer)
-    engines.decode.call("run_until", "'reason' in e.answers.get('cmpl-of-two-1-00000000', {})")
-    assert engines.decode.call("answer", "cmpl-of-two-1-00000000")["reason"] == "error"
+    for request_id in ("cmpl-of-two-1-00000000", "chatcmpl-of-two-00000000"):
+        engines.decode.call("add", request_id, other, 4, answer)
+        engines.decode.call("run_until", f"'reason' in e.answers.get('{request_id}', {{}})")
+    assert engines.decode.call("answer", "cmpl-of-two-1-00000000")["reason"] == "length"
+    assert engines.decode.call("state")["starts"]["cmpl-of-two-1-00000000"][0] == 0
+    assert engines.decode.call("answer", "chatcmpl-of-two-00000000")["reason"] == "error"
     engines.decode.call("add", decode, tokens, 4, answer)
     engines.is_right(prefill, decode, tokens)
 
@@ -356,27 +359,6 @@ def test_names_that_two_engines_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dialects.base_name("chatcmpl-12_5f-0a1b2c3d") == "chatcmpl-12_5f"
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     assert dialects.base_name("cmpl-00000001") == "cmpl-00000001"
-
-
-def test_a_digest_is_of_one_prompt() -> None:
-    def digest(tokens: tuple[int, ...] = (7, 8, 9), **more: Any) -> str | None:
-        return history.fingerprint(request("r", list(tokens), **more))
-
-    adapter, elsewhere = (SimpleNamespace(lora_name="a", lora_path=path) for path in ("/here", "/there"))
-    assert digest(lora_request=adapter) == digest(lora_request=elsewhere)
-    cat = medium("5f", 1)
-    others = [digest((7, 8, 10)), digest((7, 8)), digest((7,)), digest((8,)), digest(lora_request=adapter)]
-    others += [digest(cache_salt="s"), digest(mm_features=[cat]), digest(mm_features=[medium("5e", 1)])]
-    others += [digest(mm_features=[medium("5f", 2)])]
-    assert len({digest(), *others}) == len(others) + 1
-    assert None not in others
-    # Ids that each engine counts by itself tell nothing.
-    assert digest(mm_features=[cat, medium("renderer0-mm-3-image", 2)]) is None
-    assert digest(prompt_embeds=[1.0]) is None
-
-
-def medium(identifier: str, offset: int) -> Any:
-    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=1))
 
 
 def test_names_are_made_once_and_fit() -> None:
