@@ -55,8 +55,8 @@ pub const TABLE: &[Setting] = &[
     row(Operator, "history_percent", &[Scheduler], Whole(0, 100), "percent", Number(50),
         "The most of a decode engine's cache that is kept for next turns. The oldest conversations give way."),
     row(Operator, "push_dialect", &[Connector], Flag, "", Is(false),
-        "Let a prefill engine pass for one with vLLM's `NixlPushConnector`: prefills can be awaited by the `X-Request-Id` \
-         that both engines get, and answers have `transfer_mode` `push`, so that routers send requests to both at once."),
+        "Let a prefill engine answer as one with vLLM's `NixlPushConnector`, with `transfer_mode` `push`, so that routers \
+         send requests to both engines at once."),
     row(Operator, "bootstrap_port", &[Connector], Whole(1, 65_535), "", Absent("no such server"),
         "TCP port of an HTTP server in a prefill engine that answers `GET /query` as the bootstrap server of vLLM's \
          `MooncakeConnector` does, for proxies that speak its dialect; 8998 is where they look."),

@@ -72,23 +72,19 @@ def name_of(base: str, digest: str | None) -> str:
     return name if len(name.encode()) <= LONGEST_NAME else f"{hashlib.sha256(base.encode()).hexdigest()}#{digest}"
 
 
-def name_of_prefill(
-    request: Request, params: Mapping[str, Any], digest: str | None, by_header: bool, late: bool
-) -> str | None:
-    """By which name decode engines may await a prefill. None: by none, or by what the proxy has given if that is no
-    text. Without a digest it is a name that no decode engine awaits: nothing is kept.
+def name_of_prefill(request: Request, params: Mapping[str, Any], digest: str | None, late: bool) -> str | None:
+    """By which name decode engines may await a prefill: what the proxy has given, or the header of both requests.
+    None: by none, or by what the proxy has given if that is no text. Without a digest it is a name that no decode
+    engine awaits: nothing is kept.
 
-    `by_header`: also where the proxy gives none, by the header that both requests have. `late`: the answer has a name
-    in place of blocks, so that there must be one."""
+    `late`: the answer has a name in place of blocks, so that there must be one."""
     transfer_id = params.get("transfer_id")
     if transfer_id is not None:
         return name_of(transfer_id, digest) if isinstance(transfer_id, str) else None
     if params.get("remote_block_ids") is not None:
         # It goes on from a history, which no proxy asks both engines for.
         return name_of(request.request_id, digest) if late else None
-    if by_header and digest is not None:
-        return name_of(base_name(request.request_id), digest)
-    return name_of(request.request_id, digest) if late else None
+    return None if digest is None else name_of(base_name(request.request_id), digest)
 
 
 def addressed_id(engine_id: str, host: str, port: int) -> str:
@@ -97,12 +93,17 @@ def addressed_id(engine_id: str, host: str, port: int) -> str:
 
 
 def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a decode engine is given, in the words of this connector. Empty where the prompt is not to be loaded: vLLM
+    """What a decode engine is given, in the words of this connector. Empty where that is no prefill of its own: vLLM
     answers several prompts of a completion with the params of the first.
 
     Raises `InvalidArgumentError` for the answer to another prompt, and for a prompt that has no digest."""
-    digest, stated = history.fingerprint(request), params.get(PROMPT)
+    stated = params.get(PROMPT)
     answered = stated is not None or params.get("remote_block_ids") is not None
+    if request.abort_immediately:
+        # vLLM tells of a request that was rejected, with a placeholder for its prompt: what an answer names is given
+        # back. Of a prefill that was asked for at the same time, nobody knows the name without the prompt.
+        return _translated(request, params, None) if answered else {}
+    digest = history.fingerprint(request)
     if digest is None:
         raise invalid(f"nobody can tell whether the prefill engine has this prompt: {UNTOLD}")
     if answered and stated != digest:

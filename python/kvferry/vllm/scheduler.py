@@ -181,7 +181,7 @@ class SchedulerSide:
             digest = history.fingerprint(request)
             if digest is None:
                 logger.warning_once("Prompts are not handed over: %s", dialects.UNTOLD)
-            name = dialects.name_of_prefill(request, asked, digest, self._push_dialect, self._late)
+            name = dialects.name_of_prefill(request, asked, digest, self._late)
             self._prefills[request.request_id] = name, digest
             if self._holds_back:
                 _drop_last_token(request)
@@ -211,7 +211,7 @@ class SchedulerSide:
         if known is None and (params := _wants(request, "do_remote_prefill")) is not None:
             try:
                 known = dialects.understood(request, params)
-                if not known:
+                if not known and not request.abort_immediately:
                     logger.warning(
                         "Request %s: its prompt is computed here, because the prefill engine's answer is to its "
                         "completion's first prompt. Send prompts one by one, or ask both engines at once",
@@ -291,7 +291,7 @@ class SchedulerSide:
         request_id = request.request_id
         if params is None:
             return False, None
-        self._refusals.pop(request_id, None)
+        refused = self._refusals.pop(request_id, None)
         if request_id in self._others:
             # The lease is another request's.
             self._others.discard(request_id)
@@ -321,7 +321,8 @@ class SchedulerSide:
         try:
             keep, answer = self._end(request_id, params, name, outcome, groups, tokens)
         except kvferry.KvferryError as error:
-            logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
+            if refused is None:
+                logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
             return request_id in self._unreported, None
         if answer is not None and digests is not None:
             answer[history.KEY] = digests
@@ -363,6 +364,10 @@ class SchedulerSide:
 
     def _refuse(self, request: Request, error: kvferry.KvferryError) -> None:
         if request.request_id not in self._refusals:
+            self._refusals[request.request_id] = str(error)
+            if request.abort_immediately:
+                # Under an id that no client knows. The request itself has failed for a reason of its own.
+                return
             computed = _names_history(request) or not self._fails_load_errors
             outcome = "its prompt is computed here" if computed else "it fails"
             logger.error(
@@ -371,7 +376,6 @@ class SchedulerSide:
                 outcome,
                 error,
             )
-            self._refusals[request.request_id] = str(error)
 
     def _to_fill(self, blocks: KVCacheBlocks, tokens: int) -> tuple[list[int], ...]:
         """The blocks that a load fills: of tokens those that have no hash yet, of a state the one after `tokens`."""

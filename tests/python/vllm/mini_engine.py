@@ -238,6 +238,17 @@ class Engine:
         )
         self.scheduler.add_request(Request(request, prompt, sampling, None, block_hasher=self.hasher))
 
+    def reject(self, request: str, params: dict[str, Any]) -> None:
+        """As `AsyncLLM.notify_kv_transfer_request_rejected` and `EngineCore.add_request`: a request has failed, or has
+        never come to the engine, and what was kept for it is to be given back."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+        made = Request(request, [0], sampling, None, block_hasher=self.hasher, abort_immediately=True)
+        self.scheduler.add_request(made)
+        self.abort(request)
+
     def abort(self, request: str) -> None:
         """The client goes away."""
         from vllm.v1.request import RequestStatus

@@ -68,6 +68,13 @@ def test_before_any_step(trio: Trio) -> None:
     given_back(trio, before)
 
 
+def test_rejected_before_it_came_to_the_engine(trio: Trio) -> None:
+    before = figures(trio)
+    params = trio.prefilled(trio.steady, "rejected", prompt(149, 200))
+    trio.decode[POLICY].call("reject", "0b5a", params)
+    given_back(trio, before)
+
+
 def test_during_the_load(trio: Trio) -> None:
     """The load is under way and cannot end, because the prefill engine does not move."""
     decode = trio.decode[POLICY]

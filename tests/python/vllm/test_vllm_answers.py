@@ -131,6 +131,34 @@ def test_a_prompt_without_a_digest_is_handed_over_to_nobody(engines: Schedulers,
     assert "--mm-processor-cache-gb" in outcome(engines, given(engines, request, loads, **prompt))
 
 
+def rejected(engines: Schedulers, request: str, params: Params) -> None:
+    """A request of this id, that vLLM has rejected."""
+    decode = engines[1].connector
+    made = make([0], request, params=params, abort_immediately=True)
+    decode.on_new_request(made)
+    made.status = RequestStatus.FINISHED_ABORTED
+    assert decode.request_finished(made, []) == (False, None)
+
+
+def test_a_rejected_request_is_given_back(engines: Schedulers, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM tells of it by an id that no client knows, with a placeholder for its prompt."""
+    stats = engines[1].connector._scheduler._scheduler.stats
+    before = stats()["releases"]
+    answer = asked(engines, "cmpl-rejected-0-00000000", ids=[7] * TOKENS)
+    rejected(engines, "0b5a", answer)
+    assert stats()["releases"] - before == 1
+    name = f"cmpl-rejected-0#{answer['remote_prompt_digest']}"
+    late = {**answer, "remote_block_ids": None, "remote_request_id": None, "transfer_id": name}
+    rejected(engines, "0b5b", {**late, "transfer_mode": "push"})
+    assert stats()["releases"] - before == 2
+    # Nobody knows what the others are called.
+    place = {key: answer[key] for key in PLACE}
+    rejected(engines, "0b5c", {**place, "transfer_id": "x-rejected", "do_remote_prefill": True})
+    rejected(engines, "0b5d", {**answer, "remote_port": "many"})
+    assert stats()["releases"] - before == 2
+    assert caplog.records == []
+
+
 def test_the_words_of_a_name_come_from_the_digest(engines: Schedulers) -> None:
     answer = asked(engines, "p-words", {"transfer_id": "x-words"}, ids=[7] * TOKENS)
     digest = history.fingerprint(make([7] * TOKENS))

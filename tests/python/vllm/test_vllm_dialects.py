@@ -113,6 +113,11 @@ def ids(header: str, kind: str = "cmpl") -> tuple[str, str]:
     return f"{kind}-{rest}-0a1b2c3d", f"{kind}-{rest}-ffeeddcc"
 
 
+def name_in_both(request: str, answer: Params) -> str:
+    """What a decode engine calls a prefill that has no other name."""
+    return f"{request[:-9]}#{answer['remote_prompt_digest']}"
+
+
 # --- one after the other
 
 
@@ -145,7 +150,7 @@ def test_one_engine_after_the_other(engines: Engines, program: str, kind: str) -
     prefill, decode = ids(f"5b0c-{program}", kind)
     tokens = words(prefill, 90)
     answer = engines.asked(prefill, tokens, ASKED)
-    assert (answer["transfer_mode"], answer["remote_request_id"]) == ("pull", prefill)
+    assert (answer["transfer_mode"], answer["remote_request_id"]) == ("pull", name_in_both(prefill, answer))
     engines.decode.call("add", decode, tokens, 4, IN_TURN[program](answer))
     engines.is_right(prefill, decode, tokens)
 
@@ -218,6 +223,18 @@ def test_both_engines_at_once(pushing: Engines, program: str, kind: str) -> None
     assert "WAITING_FOR_REMOTE_KVS" in pushing.decode.call("state")["requests"][decode]
     pushing.asked(prefill, tokens, asked)
     pushing.is_right(prefill, decode, tokens)
+
+
+@pytest.mark.parametrize("kind", ["cmpl", "chatcmpl"])
+def test_a_push_proxy_needs_no_setting(engines: Engines, kind: str) -> None:
+    """One that asks both engines at once, whatever the prefill engine answers."""
+    header = f"unset-{kind}"
+    prefill, decode = ids(header, kind)
+    tokens = words(header, 100)
+    asked, load = _push_demo(engines, header)
+    engines.decode.call("add", decode, tokens, 4, load)
+    assert engines.asked(prefill, tokens, asked)["transfer_mode"] == "pull"
+    engines.is_right(prefill, decode, tokens)
 
 
 @pytest.mark.parametrize("program", ["push-demo", "mooncake"])
@@ -349,6 +366,7 @@ def request(request_id: str, tokens: list[int] | None = None, **more: Any) -> An
     """As much of a request as names are made of."""
     ids = [7, 8, 9] if tokens is None else tokens
     plain: Params = {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
+    plain["abort_immediately"] = False
     made = {"request_id": request_id, "all_token_ids": ids, "num_prompt_tokens": len(ids), **plain, **more}
     return SimpleNamespace(**made)
 
