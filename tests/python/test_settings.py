@@ -19,7 +19,16 @@ from kvferry import InvalidArgumentError, Scheduler
 from kvferry.cli import main
 from kvferry.cli.config import missing_files
 
-PRODUCER = {"kv_connector": "KvferryConnector", "kv_role": "kv_producer"}
+PRODUCER: dict[str, Any] = {"kv_connector": "KvferryConnector", "kv_role": "kv_producer"}
+
+
+def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of MultiConnector."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +168,9 @@ def test_a_transfer_config_may_be_text_file_or_input(
         ({**PRODUCER, "kv_load_failure_policy": "retry"}, "must be one of fail, recompute, not 'retry'"),
         ({**PRODUCER, "kv_connector_extra_config": [1]}, "kv_connector_extra_config must be a map, not [1]"),
         ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, "has no KvferryConnector among its connectors"),
+        (multi(PRODUCER, PRODUCER), "has 2 KvferryConnectors; expected one P/D connector"),
+        (multi(PRODUCER, {"kv_connector": "NixlConnector"}), "has KvferryConnector beside NixlConnector; expected one"),
+        (multi(multi(PRODUCER), PRODUCER), "has 2 KvferryConnectors; expected one P/D connector"),
     ],
 )
 def test_what_vllm_would_refuse_is_refused(config: Any, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from .._errors import InvalidArgumentError, KvferryError
 from ..bench.errors import UsageError
 from ..bench.figures import columns
 from ..vllm import CONNECTOR_NAME
+from ..vllm.beside import MULTI_CONNECTOR, check_children, children
 from ..vllm.config import describe
 from ..vllm.stock import translate
 
@@ -126,9 +127,13 @@ def extra_config(config: dict[str, Any], place: str = "") -> Given:
     if config.get("kv_load_failure_policy") is not None:
         _one_of(place, config, "kv_load_failure_policy", POLICIES)
     connector = config.get("kv_connector")
-    if connector == "MultiConnector":
-        children = extra.get("connectors")
-        for number, child in enumerate(children if isinstance(children, list) else ()):
+    if connector == MULTI_CONNECTOR:
+        try:
+            check_children(children(connector, extra))
+        except InvalidArgumentError as error:
+            raise UsageError(error.message) from None
+        listed = extra.get("connectors")
+        for number, child in enumerate(listed if isinstance(listed, list) else ()):
             if isinstance(child, dict) and child.get("kv_connector") == CONNECTOR_NAME:
                 return extra_config(child, f"connectors[{number}]: ")
         raise UsageError(f"MultiConnector's kv_connector_extra_config has no {CONNECTOR_NAME} among its connectors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from .beside import check_children, children
 from .config import parse_options
 from .log import logger, route_library_log
 from .metadata import KvferryConnectorMetadata
@@ -37,6 +39,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+def _check_alone() -> None:
+    """Raises `InvalidArgumentError` beside another P/D connector. A child of `MultiConnector` is given its own
+    configuration only; the whole one is the current one while vLLM makes a worker's connector."""
+    whole = get_current_vllm_config_or_none()
+    if whole is not None and (transfer := whole.kv_transfer_config) is not None:
+        check_children(children(transfer.kv_connector, transfer.kv_connector_extra_config))
+
+
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves a prompt's KV cache from a prefill engine to a decode engine with kvferry.
 
@@ -49,6 +59,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _check_alone()
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_role == "kv_both":
             logger.warning_once("kv_role kv_both is deprecated by vLLM: use kv_producer or kv_consumer")

@@ -35,6 +35,8 @@ class Settings:
     policy: str = "fail"
     hybrid: bool = False
     child: bool = False
+    beside: str = "ExampleConnector"
+    """The other connector of a child."""
     blocks: int = 96
     block: int = BLOCK
     layout: str = "LBHNC"
@@ -96,12 +98,14 @@ def vllm_config(settings: Settings) -> Any:
         "kv_buffer_device": "cpu",
     }
     if settings.child:
-        # Beside a connector of vLLM that needs nothing but a folder.
+        # vLLM's ExampleConnector needs nothing but a folder.
         other = {
-            "kv_connector": "ExampleConnector",
+            "kv_connector": settings.beside,
             "kv_role": settings.role,
             "kv_connector_extra_config": {"shared_storage_path": settings.model},
         }
+        if settings.beside == "KvferryConnector":
+            other = connector
         connector = {
             "kv_connector": "MultiConnector",
             "kv_role": settings.role,
