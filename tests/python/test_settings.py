@@ -6,18 +6,19 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import kvferry
 import pytest
-from kvferry import InvalidArgumentError, Scheduler
+from kvferry import InvalidArgumentError, KvferryError, Scheduler, Worker
 from kvferry.cli import main
-from kvferry.cli.config import missing_files
+from kvferry.vllm.files import missing_files
 
 PRODUCER: dict[str, Any] = {"kv_connector": "KvferryConnector", "kv_role": "kv_producer"}
 
@@ -36,7 +37,10 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in kvferry.settings.describe()["settings"]:
         if setting["variable"] not in (None, "KVFERRY_LIBRARY", "KVFERRY_UCX_LIB"):
             monkeypatch.delenv(str(setting["variable"]), raising=False)
-    monkeypatch.delenv("VLLM_HOST_IP", raising=False)
+    for name in ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    # Of a port that something else has, only the tests about that want to hear.
+    monkeypatch.setenv("KVFERRY_PORT", "0")
 
 
 def setting(key: str, given: dict[str, object] | None = None) -> kvferry.settings.Setting:
@@ -104,21 +108,120 @@ def test_the_command_shows_every_key_with_its_source(
 ) -> None:
     monkeypatch.setenv("KVFERRY_WINDOW", "128")
     monkeypatch.setenv("KVFERRY_LEASE", "1")
-    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.2")
-    assert main(["config", json.dumps({**PRODUCER, "kv_port": 1, "kv_connector_extra_config": {"port": 0}})]) == 0
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    given = {**PRODUCER, "kv_port": 1, "kv_connector_extra_config": {"port": 0}}
+    assert main(["config", "--all", json.dumps(given)]) == 0
     out = capsys.readouterr().out
     operators = out[: out.index("Keys of agents and listeners")]
     lines = {line.split()[0]: line.split()[1:] for line in operators.splitlines() if line and line[0] != " "}
     assert lines["window"][:3] == ["128", "KVFERRY_WINDOW", "64"]
     assert lines["port"][:3] == ["0", "given", "5680"]
-    assert lines["host"][:2] == ["10.0.0.2", "VLLM_HOST_IP"]
+    assert lines["host"][:2] == ["127.0.0.1", "VLLM_HOST_IP"]
     assert "note: nothing reads the environment variable KVFERRY_LEASE; did you mean KVFERRY_LEASE_MS?" in out
     assert "note: kv_port has no effect on KvferryConnector" in out
-    assert "engine_id" not in lines
+    assert re.search(r"^engine_id +\(required\)", out, re.MULTILINE)
     assert main(["config", "--json", "--all"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert {s["key"] for s in described["settings"]} >= {"host", "engine_id", "spin_us", "log"}
     assert described["unknown_variables"] == [{"name": "KVFERRY_LEASE", "nearest": "KVFERRY_LEASE_MS"}]
+
+
+def test_only_what_differs_is_shown_by_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFERRY_WINDOW", "128")
+    assert main(["config", json.dumps({**PRODUCER, "kv_connector_extra_config": {"lease_ms": 7000}})]) == 0
+    out = capsys.readouterr().out
+    shown = {line.split()[0] for line in out[: out.index("\n\n")].splitlines()[2:]}
+    assert shown - {"KVFERRY_LIBRARY", "ucx_lib"} == {"lease_ms", "window", "port"}
+    assert "verdict: an engine of kv_role kv_producer starts with these values on this machine" in out
+    assert "verdict: the environment's values can be used" in output_of(capsys, "config")
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def own_refusal(start: Callable[[], object]) -> str:
+    """What an engine itself says."""
+    with pytest.raises(KvferryError) as caught:
+        start()
+    return re.sub(r"^kvf_\w+: ", "", caught.value.message)
+
+
+@pytest.mark.parametrize(
+    ("worker", "expected"),
+    [
+        ({"transport": "tcp", "ucx": {"TLS": "tcp"}}, "both a transport (tcp) and the UCX setting TLS were given"),
+        ({"ucx": {"TCP_TX_SEG_SIZ": 1}}, "did you mean TCP_TX_SEG_SIZE?"),
+        ({"ucx": {"TLS": "nothing_like_it"}}, "TLS=nothing_like_it"),
+    ],
+)
+def test_what_a_worker_refuses_is_refused(
+    worker: dict[str, object], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = own_refusal(lambda: Worker({"engine_id": "e", **worker}))
+    assert expected in refused
+    assert expected in refusal_of(capsys, {**PRODUCER, "kv_connector_extra_config": worker})
+
+
+def refusal_of(capsys: pytest.CaptureFixture[str], config: dict[str, Any]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["config", json.dumps(config)])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_key_file_that_others_may_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "key"
+    assert main(["key", str(key)]) == 0
+    config = {**PRODUCER, "kv_connector_extra_config": {"key_file": str(key)}}
+    assert main(["config", json.dumps(config)]) == 0
+    capsys.readouterr()
+    key.chmod(0o644)
+    refused = own_refusal(lambda: Worker({"engine_id": "e", "key_file": str(key)}))
+    # Worker and scheduler side refuse it alike.
+    assert refusal_of(capsys, config).count(refused) == 1
+
+
+@pytest.mark.parametrize(
+    ("role", "policy", "expected"),
+    [
+        ("kv_producer", "recompute", "does not serve multi_turn (bidirectional_kv_xfer) with kv_role kv_producer"),
+        ("kv_both", "fail", "with kv_load_failure_policy recompute only, not fail"),
+    ],
+)
+def test_where_conversations_cannot_go_on_is_refused(
+    role: str, policy: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "kv_connector": "KvferryConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+    }
+    assert expected in refusal_of(capsys, config)
+
+
+@pytest.mark.parametrize("key", ["port", "bootstrap_port"])
+def test_a_port_in_use_is_refused(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = {**PRODUCER, "kv_connector_extra_config": {"host": "127.0.0.1", key: port}}
+        assert str(port) in refusal_of(capsys, config)
+        # A decode engine binds neither.
+        assert main(["config", json.dumps({**config, "kv_role": "kv_consumer"})]) == 0
+
+
+def test_variables_of_the_nixl_connector_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")
+    out = output_of(capsys, "config", json.dumps(PRODUCER))
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.1 has no effect on KvferryConnector: host (KVFERRY_HOST) names" in out
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT=5600 has no effect on KvferryConnector: port (KVFERRY_PORT) is" in out
 
 
 def test_keys_of_the_nixl_connector_are_shown_as_what_they_are_taken_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +328,7 @@ def test_files_that_are_not_there_are_named(
         assert f"{key}: {tmp_path}" in error
         assert expected in error
     good = {"key_file": str(here), "ucx_lib": str(here), "trace": str(tmp_path / "run-%p.json"), "request_log": ""}
-    assert main(["config", json.dumps({**PRODUCER, "kv_connector_extra_config": good})]) == 0
+    assert missing_files(kvferry.settings.describe(good)["settings"]) == []
     monkeypatch.setenv("KVFERRY_KEY_FILE", "/no/such/key")
     with pytest.raises(SystemExit):
         main(["config"])

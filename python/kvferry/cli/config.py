@@ -1,6 +1,7 @@
-"""Shows every key of the configuration: its value here, where that comes from, its default and what it means.
+"""Shows which keys of the configuration differ from their defaults here, and with --all every key and what it means.
 
-With a --kv-transfer-config of vLLM, checks it and shows the values that it leads to."""
+With a --kv-transfer-config of vLLM, also says whether an engine would start with it on this machine: a worker and a
+scheduler side start with its options for a moment."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +19,12 @@ from .._environment import variables, without
 from .._errors import InvalidArgumentError, KvferryError
 from ..bench.errors import UsageError
 from ..bench.figures import columns
-from ..vllm import CONNECTOR_NAME
-from ..vllm.beside import MULTI_CONNECTOR, check_children, children
+from ..doctor.child import ChildError
+from ..vllm.beside import CONNECTOR_NAME, MULTI_CONNECTOR, check_children, children
 from ..vllm.config import describe
-from ..vllm.stock import translate
+from ..vllm.files import CONNECTORS, missing_files
+from ..vllm.start_check import Engine, problems
+from ..vllm.stock import translate, vain_variables
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 POLICIES = ("fail", "recompute")
@@ -38,8 +40,6 @@ FIELDS = (
     "kv_buffer_device",
     *UNUSED,
 )
-_CONNECTORS = {"worker", "scheduler", "connector"}
-"""Parts whose keys `kv_connector_extra_config` may have."""
 LONGEST = 4096
 """Bytes of a path; a longer text is JSON."""
 
@@ -52,8 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KV_TRANSFER_CONFIG",
         help="vLLM's --kv-transfer-config: JSON text, the path of a file with it, or - for standard input",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--all", action="store_true", help="also the keys that the program sets")
+    parser.add_argument("--json", action="store_true", help="print every key as JSON")
+    parser.add_argument(
+        "--all", action="store_true", help="every key with its meaning, also those that the program sets"
+    )
 
 
 def read_config(argument: str) -> dict[str, Any]:
@@ -65,12 +67,13 @@ def read_config(argument: str) -> dict[str, Any]:
 
 
 class Given(NamedTuple):
-    """What a kv-transfer-config gives KvferryConnector: its `kv_connector_extra_config`, notes about the rest, and the
-    `kv_role`; None if it does not say."""
+    """What a kv-transfer-config gives KvferryConnector: its `kv_connector_extra_config`, notes about the rest, the
+    `kv_role`, None if it does not say, and the `kv_load_failure_policy`."""
 
     extra: dict[str, Any]
     notes: list[str]
     role: str | None
+    policy: str = "fail"
 
 
 def any_config(config: dict[str, Any]) -> Given:
@@ -142,7 +145,7 @@ def extra_config(config: dict[str, Any], place: str = "") -> Given:
     notes = [f"{key} has no effect on {CONNECTOR_NAME}" for key in UNUSED if key in config]
     if config["kv_role"] == "kv_both":
         notes.append("vLLM deprecates kv_role kv_both: use kv_producer or kv_consumer")
-    return Given(extra, notes, config["kv_role"])
+    return Given(extra, notes, config["kv_role"], config.get("kv_load_failure_policy") or "fail")
 
 
 def _where_it_belongs(key: str) -> str | None:
@@ -156,70 +159,9 @@ def _where_it_belongs(key: str) -> str | None:
     parts = {part for row in rows if row["key"] == key and row["giver"] == "operator" for part in row["parts"]}
     if not parts:
         return None
-    if parts.isdisjoint(_CONNECTORS):
+    if parts.isdisjoint(CONNECTORS):
         return "it is for agents without a connector; leave it out"
     return "it belongs into kv_connector_extra_config"
-
-
-def missing_files(rows: list[settings.Setting]) -> list[str]:
-    """What is wrong with the files that the values of `rows` name, a text each."""
-    wrong = []
-    for row in rows:
-        value = row["value"]
-        if not isinstance(value, str) or not value or _CONNECTORS.isdisjoint(row["parts"]):
-            continue
-        if (look := _LOOKS.get(row["key"])) is not None and (why := look(value)) is not None:
-            name = f"{row['key']} (of {row['variable']})" if row["source"] == "environment" else row["key"]
-            wrong.append(f"{name}: {why}")
-    return wrong
-
-
-def _no_key(path: str) -> str | None:
-    if os.path.isdir(path):
-        return f"{path} is a folder; `kvferry key` makes a key file"
-    try:
-        os.stat(path)
-    except FileNotFoundError:
-        return f"{path} does not exist; `kvferry key` makes one"
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    return None if os.access(path, os.R_OK) else f"{path} cannot be read"
-
-
-def _no_ucx(path: str) -> str | None:
-    # A name without a folder is left to the dynamic linker.
-    if "/" not in path or os.path.isfile(path):
-        return None
-    return f"{path} is no file; name a libucp.so.0, or leave it out to have one found"
-
-
-def _no_new_file(path: str) -> str | None:
-    """Why no file can be made at `path`."""
-    if os.path.isdir(path):
-        return f"{path} is a folder; name a file"
-    folder, name = os.path.split(path)
-    folder = folder or "."
-    if os.access(folder, os.W_OK | os.X_OK):
-        return None
-    why = "may not be written to" if os.path.isdir(folder) else "is no folder"
-    return f"{folder} {why}, so {name} cannot be made there"
-
-
-def _no_log(path: str) -> str | None:
-    """Why nothing can be appended at `path`, which is made where there is no file."""
-    if not os.path.exists(path) or os.path.isdir(path):
-        # Where a link leads is where the file is made.
-        return _no_new_file(os.path.realpath(path) if os.path.islink(path) else path)
-    return None if os.access(path, os.W_OK) else f"{path} may not be written to"
-
-
-_LOOKS: dict[str, Callable[[str], str | None]] = {
-    "key_file": _no_key,
-    "ucx_lib": _no_ucx,
-    "trace": _no_new_file,
-    "request_log": _no_log,
-}
-"""By the key that names a file: what is wrong with that, None if nothing is."""
 
 
 def _shown(value: object, otherwise: str = "") -> str:
@@ -242,46 +184,72 @@ def _table(rows: list[settings.Setting]) -> str:
     return columns(head, lines, texts=len(head))
 
 
-def _print(description: settings.Description, notes: list[str], everything: bool) -> None:
+def _print_all(rows: list[settings.Setting]) -> None:
     groups: dict[str, list[settings.Setting]] = {}
-    for row in description["settings"]:
-        alone = _CONNECTORS.isdisjoint(row["parts"])
+    for row in rows:
+        alone = CONNECTORS.isdisjoint(row["parts"])
         title = {
             "operator": "Keys of agents and listeners without a connector" if alone else "Keys of the operator",
             "program": "Keys that the program sets",
             "environment": "Variables without a key",
         }[row["giver"]]
-        if everything or row["giver"] != "program":
-            groups.setdefault(title, []).append(row)
-    for title, rows in groups.items():
-        print(f"{title}\n\n{_table(rows)}")
+        groups.setdefault(title, []).append(row)
+    for title, members in groups.items():
+        print(f"{title}\n\n{_table(members)}")
         print()
-        for row in rows:
+        for row in members:
             name = row["variable"] if row["giver"] == "environment" else row["key"]
             variable = f" ({row['variable']})" if row["variable"] and name == row["key"] else ""
             help = f"{name}{variable}: {row['help']}"
             print(textwrap.fill(help, 118, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False))
         print()
-    for note in notes:
-        print(f"note: {note}")
+
+
+def _print_changed(rows: list[settings.Setting]) -> None:
+    changed = [row for row in rows if row["source"] != "default" and row["giver"] != "program"]
+    print(f"{_table(changed)}\n" if changed else "Every key has its default.\n")
+
+
+def _verdict(given: Given) -> str:
+    if given.role is None:
+        return (
+            "the environment's values can be used; give vLLM's --kv-transfer-config to have an engine's start checked"
+        )
+    return f"an engine of kv_role {given.role} starts with these values on this machine"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code."""
-    extra, notes, _ = Given({}, [], None) if options.config is None else extra_config(read_config(options.config))
+    """Runs the command and returns its exit code.
+
+    Raises `UsageError` with all that an engine would refuse.
+    """
+    given = Given({}, [], None) if options.config is None else extra_config(read_config(options.config))
     try:
-        description = describe(extra)
-        _, taken, left_out = translate(extra)
+        description = describe(given.extra)
+        _, taken, left_out = translate(given.extra)
+        wrong = missing_files(description["settings"]) if given.role is None else _start_problems(given, given.role)
     except InvalidArgumentError as error:
         raise UsageError(error.message.removeprefix("kvf_settings_describe: ")) from None
-    if wrong := missing_files(description["settings"]):
+    if wrong:
         raise UsageError("; ".join(wrong))
-    notes += taken + left_out
+    notes = [*given.notes, *taken, *left_out, *vain_variables(os.environ)]
     for unknown in description["unknown_variables"]:
         hint = f"; did you mean {unknown['nearest']}?" if unknown["nearest"] else ""
         notes.append(f"nothing reads the environment variable {unknown['name']}{hint}")
     if options.json:
         print(json.dumps({**description, "notes": notes}, indent=2))
-    else:
-        _print(description, notes, options.all)
+        return 0
+    (_print_all if options.all else _print_changed)(description["settings"])
+    for note in notes:
+        print(f"note: {note}")
+    print(f"verdict: {_verdict(given)}")
+    if not options.all:
+        print("`kvferry config --all` shows every key and what it means.")
     return 0
+
+
+def _start_problems(given: Given, role: str) -> list[str]:
+    try:
+        return problems(Engine(given.extra, role, given.policy))
+    except ChildError as error:
+        return [f"whether an engine would start cannot be told: {error}"]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .. import Agent, Listener, _find, _lib, _wire
+from .. import Agent, Listener, Scheduler, Worker, _find, _lib, _wire
 from .._errors import KvferryError
 from ..agent import PeerConnected, PeerLost
 from ..bench import driver
@@ -92,6 +92,25 @@ def listen(config: Mapping[str, object]) -> Result:
         return {"host": host, "port": port}
 
     return _told(look)
+
+
+def start(worker: Mapping[str, object], scheduler: Mapping[str, object] | None) -> list[str]:
+    """Starts a worker, and with `scheduler` a scheduler side, and ends them: what they refuse, each text once.
+
+    A scheduler side with `push` binds its listener's port."""
+
+    def start_worker() -> Result:
+        # No file is made or written, and nobody connects.
+        unused = {"rehearse": False, "trace": "", "request_log": ""}
+        Worker({"engine_id": "check", **worker, **unused}).shutdown(1.0)
+        return {}
+
+    def start_scheduler() -> Result:
+        with Scheduler({"engine_id": "check", "groups": [{"kind": "full", "block_size": 1}], **(scheduler or {})}):
+            return {}
+
+    told = [_told(start_worker)] if scheduler is None else [_told(start_worker), _told(start_scheduler)]
+    return list(dict.fromkeys(str(result["message"]) for result in told if result))
 
 
 def cuda() -> str | None:

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import dynamo
+from . import dynamo, preflight
+from .beside import CONNECTOR_NAME
 
 if TYPE_CHECKING:
     from .connector import KvferryConnector
 
-__all__ = ["KvferryConnector", "register"]
-
-CONNECTOR_NAME = "KvferryConnector"
+__all__ = ["CONNECTOR_NAME", "KvferryConnector", "register"]
 
 
 def register() -> None:
-    """Makes `KvferryConnector` known to vLLM by name, and to NVIDIA Dynamo in its workers. May be called any number of
-    times.
+    """Makes `KvferryConnector` known to vLLM by name, and to NVIDIA Dynamo in its workers, and has vLLM judge its
+    configuration before a model is loaded. May be called any number of times.
 
     vLLM calls it in each of its processes, in some more than once, and its registry refuses a name that it has: so the
     registry is asked first. A name that somebody else registered is left alone.
@@ -36,6 +35,7 @@ def register() -> None:
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, __name__, CONNECTOR_NAME)
     dynamo.register(CONNECTOR_NAME)
+    preflight.watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._errors import make_error
-from . import CONNECTOR_NAME
 
+CONNECTOR_NAME = "KvferryConnector"
 MULTI_CONNECTOR = "MultiConnector"
 
 HAND_OVER = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import http.client
 import http.server
-import ipaddress
 import json
 import socket
 import threading
@@ -22,7 +21,7 @@ import urllib.error
 import urllib.request
 from typing import Any, Protocol
 
-from .._errors import make_error
+from .bootstrap_port import bound, listen, rank_of
 from .config import Options
 from .log import logger
 
@@ -123,12 +122,7 @@ class BootstrapServer:
         """Binds `port` (0: a free one) of `bind`, or of all addresses of this host. `ranks` are those known so far.
 
         Raises `InvalidArgumentError` if the port cannot be bound."""
-        try:
-            listening = _listen(bind, port)
-        except OSError as error:
-            where = f"bootstrap_port {port}" + (f" of {bind}" if bind else "")
-            message = f"{where} cannot be bound: {error.strerror or error}; choose another"
-            raise make_error(-1, "invalid_argument", message) from error
+        listening = listen(port, bind)
         self.port: int = listening.getsockname()[1]
         self._server: _Server | None = _Server(listening, dict(ranks or {}))
         threading.Thread(target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True).start()
@@ -139,15 +133,6 @@ class BootstrapServer:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
-
-
-def _listen(bind: str | None, port: int) -> socket.socket:
-    if bind is None and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    family = socket.AF_INET
-    if bind is not None:
-        family = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((bind or "", port), family=family)
 
 
 class Registration:
@@ -196,22 +181,10 @@ class Registration:
 
 def announce(parallel: Any, options: Options, engine_id: str) -> Announcement:
     """Makes the engine of one data-parallel rank known to those who ask at `options.bootstrap_port`: by a server of its
-    own, or by that of the first rank of this host. `parallel` is vLLM's `ParallelConfig`; ranks are numbered as by
-    `MooncakeConnector`: within the host where it has an API server of its own, otherwise over all hosts."""
+    own, or by that of the first rank of this host. `parallel` is vLLM's `ParallelConfig`."""
     port = options.bootstrap_port
     assert port is not None
-    local = bool(parallel.local_engines_only)
-    rank = int((parallel.data_parallel_rank_local if local else parallel.data_parallel_index) or 0)
+    rank = rank_of(parallel)
     if rank == 0:
-        return BootstrapServer(port, _bound(options), {rank: engine_id})
-    return Registration(port, _bound(options), rank, engine_id)
-
-
-def _bound(options: Options) -> str | None:
-    """As the listener: what is confined by `bind` or by a loopback address is confined here too. None: to nothing."""
-    text = (options.bind or options.host or "").removeprefix("[").removesuffix("]")
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return text if options.bind else None
-    return text if address.is_loopback or (options.bind and not address.is_unspecified) else None
+        return BootstrapServer(port, bound(options), {rank: engine_id})
+    return Registration(port, bound(options), rank, engine_id)

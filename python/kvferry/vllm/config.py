@@ -57,3 +57,20 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
             for part in set(setting["parts"]) & set(sides):
                 sides[part][setting["key"]] = setting["value"]
     return Options(worker=sides["worker"], scheduler=sides["scheduler"], **here)
+
+
+def multi_turn_refusal(sends: bool, loads: bool, policy: str) -> str | None:
+    """Why an engine of this `kv_role` and `kv_load_failure_policy` cannot serve `multi_turn`; None if it can."""
+    if not loads:
+        return (
+            "KvferryConnector does not serve multi_turn (bidirectional_kv_xfer) with kv_role kv_producer: vLLM keeps a "
+            "freed block from steps in flight only in an engine that loads (defer_block_free). Set kv_role to kv_both "
+            "on prefill engines; decode engines may stay kv_consumer"
+        )
+    if sends and policy != "recompute":
+        return (
+            "KvferryConnector serves multi_turn (bidirectional_kv_xfer) on a prefill engine with "
+            f"kv_load_failure_policy recompute only, not {policy}: a decode engine lets go of "
+            "old conversations, and their next turns would fail"
+        )
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -22,7 +23,7 @@ from .log import logger, route_library_log
 from .metadata import KvferryConnectorMetadata
 from .scheduler import SchedulerSide
 from .stats import KvferryPromMetrics, KvferryStats
-from .stock import translate
+from .stock import translate, vain_variables
 from .worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         _, taken, left_out = translate(transfer.kv_connector_extra_config)
         for note in taken:
             logger.info_once(note)
-        for note in left_out:
+        for note in left_out + vain_variables(os.environ):
             logger.warning_once(note)
         route_library_log()
         self._worker_side: WorkerSide | None = None

@@ -26,6 +26,23 @@ WITHOUT_MEANING = {
 }
 """The others, and what to say of each."""
 
+VARIABLES = {
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "host (KVFERRY_HOST) names the address that other engines are told, and bind "
+    "(KVFERRY_BIND) the one that is bound",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": "port (KVFERRY_PORT) is the handshake listener's",
+    "VLLM_MOONCAKE_BOOTSTRAP_PORT": "bootstrap_port (KVFERRY_BOOTSTRAP_PORT) is that of the server that proxies ask",
+}
+"""Environment variables of vLLM's other P/D connectors, and what to use here."""
+
+
+def vain_variables(environment: Mapping[str, str]) -> list[str]:
+    """Notes about variables of vLLM's other P/D connectors that are set in `environment`."""
+    return [
+        f"{name}={environment[name]} has no effect on KvferryConnector: {why}"
+        for name, why in VARIABLES.items()
+        if environment.get(name)
+    ]
+
 
 def translate(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
     """`extra` in this connector's own keys; notes about keys taken for others; notes about keys without effect.

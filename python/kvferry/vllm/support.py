@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from . import interior
+from .config import multi_turn_refusal
 from .log import logger
 
 SERVED_SPECS: tuple[type[KVCacheSpec], ...] = (
@@ -97,18 +98,9 @@ def check_multi_turn(vllm_config: Any, has_state: bool) -> None:
             "KvferryConnector does not serve multi_turn (bidirectional_kv_xfer) with recurrent states: those of a "
             "decode engine may have gone on behind the end of its answer. Leave it out"
         )
-    if not transfer.is_kv_consumer:
-        raise NotServedError(
-            "KvferryConnector does not serve multi_turn (bidirectional_kv_xfer) with kv_role kv_producer: vLLM keeps a "
-            "freed block from steps in flight only in an engine that loads (defer_block_free). Set kv_role to kv_both "
-            "on prefill engines; decode engines may stay kv_consumer"
-        )
-    if transfer.is_kv_producer and transfer.kv_load_failure_policy != "recompute":
-        raise NotServedError(
-            "KvferryConnector serves multi_turn (bidirectional_kv_xfer) on a prefill engine with "
-            f"kv_load_failure_policy recompute only, not {transfer.kv_load_failure_policy}: a decode engine lets go of "
-            "old conversations, and their next turns would fail"
-        )
+    policy = transfer.kv_load_failure_policy
+    if (why := multi_turn_refusal(transfer.is_kv_producer, transfer.is_kv_consumer, policy)) is not None:
+        raise NotServedError(why)
 
 
 def writes_late(vllm_config: Any, has_state: bool) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 import kvferry
 import pytest
 from demo_lib.ports import free_port
-from kvferry.vllm import bootstrap, dialects, scheduler
+from kvferry.vllm import bootstrap, bootstrap_port, dialects, scheduler
 from kvferry.vllm.config import parse_options
 from test_vllm_engines import Pair, prompt
 
@@ -577,4 +577,4 @@ def test_a_port_that_is_taken_is_named() -> None:
     [({}, None), ({"bind": "10.0.0.7"}, "10.0.0.7"), ({"host": "127.0.0.1"}, "127.0.0.1"), ({"host": "node"}, None)],
 )
 def test_what_confines_the_listener_confines_it_too(extra: Params, bound: str | None) -> None:
-    assert bootstrap._bound(parse_options(extra)) == bound
+    assert bootstrap_port.bound(parse_options(extra)) == bound

@@ -1,0 +1,75 @@
+"""Judges the connector's configuration before vLLM loads a model, which may take minutes.
+
+vLLM makes connectors after that, and calls nothing of theirs before. So this wraps the constructor of its executors,
+which load the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from typing import Any
+
+from .._errors import make_error
+from .beside import CONNECTOR_NAME, check_children, children
+
+_MODULE = "vllm.v1.executor.abstract"
+_MARK = "_kvferry_preflight"
+
+
+def watch() -> None:
+    """From now on, executors of this process judge the configuration first. Does nothing in processes without any, such
+    as workers. May be called any number of times."""
+    executor: Any = getattr(sys.modules.get(_MODULE), "Executor", None)
+    method = getattr(executor, "__init__", None)
+    if method is None or hasattr(method, _MARK):
+        return
+
+    @functools.wraps(method)
+    def judged(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        judge(vllm_config)
+        method(self, vllm_config, *arguments, **named)
+
+    setattr(judged, _MARK, True)
+    executor.__init__ = judged
+
+
+def judge(vllm_config: Any) -> None:
+    """Raises `InvalidArgumentError` where `vllm_config` names `KvferryConnector` and that would refuse to start."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return
+    whole = {
+        "kv_connector": transfer.kv_connector,
+        "kv_role": transfer.kv_role,
+        "kv_load_failure_policy": transfer.kv_load_failure_policy,
+        "kv_connector_extra_config": transfer.kv_connector_extra_config,
+    }
+    every = children(transfer.kv_connector, transfer.kv_connector_extra_config) or [whole]
+    own = next((config for config in every if config.get("kv_connector") == CONNECTOR_NAME), None)
+    if own is None:
+        return
+    check_children(every)
+    # Only here: vLLM loads the plug-in in each of its processes, most of which never come so far.
+    from ..doctor.child import ChildError
+    from .bootstrap_port import rank_of
+    from .start_check import Engine, problems
+
+    parallel = vllm_config.parallel_config
+    engine = Engine(
+        extra=own.get("kv_connector_extra_config") or {},
+        role=str(own.get("kv_role")),
+        policy=str(own.get("kv_load_failure_policy") or "fail"),
+        index=parallel.data_parallel_index,
+        is_head=not parallel.node_rank_within_dp,
+        has_bootstrap=rank_of(parallel) == 0,
+    )
+    try:
+        wrong = problems(engine)
+    except (ChildError, OSError) as error:
+        # The engine tells what is wrong when it comes to it.
+        logging.getLogger("vllm.kvferry").warning("The configuration could not be judged before the start: %s", error)
+        return
+    if wrong:
+        raise make_error(-1, "invalid_argument", "; ".join(wrong))
