@@ -110,8 +110,14 @@ struct nixlTelemetryEvent {
   uint64_t words[2];
 };
 
+namespace kvferry {
+struct EngineFields;
+}
+
 // NIXL reads the fields by inlined code, so their order counts as much as that of the virtual functions.
 class nixlBackendEngine {
+  friend struct kvferry::EngineFields;
+
   std::string backendType;
   Params customParams;
   std::vector<nixlTelemetryEvent> telemetryEvents_;

@@ -34,7 +34,7 @@ extern "C" __attribute__((visibility("default"))) nixlBackendPlugin *nixl_plugin
   nixlBackendPlugin *found = nullptr;
   kvferry::guarded("loading", [&] {
     nixl = kvferry::find_nixl(caller);
-    if (kvferry::is_known(nixl) && kvferry::open_library()) found = &plugin;
+    if (kvferry::is_accepted(nixl) && kvferry::open_library()) found = &plugin;
     return NIXL_SUCCESS;
   });
   return found;

@@ -1,4 +1,4 @@
-// Which NIXL has loaded the plug-in, and whether its classes are those of abi.h.
+// Which NIXL has loaded the plug-in, and whether that is accepted.
 #pragma once
 
 #include <filesystem>
@@ -14,14 +14,15 @@ struct Nixl {
   std::filesystem::path site;
   std::string package;
   std::string version;
-  // What KVFERRY_NIXL_VERSION says, which is for a build from source.
+  // What KVFERRY_NIXL_VERSION says: the version of a build from source, or one that its user vouches for.
   std::string stated;
 };
 
 // The NIXL whose code `caller` is in.
 Nixl find_nixl(const void *caller);
 
-// Whether its plug-in interface is known. Says on standard error if not.
-bool is_known(const Nixl &nixl);
+// Whether its plug-in interface is that of abi.h: of a tested version, of one that is found to be the same, or of one that the
+// user vouches for. Says on standard error if it is not, or is no tested one.
+bool is_accepted(const Nixl &nixl);
 
 }  // namespace kvferry

@@ -14,8 +14,8 @@ from ._nixl_read import STEP
 from .bench.sizes import size_text
 from .doctor.child import ChildError, run
 
-KNOWN = ("1.3.0", "1.3.1", "1.3.2", "1.4.0", "1.4.1", "1.5.0", "1.5.1")
-"""The versions whose plug-in interface the plug-in knows; it refuses others, as nixl/src/version.cpp does."""
+TESTED = ("1.3.0", "1.3.1", "1.3.2", "1.4.0", "1.4.1", "1.5.0", "1.5.1")
+"""The versions that the plug-in was tested with, as in nixl/src/version.cpp. It compares the interface of others."""
 BACKEND = "KVFERRY"
 """The backend's name in NIXL's configuration."""
 FILE_NAME = f"libplugin_{BACKEND}.so"
@@ -32,9 +32,9 @@ class Installed(NamedTuple):
     """Where this NIXL looks for plug-ins, unless `NIXL_PLUGIN_DIR` names another folder."""
 
     @property
-    def is_known(self) -> bool:
-        """Whether the plug-in accepts the version."""
-        return self.version in KNOWN
+    def is_tested(self) -> bool:
+        """Whether the plug-in was tested with the version. Of others it may accept some."""
+        return self.version in TESTED
 
     @property
     def place(self) -> Path:
@@ -103,7 +103,7 @@ class Trial(NamedTuple):
     `trouble` is what went wrong, empty if every byte was right. `ucx` is the UCX that the plug-in used, `transports`
     are what it has here, and `moved` is how the bytes went. `others` are the further UCX that the process has once
     NIXL's own backend UCX is in it too; None without that backend. `beside` is what went wrong with that backend in the
-    process, after the read. `timed_out` is whether the read did not end in time.
+    process, after the read. `timed_out` is whether the read did not end in time. `remarks` are the plug-in's lines.
     """
 
     trouble: str
@@ -113,6 +113,12 @@ class Trial(NamedTuple):
     others: list[str] | None = None
     beside: str = ""
     timed_out: bool = False
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the plug-in has refused this NIXL."""
+        return any(" is refused: its plug-in interface differs" in line for line in self.remarks)
 
 
 def _ucx_text(found: dict[str, Any]) -> str:
@@ -123,6 +129,11 @@ def telling(trouble: str) -> list[str]:
     """The lines of a failed trial that say most: those of the plug-in, and the exception at the end."""
     lines = [line.strip() for line in trouble.splitlines() if line.strip()]
     return [line for line in lines[:-1] if line.startswith("kvferry")] + lines[-1:]
+
+
+def _remarks(printed: str) -> tuple[str, ...]:
+    start = "kvferry NIXL plug-in: "
+    return tuple(line.removeprefix(start) for line in printed.splitlines() if line.startswith(start))
 
 
 def try_read(package: str, limit_s: float) -> Trial:
@@ -140,7 +151,8 @@ def try_read(package: str, limit_s: float) -> Trial:
             printed, timed_out, end = error.printed, error.timed_out, str(error)
     steps = [json.loads(line.removeprefix(STEP)) for line in printed.splitlines() if line.startswith(STEP)]
     if not steps:
-        return Trial(f"{printed}\n{end}".strip() if timed_out else printed or end, timed_out=timed_out)
+        trouble = f"{printed}\n{end}".strip() if timed_out else printed or end
+        return Trial(trouble, timed_out=timed_out, remarks=_remarks(printed))
     first = steps[0]
     ways = ", ".join(f"{size_text(number)} {_WAYS[way]}" for way, number in first["bytes"].items())
     others = None
@@ -148,4 +160,4 @@ def try_read(package: str, limit_s: float) -> Trial:
         others = [_ucx_text(other) for other in steps[1]["others"]]
     moved = f"{ways}; the connection has {first['lanes']}"
     transports = tuple(first["transports"])
-    return Trial("", _ucx_text(first["ucx"]), transports, moved, others, end)
+    return Trial("", _ucx_text(first["ucx"]), transports, moved, others, end, remarks=_remarks(printed))

@@ -183,7 +183,8 @@ pub const TABLE: &[Setting] = &[
     late(row(Environment, "library", &[], Text, "", Absent("the one in the Python package"),
         "Path of the libkvferry.so that the Python package and the NIXL plug-in load.")),
     late(row(Environment, "nixl_version", &[], Text, "", Absent("that of the wheel"),
-        "The version of a NIXL that was built from source, for the NIXL plug-in.")),
+        "For the NIXL plug-in: the version of a NIXL that was built from source, or of a wheel that the plug-in is to \
+         accept without comparing its interface.")),
 ];
 
 /// Variables for building and testing, which no engine looks at. Those that end with `_` are prefixes.

@@ -23,6 +23,8 @@ def _try(package: str) -> bool:
         print("  read through it: FAILED")
         print("\n".join(f"    {line}" for line in nixl.telling(trial.trouble)))
         return False
+    for remark in trial.remarks:
+        print(f"  the plug-in says: {remark}")
     print(f"  the plug-in's UCX: {trial.ucx}")
     print("  read through it: every byte right")
     print(f"  path of the bytes: {trial.moved}")
@@ -60,10 +62,8 @@ def run(options: argparse.Namespace) -> int:
     failed = False
     for one in found:
         print(f"{one.package} {one.version}")
-        if not one.is_known:
-            print(f"  refused: the plug-in knows {', '.join(nixl.KNOWN)}")
-            failed = True
-            continue
+        if not one.is_tested:
+            print(f"  not a version that the plug-in was tested with: {', '.join(nixl.TESTED)}")
         if one.plugin is None:
             if one.is_dangling:
                 print(f"  a link that leads to no file: remove {one.place}")

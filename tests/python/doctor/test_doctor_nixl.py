@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     site = tmp_path / "site"
     plugins = site / f".{WHEEL}.mesonpy.libs" / "plugins"
     plugins.mkdir(parents=True)
-    describe(site, nixl.KNOWN[-1])
+    describe(site, nixl.TESTED[-1])
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
     monkeypatch.delenv("NIXL_PLUGIN_DIR", raising=False)
@@ -53,7 +53,7 @@ def test_a_nixl_without_the_plug_in_is_no_trouble(folder: Path) -> None:
     told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("uninstalled", "not applicable")
     (line,) = told.evidence
-    assert line.startswith(f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in {folder}")
+    assert line.startswith(f"{WHEEL} {nixl.TESTED[-1]}: no plug-in in {folder}")
     assert "the wheel kvferry-nixl has it" in line
 
 
@@ -62,18 +62,33 @@ def test_a_link_that_leads_nowhere(folder: Path, tmp_path: Path) -> None:
     told = finding(transfers=False, has_rdma=False)
     assert (told.case, told.state) == ("dangling", "problem")
     assert told.evidence == [
-        f"{WHEEL} {nixl.KNOWN[-1]}: {folder / nixl.FILE_NAME} leads to {tmp_path / 'gone.so'}",
+        f"{WHEEL} {nixl.TESTED[-1]}: {folder / nixl.FILE_NAME} leads to {tmp_path / 'gone.so'}",
     ]
     assert "kvferry-nixl" in told.remedy
 
 
-def test_a_version_that_the_plug_in_refuses(folder: Path) -> None:
+def test_a_version_that_the_plug_in_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
     describe(folder.parents[1], "9.9.9")
+    line = "NIXL 9.9.9 (/x) is refused: its plug-in interface differs from that of the tested versions (1.3.0): slot 8"
+    program = f"import sys\nprint('kvferry NIXL plug-in: {line}', file=sys.stderr)\nraise OSError(7)"
+    monkeypatch.setattr(nixl, "_COMMAND", ("-c", program))
     told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("refused", "problem")
-    assert nixl.KNOWN[-1] in told.remedy
-    assert any(line.startswith(f"{WHEEL} 9.9.9: the plug-in accepts 1.3.0") for line in told.evidence)
+    assert nixl.TESTED[-1] in told.remedy
+    assert any(one.startswith(f"{WHEEL} 9.9.9: the plug-in was tested with 1.3.0") for one in told.evidence)
+    assert any(line in one for one in told.evidence)
+
+
+def test_a_version_that_was_not_tested_is_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / nixl.FILE_NAME).write_bytes(b"a plug-in")
+    describe(folder.parents[1], "9.9.9")
+    assert finding(transfers=False, has_rdma=False).case == "untried"
+    trial = nixl.Trial("", "UCX 1.23.0 at /n", ("tcp",), "256 KiB copied", [], remarks=("NIXL 9.9.9 is accepted",))
+    monkeypatch.setattr(nixl, "try_read", lambda package, limit_s: trial)
+    told = finding(transfers=True, has_rdma=False)
+    assert (told.case, told.state) == ("works", "ok")
+    assert f"{WHEEL} 9.9.9: the plug-in says: NIXL 9.9.9 is accepted" in told.evidence
 
 
 def test_a_folder_that_hides_the_plug_in(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +98,7 @@ def test_a_folder_that_hides_the_plug_in(folder: Path, tmp_path: Path, monkeypat
     told = finding(transfers=True, has_rdma=False)
     assert (told.case, told.state) == ("hidden", "warning")
     assert str(folder / nixl.FILE_NAME) in told.remedy
-    assert told.evidence == [f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in NIXL_PLUGIN_DIR={tmp_path}"]
+    assert told.evidence == [f"{WHEEL} {nixl.TESTED[-1]}: no plug-in in NIXL_PLUGIN_DIR={tmp_path}"]
 
 
 def run_python(python: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -121,7 +136,7 @@ def nested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path,
     inside = Path(f".{WHEEL}.mesonpy.libs") / "plugins"
     for site in (system, own):
         (site / inside).mkdir(parents=True)
-    describe(system, nixl.KNOWN[-1])
+    describe(system, nixl.TESTED[-1])
     info = own / f"kvferry_nixl-{kvferry.version()}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvferry-nixl\nVersion: {kvferry.version()}\n")
@@ -147,7 +162,7 @@ def test_a_plug_in_in_another_environment_than_nixl(
     found = told()
     assert (found["case"], found["state"]) == ("elsewhere", "warning")
     assert found["evidence"] == [
-        f"{WHEEL} {nixl.KNOWN[-1]}: no plug-in in {looked_in}; that of the wheel kvferry-nixl is {plugin}"
+        f"{WHEEL} {nixl.TESTED[-1]}: no plug-in in {looked_in}; that of the wheel kvferry-nixl is {plugin}"
     ]
     assert str(plugin) in found["remedy"]
     assert str(looked_in) in found["remedy"]

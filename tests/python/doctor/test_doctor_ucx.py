@@ -115,9 +115,9 @@ def test_without_any_ucx_the_remedy_names_the_package(tmp_path: Path, here: Told
     for file in (libucp, site / f".{package}.mesonpy.libs" / "plugins" / nixl.FILE_NAME):
         file.parent.mkdir(parents=True)
         file.touch()
-    info = site / f"{package}-{nixl.KNOWN[-1]}.dist-info"
+    info = site / f"{package}-{nixl.TESTED[-1]}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl-cu12\nVersion: {nixl.KNOWN[-1]}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nixl-cu12\nVersion: {nixl.TESTED[-1]}\n")
     path = os.pathsep.join([path, str(site)])
     nowhere["NIXL_PLUGIN_DIR"] = None
     told = doctor("--config", '{"port": 0}', KVFERRY_LIBRARY=str(library), PYTHONPATH=path, **nowhere)

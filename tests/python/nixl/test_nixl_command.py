@@ -47,7 +47,7 @@ def test_a_folder_that_hides_the_plug_in_is_said_with_the_way_out(
     wheels = tmp_path / "wheel" / "plugins"
     wheels.mkdir(parents=True)
     (wheels / nixl.FILE_NAME).write_bytes(b"a plug-in")
-    monkeypatch.setattr(nixl, "installed", lambda: [nixl.Installed("nixl_cu12", nixl.KNOWN[-1], wheels)])
+    monkeypatch.setattr(nixl, "installed", lambda: [nixl.Installed("nixl_cu12", nixl.TESTED[-1], wheels)])
     monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
     assert command.run(argparse.Namespace()) == 1
     way_out = f"unset NIXL_PLUGIN_DIR, or put a link there to {wheels / nixl.FILE_NAME}"
@@ -59,7 +59,7 @@ def test_a_failed_read_is_said_without_a_traceback(
 ) -> None:
     (tmp_path / nixl.FILE_NAME).write_bytes(b"a plug-in")
     monkeypatch.delenv("NIXL_PLUGIN_DIR", raising=False)
-    monkeypatch.setattr(nixl, "installed", lambda: [nixl.Installed("nixl_cu12", nixl.KNOWN[-1], tmp_path)])
+    monkeypatch.setattr(nixl, "installed", lambda: [nixl.Installed("nixl_cu12", nixl.TESTED[-1], tmp_path)])
     printed = "kvferry NIXL plug-in: the reason\nTraceback (most recent call last):\n  File x\nerror: NOT_FOUND"
     monkeypatch.setattr(nixl, "try_read", lambda *_: nixl.Trial(printed))
     assert command.run(argparse.Namespace()) == 1
@@ -68,7 +68,7 @@ def test_a_failed_read_is_said_without_a_traceback(
 
 
 def test_the_lists_of_known_versions_are_one() -> None:
-    assert list(nixl.KNOWN) == listed()
+    assert list(nixl.TESTED) == listed()
 
 
 def test_without_nixl_tests_are_skipped_or_fail_where_it_is_required(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -10,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts import (
-    HERE,
-    INSTALLED,
     LARGE,
     SIZE,
     Failed,
@@ -108,28 +105,3 @@ def test_a_connection_that_is_not_made_again_in_time_is_no_disconnection(plugin:
             a.notify("b", b"anyone there?")
         with pytest.raises(Failed, match="BACKEND"):
             a.post("x")
-
-
-def other_version(version: str, stated: str, folder: Path) -> Path:
-    """Packages of an installed NIXL whose metadata state another version."""
-    for path in (INSTALLED / version).iterdir():
-        (folder / path.name.replace(f"nixl_cu12-{version}", f"nixl_cu12-{stated}")).symlink_to(path)
-    return folder
-
-
-def test_an_unknown_version_is_refused_with_the_known_ones(plugin: Path, edge: str, tmp_path: Path) -> None:
-    paths = [other_version(edge, "9.9.9", tmp_path), HERE / "stubs", HERE]
-    env = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    with Process(edge, plugin, env=env) as host, pytest.raises(Failed):
-        host.start("a", ["KVFERRY"], {})
-    log = "".join(host.log)
-    assert "NIXL 9.9.9" in log
-    assert "is not known to this plug-in; known are 1.3.0, " in log
-
-
-def test_a_version_that_is_stated_is_that_of_no_wheel(plugin: Path, edge: str) -> None:
-    with Process(edge, plugin, env={"KVFERRY_NIXL_VERSION": edge}) as host:
-        assert host.start("a", ["KVFERRY"], {}) == ["KVFERRY"]
-    with Process(edge, plugin, env={"KVFERRY_NIXL_VERSION": "1.4.0"}) as host, pytest.raises(Failed):
-        host.start("a", ["KVFERRY"], {})
-    assert f"KVFERRY_NIXL_VERSION is 1.4.0, but NIXL {edge} is installed" in "".join(host.log), host.log

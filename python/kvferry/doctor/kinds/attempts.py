@@ -101,8 +101,9 @@ ATTEMPTS: dict[str, Kind] = {
             ),
             "refused": Case(
                 "problem",
-                "The plug-in is installed for a version of NIXL that it does not accept: it will not load.",
-                "install one of the versions {known}, or a newer kvferry",
+                "The plug-in does not load into this NIXL, whose plug-in interface is another one; the evidence has "
+                "the difference.",
+                "install one of the versions {tested}, or a newer kvferry",
             ),
             "failed": Case(
                 "problem",
