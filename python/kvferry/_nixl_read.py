@@ -1,14 +1,14 @@
 """A process of its own in which stock NIXL is tried, for `kvferry nixl` and the doctor: one agent reads from another.
 
-The arguments are the package, such as nixl_cu12, and a folder to write in. Prints a line for each step that succeeds,
-which begins with `STEP` and goes on as JSON; an error is an exception:
+The arguments are the package, such as nixl_cu12, and a folder to write in, empty without one. Prints a line for each
+step that succeeds, which begins with `STEP` and goes on as JSON; an error is an exception:
 
     {"bytes": {"copied": 262144}, "lanes": "tcp/lo, cma/memory", "ucx": {"path", "version"}, "transports": ["tcp", ...]}
     {"ucx_backend": true, "others": [{"path", "version"}]}
 
-The first is the read, with every byte right, and the UCX of the plug-in with the transports that it has. The second is
-the process with NIXL's own backend UCX in it too (`ucx_backend` is false where NIXL has none): the further UCX that are
-loaded then.
+The first is the read, with every byte right, and the UCX of the plug-in with the transports that it has; without a
+folder `bytes` and `lanes` are empty. The second is the process with NIXL's own backend UCX in it too (`ucx_backend` is
+false where NIXL has none): the further UCX that are loaded then.
 """
 
 from __future__ import annotations
@@ -111,14 +111,14 @@ def _tell(step: dict[str, Any]) -> None:
 
 def main(package: str, folder: str) -> None:
     """Tries one wheel of NIXL."""
-    os.environ["KVFERRY_METRICS_FILE"] = os.path.join(folder, "%a.prom")
+    os.environ["KVFERRY_METRICS_FILE"] = os.path.join(folder, "%a.prom") if folder else ""
     api: Any = importlib.import_module(f"{package}._api")
     # Alive while the figures of the other one are looked at, which say that they are connected.
     owner = read(api)
     os.environ["KVFERRY_LIBRARY"] = library_of(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
     from .doctor import inside
 
-    moved = figures(Path(folder) / "kvferry_check_0.prom")
+    moved = figures(Path(folder) / "kvferry_check_0.prom") if folder else {"bytes": {}, "lanes": ""}
     outlook = inside.outlook({})
     transports = sorted({resource["transport"] for resource in outlook["resources"]})
     told = {"bytes": moved["bytes"], "lanes": moved["lanes"], "ucx": outlook["ucx"], "transports": transports}

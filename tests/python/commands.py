@@ -16,6 +16,19 @@ GENEROUS = 600
 """Seconds that a command may take on a busy machine; some build the library."""
 
 
+WITHOUT_FOLDERS = """
+import sys, tempfile
+def refuse(*_, **__):
+    raise FileNotFoundError(2, "No usable temporary directory found")
+tempfile._get_default_tempdir = tempfile.mkdtemp = tempfile.mkstemp = refuse
+tempfile.TemporaryFile = tempfile.NamedTemporaryFile = refuse
+from kvferry.cli import main
+sys.exit(main(sys.argv[sys.argv.index("kvferry") + 1 :]))
+"""
+"""A program that is `python -m kvferry` where no folder can be written to, as in a container with a read-only root. Its
+arguments are that command."""
+
+
 def is_required(what: str) -> bool:
     """Whether KVFERRY_REQUIRE names `what`."""
     return what in re.split("[, ]", os.environ.get("KVFERRY_REQUIRE", ""))

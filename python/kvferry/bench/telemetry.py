@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from .engines.engine import Setup
+from .errors import BenchError
 from .figures import columns, number, percentile
 from .transfer import Samples, alternate
 from .work import Work
@@ -38,7 +39,11 @@ class Cost:
 def measure(transport: str, rounds: int, sittings: int) -> list[Cost]:
     """`rounds` of each variant in each of `sittings` pairs of processes, which have workers of all variants."""
     costs = [Cost(work) for work in WORKS]
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as folder:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="kvferry-bench-")
+    except OSError as error:
+        raise BenchError(f"the traces need a folder to write in, which TMPDIR can name: {error}") from None
+    with made as folder:
         without: dict[str, object] = {"telemetry": False, "trace": ""}
         counting = {"telemetry": True, "trace": ""}
         variants = [counting, without, without, {"telemetry": True, "trace": str(Path(folder) / "%p.json")}]

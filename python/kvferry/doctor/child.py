@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 LIMIT_S = 120.0
 """How long a call may take. UCX opens in a second; a connection is given up after ten."""
@@ -39,6 +39,11 @@ class ChildError(Exception):
 
     printed: str = ""
     timed_out: bool = False
+
+
+def memory_file() -> BinaryIO:
+    """An empty file that lies in no folder: a container may have none that can be written to."""
+    return open(os.memfd_create("kvferry"), "w+b")
 
 
 def run(
@@ -84,7 +89,7 @@ def call(function: str, *arguments: Any, environment: Mapping[str, str] | None =
     `limit_s` seconds, or as many as are left.
     """
     # A file and not a pipe: UCX prints where it likes, and nobody has to read two ends at once.
-    with tempfile.TemporaryFile() as answer:
+    with memory_file() as answer:
         arguments_of = [json.dumps(sys.path), str(answer.fileno()), function, json.dumps(arguments)]
         code, words = run(
             [sys.executable, "-c", _START, *arguments_of],

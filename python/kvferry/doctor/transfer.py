@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from ..bench.errors import BenchError
 from ..bench.remote import ANSWER_S, Remote
 from ..bench.sizes import size_text
 from . import system
-from .child import left
+from .child import left, memory_file
 from .findings import Finding, found
 from .side import BLOCK_BYTES, Neighbour, Side
 
@@ -39,8 +38,8 @@ def _limit() -> float:
 
 def _move(config: Mapping[str, object], kind: str) -> list[dict[str, Any]]:
     # UCX prints its own reasons, which stand in no error; on a terminal they would stand between the findings.
-    with tempfile.NamedTemporaryFile() as said:
-        sides = (config, kind, said.name)
+    with memory_file() as said:
+        sides = (config, kind, f"/proc/{os.getpid()}/fd/{said.fileno()}")
         try:
             with (
                 Remote("served side", Side, *sides, answer_s=_limit) as served,

@@ -9,7 +9,7 @@ import sys
 from contextlib import ExitStack, suppress
 
 import pytest
-from commands import skip
+from commands import WITHOUT_FOLDERS, skip
 from doctor_command import Told, doctor
 from kvferry import Listener
 
@@ -83,3 +83,9 @@ def test_few_open_files_and_the_default_port_which_is_an_engines() -> None:
     assert any("port 5680" in line for line in told["port"]["evidence"])
     assert told["open-files"]["case"] == "low"
     assert told["open-files"]["evidence"][0].startswith("soft limit 256,")
+
+
+def test_no_folder_that_can_be_written_to() -> None:
+    told = doctor("--transfers", "--config", '{"port": 0}', within=[sys.executable, "-c", WITHOUT_FOLDERS])
+    assert told["library"]["case"] == "loaded", told.text
+    assert told["transfer-tcp"]["case"] == "moved", told.text

@@ -6,10 +6,12 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import kvferry
 import pytest
+from commands import WITHOUT_FOLDERS
 from hosts import HERE, INSTALLED, listed, needs_nixl, versions
 from kvferry import nixl
 from kvferry.cli import nixl as command
@@ -17,9 +19,9 @@ from kvferry.cli import nixl as command
 PACKAGE = str(Path(kvferry.__file__).resolve().parents[1])
 
 
-def run(*paths: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run(*paths: str, env: dict[str, str], within: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([PACKAGE, *paths]), **env}
-    command = [sys.executable, "-m", "kvferry", "nixl"]
+    command = [*within, sys.executable, "-m", "kvferry", "nixl"]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
 
 
@@ -29,6 +31,14 @@ def test_the_plug_in_is_found_and_read_through(plugin: Path, edge: str) -> None:
     assert done.stdout.count("read through it: every byte right") == 2
     assert f"nixl_cu12 {edge}" in done.stdout
     assert f"nixl_cu13 {edge}" in done.stdout
+
+
+def test_a_read_needs_no_folder(plugin: Path, edge: str) -> None:
+    within = [sys.executable, "-c", WITHOUT_FOLDERS]
+    done = run(str(INSTALLED / edge), str(HERE / "stubs"), env={"NIXL_PLUGIN_DIR": str(plugin)}, within=within)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("read through it: every byte right") == 2
+    assert done.stdout.count("path of the bytes: not told: there is no folder to write in") == 2
 
 
 def test_a_plug_in_that_is_missing_or_no_nixl_is_said(edge: str, tmp_path: Path) -> None:

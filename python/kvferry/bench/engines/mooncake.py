@@ -9,7 +9,6 @@ other side is not told of the end.
 from __future__ import annotations
 
 import os
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ def _engine(setup: Setup, memory: Memory) -> Any:
     engine = TransferEngine()
     # Until it has read MC_LOG_LEVEL it logs to stderr, also that it finds no RDMA device.
     stderr = os.dup(2)
-    with tempfile.TemporaryFile() as log:
+    with open(os.memfd_create("log"), "w+b") as log:
         os.dup2(log.fileno(), 2)
         try:
             code = engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
