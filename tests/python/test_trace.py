@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,53 @@ def test_no_process_writes_over_the_file_of_another(tmp_path: Path) -> None:
         "same.json",
     ]
     assert len(trace.read([tmp_path / f"same.{number}.json" for number in (2, 3, 4)]).processes) == 3
+
+
+class Page(HTMLParser):
+    """The text of a page, whether its elements are closed, and what it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.fetched: list[str] = []
+        self.widths: list[float] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.fetched += [name for name in ("src", "href", "onload", "onerror") if name in given]
+        self.fetched += [tag] if tag in ("script", "link", "img", "iframe", "object") else []
+        self.widths += [float(found) for found in re.findall(r"width:([\d.]+)%", given.get("style") or "")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_a_page_has_the_summary_and_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "<script>alert('a')</script>"
+    files = traced(tmp_path, (name, "b & c", "d"))
+    assert cli.main(["trace", "--html", *map(str, files)]) == 0
+    page = Page(capsys.readouterr().out)
+    assert (page.open, page.fetched) == ([], [])
+    summary = trace.summarize(trace.read(files))
+    for text in ("transfer", name, "b & c", "invalid_request", summary["failures"][0]["message"], "released"):
+        assert text in page.texts, text
+    assert any("3 received, 1 failed, 1 given back" in text for text in page.texts)
+    assert page.widths
+    assert all(0 < width <= 100 for width in page.widths)
+
+
+def test_a_page_of_a_trace_without_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.json"
+    kvferry.Worker({"engine_id": "e", "transport": "tcp", "trace": str(path)}).shutdown()
+    assert cli.main(["trace", "--html", str(path)]) == 0
+    page = Page(capsys.readouterr().out)
+    assert page.open == []
+    assert any("0 received" in text for text in page.texts)

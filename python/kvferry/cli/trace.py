@@ -14,6 +14,7 @@ from .. import trace
 from ..bench.errors import UsageError
 from ..bench.figures import columns, number
 from ..bench.sizes import between, size_text
+from .trace_page import page
 
 _count = between(0, 10_000)
 
@@ -23,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="traces, of as many workers as wanted")
     add("--slowest", type=_count, default=10, metavar="N", help="how many of the slowest to list (default %(default)s)")
-    add("--json", action="store_true", help="print the summary as JSON instead")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the summary as JSON instead")
+    form.add_argument("--html", action="store_true", help="print it as a page of its own, for a browser, instead")
 
 
 def _printable(text: str, longest: int = 60) -> str:
@@ -100,5 +103,8 @@ def run(options: argparse.Namespace) -> int:
     except trace.TraceError as error:
         raise UsageError(str(error)) from None
     summary = trace.summarize(read, options.slowest)
-    print(json.dumps(summary, indent=2) if options.json else text(summary))
+    if options.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print(page(summary) if options.html else text(summary))
     return 0
