@@ -37,7 +37,12 @@ fn case() {
 
 /// Runs `case`; `variables` are set, or unset where they are `None`. Gives what it printed.
 fn run_case(configured: &str, variables: &[(&str, Option<&str>)]) -> String {
-    let mut command = Command::new(env::current_exe().unwrap());
+    run_case_of(&env::current_exe().unwrap(), configured, variables)
+}
+
+/// The same with this program as a file of another name.
+fn run_case_of(program: &Path, configured: &str, variables: &[(&str, Option<&str>)]) -> String {
+    let mut command = Command::new(program);
     command.args(["case", "--exact", "--nocapture", "--ignored"]).stdin(Stdio::null()).env(CASE, configured);
     for (name, value) in variables {
         match value {
@@ -130,6 +135,25 @@ fn a_python_package_is_found() {
         let told = outcome("", &nowhere_but("VIRTUAL_ENV", environment.to_str().unwrap()));
         assert!(told.starts_with(&system) || told.starts_with(&package), "{told}");
     }
+}
+
+#[test]
+fn an_installed_library_leaves_the_shells_environment_alone() {
+    let folder = env::temp_dir().join(format!("kvferry-installed-{}", std::process::id()));
+    let [own, other] = ["own", "other"].map(|name| folder.join(name).join("lib/python3.11/site-packages"));
+    std::fs::create_dir_all(own.join("kvferry")).unwrap();
+    std::fs::create_dir_all(other.join("libucx")).unwrap();
+    std::os::unix::fs::symlink(usable().parent().unwrap(), other.join("libucx/lib")).unwrap();
+    let elsewhere = env::current_exe().unwrap();
+    let installed = own.join("kvferry/program");
+    std::fs::hard_link(&elsewhere, &installed).or_else(|_| std::fs::copy(&elsewhere, &installed).map(|_| ())).unwrap();
+    let active = folder.join("other");
+    let variables = nowhere_but("VIRTUAL_ENV", active.to_str().unwrap());
+    for (program, expected) in [(&elsewhere, true), (&installed, false)] {
+        let text = run_case_of(program, "", &variables);
+        assert_eq!(text.lines().any(|line| line.starts_with("%PythonPackage ")), expected, "{text}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
 }
 
 #[test]

@@ -30,8 +30,8 @@ impl Library {
     ///
     /// The search stops at the first that is usable: `path`, the file in KVFERRY_UCX_LIB, one that the process
     /// has loaded already, that of the Python package `kvferry-ucx`, the dynamic linker's `libucp.so.0`, that of a Python
-    /// package `libucx` (either package beside kvferry's own, then in PYTHONPATH, VIRTUAL_ENV and CONDA_PREFIX, then where
-    /// [`Library::hint`] says).
+    /// package `libucx` (either package beside kvferry's own, then in PYTHONPATH, then, unless kvferry is installed in a
+    /// Python environment, in VIRTUAL_ENV and CONDA_PREFIX, then where [`Library::hint`] says).
     /// Where a path is named, nothing else is tried. A failure is not remembered, so a later call may succeed.
     ///
     /// # Errors

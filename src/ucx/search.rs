@@ -128,14 +128,17 @@ fn packaged(folders: &[PathBuf], in_package: &str, hint: Option<PathBuf>) -> Vec
 fn package_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = Vec::new();
     // Beside kvferry's own package: <site-packages>/kvferry/libkvferry.so.
-    if let Some(own) = file_of(package_folders as *const c_void) {
+    let own = file_of(package_folders as *const c_void);
+    if let Some(own) = &own {
         folders.extend(own.ancestors().skip(1).take(3).map(Path::to_path_buf));
     }
     if let Some(list) = env::var_os("PYTHONPATH") {
         folders.extend(env::split_paths(&list));
     }
-    let mut prefixes: Vec<PathBuf> =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(env::var_os).map(PathBuf::from).collect();
+    // An installed library has its environment around it. The shell's may be another one, of another program.
+    let active: &[&str] =
+        if own.is_some_and(|own| is_installed(&own)) { &[] } else { &["VIRTUAL_ENV", "CONDA_PREFIX"] };
+    let mut prefixes: Vec<PathBuf> = active.iter().filter_map(env::var_os).map(PathBuf::from).collect();
     // Cargo sets this for the tests and examples of a checkout, whose set-up makes this environment.
     if let Some(checkout) = env::var_os("CARGO_MANIFEST_DIR") {
         prefixes.push(Path::new(&checkout).join(".deps/venv"));
@@ -148,6 +151,11 @@ fn package_folders() -> Vec<PathBuf> {
         }
     }
     folders
+}
+
+/// Whether a library lies among the packages of a Python environment.
+fn is_installed(library: &Path) -> bool {
+    library.ancestors().any(|folder| folder.ends_with("site-packages") || folder.ends_with("dist-packages"))
 }
 
 #[cfg(test)]
