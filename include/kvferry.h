@@ -362,7 +362,8 @@ int32_t kvf_ucx_candidates(const char *ucx_lib,
                            struct kvf_buffer *out);
 
 // What an agent of `config` (as in kvf_agent_start) would have to work with: a msgpack map with ucx (as of kvf_ucx_info),
-// resources (list of maps with transport and device, both in UCX's words), moves_cuda (bool), unknown_variables (list of
+// resources (list of maps with transport and device, both in UCX's words), devices (list of maps with name, addresses (list
+// of str), is_used, repeats (whether other hosts may have the same addresses) and why: the network devices), moves_cuda (bool), unknown_variables (list of
 // maps with name and similar: variables UCX_* of the environment that this UCX does not know, and names that differ by a
 // slip) and others (paths of other libucp files that are loaded in this process). Opens UCX and makes and frees a context;
 // errors as of kvf_agent_start.

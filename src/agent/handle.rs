@@ -15,6 +15,7 @@ use crate::agent::core::reply::Reply;
 use crate::agent::core::request::TransferRequest;
 use crate::agent::core::route::Route;
 use crate::agent::core::stats::{AgentStats, PeerStats};
+use crate::agent::engine::START_THREADS;
 use crate::agent::engine::driver::MakeDriver;
 use crate::agent::engine::event_loop::{self, Started};
 use crate::agent::engine::turn::Driven;
@@ -28,6 +29,7 @@ use crate::mem::MemoryRange;
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::{AgentMetadata, AgentRegion};
+use crate::sys::limits::too_few_threads;
 
 /// How long a registration may take: pinning hundreds of gigabytes for RDMA takes minutes.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(600);
@@ -102,7 +104,7 @@ impl Agent {
                 // Nobody may be listening any more.
                 let _ = end.send(outcome);
             })
-            .map_err(|e| Error::new(ErrorKind::Io, format!("starting the progress thread: {e}")))?;
+            .map_err(|error| too_few_threads(0, START_THREADS + 1, &error))?;
         let started: Started = match is_up.recv() {
             Ok(started) => started,
             Err(_) => {

@@ -126,6 +126,15 @@ struct ResourceMap {
 }
 
 #[derive(Serialize)]
+struct DeviceMap {
+    name: String,
+    addresses: Vec<String>,
+    is_used: bool,
+    repeats: bool,
+    why: String,
+}
+
+#[derive(Serialize)]
 struct UnknownMap {
     name: String,
     similar: Vec<String>,
@@ -135,6 +144,7 @@ struct UnknownMap {
 struct ProbeMap {
     ucx: UcxInfo,
     resources: Vec<ResourceMap>,
+    devices: Vec<DeviceMap>,
     moves_cuda: bool,
     unknown_variables: Vec<UnknownMap>,
     others: Vec<String>,
@@ -143,11 +153,19 @@ struct ProbeMap {
 impl From<Probe> for ProbeMap {
     fn from(outlook: Probe) -> Self {
         let resources = outlook.resources.into_iter();
+        let devices = outlook.devices.into_iter().map(|device| DeviceMap {
+            name: device.name,
+            addresses: device.addresses.iter().map(ToString::to_string).collect(),
+            is_used: device.is_used,
+            repeats: device.repeats,
+            why: device.why,
+        });
         let unknown = outlook.unknown_variables.into_iter();
         let others = outlook.others.into_iter();
         ProbeMap {
             ucx: UcxInfo::from(&outlook.ucx),
             resources: resources.map(|r| ResourceMap { transport: r.transport, device: r.device }).collect(),
+            devices: devices.collect(),
             moves_cuda: outlook.moves_cuda,
             unknown_variables: unknown.map(|v| UnknownMap { name: v.name, similar: v.similar }).collect(),
             others: others.map(|path: PathBuf| path.display().to_string()).collect(),
@@ -156,7 +174,8 @@ impl From<Probe> for ProbeMap {
 }
 
 /// What an agent of `config` (as in kvf_agent_start) would have to work with: a msgpack map with ucx (as of kvf_ucx_info),
-/// resources (list of maps with transport and device, both in UCX's words), moves_cuda (bool), unknown_variables (list of
+/// resources (list of maps with transport and device, both in UCX's words), devices (list of maps with name, addresses (list
+/// of str), is_used, repeats (whether other hosts may have the same addresses) and why: the network devices), moves_cuda (bool), unknown_variables (list of
 /// maps with name and similar: variables UCX_* of the environment that this UCX does not know, and names that differ by a
 /// slip) and others (paths of other libucp files that are loaded in this process). Opens UCX and makes and frees a context;
 /// errors as of kvf_agent_start.

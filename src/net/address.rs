@@ -26,6 +26,20 @@ pub struct LocalAddress {
     pub default_route: bool,
 }
 
+/// Beginnings of the names that software for containers and virtual machines gives its interfaces. It gives them the same
+/// addresses on every host.
+const SAME_ON_EVERY_HOST: [&str; 18] = [
+    "docker", "br-", "virbr", "cni", "flannel", "lxc", "lxdbr", "incusbr", "podman", "nerdctl", "cali", "cilium",
+    "kube", "tunl", "vxlan", "genev", "vmnet", "vboxnet",
+];
+
+/// Whether `interface` looks as if its addresses, of those in `local`, were the same on every host: its name is one that
+/// software for containers gives, and the default route does not use it.
+pub fn repeats_on_every_host(interface: &str, local: &[LocalAddress]) -> bool {
+    let is_default = |address: &LocalAddress| address.interface == interface && address.default_route;
+    SAME_ON_EVERY_HOST.iter().any(|start| interface.starts_with(start)) && !local.iter().any(is_default)
+}
+
 /// This host's addresses. Sends nothing.
 ///
 /// # Errors
@@ -175,7 +189,7 @@ fn preferred<'a>(ips: impl Iterator<Item = &'a IpAddr>) -> Option<IpAddr> {
 fn found_or_loopback(local: Vec<LocalAddress>, bind: IpAddr, why: Option<String>) -> Result<Address> {
     // What is bound alone is what others can be told.
     let bound = |a: &&LocalAddress| bind.is_unspecified() || a.ip == bind;
-    let ranked = local.iter().filter(bound).filter_map(|a| rank(a).map(|r| (r, a)));
+    let ranked = local.iter().filter(bound).filter_map(|a| rank(a, &local).map(|r| (r, a)));
     Ok(match ranked.min_by_key(|(r, _)| *r) {
         Some((_, a)) => {
             // An IPv4 wildcard would not be reachable at an IPv6 address; the IPv6 wildcard takes both.
@@ -198,19 +212,19 @@ fn found_or_loopback(local: Vec<LocalAddress>, bind: IpAddr, why: Option<String>
     })
 }
 
-/// Lower is better; None is never advertised. IPv4 before IPv6, the default route's address first among its family,
-/// bridges that containers make for themselves last: their addresses exist on every host alike.
-fn rank(a: &LocalAddress) -> Option<u32> {
-    let usable = match a.ip {
+/// Lower is better; None is never advertised. IPv4 before IPv6, the default route's address first among its family, and
+/// interfaces whose addresses repeat on every host last.
+fn rank(a: &LocalAddress, local: &[LocalAddress]) -> Option<u32> {
+    let repeats = repeats_on_every_host(&a.interface, local);
+    is_reachable(a.ip).then(|| u32::from(repeats) * 4 + u32::from(a.ip.is_ipv6()) * 2 + u32::from(!a.default_route))
+}
+
+/// Whether other hosts could reach an interface by this address.
+pub fn is_reachable(ip: IpAddr) -> bool {
+    match ip {
         IpAddr::V4(ip) => !(ip.is_loopback() || ip.is_link_local() || ip.is_unspecified() || ip.is_multicast()),
         IpAddr::V6(ip) => !(ip.is_loopback() || ip.is_unicast_link_local() || ip.is_unspecified() || ip.is_multicast()),
-    };
-    if !usable {
-        return None;
     }
-    const OWN_BRIDGES: [&str; 7] = ["docker", "br-", "virbr", "cni", "flannel", "lxc", "podman"];
-    let bridge = OWN_BRIDGES.iter().any(|p| a.interface.starts_with(p));
-    Some(u32::from(bridge) * 4 + u32::from(a.ip.is_ipv6()) * 2 + u32::from(!a.default_route))
 }
 
 #[cfg(test)]
@@ -257,6 +271,15 @@ mod tests {
         assert_eq!(pick(None, &[], &v6).advertise.to_string(), "fd00::1");
         let none = pick(None, &[], &[lo, at("eth2", "169.254.3.3", false), at("eth0", "fe80::5", false)]);
         assert!(none.advertise.is_loopback() && none.note.unwrap().contains("no address that others could reach"));
+    }
+
+    #[test]
+    fn a_bridge_with_the_default_route_does_not_repeat() {
+        let local = [at("br-ex", "10.1.0.1", true), at("br-ex", "fd00::1", false), at("br-0a1b", "172.18.0.1", false)];
+        assert!(!repeats_on_every_host("br-ex", &local) && repeats_on_every_host("br-0a1b", &local));
+        assert!(!repeats_on_every_host("eth0", &local) && !repeats_on_every_host("bond0", &local));
+        let first = [at("eth1", "10.2.0.1", false), at("br-ex", "10.1.0.1", true)];
+        assert_eq!(pick(None, &[], &first).advertise.to_string(), "10.1.0.1");
     }
 
     #[test]

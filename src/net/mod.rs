@@ -17,7 +17,7 @@ mod sealed;
 mod shared;
 mod way;
 
-pub use address::{Address, LocalAddress, choose, local_addresses};
+pub use address::{Address, LocalAddress, choose, is_reachable, local_addresses, repeats_on_every_host};
 pub use awaits::{Awaited, AwaitedPrefill, unanswered};
 pub use blocking::{push, query};
 pub use client::{Client, ClientLimits};

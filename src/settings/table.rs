@@ -72,7 +72,8 @@ pub const TABLE: &[Setting] = &[
          and `shm` take the place of `UCX_TLS`."),
     row(OperatorWithoutVariable, "ucx", &[Agent, Worker], Ucx, "", Empty,
         "UCX settings by name without the `UCX_` prefix, such as `{\"NET_DEVICES\": \"mlx5_0:1\"}`. They win over UCX's own \
-         variables, `UCX_<NAME>`, which count for what is not given here. `TLS` is refused beside a `transport` that is not \
+         variables, `UCX_<NAME>`, which count for what is not given here. Where nobody gives `NET_DEVICES`, interfaces that \
+         software for containers makes (`docker0`, `br-*`, ...) are left out. `TLS` is refused beside a `transport` that is not \
          `auto`. `RNDV_THRESH`, `ADDRESS_VERSION`, `TCP_RX_SEG_SIZE`, `TCP_PUT_ENABLE`, `TCP_CONN_NB`, `RCACHE_ENABLE`, `PROTO_EMULATION_ENABLE`, `RMA_PPLN_ENABLE` and, with `PROTO_ENABLE` off, \
          `TCP_TX_SEG_SIZE` always have kvferry's values, on which peers or owners of memory rely."),
     late(row(Operator, "ucx_lib", &[Agent, Worker], Text, "", Absent("found: loaded already, kvferry-ucx, the system's, libucx"),

@@ -4,6 +4,7 @@
 pub mod backing;
 pub mod fork;
 pub mod isolated;
+pub mod limits;
 mod outbox;
 pub mod process;
 pub mod socket;

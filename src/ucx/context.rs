@@ -1,6 +1,6 @@
 //! A UCX context: transports, devices and memory registrations of one process.
 
-use std::ffi::CString;
+use std::ffi::{CString, c_char, c_void};
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -12,6 +12,7 @@ use ucx_sys::{ucp_config_t, ucp_context_attr_t, ucp_context_h, ucp_params_t};
 use super::candidate::OLDEST;
 use super::library::{self, Library};
 use super::memory_kind::MemoryTypes;
+use super::print::printed;
 use super::status::{Status, UcxError};
 
 /// What a context is made from. The environment's `UCX_*` variables hold where nothing is set here.
@@ -228,6 +229,25 @@ fn unknown_setting(library: &Library, name: &str, known: &[String]) -> UcxError 
 /// True when the names differ by a slip: one letter more, less or other, or in the case of letters.
 pub(super) fn alike(wrong: &str, right: &str) -> bool {
     strsim::levenshtein(&wrong.to_ascii_uppercase(), right) <= 1
+}
+
+/// What the environment or a configuration file of UCX's sets UCX's setting `name` (without the prefix) to, else UCX's
+/// default. `None` where this UCX cannot tell. For settings that are not a transport's.
+///
+/// # Errors
+/// [`Status::INVALID_PARAM`] for a variable that UCX refuses.
+pub fn configured(library: &'static Library, name: &str) -> Result<Option<String>, UcxError> {
+    type Print = unsafe extern "C" fn(*const ucp_config_t, *mut libc::FILE, *const c_char, u32);
+    let Some(print) = library.api().symbol(b"ucp_config_print\0") else { return Ok(None) };
+    // SAFETY: this is the function's type in ucp/api/ucp.h; `symbol` found it non-null.
+    let print = unsafe { std::mem::transmute::<*mut c_void, Print>(print) };
+    let config = UcxConfig::read(library)?;
+    // SAFETY: the configuration is alive and the stream open during the call; no title is printed without its flag.
+    let text = printed(|stream| unsafe {
+        print(config.handle, stream, ptr::null(), ucx_sys::UCS_CONFIG_PRINT_CONFIG.0);
+    });
+    let value = |line: &str| line.strip_prefix("UCX_")?.strip_prefix(name)?.strip_prefix('=').map(str::to_owned);
+    Ok(text.lines().find_map(value))
 }
 
 /// UCX's own configuration object.

@@ -34,7 +34,7 @@ mod worker;
 
 pub use am::{AmMessage, MessageSink};
 pub use candidate::{Candidate, Fate, LibraryInfo, OLDEST, PATH_VARIABLE, Source};
-pub use context::{Context, ContextConfig};
+pub use context::{Context, ContextConfig, configured};
 pub use cores::Rkey;
 pub use endpoint::{CloseRequest, Endpoint, MAX_PARTS, Part};
 pub use envelope::tells_segments;

@@ -24,6 +24,24 @@ pub struct UnknownVariable {
     pub similar: Vec<String>,
 }
 
+/// Beginnings of the names of UCX's transports that stay within a host, those for devices' memory included.
+const WITHIN_HOST: [&str; 11] =
+    ["self", "posix", "sysv", "xpmem", "knem", "cma", "cuda", "gdr_copy", "rocm", "ze_", "gaudi"];
+/// Transports over memory that the processes of a host share, in files of /dev/shm or in segments of System V.
+const SHARED_MEMORY: [&str; 2] = ["posix", "sysv"];
+
+impl Resource {
+    /// Whether its device is one of a network, a loopback included.
+    pub fn is_network(&self) -> bool {
+        !WITHIN_HOST.iter().any(|start| self.transport.starts_with(start))
+    }
+
+    /// Whether every worker takes shared memory for it.
+    pub fn is_shared_memory(&self) -> bool {
+        SHARED_MEMORY.contains(&self.transport.as_str())
+    }
+}
+
 impl Context {
     /// The transports and devices of this context: those of the machine that its settings and the environment let it
     /// use. Empty where UCX cannot tell.
@@ -75,6 +93,7 @@ fn resource(line: &str) -> Option<Resource> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -84,5 +103,8 @@ mod tests {
         assert_eq!(found, Some(Resource { transport: "rc_mlx5".to_owned(), device: "mlx5_0:1".to_owned() }));
         assert_eq!(resource("#             md 3  :  component 3  posix"), None);
         assert_eq!(resource("# UCP context"), None);
+        assert!(found.unwrap().is_network());
+        let within = resource("#  resource 1  :  md 1  dev 1  flags -- posix/memory").unwrap();
+        assert!(within.is_shared_memory() && !within.is_network());
     }
 }

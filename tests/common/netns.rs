@@ -2,12 +2,18 @@
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 fn run(command: &str) -> Result<(), String> {
+    read(command).map(drop)
+}
+
+/// What a command prints.
+fn read(command: &str) -> Result<String, String> {
     let mut words = command.split(' ');
     let out = Command::new(words.next().unwrap()).args(words).output().map_err(|e| format!("{command}: {e}"))?;
     if out.status.success() {
-        return Ok(());
+        return Ok(String::from_utf8_lossy(&out.stdout).into_owned());
     }
     Err(format!("{command}: {}", String::from_utf8_lossy(&out.stderr).trim()))
 }
@@ -48,6 +54,50 @@ impl Hosts {
     pub fn add_address(&self, host: usize, address: &str) -> Result<(), String> {
         let flags = if address.contains(':') { " nodad" } else { "" };
         run(&format!("ip -n {} addr add {address} dev eth0{flags}", self.netns(host)))
+    }
+
+    /// Gives the host numbered from 0 an interface `name` with `address/bits` that leads to no other host.
+    pub fn add_interface(&self, host: usize, name: &str, address: &str) -> Result<(), String> {
+        let netns = self.netns(host);
+        run(&format!("ip -n {netns} link add {name} type veth peer name p-{name}"))?;
+        run(&format!("ip -n {netns} addr add {address} dev {name}"))?;
+        run(&format!("ip -n {netns} link set {name} up"))?;
+        run(&format!("ip -n {netns} link set p-{name} up"))
+    }
+
+    /// Sends what `host` has no route for by eth0.
+    pub fn add_default_route(&self, host: usize, by: &str) -> Result<(), String> {
+        run(&format!("ip -n {} route add default via {by}", self.netns(host)))
+    }
+
+    /// Renames the host's interface eth0.
+    pub fn rename(&self, host: usize, name: &str) -> Result<(), String> {
+        let netns = self.netns(host);
+        run(&format!("ip -n {netns} link set eth0 down"))?;
+        run(&format!("ip -n {netns} link set eth0 name {name}"))?;
+        run(&format!("ip -n {netns} link set {name} up"))?;
+        self.wait_up(host, name)
+    }
+
+    /// Moves the host's address, of an IPv4 network, from eth0 to a new bridge `name` that has eth0 as its port.
+    pub fn put_on_bridge(&self, host: usize, name: &str) -> Result<(), String> {
+        let (netns, address) = (self.netns(host), &self.addresses[host]);
+        run(&format!("ip -n {netns} addr del {address}/24 dev eth0"))?;
+        run(&format!("ip -n {netns} link add {name} type bridge"))?;
+        run(&format!("ip -n {netns} link set eth0 master {name}"))?;
+        run(&format!("ip -n {netns} addr add {address}/24 dev {name}"))?;
+        run(&format!("ip -n {netns} link set {name} up"))?;
+        self.wait_up(host, name)
+    }
+
+    /// Waits until the host's interface has a carrier, of which the kernel learns by itself.
+    fn wait_up(&self, host: usize, name: &str) -> Result<(), String> {
+        let start = Instant::now();
+        while !read(&format!("ip -n {} link show dev {name}", self.netns(host)))?.contains(" state UP ") {
+            assert!(start.elapsed() < Duration::from_secs(60), "{name} of host {host} does not come up");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
     }
 
     fn add(&mut self, name: &str) -> Result<(), String> {

@@ -33,7 +33,7 @@ SETTINGS = ("TLS", "NET_DEVICES")
 @dataclass
 class Seen:
     """What was seen of UCX. `resources` are pairs of transport and device; `available` those without the settings that
-    choose among them, `lost` the classes that the settings leave nothing of."""
+    choose among them, `lost` the classes that the settings leave nothing of; `networks` are the network devices."""
 
     candidates: list[dict[str, Any]] = field(default_factory=list)
     info: dict[str, Any] | None = None
@@ -41,6 +41,7 @@ class Seen:
     error: str = ""
     resources: list[tuple[str, str]] = field(default_factory=list)
     available: list[tuple[str, str]] = field(default_factory=list)
+    networks: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
     moves_cuda: bool = False
     unknown_variables: list[dict[str, Any]] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Seen:
             "candidates": self.candidates,
             "in_use": self.info,
             "resources": [{"transport": name, "device": device} for name, device in self.resources],
+            "devices": self.networks,
             "moves_cuda": self.moves_cuda,
             "others": self.others,
         }
@@ -114,6 +116,7 @@ def look(agent: Mapping[str, Any]) -> Seen:
         seen.error = outlook["message"]
     else:
         seen.resources = _pairs(outlook)
+        seen.networks = outlook["devices"]
         seen.moves_cuda = outlook["moves_cuda"]
         seen.unknown_variables = outlook["unknown_variables"]
         seen.others = outlook["others"]
@@ -193,11 +196,12 @@ def findings(seen: Seen, is_loaded: bool, of_nixl: Sequence[str]) -> Iterator[Fi
         info = seen.info
         yield found("ucx", "chosen", [f"UCX {info['version']} at {info['path']} ({info['source']})", *order])
     if seen.info is None:
-        yield from (found(id, "unknown") for id in ("ucx-versions", "ucx-settings", "transports"))
+        yield from (found(id, "unknown") for id in ("ucx-versions", "ucx-settings", "transports", "network-devices"))
         return
     yield _versions(seen)
     yield _variables(seen)
     yield _transports(seen)
+    yield _network_devices(seen)
 
 
 def _missing(candidates: list[dict[str, Any]]) -> str:
@@ -257,3 +261,16 @@ def _transports(seen: Seen) -> Finding:
     if "cma" not in seen.classes:
         return found("transports", "no-copies", evidence)
     return found("transports", "found", evidence)
+
+
+def _network_devices(seen: Seen) -> Finding:
+    if not seen.networks:
+        return found("network-devices", "unknown")
+    evidence = []
+    for one in seen.networks:
+        addresses, use = ", ".join(one["addresses"]) or "no address", "used" if one["is_used"] else "not used"
+        evidence.append(f"{one['name']} ({addresses}): {use}: {one['why']}")
+    repeating = [one["name"] for one in seen.networks if one["is_used"] and one["repeats"]]
+    if repeating:
+        return found("network-devices", "repeating", evidence, names=", ".join(repeating))
+    return found("network-devices", "all" if all(one["is_used"] for one in seen.networks) else "some", evidence)

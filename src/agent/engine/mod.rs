@@ -14,11 +14,12 @@ mod revocation;
 mod scheduler;
 mod staging;
 pub(crate) mod turn;
+pub(crate) mod ucx_devices;
 mod ucx_settings;
 mod warmup;
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
@@ -47,11 +48,22 @@ use super::streams::{self, Streams};
 use super::transfers::Transfers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, cuda, ucx_error};
+use crate::net::local_addresses;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, MemoryKind};
 use crate::secret::{Key, sealed_len};
+use crate::sys::limits::{check_descriptors, check_shared_memory, check_threads, raise_open_files};
 use crate::sys::process::ProcessPlace;
-use crate::ucx::{self, MessageSink, Worker, WorkerOptions};
+use crate::ucx::{self, MessageSink, Resource, Worker, WorkerOptions};
+
+/// Descriptors that a start takes, with its warm-up, beside those for network devices.
+const START_DESCRIPTORS: u64 = 48;
+/// Descriptors that two workers take for a network device: what they listen at and watch, and a connection between them.
+const DEVICE_DESCRIPTORS: u64 = 8;
+/// Threads that follow the progress thread: UCX's, two of the sockets of a driver, one that copies.
+pub(crate) const START_THREADS: usize = 4;
+/// What a worker takes of /dev/shm for UCX's transports over shared memory, at most.
+const SHARED_BYTES: u64 = 12 << 20;
 
 /// Everything of UCX, and the parts that use it; for one thread at a time. Fields are dropped in the order in which they
 /// stand: what uses UCX's objects before those.
@@ -92,11 +104,15 @@ impl Engine {
         let secrets = Secrets::new(Key::configured(config.key_file.as_deref())?);
         // UCX asks the driver for memory when it looks at the devices, and later.
         cuda::stay_out_of_captures();
-        let context = ucx_settings::context(&config, secrets.is_keyed())?;
+        check_limits(&config.name)?;
+        let context = ucx_settings::open(&config, secrets.is_keyed())?.context;
         // Where nobody had used the driver, UCX has now.
         cuda::stay_out_of_captures();
         let longest = MAX_MESSAGE_BYTES + FRAME_BYTES;
         let max_message = if secrets.is_keyed() { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
+        if context.resources().iter().any(Resource::is_shared_memory) {
+            check_shared_memory(SHARED_BYTES * if config.rehearse { 2 } else { 1 })?;
+        }
         let options = WorkerOptions { name: config.name.clone(), max_message };
         let worker = Worker::with_options(&context, &options).map_err(ucx_error)?;
         let rpc = Rc::<RefCell<Client>>::default();
@@ -252,6 +268,18 @@ impl Engine {
             ..self.stats
         }
     }
+}
+
+/// Checks that the process may have what UCX takes for a context and two workers, and this agent for itself.
+fn check_limits(name: &str) -> Result<()> {
+    match raise_open_files() {
+        Some(limit) => log::debug!("agent {name}: the process may open {limit} files"),
+        None => log::debug!("agent {name}: the process may open any number of files"),
+    }
+    let interfaces: BTreeSet<String> =
+        local_addresses().map_or(BTreeSet::new(), |found| found.into_iter().map(|a| a.interface).collect());
+    check_descriptors(START_DESCRIPTORS + interfaces.len() as u64 * DEVICE_DESCRIPTORS)?;
+    check_threads(START_THREADS)
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! What an agent would have to work with, without starting one.
 
+use super::ucx_devices::NetDevice;
 use super::ucx_settings;
 use crate::agent::core::config::AgentConfig;
 use crate::error::Result;
@@ -13,6 +14,8 @@ pub struct Probe {
     pub ucx: LibraryInfo,
     /// The transports and devices that it may use.
     pub resources: Vec<Resource>,
+    /// The network devices of this host, and whether UCX uses each.
+    pub devices: Vec<NetDevice>,
     /// Whether it can move memory of CUDA devices.
     pub moves_cuda: bool,
     /// Variables `UCX_*` of the environment that this UCX does not know.
@@ -30,10 +33,11 @@ impl Probe {
     pub fn of(config: &AgentConfig) -> Result<Probe> {
         config.validate()?;
         let is_keyed = Key::configured(config.key_file.as_deref())?.is_some();
-        let context = ucx_settings::context(config, is_keyed)?;
+        let ucx_settings::Opened { context, devices } = ucx_settings::open(config, is_keyed)?;
         Ok(Probe {
             ucx: context.library().info().clone(),
             resources: context.resources(),
+            devices,
             moves_cuda: context.memory_types().contains(MemoryKind::Cuda),
             unknown_variables: context.unknown_variables(),
             others: Library::others(),

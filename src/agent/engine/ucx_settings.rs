@@ -2,11 +2,16 @@
 
 use std::sync::Arc;
 
+use super::ucx_devices::{self, NetDevice, network_devices};
 use crate::agent::core::config::{AgentConfig, Transport};
 use crate::agent::core::limits::CHUNK_BYTES;
 use crate::error::{Error, Result};
 use crate::mem::{cuda, ucx_error};
-use crate::ucx::{Context, ContextConfig, Library, MAX_PARTS};
+use crate::net::local_addresses;
+use crate::ucx::{Context, ContextConfig, Library, MAX_PARTS, UcxError, configured};
+
+/// UCX's setting of the network devices to use.
+const NET_DEVICES: &str = "NET_DEVICES";
 
 /// Room in a segment for what a message has beside a chunk's bytes: headers, the list of pieces of a write, a seal.
 const SEGMENT_EXTRA: u64 = 64 << 10;
@@ -17,26 +22,48 @@ pub(super) const CAN_REFUSE: (u32, u32, u32) = (1, 21, 0);
 /// The length of UCX's TCP segments by default, in bytes.
 const SHORT_SEGMENT: &str = "8192";
 
+/// What UCX may use unless somebody chose otherwise: all but the transports over shared memory, which no endpoint of an agent
+/// can take, because they do not notice a dead peer. Every worker would take some MiB of /dev/shm for them.
+const DEFAULT_TLS: &str = "^posix,sysv,xpmem";
+
+/// A context, and what was decided for it.
+pub(crate) struct Opened {
+    pub(crate) context: Arc<Context>,
+    /// The network devices of this host, those that UCX does not get included.
+    pub(crate) devices: Vec<NetDevice>,
+}
+
 /// Opens UCX and makes the context that the settings ask for.
 ///
 /// With a key and TCP only, where transfers are served by the agents' own messages, UCX gets no part in reading or writing
 /// memory: its emulation would serve whoever speaks its protocol.
-pub(crate) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Context>> {
+pub(crate) fn open(config: &AgentConfig, is_keyed: bool) -> Result<Opened> {
     let library = Library::open(config.ucx_lib.as_deref()).map_err(ucx_error)?;
-    let tls = tls(config)?;
     let settings: Vec<(String, String)> =
         config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
-    let messages_only = is_keyed && config.transport == Transport::Tcp;
-    let name = config.name.clone();
-    let if_known = settings_if_known(config, library.info().number);
-    let context = Context::new(&ContextConfig { tls: tls.clone(), settings, if_known, messages_only, name })
-        .map_err(ucx_error)?;
+    // Where only a configuration file of UCX's says it. "all" is UCX's default.
+    let chosen = |name: &str| match config.ucx_setting(name) {
+        Some(value) => Ok(Some(value)),
+        None => configured(library, name).map(|value| value.filter(|value| value != "all")).map_err(ucx_error),
+    };
+    let tls = match tls(config)? {
+        None if chosen("TLS")?.is_none() => Some(DEFAULT_TLS.to_owned()),
+        tls => tls,
+    };
+    let asked = ContextConfig {
+        tls: tls.clone(),
+        settings,
+        if_known: settings_if_known(config, library.info().number),
+        messages_only: is_keyed && config.transport == Transport::Tcp,
+        name: config.name.clone(),
+    };
+    let opened = with_devices(config, &asked, library.info().number, chosen("NET_DEVICES")?.as_deref())?;
     log::info!(
         "agent {}: {}; transports: {}; memory: {}",
         config.name,
         library.info(),
         tls.as_deref().unwrap_or("as UCX chooses"),
-        context.memory_types()
+        opened.context.memory_types()
     );
     for other in Library::others() {
         log::warn!(
@@ -45,7 +72,65 @@ pub(crate) fn context(config: &AgentConfig, is_keyed: bool) -> Result<Arc<Contex
             other.display()
         );
     }
-    Ok(context)
+    Ok(opened)
+}
+
+/// Makes the context with the network devices that it should have; `named` is who else says which.
+///
+/// UCX lists its devices only in a context, so where some are to be left out a second one is made.
+fn with_devices(
+    config: &AgentConfig,
+    asked: &ContextConfig,
+    ucx: (u32, u32, u32),
+    named: Option<&str>,
+) -> Result<Opened> {
+    let local = local_addresses().unwrap_or_else(|error| {
+        log::info!("agent {}: {error}; UCX has all network devices", config.name);
+        Vec::new()
+    });
+    let mut asked = asked.clone();
+    let resources = |context: &std::result::Result<Arc<Context>, UcxError>| {
+        context.as_ref().map(|context| context.resources()).unwrap_or_default()
+    };
+    let mut context = Context::new(&asked);
+    let mut found = resources(&context);
+    if config.ucx_setting("TCP_BRIDGE_ENABLE").is_none()
+        && ucx_devices::needs_bridges(&found, &local, named, ucx_devices::is_bridge)
+    {
+        drop(context);
+        asked.if_known.push(("TCP_BRIDGE_ENABLE".to_owned(), "y".to_owned()));
+        context = Context::new(&asked);
+        found = resources(&context);
+    }
+    let all = found.clone();
+    match named {
+        Some(named) if network_devices(&found).is_empty() => {
+            let mut unnamed = asked.clone();
+            unnamed.if_known.push((NET_DEVICES.to_owned(), "all".to_owned()));
+            ucx_devices::names_nothing(named, &resources(&Context::new(&unnamed)))?;
+        }
+        Some(_) => {}
+        None => {
+            let out = ucx_devices::left_out(&all, &local);
+            if let Some(list) = ucx_devices::setting(ucx, &all, &out).filter(|_| !out.is_empty()) {
+                drop(context);
+                asked.if_known.push((NET_DEVICES.to_owned(), list));
+                context = Context::new(&asked);
+                found = resources(&context);
+            }
+        }
+    }
+    let context = context.map_err(ucx_error)?;
+    let devices = ucx_devices::describe(&found, &all, &local, named);
+    for device in devices.iter().filter(|device| named.is_none() && !device.is_used) {
+        log::info!(
+            "agent {}: UCX does not use the network device {}: {}; UCX_NET_DEVICES chooses otherwise",
+            config.name,
+            device.name,
+            device.why
+        );
+    }
+    Ok(Opened { context, devices })
 }
 
 /// UCX's settings by name and value that every agent has where its UCX knows them: what nobody has set otherwise, and what

@@ -44,13 +44,14 @@ use super::core::frame::{Frame, FrameKind};
 use super::core::ids::PeerId;
 use super::core::in_flight::Operations;
 use super::core::live::Live;
-use super::core::route::Route;
+use super::core::route::{self, Route};
 use super::core::stats::{AgentStats, PeerStats, Traffic};
 use super::rpc::flow_control::FlowControl;
 use super::rpc::server::Server;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::mem::ucx_error;
+use crate::net::local_addresses;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, OLDEST};
 use crate::sys::process::{ProcessPlace, Witness};
@@ -327,12 +328,17 @@ impl Peers {
             }
             ucx_error(e).context(format!("connecting to agent {name} (is it running, and the network open?)"))
         })?;
+        // A failed endpoint does not tell any more.
+        let lanes = endpoint.describe();
         // UCX takes a millisecond for it. Who connects to many ranks would leave the first without an answer as long.
         io.worker.progress();
         if let Some(status) = endpoint.failure() {
             return Err(Error::new(
                 ErrorKind::Unreachable,
-                format!("connecting to agent {name} (is it running, and the network open?): {status}"),
+                format!(
+                    "connecting to agent {name} (is it running, and the network open?): {status}; {}",
+                    tried(&lanes)
+                ),
             ));
         }
         let is_near = reaches_host_memory(&endpoint.describe());
@@ -352,6 +358,7 @@ impl Peers {
             regions: Vec::new(),
             lens: Vec::new(),
             endpoint,
+            first_lanes: lanes,
             traffic: Traffic::default(),
             unsent: Arc::default(),
             next_sequence: 0,
@@ -556,7 +563,10 @@ impl Peers {
         } else {
             Error::new(
                 ErrorKind::Unreachable,
-                format!("agent {name} could not be reached ({status}): is it running, and the network open?"),
+                format!(
+                    "agent {name} could not be reached ({status}): is it running, and the network open ({})?",
+                    self.get(id).map_or_else(|_| String::new(), |peer| tried(&peer.first_lanes))
+                ),
             )
         };
         effects.lose(id, error);
@@ -571,9 +581,10 @@ impl Peers {
             let error = Error::new(
                 ErrorKind::Unreachable,
                 format!(
-                    "agent {} did not answer within {:?}: is it running, and the network open?{}",
+                    "agent {} did not answer within {:?}: is it running, and the network open ({})?{}",
                     peer.name,
                     self.local.connect_timeout,
+                    tried(&peer.first_lanes),
                     self.secrets.hint()
                 ),
             );
@@ -586,6 +597,11 @@ impl Peers {
     pub(crate) fn have_closed(&self) -> bool {
         self.closing.endpoints() == 0
     }
+}
+
+/// How UCX tried to reach a peer, by its description of the endpoint.
+fn tried(lanes: &str) -> String {
+    route::tried(lanes, &local_addresses().unwrap_or_default())
 }
 
 fn two_addresses(name: &str, incarnation: Incarnation) -> Error {

@@ -95,6 +95,8 @@ pub(crate) struct Peer {
     /// Their lengths, 0 for `None`: what plans are checked against.
     pub(super) lens: Vec<u64>,
     pub(crate) endpoint: Endpoint,
+    /// UCX's description of the endpoint when it was made: how it tries to reach the peer.
+    pub(super) first_lanes: String,
     /// What was moved from and to it over this connection.
     pub(crate) traffic: Traffic,
     /// Bytes of messages that UCX is not done with; the handle adds to it before it queues one.

@@ -12,6 +12,7 @@ use super::wire::{GREETING_BYTES, MAX_ADDRESSES, Offer, Secret, draw, ticket_of}
 use super::{Io, LISTENING, Streams, prepare};
 use crate::agent::core::frame::FrameKind;
 use crate::agent::core::ids::PeerId;
+use crate::agent::core::route::tcp_devices;
 use crate::agent::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net::local_addresses;
@@ -32,17 +33,6 @@ pub(super) struct Unidentified {
     heard: [u8; GREETING_BYTES],
     len: usize,
     pub(super) deadline: Instant,
-}
-
-/// Devices of the TCP lanes in UCX's description of an endpoint, such as `tcp/lo, tcp/eth0`, each once.
-fn tcp_devices(lanes: &str) -> Vec<&str> {
-    let mut devices = Vec::new();
-    for device in lanes.split(", ").filter_map(|lane| lane.trim().strip_prefix("tcp/")) {
-        if !devices.contains(&device) {
-            devices.push(device);
-        }
-    }
-    devices
 }
 
 fn listening(ip: IpAddr, error: &std::io::Error) -> Error {
@@ -259,12 +249,5 @@ mod tests {
         assert_eq!(sockopt::tcp_congestion(&accepted).unwrap(), NEAR_CONGESTION);
         // What it takes on when its peer is on another host.
         assert_eq!(sockopt::tcp_congestion(&near).ok(), usual);
-    }
-
-    #[test]
-    fn devices_are_those_of_the_tcp_lanes() {
-        assert_eq!(tcp_devices("tcp/lo, tcp/eth0, tcp/lo, cuda_copy/cuda"), ["lo", "eth0"]);
-        assert!(tcp_devices("posix/memory, cma/memory").is_empty());
-        assert!(tcp_devices("unknown (this UCX cannot tell)").is_empty());
     }
 }

@@ -105,6 +105,25 @@ def test_why_rdma_is_not_used(machine: Path) -> None:
     assert devices.rdma(seen(TCP), machine).case == "down"
 
 
+def test_devices_that_repeat_are_warned_of() -> None:
+    def device(name: str, address: str, *, is_used: bool, repeats: bool) -> dict[str, object]:
+        return {"name": name, "addresses": [address], "is_used": is_used, "repeats": repeats, "why": "because"}
+
+    def told(*networks: dict[str, object]) -> tuple[str, list[str], str]:
+        seen_now = replace(seen(TCP), networks=list(networks))
+        (one,) = (finding for finding in ucx.findings(seen_now, True, []) if finding.id == "network-devices")
+        return one.case, one.evidence, one.remedy
+
+    eth0 = device("eth0", "10.1.0.1", is_used=True, repeats=False)
+    case, evidence, _ = told(eth0, device("docker0", "172.17.0.1", is_used=False, repeats=True))
+    assert case == "some"
+    assert evidence == ["eth0 (10.1.0.1): used: because", "docker0 (172.17.0.1): not used: because"]
+    assert told(eth0)[0] == "all"
+    case, _, remedy = told(device("docker0", "172.17.0.1", is_used=True, repeats=True))
+    assert case == "repeating"
+    assert "UCX_NET_DEVICES, in place of docker0" in remedy
+
+
 def test_how_far_a_gpu_may_be_and_who_may_lock_memory(machine: Path) -> None:
     assert devices.gpu_rdma(machine).case in ("no-peer-memory", "far")
     (machine / "sys/module/nvidia_peermem").mkdir(parents=True)

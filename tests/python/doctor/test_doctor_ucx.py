@@ -80,11 +80,26 @@ def test_rdma_alone_where_there_is_none(here: Told) -> None:
     assert set(told.troubles) == {"transports"}
 
 
-@pytest.mark.parametrize(("name", "value"), [("UCX_TLS", "cma,posix"), ("UCX_NET_DEVICES", "nosuchdevice0")])
-def test_no_network(name: str, value: str) -> None:
-    told = doctor("--config", '{"port": 0}', **{name: value})
+def test_no_network() -> None:
+    told = doctor("--config", '{"port": 0}', UCX_TLS="cma,posix")
     assert told["transports"]["case"] == "no-network", told.troubles
-    assert f"unset {name}" in told["transports"]["remedy"]
+    assert "unset UCX_TLS" in told["transports"]["remedy"]
+    assert told["network-devices"]["case"] == "unknown"
+
+
+def test_a_device_that_does_not_exist_is_told_with_those_that_do() -> None:
+    told = doctor("--config", '{"port": 0}', UCX_NET_DEVICES="nosuchdevice0")
+    assert told["transports"]["case"] == "none", told.troubles
+    assert "UCX_NET_DEVICES=nosuchdevice0 names no network device of this host" in told["transports"]["evidence"][0]
+    assert "unset UCX_NET_DEVICES: this machine has " in told["transports"]["remedy"]
+
+
+def test_network_devices_are_told_with_reasons() -> None:
+    told = doctor("--config", '{"port": 0}')["network-devices"]
+    assert told["case"] in ("all", "some")
+    assert any(line.startswith("lo (127.0.0.1") and "used by default" in line for line in told["evidence"])
+    told = doctor("--config", '{"port": 0}', UCX_NET_DEVICES="lo")["network-devices"]
+    assert any("NET_DEVICES=lo allows it" in line for line in told["evidence"])
 
 
 def test_a_misspelt_setting_is_told_with_the_right_name() -> None:

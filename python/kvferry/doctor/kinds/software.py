@@ -152,4 +152,21 @@ SOFTWARE: dict[str, Kind] = {
             "unknown": _UNREADABLE,
         },
     ),
+    "network-devices": Kind(
+        "network devices",
+        "Which network devices UCX uses, and why. By default it gets all but interfaces that software for containers "
+        "makes (docker0, br-*, virbr0, cni0, flannel and others, unless the default route uses them): their addresses "
+        "are the same on every host, so a host that connects to another's reaches itself.",
+        {
+            "all": Case("ok", "UCX uses every network device."),
+            "some": Case("ok", "UCX uses some of the network devices; the evidence says why not the others."),
+            "repeating": Case(
+                "warning",
+                "UCX uses a device whose address other hosts may have too. Then engines on different hosts do not "
+                "reach each other.",
+                "name the device that leads to the other hosts in UCX_NET_DEVICES, in place of {names}",
+            ),
+            "unknown": Case("not applicable", "UCX has no network device, or could not be asked."),
+        },
+    ),
 }
