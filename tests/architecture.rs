@@ -12,7 +12,8 @@ use std::path::Path;
 /// The top modules, from the bottom up. A module imports those of the lines above its own.
 const LAYERS: &[&[&str]] = &[
     &["error"],
-    &["log_limit", "sync"],
+    // How threads are started, and nothing else of the operating system.
+    &["log_limit", "sync", "sys::thread"],
     &["proto", "secret"],
     &["settings", "ucx", "net"],
     &["mem"],
@@ -38,7 +39,14 @@ const AGENT_LAYERS: &[&[&str]] = &[
 const FORBID_UNSAFE: &[&str] = &["proto", "secret", "settings", "net", "agent", "connector"];
 
 /// Text that only the modules named with it may have.
-const CONFINED: &[(&str, &[&str])] = &[("ucx_sys::", &["ucx"]), ("unsafe ", &["ucx", "mem", "sys", "ffi"])];
+const CONFINED: &[(&str, &[&str])] = &[
+    ("ucx_sys::", &["ucx"]),
+    ("unsafe ", &["ucx", "mem", "sys", "ffi"]),
+    // Threads are started by `sys::thread::spawn`, which keeps the process's signals off them.
+    ("thread::Builder", &["sys"]),
+    ("thread::{Builder", &["sys"]),
+    ("thread::spawn(", &["sys"]),
+];
 
 /// Text that `proto` may not have: it does no I/O, reads no clock and starts no thread.
 const IMPURE: &[&str] =

@@ -30,6 +30,7 @@ use crate::proto::ids::Incarnation;
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::{AgentMetadata, AgentRegion};
 use crate::sys::limits::too_few_threads;
+use crate::sys::thread::spawn;
 
 /// How long a registration may take: pinning hundreds of gigabytes for RDMA takes minutes.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(600);
@@ -95,16 +96,14 @@ impl Agent {
         let (up, is_up) = sync_channel(1);
         let (end, ended) = sync_channel(1);
         let for_thread = Arc::clone(&shared);
-        let join = std::thread::Builder::new()
-            .name("kvf-progress".to_owned())
-            .spawn(move || {
-                let ending = Ending(for_thread);
-                let outcome = event_loop::run(config, incarnation, &ending.0, make, &up);
-                drop(ending);
-                // Nobody may be listening any more.
-                let _ = end.send(outcome);
-            })
-            .map_err(|error| too_few_threads(0, START_THREADS + 1, &error))?;
+        let run = move || {
+            let ending = Ending(for_thread);
+            let outcome = event_loop::run(config, incarnation, &ending.0, make, &up);
+            drop(ending);
+            // Nobody may be listening any more.
+            let _ = end.send(outcome);
+        };
+        let join = spawn("kvf-progress", run).map_err(|error| too_few_threads(0, START_THREADS + 1, &error))?;
         let started: Started = match is_up.recv() {
             Ok(started) => started,
             Err(_) => {

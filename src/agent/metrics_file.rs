@@ -14,7 +14,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
-use std::{fs, process, thread};
+use std::{fs, process};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -24,6 +24,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::proto::ids::Incarnation;
 use crate::proto::stats::{Row, prometheus};
+use crate::sys::thread::spawn;
 
 /// From one writing to the next. Prometheus asks every 15 seconds where nothing else is set.
 const PERIOD: Duration = Duration::from_secs(5);
@@ -69,14 +70,13 @@ impl MetricsFile {
         target.write()?;
         let (stop, stopped) = sync_channel(1);
         let (alive, ended) = sync_channel(0);
-        thread::Builder::new()
-            .name("kvf-metrics".to_owned())
-            .spawn(move || {
-                target.keep(&stopped);
-                // The lock is free when the end is known.
-                drop(target);
-                drop::<SyncSender<()>>(alive);
-            })
+        let run = move || {
+            target.keep(&stopped);
+            // The lock is free when the end is known.
+            drop(target);
+            drop::<SyncSender<()>>(alive);
+        };
+        spawn("kvf-metrics", run)
             .map_err(|e| Error::new(ErrorKind::Io, format!("starting the thread that writes metrics: {e}")))?;
         Ok(MetricsFile { stop, ended })
     }

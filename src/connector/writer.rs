@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread;
 use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::sys::thread::spawn;
 
 /// How long the end of a worker waits for the last lines to be written. On a busy machine the thread that writes them may
 /// get no processor for more than a second.
@@ -50,12 +50,11 @@ impl<T: Send + 'static> Writer<T> {
         let (alive, ended) = sync_channel(0);
         let left_out = Arc::new(AtomicU64::new(0));
         let its = Told { news, left_out: Arc::clone(&left_out) };
-        thread::Builder::new()
-            .name(name.to_owned())
-            .spawn(move || {
-                write(its);
-                drop::<SyncSender<()>>(alive);
-            })
+        let run = move || {
+            write(its);
+            drop::<SyncSender<()>>(alive);
+        };
+        spawn(name, run)
             .map_err(|e| Error::new(ErrorKind::Io, format!("starting the thread that writes {what}: {e}")))?;
         Ok(Writer { told: Some(told), left_out, ended })
     }

@@ -14,6 +14,7 @@ use crate::net::shared::Shared;
 use crate::net::{Address, host_port};
 use crate::proto::handshake::Asker;
 use crate::proto::wire::limits::{MAX_QUERY_BYTES, MAX_REQUEST_BYTES};
+use crate::sys::thread::spawn;
 
 /// Frames of a request that are kept: the sender's identity, an optional empty delimiter, the request, and one more to
 /// tell that there were too many.
@@ -124,12 +125,8 @@ impl Listener {
             log::warn!("kvferry listener: {note}");
         }
         log::info!("kvferry listener: bound to {}, advertising {}", server.place(), host_port(&host, port));
-        let thread = std::thread::Builder::new()
-            .name("kvf-listener".to_owned())
-            .spawn({
-                let shared = Arc::clone(&shared);
-                move || thread_main(&shared, server, desk)
-            })
+        let its = Arc::clone(&shared);
+        let thread = spawn("kvf-listener", move || thread_main(&its, server, desk))
             .map_err(|e| Error::new(ErrorKind::Io, format!("the listener's thread cannot be started: {e}")))?;
         Ok(Listener { host, port, shared, thread: Some(thread) })
     }

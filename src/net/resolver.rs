@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::Signal;
+use crate::sys::thread::spawn;
 
 /// Threads at a time; further names wait for one.
 const MAX_THREADS: usize = 8;
@@ -54,14 +55,12 @@ impl Resolver {
                 }
             };
             let asked = name.clone();
-            std::thread::Builder::new()
-                .name("kvf-resolve".to_owned())
-                .spawn(move || {
-                    let result = resolve(&asked);
-                    mailbox.done.lock().unwrap_or_else(PoisonError::into_inner).push(Resolved { name: asked, result });
-                    mailbox.signal.raise();
-                })
-                .map_err(|e| Error::new(ErrorKind::Io, format!("no thread to resolve {:?} with: {e}", name.0)))?;
+            spawn("kvf-resolve", move || {
+                let result = resolve(&asked);
+                mailbox.done.lock().unwrap_or_else(PoisonError::into_inner).push(Resolved { name: asked, result });
+                mailbox.signal.raise();
+            })
+            .map_err(|e| Error::new(ErrorKind::Io, format!("no thread to resolve {:?} with: {e}", name.0)))?;
             self.asking.insert(name);
         }
         Ok(())

@@ -166,6 +166,9 @@ impl PagePipe {
     /// With `warm_up` their bytes are fetched into the caches first. This processor does not touch what it lends, and one of this
     /// host that copies it out of the pages would wait for the memory by itself.
     ///
+    /// A broken connection raises `SIGPIPE`, which the calling thread must block: threads of
+    /// [`spawn`](super::thread::spawn) do.
+    ///
     /// # Errors
     /// [`Refusal::Pages`] where the kernel lends no such pages and nothing was sent, [`Refusal::Socket`] for a broken
     /// connection, [`Refusal::Pipe`] where pages are left in the pipe, which must not be used again then.

@@ -1,9 +1,61 @@
-//! How the kernel schedules and signals a thread.
+//! How the kernel schedules and signals a thread, and how kvferry starts its own.
 
 use std::io;
-use std::mem::size_of;
+use std::mem::{MaybeUninit, size_of};
 use std::os::fd::RawFd;
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
+
+/// Signals that a thread's own instructions raise. The kernel ends a process in which the thread blocks them, and no handler,
+/// such as Python's faulthandler, says where it was.
+const FAULTS: [libc::c_int; 6] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP, libc::SIGSYS];
+
+/// Starts a thread that blocks all signals but those of its own faults.
+///
+/// The process's signals are its owner's: a handler must not run on a thread that the owner does not know, and a system call
+/// of kvferry's must not end early. The thread inherits the mask, so that it blocks them from its beginning on, and so do the
+/// threads that it makes itself or has UCX or CUDA make. The calling thread blocks them for the duration of this call.
+/// `SIGPIPE` is among them, which `splice` raises on a broken connection without a flag against it.
+///
+/// # Errors
+/// What the kernel says when it makes no thread.
+pub fn spawn<T: Send + 'static>(
+    name: impl Into<String>,
+    run: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    let blocked = SignalsBlocked::new()?;
+    let spawned = Builder::new().name(name.into()).spawn(run);
+    drop(blocked);
+    spawned
+}
+
+/// The calling thread blocks all signals but [`FAULTS`] while this lives. Not to be sent to another thread.
+struct SignalsBlocked(libc::sigset_t);
+
+impl SignalsBlocked {
+    fn new() -> io::Result<SignalsBlocked> {
+        let (mut signals, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+        // SAFETY: `sigfillset` makes the set, which `sigdelset` then changes and `pthread_sigmask` reads; the latter makes
+        // `before` when it returns zero.
+        unsafe {
+            libc::sigfillset(signals.as_mut_ptr());
+            for fault in FAULTS {
+                libc::sigdelset(signals.as_mut_ptr(), fault);
+            }
+            match libc::pthread_sigmask(libc::SIG_BLOCK, signals.as_ptr(), before.as_mut_ptr()) {
+                0 => Ok(SignalsBlocked(before.assume_init())),
+                error => Err(io::Error::from_raw_os_error(error)),
+            }
+        }
+    }
+}
+
+impl Drop for SignalsBlocked {
+    fn drop(&mut self) {
+        // SAFETY: reads a set that the kernel has made; null takes no old one.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, std::ptr::null_mut()) };
+    }
+}
 
 /// What `sched_getattr` and `sched_setattr` exchange: SCHED_ATTR_SIZE_VER0 of linux/sched/types.h.
 #[repr(C)]
@@ -66,23 +118,6 @@ pub fn wait_readable<const N: usize>(descriptors: [Option<RawFd>; N], limit: Dur
     polled.map(|one| found > 0 && one.revents != 0)
 }
 
-/// Blocks SIGPIPE in the calling thread: `splice` raises it when a connection is broken, and has no flag against that. A
-/// program that does not ignore the signal would die of it.
-///
-/// # Errors
-/// None that the kernel is known to return.
-pub fn block_broken_pipe_signals() -> io::Result<()> {
-    let mut signals = std::mem::MaybeUninit::uninit();
-    // SAFETY: `sigemptyset` makes the set, which `sigaddset` then changes and `pthread_sigmask` reads; the latter takes null
-    // for the old set.
-    let status = unsafe {
-        libc::sigemptyset(signals.as_mut_ptr());
-        libc::sigaddset(signals.as_mut_ptr(), libc::SIGPIPE);
-        libc::pthread_sigmask(libc::SIG_BLOCK, signals.as_ptr(), std::ptr::null_mut())
-    };
-    if status == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(status)) }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -100,20 +135,23 @@ mod tests {
         assert_eq!(wait_readable(both, Duration::from_secs(3600)), [true, false, false]);
     }
 
+    /// What the calling thread blocks, a bit for each signal from 1 on.
+    fn blocked() -> u64 {
+        let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
+        u64::from_str_radix(mask.trim(), 16).unwrap()
+    }
+
     #[test]
-    fn a_broken_pipe_does_not_signal_the_thread_that_asked() {
-        let blocked = || {
-            let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
-            let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
-            u64::from_str_radix(mask.trim(), 16).unwrap() >> (libc::SIGPIPE - 1) & 1 == 1
-        };
-        std::thread::spawn(move || {
-            assert!(!blocked());
-            block_broken_pipe_signals().unwrap();
-            assert!(blocked());
-        })
-        .join()
-        .unwrap();
+    fn started_threads_block_signals_and_their_starter_none() {
+        let before = blocked();
+        let theirs = spawn("signals", || (blocked(), std::thread::spawn(blocked).join().unwrap()));
+        let (of_thread, of_its_thread) = theirs.unwrap().join().unwrap();
+        assert_eq!((blocked(), of_thread), (before, of_its_thread));
+        let blocks = |signal: libc::c_int| of_thread >> (signal - 1) & 1 == 1;
+        let process = [libc::SIGINT, libc::SIGTERM, libc::SIGCHLD, libc::SIGALRM, libc::SIGPROF, libc::SIGPIPE];
+        assert!(process.into_iter().chain([libc::SIGRTMIN(), libc::SIGRTMAX()]).all(blocks), "{of_thread:x}");
+        assert!(!FAULTS.into_iter().any(blocks), "{of_thread:x}");
     }
 
     #[test]

@@ -371,7 +371,7 @@ mod tests {
     struct Pair {
         driven: Driven,
         peer: PeerId,
-        _other: Agent,
+        other: Agent,
         far: MemoryRange,
         near: MemoryRange,
     }
@@ -395,7 +395,7 @@ mod tests {
             let mut pair = Pair {
                 driven: Driven::new(engine, None, &Arc::new(Callers::new(Instant::now()))),
                 peer,
-                _other: other,
+                other,
                 far,
                 near,
             };
@@ -548,5 +548,38 @@ mod tests {
         assert!(!pair.driven.callers.drive() && pair.driven.shared.waker.take(), "the thread takes over");
         // For a while, callers do not even look.
         assert!((0..1000).all(|_| pair.driven.callers.poll(now) == Polled::Nothing));
+    }
+
+    /// What the calling thread blocks.
+    fn blocked_signals() -> String {
+        let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
+        status.lines().find(|line| line.starts_with("SigBlk:")).unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_caller_that_drives_keeps_its_signals() {
+        let mut pair = Pair::new(Transport::Tcp);
+        let to_here = pair.other.connect(&pair.driven.engine.metadata()).unwrap();
+        let blocks: Vec<u32> = (0..LEN as u32 / 4096).collect();
+        let segment = Segment {
+            list: 0,
+            local_region: 0,
+            remote_region: 0,
+            local_offset: 0,
+            remote_offset: 0,
+            local_stride: 4096,
+            remote_stride: 4096,
+            len: 4096,
+        };
+        let lists = vec![BlockPair { local: blocks.clone().into(), remote: blocks.into() }];
+        let plan = CopyPlan { segments: [segment].into(), lists };
+        let before = blocked_signals();
+        pair.other.transfer(to_here, Direction::Read, plan, 0).unwrap();
+        let end = Instant::now() + Duration::from_secs(120);
+        while pair.driven.engine.streams.fd().is_none() {
+            assert!(Instant::now() < end, "nobody asked for a stream within two minutes");
+            pair.driven.poll(Instant::now());
+        }
+        assert_eq!(blocked_signals(), before);
     }
 }

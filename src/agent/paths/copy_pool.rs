@@ -24,6 +24,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mem::Direction;
 use crate::sync::{Arc, AtomicBool, Condvar, Mutex};
 use crate::sys::process::{Batch, Neighbour, Process};
+use crate::sys::thread::spawn;
 
 /// A call that takes longer is stuck. Half a megabyte takes less than a millisecond where its pages are there.
 const STUCK: Duration = Duration::from_millis(250);
@@ -341,7 +342,7 @@ impl CopyPool {
         while live < wanted + stuck.min(MAX_STUCK) {
             let (shared, waker, number) = (Arc::clone(&self.shared), self.waker.clone(), self.made);
             let run = move || run(&shared, &waker, number);
-            match std::thread::Builder::new().name("kvf-copy".to_owned()).spawn(run) {
+            match spawn("kvf-copy", run) {
                 Ok(thread) => self.threads.push(thread),
                 Err(error) => {
                     log::debug!("starting a thread to copy: {error}");

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::agent::core::live::lock;
+use crate::sys::thread::spawn;
 
 /// Looks of this process that may be under way at a time. One does not end where the other process holds its own locks.
 const MAX_LOOKS: usize = 64;
@@ -114,7 +115,7 @@ impl Backing {
             }
             LOOKS.fetch_sub(1, Ordering::Relaxed);
         };
-        if let Err(error) = std::thread::Builder::new().name("kvf-look".to_owned()).spawn(looks) {
+        if let Err(error) = spawn("kvf-look", looks) {
             // The next change looks at all.
             state.is_looking = false;
             LOOKS.fetch_sub(1, Ordering::Relaxed);

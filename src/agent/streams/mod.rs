@@ -52,7 +52,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::proto::ids::Incarnation;
 use crate::sys::socket::{PagePipe, Stretch, Stretches};
-use crate::sys::thread::block_broken_pipe_signals;
 
 /// What one stream moves before others, and the rest of the loop, have their turn.
 const TURN_BYTES: u64 = 1 << 20;
@@ -213,11 +212,7 @@ impl Streams {
             |e| Error::new(ErrorKind::Io, format!("watching a stream: {e}; is the limit of open files too low?"));
         let changes = match self.changes.take() {
             Some(changes) => changes,
-            None => {
-                block_broken_pipe_signals()
-                    .map_err(|e| Error::new(ErrorKind::Io, format!("blocking the signal of broken pipes: {e}")))?;
-                epoll::create(CreateFlags::CLOEXEC).map_err(failed)?
-            }
+            None => epoll::create(CreateFlags::CLOEXEC).map_err(failed)?,
         };
         let flags = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         let added = epoll::add(&changes, socket, EventData::new_u64(known_by), flags).map_err(failed);

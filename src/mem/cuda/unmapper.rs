@@ -1,10 +1,11 @@
 //! Other agents' memory is unmapped in a thread of its own: the driver may have that wait for all that the device computes.
 
 use std::sync::mpsc::{Sender, channel};
-use std::thread::{Builder, JoinHandle};
+use std::thread::JoinHandle;
 
 use super::stay_out_of_captures;
 use crate::error::{Error, ErrorKind, Result};
+use crate::sys::thread::spawn;
 
 /// A thread that drops mappings, which undoes them. Dropping it waits until it has.
 pub struct Unmapper {
@@ -29,7 +30,7 @@ impl Unmapper {
                 unmapped();
             }
         };
-        match Builder::new().name("kvf-unmap".to_owned()).spawn(run) {
+        match spawn("kvf-unmap", run) {
             Ok(thread) => Ok(Unmapper { queue, thread: Some(thread) }),
             Err(error) => {
                 Err(Error::new(ErrorKind::Exhausted, format!("starting a thread that unmaps device memory: {error}")))
