@@ -2,6 +2,7 @@
 //! that need `unsafe` are here, so that the modules above need none.
 
 pub mod backing;
+pub mod ended;
 pub mod fork;
 pub mod isolated;
 pub mod limits;

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::{Deserialize, Serialize};
 
 use super::backing::is_filled_by_kernel;
+use super::ended::has_ended;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{Direction, MemoryRange};
 use crate::proto::wire::MemoryKind;
@@ -200,6 +201,9 @@ fn join(pieces: &mut Vec<libc::iovec>, piece: libc::iovec) {
 
 /// Whether all pages of a range of a process's addresses are in memory or swapped out: no look at it waits for anybody but the
 /// kernel. `true` where that cannot be told.
+///
+/// # Errors
+/// [`ErrorKind::PeerDied`] for a process that there is not, [`ErrorKind::Io`] for one that `/proc` hides from this user.
 fn is_in_memory(pid: libc::pid_t, addresses: Range<usize>) -> Result<bool> {
     /// Bits of an entry, one per page (Documentation/admin-guide/mm/pagemap.rst in Linux).
     const PRESENT_OR_SWAPPED: u64 = 1 << 63 | 1 << 62;
@@ -217,20 +221,18 @@ fn is_in_memory(pid: libc::pid_t, addresses: Range<usize>) -> Result<bool> {
     };
     match File::open(format!("/proc/{pid}/pagemap")).and_then(look) {
         Ok(is_there) => Ok(is_there),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            Err(Error::new(ErrorKind::PeerDied, format!("process {pid} is gone")))
-        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(match u32::try_from(pid) {
+            Ok(number) if !has_ended(number) => Error::new(
+                ErrorKind::Io,
+                format!("/proc hides process {pid} (hidepid): run both as one user, or mount /proc without hidepid"),
+            ),
+            _ => Error::new(ErrorKind::PeerDied, format!("process {pid} is gone")),
+        }),
         Err(error) => {
             log::debug!("the page map of process {pid}: {error}");
             Ok(true)
         }
     }
-}
-
-/// Whether there is no process of this number, not even one that its parent has yet to look at. `false` where that cannot be
-/// told.
-pub fn has_ended(pid: u32) -> bool {
-    fs::metadata(format!("/proc/{pid}")).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// A process by its number and its agent's incarnation.
@@ -408,6 +410,7 @@ impl Neighbour {
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
+    use crate::sys::ended::tests::become_nobody_with_hidepid;
 
     fn range(memory: &mut [u8]) -> MemoryRange {
         let addr = memory.as_mut_ptr().expose_provenance() as u64;
@@ -548,5 +551,29 @@ mod tests {
         batch.push(&range(&mut memory), 0, 16, 8).unwrap();
         assert_eq!(neighbour.copy(Direction::Read, &mut batch).unwrap_err().kind(), ErrorKind::Io);
         assert_eq!(neighbour.copy(Direction::Write, &mut batch).unwrap_err().kind(), ErrorKind::Io);
+    }
+
+    #[test]
+    fn a_hidden_process_has_not_ended() {
+        let mut other = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = other.id();
+        let seen = std::thread::spawn(move || {
+            become_nobody_with_hidepid()?;
+            let is_hidden = !std::path::Path::new(&format!("/proc/{pid}")).exists();
+            let place = ProcessPlace { pid, witness: 4096, ..ProcessPlace::here().unwrap() };
+            Ok::<_, io::Error>((is_hidden, has_ended(pid), Neighbour::find(&place, 7, CHALLENGE, ADDRESS)))
+        });
+        let seen = seen.join().unwrap();
+        other.kill().unwrap();
+        other.wait().unwrap();
+        match seen {
+            Err(error) => eprintln!("SKIPPED: /proc cannot be mounted here: {error}"),
+            Ok((is_hidden, has_ended, found)) => {
+                assert_eq!((is_hidden, has_ended), (true, false));
+                let error = found.unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+                assert!(error.message().contains("hidepid"), "{error}");
+            }
+        }
     }
 }

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
-use crate::sys::process::has_ended;
+use crate::sys::ended::has_ended;
 
 /// Peers that are remembered: the ones that were lost last.
 const KEPT: usize = 1024;
