@@ -73,6 +73,9 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
+    /// The number of a digest request for no bytes, which asks for a sign of life. No chunk has it.
+    pub(crate) const SIGN_OF_LIFE: u64 = u64::MAX;
+
     pub(crate) fn encode(&self) -> [u8; FRAME_BYTES] {
         let kind = match self.kind {
             FrameKind::Hello => 1,

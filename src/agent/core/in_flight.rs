@@ -15,6 +15,8 @@ pub(crate) enum InFlight {
     /// A request or reply of a served transfer, of which this much counts as unsent replies and which UCX sends straight
     /// from these regions.
     Rpc { peer: PeerId, held: u64, regions: Vec<u32> },
+    /// The question whether a peer is alive.
+    Question { peer: PeerId },
     /// The message that tells a peer that this side leaves.
     Goodbye,
     /// The flush after it.

@@ -282,12 +282,13 @@ impl Engine {
                     self.operation_ended(end, now);
                 }
                 Some(InFlight::Message { peer, reserved }) => {
-                    self.peers.message_ended(peer, reserved, result, &mut self.effects);
+                    self.peers.message_ended(peer, reserved, result, &mut self.effects, now);
                 }
                 Some(InFlight::Rpc { peer, held, regions }) => {
                     self.regions.leave(&regions);
-                    self.rpc_sent(peer, held, result);
+                    self.rpc_sent(peer, held, result, now);
                 }
+                Some(InFlight::Question { peer }) => self.question_sent(peer, result, now),
                 Some(InFlight::Goodbye) => {}
                 Some(InFlight::CloseFlush) => self.peers.close_ended(token),
                 None => log::error!("agent {}: UCX ended an unknown operation", self.config.name),
@@ -392,6 +393,10 @@ impl Engine {
     }
 
     fn on_reply(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
+        if frame.sequence == Frame::SIGN_OF_LIFE {
+            // That it came is all that it says.
+            return Ok(());
+        }
         let answered = self.rpc.borrow_mut().take_reply(id, frame, data)?;
         if answered.chunk.streamed {
             self.streams.ended(id);
@@ -415,9 +420,10 @@ impl Engine {
     }
 
     /// UCX is done with a request or reply of which `held` bytes were accounted.
-    fn rpc_sent(&mut self, id: PeerId, held: u64, result: Result<()>) {
+    fn rpc_sent(&mut self, id: PeerId, held: u64, result: Result<()>, now: Instant) {
         let Ok(peer) = self.peers.get_mut(id) else { return };
         peer.server.release(held);
+        peer.liveness.sent(false, now);
         match result {
             Ok(()) => self.serve_reads(id),
             // The other side would wait for it for ever.
@@ -499,6 +505,7 @@ impl Engine {
         self.leave_peers(now);
         self.peers.check_deadlines(&self.operations, &mut self.effects, now);
         self.transfers.check_deadlines(&mut self.effects, now);
+        self.check_silence(now);
         self.check_borrowers(now);
         self.answer_revocations(now);
         self.copy_pool.check(now);
@@ -513,6 +520,7 @@ impl Engine {
             self.regions.deadline(),
             self.streams.deadline(),
             self.copy_pool.deadline(),
+            self.silence_deadline(),
         ];
         timers.into_iter().flatten().min()
     }

@@ -12,6 +12,7 @@ pub(crate) mod event_loop;
 pub(crate) mod probe;
 mod revocation;
 mod scheduler;
+mod silence;
 mod staging;
 pub(crate) mod turn;
 pub(crate) mod ucx_devices;
@@ -83,6 +84,8 @@ pub(crate) struct Engine {
     served_at: Option<Instant>,
     /// How many announced messages were refused when that was looked at last.
     refused: u64,
+    /// When peers that owe answers are looked at again.
+    silence_look: Instant,
     transfers: Transfers,
     operations: Operations,
     /// Shared with what UCX hands arriving messages to.
@@ -140,6 +143,7 @@ impl Engine {
             has_devices: false,
             served_at: None,
             refused: 0,
+            silence_look: Instant::now(),
             transfers: Transfers::new(&config),
             operations: Operations::default(),
             rpc,

@@ -47,6 +47,7 @@ use super::core::live::Live;
 use super::core::route::{self, Route};
 use super::core::stats::{AgentStats, PeerStats, Traffic};
 use super::rpc::flow_control::FlowControl;
+use super::rpc::liveness::Liveness;
 use super::rpc::server::Server;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
@@ -368,6 +369,7 @@ impl Peers {
             has_left: false,
             server: Server::default(),
             flow: FlowControl::new(io.now),
+            liveness: Liveness::new(io.now),
             session: Session { keyed: self.secrets.is_keyed(), ..Session::default() },
             reach: Reach::default(),
             refused: BTreeSet::new(),
@@ -432,14 +434,22 @@ impl Peers {
     }
 
     /// UCX is done with a message.
-    pub(crate) fn message_ended(&mut self, id: PeerId, reserved: u64, result: Result<()>, effects: &mut Effects) {
-        let Ok(peer) = self.get(id) else {
+    pub(crate) fn message_ended(
+        &mut self,
+        id: PeerId,
+        reserved: u64,
+        result: Result<()>,
+        effects: &mut Effects,
+        now: Instant,
+    ) {
+        let Ok(peer) = self.get_mut(id) else {
             if result.is_err() {
                 self.closing.failed(id);
             }
             return;
         };
         peer.unsent.fetch_sub(reserved, Ordering::Relaxed);
+        peer.liveness.sent(false, now);
         if let Err(error) = result {
             // As above: the peer would wait for it for ever.
             effects.lose(id, error.context("a message could not be sent"));
@@ -469,6 +479,7 @@ impl Peers {
             return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
         }
         peer.silent = false;
+        peer.liveness.heard(io.now);
         let item = match frame.kind {
             FrameKind::Goodbye => Item::Goodbye,
             FrameKind::Data => Item::Data(data),

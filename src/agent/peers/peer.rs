@@ -19,7 +19,9 @@ use crate::agent::core::in_flight::{InFlight, Operations};
 use crate::agent::core::regions::Regions;
 use crate::agent::core::stats::Traffic;
 use crate::agent::rpc::flow_control::FlowControl;
+use crate::agent::rpc::liveness::Liveness;
 use crate::agent::rpc::server::{Payload, Server};
+use crate::agent::rpc::wire::encode_pieces;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::ipc::Imported;
 use crate::mem::ucx_error;
@@ -111,6 +113,7 @@ pub(crate) struct Peer {
     pub(super) has_left: bool,
     pub(crate) server: Server,
     pub(crate) flow: FlowControl,
+    pub(crate) liveness: Liveness,
     pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     pub(super) reach: Reach,
@@ -162,6 +165,12 @@ impl Peer {
     /// How many messages it did not get: all, before it has answered; else those that UCX has yet to send.
     pub(super) fn undelivered(&self, operations: &Operations) -> u64 {
         if self.is_ready() { operations.messages(self.id) } else { self.next_sequence }
+    }
+
+    /// This side's number for the connection.
+    #[cfg(test)]
+    pub(crate) fn connection(&self) -> u64 {
+        self.connection
     }
 
     /// The peer's number for the connection, once it said hello.
@@ -236,6 +245,20 @@ impl Peer {
         } else if let Some(InFlight::Rpc { regions: used, .. }) = operations.remove(token) {
             regions.leave(&used);
         }
+        posted.map(drop).map_err(|e| self.sending(e))
+    }
+
+    /// Asks for a sign of life, in the way that every release answers: for the digest of nothing.
+    pub(crate) fn ask_for_sign_of_life(&mut self, operations: &mut Operations, now: Instant) -> Result<()> {
+        let frame = self.frame(FrameKind::DigestRequest, Frame::SIGN_OF_LIFE);
+        let (header, data) = self.session.wrap(frame, encode_pieces(&[], 0))?;
+        let token = operations.insert(InFlight::Question { peer: self.id });
+        let posted = self.endpoint.send_am(AM_ID, &header, data, token);
+        let has_left = !matches!(posted, Ok(Posted::Pending));
+        if has_left {
+            operations.remove(token);
+        }
+        self.liveness.asked(has_left, now);
         posted.map(drop).map_err(|e| self.sending(e))
     }
 
@@ -317,7 +340,7 @@ impl Peer {
     }
 
     /// Its process's number, if it is known and in this process's PID namespace.
-    pub(super) fn process(&self) -> Option<u32> {
+    pub(crate) fn process(&self) -> Option<u32> {
         let proved = || u32::try_from(self.neighbour.as_ref()?.process().0).ok();
         self.answered_by.or_else(proved)
     }

@@ -2,8 +2,9 @@
 //! never used twice.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
+use std::time::Instant;
 
 use super::flow_control::Departure;
 use super::wire::{Piece, StreamReader, encode_pieces};
@@ -186,6 +187,22 @@ impl Client {
     pub(crate) fn take_streamed(&mut self, number: u64) -> Option<Answered> {
         let Asked { chunk, departure, .. } = self.table.remove(&number)?;
         Some(Answered { chunk, departure, result: Ok(()), is_of_device: false })
+    }
+
+    /// The peers that owe replies, each with when the first of those was asked for.
+    pub(crate) fn debtors(&self) -> BTreeMap<PeerId, Instant> {
+        let mut debtors = BTreeMap::new();
+        for asked in self.table.values() {
+            let at = asked.departure.at();
+            let first = debtors.entry(asked.chunk.peer).or_insert(at);
+            *first = at.min(*first);
+        }
+        debtors
+    }
+
+    /// Whether nobody owes a reply.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.table.is_empty()
     }
 
     /// Takes the chunks that a lost peer will not reply to.

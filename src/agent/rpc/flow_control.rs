@@ -25,6 +25,13 @@ pub(crate) struct Departure {
     delivered: u64,
 }
 
+impl Departure {
+    /// When the request left.
+    pub(crate) fn at(&self) -> Instant {
+        self.at
+    }
+}
+
 /// One connection's measurements.
 #[derive(Debug)]
 pub(crate) struct FlowControl {

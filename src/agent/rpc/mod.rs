@@ -2,6 +2,7 @@
 
 pub(crate) mod client;
 pub(crate) mod flow_control;
+pub(crate) mod liveness;
 pub(crate) mod pace;
 pub(crate) mod server;
 pub(crate) mod staged;

@@ -126,6 +126,9 @@ impl Streams {
         let expected = receiver.expected;
         if let Ok(peer) = io.peers.get_mut(id) {
             peer.flow.moved(moved, io.now);
+            if moved > 0 {
+                peer.liveness.heard(io.now);
+            }
             if moved == 0 && ended.is_none() {
                 receiver.wake_later(peer.flow.pace().worth_waking());
             }
