@@ -67,8 +67,8 @@ pub(crate) struct Frame {
     /// The sender's number for the connection, drawn when it made its endpoint.
     pub(crate) connection: u64,
     /// Counts the connection's messages of kind data and the goodbye after them from 0; in requests and replies, the
-    /// chunk's number; in revocations, the region's index; in sealed hellos and their answers, which of the sender's hellos it is or answers; in sealed
-    /// frames, their number.
+    /// chunk's number; in revocations, the region's index; in hellos, which of the sender's hellos it is, from 1 on, and in
+    /// answers to sealed ones, which it answers; in sealed frames, their number.
     pub(crate) sequence: u64,
 }
 

@@ -7,13 +7,15 @@ use std::time::{Duration, Instant};
 
 use super::Engine;
 use crate::agent::command::Shared;
+use crate::agent::core::frame::{FRAME_BYTES, Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::request::TransferRequest;
+use crate::agent::peers::hello::Hello;
 use crate::agent::{Agent, AgentConfig, Direction, Transport};
 use crate::mem::MemoryRange;
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::{BlockPair, CopyPlan, Operation, Segment};
-use crate::proto::wire::MemoryKind;
+use crate::proto::wire::{MemoryKind, Versions};
 
 pub(super) const LEN: usize = 256 << 10;
 pub(super) const DEVICE: MemoryKind = MemoryKind::Cuda { device: 0 };
@@ -104,4 +106,58 @@ pub(super) fn begin_one(engine: &mut Engine, peer: PeerId, id: TransferId) -> Op
     windows.enter(peer, operation.len, Instant::now());
     engine.transfers.end_turn(peer, id, &Ok(1), None);
     operation
+}
+
+/// A hello of agent "a" over its connection `connection`, its `number`th one.
+fn hello(address: &[u8], (number, connection): (u64, u64), seen: Option<u64>) -> ([u8; FRAME_BYTES], Vec<u8>) {
+    let hello = Hello {
+        name: "a".to_owned(),
+        incarnation: Incarnation(7),
+        connection,
+        seen,
+        address: address.to_vec(),
+        process: None,
+        streams: false,
+        revocations: true,
+        withdrawn: Vec::new(),
+        challenge: None,
+        versions: Versions::OURS,
+    };
+    let frame = Frame { kind: FrameKind::Hello, incarnation: Incarnation(7), connection, sequence: number };
+    (frame.encode(), hello.encode().unwrap())
+}
+
+#[test]
+fn late_hello_does_not_roll_a_connection_back() {
+    let make = |number| {
+        let shared = Arc::new(Shared::new(number).unwrap());
+        Engine::new(config("a", Transport::Tcp), Incarnation(number), &shared).unwrap()
+    };
+    let (mut engine, other) = (make(8), make(7));
+    let address = other.metadata().address;
+    let take = |engine: &mut Engine, hello: ([u8; FRAME_BYTES], Vec<u8>)| {
+        let (peers, mut io) = engine.peers(Instant::now());
+        let taken = peers.receive(&hello.0, hello.1, &mut io);
+        engine.dispatch(Instant::now());
+        let id = engine.peers.find(Incarnation(7));
+        (taken.is_ok(), id.map(|id| (id, engine.peers.get(id).unwrap().remote_connection())))
+    };
+    let (is_taken, newer) = take(&mut engine, hello(&address, (2, 20), None));
+    let (id, connection) = newer.unwrap();
+    assert!(is_taken && connection == Some(20));
+    assert_eq!(take(&mut engine, hello(&address, (1, 10), None)), (false, newer));
+    // Nor does an answer over the earlier connection.
+    let own = engine.peers.get(id).unwrap().connection();
+    assert_eq!(take(&mut engine, hello(&address, (1, 10), Some(own))), (false, newer));
+    // One of the same connection that was overtaken says nothing new.
+    assert_eq!(take(&mut engine, hello(&address, (1, 20), None)), (true, newer));
+    let (is_taken, newest) = take(&mut engine, hello(&address, (3, 30), None));
+    assert!(is_taken && newest.unwrap().0 != id && newest.unwrap().1 == Some(30));
+    engine.disconnect(newest.unwrap().0, Instant::now()).unwrap();
+    assert_eq!(take(&mut engine, hello(&address, (2, 20), None)), (false, None));
+    // An older kvferry does not count its hellos.
+    for connection in [50, 40] {
+        let (is_taken, peer) = take(&mut engine, hello(&address, (0, connection), None));
+        assert!(is_taken && peer.unwrap().1 == Some(connection));
+    }
 }

@@ -94,8 +94,9 @@ impl Peers {
             return self.send_sealed_hello(id, io);
         }
         let hello = self.own_hello(id, self.get(id)?.remote_connection)?;
+        let number = self.hello_numbers.draw();
         let peer = self.get_mut(id)?;
-        peer.post(peer.frame(FrameKind::Hello, 0), hello.encode()?, None, io.operations)
+        peer.post(peer.frame(FrameKind::Hello, number), hello.encode()?, None, io.operations)
     }
 
     /// Decides whether a peer may use memory of this side by itself, before it is sent a hello or given an answer.
@@ -139,11 +140,27 @@ impl Peers {
         Err(two_addresses(&hello.name, hello.incarnation))
     }
 
+    /// Refuses a hello that others of its sender have overtaken.
+    pub(super) fn check_hello_number(&mut self, hello: &Hello, number: u64) -> Result<()> {
+        let known = &self.by_incarnation;
+        let sender = (hello.incarnation, &*hello.address);
+        self.hello_numbers.take(sender, number, |agent| known.contains_key(&agent))
+    }
+
     /// Takes a hello that arrived.
     pub(super) fn on_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
         let hello = Hello::decode(data)?;
         hello.check(frame)?;
-        let Some(id) = self.find(hello.incarnation) else {
+        let known = self.find(hello.incarnation);
+        // An older kvferry numbers none.
+        if frame.sequence != 0
+            && let Err(late) = self.check_hello_number(&hello, frame.sequence)
+        {
+            // Of one connection, a later hello says all that an earlier one does.
+            let is_current = known.is_some_and(|id| self.get(id).is_ok_and(|peer| peer.is_current(hello.connection)));
+            return if is_current { Ok(()) } else { Err(late) };
+        }
+        let Some(id) = known else {
             return match hello.seen {
                 // An answer to a connection that was given up here meanwhile.
                 Some(_) => Err(Error::not_found(format!("a late hello of agent {}", hello.name))),

@@ -3,7 +3,8 @@
 //! Either side may connect, both may at once. Each side numbers its connection at random, says its number in its
 //! hello, and repeats the other's: so a side knows which life of the connection a message belongs to. A hello that
 //! repeats no number from a peer that is known by another one says that the peer has made a new connection, because
-//! it lost the old: the old one is then lost here too.
+//! it lost the old: the old one is then lost here too. Which connection is the newer one tells the number of the hello
+//! ([`hello_numbers`]).
 
 pub(crate) mod admission;
 pub(crate) mod backing;
@@ -11,6 +12,7 @@ pub(crate) mod close;
 mod departed;
 mod gone;
 pub(crate) mod hello;
+mod hello_numbers;
 pub(crate) mod imports;
 pub(crate) mod inbox;
 mod peer;
@@ -30,6 +32,7 @@ use self::backing::Backing;
 use self::close::ClosingEndpoints;
 use self::departed::Departed;
 use self::gone::Gone;
+use self::hello_numbers::HelloNumbers;
 use self::inbox::{Inbox, Item, reserve};
 use self::peer::Imports;
 pub(crate) use self::peer::Peer;
@@ -94,6 +97,7 @@ pub(crate) struct Io<'a> {
 pub(crate) struct Peers {
     local: Local,
     secrets: Secrets,
+    hello_numbers: HelloNumbers,
     by_id: PeerTable,
     by_incarnation: HashMap<Incarnation, PeerId>,
     by_endpoint: HashMap<u64, PeerId>,
@@ -117,6 +121,7 @@ impl Peers {
         Peers {
             local,
             secrets,
+            hello_numbers: HelloNumbers::default(),
             by_id: PeerTable::default(),
             by_incarnation: HashMap::new(),
             by_endpoint: HashMap::new(),

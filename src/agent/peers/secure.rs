@@ -5,10 +5,9 @@
 //! dropped. Where both connect at once, the exchange counts that the agent with the lower incarnation began: it ignores
 //! the other's hello, which answers.
 //!
-//! A sealed hello names the life of the agent that it is for, and the sender numbers its hellos. An agent takes one
-//! only if its number is above the last one of that sender, so that a captured one is worth nothing.
+//! A sealed hello names the life of the agent that it is for. With the number that every hello has
+//! ([`HelloNumbers`](super::hello_numbers::HelloNumbers)), a captured one is worth nothing.
 
-use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::hello::Hello;
@@ -20,9 +19,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
 use crate::secret::{Initiator, Key, Protocol, Responder};
 
-/// Agents whose last hello's number is remembered after they are gone. Far above the peers at a time, whose numbers are
-/// always remembered.
-const MAX_REMEMBERED: usize = 65_536;
 /// A complaint about what others send is logged at most so often.
 const COMPLAINT_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -30,49 +26,12 @@ const COMPLAINT_INTERVAL: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(crate) struct Secrets {
     key: Option<Key>,
-    /// The last number given to a hello of ours.
-    hellos: u64,
-    seen: Seen,
     complained: Option<Instant>,
-}
-
-/// The number of the last hello of every agent that sent one.
-#[derive(Debug, Default)]
-struct Seen {
-    numbers: HashMap<Incarnation, u64>,
-    order: VecDeque<Incarnation>,
-}
-
-impl Seen {
-    /// Refuses a number that is not above all earlier ones of this agent. `connected`: whether one must be remembered.
-    fn take(&mut self, agent: Incarnation, number: u64, connected: impl Fn(Incarnation) -> bool) -> Result<()> {
-        match self.numbers.insert(agent, number) {
-            Some(last) if last >= number => {
-                self.numbers.insert(agent, last);
-                return Err(Error::corrupt(format!("hello {number} of agent {agent} came before, or is late")));
-            }
-            Some(_) => {}
-            None => self.order.push_back(agent),
-        }
-        // Each connected one is passed over at most once.
-        for _ in 0..self.order.len() {
-            if self.order.len() <= MAX_REMEMBERED {
-                break;
-            }
-            let Some(oldest) = self.order.pop_front() else { break };
-            if connected(oldest) {
-                self.order.push_back(oldest);
-            } else {
-                self.numbers.remove(&oldest);
-            }
-        }
-        Ok(())
-    }
 }
 
 impl Secrets {
     pub(crate) fn new(key: Option<Key>) -> Secrets {
-        Secrets { key, hellos: 0, seen: Seen::default(), complained: None }
+        Secrets { key, complained: None }
     }
 
     pub(crate) fn is_keyed(&self) -> bool {
@@ -171,8 +130,7 @@ impl Peers {
     pub(super) fn send_sealed_hello(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
         let key = self.secrets.key()?;
         let hello = self.own_hello(id, None)?;
-        self.secrets.hellos += 1;
-        let number = self.secrets.hellos;
+        let number = self.hello_numbers.draw();
         let peer = self.get_mut(id)?;
         let frame = peer.frame(FrameKind::SealedHello, number);
         let payload = join(peer.incarnation, &hello)?;
@@ -189,9 +147,8 @@ impl Peers {
             })?;
         let hello = divide(&payload, self.local.incarnation)?;
         hello.check(frame)?;
-        let known = &self.by_incarnation;
-        self.secrets.seen.take(hello.incarnation, frame.sequence, |agent| known.contains_key(&agent))?;
         let number = frame.sequence;
+        self.check_hello_number(&hello, number)?;
         let Some(id) = self.find(hello.incarnation) else {
             return self.accept_sealed(&hello, number, responder, io);
         };
@@ -285,32 +242,6 @@ impl Peers {
 mod tests {
     use super::*;
     use crate::proto::wire::Versions;
-
-    #[test]
-    fn a_hello_counts_once_and_only_above_the_last() {
-        let mut seen = Seen::default();
-        let gone = |_| false;
-        let (a, b) = (Incarnation(1), Incarnation(2));
-        seen.take(a, 3, gone).unwrap();
-        for late in [3, 2, 0] {
-            assert_eq!(seen.take(a, late, gone).unwrap_err().kind(), ErrorKind::Corrupt);
-        }
-        seen.take(b, 1, gone).unwrap();
-        seen.take(a, 4, gone).unwrap();
-        assert!(seen.take(a, 3, gone).is_err() && seen.take(b, 1, gone).is_err());
-    }
-
-    #[test]
-    fn agents_that_are_gone_are_forgotten_at_a_bound_and_connected_ones_never() {
-        let mut seen = Seen::default();
-        let connected = |agent: Incarnation| agent.0 <= 10;
-        for agent in 1..=2 * MAX_REMEMBERED as u64 {
-            seen.take(Incarnation(agent), 7, connected).unwrap();
-        }
-        assert_eq!((seen.numbers.len(), seen.order.len()), (MAX_REMEMBERED, MAX_REMEMBERED));
-        assert!((1..=10).all(|agent| seen.take(Incarnation(agent), 7, connected).is_err()));
-        assert!(seen.take(Incarnation(11), 7, connected).is_ok());
-    }
 
     #[test]
     fn a_sealed_hello_is_for_one_life_of_one_agent() {
