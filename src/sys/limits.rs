@@ -3,11 +3,11 @@
 //! UCX ends the process, or never returns, where it gets too little of these. So they are looked at first.
 
 use std::sync::mpsc::channel;
-use std::thread::Builder;
 
 use rustix::fs::statvfs;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use super::thread::spawn;
 use crate::error::{Error, ErrorKind, Result};
 
 /// Where UCX keeps the memory that processes of a host share.
@@ -72,9 +72,10 @@ pub fn check_threads(needed: usize) -> Result<()> {
     let mut refused = None;
     for _ in 0..needed {
         let (end, ended) = channel::<()>();
-        match Builder::new().name("kvf-probe".to_owned()).spawn(move || {
+        let wait = move || {
             let _ = ended.recv();
-        }) {
+        };
+        match spawn("kvf-probe", wait) {
             Ok(thread) => started.push((end, thread)),
             Err(error) => {
                 refused = Some(error);

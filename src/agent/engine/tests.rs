@@ -119,7 +119,9 @@ fn hello(address: &[u8], (number, connection): (u64, u64), seen: Option<u64>) ->
         process: None,
         streams: false,
         revocations: true,
+        uses: false,
         withdrawn: Vec::new(),
+        withdrew_more: false,
         challenge: None,
         versions: Versions::OURS,
     };

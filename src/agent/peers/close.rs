@@ -174,9 +174,9 @@ impl Peers {
 
     /// Takes out the connections with peers of which something is still copied, for ever; the others are to be dropped.
     pub(crate) fn take_copied(&mut self, is_copied: impl Fn(PeerId) -> bool) -> Vec<Peer> {
-        let ids: Vec<PeerId> = self.by_id.keys().copied().filter(|id| is_copied(*id)).collect();
+        let ids: Vec<PeerId> = self.by_id.all().map(|peer| peer.id).filter(|id| is_copied(*id)).collect();
         let late = std::mem::take(&mut self.closing.late).into_values().map(|late| late.peer);
-        late.filter(|peer| is_copied(peer.id)).chain(ids.into_iter().filter_map(|id| self.by_id.remove(&id))).collect()
+        late.filter(|peer| is_copied(peer.id)).chain(ids.into_iter().filter_map(|id| self.by_id.remove(id))).collect()
     }
 
     /// Whether a peer has messages to get and has not answered yet, while there is time for that. It would drop what it gets

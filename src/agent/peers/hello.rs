@@ -102,7 +102,7 @@ impl Peers {
     /// Decides whether a peer may use memory of this side by itself, before it is sent a hello or given an answer.
     pub(super) fn trust(&mut self, id: PeerId) -> Result<()> {
         let Peers { by_id, withdrawn, .. } = self;
-        let peer = by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
+        let peer = by_id.get_mut(id).ok_or_else(|| id.unknown())?;
         if withdrawn.is_cut(peer.is_near) {
             peer.is_told_part = true;
             // Nor is it one for an older peer, which looks for no answer.
