@@ -66,7 +66,7 @@ impl Engine {
         any
     }
 
-    /// Posts some of a transfer. Returns its bytes, and what there was no room in.
+    /// Posts some of a transfer. Returns its bytes, and the limit that kept it from posting more.
     fn post_of(&mut self, peer: PeerId, id: TransferId) -> (Result<u64>, Option<Lack>) {
         let peer = match self.peers.get_mut(peer) {
             Ok(peer) => peer,

@@ -1,5 +1,5 @@
-//! The connections, and what is known of all of them together: the loop asks for that in every turn, and visits none of them
-//! for it.
+//! The connections, and what the loop asks of all of them together in every turn: that is kept up to date, so that no turn
+//! visits all peers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -9,6 +9,7 @@ use super::peer::Peer;
 use crate::agent::core::ids::PeerId;
 use crate::error::Result;
 
+/// The connections of an agent by their ids.
 #[derive(Default)]
 pub(super) struct PeerTable {
     by_id: BTreeMap<PeerId, Peer>,

@@ -74,7 +74,7 @@ impl Load {
     }
 }
 
-/// What there is no room in.
+/// The limit that an operation does not fit in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lack {
     /// What may be in flight to the peer: some of that has to end.
@@ -148,7 +148,7 @@ impl Windows {
         self.peer_limit.bytes
     }
 
-    /// Looks for room for an operation of `len` bytes to this peer.
+    /// Checks whether an operation of `len` bytes to this peer fits; says what it does not fit in.
     pub(crate) fn find_room(&self, peer: PeerId, len: u64) -> Result<(), Lack> {
         let known = self.peers.get(&peer).copied().unwrap_or_default();
         if !known.load.has_room(self.peer_limit, len) {
@@ -165,7 +165,7 @@ impl Windows {
         self.has_shrunk
     }
 
-    /// The total has no room for what waits for it.
+    /// Notes that the total has no room for the peer that waits for it longest.
     pub(super) fn is_full(&mut self) {
         self.has_shrunk = false;
     }
