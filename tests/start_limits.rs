@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::net::TcpListener;
 use std::process::{Command, Output};
 
 use common::agent::config;
@@ -14,11 +15,15 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 /// Set in a child, to what it does once the first start has failed: raises this limit and starts again.
 const CHILD: &str = "KVFERRY_TEST_START";
 
+/// Set in a child that is not to have the transport auto.
+const TRANSPORT: &str = "KVFERRY_TEST_TRANSPORT";
+
 /// The other processes of these tests: starts an agent and prints what came of it.
 #[test]
 fn child() {
     let Ok(then) = std::env::var(CHILD) else { return };
-    let start = || match Agent::start(config("a", Transport::Auto)) {
+    let transport = std::env::var(TRANSPORT).map_or(Transport::Auto, |name| Transport::parse(&name).unwrap());
+    let start = || match Agent::start(config("a", transport)) {
         Ok(agent) => {
             println!("\nstarted");
             agent.shutdown(std::time::Duration::from_secs(20)).unwrap();
@@ -112,4 +117,26 @@ fn too_few_threads_are_named() {
         // The failed start has left nothing behind that stops the next one.
         assert!(text.contains("\nstarted"), "{text}");
     }
+}
+
+/// UCX itself tries such ports for ever.
+#[test]
+fn a_used_up_port_range_is_named() {
+    let held = TcpListener::bind(("0.0.0.0", 0)).unwrap();
+    let port = held.local_addr().unwrap().port().to_string();
+    for (name, transport) in [("auto", Transport::Auto), ("tcp", Transport::Tcp)] {
+        let text = said(&run(&["env"], "end", &[("UCX_TCP_PORT_RANGE", &port), (TRANSPORT, name)]));
+        let expected = format!("every port of UCX_TCP_PORT_RANGE, {port}-{port}, is in use");
+        assert!(text.contains("refused") && text.contains(&expected), "{transport:?}: {text}");
+    }
+}
+
+#[test]
+fn an_agent_needs_one_port_of_the_range() {
+    let held = TcpListener::bind(("0.0.0.0", 0)).unwrap();
+    let port = held.local_addr().unwrap().port().to_string();
+    drop(held);
+    let text = said(&run(&["env"], "end", &[("UCX_TCP_PORT_RANGE", &port)]));
+    // Another process may have taken it since.
+    assert!(text.contains("\nstarted") || text.contains("is in use"), "{text}");
 }

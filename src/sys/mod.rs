@@ -7,6 +7,7 @@ pub mod fork;
 pub mod isolated;
 pub mod limits;
 mod outbox;
+pub mod ports;
 pub mod process;
 pub mod socket;
 pub mod thread;

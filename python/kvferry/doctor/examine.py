@@ -20,7 +20,7 @@ from .findings import Finding, found
 SMALL_SHM = 64 << 20
 """What Docker gives a container by default, which vLLM's own documentation tells to raise."""
 FEW_FILES = 1024
-"""Below the usual soft limit. A rank has one or two TCP connections to each rank that it meets: to four engines of 32
+"""The usual soft limit. A rank has one or two TCP connections to each rank that it meets: to four engines of 32
 ranks, 256."""
 DEFAULT_PORT = 5680
 """Of an engine's listener."""
@@ -134,7 +134,8 @@ def _version_of(package: str) -> str | None:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    case = "low" if soft != resource.RLIM_INFINITY and soft < FEW_FILES else "enough"
+    # An agent raises the soft limit.
+    case = "low" if hard != resource.RLIM_INFINITY and hard < FEW_FILES else "enough"
     return found("open-files", case, [f"soft limit {soft}, hard limit {hard}"])
 
 

@@ -510,6 +510,7 @@ impl Engine {
         self.answer_revocations(now);
         self.copy_pool.check(now);
         self.dispatch(now);
+        self.check_data_port(now);
     }
 
     /// When something is due by the clock.
@@ -521,6 +522,7 @@ impl Engine {
             self.streams.deadline(),
             self.copy_pool.deadline(),
             self.silence_deadline(),
+            self.data_port.deadline(),
         ];
         timers.into_iter().flatten().min()
     }

@@ -101,6 +101,7 @@ pub(crate) fn run(
     let mut thread = Thread {
         name,
         edges,
+        worker: 0,
         vain: 0,
         waker,
         looked_at: now,
@@ -169,6 +170,8 @@ struct Thread {
     name: String,
     /// Of the event fd of the engine's worker.
     edges: EdgeWait,
+    /// Which of the engine's workers that is.
+    worker: u64,
     /// How often the event fd woke the thread since there was any progress.
     vain: u32,
     waker: Waker,
@@ -228,6 +231,7 @@ impl Thread {
         if any {
             self.time_slice.work(now);
         }
+        self.follow(engine);
         let edges = self.vain >= VAIN_WAKES;
         let ucx = if edges { self.edges.fd() } else { engine.worker.event_fd().as_raw_fd() };
         let sleep = |until| Rest::Sleep(Sleep { until, now, ucx, edges, streams: engine.streams.fd(), spin });
@@ -251,6 +255,21 @@ impl Thread {
         let timers = [limit, busy, edges.then(|| now + EDGE_SLEEP), driven.wish, engine.deadline()];
         engine.stats.sleeps += 1;
         sleep(timers.into_iter().flatten().min())
+    }
+
+    /// Watches the engine's worker, if it is another one than before.
+    fn follow(&mut self, engine: &Engine) {
+        if self.worker == engine.workers {
+            return;
+        }
+        match EdgeWait::of(engine.worker.event_fd()) {
+            Ok(edges) => (self.edges, self.worker, self.vain) = (edges, engine.workers, 0),
+            Err(error) => {
+                // Until then every news of the descriptor wakes it.
+                self.vain = 0;
+                log::warn!("agent {}: {error}", self.name);
+            }
+        }
     }
 
     /// Lets other threads go first, in a short turn of the kernel's: a long one is behind them for as long.
@@ -344,6 +363,7 @@ mod tests {
         Thread {
             name: "a".to_owned(),
             edges: EdgeWait::of(driven.engine.worker.event_fd()).unwrap(),
+            worker: 0,
             vain: 0,
             waker: driven.engine.shared.waker.clone(),
             looked_at: now,

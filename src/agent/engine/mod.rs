@@ -6,6 +6,7 @@
 //! [`scheduler`] says which transfer posts next.
 
 mod commands;
+mod data_port;
 mod dispatch;
 pub(crate) mod driver;
 pub(crate) mod event_loop;
@@ -25,15 +26,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use self::data_port::DataPort;
 use self::warmup::warm_up;
 use super::command::Shared;
 use super::core::config::AgentConfig;
 use super::core::effect::Effects;
 use super::core::event::Event;
-use super::core::frame::{AM_ID, FRAME_BYTES};
 use super::core::ids::{PeerId, RegionId, TransferId};
 use super::core::in_flight::Operations;
-use super::core::limits::MAX_MESSAGE_BYTES;
 use super::core::regions::Regions;
 use super::core::request::TransferRequest;
 use super::core::revocations::Revocations;
@@ -43,7 +43,7 @@ use super::paths::device_copies::DeviceCopies;
 use super::paths::rdma_flush::RdmaFlush;
 use super::peers::secure::Secrets;
 use super::peers::{self, Local, Peers};
-use super::rpc::client::{Client, Placer};
+use super::rpc::client::Client;
 use super::rpc::staged::Staged;
 use super::streams::{self, Streams};
 use super::transfers::Transfers;
@@ -52,10 +52,10 @@ use crate::mem::{MemoryRange, cuda, ucx_error};
 use crate::net::local_addresses;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{AgentMetadata, MemoryKind};
-use crate::secret::{Key, sealed_len};
+use crate::secret::Key;
 use crate::sys::limits::{check_descriptors, check_shared_memory, check_threads, raise_open_files};
 use crate::sys::process::ProcessPlace;
-use crate::ucx::{self, MessageSink, Resource, Worker, WorkerOptions};
+use crate::ucx::{self, Resource, Worker};
 
 /// Descriptors that a start takes, with its warm-up, beside those for network devices.
 const START_DESCRIPTORS: u64 = 48;
@@ -97,7 +97,10 @@ pub(crate) struct Engine {
     staged: Staged,
     rdma_flush: RdmaFlush,
     revocations: Revocations,
+    data_port: DataPort,
     worker: Worker,
+    /// How many workers this one has replaced.
+    workers: u64,
     regions: Regions,
     context: Arc<ucx::Context>,
 }
@@ -108,22 +111,21 @@ impl Engine {
         // UCX asks the driver for memory when it looks at the devices, and later.
         cuda::stay_out_of_captures();
         check_limits(&config.name)?;
-        let context = ucx_settings::open(&config, secrets.is_keyed())?.context;
-        // Where nobody had used the driver, UCX has now.
-        cuda::stay_out_of_captures();
-        let longest = MAX_MESSAGE_BYTES + FRAME_BYTES;
-        let max_message = if secrets.is_keyed() { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
-        if context.resources().iter().any(Resource::is_shared_memory) {
-            check_shared_memory(SHARED_BYTES * if config.rehearse { 2 } else { 1 })?;
-        }
-        let options = WorkerOptions { name: config.name.clone(), max_message };
-        let worker = Worker::with_options(&context, &options).map_err(ucx_error)?;
         let rpc = Rc::<RefCell<Client>>::default();
-        // What comes sealed must be opened first.
-        let sink = (!secrets.is_keyed()).then(|| Rc::new(Placer(Rc::clone(&rpc))) as Rc<dyn MessageSink>);
-        worker.accept_messages(AM_ID, sink).map_err(ucx_error)?;
+        let is_keyed = secrets.is_keyed();
+        let (context, worker, data_port) = data_port::open(&config, is_keyed, |context| {
+            // Where nobody had used the driver, UCX has now.
+            cuda::stay_out_of_captures();
+            if context.resources().iter().any(Resource::is_shared_memory) {
+                check_shared_memory(SHARED_BYTES * if config.rehearse { 2 } else { 1 })?;
+            }
+            data_port::make_worker(&config, is_keyed, &rpc, context)
+        })?;
         if config.rehearse {
-            warm_up(&config.name, &worker);
+            match data_port.spare_context() {
+                Ok(context) => warm_up(&config.name, &worker, &context),
+                Err(error) => log::info!("agent {}: first connections will take longer: {error}", config.name),
+            }
         }
         let local = Local {
             name: config.name.clone(),
@@ -156,7 +158,9 @@ impl Engine {
             revocations: Revocations::default(),
             regions: Regions::new(shared.live.ids.salt()),
             config,
+            data_port,
             worker,
+            workers: 0,
             context,
         })
     }

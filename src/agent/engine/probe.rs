@@ -1,5 +1,8 @@
 //! What an agent would have to work with, without starting one.
 
+use std::collections::BTreeSet;
+
+use super::data_port;
 use super::ucx_devices::NetDevice;
 use super::ucx_settings;
 use crate::agent::core::config::AgentConfig;
@@ -33,7 +36,8 @@ impl Probe {
     pub fn of(config: &AgentConfig) -> Result<Probe> {
         config.validate()?;
         let is_keyed = Key::configured(config.key_file.as_deref())?.is_some();
-        let ucx_settings::Opened { context, devices } = ucx_settings::open(config, is_keyed)?;
+        let ucx_settings::Opened { context, devices, .. } =
+            ucx_settings::open(config, is_keyed, data_port::choose(config, &BTreeSet::new())?)?;
         Ok(Probe {
             ucx: context.library().info().clone(),
             resources: context.resources(),

@@ -12,6 +12,8 @@ use crate::ucx::{Context, ContextConfig, Library, MAX_PARTS, UcxError, configure
 
 /// UCX's setting of the network devices to use.
 const NET_DEVICES: &str = "NET_DEVICES";
+/// UCX's setting of the ports at which its TCP listens.
+const PORT_RANGE: &str = "TCP_PORT_RANGE";
 
 /// Room in a segment for what a message has beside a chunk's bytes: headers, the list of pieces of a write, a seal.
 const SEGMENT_EXTRA: u64 = 64 << 10;
@@ -31,13 +33,21 @@ pub(crate) struct Opened {
     pub(crate) context: Arc<Context>,
     /// The network devices of this host, those that UCX does not get included.
     pub(crate) devices: Vec<NetDevice>,
+    /// The context's settings.
+    pub(crate) asked: ContextConfig,
 }
 
-/// Opens UCX and makes the context that the settings ask for.
+/// Has UCX's TCP devices listen at `port`, each at its own address; at any port each if `None`.
+pub(super) fn set_port(asked: &mut ContextConfig, port: Option<u16>) {
+    asked.if_known.retain(|(name, _)| name != PORT_RANGE);
+    asked.if_known.push((PORT_RANGE.to_owned(), port.unwrap_or(0).to_string()));
+}
+
+/// Opens UCX and makes the context that the settings ask for, whose workers listen at `port`; where UCX likes if `None`.
 ///
 /// With a key and TCP only, where transfers are served by the agents' own messages, UCX gets no part in reading or writing
 /// memory: its emulation would serve whoever speaks its protocol.
-pub(crate) fn open(config: &AgentConfig, is_keyed: bool) -> Result<Opened> {
+pub(crate) fn open(config: &AgentConfig, is_keyed: bool, port: Option<u16>) -> Result<Opened> {
     let library = Library::open(config.ucx_lib.as_deref()).map_err(ucx_error)?;
     let settings: Vec<(String, String)> =
         config.ucx.iter().map(|(name, value)| (name.clone(), value.clone())).collect();
@@ -50,13 +60,14 @@ pub(crate) fn open(config: &AgentConfig, is_keyed: bool) -> Result<Opened> {
         None if chosen("TLS")?.is_none() => Some(DEFAULT_TLS.to_owned()),
         tls => tls,
     };
-    let asked = ContextConfig {
+    let mut asked = ContextConfig {
         tls: tls.clone(),
         settings,
         if_known: settings_if_known(config, library.info().number),
         messages_only: is_keyed && config.transport == Transport::Tcp,
         name: config.name.clone(),
     };
+    set_port(&mut asked, port);
     let opened = with_devices(config, &asked, library.info().number, chosen("NET_DEVICES")?.as_deref())?;
     log::info!(
         "agent {}: {}; transports: {}; memory: {}",
@@ -130,7 +141,7 @@ fn with_devices(
             device.why
         );
     }
-    Ok(Opened { context, devices })
+    Ok(Opened { context, devices, asked })
 }
 
 /// UCX's settings by name and value that every agent has where its UCX knows them: what nobody has set otherwise, and what

@@ -8,31 +8,32 @@
 //!
 //! UCX tells peers of other hosts apart by their addresses, and weighs anew for the first of them.
 
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::agent::core::frame::{AM_ID, FRAME_BYTES};
 use crate::agent::core::limits::CHUNK_BYTES;
-use crate::ucx::{CloseRequest, UcxError, Worker, WorkerOptions};
+use crate::ucx::{CloseRequest, Context, UcxError, Worker, WorkerOptions};
 
 /// Longest time for the messages of one meeting, and for its end. It takes some hundredths of a second.
 const LIMIT: Duration = Duration::from_secs(5);
 /// Bytes of the messages: UCX chooses a protocol for each range of lengths.
 const LENGTHS: [usize; 3] = [256, 16 << 10, CHUNK_BYTES as usize];
 
-/// Connects to a stand-in. What goes wrong is no harm: then the first peer waits.
-pub(crate) fn warm_up(name: &str, worker: &Worker) {
+/// Connects to a stand-in of `context`, which has the settings of the worker's. What goes wrong is no harm: then the first peer waits.
+pub(crate) fn warm_up(name: &str, worker: &Worker, context: &Arc<Context>) {
     let begun = Instant::now();
-    match meet(worker) {
+    match meet(worker, context) {
         Ok(()) => log::debug!("agent {name}: rehearsed a connection for {:?}", begun.elapsed()),
         Err(error) => log::info!("agent {name}: first connections will take longer, rehearsing one failed: {error}"),
     }
 }
 
-/// Connects to a new worker of the same context, talks, and parts.
-fn meet(worker: &Worker) -> Result<(), UcxError> {
+/// Connects to a new worker of `context`, talks, and parts.
+fn meet(worker: &Worker, context: &Arc<Context>) -> Result<(), UcxError> {
     let options = WorkerOptions { name: "stand-in".to_owned(), max_message: CHUNK_BYTES as usize };
-    let stand_in = Worker::with_options(worker.context(), &options)?;
+    let stand_in = Worker::with_options(context, &options)?;
     stand_in.accept_messages(AM_ID, None)?;
     let there = worker.connect(&stand_in.address()?, "stand-in")?;
     let back = stand_in.connect(&worker.address()?, "stand-in")?;

@@ -112,6 +112,8 @@ pub(crate) struct Peers {
     pub(crate) withdrawn: Withdrawn,
     /// Whether no more are connected to.
     is_shut: bool,
+    /// Whether none are connected to for now.
+    is_paused: bool,
     /// Of messages that are dropped.
     drop_log: LogLimit,
 }
@@ -132,6 +134,7 @@ impl Peers {
             gone: Gone::default(),
             withdrawn: Withdrawn::default(),
             is_shut: false,
+            is_paused: false,
             drop_log: LogLimit::default(),
         }
     }
@@ -207,9 +210,17 @@ impl Peers {
         (self.is_shut, self.flush_until) = (true, flush_until);
     }
 
+    /// Whether none are connected to from now on, because UCX's worker is replaced.
+    pub(crate) fn pause(&mut self, is_paused: bool) {
+        self.is_paused = is_paused;
+    }
+
     fn check_open(&self) -> Result<()> {
         if self.is_shut {
             return Err(Error::new(ErrorKind::ShutDown, "the agent is shutting down"));
+        }
+        if self.is_paused {
+            return Err(Error::new(ErrorKind::Unreachable, "this agent opens its data port anew; connect again"));
         }
         Ok(())
     }

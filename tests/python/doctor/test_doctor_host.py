@@ -78,7 +78,7 @@ def test_few_open_files_and_the_default_port_which_is_an_engines() -> None:
         # Whoever else has it will do.
         with suppress(OSError):
             held.enter_context(socket.create_server(("0.0.0.0", 5680)))
-        told = doctor(within=["sh", "-c", 'ulimit -Sn 256 && exec "$@"', "sh"])
+        told = doctor(within=["sh", "-c", 'ulimit -n 256 && exec "$@"', "sh"])
     assert told["port"]["case"] == "in-use", told["port"]
     assert any("port 5680" in line for line in told["port"]["evidence"])
     assert told["open-files"]["case"] == "low"

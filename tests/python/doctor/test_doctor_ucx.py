@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,14 @@ def test_a_device_that_does_not_exist_is_told_with_those_that_do() -> None:
     assert told["transports"]["case"] == "none", told.troubles
     assert "UCX_NET_DEVICES=nosuchdevice0 names no network device of this host" in told["transports"]["evidence"][0]
     assert "unset UCX_NET_DEVICES: this machine has " in told["transports"]["remedy"]
+
+
+def test_a_used_up_port_range_is_told() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as held:
+        port = held.getsockname()[1]
+        told = doctor("--config", '{"port": 0}', UCX_TCP_PORT_RANGE=str(port))
+    assert told["transports"]["case"] == "failed", told.troubles
+    assert f"every port of UCX_TCP_PORT_RANGE, {port}-{port}, is in use" in told["transports"]["evidence"][0]
 
 
 def test_network_devices_are_told_with_reasons() -> None:

@@ -158,7 +158,8 @@ MACHINE: dict[str, Kind] = {
     ),
     "open-files": Kind(
         "open files",
-        "RLIMIT_NOFILE: every connection takes descriptors.",
+        "RLIMIT_NOFILE: every connection takes descriptors. An agent raises the soft limit to the hard one, up to "
+        "65536.",
         {
             "enough": Case("ok", "Enough files may be open."),
             "low": Case(

@@ -1,0 +1,339 @@
+//! The port at which UCX listens, and what keeps it open.
+//!
+//! UCX listens on each of its TCP devices. It chooses the ports itself, tries for ever where those that it may take are used
+//! up, and closes a socket for good when it cannot accept a connection, as without a free descriptor. So the agent chooses:
+//! one port, which is free at all addresses of this host. It keeps some descriptors in reserve, ends connections of strangers
+//! that say nothing when descriptors become few, and looks now and then whether UCX still listens. If not, it gives its peers
+//! up and makes a new worker at the same port, because peers have the port in metadata that was handed out long ago. A broken
+//! connection heals by a new handshake.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use super::Engine;
+use super::ucx_settings::{self, Opened};
+use crate::agent::core::config::AgentConfig;
+use crate::agent::core::frame::{AM_ID, FRAME_BYTES};
+use crate::agent::core::limits::MAX_MESSAGE_BYTES;
+use crate::agent::rpc::client::{Client, Placer};
+use crate::error::{Error, ErrorKind, Result};
+use crate::log_limit::LogLimit;
+use crate::mem::ucx_error;
+use crate::net::{is_reachable, local_addresses};
+use crate::secret::sealed_len;
+use crate::sys::limits::{open_files, raise_open_files};
+use crate::sys::ports::{Listening, end_silent, forget_at_close, free_port, listening_at};
+use crate::ucx::{Context, ContextConfig, MessageSink, Worker, WorkerOptions};
+
+/// How often the port is looked at.
+const LOOK: Duration = Duration::from_secs(2);
+/// How often, while connections end so that it can be opened anew.
+const ENDING_LOOK: Duration = Duration::from_millis(10);
+/// How long until the next try to open it anew.
+const RETRY: Duration = Duration::from_secs(1);
+/// Ports that others may take between the look and UCX's own.
+const TRIES: usize = 16;
+/// How often a range is looked through where all its ports seem to be used: others look too, and hold a port meanwhile.
+const RANGE_TRIES: usize = 20;
+const RANGE_WAIT: Duration = Duration::from_millis(50);
+/// Descriptors that the agent keeps for itself, for what follows when there are no others.
+const RESERVE: usize = 16;
+/// Fewer free descriptors than this are few.
+const FEW: u64 = 96;
+/// Bytes that somebody sends who speaks UCX's protocol at all, and the time that a stranger may take for more.
+const MAGIC_BYTES: u64 = 8;
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// What is being done about the port.
+enum State {
+    Open,
+    /// Connections end; then it is opened anew.
+    Lost,
+}
+
+/// The port, and what UCX listens with.
+pub(super) struct DataPort {
+    /// `None` where UCX chooses.
+    port: Option<u16>,
+    /// The context's settings.
+    asked: ContextConfig,
+    listeners: Vec<Listening>,
+    state: State,
+    next_look: Instant,
+    reserve: Vec<OwnedFd>,
+    /// Sockets that UCX has closed and goes on knowing by their numbers: it makes no new one of the same number.
+    closed: Vec<Listening>,
+    /// Such numbers, kept from being used again.
+    occupied: Vec<OwnedFd>,
+    log: LogLimit,
+}
+
+/// The addresses that a port must be free at: all those by which this host is reached.
+fn addresses() -> Vec<IpAddr> {
+    let found = local_addresses().unwrap_or_default().into_iter().map(|address| address.ip);
+    found.filter(|ip| ip.is_loopback() || is_reachable(*ip)).collect()
+}
+
+/// Chooses a port of the configured range, none of `taken`; `None` leaves it to UCX.
+///
+/// # Errors
+/// [`ErrorKind::Exhausted`] where every port of the range is in use.
+pub(super) fn choose(config: &AgentConfig, taken: &BTreeSet<u16>) -> Result<Option<u16>> {
+    let addresses = addresses();
+    let range = config.tcp_ports();
+    let start = getrandom::u64().unwrap_or_default();
+    let find = || free_port(&addresses, range.as_ref(), start, |port| !taken.contains(&port));
+    match &range {
+        None => Ok(find()),
+        Some(range) => find_patiently(find).map(Some).ok_or_else(|| used_up(range, &addresses)),
+    }
+}
+
+fn find_patiently(find: impl Fn() -> Option<u16>) -> Option<u16> {
+    (0..RANGE_TRIES).find_map(|tries| {
+        if tries > 0 {
+            sleep(RANGE_WAIT);
+        }
+        find()
+    })
+}
+
+fn used_up(range: &RangeInclusive<u16>, addresses: &[IpAddr]) -> Error {
+    let at: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    Error::new(
+        ErrorKind::Exhausted,
+        format!(
+            "every port of UCX_TCP_PORT_RANGE, {}-{}, is in use at {}: each agent, of which an engine has one for each rank, \
+             needs a port for UCX and one for streams; give a wider range, or end what has the ports",
+            range.start(),
+            range.end(),
+            at.join(" or ")
+        ),
+    )
+}
+
+/// Opens UCX at a port of the agent's choice, with a worker that `make` makes of a context.
+pub(super) fn open(
+    config: &AgentConfig,
+    is_keyed: bool,
+    make: impl Fn(&Arc<Context>) -> Result<Worker>,
+) -> Result<(Arc<Context>, Worker, DataPort)> {
+    let mut taken = BTreeSet::new();
+    loop {
+        let port = choose(config, &taken)?;
+        let Opened { context, asked, .. } = ucx_settings::open(config, is_keyed, port)?;
+        match (make(&context), port) {
+            (Ok(worker), _) => return Ok((context, worker, DataPort::new(port, asked))),
+            // Somebody was faster.
+            (Err(_), Some(port))
+                if taken.len() < TRIES && free_port(&addresses(), Some(&(port..=port)), 0, |_| true).is_none() =>
+            {
+                taken.insert(port);
+            }
+            (Err(error), _) => return Err(error),
+        }
+    }
+}
+
+/// Makes an agent's worker.
+pub(super) fn make_worker(
+    config: &AgentConfig,
+    is_keyed: bool,
+    rpc: &Rc<RefCell<Client>>,
+    context: &Arc<Context>,
+) -> Result<Worker> {
+    let longest = MAX_MESSAGE_BYTES + FRAME_BYTES;
+    let max_message = if is_keyed { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
+    let options = WorkerOptions { name: config.name.clone(), max_message };
+    let worker = Worker::with_options(context, &options).map_err(ucx_error)?;
+    // What comes sealed must be opened first.
+    let sink = (!is_keyed).then(|| Rc::new(Placer(Rc::clone(rpc))) as Rc<dyn MessageSink>);
+    worker.accept_messages(AM_ID, sink).map_err(ucx_error)?;
+    Ok(worker)
+}
+
+impl DataPort {
+    fn new(port: Option<u16>, asked: ContextConfig) -> Self {
+        let listeners = port.map(listening_at).unwrap_or_default();
+        let mut new = DataPort {
+            port,
+            asked,
+            listeners,
+            state: State::Open,
+            next_look: Instant::now() + LOOK,
+            reserve: Vec::new(),
+            closed: Vec::new(),
+            occupied: Vec::new(),
+            log: LogLimit::default(),
+        };
+        new.keep_reserve();
+        new
+    }
+
+    /// A context that listens at any port, for a worker beside the agent's.
+    ///
+    /// # Errors
+    /// UCX's.
+    pub(super) fn spare_context(&self) -> Result<Arc<Context>> {
+        let mut asked = self.asked.clone();
+        ucx_settings::set_port(&mut asked, None);
+        Context::new(&asked).map_err(ucx_error)
+    }
+
+    /// When the port is to be looked at.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        (!self.listeners.is_empty()).then_some(self.next_look)
+    }
+
+    fn keep_reserve(&mut self) {
+        let missing = RESERVE.saturating_sub(self.reserve.len());
+        let more = (0..missing).map_while(|_| File::open("/dev/null").ok().map(OwnedFd::from));
+        self.reserve.extend(more);
+    }
+
+    /// Makes room where descriptors are few.
+    fn relieve(&mut self, name: &str, now: Instant) {
+        // The system gives the lowest number that is free.
+        let lowest = File::open("/dev/null").map_or(u64::MAX, |file| file.as_raw_fd().unsigned_abs().into());
+        if open_files().saturating_sub(lowest) > FEW {
+            return self.keep_reserve();
+        }
+        raise_open_files();
+        self.reserve.clear();
+        let ended = self.port.map_or(0, |port| end_silent(port, MAGIC_BYTES, SILENCE));
+        if let Some(left_out) = self.log.pass(now) {
+            log::warn!(
+                "agent {name}: this process has few of the {} files left that it may open; {ended} connections to the data \
+                 port that said nothing were ended; raise the limit (ulimit -n) ({left_out} such lines left out)",
+                open_files()
+            );
+        }
+    }
+
+    /// Keeps numbers that UCX goes on knowing from being used again; those that somebody else has now, once they are free.
+    fn occupy(&mut self) {
+        let occupied = &mut self.occupied;
+        self.closed.retain(|closed| match closed.occupy() {
+            Some(number) => {
+                occupied.push(number);
+                false
+            }
+            None => true,
+        });
+    }
+
+    fn lost(&self) -> Vec<&Listening> {
+        self.listeners.iter().filter(|listener| !listener.is_open()).collect()
+    }
+}
+
+impl Engine {
+    /// Looks after the port.
+    pub(super) fn check_data_port(&mut self, now: Instant) {
+        if self.closing.is_some() || self.data_port.deadline().is_none_or(|at| now < at) {
+            return;
+        }
+        match self.data_port.state {
+            State::Open => {
+                self.data_port.next_look = now + LOOK;
+                self.data_port.relieve(&self.config.name, now);
+                self.data_port.occupy();
+                if !self.data_port.lost().is_empty() {
+                    self.give_up_peers(now);
+                }
+            }
+            State::Lost => {
+                self.data_port.next_look = now + ENDING_LOOK;
+                let is_over = self.worker.in_flight() == 0 && self.peers.have_closed();
+                if is_over && self.transfers.in_flight().operations == 0 {
+                    self.reopen_data_port(now);
+                }
+            }
+        }
+    }
+
+    /// Gives all peers up, so that the worker can be replaced.
+    fn give_up_peers(&mut self, now: Instant) {
+        let lost: Vec<String> = self.data_port.lost().iter().map(|listener| listener.address.to_string()).collect();
+        log::error!(
+            "agent {}: UCX listens no more at {}, as when a process can open no more files; its connections are given up, and \
+             the data port is opened anew",
+            self.config.name,
+            lost.join(" and ")
+        );
+        let closed: Vec<Listening> = self.data_port.lost().into_iter().cloned().collect();
+        self.data_port.closed.extend(closed);
+        if let Some(port) = self.data_port.port {
+            forget_at_close(port);
+        }
+        self.data_port.state = State::Lost;
+        self.peers.pause(true);
+        let error = Error::new(
+            ErrorKind::PeerDied,
+            "this agent's data port was lost, and its connections were given up to open it anew; connect again",
+        );
+        for id in self.peers.ids() {
+            self.effects.lose(id, error.clone());
+        }
+        self.dispatch(now);
+    }
+
+    /// Replaces the worker, which nothing uses any more, by one that listens at the same port.
+    fn reopen_data_port(&mut self, now: Instant) {
+        // UCX takes some.
+        self.data_port.reserve.clear();
+        self.data_port.occupy();
+        match self.replace_worker() {
+            Ok(()) => {
+                log::warn!("agent {}: the data port is open again", self.config.name);
+                self.data_port.listeners = self.data_port.port.map(listening_at).unwrap_or_default();
+                self.data_port.state = State::Open;
+                self.data_port.next_look = now + LOOK;
+                self.data_port.keep_reserve();
+                self.peers.pause(false);
+            }
+            Err(error) => {
+                if let Some(left_out) = self.data_port.log.pass(now) {
+                    log::error!(
+                        "agent {}: the data port cannot be opened anew: {error}; it is tried again ({left_out} such lines \
+                         left out)",
+                        self.config.name
+                    );
+                }
+                self.data_port.next_look = now + RETRY;
+            }
+        }
+    }
+
+    fn replace_worker(&mut self) -> Result<()> {
+        if let Some(port) = self.data_port.port {
+            forget_at_close(port);
+        }
+        // One for the time in which neither has the port.
+        let interim = self.make_worker(&self.data_port.spare_context()?)?;
+        self.install(interim);
+        // Numbers that connections of the old one had.
+        self.data_port.occupy();
+        let worker = self.make_worker(&self.context)?;
+        self.install(worker);
+        Ok(())
+    }
+
+    fn make_worker(&self, context: &Arc<Context>) -> Result<Worker> {
+        make_worker(&self.config, self.peers.are_keyed(), &self.rpc, context)
+    }
+
+    /// Ends the worker that there is, and takes another one.
+    fn install(&mut self, worker: Worker) {
+        drop(std::mem::replace(&mut self.worker, worker));
+        self.workers += 1;
+    }
+}
