@@ -186,8 +186,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_invalid_blocks()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Figures since the last call, None if there are none. The scheduler role has none."""
-        return None if self._worker_side is None else self._worker_side.take_stats()
+        """Figures since the last call, None if there are none. vLLM adds up those of both roles."""
+        if self._worker_side is not None:
+            return self._worker_side.take_stats()
+        return self._scheduler.take_stats()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This step's reports for the scheduler side."""

@@ -15,6 +15,7 @@ from .geometry import TokenShare, transfer_groups
 from .host_buffer import CopyList
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
+from .stats import KvferryStats
 from .support import check_multi_turn, check_served, has_host_buffer, writes_late
 from .under_way import Progress
 
@@ -81,6 +82,9 @@ class SchedulerSide:
         self._fails_load_errors: bool = transfer.kv_load_failure_policy == "fail"
         self._refusals: dict[str, str] = {}
         self._refused_loads: dict[str, RefusedLoad] = {}
+        # Since the last `take_stats`.
+        self._local_requests = 0
+        self._counts = bool(options.worker.get("telemetry", True))
         # Requests of refused loads that the workers have not reported yet.
         self._unreported: set[str] = set()
         # Whether the next step grants leases.
@@ -189,6 +193,9 @@ class SchedulerSide:
                 # What is under way is on the device only.
                 self._progress.add(request.request_id, name, request.num_prompt_tokens)
         params = self._to_load(request)
+        if not asked and (params is None or not self._loads):
+            # Where a hand-over was meant, nothing else tells: nothing fails.
+            self._local_requests += self._counts
         if params is None or request.request_id in self._others:
             return
         if not self._loads:
@@ -462,6 +469,13 @@ class SchedulerSide:
                 self._unreported.discard(request)
             else:
                 self._scheduler.over(request, "recving")
+
+    def take_stats(self) -> KvferryStats | None:
+        """Figures since the last call, None if there are none."""
+        if not self._local_requests:
+            return None
+        taken, self._local_requests = self._local_requests, 0
+        return KvferryStats({"local_requests": taken})
 
     def shutdown(self) -> None:
         """Stops the handshake listener. May be called again."""

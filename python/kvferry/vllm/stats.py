@@ -73,6 +73,7 @@ class KvferryStats(KVConnectorStats):
             "Avg confirm time (ms)": _average_ms(data, "confirm_time"),
             # A load's time begins when its prefill is over.
             "Throughput (MB/s)": round(max(megabytes - ahead, 0) / seconds, 1) if seconds else 0,
+            "Requests without a hand-over": data.get("local_requests", 0),
             "Sends granted": data.get("sends_granted", 0),
             "Sends read": data.get("sends_read", 0),
             "Sends released": data.get("sends_released", 0),

@@ -106,6 +106,9 @@ pub const METRICS: &[Metric] = &[
         "KV cache receives that succeeded, one per request and rank."),
     worker("recv_failures", Kind::CounterByCause, "recv_failures", "receives",
         "KV cache receives that failed, by cause, one per request and rank."),
+    worker("local_requests", Kind::Counter, "local_requests", "requests",
+        "Requests without a hand-over, because their kv_transfer_params ask for none that the engine's kv_role serves: their \
+         prompts are computed here and not kept. Counted by vLLM's connector, once per request."),
     worker("bytes", Kind::Counter, "bytes", "bytes", "Bytes of KV cache received."),
     worker("ahead_bytes", Kind::Counter, "ahead_bytes", "bytes",
         "Bytes of KV cache whose reads began before the end of the prefill was known."),

@@ -27,6 +27,8 @@ pub struct Stats {
     pub recvs: u64,
     /// Receives that failed, by cause.
     pub recv_failures: BTreeMap<Cause, u64>,
+    /// Requests without a hand-over. A host counts them: a worker does not hear of them.
+    pub local_requests: u64,
     /// Bytes received.
     pub bytes: u64,
     /// Of these, those whose reads began before the end of the prefill was known.
@@ -80,6 +82,7 @@ impl Stats {
         let Stats {
             recvs,
             recv_failures,
+            local_requests,
             bytes,
             ahead_bytes,
             blocks,
@@ -105,6 +108,7 @@ impl Stats {
         } = other;
         for (sum, more) in [
             (&mut self.recvs, recvs),
+            (&mut self.local_requests, local_requests),
             (&mut self.bytes, bytes),
             (&mut self.ahead_bytes, ahead_bytes),
             (&mut self.blocks, blocks),
@@ -168,6 +172,7 @@ mod tests {
         Stats {
             recvs: 2 * n,
             recv_failures: BTreeMap::from([(Cause::Timeout, 3 * n), (Cause::Aborted, n % 2)]),
+            local_requests: 101 * n,
             bytes: 5 * n,
             ahead_bytes: 97 * n,
             blocks: 7 * n,
