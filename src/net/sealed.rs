@@ -5,9 +5,11 @@
 //! channel that is gone. And nothing in it can be opened by who learns the key later.
 
 use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
 
 use super::Address;
 use crate::error::{Error, ErrorKind, Result};
+use crate::log_limit::LogLimit;
 use crate::proto::handshake::Asker;
 use crate::proto::latest::Latest;
 use crate::proto::wire::limits::{MAX_REPLY_BYTES, MAX_REQUEST_BYTES};
@@ -136,6 +138,7 @@ pub struct Gate {
     /// Of requests whose replies come later, in the order in which they came.
     later: HashMap<Asker, VecDeque<(u64, Channel)>>,
     seen: Latest<[u8; EPHEMERAL_BYTES], ()>,
+    log: LogLimit,
 }
 
 impl Gate {
@@ -154,7 +157,26 @@ impl Gate {
                 crate::secret::ENV
             );
         }
-        Gate { key, channels: Latest::new(MAX_CHANNELS), later: HashMap::new(), seen: Latest::new(MAX_SEEN) }
+        Gate {
+            key,
+            channels: Latest::new(MAX_CHANNELS),
+            later: HashMap::new(),
+            seen: Latest::new(MAX_SEEN),
+            log: LogLimit::default(),
+        }
+    }
+
+    /// The refusal of a request, which is logged too: of a wrong key the owner of this side would learn nothing else.
+    fn refuse(&mut self, code: RefusalCode, message: &str) -> Vec<u8> {
+        if let Some(left_out) = self.log.pass(Instant::now()) {
+            let more = if left_out == 0 { String::new() } else { format!(" ({left_out} such lines left out)") };
+            log::warn!("kvferry listener: a request was refused: {message}{more}");
+        }
+        HandshakeReply::Refused { id: 0, code, message: message.to_owned() }.to_bytes().unwrap_or_default()
+    }
+
+    fn refuse_key(&mut self, error: &Error) -> Vec<u8> {
+        self.refuse(RefusalCode::Key, error.message())
     }
 
     /// Answers any bytes: with what `answer` makes of the request in them if it may pass, else with a refusal.
@@ -170,12 +192,12 @@ impl Gate {
         answer: impl FnOnce(&[u8]) -> Option<Vec<u8>>,
     ) -> Option<Vec<u8>> {
         if let Some(error) = check_version(request) {
-            return Some(refusal(RefusalCode::Version, error.message()));
+            return Some(self.refuse(RefusalCode::Version, error.message()));
         }
         let sealed = split(request);
         let Some(key) = self.key.clone() else {
             if sealed.is_some() {
-                return Some(refusal(
+                return Some(self.refuse(
                     RefusalCode::Key,
                     "a sealed request came, and this listener has no key: give both engines the same key file \
                      (key_file, KVFERRY_KEY_FILE), or none",
@@ -185,13 +207,13 @@ impl Gate {
         };
         match sealed {
             Some((Kind::Open, number, message)) => {
-                Some(self.open(&key, number, message).unwrap_or_else(|e| refused(&e)))
+                Some(self.open(&key, number, message).unwrap_or_else(|e| self.refuse_key(&e)))
             }
             Some((Kind::Ask, number, message)) => {
-                self.ask(asker, number, message, answer).unwrap_or_else(|e| Some(refused(&e)))
+                self.ask(asker, number, message, answer).unwrap_or_else(|e| Some(self.refuse_key(&e)))
             }
-            Some(_) => Some(refusal(RefusalCode::Key, "a frame that only listeners send")),
-            None => Some(refusal(
+            Some(_) => Some(self.refuse(RefusalCode::Key, "a frame that only listeners send")),
+            None => Some(self.refuse(
                 RefusalCode::Key,
                 "this listener takes sealed requests only: give both engines the same key file (key_file, \
                  KVFERRY_KEY_FILE)",
@@ -212,7 +234,7 @@ impl Gate {
         }
         match channel.sealer.seal(&[], &clear) {
             Ok((_, sealed)) => Some(frame(Kind::Reply, number, &[&sealed])),
-            Err(e) => Some(refused(&e)),
+            Err(e) => Some(self.refuse_key(&e)),
         }
     }
 
@@ -257,15 +279,6 @@ impl Gate {
         let (_, sealed) = channel.sealer.seal(&[], &reply)?;
         Ok(Some(frame(Kind::Reply, number, &[&sealed])))
     }
-}
-
-fn refused(error: &Error) -> Vec<u8> {
-    refusal(RefusalCode::Key, error.message())
-}
-
-fn refusal(code: RefusalCode, message: &str) -> Vec<u8> {
-    log::debug!("kvferry listener: refused a request: {message}");
-    HandshakeReply::Refused { id: 0, code, message: message.to_owned() }.to_bytes().unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -79,16 +79,6 @@ impl Context {
         let settings = config.all_settings()?;
         // UCX's list of settings grows while it loads modules, which is when the first context is made.
         let _one_at_a_time = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
-        let ucx_config = UcxConfig::read(library)?;
-        for (name, value) in &settings {
-            ucx_config.modify(name, value)?;
-        }
-        for (name, value) in &config.if_known {
-            match ucx_config.modify(name, value) {
-                Err(error) if error.status == Status::NO_ELEM => {}
-                done => done?,
-            }
-        }
         let name = c_string("context name", &config.name)?;
         // SAFETY: all-zero is valid for this C structure of integers, pointers and nullable functions.
         let mut params: ucp_params_t = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -101,16 +91,17 @@ impl Context {
         params.features = u64::from(one_sided | ucx_sys::UCP_FEATURE_AM.0 | ucx_sys::UCP_FEATURE_WAKEUP.0);
         params.mt_workers_shared = 1;
         params.name = name.as_ptr();
-        let mut handle = ptr::null_mut();
-        // SAFETY: the configuration and the parameters live during the call, which copies them. The interface
-        // version is the oldest accepted one, because no field newer than that is used.
-        let status =
-            unsafe { library.api().ucp_init_version(OLDEST.0, OLDEST.1, &params, ucx_config.handle, &mut handle) };
-        let status = Status::from_raw(status);
-        if !status.is_ok() {
-            check_known(library, &settings)?;
+        let mut handle = init(library, &params, &settings, &config.if_known)?;
+        if library.info().number < SILENT {
+            // UCX warns at each worker of settings of modules that it lacks. Which those are is known now.
+            let known = library::known_settings(library);
+            let if_known: Vec<_> = config.if_known.iter().filter(|(name, _)| known.contains(name)).cloned().collect();
+            if !known.is_empty() && if_known.len() < config.if_known.len() {
+                // SAFETY: nothing has been made of the context, and the handle is replaced.
+                unsafe { library.api().ucp_cleanup(handle) };
+                handle = init(library, &params, &settings, &if_known)?;
+            }
         }
-        status.check("ucp_init", || explain(&settings))?;
         MAKER.store(process::id(), Ordering::Relaxed);
         LIVING.fetch_add(1, Ordering::Relaxed);
         let mut context = Self { library, handle, memory_types: MemoryTypes(0) };
@@ -184,6 +175,38 @@ impl ContextConfig {
         }
         Ok(all)
     }
+}
+
+/// The first UCX that is silent about settings that none of its modules has.
+const SILENT: (u32, u32, u32) = (1, 22, 0);
+
+/// UCX's context with `settings`, which it must know, and those of `if_known` that it knows before its modules are loaded.
+fn init(
+    library: &'static Library,
+    params: &ucp_params_t,
+    settings: &[(String, String)],
+    if_known: &[(String, String)],
+) -> Result<ucp_context_h, UcxError> {
+    let ucx_config = UcxConfig::read(library)?;
+    for (name, value) in settings {
+        ucx_config.modify(name, value)?;
+    }
+    for (name, value) in if_known {
+        match ucx_config.modify(name, value) {
+            Err(error) if error.status == Status::NO_ELEM => {}
+            done => done?,
+        }
+    }
+    let mut handle = ptr::null_mut();
+    // SAFETY: the configuration and the parameters live during the call, which copies them. The interface
+    // version is the oldest accepted one, because no field newer than that is used.
+    let status = unsafe { library.api().ucp_init_version(OLDEST.0, OLDEST.1, params, ucx_config.handle, &mut handle) };
+    let status = Status::from_raw(status);
+    if !status.is_ok() {
+        check_known(library, settings)?;
+    }
+    status.check("ucp_init", || explain(settings))?;
+    Ok(handle)
 }
 
 fn explain(settings: &[(String, String)]) -> String {

@@ -495,6 +495,21 @@ fn an_engine_that_falls_asleep_gives_back_what_it_loads_and_nothing_that_waits()
 }
 
 #[test]
+fn an_unanswered_read_names_the_request() {
+    let mut w = worker(config());
+    let (_, token) = reading(&mut w, "a");
+    w.handle_transfer_done(Time(70), token, Ok(figures()));
+    done_serial(&mut w);
+    w.handle_timeout(Time(70 + config().verdict_timeout_ms * MS));
+    let report = w.poll_report().unwrap();
+    let failure = report.failed_recving.first().unwrap();
+    assert_eq!(failure.cause, Cause::Timeout);
+    for part in ["no verdict within", "engine p has granted no lease of request p-a", "remote_request_id"] {
+        assert!(failure.message.contains(part), "{part:?} is not in {}", failure.message);
+    }
+}
+
+#[test]
 fn a_hold_does_not_last_forever() {
     let mut w = worker(WorkerConfig { hold_timeout_ms: 5_000, ..config() });
     let hold = Hold { request: request("a"), remote: remote("p-a") };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import stat
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import kvferry
 import numpy as np
 import pytest
-from kvferry import Agent, Listener, Scheduler, Segment, Worker
+from kvferry import Agent, Listener, Scheduler, Segment, Worker, _lib, _wire
 from kvferry.cli import main
 
 
@@ -74,6 +75,27 @@ def test_agents_with_one_key_work_and_others_do_not(tmp_path: Path, key: Path, m
             if not isinstance(refused.value, kvferry.NotFoundError):
                 break
         assert "key_file" in str(refused.value)
+
+
+@pytest.mark.parametrize("theirs", ["another key", "no key"])
+def test_the_listener_logs_a_wrong_key(
+    theirs: str, tmp_path: Path, key: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other.key"
+    main(["key", str(other)])
+    caplog.set_level(logging.WARNING, logger="kvferry")
+    kvferry.log.route("warn")
+    try:
+        with Listener({"engine_id": "p", "host": "127.0.0.1", "key_file": str(key)}) as listener:
+            given = {"key_file": str(other) if theirs == "another key" else "", "timeout_ms": 60_000}
+            host, port = listener.address
+            packed = _wire.pack("config", given)
+            with pytest.raises(kvferry.KvferryError, match="key"):
+                _lib.ask("kvf_handshake_survey", _lib.text("host", host), port, packed)
+    finally:
+        kvferry.log.unroute()
+    refused = [text for text in caplog.messages if "a request was refused" in text]
+    assert any("key_file, KVFERRY_KEY_FILE" in text for text in refused), caplog.messages
 
 
 def test_a_key_file_that_others_may_read_stops_everything_that_takes_one(key: Path) -> None:

@@ -176,9 +176,12 @@ def _address_and_port(asked: Asked, is_loaded: bool) -> Iterator[Finding]:
     name = f"port {port}" if port else "a free port"
     if "error" not in told:
         yield found("port", "free", [f"{name} of {host} was bound and freed"])
+    elif told["error"] != "address_in_use":
+        yield found("port", "refused", [told["message"]])
+    elif (engine := peer.listening(host, port, asked.agent)) is not None:
+        yield found("port", "engine", [engine, *system.holders(port)])
     else:
-        case = "in-use" if told["error"] == "address_in_use" else "refused"
-        yield found("port", case, [told["message"], *(system.holders(port) if case == "in-use" else [])])
+        yield found("port", "in-use", [told["message"], *system.holders(port)])
 
 
 def _call(function: str, *arguments: Any) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from .findings import Finding, found
 
 ANSWER_S = 10.0
 """How long the listener may take, if that much time is left."""
+HOLDER_S = 3.0
+"""The same for what has this engine's own port."""
 CONNECT_S = 15.0
 """The same for listener and ranks together; an agent gives a connection up after ten seconds."""
 ENDING_S = 1.0
@@ -73,6 +75,24 @@ def findings(asked: Asked, agent: Mapping[str, Any], is_loaded: bool, can_connec
         return Answer([first, found("peer-shape", "unknown"), found("peer-path", "unknown")], None)
     survey = told["survey"]
     return Answer([_answered(where, survey), _shape(survey), _path(asked, survey, told.get("routes"))], survey)
+
+
+def listening(host: str, port: int, agent: Mapping[str, Any]) -> str | None:
+    """Which engine's handshake listener has the port, in words; None if something else has it or nothing answers."""
+    config: dict[str, object] = {"timeout_ms": round(max(min(HOLDER_S, left() - ENDING_S), 0.1) * 1e3)}
+    if "key_file" in agent:
+        config["key_file"] = agent["key_file"]
+    try:
+        told = call("survey", host, port, config, None)
+    except ChildError:
+        return None
+    if "error" not in told:
+        return f"engine {told['survey']['engine']} listens at {host} port {port}"
+    # A listener whose ranks have not reported yet, or with another key, is an engine's too.
+    starting = "have not reported yet" in told["message"]
+    if not starting and told["error"] not in ("incompatible", "version_mismatch"):
+        return None
+    return f"an engine's listener has {host} port {port}: {told['message']}"
 
 
 def _answered(where: str, survey: Mapping[str, Any]) -> Finding:

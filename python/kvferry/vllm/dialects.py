@@ -47,6 +47,8 @@ UNTOLD = (
 LONGEST_NAME = 512
 """Bytes of a request's name."""
 
+_NIXL = "remote_blocks_expiry_time"
+"""A key that only `NixlConnector`'s answers have, of vLLM 0.32 and 0.33."""
 _PUSH = "push"
 
 _ADDRESSED = re.compile(r"(?P<engine>.+)@(?:\[(?P<ipv6>[^\[\]@]+)\]|(?P<host>[^\[\]@:]+)):(?P<port>\d{1,5})")
@@ -96,13 +98,19 @@ def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]
     """What a decode engine is given, in the words of this connector. Empty where that is no prefill of its own: vLLM
     answers several prompts of a completion with the params of the first.
 
-    Raises `InvalidArgumentError` for the answer to another prompt, and for a prompt that has no digest."""
+    Raises `InvalidArgumentError` for the answer to another prompt or of `NixlConnector`, and for a prompt that has no
+    digest."""
     stated = params.get(PROMPT)
     answered = stated is not None or params.get("remote_block_ids") is not None
     if request.abort_immediately:
         # vLLM tells of a request that was rejected, with a placeholder for its prompt: what an answer names is given
         # back. Of a prefill that was asked for at the same time, nobody knows the name without the prompt.
         return _translated(request, params, None) if answered else {}
+    if params.get(_NIXL) is not None and params.get("remote_incarnation") is None:
+        raise invalid(
+            f"the kv_transfer_params are an answer of vLLM's NixlConnector (they have {_NIXL} and no "
+            "remote_incarnation); run KvferryConnector on the prefill engine too"
+        )
     digest = history.fingerprint(request)
     if digest is None:
         raise invalid(f"nobody can tell whether the prefill engine has this prompt: {UNTOLD}")

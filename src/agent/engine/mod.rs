@@ -227,7 +227,24 @@ impl Engine {
         let (peers, mut io) = self.peers(now);
         let connected = peers.connect(metadata, &mut io);
         self.dispatch(now);
-        connected
+        connected.map_err(|error| self.name_releases(error, &metadata.ucx_version))
+    }
+
+    /// An error of UCX's, with both sides' releases of it where they differ: then it may not read the other's address or keys.
+    fn name_releases(&self, error: Error, theirs: &str) -> Error {
+        let ours = &self.context.library().info().version;
+        let from_ucx = matches!(error.kind(), ErrorKind::Ucx | ErrorKind::Unsupported | ErrorKind::Unreachable);
+        if !from_ucx || theirs.is_empty() || theirs == ours {
+            return error;
+        }
+        Error::new(
+            error.kind(),
+            format!(
+                "{}; UCX is {theirs} there and {ours} here, and may not understand itself: have one release of it on all \
+                 hosts",
+                error.message()
+            ),
+        )
     }
 
     fn disconnect(&mut self, id: PeerId, now: Instant) -> Result<()> {

@@ -417,11 +417,13 @@ impl Consumer {
             match timer {
                 Timer::Hold(ticket) => self.let_go(now, ticket, out),
                 Timer::Load(ticket) => {
-                    let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { continue };
+                    let Some(Want { kind: Kind::Load(load), remote, .. }) = self.wants.get(&ticket) else { continue };
                     let text = match load.phase {
-                        Phase::Confirming => {
-                            format!("no verdict within {} ms of the read", self.config.verdict_timeout_ms)
-                        }
+                        Phase::Confirming => format!(
+                            "no verdict within {} ms of the read: engine {} has granted no lease of request {}, which must \
+                             be the remote_request_id of its answer, or its workers do not run",
+                            self.config.verdict_timeout_ms, remote.engine, remote.request
+                        ),
                         _ if load.load.awaits && load.life.is_none() => {
                             let limit = self.config.await_timeout_ms;
                             format!(

@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from commands import WITHOUT_FOLDERS, skip
 from doctor_command import Told, doctor
 from kvferry import Listener
+from kvferry.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -63,10 +65,26 @@ def test_no_network_and_a_dev_shm_that_cannot_be_written_to() -> None:
     assert told["shm"]["case"] == "unusable", told["shm"]
 
 
+def test_a_running_engine_may_have_the_port() -> None:
+    with Listener({"engine_id": "own", "host": "127.0.0.1"}) as listener:
+        _, port = listener.address
+        told = doctor(KVFERRY_HOST="127.0.0.1", KVFERRY_PORT=str(port))
+    assert (told["port"]["case"], told["port"]["state"]) == ("engine", "ok"), told.troubles
+    assert any(f"127.0.0.1: process {os.getpid()} " in line for line in told["port"]["evidence"])
+
+
+def test_an_engine_with_another_key_has_the_port(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    assert main(["key", str(key)]) == 0
+    with Listener({"engine_id": "own", "host": "127.0.0.1", "key_file": str(key)}) as listener:
+        told = doctor(KVFERRY_HOST="127.0.0.1", KVFERRY_PORT=str(listener.address[1]))
+    assert told["port"]["case"] == "engine", told.troubles
+
+
 def test_a_port_in_use() -> None:
     """One that is free is in `test_this_machine_as_it_is`."""
-    with Listener({"engine_id": "other", "host": "127.0.0.1"}) as listener:
-        _, port = listener.address
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
         told = doctor(KVFERRY_HOST="127.0.0.1", KVFERRY_PORT=str(port))
     assert told["port"]["case"] == "in-use", told.troubles
     assert "KVFERRY_PORT" in told["port"]["remedy"]
@@ -75,12 +93,12 @@ def test_a_port_in_use() -> None:
 
 def test_few_open_files_and_the_default_port_which_is_an_engines() -> None:
     with ExitStack() as held:
-        # Whoever else has it will do.
+        # Whoever else has it will do, unless it is an engine.
         with suppress(OSError):
             held.enter_context(socket.create_server(("0.0.0.0", 5680)))
         told = doctor(within=["sh", "-c", 'ulimit -n 256 && exec "$@"', "sh"])
-    assert told["port"]["case"] == "in-use", told["port"]
-    assert any("port 5680" in line for line in told["port"]["evidence"])
+    assert told["port"]["case"] in ("in-use", "engine"), told["port"]
+    assert any("5680" in line for line in told["port"]["evidence"])
     assert told["open-files"]["case"] == "low"
     assert told["open-files"]["evidence"][0].startswith("soft limit 256,")
 

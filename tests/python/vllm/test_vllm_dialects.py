@@ -565,6 +565,14 @@ def test_a_crowd_takes_no_more_than_its_share() -> None:
         server.close()
 
 
+def test_an_answer_of_the_nixl_connector_is_named() -> None:
+    request: Any = SimpleNamespace(request_id="r")
+    answer = {**LOAD, "remote_block_ids": [[1]], "remote_engine_id": "p", "remote_blocks_expiry_time": 12.5}
+    with pytest.raises(kvferry.InvalidArgumentError, match="an answer of vLLM's NixlConnector") as caught:
+        dialects.understood(request, answer)
+    assert "run KvferryConnector on the prefill engine too" in str(caught.value)
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

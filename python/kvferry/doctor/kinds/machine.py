@@ -231,9 +231,14 @@ MACHINE: dict[str, Kind] = {
         "Binds the handshake listener's port and frees it again.",
         {
             "free": Case("ok", "The port can be bound."),
+            "engine": Case(
+                "ok",
+                "The listener of a running engine has the port. Another engine of this host needs another one "
+                "(KVFERRY_PORT, the option port; 0 takes a free one).",
+            ),
             "in-use": Case(
                 "problem",
-                "The port is in use: an engine could not start its listener.",
+                "The port is in use by something other than an engine: an engine could not start its listener.",
                 "stop what has it if that is a leftover, or give engines of one host different ports (KVFERRY_PORT, "
                 "the option port; 0 takes a free one)",
             ),
