@@ -97,13 +97,6 @@ pub fn ask_for_turns(slice: Duration) -> io::Result<()> {
     if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The processor that the calling thread runs on; [`usize::MAX`] where the kernel does not say. By libc and not by rustix, which
-/// looks for the kernel's own code at an address where there is none under valgrind.
-pub fn processor() -> usize {
-    // SAFETY: a call without arguments.
-    usize::try_from(unsafe { libc::sched_getcpu() }).unwrap_or(usize::MAX)
-}
-
 /// Sleeps until any of the descriptors is readable, or closed, or the time is up; also earlier, when a signal comes. Returns
 /// which are.
 pub fn wait_readable<const N: usize>(descriptors: [Option<RawFd>; N], limit: Duration) -> [bool; N] {
@@ -152,12 +145,6 @@ mod tests {
         let process = [libc::SIGINT, libc::SIGTERM, libc::SIGCHLD, libc::SIGALRM, libc::SIGPROF, libc::SIGPIPE];
         assert!(process.into_iter().chain([libc::SIGRTMIN(), libc::SIGRTMAX()]).all(blocks), "{of_thread:x}");
         assert!(!FAULTS.into_iter().any(blocks), "{of_thread:x}");
-    }
-
-    #[test]
-    fn a_thread_knows_its_processor() {
-        let allowed = rustix::thread::sched_getaffinity(None).unwrap();
-        assert!(allowed.is_set(processor()));
     }
 
     #[test]

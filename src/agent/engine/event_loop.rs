@@ -25,7 +25,6 @@ use super::driver::MakeDriver;
 use super::turn::{Driven, News, Turned};
 use crate::agent::command::Shared;
 use crate::agent::core::config::AgentConfig;
-use crate::agent::thread::affinity::ProcessorWait;
 use crate::agent::thread::callers::Callers;
 use crate::agent::thread::edge_wait::EdgeWait;
 use crate::agent::thread::spin::Spinner;
@@ -106,7 +105,6 @@ pub(crate) fn run(
         waker,
         looked_at: now,
         spinner: Spinner::new(),
-        processor_wait: ProcessorWait::new(),
         time_slice,
         callers: Arc::clone(&callers),
     };
@@ -178,7 +176,6 @@ struct Thread {
     /// When the sockets were looked at last.
     looked_at: Instant,
     spinner: Spinner,
-    processor_wait: ProcessorWait,
     time_slice: TimeSlice,
     callers: Arc<Callers>,
 }
@@ -206,8 +203,7 @@ impl Thread {
     /// How long the state allows to sleep.
     fn rest(&mut self, driven: &mut Driven, any: bool) -> Rest {
         let now = Instant::now();
-        let polling = self.callers.are_polling(now);
-        if polling && driven.is_light() {
+        if self.callers.are_polling(now) && driven.is_light() {
             self.spinner.rest();
             self.callers.enter();
             return Rest::StandAside(driven.engine.streams.fd());
@@ -223,10 +219,6 @@ impl Thread {
         let spins = moving && now.saturating_duration_since(driven.progressed_at) < spin && self.spinner.may_spin(now);
         if !spins {
             self.spinner.rest();
-        }
-        // Away from a caller that polls, it would come to the processor of the one that it answers.
-        if moving && !polling {
-            self.processor_wait.look(now, operations > 0);
         }
         if any {
             self.time_slice.work(now);
@@ -368,7 +360,6 @@ mod tests {
             waker: driven.engine.shared.waker.clone(),
             looked_at: now,
             spinner: Spinner::alone(now),
-            processor_wait: ProcessorWait::new(),
             time_slice: TimeSlice::new(now).0,
             callers: Arc::new(Callers::new(now)),
         }

@@ -18,7 +18,6 @@ use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::live::lock;
 use crate::agent::core::stats::PathBytes;
-use crate::agent::thread::affinity;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::Direction;
@@ -44,8 +43,6 @@ pub(crate) struct Job {
     pub(crate) batch: Batch,
     /// Whether the kernel fills all pages by itself, so that the progress thread may copy them too.
     pub(crate) is_filled_by_kernel: bool,
-    /// The processor of the progress thread, which a copy thread leaves to it.
-    pub(crate) progress_processor: usize,
 }
 
 impl Job {
@@ -390,7 +387,6 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
             let (peer, process, may_be_stuck) = (job.peer, job.neighbour.process(), !job.is_filled_by_kernel);
             state.running.insert(number, Running { peer, process, since: Instant::now(), may_be_stuck, stuck: false });
             drop(state);
-            affinity::leave(job.progress_processor);
             let copied = job.run();
             state = lock(&shared.state);
             state.running.remove(&number);
@@ -434,7 +430,6 @@ mod tests {
             direction: Direction::Read,
             batch: Batch::default(),
             is_filled_by_kernel: true,
-            progress_processor: 0,
         });
         let at = pool.deadline().unwrap();
         assert!(pool.take_back().is_some() && pool.take_back().is_none());

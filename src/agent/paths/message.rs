@@ -16,7 +16,6 @@ use crate::agent::rpc::client::{Chunk, Client, Service};
 use crate::agent::rpc::server::Payload;
 use crate::agent::rpc::staged::Then;
 use crate::agent::rpc::wire::{Piece, StreamReader};
-use crate::agent::thread::affinity;
 use crate::agent::transfers::Lack;
 use crate::error::{Error, Result};
 use crate::ucx::MAX_PARTS;
@@ -89,10 +88,7 @@ pub(super) fn post_chunk(
     let now = Instant::now();
     turn.transfer.begin(u64::from(service != Service::Digest), now);
     let chunk = Chunk { transfer: turn.id, peer: turn.peer.id, service, local, bytes, streamed };
-    let reader = streamed.then(|| StreamReader {
-        received: turn.streams.received(turn.peer.id),
-        processor: affinity::processor() as u16,
-    });
+    let reader = streamed.then(|| StreamReader { received: turn.streams.received(turn.peer.id) });
     let (kind, mut data) = chunk.request(&remote, reader);
     if service == Service::Write && iov::device_of(&chunk.local).is_some() {
         turn.staged.read(chunk.local.clone(), Then::Ask { chunk, request: data });

@@ -10,7 +10,6 @@ use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
 use crate::agent::core::regions::Regions;
 use crate::agent::peers::Peer;
-use crate::agent::thread::affinity;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::plan::CopyPlan;
 use crate::proto::wire::MemoryKind;
@@ -80,7 +79,6 @@ impl Path for ProcessVm {
             direction: turn.transfer.direction(),
             batch,
             is_filled_by_kernel: alone,
-            progress_processor: affinity::processor(),
         };
         if !alone || helped && turn.copy_pool.can_help() {
             turn.copy_pool.submit(job);

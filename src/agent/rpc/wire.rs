@@ -62,13 +62,14 @@ pub(crate) fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
     check_chunk(pieces, CHUNK_BYTES)
 }
 
+/// Where older releases expect the number of the processor that the reader is on: none that there is.
+const NO_PROCESSOR: u16 = u16::MAX;
+
 /// What stands behind the pieces of a request to read by a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StreamReader {
     /// How many chunks have come by the stream.
     pub(crate) received: u64,
-    /// The processor that the reader is on, modulo 2^16, for a peer on its host.
-    pub(crate) processor: u16,
 }
 
 impl StreamReader {
@@ -76,14 +77,14 @@ impl StreamReader {
 
     pub(crate) fn encode(self, to: &mut Vec<u8>) {
         to.extend_from_slice(&self.received.to_le_bytes());
-        to.extend_from_slice(&self.processor.to_le_bytes());
+        to.extend_from_slice(&NO_PROCESSOR.to_le_bytes());
     }
 }
 
 /// The pieces of a request to read by a stream, and what it says of who asks.
 pub(crate) fn stream_request(data: &[u8]) -> Result<(Vec<Piece>, StreamReader)> {
     let (pieces, rest) = decode_pieces(data)?;
-    let [r0, r1, r2, r3, r4, r5, r6, r7, p0, p1] = *rest else {
+    let [r0, r1, r2, r3, r4, r5, r6, r7, _, _] = *rest else {
         let expected = StreamReader::BYTES;
         let found = rest.len();
         return Err(Error::corrupt(format!(
@@ -91,7 +92,7 @@ pub(crate) fn stream_request(data: &[u8]) -> Result<(Vec<Piece>, StreamReader)> 
         )));
     };
     let received = u64::from_le_bytes([r0, r1, r2, r3, r4, r5, r6, r7]);
-    Ok((check_chunk(pieces, STREAM_CHUNK_BYTES)?, StreamReader { received, processor: u16::from_le_bytes([p0, p1]) }))
+    Ok((check_chunk(pieces, STREAM_CHUNK_BYTES)?, StreamReader { received }))
 }
 
 /// The pieces of a request to write, and their bytes.

@@ -47,7 +47,6 @@ use super::core::iov::Iov;
 use super::core::regions::Regions;
 use super::peers::Peers;
 use super::rpc::client::Client;
-use super::thread::affinity::KeepApart;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::proto::ids::Incarnation;
@@ -91,7 +90,6 @@ pub(crate) struct Streams {
     writing: BTreeSet<PeerId>,
     /// `None` until bytes are sent, and where there can be none.
     pipe: Option<PagePipe>,
-    keep_apart: KeepApart,
     /// What connections avoid congestion with on this host, unless told otherwise.
     congestion: Option<String>,
     /// Of connections that are refused.
@@ -125,7 +123,6 @@ impl Streams {
             reading: BTreeSet::new(),
             writing: BTreeSet::new(),
             pipe: None,
-            keep_apart: KeepApart::default(),
             congestion: None,
             log: LogLimit::default(),
         }

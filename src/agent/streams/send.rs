@@ -91,9 +91,6 @@ impl Streams {
     /// A peer asks for a chunk by its stream.
     pub(crate) fn on_request(&mut self, id: PeerId, chunk: u64, data: &[u8], io: &mut Io<'_>) -> Result<()> {
         let (pieces, reader) = stream_request(data)?;
-        if io.peers.get(id).is_ok_and(|peer| peer.on_this_host) {
-            self.keep_apart.look(reader.processor, io.now);
-        }
         self.on_receipt(id, reader.received, io)?;
         // What it may not have is refused before anything is sent.
         let refused = match (locate(io.regions, &pieces), self.outbound.get_mut(&id)) {

@@ -1,6 +1,5 @@
 //! The progress thread's means: waking it, spinning, and asking the kernel for processors.
 
-pub(crate) mod affinity;
 pub(crate) mod callers;
 pub(crate) mod edge_wait;
 pub(crate) mod spin;
