@@ -1,7 +1,7 @@
-//! How the kernel schedules and signals a thread, and how kvferry starts its own.
+//! How kvferry starts its threads, and how they wait.
 
 use std::io;
-use std::mem::{MaybeUninit, size_of};
+use std::mem::MaybeUninit;
 use std::os::fd::RawFd;
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
@@ -57,46 +57,6 @@ impl Drop for SignalsBlocked {
     }
 }
 
-/// What `sched_getattr` and `sched_setattr` exchange: SCHED_ATTR_SIZE_VER0 of linux/sched/types.h.
-#[repr(C)]
-#[derive(Debug, Default, Clone, Copy)]
-struct Attributes {
-    size: u32,
-    policy: u32,
-    flags: u64,
-    nice: i32,
-    priority: u32,
-    runtime: u64,
-    deadline: u64,
-    period: u64,
-}
-
-/// Asks for turns of `slice` on the processor for the calling thread (the kernel takes 0.1 to 100 ms).
-///
-/// Since Linux 6.12 a thread of the ordinary policy that asks for shorter turns than others gets its turn earlier when it
-/// wakes, and no more of the processor for it. Older kernels take the call and do nothing. A thread of another policy is
-/// left as it is.
-///
-/// # Errors
-/// What the kernel says, such as that a filter of system calls does not allow it.
-pub fn ask_for_turns(slice: Duration) -> io::Result<()> {
-    let mut attributes = Attributes::default();
-    let size = size_of::<Attributes>() as u32;
-    // SAFETY: the kernel writes at most `size` bytes, which is the length of `attributes`; 0 is the calling thread.
-    let got = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
-    if got != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    if attributes.policy != libc::SCHED_OTHER as u32 {
-        return Ok(());
-    }
-    attributes.size = size;
-    attributes.runtime = u64::try_from(slice.as_nanos()).unwrap_or(u64::MAX);
-    // SAFETY: the kernel reads `attributes.size` bytes, which is the length of `attributes`.
-    let set = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
-    if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
 /// Sleeps until any of the descriptors is readable, or closed, or the time is up; also earlier, when a signal comes. Returns
 /// which are.
 pub fn wait_readable<const N: usize>(descriptors: [Option<RawFd>; N], limit: Duration) -> [bool; N] {
@@ -145,17 +105,5 @@ mod tests {
         let process = [libc::SIGINT, libc::SIGTERM, libc::SIGCHLD, libc::SIGALRM, libc::SIGPROF, libc::SIGPIPE];
         assert!(process.into_iter().chain([libc::SIGRTMIN(), libc::SIGRTMAX()]).all(blocks), "{of_thread:x}");
         assert!(!FAULTS.into_iter().any(blocks), "{of_thread:x}");
-    }
-
-    #[test]
-    fn asking_again_and_for_too_little_is_allowed() {
-        for slice in [Duration::from_micros(100), Duration::ZERO, Duration::from_millis(3)] {
-            match ask_for_turns(slice) {
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EPERM | libc::ENOSYS)) => {
-                    eprintln!("SKIPPED: a filter of system calls does not allow it: {error}");
-                }
-                asked => asked.unwrap(),
-            }
-        }
     }
 }

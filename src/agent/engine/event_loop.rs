@@ -28,7 +28,6 @@ use crate::agent::core::config::AgentConfig;
 use crate::agent::thread::callers::Callers;
 use crate::agent::thread::edge_wait::EdgeWait;
 use crate::agent::thread::spin::Spinner;
-use crate::agent::thread::time_slice::TimeSlice;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
@@ -88,11 +87,6 @@ pub(crate) fn run(
         let engine = &driven.engine;
         EdgeWait::of(engine.worker.event_fd()).map(|edges| (engine.context.library().info().to_string(), edges))
     }))??;
-    // Only now, so that the threads that UCX has made do not inherit it.
-    let (time_slice, asked) = TimeSlice::new(now);
-    if let Err(error) = asked {
-        log::debug!("agent {name}: the kernel gives no shorter turns: {error}");
-    }
     // The starter waits for it.
     let engine = Arc::clone(&owner.0);
     let _ = up.send(Started { name: name.clone(), incarnation, ucx, engine, callers: Arc::clone(&callers) });
@@ -105,7 +99,6 @@ pub(crate) fn run(
         waker,
         looked_at: now,
         spinner: Spinner::new(),
-        time_slice,
         callers: Arc::clone(&callers),
     };
     // The driver's first turn needs no reason.
@@ -176,7 +169,6 @@ struct Thread {
     /// When the sockets were looked at last.
     looked_at: Instant,
     spinner: Spinner,
-    time_slice: TimeSlice,
     callers: Arc<Callers>,
 }
 
@@ -220,9 +212,6 @@ impl Thread {
         if !spins {
             self.spinner.rest();
         }
-        if any {
-            self.time_slice.work(now);
-        }
         self.follow(engine);
         let edges = self.vain >= VAIN_WAKES;
         let ucx = if edges { self.edges.fd() } else { engine.worker.event_fd().as_raw_fd() };
@@ -264,9 +253,8 @@ impl Thread {
         }
     }
 
-    /// Lets other threads go first, in a short turn of the kernel's: a long one is behind them for as long.
+    /// Lets other threads go first.
     fn give_way(&mut self, news: News) -> News {
-        self.time_slice.sleep();
         self.spinner.give_way();
         news
     }
@@ -290,15 +278,11 @@ impl Thread {
         }
         // A look that does not sleep needs no raised descriptor: what is pending is seen in the next turn.
         let sleeps = timeout != 0 && self.waker.lie_down();
-        if sleeps {
-            self.time_slice.sleep();
-        }
         let polled = zmq::poll(&mut items, if sleeps { timeout } else { 0 });
         let is_raised = items.get(1).is_some_and(|waker| waker.get_revents() != zmq::PollEvents::empty());
         self.waker.get_up(is_raised);
         self.looked_at = Instant::now();
         if sleeps {
-            self.time_slice.wake(self.looked_at);
             self.spinner.wake(self.looked_at, sleep.spin);
         }
         if let Err(error) = polled {
@@ -328,14 +312,11 @@ impl Thread {
             let is_calm = self.waker.lie_down();
             let [mut is_raised, mut has_changes] = [false; 2];
             if is_calm {
-                self.time_slice.sleep();
                 let left = self.callers.patience_left(Instant::now());
                 [is_raised, has_changes] = wait_readable([Some(self.waker.fd()), streams], left);
             }
             self.waker.get_up(is_raised);
-            let now = Instant::now();
-            self.time_slice.wake(now);
-            if !is_calm || is_raised || has_changes || !self.callers.are_polling(now) {
+            if !is_calm || is_raised || has_changes || !self.callers.are_polling(Instant::now()) {
                 return News { is_woken: true, has_changes };
             }
         }
@@ -360,7 +341,6 @@ mod tests {
             waker: driven.engine.shared.waker.clone(),
             looked_at: now,
             spinner: Spinner::alone(now),
-            time_slice: TimeSlice::new(now).0,
             callers: Arc::new(Callers::new(now)),
         }
     }
