@@ -27,7 +27,7 @@ from typing import Any
 import kvferry
 import pytest
 from demo_lib.ports import free_port
-from kvferry.vllm import bootstrap, bootstrap_port, dialects, scheduler
+from kvferry.vllm import bootstrap, bootstrap_port, scheduler
 from kvferry.vllm.config import parse_options
 from test_vllm_engines import Pair, prompt
 
@@ -359,80 +359,12 @@ def test_a_request_that_comes_again_after_its_client_left(pushing: Engines) -> N
     pushing.is_right(prefill, decode, tokens)
 
 
-# --- the words themselves
-
-
-def request(request_id: str, tokens: list[int] | None = None, **more: Any) -> Any:
-    """As much of a request as names are made of."""
-    ids = [7, 8, 9] if tokens is None else tokens
-    plain: Params = {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
-    plain["abort_immediately"] = False
-    made = {"request_id": request_id, "all_token_ids": ids, "num_prompt_tokens": len(ids), **plain, **more}
-    return SimpleNamespace(**made)
-
-
-def test_names_that_two_engines_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dialects.base_name("cmpl-5f-0-0a1b2c3d") == "cmpl-5f-0"
-    assert dialects.base_name("11_cmpl-5f-0-0a1b2c3d") == "cmpl-5f-0"
-    assert dialects.base_name("chatcmpl-12_5f-0a1b2c3d") == "chatcmpl-12_5f"
-    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    assert dialects.base_name("cmpl-00000001") == "cmpl-00000001"
-
-
-def test_names_are_made_once_and_fit() -> None:
-    digest = "0123456789abcdef" * 2
-    name = dialects.name_of("x", digest)
-    assert name == f"x#{digest}" == dialects.name_of(name, digest)
-    assert dialects.name_of("x", None) == "x"
-    longest = dialects.name_of("x" * 512, digest)
-    assert len(longest) <= 512
-    assert longest != dialects.name_of("y" * 512, digest)
-    # What `kvferry.Scheduler` refuses by name.
-    assert [dialects.name_of(base, digest) for base in ("", "x" * 513)] == ["", "x" * 513]
-
-
-@pytest.mark.parametrize(
-    ("request_id", "header"),
-    [
-        ("cmpl-5f-0-ffeeddcc", "5f"),
-        ("chatcmpl-5f-ffeeddcc", "5f"),
-        ("chatcmpl-5f_1-ffeeddcc", "5f"),
-        ("0_cmpl-5f-0-ffeeddcc", "5f"),
-        ("generate-tokens-5f-ffeeddcc", "5f"),
-        ("cmpl-x-0-y-3-0-ffeeddcc", "x-0-y-3"),
-    ],
-)
-def test_a_request_is_named_by_its_header(request_id: str, header: str) -> None:
-    assert dialects.is_named_by(request_id, header)
-
-
-@pytest.mark.parametrize(
-    "header", ["cmpl-5f-0-0a1b2c3d", "cmpl-5f-0", "5", "f-0", "", None, 7, ["5f"], ".*", "a" * 10_000_000]
-)
-def test_an_answer_that_lost_its_blocks_is_not_taken_for_a_push(header: Any) -> None:
-    params = {**LOAD, "remote_request_id": header, "remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
-    assert dialects.understood(request("cmpl-5f-0-ffeeddcc"), params) == params
+# --- what is none of ours
 
 
 @pytest.mark.parametrize("odd", ["text", ["do_remote_prefill"], 7])
 def test_params_that_are_no_map_are_not_ours(odd: Any) -> None:
-    assert scheduler._wants(request("r", kv_transfer_params=odd), "do_remote_prefill") is None
-
-
-@pytest.mark.parametrize(
-    ("host", "port"), [("10.0.0.7", 5680), ("node-3.example.org", 1), ("fe80::1", 65535), ("::1", 5680)]
-)
-def test_an_engine_id_says_where_its_listener_is(host: str, port: int) -> None:
-    params = {**LOAD, "transfer_id": "x", "remote_bootstrap_addr": "http://1.2.3.4:8998"}
-    engine_id = dialects.addressed_id("engine@home_dp1", host, port)
-    own = dialects.understood(request("r"), {**params, "remote_engine_id": engine_id})
-    assert [own[key] for key in PLACE] == ["engine@home_dp1", host, port]
-
-
-@pytest.mark.parametrize("engine_id", [None, 7, "", "engine", "engine@", "engine@host", "engine@host:x", "@host:1"])
-def test_an_engine_id_of_another_connector_is_left_as_it_is(engine_id: Any) -> None:
-    params = {**LOAD, "transfer_id": "x", "remote_bootstrap_addr": "http://1.2.3.4:8998", "remote_engine_id": engine_id}
-    assert dialects.understood(request("r"), params).get("remote_host") is None
+    assert scheduler._wants(SimpleNamespace(request_id="r", kv_transfer_params=odd), "do_remote_prefill") is None
 
 
 def test_an_answer_of_vllms_push_connector_is_refused(pushing: Engines) -> None:

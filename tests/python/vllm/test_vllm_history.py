@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from kvferry import InvalidArgumentError
-from kvferry.vllm.history import KEY, MOST_DIGESTS, describe, in_common
+from kvferry.vllm.history import MOST_DIGESTS, describe, in_common
 
+KEY = "remote_token_digests"
 HELD = 100
 TOKENS = [(7 * at) % 499 for at in range(400)]
 
