@@ -45,6 +45,8 @@ struct EngineFields {
 
 namespace {
 
+// What the child writes last.
+constexpr char END[] = ".\n";
 constexpr char POSIX[] = "libplugin_POSIX.so";
 constexpr auto LIMIT = std::chrono::seconds(30);
 
@@ -177,8 +179,7 @@ void compare_lists(const std::string &path, const Report &report) {
 }
 
 [[noreturn]] void compare_in_child(const std::filesystem::path &folder, int out) {
-  const auto write_line = [&](const std::string &line) {
-    const std::string text = line + "\n";
+  const auto write_text = [&](const std::string &text) {
     for (size_t done = 0; done < text.size();) {
       const ssize_t written = write(out, text.data() + done, text.size() - done);
       if (written <= 0) _exit(1);
@@ -186,14 +187,13 @@ void compare_lists(const std::string &path, const Report &report) {
     }
   };
   try {
-    const Report report = [&](const std::string &difference) { write_line("- " + difference); };
+    const Report report = [&](const std::string &difference) { write_text("- " + difference + "\n"); };
     compare_plugin(folder / POSIX, "POSIX", report);
     compare_lists(folder.parent_path() / "libnixl_build.so", report);
-    write_line(".");
   } catch (const std::exception &error) {
-    write_line(std::string("- ") + error.what());
-    write_line(".");
+    write_text(std::string("- ") + error.what() + "\n");
   }
+  write_text(END);
   _exit(0);
 }
 
@@ -210,7 +210,13 @@ void leave_the_host() {
   for (int stream = 0; stream <= 2 && nowhere >= 0; stream++) dup2(nowhere, stream);
 }
 
-// All that comes out of a pipe until it is closed; false if that takes longer than LIMIT.
+// Whether the child has told all. Another process that the host forks off may keep the pipe open.
+bool is_whole(const std::string &text) {
+  const std::string end = std::string("\n") + END;
+  return text == END || (text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0);
+}
+
+// All that comes out of a pipe until the child's end; false if that takes longer than LIMIT.
 bool read_all(int in, std::string &text) {
   const auto deadline = std::chrono::steady_clock::now() + LIMIT;
   for (;;) {
@@ -224,6 +230,7 @@ bool read_all(int in, std::string &text) {
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) return true;
     text.append(bytes.data(), static_cast<size_t>(count));
+    if (is_whole(text)) return true;
   }
 }
 
@@ -308,15 +315,13 @@ std::vector<std::string> find_differences(const std::filesystem::path &folder) {
   while ((waited = waitpid(child, &status, 0)) < 0 && errno == EINTR) {
   }
   std::vector<std::string> differences;
-  bool is_whole = false;
   for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos; start = end + 1) {
     const std::string line = text.substr(start, end - start);
     if (line.compare(0, 2, "- ") == 0) differences.push_back(line.substr(2));
-    is_whole = line == ".";
   }
   if (!has_ended) {
     differences.push_back("comparing did not end within " + std::to_string(LIMIT.count()) + " s");
-  } else if (!is_whole) {
+  } else if (!is_whole(text)) {
     const bool by_signal = waited == child && WIFSIGNALED(status);
     differences.push_back("comparing ended in the middle" +
                           (by_signal ? ", by " + std::string(strsignal(WTERMSIG(status))) : std::string()));
