@@ -143,12 +143,18 @@ nixl_status_t Engine::deregisterMem(nixlBackendMD *metadata) {
       std::unique_lock lock(own_mutex_);
       own_regions_.erase(region->id);
     }
-    // NIXL lets its user free the memory whatever this returns, so it returns when nothing touches that any more.
-    int32_t code;
-    while ((code = library().agent_deregister(agent_, region->id)) == KVF_TIMEOUT) {
+    // NIXL lets its user free the memory whatever this returns, so it returns when nothing touches that any more. Memory that
+    // is still used after all tries stays registered: what RDMA writes to goes to no other memory then.
+    int32_t code = library().agent_deregister(agent_, region->id);
+    for (int tries = 1; code == KVF_TIMEOUT && tries < TRIES; tries++) {
       say_failed("deregistering memory, which is tried again");
+      code = library().agent_deregister(agent_, region->id);
     }
-    if (code != KVF_OK) say_failed("deregistering memory");
+    if (code == KVF_TIMEOUT) {
+      say(failed("giving up deregistering memory") + ". It stays registered, and must stay allocated until the process ends");
+    } else if (code != KVF_OK) {
+      say_failed("deregistering memory");
+    }
     return status_of(code);
   });
 }
@@ -391,6 +397,7 @@ void Engine::take_event(const kvf_event &event) const {
     if (event.status != KVF_OK && !(event.status == KVF_CANCELLED && request.is_cancelled)) {
       transfer_line_.say("a transfer with agent " + request.agent + " failed: " + payload);
     }
+    if (request.is_abandoned) delete &request;
   } else if (event.kind == KVF_EVENT_MESSAGE) {
     take_message(payload);
   } else if (event.kind == KVF_EVENT_PEER_LOST) {

@@ -12,11 +12,15 @@
 #include <vector>
 
 #include "abi.h"
+#include "device.h"
 #include "library.h"
 #include "plan.h"
 #include "version.h"
 
 namespace kvferry {
+
+// How often a call that NIXL's user may free memory after is tried before it gives up. NIXL holds its lock meanwhile.
+constexpr int TRIES = 3;
 
 // A transfer of NIXL's, which may be posted again and again.
 struct Request : nixlBackendReqH {
@@ -34,6 +38,7 @@ struct Request : nixlBackendReqH {
   };
   bool is_own = false;
   std::vector<Copy> copies;
+  std::vector<DeviceCopy> device_copies;
   std::vector<uint64_t> own_regions;
 
   // The last posting: its transfer while it is in flight, and how it stands.
@@ -44,6 +49,8 @@ struct Request : nixlBackendReqH {
   bool is_refused = false;
   // Whether releasing it has cancelled the transfer.
   bool is_cancelled = false;
+  // Whether NIXL has forgotten it while the transfer goes on. Whoever takes the transfer's end frees it.
+  bool is_abandoned = false;
 };
 
 // Every public function may be called from any thread, as NIXL does; it holds no lock of its own over most of them.

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include "engine.h"
 
@@ -32,17 +33,16 @@ nixl_status_t Engine::prepXfer(const nixl_xfer_op_t &op, const Ranges &local, co
     request->agent = name;
     request->direction = op == NIXL_READ ? KVF_READ : KVF_WRITE;
     if (name == localAgent) {
-      if (local.mem() != DRAM_SEG || remote.mem() != DRAM_SEG) {
-        say("a transfer within one agent is possible between DRAM only");
-        return NIXL_ERR_NOT_SUPPORTED;
-      }
       request->is_own = true;
+      const bool is_here = local.mem() == VRAM_SEG, is_there = remote.mem() == VRAM_SEG;
       for (size_t i = 0; i < local.size(); i++) {
-        auto *ours = reinterpret_cast<void *>(local[i].addr), *theirs = reinterpret_cast<void *>(remote[i].addr);
-        if (op == NIXL_READ) {
-          request->copies.push_back({ours, theirs, local[i].len});
+        auto *to = reinterpret_cast<void *>(local[i].addr), *from = reinterpret_cast<void *>(remote[i].addr);
+        if (op == NIXL_WRITE) std::swap(to, from);
+        if (is_here || is_there) {
+          const uint64_t device = is_here ? local[i].devId : remote[i].devId;
+          request->device_copies.push_back({to, from, local[i].len, static_cast<uint32_t>(device)});
         } else {
-          request->copies.push_back({theirs, ours, local[i].len});
+          request->copies.push_back({to, from, local[i].len});
         }
         request->own_regions.push_back(static_cast<const LocalRegion *>(local[i].metadataP)->id);
         request->own_regions.push_back(static_cast<const RemoteRegion *>(remote[i].metadataP)->own_id);
@@ -120,6 +120,11 @@ nixl_status_t Engine::post_own(Request &request, const nixlBackendOptionalArgs *
       }
     }
     for (const Request::Copy &copy : request.copies) std::memmove(copy.to, copy.from, copy.len);
+    if (const std::string why = copy_on_devices(request.device_copies); !why.empty()) {
+      std::lock_guard line_lock(mutex_);
+      transfer_line_.say("a transfer within this agent failed: " + why);
+      return request.status = NIXL_ERR_BACKEND;
+    }
   }
   if (options && options->hasNotif) {
     std::lock_guard lock(mutex_);
@@ -155,8 +160,14 @@ nixl_status_t Engine::releaseReqH(nixlBackendReqH *handle) const {
     // NIXL's user may free the memory when this returns.
     if (transfer && wait_until_over(*request, transfer) != KVF_OK) {
       std::lock_guard lock(mutex_);
-      request->is_refused = true;
-      return NIXL_ERR_REPOST_ACTIVE;
+      if (request->is_active) {
+        if (std::exchange(request->is_refused, true)) {
+          say("giving up releasing a transfer with agent " + request->agent +
+              ": its memory must stay allocated until the process ends");
+          request->is_abandoned = true;
+        }
+        return NIXL_ERR_REPOST_ACTIVE;
+      }
     }
     {
       std::lock_guard lock(mutex_);
@@ -167,12 +178,12 @@ nixl_status_t Engine::releaseReqH(nixlBackendReqH *handle) const {
   });
 }
 
-// NIXL takes the second release of a request for one that succeeds, so that one lasts as long as the transfer.
+// NIXL takes the second release of a request for one that succeeds, so that one is tried again.
 int32_t Engine::wait_until_over(const Request &request, uint64_t transfer) const {
-  int32_t code;
-  while ((code = library().agent_wait_transfer(agent_, transfer, RELEASE_MS)) != KVF_OK) {
-    say_failed("releasing a transfer with agent " + request.agent);
-    if (code != KVF_TIMEOUT || !request.is_refused) break;
+  int32_t code = KVF_TIMEOUT;
+  for (int tries = request.is_refused ? TRIES : 1; code == KVF_TIMEOUT && tries > 0; tries--) {
+    code = library().agent_wait_transfer(agent_, transfer, RELEASE_MS);
+    if (code != KVF_OK) say_failed("releasing a transfer with agent " + request.agent);
   }
   return code;
 }

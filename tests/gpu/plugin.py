@@ -120,6 +120,43 @@ def move(here: str, there: str) -> str:
     return f"{count} descriptors"
 
 
+def move_within(here: str, there: str) -> str:
+    """Reads and writes of many pieces between memories of one agent."""
+    agent, ours = make_agent("reader", here, 200)
+    theirs = [allocate(there, nbytes, cuda.Driver()) for nbytes in SIZES]
+    for index, memory in enumerate(theirs):
+        memory.put(cuda.pattern(100 + index, memory.nbytes))
+        agent.register_memory([(memory.address, memory.nbytes, 0, "")], name_of(there))
+    random = np.random.default_rng(7)
+    count = 0
+    for operation in ("READ", "WRITE"):
+        chosen = pieces(random)
+        count += len(chosen)
+        expected = [[memory.get().copy() for memory in side] for side in (ours, theirs)]
+        to, source = (0, 1) if operation == "READ" else (1, 0)
+        for a, at, b, off, length in chosen:
+            offsets = ((a, at), (b, off))
+            (into, start), (out, begin) = offsets[to], offsets[source]
+            expected[to][into][start : start + length] = expected[source][out][begin : begin + length]
+        near = agent.get_xfer_descs(
+            [(ours[a].address + at, length, 0) for a, at, _, _, length in chosen], name_of(here)
+        )
+        far = agent.get_xfer_descs(
+            [(theirs[b].address + off, length, 0) for _, _, b, off, length in chosen], name_of(there)
+        )
+        handle = agent.initialize_xfer(operation, near, far, "reader")
+        state = agent.transfer(handle)
+        if state != "DONE":
+            raise AssertionError(f"{operation} within one agent ended as {state}")
+        agent.release_xfer_handle(handle)
+        for side, wanted in zip((ours, theirs), expected, strict=True):
+            for region, memory in enumerate(side):
+                wrong = np.flatnonzero(memory.get() != wanted[region])
+                if len(wrong):
+                    raise AssertionError(f"{operation} within one agent: {len(wrong)} wrong bytes in region {region}")
+    return f"{count} descriptors"
+
+
 def why_not() -> str | None:
     """Why nothing can be tested here."""
     api = beside.nixl_api()
@@ -142,6 +179,8 @@ def main() -> int:
         return 0
     for here, there in PAIRS:
         print(f"  nixl with kvferry, {here} here, {there} there: {move(here, there)}", flush=True)
+    for here, there in PAIRS[:3]:
+        print(f"  nixl with kvferry, {here} and {there} of one agent: {move_within(here, there)}", flush=True)
     if not options.no_benchmark:
         beside.benchmark_plugin(cuda.Driver(), beside.WORK[:3], print)
     return 0

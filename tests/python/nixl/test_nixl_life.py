@@ -177,6 +177,30 @@ def test_an_agent_that_ends_too_late_is_not_freed(
         assert (a.said(said, late_shutdowns), freed.exists()) == (late_shutdowns, not late_shutdowns), a.log
 
 
+def test_a_deregistration_that_never_ends_is_given_up(plugin: Path, edge: str, late: Path) -> None:
+    env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_DEREGISTER": "1000"}
+    with Process(edge, plugin, env=env) as a:
+        serve(a, "a", 1, SIZE)
+        a.deregister("cache")
+        assert a.said("giving up deregistering memory", 1) == 1, a.log
+        assert a.said("It stays registered, and must stay allocated", 1) == 1, a.log
+        # NIXL's lock is free: the agent goes on.
+        a.buffer("other", 2, SIZE)
+        a.register("other", [("other", 0, SIZE)])
+
+
+def test_a_transfer_that_never_ends_is_given_up(plugin: Path, edge: str, late: Path) -> None:
+    env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": "4"}
+    with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
+        address = refuse_a_release(a, b)
+        a.release("x")
+        assert a.said("giving up releasing a transfer with agent b: its memory must stay allocated", 1) == 1, a.log
+        # Its end is still taken, and what comes after it works.
+        a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
+        assert a.run("x") == "DONE"
+        assert a.digest("cache") == digest(pattern(2, LARGE))
+
+
 def test_notifications_that_nobody_takes_are_bounded(plugin: Path, edge: str) -> None:
     with Process(edge, plugin) as a:
         serve(a, "a", 1, SIZE)
