@@ -26,15 +26,17 @@ pub struct LocalAddress {
     pub default_route: bool,
 }
 
-/// Beginnings of the names that software for containers and virtual machines gives its interfaces. It gives them the same
-/// addresses on every host.
+/// Beginnings of the names that software for containers and virtual machines gives its interfaces. Their addresses are the
+/// same on every host.
 const SAME_ON_EVERY_HOST: [&str; 18] = [
     "docker", "br-", "virbr", "cni", "flannel", "lxc", "lxdbr", "incusbr", "podman", "nerdctl", "cali", "cilium",
     "kube", "tunl", "vxlan", "genev", "vmnet", "vboxnet",
 ];
 
-/// Whether `interface` looks as if its addresses, of those in `local`, were the same on every host: its name is one that
-/// software for containers gives, and the default route does not use it.
+/// Tells by an interface's name whether its addresses repeat on every host.
+///
+/// The names are those that software for containers gives. An interface that the default route uses, of those in `local`,
+/// does not count.
 pub fn repeats_on_every_host(interface: &str, local: &[LocalAddress]) -> bool {
     let is_default = |address: &LocalAddress| address.interface == interface && address.default_route;
     SAME_ON_EVERY_HOST.iter().any(|start| interface.starts_with(start)) && !local.iter().any(is_default)

@@ -27,8 +27,10 @@ fn is_free(ip: IpAddr, port: u16) -> bool {
     !matches!(take(ip, port), Err(Errno::ADDRINUSE))
 }
 
-/// A port that is free at all of `addresses` and that `is_allowed`; of `range` where there is one, beginning at its
-/// `start`th. `None` where there is none.
+/// Finds a port that is free at all of `addresses`.
+///
+/// It is one of `range`, tried from its `start`th on, or any where there is no range, and one that `is_allowed`. `None` where
+/// there is no such port.
 pub fn free_port(
     addresses: &[IpAddr],
     range: Option<&RangeInclusive<u16>>,
@@ -106,8 +108,10 @@ pub fn listening_at(port: u16) -> Vec<Listening> {
     found.map(|(descriptor, _, address)| Listening { descriptor, address }).collect()
 }
 
-/// Ends connections to `port` over which at most `heard` bytes have come in the time `patience` and more. Who reads from them
-/// sees their end. Returns how many there were.
+/// Ends connections to `port` that have stayed silent, and returns how many.
+///
+/// Those are connections over which at most `heard` bytes have come, the last of them `patience` ago or earlier. A reader sees
+/// their end.
 pub fn end_silent(port: u16, heard: u64, patience: Duration) -> usize {
     let is_silent = |socket: &OwnedFd| {
         !listens(socket) && silence(socket).is_some_and(|(bytes, time)| bytes <= heard && time >= patience)
@@ -116,7 +120,7 @@ pub fn end_silent(port: u16, heard: u64, patience: Duration) -> usize {
     silent.filter(|(_, socket, _)| shutdown(socket, Shutdown::Both).is_ok()).count()
 }
 
-/// Has the connections to `port` end at once when they are closed, so that the port can be taken again.
+/// Lets the connections to `port` end at once when they are closed, so that the port is free then.
 pub fn forget_at_close(port: u16) {
     for (_, socket, _) in sockets_at(port).filter(|(_, socket, _)| !listens(socket)) {
         let _ = sockopt::set_socket_linger(&socket, Some(Duration::ZERO));

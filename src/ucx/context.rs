@@ -254,8 +254,10 @@ pub(super) fn alike(wrong: &str, right: &str) -> bool {
     strsim::levenshtein(&wrong.to_ascii_uppercase(), right) <= 1
 }
 
-/// What the environment or a configuration file of UCX's sets UCX's setting `name` (without the prefix) to, else UCX's
-/// default. `None` where this UCX cannot tell. For settings that are not a transport's.
+/// Returns UCX's value of a setting that is not a transport's.
+///
+/// `name` has no prefix. The value is the environment's, else that of UCX's configuration files, else UCX's default; `None`
+/// where this UCX cannot tell.
 ///
 /// # Errors
 /// [`Status::INVALID_PARAM`] for a variable that UCX refuses.

@@ -69,6 +69,8 @@ pub(super) struct DataPort {
     state: State,
     next_look: Instant,
     reserve: Vec<OwnedFd>,
+    /// Whether descriptors are few, as was said in the log.
+    is_short: bool,
     /// Sockets that UCX has closed and goes on knowing by their numbers: it makes no new one of the same number.
     closed: Vec<Listening>,
     /// Such numbers, kept from being used again.
@@ -170,6 +172,7 @@ impl DataPort {
             state: State::Open,
             next_look: Instant::now() + LOOK,
             reserve: Vec::new(),
+            is_short: false,
             closed: Vec::new(),
             occupied: Vec::new(),
             log: LogLimit::default(),
@@ -204,12 +207,15 @@ impl DataPort {
         // The system gives the lowest number that is free.
         let lowest = File::open("/dev/null").map_or(u64::MAX, |file| file.as_raw_fd().unsigned_abs().into());
         if open_files().saturating_sub(lowest) > FEW {
+            self.is_short = false;
             return self.keep_reserve();
         }
         raise_open_files();
         self.reserve.clear();
         let ended = self.port.map_or(0, |port| end_silent(port, MAGIC_BYTES, SILENCE));
-        if let Some(left_out) = self.log.pass(now) {
+        let has_news = ended > 0 || !self.is_short;
+        self.is_short = true;
+        if has_news && let Some(left_out) = self.log.pass(now) {
             log::warn!(
                 "agent {name}: this process has few of the {} files left that it may open; {ended} connections to the data \
                  port that said nothing were ended; raise the limit (ulimit -n) ({left_out} such lines left out)",

@@ -61,8 +61,9 @@ pub(super) fn is_bridge(name: &str) -> bool {
     Path::new("/sys/class/net").join(name).join("bridge").is_dir()
 }
 
-/// Whether UCX must be told to use bridges too: the default route uses one, `named` names one, or this host has nothing else
-/// that other hosts could reach. `resources` are those of a UCX that passes over them.
+/// Whether UCX must be told to use bridges too. `resources` are those of a UCX that passes over them.
+///
+/// It must where the default route uses one, where `named` names one, and where other hosts could reach nothing else.
 pub(super) fn needs_bridges(
     resources: &[Resource],
     local: &[LocalAddress],
