@@ -498,7 +498,7 @@ def test_a_crowd_takes_no_more_than_its_share() -> None:
 
 
 def test_an_answer_of_the_nixl_connector_is_named() -> None:
-    request: Any = SimpleNamespace(request_id="r")
+    request: Any = SimpleNamespace(request_id="r", abort_immediately=False)
     answer = {**LOAD, "remote_block_ids": [[1]], "remote_engine_id": "p", "remote_blocks_expiry_time": 12.5}
     with pytest.raises(kvferry.InvalidArgumentError, match="an answer of vLLM's NixlConnector") as caught:
         dialects.understood(request, answer)
