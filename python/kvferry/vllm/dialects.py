@@ -159,7 +159,7 @@ def is_named_by(request_id: str, header: str) -> bool:
     name = base_name(request_id)
     for candidate in (name, _INDEX.sub("", name)):
         word = candidate.removesuffix(header)
-        if header and word != candidate and word.endswith("-") and word.replace("-", "").isalpha():
+        if word != candidate and word.endswith("-") and word.replace("-", "").isalpha():
             return True
     return False
 

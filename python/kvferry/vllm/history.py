@@ -8,7 +8,6 @@ what both have in common is loaded.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -75,8 +74,6 @@ def in_common(request: Request, params: Mapping[str, Any], whole: bool) -> int:
         raise invalid(f"remote_num_tokens must be a number of tokens, not {_shown(held)}")
     step, digests = _parse(stated, held)
     most = _told(request, request.num_prompt_tokens - 1)
-    if whole and held > most:
-        return 0
     common = 0
     for at, (tokens, digest) in enumerate(_beginnings(request, min(held, most), step)):
         # The last beginning of a shorter prompt is none of the history's.
@@ -98,7 +95,7 @@ def _parse(stated: Any, held: int) -> tuple[int, bytes]:
         raise invalid(f"{KEY}.step must be a number of tokens of at least 1, not {_shown(step)}")
     try:
         digests = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
-    except (binascii.Error, ValueError):
+    except ValueError:
         digests = b""
     expected = -(-held // step)
     if expected > MOST_DIGESTS or len(digests) != expected * DIGEST_BYTES:
@@ -150,7 +147,7 @@ def _unnumbered(request: Request, tokens: int) -> int:
     them (`Renderer._process_mm_uuids`). With the adapter of a tower, its name and a colon come first."""
     features = request.mm_features or ()
     for feature in features:
-        if ":renderer" in f":{feature.identifier}":
+        if any(part.startswith("renderer") for part in feature.identifier.split(":")):
             tokens = min(tokens, feature.mm_position.offset)
     return tokens
 

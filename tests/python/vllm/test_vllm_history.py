@@ -76,8 +76,18 @@ def test_what_else_the_cache_depends_on(theirs: dict[str, Any], ours: dict[str, 
     assert in_common(request(TOKENS[:150], **ours), history(**theirs), whole=False) == common
 
 
+def test_media_are_taken_in_their_order() -> None:
+    cat, dog = medium("cat", 40), medium("dog", 60)
+    assert history(mm_features=[cat, dog]) == history(mm_features=[dog, cat])
+    assert history(mm_features=[cat, dog]) != history(mm_features=[cat])
+
+
 def test_tokens_that_are_not_ids_cannot_be_told() -> None:
-    assert describe(request(TOKENS, prompt_embeds=object()), HELD) is None
+    embeds = request([0] * 40, prompt_embeds=object())
+    assert describe(embeds, 40) is None
+    assert describe(embeds, 1) is None
+    assert describe(embeds, 0) == {"step": 16, "digests": ""}
+    assert in_common(embeds, history([0] * 40, 1), whole=False) == 0
 
 
 @pytest.mark.parametrize("held", [0, 1, 15, 16, 17, 4096, 4097, 100_000])
@@ -99,7 +109,9 @@ DIGESTS = base64.b64encode(bytes(7 * 16)).decode()
     ("params", "words"),
     [
         ({}, "remote_num_tokens must be a number of tokens, not None"),
-        ({"remote_num_tokens": True}, "remote_num_tokens must be a number of tokens"),
+        ({"remote_num_tokens": True}, "remote_num_tokens must be a number of tokens, not True$"),
+        ({"remote_num_tokens": "9" * 62}, f"must be a number of tokens, not '{'9' * 62}'$"),
+        ({"remote_num_tokens": "9" * 63}, f"must be a number of tokens, not '{'9' * 63}\\.\\.\\.$"),
         ({"remote_num_tokens": -1}, "remote_num_tokens must be a number of tokens"),
         ({"remote_num_tokens": 100}, f"{KEY} must be the map .* not NoneType"),
         ({"remote_num_tokens": 100, KEY: [1]}, f"{KEY} must be the map .* not list"),
@@ -108,8 +120,11 @@ DIGESTS = base64.b64encode(bytes(7 * 16)).decode()
             "step must be a number of tokens of at least 1, not None",
         ),
         ({"remote_num_tokens": 100, KEY: {"step": 0, "digests": DIGESTS}}, "step must be a number"),
+        ({"remote_num_tokens": 1, KEY: {"step": True, "digests": DIGESTS[:22] + "=="}}, "step must be .*, not True$"),
         ({"remote_num_tokens": 100, KEY: {"step": 16, "digests": 5}}, "must be 7 digests of 16 bytes"),
         ({"remote_num_tokens": 100, KEY: {"step": 16, "digests": "!"}}, "must be 7 digests of 16 bytes"),
+        ({"remote_num_tokens": 100, KEY: {"step": 16, "digests": "\u00e4"}}, "must be 7 digests of 16 bytes"),
+        ({"remote_num_tokens": 100, KEY: {"step": 16, "digests": f"!{DIGESTS}"}}, "must be 7 digests of 16 bytes"),
         ({"remote_num_tokens": 113, KEY: {"step": 16, "digests": DIGESTS}}, "must be 8 digests of 16 bytes"),
         ({"remote_num_tokens": 10**12, KEY: {"step": 1, "digests": ""}}, "at most 256"),
     ],
@@ -117,6 +132,11 @@ DIGESTS = base64.b64encode(bytes(7 * 16)).decode()
 def test_what_cannot_be_read_is_refused_by_name(params: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         in_common(request(TOKENS), params, whole=False)
+
+
+@pytest.mark.parametrize("digests", [7, None, "!", ""])
+def test_an_empty_history_needs_no_digests(digests: Any) -> None:
+    assert in_common(request(TOKENS), {"remote_num_tokens": 0, KEY: {"step": 16, "digests": digests}}, whole=True) == 0
 
 
 def test_a_digest_is_what_the_page_says() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import kvferry
 import pytest
+import torch
 from kvferry.vllm import dialects
 
 Params = dict[str, Any]
@@ -110,7 +111,10 @@ def test_an_answer_that_lost_its_blocks_is_not_taken_for_a_push(header: Any) -> 
     assert understood("cmpl-5f-0-ffeeddcc", params) == params
 
 
-@pytest.mark.parametrize(("request_id", "header"), [("5f-ffeeddcc", "5f"), ("c2-5f-ffeeddcc", "5f"), ("-5f", "5f")])
+@pytest.mark.parametrize(
+    ("request_id", "header"),
+    [("5f-ffeeddcc", "5f"), ("c2-5f-ffeeddcc", "5f"), ("-5f", "5f"), ("cmpl5f", "5f"), ("cmpl-", "5f"), ("cmpl-", "")],
+)
 def test_a_request_without_a_word_in_front_is_not_named_by_a_header(request_id: str, header: str) -> None:
     assert dialects.is_named_by(request_id, header) is False
 
@@ -158,6 +162,11 @@ def test_an_answer_that_names_no_prompt_is_the_first_prompts() -> None:
     answer = {**LOAD, **AT, "remote_block_ids": [[1]]}
     assert understood("cmpl-5f-0-ffeeddcc", answer) == answer
     assert understood("cmpl-5f-1-ffeeddcc", answer) == {}
+    # An earlier release has no digest of embeddings, whatever their prompt is.
+    embeds = {"prompt_embeds": torch.zeros(3, 4), "prompt_is_token_ids": None}
+    assert understood("cmpl-5f-1-ffeeddcc", answer, **embeds) == {}
+    with pytest.raises(kvferry.InvalidArgumentError, match="does not say to which prompt embeddings it is"):
+        understood("cmpl-5f-0-ffeeddcc", answer, **embeds)
 
 
 def test_a_prompt_without_a_digest_is_refused() -> None:
