@@ -62,27 +62,43 @@ def without_params(value: Any) -> Any:
 
 
 def stripped(text: bytes) -> bytes:
-    """The same for encoded JSON. Text without the key, or that is no JSON, stays as it is, byte for byte.
+    """The same for encoded JSON. Text without the key stays as it is, byte for byte.
 
-    Raises `RecursionError` for JSON that is nested too deeply to be looked through."""
+    Raises `RecursionError` for JSON that is nested too deeply to be looked through, and `ValueError` for text with the
+    key that is no JSON."""
     try:
         value = json.loads(text)
     except ValueError:
+        if PARAMS.encode() in text:
+            raise
         return text
     kept = without_params(value)
     return text if kept == value else json.dumps(kept).encode()
 
 
+def for_client(text: bytes) -> bytes:
+    """The same for a server's answer; nothing where it cannot be looked through."""
+    try:
+        return stripped(text)
+    except (ValueError, RecursionError):
+        return b""
+
+
+def stripped_line(line: bytes) -> bytes:
+    """A line of an event stream."""
+    prefix = b"data:"
+    return prefix + for_client(line[len(prefix) :]) if line.startswith(prefix) else line
+
+
 async def stripped_events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """The lines of an event stream as they come, `kv_transfer_params` taken out of the data."""
-    prefix, rest = b"data:", b""
+    rest = b""
     async for chunk in answer.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
-        cut = (prefix + stripped(line[len(prefix) :]) if line.startswith(prefix) else line for line in lines)
-        if whole := b"".join(line + b"\n" for line in cut):
+        if whole := b"".join(stripped_line(line) + b"\n" for line in lines):
             yield whole
     if rest:
-        yield prefix + stripped(rest[len(prefix) :]) if rest.startswith(prefix) else rest
+        yield stripped_line(rest)
 
 
 async def stripped_answer(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -91,7 +107,7 @@ async def stripped_answer(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes
         async for lines in stripped_events(answer):
             yield lines
     elif answer.content_type.endswith("json"):
-        yield stripped(await answer.read())
+        yield for_client(await answer.read())
     else:
         async for chunk in answer.content.iter_any():
             yield chunk
@@ -189,7 +205,7 @@ class Proxy:
         assert self._session is not None
         async with self._session.post(self._prefill + path, json=of_prefill(body, asked), headers=headers) as answer:
             if answer.status != 200:
-                failure = stripped(await answer.read())
+                failure = for_client(await answer.read())
                 return web.Response(status=answer.status, body=failure, content_type="application/json")
             params: dict[str, Any] | None = (await answer.json()).get(PARAMS)
         if params is not None and all(key in params for key in PLACE):
@@ -211,8 +227,8 @@ class Proxy:
         url = self._decode + str(request.rel_url)
         try:
             data = stripped(await request.read())
-        except RecursionError:
-            return web.json_response({"error": "the body is nested too deeply"}, status=400)
+        except (ValueError, RecursionError) as error:
+            return web.json_response({"error": f"the body cannot be looked through: {error}"}, status=400)
         try:
             async with self._session.request(request.method, url, data=data, headers=headers) as answer:
                 return await self._relay(request, answer)

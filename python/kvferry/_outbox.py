@@ -124,6 +124,7 @@ class WorkerHandle(_lib.Handle):
         outbox = self.outbox
         if outbox is None:
             return self.ask("wait", 0) or None
+        buffer = _lib.new("kvf_buffer *")
         try:
             turn = outbox.turns.pop()
         except IndexError:
@@ -132,7 +133,7 @@ class WorkerHandle(_lib.Handle):
             if limit > 0:
                 time.sleep(0.001)
             return None
-        buffer = _lib.new("kvf_buffer *")
+        # Nothing comes between taking the turn and the block that gives it back: an interrupt there would lose it.
         try:
             if self.kept:
                 return self.take_kept(outbox)

@@ -116,7 +116,9 @@ pub const TABLE: &[Setting] = &[
         "How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits the end of a \
          prefill that is under way."),
     row(Operator, "await_timeout_ms", &[Worker], DURATION, "ms", Number(600_000),
-        "How long a request that both engines were asked for at once awaits a prefill of which the prefill engine has said nothing."),
+        "How long a request that both engines were asked for at once awaits a prefill of which the prefill engine has said nothing. \
+         It says nothing of a prefill before its end where that waits in its queue, is shorter than `portion_tokens`, or goes through \
+         a host buffer. With `portion_tokens` 0, `hold_timeout_ms` is the limit."),
     row(Operator, "portion_tokens", &[Worker], Whole(0, 1 << 20), "tokens", Number(256),
         "Of prompts that both engines were asked for at once: from how many written tokens on a portion of the cache is read while \
          the prefill engine still computes the rest. Prompts with fewer tokens to load are read whole. 0: nothing is read before the prefill is over."),

@@ -251,5 +251,5 @@ def run(options: argparse.Namespace) -> int:
 def _start_problems(given: Given, role: str) -> list[str]:
     try:
         return problems(Engine(given.extra, role, given.policy))
-    except ChildError as error:
+    except (ChildError, OSError) as error:
         return [f"whether an engine would start cannot be told: {error}"]

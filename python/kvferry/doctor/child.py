@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -42,8 +43,10 @@ class ChildError(Exception):
 
 
 def memory_file() -> BinaryIO:
-    """An empty file that lies in no folder: a container may have none that can be written to."""
-    return open(os.memfd_create("kvferry"), "w+b")
+    """An empty file, in no folder where Python can make one: a container may have none that can be written to."""
+    # Pythons that were built for an old C library lack it, such as uv's.
+    make = getattr(os, "memfd_create", None)
+    return tempfile.TemporaryFile() if make is None else open(make("kvferry"), "w+b")
 
 
 def run(

@@ -94,15 +94,18 @@ def listen(config: Mapping[str, object]) -> Result:
     return _told(look)
 
 
-def start(worker: Mapping[str, object], scheduler: Mapping[str, object] | None) -> list[str]:
-    """Starts a worker, and with `scheduler` a scheduler side, and ends them: what they refuse, each text once.
+def start(worker: Mapping[str, object], scheduler: Mapping[str, object] | None) -> list[Result]:
+    """Starts a worker, and with `scheduler` a scheduler side, and ends them. Returns the errors of their starts.
 
     A scheduler side with `push` binds its listener's port."""
 
     def start_worker() -> Result:
         # No file is made or written, and nobody connects.
         unused = {"rehearse": False, "trace": "", "request_log": ""}
-        Worker({"engine_id": "check", **worker, **unused}).shutdown(1.0)
+        tried = Worker({"engine_id": "check", **worker, **unused})
+        # It has started, however long its end takes.
+        with suppress(KvferryError):
+            tried.shutdown(1.0)
         return {}
 
     def start_scheduler() -> Result:
@@ -110,7 +113,7 @@ def start(worker: Mapping[str, object], scheduler: Mapping[str, object] | None) 
             return {}
 
     told = [_told(start_worker)] if scheduler is None else [_told(start_worker), _told(start_scheduler)]
-    return list(dict.fromkeys(str(result["message"]) for result in told if result))
+    return [result for result in told if result]
 
 
 def cuda() -> str | None:

@@ -33,14 +33,17 @@ _INDEX = re.compile(r"[-_]\d+$")
 """What it appends to the header for one of several prompts."""
 
 _LATER = re.compile(r"cmpl-.*-[1-9]\d*")
-"""What requests are called of a completion's prompts, but for its first."""
+"""Ids of a completion's second and later prompts."""
+
+_PLACEHOLDER = [0]
+"""The prompt of a request by which vLLM tells that another one was rejected (`AsyncLLM`)."""
 
 PROMPT = "remote_prompt_digest"
 """The key of `kv_transfer_params` that says which prompt an answer is to."""
 
-UNTOLD = (
-    "vLLM numbers its media in place of hashing them, because its prefix cache and its processor cache are both off; "
-    "turn one of them on in both engines (--enable-prefix-caching, or --mm-processor-cache-gb above 0)"
+NO_DIGEST = (
+    "vLLM numbers media in place of hashing them where an engine's prefix cache and processor cache are both off; turn "
+    "one of them on in whichever engine has both off (--enable-prefix-caching, or --mm-processor-cache-gb above 0)"
 )
 """Why a prompt has no digest."""
 
@@ -75,9 +78,9 @@ def name_of(base: str, digest: str | None) -> str:
 
 
 def name_of_prefill(request: Request, params: Mapping[str, Any], digest: str | None, late: bool) -> str | None:
-    """By which name decode engines may await a prefill: what the proxy has given, or the header of both requests.
-    None: by none, or by what the proxy has given if that is no text. Without a digest it is a name that no decode
-    engine awaits: nothing is kept.
+    """Returns the name by which decode engines may await a prefill: what the proxy has given, or the header of both
+    requests. None if there is none, or if what the proxy has given is no text. Without a digest it is a name that no
+    decode engine awaits: nothing is kept.
 
     `late`: the answer has a name in place of blocks, so that there must be one."""
     transfer_id = params.get("transfer_id")
@@ -102,9 +105,9 @@ def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]
     digest."""
     stated = params.get(PROMPT)
     answered = stated is not None or params.get("remote_block_ids") is not None
-    if request.abort_immediately:
-        # vLLM tells of a request that was rejected, with a placeholder for its prompt: what an answer names is given
-        # back. Of a prefill that was asked for at the same time, nobody knows the name without the prompt.
+    if request.abort_immediately and (answered or list(request.prompt_token_ids or ()) == _PLACEHOLDER):
+        # vLLM tells of a rejected request, mostly with a placeholder for its prompt: what an answer names is given
+        # back. A prefill that was asked for at the same time cannot be named without its prompt.
         return _translated(request, params, None) if answered else {}
     if params.get(_NIXL) is not None and params.get("remote_incarnation") is None:
         raise invalid(
@@ -113,7 +116,7 @@ def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]
         )
     digest = history.fingerprint(request)
     if digest is None:
-        raise invalid(f"nobody can tell whether the prefill engine has this prompt: {UNTOLD}")
+        raise invalid(f"nobody can tell whether the prefill engine has this prompt: {NO_DIGEST}")
     if answered and stated != digest:
         if _LATER.fullmatch(base_name(request.request_id)):
             return {}

@@ -1,4 +1,4 @@
-"""What is wrong with the files that a configuration names."""
+"""Checks the files that a configuration names."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import logging
 import sys
 from typing import Any
 
-from .._errors import make_error
+from .._errors import InvalidArgumentError, make_error
 from .beside import CONNECTOR_NAME, check_children, children
 
 _MODULE = "vllm.v1.executor.abstract"
@@ -19,8 +19,8 @@ _MARK = "_kvferry_preflight"
 
 
 def watch() -> None:
-    """From now on, executors of this process judge the configuration first. Does nothing in processes without any, such
-    as workers. May be called any number of times."""
+    """Has executors of this process judge the configuration first. Does nothing where vLLM's executors are not
+    imported. May be called any number of times."""
     executor: Any = getattr(sys.modules.get(_MODULE), "Executor", None)
     method = getattr(executor, "__init__", None)
     if method is None or hasattr(method, _MARK):
@@ -52,7 +52,6 @@ def judge(vllm_config: Any) -> None:
         return
     check_children(every)
     # Only here: vLLM loads the plug-in in each of its processes, most of which never come so far.
-    from ..doctor.child import ChildError
     from .bootstrap_port import rank_of
     from .start_check import Engine, problems
 
@@ -61,14 +60,17 @@ def judge(vllm_config: Any) -> None:
         extra=own.get("kv_connector_extra_config") or {},
         role=str(own.get("kv_role")),
         policy=str(own.get("kv_load_failure_policy") or "fail"),
+        engine_id=transfer.engine_id or "check",
         index=parallel.data_parallel_index,
         is_head=not parallel.node_rank_within_dp,
         has_bootstrap=rank_of(parallel) == 0,
     )
     try:
         wrong = problems(engine)
-    except (ChildError, OSError) as error:
-        # The engine tells what is wrong when it comes to it.
+    except InvalidArgumentError:
+        raise
+    except Exception as error:
+        # A check must not break a start. The engine tells what is wrong when it comes to it.
         logging.getLogger("vllm.kvferry").warning("The configuration could not be judged before the start: %s", error)
         return
     if wrong:

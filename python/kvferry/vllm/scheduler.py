@@ -184,7 +184,7 @@ class SchedulerSide:
         if asked:
             digest = history.fingerprint(request)
             if digest is None:
-                logger.warning_once("Prompts are not handed over: %s", dialects.UNTOLD)
+                logger.warning_once("Prompts with media are not handed over: %s", dialects.NO_DIGEST)
             name = dialects.name_of_prefill(request, asked, digest, self._late)
             self._prefills[request.request_id] = name, digest
             if self._holds_back:
@@ -193,7 +193,7 @@ class SchedulerSide:
                 # What is under way is on the device only.
                 self._progress.add(request.request_id, name, request.num_prompt_tokens)
         params = self._to_load(request)
-        if not asked and (params is None or not self._loads):
+        if not asked and (params is None or not self._loads) and not request.abort_immediately:
             # Where a hand-over was meant, nothing else tells: nothing fails.
             self._local_requests += self._counts
         if params is None or request.request_id in self._others:
@@ -219,10 +219,9 @@ class SchedulerSide:
             try:
                 known = dialects.understood(request, params)
                 if not known and not request.abort_immediately:
-                    logger.warning(
-                        "Request %s: its prompt is computed here, because the prefill engine's answer is to its "
-                        "completion's first prompt. Send prompts one by one, or ask both engines at once",
-                        request.request_id,
+                    logger.warning_once(
+                        "The second and later prompts of a completion are computed here, because the prefill engine's "
+                        "answer is to the first. Send prompts one by one, or ask both engines at once"
                     )
             except kvferry.KvferryError as error:
                 self._refuse(request, error)
@@ -326,7 +325,7 @@ class SchedulerSide:
         outcome = "complete" if complete else "aborted"
         groups = self._with_state(self._transferred(blocks), tokens)
         try:
-            keep, answer = self._end(request_id, params, name, outcome, groups, tokens)
+            keep, answer = self._end(request_id, params, (name, digest), outcome, groups, tokens)
         except kvferry.KvferryError as error:
             if refused is None:
                 logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
@@ -345,9 +344,17 @@ class SchedulerSide:
         return keep or request_id in self._unreported, nothing if answer is None else answer
 
     def _end(
-        self, request_id: str, params: Mapping[str, Any], name: str | None, outcome: Any, groups: Any, tokens: int
+        self,
+        request_id: str,
+        params: Mapping[str, Any],
+        named: tuple[str | None, str | None],
+        outcome: Any,
+        groups: Any,
+        tokens: int,
     ) -> tuple[bool, dict[str, Any] | None]:
-        """`kvferry.Scheduler.finished`, of a prefill with the name that decode engines may await it by."""
+        """`kvferry.Scheduler.finished`, of a prefill with the name that decode engines may await it by and the digest
+        of its prompt."""
+        name, digest = named
         if name is None:
             return self._scheduler.finished(request_id, params, outcome, groups, tokens)
         # Whoever awaits a prefill that ends early may get another one of the same name, which is still under way.
@@ -358,8 +365,10 @@ class SchedulerSide:
         except kvferry.AlreadyExistsError:
             if params.get("transfer_id") is not None:
                 raise
-            # A prefill of the same prompt is kept under it, which does for whoever awaits this one.
-            return self._scheduler.finished(request_id, params, outcome, groups, tokens)
+            # A prefill of the same prompt is kept under it, which does for whoever awaits this one. An answer with a
+            # name in place of blocks needs one of its own, as the decode engine makes it of the answer.
+            own = {**params, "transfer_id": dialects.name_of(request_id, digest)} if self._late else params
+            return self._scheduler.finished(request_id, own, outcome, groups, tokens)
 
     def _handed_over(self, request: Request) -> int:
         """How many of the prompt's tokens the prefill engine computes for us, but for the one that `kvferry.Scheduler`

@@ -8,22 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._errors import InvalidArgumentError
-from ..doctor.child import call
+from ..doctor.child import ChildError, call
 from . import bootstrap_port
 from .config import Options, describe, multi_turn_refusal, parse_options
 from .files import missing_files
+
+_REFUSALS = ("invalid_argument", "not_found", "unsupported", "ucx_missing", "exhausted", "address_in_use")
+"""Kinds of errors that an engine's own start would end with too."""
 
 
 @dataclass(frozen=True)
 class Engine:
     """An engine that is to start: its `kv_connector_extra_config` and what else decides what it opens. `role` and
-    `policy` are vLLM's `kv_role` and `kv_load_failure_policy`; `index` is added to the listener's port; `is_head` is
+    `policy` are vLLM's `kv_role` and `kv_load_failure_policy`; whoever asks the listener meanwhile is told that
+    `engine_id` is starting; `index` is added to the listener's port; `is_head` is
     whether the scheduler is on this host, `has_bootstrap` whether this rank would have the server of `bootstrap_port`.
     """
 
     extra: Mapping[str, Any]
     role: str
     policy: str = "fail"
+    engine_id: str = "check"
     index: int = 0
     is_head: bool = True
     has_bootstrap: bool = True
@@ -45,7 +50,8 @@ def problems(engine: Engine) -> list[str]:
     In a process of its own, a worker and the scheduler side start with these options and bind the listener's port, so
     that their own code decides. Takes about a second.
 
-    Raises `InvalidArgumentError` for an unknown key or a wrong value, `ChildError` if that process gave no answer.
+    Raises `InvalidArgumentError` for an unknown key or a wrong value, `ChildError` if that process gave no answer or
+    failed for a reason that may pass.
     """
     rows = describe(engine.extra)["settings"]
     options = parse_options(engine.extra)
@@ -66,8 +72,16 @@ def _cannot_start(engine: Engine, options: Options) -> list[str]:
     scheduler = None
     if engine.is_head:
         listens = engine.sends or options.multi_turn
-        scheduler = {**options.scheduler, "data_parallel_index": engine.index, "push": listens}
+        scheduler = {
+            **options.scheduler,
+            "engine_id": engine.engine_id,
+            "data_parallel_index": engine.index,
+            "push": listens,
+        }
     # Files that a running engine has are left alone.
     environment = {**os.environ, "KVFERRY_METRICS_FILE": "", "KVFERRY_LOG": "error"}
-    texts: list[str] = call("start", dict(options.worker), scheduler, environment=environment)
-    return texts
+    errors = call("start", dict(options.worker), scheduler, environment=environment)
+    refused = dict.fromkeys(str(error["message"]) for error in errors if error["error"] in _REFUSALS)
+    if errors and not refused:
+        raise ChildError(str(errors[0]["message"]))
+    return list(refused)

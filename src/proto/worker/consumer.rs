@@ -424,7 +424,7 @@ impl Consumer {
                              be the remote_request_id of its answer, or its workers do not run",
                             self.config.verdict_timeout_ms, remote.engine, remote.request
                         ),
-                        _ if load.load.awaits && load.life.is_none() => {
+                        _ if load.load.awaits && load.life.is_none() && self.config.portion_tokens > 0 => {
                             let limit = self.config.await_timeout_ms;
                             format!(
                                 "the prefill engine has said nothing of this prefill within {limit} ms; check that the proxy \

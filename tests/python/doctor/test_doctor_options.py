@@ -14,6 +14,7 @@ from kvferry import Listener
 from kvferry.cli import doctor as cli
 from kvferry.cli import main
 from kvferry.cli.config import any_config
+from kvferry.doctor import child
 from kvferry.doctor.examine import Asked
 
 
@@ -171,3 +172,8 @@ def test_of_several_connectors_the_role_of_ours_counts() -> None:
     }
     assert any_config(several).role == "kv_consumer"
     assert any_config({"port": 1}).role is None
+
+
+def test_a_python_without_memory_files_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.memfd_create", raising=False)
+    assert child.call("library")["abi"] > 0

@@ -262,10 +262,14 @@ def test_params_are_taken_out_of_a_stream() -> None:
     assert between(prefill, decode, use) == sent.replace(last, b'data:{"usage": 1}\n')
 
 
+DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+LONG_NUMBER = b'{"kv_transfer_params": {"remote_port": ' + b"1" * 5000 + b"}}"
+
+
+@pytest.mark.parametrize("body", [DEEP, LONG_NUMBER, b'{"kv_transfer_params": {'])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-def test_json_too_deep_to_check_is_refused(path: str) -> None:
+def test_json_that_cannot_be_checked_is_refused(path: str, body: bytes) -> None:
     async def use(session: aiohttp.ClientSession, url: str) -> int:
-        body = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
         async with session.post(url + path, data=body, headers={"Content-Type": "application/json"}) as answer:
             return answer.status
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-from kvferry.vllm import history
+from kvferry.vllm import history, scheduler
 from lone_scheduler import LoneScheduler
+from mini_config import write_model
 from test_vllm_digests import NUMBERED, adapter, make, media, rows
 from vllm.v1.request import Request, RequestStatus
 
@@ -104,6 +107,20 @@ def test_an_answer_without_blocks_is_to_one_prompt(engines: Schedulers) -> None:
     assert (outcome(engines, request), awaited(engines, request)) == ("loaded", name)
     assert outcome(engines, given(engines, "cmpl-late-1-11111111", late, **second)) == "computed"
     assert "is to another prompt" in outcome(engines, given(engines, "chatcmpl-late-11111111", late, **second))
+
+
+def test_late_samples_have_names_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill engine computes several samples of a prompt, and answers with a name in place of blocks."""
+    monkeypatch.setattr(scheduler, "writes_late", lambda *_: True)
+    write_model(tmp_path)
+    with ExitStack() as stack:
+        engines = LoneScheduler(stack, "kv_producer", tmp_path), LoneScheduler(stack, "kv_consumer", tmp_path)
+        answers = [asked(engines, f"{at}_cmpl-n-0-00000000", ids=[7] * TOKENS) for at in (0, 1)]
+        names = [answer["transfer_id"] for answer in answers]
+        assert len(set(names)) == 2
+        for at, answer in enumerate(answers):
+            request = given(engines, f"{at}_cmpl-n-0-11111111", answer, ids=[7] * TOKENS)
+            assert (outcome(engines, request), awaited(engines, request)) == ("loaded", names[at])
 
 
 @pytest.mark.parametrize("kind", PROMPTS)

@@ -25,6 +25,7 @@ def request(request_id: str, **more: Any) -> Any:
     """As much of a request as names are made of."""
     plain: Params = {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
     plain |= {"all_token_ids": [7, 8, 9], "num_prompt_tokens": 3, "abort_immediately": False}
+    plain |= {"prompt_token_ids": [7, 8, 9]}
     return SimpleNamespace(**{"request_id": request_id, **plain, **more})
 
 
@@ -181,7 +182,7 @@ def test_a_prompt_without_a_digest_is_refused() -> None:
 def test_a_rejected_request_gives_back_what_an_answer_names() -> None:
     def given_back(params: Params) -> Params:
         # A digest of the placeholder is of no use.
-        return understood("5f", params, abort_immediately=True)
+        return understood("5f", params, abort_immediately=True, prompt_token_ids=[0])
 
     answer = {**LOAD, **AT, "remote_block_ids": [[1]]}
     for params in (answer, {**answer, PROMPT: OTHER}):
@@ -190,6 +191,9 @@ def test_a_rejected_request_gives_back_what_an_answer_names() -> None:
     assert given_back(late) == {**late, "remote_request_id": None}
     for asked in ({"transfer_id": "x"}, {"remote_request_id": "5f"}, {}):
         assert given_back({**LOAD, **AT, **asked}) == {}
+    # An engine that is paused rejects a request with its own prompt.
+    own = understood("5f", {**LOAD, **AT, "transfer_id": "x"}, abort_immediately=True)
+    assert own["transfer_id"] == f"x#{DIGEST}"
 
 
 @pytest.mark.parametrize(

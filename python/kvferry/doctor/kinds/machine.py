@@ -233,7 +233,7 @@ MACHINE: dict[str, Kind] = {
             "free": Case("ok", "The port can be bound."),
             "engine": Case(
                 "ok",
-                "The listener of a running engine has the port. Another engine of this host needs another one "
+                "The listener of a running engine has the port. Another engine of this host needs a port of its own "
                 "(KVFERRY_PORT, the option port; 0 takes a free one).",
             ),
             "in-use": Case(

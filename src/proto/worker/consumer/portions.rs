@@ -31,7 +31,10 @@ impl Consumer {
     pub(super) fn await_first(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { return };
         if load.load.awaits {
-            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.await_timeout_ms));
+            // A side that asks for no portions is told of nothing before the end.
+            let hears = self.config.portion_tokens > 0;
+            let limit = if hears { self.config.await_timeout_ms } else { self.config.hold_timeout_ms };
+            self.deadlines.set(Timer::Load(ticket), now + ms(limit));
             self.await_prefill(ticket, out);
         }
     }
