@@ -6,6 +6,10 @@
 //! that say nothing when descriptors become few, and looks now and then whether UCX still listens. If not, it gives its peers
 //! up and makes a new worker at the same port, because peers have the port in metadata that was handed out long ago. A broken
 //! connection heals by a new handshake.
+//!
+//! The old worker must be gone first. UCX binds its sockets without SO_REUSEADDR, so a connection that was accepted at the port
+//! keeps the port taken. A connection stays while memory of its peer is being copied, because the peer takes its end for the
+//! end of the copy. So a copy that hangs keeps the port closed, and the log names the peer.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -37,6 +41,8 @@ use crate::ucx::{Context, ContextConfig, MessageSink, Worker, WorkerOptions};
 const LOOK: Duration = Duration::from_secs(2);
 /// How often, while connections end so that it can be opened anew.
 const ENDING_LOOK: Duration = Duration::from_millis(10);
+/// How long connections may take to end before the log says which do not, and the looks become rare.
+const ENDING_PATIENCE: Duration = Duration::from_secs(5);
 /// How long until the next try to open it anew.
 const RETRY: Duration = Duration::from_secs(1);
 /// Ports that others may take between the look and UCX's own.
@@ -55,8 +61,10 @@ const SILENCE: Duration = Duration::from_secs(1);
 /// What is being done about the port.
 enum State {
     Open,
-    /// Connections end; then it is opened anew.
-    Lost,
+    /// Connections have been ending since then; when they have ended it is opened anew.
+    Lost {
+        since: Instant,
+    },
 }
 
 /// The port, and what UCX listens with.
@@ -256,14 +264,34 @@ impl Engine {
                     self.give_up_peers(now);
                 }
             }
-            State::Lost => {
-                self.data_port.next_look = now + ENDING_LOOK;
+            State::Lost { since } => {
                 let is_over = self.worker.in_flight() == 0 && self.peers.have_closed();
                 if is_over && self.transfers.in_flight().operations == 0 {
                     self.reopen_data_port(now);
+                } else if now.saturating_duration_since(since) < ENDING_PATIENCE {
+                    self.data_port.next_look = now + ENDING_LOOK;
+                } else {
+                    self.data_port.next_look = now + RETRY;
+                    self.tell_endless(now);
                 }
             }
         }
+    }
+
+    /// Says in the log which connections do not end.
+    fn tell_endless(&mut self, now: Instant) {
+        let Some(left_out) = self.data_port.log.pass(now) else { return };
+        let agents = self.peers.leaving_names();
+        let waits_for = if agents.is_empty() {
+            "operations of UCX have not ended".to_owned()
+        } else {
+            format!("copies of memory of the agents {agents:?} have not ended; if their processes hang, end those")
+        };
+        log::error!(
+            "agent {}: the data port cannot be opened anew yet, so no peer can connect: {waits_for} ({left_out} such lines \
+             left out)",
+            self.config.name
+        );
     }
 
     /// Gives all peers up, so that the worker can be replaced.
@@ -280,7 +308,7 @@ impl Engine {
         if let Some(port) = self.data_port.port {
             forget_at_close(port);
         }
-        self.data_port.state = State::Lost;
+        self.data_port.state = State::Lost { since: now };
         self.peers.pause(true);
         let error = Error::new(
             ErrorKind::PeerDied,
@@ -341,5 +369,45 @@ impl Engine {
     fn install(&mut self, worker: Worker) {
         drop(std::mem::replace(&mut self.worker, worker));
         self.workers += 1;
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::tests::{config, drive, reader};
+    use super::*;
+    use crate::agent::{Agent, Transport};
+
+    #[test]
+    fn copy_that_hangs_makes_looks_rare() {
+        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let (mut engine, peer) = reader(Transport::Tcp, &other);
+        let now = Instant::now();
+        // As if memory of it was being copied.
+        let (peers, mut io) = engine.peers(now);
+        peers.lose(peer, Error::new(ErrorKind::PeerDied, "test"), true, &mut io);
+        engine.give_up_peers(now);
+        assert_eq!(engine.peers.leaving_names().into_iter().collect::<Vec<_>>(), ["b"]);
+        let look = |engine: &mut Engine, at: Instant| {
+            engine.data_port.next_look = at;
+            engine.check_data_port(at);
+            assert_eq!(engine.workers, 0, "a worker was replaced that is in use");
+            engine.data_port.next_look - at
+        };
+        assert_eq!(look(&mut engine, now), ENDING_LOOK);
+        assert_eq!(look(&mut engine, now + ENDING_PATIENCE), RETRY);
+        assert!(engine.data_port.log.pass(now + ENDING_PATIENCE).is_none(), "nothing was said in the log");
+        // It is opened anew when the copy has ended.
+        let (peers, mut io) = engine.peers(now);
+        peers.leave(peer, &mut io);
+        drive(&mut engine, |engine| {
+            engine.check_data_port(Instant::now() + ENDING_PATIENCE + RETRY);
+            engine.workers == 2
+        });
+        let again = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+        drive(&mut engine, |engine| engine.peers.get(again).unwrap().is_ready());
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 }

@@ -154,6 +154,11 @@ impl Peers {
         self.closing.late.keys().copied().collect()
     }
 
+    /// The names of the agents of [`Peers::leaving`].
+    pub(crate) fn leaving_names(&self) -> BTreeSet<&str> {
+        self.closing.late.values().map(|late| late.peer.name.as_str()).collect()
+    }
+
     /// Leaves a peer of which nothing is copied any more, and says hello to it where it was connected to again.
     pub(crate) fn leave(&mut self, id: PeerId, io: &mut Io<'_>) {
         let Some(Late { mut peer, by_force }) = self.closing.late.remove(&id) else { return };
