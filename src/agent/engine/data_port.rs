@@ -330,8 +330,8 @@ impl Engine {
                 log::warn!("agent {}: the data port is open again", self.config.name);
                 self.data_port.listeners = self.data_port.port.map(listening_at).unwrap_or_default();
                 self.data_port.state = State::Open;
+                // The progress thread needs a descriptor for the new worker, before the reserve is taken at the next look.
                 self.data_port.next_look = now + LOOK;
-                self.data_port.keep_reserve();
                 self.peers.pause(false);
             }
             Err(error) => {
@@ -405,6 +405,10 @@ mod tests {
             engine.check_data_port(Instant::now() + ENDING_PATIENCE + RETRY);
             engine.workers == 2
         });
+        assert_eq!(engine.data_port.reserve.len(), 0, "the progress thread needs a descriptor for the new worker");
+        let next_look = engine.data_port.next_look;
+        engine.check_data_port(next_look);
+        assert_eq!(engine.data_port.reserve.len(), RESERVE);
         let again = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
         drive(&mut engine, |engine| engine.peers.get(again).unwrap().is_ready());
         drop(engine);

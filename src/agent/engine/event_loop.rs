@@ -30,6 +30,7 @@ use crate::agent::thread::edge_wait::EdgeWait;
 use crate::agent::thread::spin::Spinner;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
+use crate::log_limit::LogLimit;
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::sys::isolated::{Gone, Isolated};
@@ -95,6 +96,7 @@ pub(crate) fn run(
         name,
         edges,
         worker: 0,
+        log: LogLimit::default(),
         vain: 0,
         waker,
         looked_at: now,
@@ -163,6 +165,8 @@ struct Thread {
     edges: EdgeWait,
     /// Which of the engine's workers that is.
     worker: u64,
+    /// Of errors of watching it.
+    log: LogLimit,
     /// How often the event fd woke the thread since there was any progress.
     vain: u32,
     waker: Waker,
@@ -248,7 +252,9 @@ impl Thread {
             Err(error) => {
                 // Until then every news of the descriptor wakes it.
                 self.vain = 0;
-                log::warn!("agent {}: {error}", self.name);
+                if let Some(left_out) = self.log.pass(Instant::now()) {
+                    log::warn!("agent {}: {error} ({left_out} such lines left out)", self.name);
+                }
             }
         }
     }
@@ -337,6 +343,7 @@ mod tests {
             name: "a".to_owned(),
             edges: EdgeWait::of(driven.engine.worker.event_fd()).unwrap(),
             worker: 0,
+            log: LogLimit::default(),
             vain: 0,
             waker: driven.engine.shared.waker.clone(),
             looked_at: now,
