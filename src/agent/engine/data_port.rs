@@ -367,6 +367,9 @@ impl Engine {
 
     /// Ends the worker that there is, and takes another one.
     fn install(&mut self, worker: Worker) {
+        // The new one counts from 0.
+        self.stats.messages_dropped += self.worker.dropped_messages();
+        self.refused = 0;
         drop(std::mem::replace(&mut self.worker, worker));
         self.workers += 1;
     }
@@ -411,6 +414,29 @@ mod tests {
         assert_eq!(engine.data_port.reserve.len(), RESERVE);
         let again = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
         drive(&mut engine, |engine| engine.peers.get(again).unwrap().is_ready());
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
+    #[test]
+    fn dropped_messages_count_on_with_a_new_worker() {
+        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let (mut engine, _) = reader(Transport::Tcp, &other);
+        let context = engine.data_port.spare_context().unwrap();
+        let stranger = Worker::with_options(&context, &WorkerOptions::default()).unwrap();
+        let endpoint = stranger.connect(&engine.metadata().address, "a").unwrap();
+        endpoint.send_am(AM_ID, b"", vec![0; MAX_MESSAGE_BYTES + 1], 1).unwrap();
+        drive(&mut engine, |engine| {
+            stranger.progress();
+            engine.stats().messages_dropped == 1
+        });
+        engine.refused = 1;
+        drop((endpoint, stranger));
+        let interim = engine.make_worker(&context).unwrap();
+        engine.install(interim);
+        assert_eq!(engine.stats().messages_dropped, 1);
+        // None of the new one's.
+        assert_eq!(engine.refused, engine.worker.refused_announcements());
         drop(engine);
         other.shutdown(Duration::from_secs(60)).unwrap();
     }
