@@ -199,6 +199,17 @@ impl DataPort {
         Context::new(&asked).map_err(ucx_error)
     }
 
+    /// Whether UCX listens, as far as is known. Otherwise the worker is about to be replaced.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self.state, State::Open)
+    }
+
+    /// Has the port looked at then.
+    #[cfg(test)]
+    pub(super) fn look_at(&mut self, at: Instant) {
+        self.next_look = at;
+    }
+
     /// When the port is to be looked at.
     pub(super) fn deadline(&self) -> Option<Instant> {
         (!self.listeners.is_empty()).then_some(self.next_look)
@@ -295,7 +306,7 @@ impl Engine {
     }
 
     /// Gives all peers up, so that the worker can be replaced.
-    fn give_up_peers(&mut self, now: Instant) {
+    pub(super) fn give_up_peers(&mut self, now: Instant) {
         let lost: Vec<String> = self.data_port.lost().iter().map(|listener| listener.address.to_string()).collect();
         log::error!(
             "agent {}: UCX listens no more at {}, as when a process can open no more files; its connections are given up, and \

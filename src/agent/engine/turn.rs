@@ -103,11 +103,17 @@ impl Driven {
     }
 
     /// Whether all that there is to do takes some microseconds, so that a caller may do it on its thread: no driver, which
-    /// may take its time, no device memory, for which a thread needs CUDA's context, nothing long to move, no shutdown.
+    /// may take its time, no device memory, for which a thread needs CUDA's context, nothing long to move, no shutdown, and
+    /// no lost data port, for which the worker is replaced on whose event fd the progress thread would go on sleeping.
     pub(super) fn is_light(&self) -> bool {
         let engine = &self.engine;
         let has_driver = self.driver.is_some() || engine.closing.is_some();
-        !has_driver && !engine.has_devices && engine.transfers.are_light() && !engine.streams.are_moving()
+        let keeps_worker = engine.data_port.is_open();
+        !has_driver
+            && keeps_worker
+            && !engine.has_devices
+            && engine.transfers.are_light()
+            && !engine.streams.are_moving()
     }
 
     /// The turn of a caller that polls. What would take long is left to the progress thread. Where that has not stood aside,
@@ -581,5 +587,26 @@ mod tests {
             pair.driven.poll(Instant::now());
         }
         assert_eq!(blocked_signals(), before);
+    }
+
+    /// The progress thread sleeps on the event fd of the worker that would be replaced.
+    #[test]
+    fn callers_do_not_reopen_the_data_port() {
+        let mut pair = Pair::new(Transport::Tcp);
+        let now = Instant::now();
+        pair.driven.engine.give_up_peers(now);
+        pair.until("the connections to have ended", |driven, _| {
+            driven.engine.data_port.look_at(Instant::now() + Duration::from_secs(3600));
+            driven.engine.peers.have_closed() && driven.engine.worker.in_flight() == 0
+        });
+        pair.driven.engine.data_port.look_at(now);
+        pair.driven.callers.enter();
+        let _ = pair.driven.shared.waker.take();
+        pair.driven.poll(now);
+        assert_eq!(pair.driven.engine.workers, 0, "a caller has replaced the worker");
+        assert!(pair.driven.shared.waker.take(), "the thread is woken for it");
+        assert_ne!(pair.driven.turn(News::default()), Turned::Over { in_time: true });
+        assert_eq!(pair.driven.engine.workers, 2);
+        assert!(pair.driven.is_light());
     }
 }
