@@ -131,22 +131,31 @@ fn used_up(range: &RangeInclusive<u16>, addresses: &[IpAddr]) -> Error {
 }
 
 /// Opens UCX at a port of the agent's choice, with a worker that `make` makes of a context.
+///
+/// Another port is tried where UCX refuses one, as when somebody else has taken it.
+///
+/// # Errors
+/// Those of [`choose`] and `make`; of UCX, the last one.
 pub(super) fn open(
     config: &AgentConfig,
     is_keyed: bool,
     make: impl Fn(&Arc<Context>) -> Result<Worker>,
 ) -> Result<(Arc<Context>, Worker, DataPort)> {
-    let mut taken = BTreeSet::new();
+    let has_others = config.tcp_ports().is_none_or(|range| range.len() > 1);
+    let is_taken = |port: u16| free_port(&addresses(), Some(&(port..=port)), 0, |_| true).is_none();
+    let (mut taken, mut refused) = (BTreeSet::new(), None);
     loop {
-        let port = choose(config, &taken)?;
+        let port = choose(config, &taken).map_err(|used_up| refused.take().unwrap_or(used_up))?;
         let Opened { context, asked, .. } = ucx_settings::open(config, is_keyed, port)?;
         match (make(&context), port) {
             (Ok(worker), _) => return Ok((context, worker, DataPort::new(port, asked))),
-            // Somebody was faster.
-            (Err(_), Some(port))
-                if taken.len() < TRIES && free_port(&addresses(), Some(&(port..=port)), 0, |_| true).is_none() =>
+            // Somebody may have been faster: for a moment, or at an address of UCX's that is not looked at.
+            (Err(error), Some(port))
+                if error.kind() == ErrorKind::Ucx && taken.len() < TRIES && (has_others || is_taken(port)) =>
             {
+                log::info!("agent {}: another port than {port} is tried: {error}", config.name);
                 taken.insert(port);
+                refused = has_others.then_some(error);
             }
             (Err(error), _) => return Err(error),
         }
@@ -389,6 +398,9 @@ impl Engine {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::cell::Cell;
+    use std::net::TcpListener;
+
     use super::super::tests::{config, drive, reader};
     use super::*;
     use crate::agent::{Agent, Transport};
@@ -450,5 +462,43 @@ mod tests {
         assert_eq!(engine.refused, engine.worker.refused_announcements());
         drop(engine);
         other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
+    #[test]
+    fn port_taken_for_a_moment_is_left_for_another() {
+        // Below the ports that the system gives to other tests.
+        let first = 16_000 + u16::try_from(getrandom::u64().unwrap() % 16_000).unwrap();
+        let range = first..=first + 63;
+        let mut config = config("a", Transport::Tcp);
+        config.ucx.insert("TCP_PORT_RANGE".to_owned(), format!("{}-{}", range.start(), range.end()));
+        let rpc = Rc::<RefCell<Client>>::default();
+        // Opens it where other sockets have the ports in the first `fails` tries, while UCX wants one.
+        let opened = |fails: usize| {
+            let tries = Cell::new(0);
+            let opened = open(&config, false, |context| {
+                tries.set(tries.get() + 1);
+                let held = range.clone().filter(|_| tries.get() <= fails);
+                let _held: Vec<TcpListener> =
+                    held.filter_map(|port| TcpListener::bind(("0.0.0.0", port)).ok()).collect();
+                make_worker(&config, false, &rpc, context)
+            });
+            (opened, tries.get())
+        };
+        let (opened_at_last, tries) = opened(2);
+        let (_context, worker, port) = opened_at_last.unwrap();
+        assert!(tries >= 3 && !port.listeners.is_empty(), "after {tries} tries");
+        drop(worker);
+        let (refused, tries) = opened(usize::MAX);
+        assert_eq!((refused.err().unwrap().kind(), tries), (ErrorKind::Ucx, TRIES + 1));
+    }
+
+    #[test]
+    fn errors_that_no_port_explains_are_not_retried() {
+        let tries = Cell::new(0);
+        let refused = open(&config("a", Transport::Tcp), false, |_| {
+            tries.set(tries.get() + 1);
+            Err(Error::new(ErrorKind::Exhausted, "test"))
+        });
+        assert_eq!((refused.err().unwrap().message(), tries.get()), ("test", 1));
     }
 }
