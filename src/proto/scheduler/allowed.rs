@@ -1,7 +1,7 @@
 //! Which hosts a consumer may be sent to by `kv_transfer_params`, which come through proxies and from clients.
 
+use core::net::{IpAddr, Ipv6Addr};
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 
 use crate::error::{Error, Result};
 
@@ -48,18 +48,19 @@ impl AllowedHosts {
         Ok(allowed)
     }
 
-    /// Whether the list has this host: a name as it is written, an address by its network. A name is not resolved, so it
-    /// needs an entry of its own whatever its address.
+    /// Whether the list has this host: a name as it is written, an address by its network. An IPv6 address may stand in
+    /// brackets. A name is not resolved, so it needs an entry of its own whatever its address.
     pub fn allows(&self, host: &str) -> bool {
-        match host.parse::<IpAddr>() {
-            Ok(address) => self.networks.iter().any(|network| network.holds(address)),
-            Err(_) => self.names.contains(&host.to_ascii_lowercase()),
+        match address_of(host) {
+            Some(address) => self.networks.iter().any(|network| network.holds(address)),
+            None => self.names.contains(&host.to_ascii_lowercase()),
         }
     }
 }
 
 impl Network {
-    /// An address, or a network in CIDR notation. None for other text, and for a network with bits behind its prefix.
+    /// An address, or a network in CIDR notation. None for other text, and for a network with bits behind its prefix. One of
+    /// IPv4 addresses that are written as IPv6 ones is the network of those IPv4 addresses.
     fn parse(text: &str) -> Option<Network> {
         let (address, bits) = match text.split_once('/') {
             None => (text, None),
@@ -74,7 +75,14 @@ impl Network {
         };
         let network = Network { first, bits };
         let is_first = bits <= width && bits_of(first) == bits_of(first) & network.mask();
-        is_first.then_some(network)
+        is_first.then_some(network.to_canonical())
+    }
+
+    fn to_canonical(self) -> Network {
+        let first = self.first.to_canonical();
+        // A shorter prefix than that of mapped addresses has none of their bits.
+        let left_out = width_of(self.first).saturating_sub(width_of(first));
+        Network { first, bits: self.bits.saturating_sub(left_out) }
     }
 
     fn mask(self) -> u128 {
@@ -86,6 +94,14 @@ impl Network {
         [address, address.to_canonical()].into_iter().any(|address| {
             width_of(address) == width_of(self.first) && bits_of(address) & self.mask() == bits_of(self.first)
         })
+    }
+}
+
+/// The address that a host is, rather than a name.
+fn address_of(host: &str) -> Option<IpAddr> {
+    match host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        Some(inner) => inner.parse::<Ipv6Addr>().ok().map(IpAddr::V6),
+        None => host.parse().ok(),
     }
 }
 
@@ -157,5 +173,26 @@ mod tests {
         }
         let many = vec!["a"; MAX_ENTRIES + 1].join(",");
         assert!(AllowedHosts::parse(&many).unwrap_err().message().contains("4096"));
+    }
+
+    #[test]
+    fn ipv6_address_may_stand_in_brackets() {
+        let allowed = AllowedHosts::parse("fd00::/8,a.example").unwrap();
+        assert!(allowed.allows("[fd00::1]"));
+        for host in ["[fe00::1]", "[fd00::1", "fd00::1]", "[[fd00::1]]", "[10.1.2.3]", "[a.example]", "[]"] {
+            assert!(!allowed.allows(host), "{host}");
+        }
+        assert!(!AllowedHosts::parse("0.0.0.0/0").unwrap().allows("[10.1.2.3]"), "no address is written so");
+    }
+
+    #[test]
+    fn network_of_mapped_addresses_is_the_ipv4_one() {
+        let allowed = AllowedHosts::parse("::ffff:10.1.0.0/112,::ffff:192.0.2.7").unwrap();
+        assert_eq!(allowed, AllowedHosts::parse("10.1.0.0/16,192.0.2.7").unwrap());
+        assert!(allowed.allows("10.1.2.3") && allowed.allows("::ffff:10.1.2.3") && !allowed.allows("10.2.0.0"));
+        assert!(AllowedHosts::parse("::ffff:0:0/96").unwrap().allows("203.0.113.9"));
+        for list in ["::ffff:10.1.2.3/112", "::ffff:0:0/95", "::ffff:10.1.0.0/129"] {
+            AllowedHosts::parse(list).unwrap_err();
+        }
     }
 }
