@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use common::agent::child::{Remote, serve};
 use common::agent::{LIMIT, Node, Random, assert_same, config, model, plan, until};
-use common::memory::pattern_bytes;
+use common::memory::{Buffer, pattern_bytes};
 use common::skip::skipped;
 use kvferry::ErrorKind;
 use kvferry::agent::{AgentConfig, Direction, PeerId, TransferId, Transport, Window};
@@ -408,6 +408,67 @@ fn memory_is_not_given_back_while_a_writer_that_leaves_copies() {
         for agent in [&a.agent, &owner.agent] {
             agent.shutdown(LIMIT).unwrap();
         }
+    }
+}
+
+/// The leaver answers nothing any more, so the owner gives it up, which ends no copy.
+#[test]
+fn memory_stays_in_use_when_its_owner_gives_up_the_writer() {
+    let _alone = alone();
+    let Some(mut unresolved) = Unresolved::new() else { return };
+    let hasty = AgentConfig {
+        cancel_grace: Duration::from_millis(50),
+        deregister_timeout: Duration::from_millis(500),
+        ..config("owner", Transport::Shm)
+    };
+    let mut owner = unresolved.node_with(hasty);
+    let buffer = Buffer::new(BLOCK);
+    owner.regions.push(owner.agent.register(buffer.range(0, BLOCK)).unwrap());
+    let mut a = Node::start(config("a", Transport::Shm), 1, &[BLOCK]);
+    let there = a.connect(&owner.agent.metadata().unwrap());
+    a.wait_connected();
+    let here = owner.connect(&a.agent.metadata().unwrap());
+    owner.wait_connected();
+    let write = a.agent.transfer(there, Direction::Write, plan(0, 0, 4096, 4096, vec![0], vec![0]), 0).unwrap();
+    unresolved.wait_for_a_touch();
+    a.agent.disconnect(there).unwrap();
+    let (agent, region) = (owner.agent.clone(), owner.regions[0]);
+    let deregister = || agent.deregister(region).map_err(|error| error.kind());
+    assert_eq!(deregister(), Err(ErrorKind::Timeout));
+    let read = owner.agent.transfer(here, Direction::Read, plan(1, 0, 512, 500, vec![1, 0], vec![0, 3]), 0).unwrap();
+    // It may be lost by then.
+    let _ = owner.agent.cancel(read);
+    owner.wait_lost(here);
+    assert_eq!(deregister(), Err(ErrorKind::Timeout));
+    unresolved.faults = None;
+    assert!(a.wait_done(write).0.is_err());
+    a.agent.shutdown(LIMIT).unwrap();
+    // Nobody could say that the copy has ended.
+    assert_eq!(deregister(), Err(ErrorKind::Timeout));
+    assert_eq!(agent.shutdown(Duration::from_secs(1)).unwrap_err().kind(), ErrorKind::Timeout);
+}
+
+/// A process that is stopped may be in the midst of a copy, whatever else is cancelled with it. One that was killed is not.
+#[test]
+fn shutdown_tells_a_peer_that_stands_still_from_a_dead_one() {
+    let _alone = alone();
+    for is_killed in [false, true] {
+        // It asks the peer for digests, which no copy of the kernel's brings.
+        let mut a = Node::start(AgentConfig { verify: true, ..config("a", Transport::Shm) }, 1, &[BLOCK]);
+        let b = Remote::spawn(Transport::Shm, 2, &[BLOCK]);
+        let peer = a.connect(&b.metadata);
+        a.wait_connected();
+        b.signal("STOP");
+        let read = plan(0, 0, 512, 500, vec![1, 0], vec![0, 3]);
+        let read = a.agent.transfer(peer, Direction::Read, read, 0).unwrap();
+        let agent = a.agent.clone();
+        let ending = std::thread::spawn(move || agent.shutdown(Duration::from_secs(if is_killed { 100 } else { 3 })));
+        if is_killed {
+            b.kill();
+        }
+        let ended = ending.join().unwrap().map_err(|error| error.kind());
+        assert_eq!(ended, if is_killed { Ok(()) } else { Err(ErrorKind::Timeout) });
+        assert!(a.wait_done(read).0.is_err());
     }
 }
 

@@ -22,8 +22,9 @@ pub(crate) enum Effect {
     PeerReady { peer: PeerId },
     /// The connection is broken, or the peer misbehaves: it is to be given up.
     LosePeer { peer: PeerId, error: Error },
-    /// The peer is out of the table: its transfers, requests and streams end.
-    PeerGone { peer: PeerId, error: Error },
+    /// The peer is out of the table: its transfers, requests and streams end. `given_up` where it has neither left nor ended,
+    /// nor was disconnected by the agent's owner.
+    PeerGone { peer: PeerId, error: Error, given_up: Option<GivenUp> },
     /// A request or reply goes to a peer.
     Send { peer: PeerId, kind: FrameKind, sequence: u64, data: Vec<u8> },
     /// An operation of a transfer is no longer in flight.
@@ -36,6 +37,17 @@ pub(crate) enum Effect {
     TransferStopped { transfer: TransferId },
     /// No operation of a transfer can touch memory any more.
     TransferEnded(TransferEnd),
+}
+
+/// A peer that this side gives up. Its process goes on, and with it the copies of this side's memory that it has begun.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GivenUp {
+    /// Its process, if it is known and in this process's PID namespace.
+    pub(crate) process: Option<u32>,
+    /// Whether it may copy this side's host memory by itself.
+    pub(crate) is_near: bool,
+    /// Whether it is on this host.
+    pub(crate) on_this_host: bool,
 }
 
 /// How an operation ended.

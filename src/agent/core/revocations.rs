@@ -17,6 +17,8 @@ pub(crate) struct Revocations {
     asked: BTreeSet<(PeerId, u32)>,
     /// Peers that have said that they still use memory of this side, and will say when they do not.
     in_use: BTreeSet<PeerId>,
+    /// Peers that were given up before they had let go, which they cannot say any more, and their processes where those are known.
+    given_up: BTreeMap<PeerId, Option<u32>>,
     /// Regions of peers that this side lets go.
     owed: BTreeMap<(PeerId, u32), Owed>,
 }
@@ -44,10 +46,16 @@ impl Revocations {
     /// A peer has let a region go. Whether it had been asked to.
     pub(crate) fn answered(&mut self, peer: PeerId, region: u32) -> bool {
         let was_asked = self.asked.remove(&(peer, region));
-        if self.asked.range((peer, 0)..=(peer, u32::MAX)).next().is_none() {
+        if !self.is_asked(peer) {
             self.in_use.remove(&peer);
+            self.given_up.remove(&peer);
         }
         was_asked
+    }
+
+    /// Whether a peer has yet to let any region go.
+    fn is_asked(&self, peer: PeerId) -> bool {
+        self.asked.range((peer, 0)..=(peer, u32::MAX)).next().is_some()
     }
 
     /// A peer says that it still uses memory of this side.
@@ -70,10 +78,26 @@ impl Revocations {
         self.asked.iter().filter(move |(_, asked)| *asked == region).map(|(peer, _)| *peer)
     }
 
+    /// A peer is given up, whose process, of this number if it is known, goes on: what it was asked to let go it may still use.
+    pub(crate) fn give_up(&mut self, peer: PeerId, process: Option<u32>) {
+        self.owed.retain(|(owed, _), _| *owed != peer);
+        if self.is_asked(peer) {
+            self.given_up.insert(peer, process);
+        } else {
+            self.in_use.remove(&peer);
+        }
+    }
+
+    /// Peers that were given up before they had let go, and whose processes are known.
+    pub(crate) fn given_up(&self) -> Vec<(PeerId, u32)> {
+        self.given_up.iter().filter_map(|(peer, process)| Some((*peer, (*process)?))).collect()
+    }
+
     /// A peer is gone. Returns the regions that it need not let go any more.
     pub(crate) fn forget(&mut self, peer: PeerId) -> Vec<u32> {
         self.owed.retain(|(owed, _), _| *owed != peer);
         self.in_use.remove(&peer);
+        self.given_up.remove(&peer);
         let is_its = |(asked, _): &&(PeerId, u32)| *asked == peer;
         let freed = self.asked.iter().filter(is_its).map(|(_, region)| *region).collect();
         self.asked.retain(|(asked, _)| *asked != peer);
@@ -184,6 +208,26 @@ mod tests {
         assert_eq!(revocations.forget(b), [3, 4]);
         assert!(!revocations.is_in_use(b));
         assert_eq!(revocations.borrowers(3).count(), 0);
+    }
+
+    #[test]
+    fn a_peer_that_was_given_up_is_still_asked() {
+        let (a, b, c) = (PeerId::from_raw(1), PeerId::from_raw(2), PeerId::from_raw(3));
+        let mut revocations = Revocations::default();
+        assert!(revocations.ask(a, 3) && revocations.ask(a, 4) && revocations.ask(b, 3));
+        revocations.note_use(a);
+        revocations.note_use(c);
+        revocations.owe(a, 7, 0, Vec::new());
+        revocations.give_up(a, Some(70));
+        revocations.give_up(b, None);
+        revocations.give_up(c, Some(71));
+        assert_eq!(revocations.given_up(), [(a, 70)], "of one nothing is known, and one uses nothing");
+        assert!(revocations.is_in_use(a) && !revocations.is_in_use(c) && !revocations.are_owed());
+        assert_eq!(revocations.borrowers(3).collect::<Vec<_>>(), [a, b]);
+        assert!(revocations.answered(a, 3) && revocations.is_in_use(a));
+        assert_eq!(revocations.forget(a), [4]);
+        assert!(revocations.given_up().is_empty() && !revocations.is_in_use(a));
+        assert!(revocations.answered(b, 3) && !revocations.are_open());
     }
 
     #[test]

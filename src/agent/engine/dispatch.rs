@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::Engine;
 use super::revocation::region_of;
-use crate::agent::core::effect::{Effect, OperationEnd, TransferEnd};
+use crate::agent::core::effect::{Effect, GivenUp, OperationEnd, TransferEnd};
 use crate::agent::core::event::Event;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
@@ -40,7 +40,7 @@ impl Engine {
                 let (peers, mut io) = self.peers(now);
                 peers.lose(peer, error, is_copying, &mut io);
             }
-            Effect::PeerGone { peer, error } => self.peer_gone(peer, &error, now),
+            Effect::PeerGone { peer, error, given_up } => self.peer_gone(peer, &error, given_up, now),
             Effect::Send { peer, kind, sequence, data } => {
                 self.reply(peer, kind, sequence, Ok(Payload::Bytes(data)));
             }
@@ -102,16 +102,15 @@ impl Engine {
         self.events.push_back(Event::PeerConnected { peer: id, name, way, incarnation, version });
     }
 
-    fn peer_gone(&mut self, id: PeerId, error: &Error, now: Instant) {
+    fn peer_gone(&mut self, id: PeerId, error: &Error, given_up: Option<GivenUp>, now: Instant) {
         self.streams.close(id, &mut self.regions);
         self.transfers.stop_all_with(id, error, &mut self.effects, now);
         for chunk in self.rpc.borrow_mut().take_all_of(id) {
             self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
         }
-        let mut released = self.revocations.forget(id);
+        self.end_borrowing(id, given_up);
         let (regions, chunks) = self.staged.forget(id);
-        released.extend(regions);
-        self.regions.leave(&released);
+        self.regions.leave(&regions);
         for chunk in chunks {
             self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
         }
@@ -507,6 +506,7 @@ impl Engine {
         self.transfers.check_deadlines(&mut self.effects, now);
         self.check_silence(now);
         self.check_borrowers(now);
+        self.forget_ended();
         self.answer_revocations(now);
         self.copy_pool.check(now);
         self.dispatch(now);

@@ -5,9 +5,11 @@ use std::collections::BTreeSet;
 use std::time::Instant;
 
 use super::Engine;
+use crate::agent::core::effect::GivenUp;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::error::{Error, ErrorKind, Result};
+use crate::sys::ended::has_ended;
 
 impl Engine {
     /// Asks peers that may use a region by themselves to let go of it when it is being deregistered, which counts as used until they
@@ -90,8 +92,37 @@ impl Engine {
         }
     }
 
+    /// A peer is out of the table. One that is gone uses no memory of this side any more. One that was given up may go on with
+    /// what it has begun, and cannot say any more when that has ended.
+    pub(super) fn end_borrowing(&mut self, id: PeerId, given_up: Option<GivenUp>) {
+        let Some(GivenUp { process, is_near, on_this_host }) = given_up else {
+            let freed = self.revocations.forget(id);
+            return self.regions.leave(&freed);
+        };
+        if self.revocations.is_in_use(id) {
+            // It has not said which.
+            for region in self.regions.registered() {
+                let may_use = self.regions.may_be_used_by(region, on_this_host, is_near);
+                if may_use && self.revocations.ask(id, region) {
+                    self.regions.enter(&[region]);
+                }
+            }
+        }
+        self.revocations.give_up(id, process);
+    }
+
+    /// Peers that were given up and whose processes have ended since use no memory any more.
+    pub(super) fn forget_ended(&mut self) {
+        for (peer, process) in self.revocations.given_up() {
+            if has_ended(process) {
+                let freed = self.revocations.forget(peer);
+                self.regions.leave(&freed);
+            }
+        }
+    }
+
     /// Loses the peers that have not taken what they read of regions that are being deregistered, and have not said that they
-    /// use them for longer.
+    /// use them for longer. Such a region is not kept for them, unless the agent ends, after which nobody could tell them.
     pub(super) fn check_borrowers(&mut self, now: Instant) {
         for region in self.regions.take_overdue(now) {
             let mapped = self.revocations.borrowers(region);
@@ -107,6 +138,13 @@ impl Engine {
                     ),
                 );
                 self.effects.lose(peer, error);
+            }
+            // Each hears that it was given up before.
+            self.dispatch(now);
+            let late: Vec<PeerId> =
+                self.revocations.borrowers(region).filter(|peer| !self.revocations.is_in_use(*peer)).collect();
+            if self.closing.is_none() {
+                late.into_iter().for_each(|peer| self.on_released(peer, region));
             }
         }
     }

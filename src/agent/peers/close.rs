@@ -11,10 +11,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use super::{Io, Peer, Peers};
+use crate::agent::core::effect::GivenUp;
 use crate::agent::core::frame::{AM_ID, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::in_flight::{InFlight, Operations};
 use crate::proto::ids::Incarnation;
+use crate::sys::ended::has_ended;
 use crate::ucx::{Endpoint, Posted};
 
 /// What the goodbye and what was posted before it get to leave; then the endpoint is closed by force.
@@ -103,6 +105,13 @@ impl Peer {
     /// Whether there is somebody to hear what this side says at the end.
     pub(super) fn listens(&self) -> bool {
         self.is_ready() && !self.has_left && self.endpoint.failure().is_none()
+    }
+
+    /// What becomes of it where this side gives it up; `None` if it has left, or its process or connection has ended.
+    pub(super) fn given_up(&self) -> Option<GivenUp> {
+        let process = self.process();
+        let goes_on = self.listens() && !process.is_some_and(has_ended);
+        goes_on.then_some(GivenUp { process, is_near: self.is_near, on_this_host: self.on_this_host })
     }
 
     fn say(&mut self, kind: FrameKind, sequence: u64, operations: &mut Operations) {

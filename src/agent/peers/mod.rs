@@ -553,6 +553,7 @@ impl Peers {
             if self.is_shut {
                 self.tell_undelivered(&peer.name, peer.undelivered(io.operations), error.message());
             }
+            let given_up = peer.given_up();
             if is_copying && peer.listens() {
                 self.closing.leave_late(peer, true, io.operations);
             } else {
@@ -561,7 +562,7 @@ impl Peers {
             }
             io.stats.peers_lost += 1;
             io.effects.push(Effect::Tell(Event::PeerLost { peer: id, error: error.clone() }));
-            io.effects.push(Effect::PeerGone { peer: id, error });
+            io.effects.push(Effect::PeerGone { peer: id, error, given_up });
         }
     }
 
@@ -574,7 +575,7 @@ impl Peers {
             self.close(peer, io);
         }
         let error = Error::new(ErrorKind::Cancelled, "its peer was disconnected by this side");
-        io.effects.push(Effect::PeerGone { peer: id, error });
+        io.effects.push(Effect::PeerGone { peer: id, error, given_up: None });
         Ok(())
     }
 
