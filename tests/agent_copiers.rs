@@ -365,7 +365,7 @@ fn memory_is_not_given_back_while_a_writer_that_leaves_copies() {
             deregister_timeout: Duration::from_millis(500),
             ..config(name, Transport::Shm)
         };
-        let owner = unresolved.node_with(hasty("owner"));
+        let mut owner = unresolved.node_with(hasty("owner"));
         let patient = AgentConfig { cancel_grace: LIMIT, ..hasty("a") };
         let mut a = Node::start(if writer == Writer::GivesUp { hasty("a") } else { patient }, 1, &[BLOCK]);
         let metadata = owner.agent.metadata().unwrap();
@@ -390,6 +390,9 @@ fn memory_is_not_given_back_while_a_writer_that_leaves_copies() {
             assert_eq!(ended.map_err(|error| error.kind()), Err(ErrorKind::Timeout), "{writer:?}");
         }
         let again = (writer == Writer::Disconnects).then(|| a.connect(&metadata));
+        if let Some(again) = again {
+            a.agent.send(again, vec![7; 5]).unwrap();
+        }
         unresolved.faults = None;
         if writer == Writer::ShutsDown {
             // Nobody is left who could say that the copy has ended.
@@ -404,6 +407,7 @@ fn memory_is_not_given_back_while_a_writer_that_leaves_copies() {
         let _ = a.wait_done(id);
         if let Some(again) = again {
             assert_eq!(a.wait_connected().0, again, "when the last connection has ended");
+            assert_eq!(owner.wait_message().1, [7; 5]);
         }
         for agent in [&a.agent, &owner.agent] {
             agent.shutdown(LIMIT).unwrap();

@@ -89,14 +89,19 @@ impl Hello {
 }
 
 impl Peers {
+    /// Says hello, and expects the answer in time if the peer has said none yet. Messages follow.
     pub(super) fn send_hello(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
+        if !self.get(id)?.is_ready() {
+            self.by_id.set_deadline(id, io.now.checked_add(self.local.connect_timeout));
+        }
         if self.are_keyed() {
             return self.send_sealed_hello(id, io);
         }
         let hello = self.own_hello(id, self.get(id)?.remote_connection)?;
         let number = self.hello_numbers.draw();
         let peer = self.get_mut(id)?;
-        peer.post(peer.frame(FrameKind::Hello, number), hello.encode()?, None, io.operations)
+        peer.post(peer.frame(FrameKind::Hello, number), hello.encode()?, None, io.operations)?;
+        peer.begin_messages(io.operations)
     }
 
     /// Decides whether a peer may use memory of this side by itself, before it is sent a hello or given an answer.
@@ -182,7 +187,7 @@ impl Peers {
             (None, Some(known)) if known == hello.connection => Ok(()),
             (None, None) => {
                 self.greet(id, &hello, io)?;
-                self.send_hello(id, io)
+                self.send_hello(id, io).inspect_err(|error| io.effects.lose(id, error.clone()))
             }
             (None, Some(_)) => {
                 self.lose_replaced(id, &hello, io);

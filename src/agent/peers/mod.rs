@@ -307,7 +307,7 @@ impl Peers {
         }
         let mut peer = self.make(metadata.name.clone(), metadata.incarnation, &metadata.address, io)?;
         peer.update_regions(metadata)?;
-        (peer.deadline, peer.vouched) = (io.now.checked_add(self.local.connect_timeout), true);
+        peer.vouched = true;
         let (id, incarnation) = (peer.id, peer.incarnation);
         self.insert(peer, io.live);
         // The peer takes a new connection for the end of the last one, and of all that was copied over that.

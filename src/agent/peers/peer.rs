@@ -203,7 +203,7 @@ impl Peer {
         reserved: Option<u64>,
         operations: &mut Operations,
     ) -> Result<()> {
-        if self.session.keyed && !self.is_ready() && frame.kind == FrameKind::Data {
+        if !self.session.is_open && frame.kind == FrameKind::Data {
             self.session.waiting.push((frame, data, reserved));
             return Ok(());
         }
@@ -215,6 +215,15 @@ impl Peer {
             self.unsent.fetch_sub(reserved.unwrap_or(0), Ordering::Relaxed);
         }
         posted.map(drop).map_err(|e| self.sending(e))
+    }
+
+    /// Lets messages go out from now on: those that have waited for it first.
+    pub(super) fn begin_messages(&mut self, operations: &mut Operations) -> Result<()> {
+        self.session.is_open = true;
+        for (frame, data, reserved) in std::mem::take(&mut self.session.waiting) {
+            self.post(frame, data, reserved, operations)?;
+        }
+        Ok(())
     }
 
     /// Hands a request or an answer to UCX; `held` is what an answer counts as until UCX is done with it, else 0.

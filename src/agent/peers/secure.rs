@@ -229,11 +229,7 @@ impl Peers {
     /// The channel is there: what waited for it goes out.
     fn greet_sealed(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
         self.greet(id, hello, io)?;
-        let peer = self.get_mut(id)?;
-        for (frame, data, reserved) in std::mem::take(&mut peer.session.waiting) {
-            peer.post(frame, data, reserved, io.operations).inspect_err(|error| io.effects.lose(id, error.clone()))?;
-        }
-        Ok(())
+        self.get_mut(id)?.begin_messages(io.operations).inspect_err(|error| io.effects.lose(id, error.clone()))
     }
 }
 

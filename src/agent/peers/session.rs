@@ -1,4 +1,4 @@
-//! With a key: a connection's part in it, and how a frame goes out.
+//! How a frame goes out over a connection, and with a key the connection's part in it.
 
 use crate::agent::core::frame::{FRAME_BYTES, Frame, FrameKind};
 use crate::error::{Error, ErrorKind, Result};
@@ -12,7 +12,9 @@ pub(super) struct Session {
     /// Our hello, as long as it may be answered.
     pub(super) initiator: Option<Initiator>,
     pub(super) channel: Option<Channel>,
-    /// Messages for the time when there is a channel: frame, data, what was reserved for it.
+    /// Whether messages may go out: the hello has, and with a key there is a channel.
+    pub(super) is_open: bool,
+    /// Messages for the time when they may: frame, data, what was reserved for it.
     pub(super) waiting: Vec<(Frame, Vec<u8>, Option<u64>)>,
 }
 
