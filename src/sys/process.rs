@@ -92,6 +92,12 @@ impl ProcessPlace {
         Some(ProcessPlace { host, pid_namespace, pid: std::process::id(), witness: 0 })
     }
 
+    /// The place of another process, for tests of what follows from that.
+    #[cfg(test)]
+    pub(crate) fn with_pid(&self, pid: u32) -> ProcessPlace {
+        ProcessPlace { pid, ..self.clone() }
+    }
+
     /// Whether the two are on one host.
     pub fn shares_host_with(&self, other: &ProcessPlace) -> bool {
         self.host == other.host

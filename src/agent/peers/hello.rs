@@ -10,6 +10,7 @@ use crate::agent::core::ids::PeerId;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{self, OLDEST, Versions};
+use crate::sys::ended::has_ended;
 use crate::sys::process::{Challenge, ProcessPlace};
 
 /// The first message on a connection, from either side.
@@ -86,6 +87,12 @@ impl Hello {
         }
         Ok(())
     }
+}
+
+/// The number of the process that says that it is at a place, if this one knows it by the same. It lives, as it has just said
+/// so: where there is none of this number it is on another host, as clones of a virtual machine have the same boot id.
+fn living_beside(theirs: &ProcessPlace, own: &ProcessPlace) -> Option<u32> {
+    theirs.pid_beside(own).filter(|pid| !has_ended(*pid))
 }
 
 impl Peers {
@@ -267,7 +274,7 @@ impl Peers {
         peer.may_stream = hello.streams && local.streams && !is_keyed && has_only_tcp(&lanes);
         let places = hello.process.as_ref().zip(local.place.as_ref());
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
-        peer.answered_by = hello.seen.and(places).and_then(|(theirs, own)| theirs.pid_beside(own));
+        peer.answered_by = hello.seen.and(places).and_then(|(theirs, own)| living_beside(theirs, own));
         // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
         peer.claimed = hello.process.clone().filter(|_| peer.is_near && !hello.withdrew_more);
         if hello.challenge.is_none() && peer.claimed.take().is_some() {
@@ -300,6 +307,16 @@ mod tests {
         seen: Option<u64>,
         #[serde(with = "serde_bytes")]
         address: Vec<u8>,
+    }
+
+    #[test]
+    fn process_that_is_not_here_is_on_a_clone() {
+        let here = ProcessPlace::here().unwrap();
+        assert_eq!(living_beside(&here, &here), Some(std::process::id()));
+        let mut other = std::process::Command::new("true").spawn().unwrap();
+        other.wait().unwrap();
+        let there = here.with_pid(other.id());
+        assert_eq!((there.pid_beside(&here), living_beside(&there, &here)), (Some(other.id()), None));
     }
 
     #[test]
