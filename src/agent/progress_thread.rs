@@ -39,7 +39,10 @@ impl ProgressThread {
     /// Ends the thread, within `timeout`, or waits for the caller that does. Returns the outcome, the same to every caller.
     pub(super) fn end(&self, shared: &Shared, timeout: Duration) -> Result<()> {
         let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let outcome = match std::mem::replace(&mut *life, Life::Ended(Ok(()))) {
+        // What later callers get should ending it panic.
+        let unknown =
+            Error::new(ErrorKind::Internal, "ending the progress thread panicked; keep registered memory alive");
+        let outcome = match std::mem::replace(&mut *life, Life::Ended(Err(unknown))) {
             Life::Runs(thread) => thread.end(shared, timeout),
             Life::Ended(outcome) => outcome,
         };

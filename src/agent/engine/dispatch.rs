@@ -383,7 +383,12 @@ impl Engine {
             }
             FrameKind::RegionRevoked => self.on_revoked(id, region_of(frame)?, now)?,
             FrameKind::RegionReleased => self.on_released(id, region_of(frame)?),
-            FrameKind::InUse => self.revocations.note_use(id),
+            FrameKind::InUse => {
+                // Others cannot.
+                if self.peers.get(id).is_ok_and(|peer| peer.is_near || peer.on_this_host) {
+                    self.revocations.note_use(id);
+                }
+            }
             // Taken before it comes here.
             FrameKind::Hello | FrameKind::Data | FrameKind::Goodbye => {}
             FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed => {}

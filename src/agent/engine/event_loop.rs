@@ -8,7 +8,8 @@
 //!   longer, unless too many threads of the process spin already, and giving way to others ([`Spinner`]); then sleep in steps
 //!   of a millisecond, because some transports (CUDA IPC) do not wake the fd, nor do our own copies on devices;
 //! - other operations in flight (messages, closing connections): sleep in steps of a millisecond;
-//! - nothing in flight: sleep until something happens or a timer is due. An idle agent uses no processor time.
+//! - nothing in flight: sleep until something happens or a timer is due. An idle agent wakes only to look at its data port,
+//!   every two seconds.
 //!
 //! While a caller polls without a pause and there is nothing long to move, the caller drives the engine, and the thread soon
 //! stands aside ([`Callers`]).

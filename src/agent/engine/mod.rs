@@ -224,8 +224,9 @@ impl Engine {
     }
 
     fn connect(&mut self, metadata: &AgentMetadata, now: Instant) -> Result<PeerId> {
+        let is_copying = self.peers.find(metadata.incarnation).is_some_and(|id| self.is_copying(id));
         let (peers, mut io) = self.peers(now);
-        let connected = peers.connect(metadata, &mut io);
+        let connected = peers.connect(metadata, is_copying, &mut io);
         self.dispatch(now);
         connected.map_err(|error| self.name_releases(error, &metadata.ucx_version))
     }

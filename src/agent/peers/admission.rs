@@ -49,7 +49,7 @@ impl Peers {
             ErrorKind::Exhausted,
             format!("it has said nothing but hello, and {silent} others like it are connected"),
         );
-        self.lose(oldest, error, false, io);
+        io.effects.lose(oldest, error);
         Ok(())
     }
 

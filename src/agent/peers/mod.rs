@@ -276,8 +276,8 @@ impl Peers {
         by_name.into_iter().map(told).collect()
     }
 
-    /// The peer that `metadata` describes, connected to now if it was not.
-    pub(crate) fn connect(&mut self, metadata: &AgentMetadata, io: &mut Io<'_>) -> Result<PeerId> {
+    /// The peer that `metadata` describes, connected to now if it was not. `is_copying`: of the peer that has its incarnation.
+    pub(crate) fn connect(&mut self, metadata: &AgentMetadata, is_copying: bool, io: &mut Io<'_>) -> Result<PeerId> {
         self.check_open()?;
         if metadata.name.is_empty() || metadata.name.len() > 256 || metadata.incarnation.0 == 0 {
             return Err(Error::corrupt(format!(
@@ -294,7 +294,7 @@ impl Peers {
                 return Err(error);
             }
             // It came by itself and took this agent's name.
-            self.lose(id, error, false, io);
+            self.lose(id, error, is_copying, io);
         }
         if let Some(id) = self.find(metadata.incarnation) {
             let peer = self.get_mut(id)?;
