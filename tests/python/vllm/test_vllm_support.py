@@ -310,7 +310,8 @@ def test_the_end_of_a_refused_load_is_none_of_the_librarys() -> None:
     wanted: Any = {"do_remote_prefill": True}
     request: Any = SimpleNamespace(
         **{"request_id": unusable, "kv_transfer_params": wanted, "num_prompt_tokens": 16, "lora_request": None},
-        **{"all_token_ids": [7] * 16, "cache_salt": None, "mm_features": [], "prompt_embeds": None},
+        **{"all_token_ids": [7] * 16, "cache_salt": None, "mm_features": []},
+        **{"prompt_embeds": None, "abort_immediately": False},
     )
     blocks: Any = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1]])
     side.arrived(request)
@@ -328,7 +329,7 @@ def test_nothing_is_remembered_of_a_request_of_both_roles_with_another_prompts_p
     request: Any = SimpleNamespace(
         **{"request_id": "r", "kv_transfer_params": {**wanted, "remote_prompt_digest": "another"}},
         **{"num_prompt_tokens": 16, "all_token_ids": [7] * 16, "lora_request": None, "cache_salt": None},
-        **{"mm_features": [], "prompt_embeds": None},
+        **{"mm_features": [], "prompt_embeds": None, "abort_immediately": False},
     )
     side.arrived(request)
     assert (side._others, set(side._prefills)) == ({"r"}, {"r"})
