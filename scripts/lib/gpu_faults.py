@@ -152,7 +152,7 @@ FAULTS = (
     Fault(
         "a region is given back before it is unmapped",
         "src/agent/engine/revocation.rs",
-        "let traces = self.device_copies.traces(peer.incarnation, region);",
+        "let traces = self.device_copies.traces(owner, region);",
         "let traces = Vec::new();",
         "auto: beside memory that is unmapped and waits",
         r"AssertionError: the owner was told of the region before it was unmapped",
