@@ -2,8 +2,8 @@
 # Source it from a script that runs under `set -euo pipefail`.
 # shellcheck shell=bash
 
-KVF_LIB_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
-KVF_ROOT="$(cd "$KVF_LIB_DIR/../.." && pwd -P)"
+KVF_LIB_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+KVF_ROOT="$(cd "$KVF_LIB_DIR/../.." && pwd)"
 KVF_DEPS="$KVF_ROOT/.deps"
 export KVF_LIB_DIR KVF_ROOT KVF_DEPS
 
