@@ -22,9 +22,10 @@ def watch() -> None:
     """Has executors of this process judge the configuration first. Does nothing where vLLM's executors are not
     imported. May be called any number of times."""
     executor: Any = getattr(sys.modules.get(_MODULE), "Executor", None)
-    method = getattr(executor, "__init__", None)
-    if method is None or hasattr(method, _MARK):
+    # None has an __init__ too.
+    if executor is None or hasattr(executor.__init__, _MARK):
         return
+    method = executor.__init__
 
     @functools.wraps(method)
     def judged(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:

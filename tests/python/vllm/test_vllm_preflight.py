@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,3 +74,8 @@ def test_a_port_in_use_stops_before_the_model(tmp_path: Path) -> None:
 def test_a_second_hand_over_connector_stops_before_the_model(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="has 2 KvferryConnectors"):
         load(tmp_path, child=True, beside="KvferryConnector")
+
+
+def test_processes_without_executors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.v1.executor.abstract")
+    kvferry.vllm.register()
