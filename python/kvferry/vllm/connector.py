@@ -1,4 +1,4 @@
-"""`KvferryConnector`: vLLM's connector interface over the two sides. `docs/vllm.md` tells who calls what and when."""
+"""`KvferryConnector`: vLLM's connector interface over the two sides. `docs/internals.md` has the order of calls."""
 
 from __future__ import annotations
 
