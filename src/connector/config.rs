@@ -37,7 +37,7 @@ pub struct WorkerConfig {
     /// UCX settings by name without the `UCX_` prefix; they win over the environment's. `TLS` is refused beside a `transport`
     /// that is not `auto`.
     pub ucx: BTreeMap<String, String>,
-    /// Path of the libucp to open; None searches as `docs/architecture.md` says.
+    /// Path of the libucp to open; None searches as `docs/rdma.md` says.
     pub ucx_lib: Option<String>,
     /// The file of the key that all engines share; None leaves it to the environment variable `KVFERRY_KEY_FILE`, an
     /// empty text means no key.

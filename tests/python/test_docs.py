@@ -197,7 +197,7 @@ def _functions(text: str) -> list[tuple[str, str]]:
 
 
 def test_the_functions_on_the_way_of_a_block_id_exist() -> None:
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/internals.md").read_text(encoding="utf-8")
     section = page.split("\n## The life of a block id\n")[1].split("\n## ")[0]
     alone = set(re.findall(r"`([\w./]+\.(?:rs|py))`(?!:\s`)", section))
     assert not alone, f"named without a function: {alone}"
@@ -210,7 +210,7 @@ def test_the_functions_on_the_way_of_a_block_id_exist() -> None:
 
 
 def test_the_copies_of_a_list_of_block_ids_are_counted() -> None:
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/internals.md").read_text(encoding="utf-8")
     section = page.split("\n## The life of a block id\n")[1].split("\n## ")[0]
     told = re.search(
         r"D's list passes (\d+) functions in (\d+) files.*?"
