@@ -36,14 +36,10 @@ fn alone() -> MutexGuard<'static, ()> {
 
 /// The copiers of this process.
 fn copiers() -> usize {
-    threads_named("kvf-copy")
-}
-
-fn threads_named(wanted: &str) -> usize {
     fs::read_dir("/proc/self/task")
         .unwrap()
         .flatten()
-        .filter(|task| fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.trim() == wanted))
+        .filter(|task| fs::read_to_string(task.path().join("comm")).is_ok_and(|name| name.trim() == "kvf-copy"))
         .count()
 }
 
@@ -67,15 +63,9 @@ fn every_byte_arrives_and_the_threads_end_with_their_agent() {
         let mut a = node("a", threads, 1);
         let b = node("b", threads, 2);
         let peer = a.connect(&b.agent.metadata().unwrap());
-        // Until it is known what is behind the other's memory, copiers copy it, of which there is at least one.
-        a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![0], vec![0]));
-        let most = processors.min(threads as usize).saturating_sub(1).max(1);
-        until("the copiers have their name", || [0, most].contains(&copiers()));
-        until("the end of the look behind its memory", || threads_named("kvf-look") == 0);
         // A short one needs nobody.
-        let made = copiers();
         a.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![1], vec![1]));
-        assert_eq!(copiers(), made);
+        assert_eq!(copiers(), 0);
         for direction in [Direction::Read, Direction::Write] {
             let (mut local, mut remote) = (a.contents(), b.contents());
             let plan = shuffled(&mut random);
@@ -85,10 +75,36 @@ fn every_byte_arrives_and_the_threads_end_with_their_agent() {
             assert_same("remote", &b.contents(), &remote);
         }
         // A thread has its name when it runs.
-        until("the copiers", || copiers() == made.max(processors.min(threads as usize) - 1));
+        until("the copiers", || copiers() == processors.min(threads as usize) - 1);
         let stats = a.agent.stats().unwrap();
         assert_eq!((stats.operations_in_flight, stats.bytes_in_flight), (0, 0));
-        assert_eq!(stats.copied_bytes, 2 * LEN as u64 + 2 * 4096);
+        assert_eq!(stats.copied_bytes, 2 * LEN as u64 + 4096);
+        a.agent.shutdown(LIMIT).unwrap();
+        until("the threads' end", || copiers() == 0);
+    }
+}
+
+/// Its metadata does not say where missing pages come from.
+#[test]
+fn memory_of_an_older_peer_is_copied_by_a_copy_thread() {
+    let _alone = alone();
+    let mut random = Random(45);
+    for threads in [1, 8] {
+        let mut a = node("a", threads, 1);
+        let b = node("b", threads, 2);
+        let mut metadata = b.agent.metadata().unwrap();
+        assert!(std::mem::take(&mut metadata.regions[0].is_filled_by_kernel));
+        let peer = a.connect(&metadata);
+        for direction in [Direction::Read, Direction::Write] {
+            let (mut local, mut remote) = (a.contents(), b.contents());
+            let plan = shuffled(&mut random);
+            model(&plan, direction, &mut local, &mut remote);
+            a.move_all(peer, direction, plan);
+            assert_same("local", &a.contents(), &local);
+            assert_same("remote", &b.contents(), &remote);
+            until("the copier has its name", || copiers() == 1);
+        }
+        assert_eq!(a.agent.stats().unwrap().copied_bytes, 2 * LEN as u64);
         a.agent.shutdown(LIMIT).unwrap();
         until("the threads' end", || copiers() == 0);
     }
@@ -226,6 +242,13 @@ const MISSING: u64 = 1;
 impl Unresolved {
     /// `None`, and says so, where this process may not have such memory.
     fn new() -> Option<Unresolved> {
+        let unresolved = Unresolved::still_resolved()?;
+        unresolved.begin();
+        Some(unresolved)
+    }
+
+    /// As [`Unresolved::new`], of pages that come until [`Unresolved::begin`].
+    fn still_resolved() -> Option<Unresolved> {
         // SAFETY: a new mapping, of which only its registration with agents is used; the structures of the requests are of the
         // sizes that their numbers say.
         unsafe {
@@ -241,10 +264,15 @@ impl Unresolved {
             let memory = libc::mmap(std::ptr::null_mut(), LEN, access, flags, -1, 0);
             assert_ne!(memory, libc::MAP_FAILED);
             let addr = memory.expose_provenance() as u64;
-            let mut range = [addr, LEN as u64, MISSING, 0];
-            assert_eq!(libc::ioctl(faults.as_raw_fd(), UFFDIO_REGISTER, range.as_mut_ptr()), 0);
             Some(Unresolved { addr, faults: Some(faults) })
         }
+    }
+
+    fn begin(&self) {
+        let mut range = [self.addr, LEN as u64, MISSING, 0];
+        let faults = self.faults.as_ref().unwrap().as_raw_fd();
+        // SAFETY: the structure of the request is of the size that its number says.
+        assert_eq!(unsafe { libc::ioctl(faults, UFFDIO_REGISTER, range.as_mut_ptr()) }, 0);
     }
 
     /// Waits until somebody waits for a page.
@@ -273,6 +301,62 @@ impl Unresolved {
         // SAFETY: it stays mapped until the process ends, and nothing writes to it now.
         unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(self.addr as usize), BLOCK) }.to_vec()
     }
+}
+
+#[test]
+fn owners_say_which_memory_the_kernel_alone_fills() {
+    let _alone = alone();
+    let mut node = Node::start(config("owner", Transport::Shm), 2, &[LEN]);
+    let mut expected = vec![true];
+    let mut register = |addr: *mut libc::c_void, is_filled: bool| {
+        assert_ne!(addr, libc::MAP_FAILED);
+        // SAFETY: it stays mapped until the process ends.
+        let range = unsafe { MemoryRange::new(addr.expose_provenance() as u64, 8192, MemoryKind::Host) }.unwrap();
+        node.regions.push(node.agent.register(range).unwrap());
+        expected.push(is_filled);
+    };
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let map = |flags: i32, fd: i32| {
+        // SAFETY: a new mapping, which nothing but these registrations uses.
+        unsafe { libc::mmap(std::ptr::null_mut(), 8192, access, flags, fd, 0) }
+    };
+    register(map(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1), true);
+    register(map(libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1), true);
+    // SAFETY: the name is a string of C's.
+    let memory = unsafe { OwnedFd::from_raw_fd(libc::memfd_create(c"kv".as_ptr(), libc::MFD_CLOEXEC)) };
+    // SAFETY: changes the length of a file of this test's.
+    assert_eq!(unsafe { libc::ftruncate(memory.as_raw_fd(), 8192) }, 0);
+    register(map(libc::MAP_SHARED, memory.as_raw_fd()), true);
+    let program = fs::File::open(std::env::current_exe().unwrap()).unwrap();
+    register(map(libc::MAP_PRIVATE, program.as_raw_fd()), false);
+    if let Some(unresolved) = Unresolved::new() {
+        register(std::ptr::with_exposed_provenance_mut(unresolved.addr as usize), false);
+        register(map(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1), true);
+    }
+    let metadata = node.agent.metadata().unwrap();
+    assert_eq!(metadata.regions.iter().map(|region| region.is_filled_by_kernel).collect::<Vec<_>>(), expected);
+}
+
+/// Its pages stopped coming after its owner had registered it.
+#[test]
+fn memory_that_changes_after_its_registration_hangs_no_call() {
+    let _alone = alone();
+    let Some(mut unresolved) = Unresolved::still_resolved() else { return };
+    let hung = unresolved.node();
+    let metadata = hung.agent.metadata().unwrap();
+    assert!(metadata.regions[0].is_filled_by_kernel);
+    unresolved.begin();
+    let mut a = Node::start(config("a", Transport::Shm), 1, &[LEN]);
+    let peer = a.connect(&metadata);
+    a.wait_connected();
+    let all = || plan(0, 0, LEN as u64, LEN as u64, vec![0], vec![0]);
+    let id = a.agent.transfer(peer, Direction::Read, all(), 0).unwrap();
+    unresolved.wait_for_a_touch();
+    assert_eq!(a.agent.wait_transfer(id, LATE).unwrap_err().kind(), ErrorKind::Timeout);
+    assert!(a.agent.poll_event().is_none());
+    unresolved.faults = None;
+    a.wait_done(id).0.unwrap();
+    assert_same("zeros", &a.contents(), &[vec![0; LEN]]);
 }
 
 #[test]

@@ -202,6 +202,7 @@ fn memory_of_a_process_without_a_witness_is_not_copied_by_ucx_either() {
             rkey: raw.side.memory.pack_rkey().unwrap(),
             handle: None,
             is_scattered: false,
+            is_filled_by_kernel: false,
         };
         let metadata = AgentMetadata {
             name: "raw".into(),

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use kvferry::proto::geometry::{Area, Geometry, Group, GroupKind};
 use kvferry::proto::ids::{Incarnation, RankId};
 use kvferry::proto::plan::{Holding, RankPlan, Wanted, assign};
-use kvferry::proto::wire::{AgentMetadata, Blocks, EngineShape, MemoryKind, RankMetadata, RegionMetadata};
+use kvferry::proto::wire::{AgentMetadata, Blocks, EngineShape, RankMetadata, RegionMetadata};
 
 use super::Source;
 use super::machines::rank;
@@ -98,8 +98,7 @@ fn metadata(source: &mut Source, name: &str) -> RankMetadata {
         areas.push(area(source, &groups, offset));
     }
     let len = if source.rarely(8) { source.number() } else { 1 << 14 };
-    let region =
-        RegionMetadata { base: 1 << 32, len, kind: MemoryKind::Host, rkey: vec![1], handle: None, is_scattered: false };
+    let region = RegionMetadata { base: 1 << 32, rkey: vec![1], ..RegionMetadata::unreachable(len) };
     RankMetadata {
         engine: rank::engine(name),
         rank: RankId { pp: 0, tp: 0 },

@@ -9,7 +9,8 @@ pub mod copy;
 pub mod cuda;
 pub mod host;
 pub mod iov;
-pub(crate) mod mapping;
+mod mapping;
+mod pages;
 mod range;
 mod registered;
 

@@ -8,13 +8,13 @@ use crate::proto::wire::MemoryKind;
 use crate::ucx;
 
 /// Checks `range` (see [`check`]) and registers it with UCX, which looks at the memory itself: a registration in which
-/// UCX sees another kind of memory than was stated is refused.
+/// UCX sees another kind of memory than was stated is refused. Returns also what the check does.
 ///
 /// # Errors
 /// Those of [`check`]; [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) when this UCX cannot move the kind of
 /// memory or takes it for another; [`ErrorKind::Ucx`](crate::ErrorKind::Ucx) when it cannot register.
-pub fn map(context: &Arc<ucx::Context>, range: &MemoryRange) -> Result<Arc<ucx::Memory>> {
-    check(range)?;
+pub fn map(context: &Arc<ucx::Context>, range: &MemoryRange) -> Result<(Arc<ucx::Memory>, bool)> {
+    let is_filled_by_kernel = check(range)?;
     let kind = match range.kind() {
         MemoryKind::Host => ucx::MemoryKind::Host,
         MemoryKind::Cuda { .. } => ucx::MemoryKind::Cuda,
@@ -25,5 +25,6 @@ pub fn map(context: &Arc<ucx::Context>, range: &MemoryRange) -> Result<Arc<ucx::
     // SAFETY: whoever made the range promised (`MemoryRange::new`) that it stays mapped and may be read and written
     // until its deregistration has returned, and the agent lets go of the registration before that.
     let memory = unsafe { context.map(addr, len, kind) };
-    memory.map_err(|e| ucx_error(e).context(format!("registering {range}")))
+    let memory = memory.map_err(|e| ucx_error(e).context(format!("registering {range}")))?;
+    Ok((memory, is_filled_by_kernel))
 }

@@ -1,7 +1,6 @@
 //! The operating system: memory of other processes, sockets, threads, and memory that a caller shares with the library. Calls
 //! that need `unsafe` are here, so that the modules above need none.
 
-pub mod backing;
 pub mod ended;
 pub mod fork;
 pub mod isolated;

@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::backing::is_filled_by_kernel;
 use super::ended::has_ended;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{Direction, MemoryRange};
@@ -287,21 +286,6 @@ impl Neighbour {
         (self.pid, self.words[1])
     }
 
-    /// For each range of its addresses, whether the kernel fills all pages by itself, so that a copy waits for nobody. None is
-    /// while that is not so of its witness, which every copy reads.
-    ///
-    /// # Errors
-    /// What reading `/proc` says.
-    pub fn is_filled_by_kernel(&self, ranges: &[Range<u64>]) -> io::Result<Vec<bool>> {
-        let witness = self.witness as u64;
-        let witness = witness..witness.saturating_add(size_of::<Words>() as u64);
-        let mut filled = is_filled_by_kernel(self.pid, &[ranges, &[witness]].concat())?;
-        if filled.pop() != Some(true) {
-            filled.fill(false);
-        }
-        Ok(filled)
-    }
-
     /// Whether the process is still the one that it was.
     ///
     /// # Errors
@@ -474,18 +458,6 @@ mod tests {
         let error = Neighbour::find(&place, 7, CHALLENGE, ADDRESS).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io, "{error}");
         assert!(error.message().contains("not in its memory"), "{error}");
-    }
-
-    #[test]
-    fn what_is_behind_memory_is_known_only_while_it_is_known_of_the_witness() {
-        let (_witness, neighbour) = neighbour();
-        let memory = [0u8; 64];
-        let memory = memory.as_ptr().addr() as u64..memory.as_ptr().addr() as u64 + 64;
-        assert_eq!(neighbour.is_filled_by_kernel(&[memory.clone(), 0..1]).unwrap(), [true, false]);
-        // Its code is a file's.
-        let code = words as fn(u64, Challenge) -> Words;
-        let elsewhere = Neighbour { witness: code as usize, ..neighbour };
-        assert_eq!(elsewhere.is_filled_by_kernel(&[memory]).unwrap(), [false]);
     }
 
     #[test]

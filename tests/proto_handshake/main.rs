@@ -68,6 +68,7 @@ fn metadata(name: &str, rank: RankId) -> RankMetadata {
                 rkey: vec![3; 30],
                 handle: None,
                 is_scattered: false,
+                is_filled_by_kernel: false,
             }],
         },
     }

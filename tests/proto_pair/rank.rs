@@ -69,6 +69,7 @@ pub fn metadata(engine: EngineId, agent: u64, stride: u64) -> RankMetadata {
         rkey: vec![1, 2, 3, i as u8],
         handle: None,
         is_scattered: false,
+        is_filled_by_kernel: false,
     };
     RankMetadata {
         engine,

@@ -27,6 +27,7 @@ pub(super) fn agent() -> AgentMetadata {
                 rkey: vec![4, 5],
                 handle: None,
                 is_scattered: false,
+                is_filled_by_kernel: true,
             },
             RegionMetadata {
                 base: 0x1000,
@@ -35,6 +36,7 @@ pub(super) fn agent() -> AgentMetadata {
                 rkey: vec![],
                 handle: Some(DeviceHandle { handle: vec![8; 64], offset: 512, pieces: vec![] }),
                 is_scattered: false,
+                is_filled_by_kernel: false,
             },
             RegionMetadata {
                 base: 0x8000,
@@ -50,6 +52,7 @@ pub(super) fn agent() -> AgentMetadata {
                     ],
                 }),
                 is_scattered: true,
+                is_filled_by_kernel: false,
             },
         ],
     }
@@ -66,6 +69,7 @@ pub(super) fn region() -> AgentRegion {
             rkey: vec![6, 7, 8],
             handle: None,
             is_scattered: false,
+            is_filled_by_kernel: false,
         },
     }
 }

@@ -77,7 +77,7 @@ impl Regions {
     }
 
     fn map(&self, context: &Arc<ucx::Context>, range: MemoryRange) -> Result<Region> {
-        let memory = mem::map(context, &range)?;
+        let (memory, is_filled_by_kernel) = mem::map(context, &range)?;
         let rkey = memory.pack_rkey().map_err(|e| mem::ucx_error(e).context(format!("exporting {range}")))?;
         let exported = ipc::export(&range).unwrap_or_else(|error| {
             log::warn!("{range} cannot be mapped by other processes, and goes to them by UCX or by messages: {error}");
@@ -85,8 +85,8 @@ impl Regions {
         });
         let handle = exported.as_ref().map(|exported| exported.handle.clone());
         let is_scattered = ipc::is_scattered(&range);
-        let metadata =
-            RegionMetadata { base: range.addr(), len: range.len(), kind: range.kind(), rkey, handle, is_scattered };
+        let (base, len, kind) = (range.addr(), range.len(), range.kind());
+        let metadata = RegionMetadata { base, len, kind, rkey, handle, is_scattered, is_filled_by_kernel };
         Ok(Region { range, memory, exported, metadata, users: 0, closing: None })
     }
 

@@ -513,7 +513,6 @@ impl Engine {
         self.check_borrowers(now);
         self.forget_ended();
         self.answer_revocations(now);
-        self.copy_pool.check(now);
         self.dispatch(now);
         self.check_data_port(now);
     }
@@ -525,7 +524,6 @@ impl Engine {
             self.transfers.deadline(),
             self.regions.deadline(),
             self.streams.deadline(),
-            self.copy_pool.deadline(),
             self.silence_deadline(),
             self.data_port.deadline(),
         ];

@@ -274,10 +274,6 @@ mod tests {
         });
         // It has not heard of the deregistration. What copies it can make are made at once.
         writer.peers.find_neighbours();
-        drive(&mut owner, |_| {
-            let peer = writer.peers.get(here).unwrap();
-            peer.is_neighbour_unproved() || peer.is_filled_by_kernel(0)
-        });
         let write = start(&mut writer, here, Direction::Write);
         writer.post_transfers();
         assert!(memory.leaked_bytes().iter().all(|byte| *byte == 7), "freed memory was written to");

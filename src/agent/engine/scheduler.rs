@@ -141,9 +141,6 @@ mod tests {
                     engine.peers.get(peer).unwrap().streamed
                 });
                 drive(&mut engine, |engine| engine.transfers.len() == 0);
-            } else {
-                // Until then copy threads copy, which have to be waited for.
-                drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_filled_by_kernel(0));
             }
             let before = engine.stats;
             // The memory of a device could not be told from the host's by whatever moves it here, so nothing is driven.

@@ -6,13 +6,14 @@
 //! thread that gets no processor.
 //!
 //! The call that copies returns when every page has been found, and nothing can end it. Where a page comes from a
-//! file's server or from another program, that may be never. Such memory is for copy threads only; one whose call takes
-//! too long counts as stuck: another takes its place, and nothing more of that process is copied until it is back.
+//! file's server or from another program, that may be never. Such memory is for copy threads only, and one at a time
+//! copies such memory of a process, beside those that help with other memory. So a process whose pages do not come
+//! holds one thread, which nothing else waits for. Meanwhile the rest of that process's memory is for copy threads too,
+//! since a fault that waits may hold the lock of its memory map.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
@@ -25,13 +26,8 @@ use crate::sync::{Arc, AtomicBool, Condvar, Mutex};
 use crate::sys::process::{Batch, Neighbour, Process};
 use crate::sys::thread::spawn;
 
-/// A call that takes longer is stuck. Half a megabyte takes less than a millisecond where its pages are there.
-const STUCK: Duration = Duration::from_millis(250);
-/// How often that is looked at.
-const LOOK: Duration = Duration::from_millis(50);
-/// Copy threads that may be stuck at a time. With more, no other takes their place, and memory that is for copy threads
-/// only waits.
-const MAX_STUCK: usize = 64;
+/// Copy threads beside those that help. With more processes whose pages may never come, their memory waits.
+const MAX_APART: usize = 64;
 
 /// A batch of a transfer's pieces. While there is a job, the transfer counts it as in flight, and so keeps the regions
 /// that the pieces lie in registered.
@@ -41,16 +37,16 @@ pub(crate) struct Job {
     pub(crate) neighbour: Arc<Neighbour>,
     pub(crate) direction: Direction,
     pub(crate) batch: Batch,
-    /// Whether the kernel fills all pages by itself, so that the progress thread may copy them too.
-    pub(crate) is_filled_by_kernel: bool,
+    /// Whether a page may never come, so that only copy threads may copy it.
+    pub(crate) is_apart: bool,
 }
 
 impl Job {
     /// Copies the batch.
     pub(crate) fn run(mut self) -> Copied {
         let result = self.neighbour.copy(self.direction, &mut self.batch);
-        let Job { transfer, peer, batch, is_filled_by_kernel, .. } = self;
-        Copied { transfer, peer, batch, is_filled_by_kernel, result }
+        let Job { transfer, peer, batch, is_apart, .. } = self;
+        Copied { transfer, peer, batch, is_apart, result }
     }
 }
 
@@ -60,7 +56,7 @@ pub(crate) struct Copied {
     pub(crate) peer: PeerId,
     pub(crate) batch: Batch,
     /// As of its job.
-    pub(crate) is_filled_by_kernel: bool,
+    pub(crate) is_apart: bool,
     pub(crate) result: Result<()>,
 }
 
@@ -68,10 +64,8 @@ pub(crate) struct Copied {
 struct Running {
     peer: PeerId,
     process: Process,
-    since: Instant,
-    /// Whether it may have to wait for somebody: else whoever is late has only got no processor.
-    may_be_stuck: bool,
-    stuck: bool,
+    /// As of its job.
+    is_apart: bool,
 }
 
 #[derive(Default)]
@@ -84,9 +78,40 @@ struct State {
     running: BTreeMap<u64, Running>,
     /// Threads that there are.
     live: usize,
-    /// How many there should be that are not stuck.
-    wanted: usize,
+    /// How many there should be for what the progress thread may copy too.
+    helpers: usize,
     closed: bool,
+}
+
+impl State {
+    /// Whether a copy thread copies memory of this process of which a page may never come.
+    fn is_held(&self, process: Process) -> bool {
+        self.running.values().any(|running| running.is_apart && running.process == process)
+    }
+
+    /// Copies that may never end and are under way or could be.
+    fn apart(&self) -> usize {
+        let waits = |job: &&Job| job.is_apart && !self.is_held(job.neighbour.process());
+        self.running.values().filter(|running| running.is_apart).count() + self.waiting.iter().filter(waits).count()
+    }
+
+    /// The next job that a copy thread may do.
+    fn take(&mut self) -> Option<Job> {
+        let next = self.waiting.iter().position(|job| !self.is_held(job.neighbour.process()))?;
+        self.waiting.remove(next)
+    }
+
+    /// The last job that the progress thread may do.
+    fn take_back(&mut self) -> Option<Job> {
+        let may_do = |job: &Job| !job.is_apart && !self.is_held(job.neighbour.process());
+        let last = self.waiting.iter().rposition(may_do)?;
+        self.waiting.remove(last)
+    }
+
+    /// Jobs that wait and that the progress thread may do.
+    fn shared(&self) -> usize {
+        self.waiting.iter().filter(|job| !job.is_apart).count()
+    }
 }
 
 #[derive(Default)]
@@ -110,12 +135,6 @@ pub(crate) struct CopyPool {
     spare: Vec<Batch>,
     /// Jobs that were handed over and have not come back.
     outstanding: usize,
-    /// Processes that a copy thread is stuck with, under whatever connection.
-    stuck: Vec<Process>,
-    /// Jobs of those that no copy thread has begun.
-    withheld: Vec<Job>,
-    /// When to look next whether any is stuck.
-    look_at: Option<Instant>,
 }
 
 impl CopyPool {
@@ -130,9 +149,6 @@ impl CopyPool {
             waker,
             spare: Vec::new(),
             outstanding: 0,
-            stuck: Vec::new(),
-            withheld: Vec::new(),
-            look_at: None,
         }
     }
 
@@ -143,7 +159,7 @@ impl CopyPool {
 
     /// Takes note of a job that was done; `name`: the peer's, if it is known.
     pub(crate) fn finish(&mut self, copied: Copied, name: Option<&str>, effects: &mut Effects) {
-        let Copied { transfer, peer, batch, is_filled_by_kernel, result } = copied;
+        let Copied { transfer, peer, batch, is_apart, result } = copied;
         let bytes = batch.bytes() as u64;
         self.give_back(batch);
         let result = result.map_err(|error| match name {
@@ -156,14 +172,14 @@ impl CopyPool {
             effects.lose(peer, error.clone());
         }
         let moved = PathBytes { copied: if result.is_ok() { bytes } else { 0 }, ..PathBytes::default() };
-        let windowed = is_filled_by_kernel.then_some(bytes);
+        let windowed = (!is_apart).then_some(bytes);
         effects.push(Effect::OperationEnded(OperationEnd { transfer, windowed, moved, result }));
     }
 
     /// Takes out the jobs of a stopped transfer that no copy thread has begun.
     pub(crate) fn withdraw(&mut self, transfer: TransferId, effects: &mut Effects) {
-        for Job { batch, is_filled_by_kernel, .. } in self.take_of(transfer) {
-            let windowed = is_filled_by_kernel.then_some(batch.bytes() as u64);
+        for Job { batch, is_apart, .. } in self.take_of(transfer) {
+            let windowed = (!is_apart).then_some(batch.bytes() as u64);
             self.give_back(batch);
             effects.push(Effect::OperationEnded(OperationEnd {
                 transfer,
@@ -180,9 +196,9 @@ impl CopyPool {
         self.spare.push(batch);
     }
 
-    /// Whether a copy thread is stuck with this process, of which nothing more is copied until it is back.
-    pub(crate) fn is_stuck(&self, neighbour: &Neighbour) -> bool {
-        !self.stuck.is_empty() && self.stuck.contains(&neighbour.process())
+    /// Whether a copy thread copies memory of this process of which a page may never come.
+    pub(crate) fn is_held(&self, neighbour: &Neighbour) -> bool {
+        self.outstanding > 0 && lock(&self.shared.state).is_held(neighbour.process())
     }
 
     /// Whether memory of a peer is being copied, or is to be.
@@ -191,45 +207,51 @@ impl CopyPool {
             return false;
         }
         let state = lock(&self.shared.state);
-        let mut jobs = state.waiting.iter().chain(&self.withheld);
-        state.running.values().any(|running| running.peer == peer) || jobs.any(|job| job.peer == peer)
+        state.running.values().any(|running| running.peer == peer) || state.waiting.iter().any(|job| job.peer == peer)
     }
 
     /// Whether a job that the progress thread may do too would find room in the queue: one for each copy thread, beside
     /// the ones being done.
     pub(crate) fn can_help(&mut self) -> bool {
-        self.helpers > 0 && self.make(self.helpers) > 0 && self.waiting() < self.helpers
+        if self.helpers == 0 {
+            return false;
+        }
+        let mut state = lock(&self.shared.state);
+        state.helpers = self.helpers;
+        let (shared, apart) = (state.shared(), state.apart().min(MAX_APART));
+        drop(state);
+        shared < self.helpers && self.make(self.helpers + apart) > apart
     }
 
-    /// Whether a job that is for copy threads only would find room in the queue.
+    /// Whether a job that is for copy threads only would find room in the queue, which has room for one of each process.
     ///
     /// # Errors
-    /// [`ErrorKind::Exhausted`] when there are none, and none can be made.
-    pub(crate) fn can_copy(&mut self) -> Result<bool> {
-        let wanted = self.helpers.max(1);
-        if self.make(wanted) == 0 && self.stuck.is_empty() {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                "no thread can be started to copy memory of another process; raise the limit of threads (RLIMIT_NPROC, \
-                 pids.max)",
-            ));
+    /// [`ErrorKind::Exhausted`] when no thread is free for it, and none can be made.
+    pub(crate) fn can_copy(&mut self, neighbour: &Neighbour) -> Result<bool> {
+        let process = neighbour.process();
+        let state = lock(&self.shared.state);
+        let (is_held, helpers, apart) = (state.is_held(process), state.helpers, state.apart());
+        let waits = state.waiting.iter().any(|job| job.is_apart && job.neighbour.process() == process);
+        drop(state);
+        if waits || is_held {
+            return Ok(!waits);
         }
-        Ok(self.waiting() < wanted)
-    }
-
-    fn waiting(&self) -> usize {
-        lock(&self.shared.state).waiting.len()
-    }
-
-    /// Copy threads that are stuck.
-    fn stuck_threads(state: &State) -> usize {
-        state.running.values().filter(|running| running.stuck).count()
+        if apart >= MAX_APART {
+            return Ok(false);
+        }
+        if self.make(helpers + apart + 1) > apart {
+            return Ok(true);
+        }
+        Err(Error::new(
+            ErrorKind::Exhausted,
+            "no thread can be started to copy memory of another process; raise the limit of threads (RLIMIT_NPROC, \
+             pids.max)",
+        ))
     }
 
     /// Hands a job over.
     pub(crate) fn submit(&mut self, job: Job) {
         self.outstanding += 1;
-        self.look_at.get_or_insert_with(|| Instant::now() + LOOK);
         let mut state = lock(&self.shared.state);
         state.waiting.push_back(job);
         let wake = state.asleep > 0;
@@ -244,21 +266,16 @@ impl CopyPool {
         if self.outstanding == 0 {
             return None;
         }
-        let mut state = lock(&self.shared.state);
-        let last = state.waiting.iter().rposition(|job| job.is_filled_by_kernel)?;
-        let job = state.waiting.remove(last);
-        self.outstanding = self.outstanding.saturating_sub(job.iter().len());
-        job
+        let job = lock(&self.shared.state).take_back()?;
+        self.outstanding = self.outstanding.saturating_sub(1);
+        Some(job)
     }
 
     fn take_of(&mut self, transfer: TransferId) -> Vec<Job> {
         if self.outstanding == 0 {
             return Vec::new();
         }
-        let mut state = lock(&self.shared.state);
-        let mut taken = take_where(&mut state.waiting, |job| job.transfer == transfer);
-        drop(state);
-        taken.extend(self.withheld.extract_if(.., |job| job.transfer == transfer));
+        let taken = take_where(&mut lock(&self.shared.state).waiting, |job| job.transfer == transfer);
         self.outstanding = self.outstanding.saturating_sub(taken.len());
         taken
     }
@@ -271,72 +288,17 @@ impl CopyPool {
         }
         let copied = std::mem::take(&mut lock(&self.shared.state).copied);
         self.outstanding = self.outstanding.saturating_sub(copied.len());
-        if !self.stuck.is_empty() {
-            self.look(Instant::now());
-        }
-        if self.outstanding == 0 {
-            self.look_at = None;
-        }
         copied
     }
 
-    /// When to look whether any copy thread is stuck.
-    pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.look_at
-    }
-
-    /// Looks whether any copy thread is stuck, if it is time to.
-    pub(crate) fn check(&mut self, now: Instant) {
-        if self.look_at.is_some_and(|at| at <= now) {
-            self.look(now);
-            self.look_at = if self.outstanding > 0 { now.checked_add(LOOK) } else { None };
-        }
-    }
-
-    fn look(&mut self, now: Instant) {
-        let mut guard = lock(&self.shared.state);
-        let state = &mut *guard;
-        for running in state.running.values_mut() {
-            running.stuck |= running.may_be_stuck && now.saturating_duration_since(running.since) >= STUCK;
-        }
-        let stuck: Vec<Process> = state.running.values().filter(|r| r.stuck).map(|r| r.process).collect();
-        if stuck.is_empty() && self.stuck.is_empty() {
-            return;
-        }
-        // Whoever is back goes on where it was.
-        state.waiting.extend(self.withheld.drain(..));
-        let withheld = take_where(&mut state.waiting, |job| stuck.contains(&job.neighbour.process()));
-        let waits = !state.waiting.is_empty();
-        drop(guard);
-        for (pid, _) in stuck.iter().filter(|process| !self.stuck.contains(process)) {
-            log::warn!(
-                "process {pid}: a page of its memory is not there after {STUCK:?}; nothing more of it is copied until it is"
-            );
-        }
-        if stuck.len() >= MAX_STUCK && self.stuck.len() < MAX_STUCK {
-            log::error!(
-                "{MAX_STUCK} threads wait for pages of other processes that do not come; no others are started"
-            );
-        }
-        (self.stuck, self.withheld) = (stuck, withheld);
-        if waits {
-            self.make(self.helpers.max(1));
-            self.shared.job.notify_all();
-        }
-    }
-
-    /// Makes copy threads, until so many are not stuck. Returns how many are not.
+    /// Makes copy threads until there are so many. Returns how many there are.
     fn make(&mut self, wanted: usize) -> usize {
-        let mut state = lock(&self.shared.state);
-        state.wanted = state.wanted.max(wanted);
-        let stuck = Self::stuck_threads(&state);
-        let mut live = state.live;
-        drop(state);
-        if live >= wanted + stuck.min(MAX_STUCK) {
-            return live.saturating_sub(stuck);
+        let mut live = lock(&self.shared.state).live;
+        if live >= wanted {
+            return live;
         }
         self.threads.retain(|thread| !thread.is_finished());
-        while live < wanted + stuck.min(MAX_STUCK) {
+        while live < wanted {
             let (shared, waker, number) = (Arc::clone(&self.shared), self.waker.clone(), self.made);
             let run = move || run(&shared, &waker, number);
             match spawn("kvf-copy", run) {
@@ -350,7 +312,7 @@ impl CopyPool {
             live += 1;
             lock(&self.shared.state).live += 1;
         }
-        live.saturating_sub(stuck)
+        live
     }
 }
 
@@ -383,9 +345,9 @@ fn take_where(queue: &mut VecDeque<Job>, wanted: impl FnMut(&Job) -> bool) -> Ve
 fn run(shared: &Shared, waker: &Waker, number: u64) {
     let mut state = lock(&shared.state);
     loop {
-        if let Some(job) = state.waiting.pop_front() {
-            let (peer, process, may_be_stuck) = (job.peer, job.neighbour.process(), !job.is_filled_by_kernel);
-            state.running.insert(number, Running { peer, process, since: Instant::now(), may_be_stuck, stuck: false });
+        if let Some(job) = state.take() {
+            let Job { peer, is_apart, .. } = job;
+            state.running.insert(number, Running { peer, process: job.neighbour.process(), is_apart });
             drop(state);
             let copied = job.run();
             state = lock(&shared.state);
@@ -393,8 +355,12 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
             state.copied.push(copied);
             shared.news.store(true, Ordering::Release);
             waker.wake();
-            // Where another has its place.
-            if state.live > state.wanted + CopyPool::stuck_threads(&state) {
+            if is_apart && !state.waiting.is_empty() {
+                // What waited for this copy to end; this thread may end too.
+                shared.job.notify_one();
+            }
+            // One stays, so that none has to be made for each job of one process.
+            if state.live > (state.helpers + state.apart()).max(1) {
                 state.live -= 1;
                 return;
             }
@@ -416,24 +382,36 @@ mod tests {
     use crate::sys::process::{ProcessPlace, Witness};
 
     #[test]
-    fn without_a_job_nothing_is_looked_at() {
-        let witness = Witness::new(7, b"address");
-        witness.answer((3, 4));
-        let neighbour =
-            Neighbour::find(&witness.place(&ProcessPlace::here().unwrap()), 7, (3, 4), b"address").unwrap().unwrap();
-        let ids = Live::new(1).ids;
-        let mut pool = CopyPool::new(2, Waker::new().unwrap());
-        pool.submit(Job {
+    fn a_process_holds_one_thread_at_a_time() {
+        let (ids, here) = (Live::new(1).ids, ProcessPlace::here().unwrap());
+        let witnesses = [7, 8].map(|incarnation| (incarnation, Witness::new(incarnation, b"address")));
+        let [one, other] = witnesses.each_ref().map(|(incarnation, witness)| {
+            witness.answer((3, 4));
+            Arc::new(Neighbour::find(&witness.place(&here), *incarnation, (3, 4), b"address").unwrap().unwrap())
+        });
+        let jobs = [(&one, true), (&one, false), (&one, true), (&other, true), (&other, false)];
+        let jobs = jobs.map(|(neighbour, is_apart)| Job {
             transfer: ids.transfer().unwrap(),
             peer: ids.peer().unwrap(),
-            neighbour: Arc::new(neighbour),
+            neighbour: Arc::clone(neighbour),
             direction: Direction::Read,
             batch: Batch::default(),
-            is_filled_by_kernel: true,
+            is_apart,
         });
-        let at = pool.deadline().unwrap();
-        assert!(pool.take_back().is_some() && pool.take_back().is_none());
-        pool.check(at);
-        assert_eq!(pool.deadline(), None);
+        let mut state = State { waiting: jobs.into(), ..State::default() };
+        let taken = |state: &mut State, number: u64| {
+            let Job { peer, neighbour, is_apart, .. } = state.take()?;
+            state.running.insert(number, Running { peer, process: neighbour.process(), is_apart });
+            Some((neighbour.process().1, is_apart))
+        };
+        assert_eq!([1, 2, 3].map(|number| taken(&mut state, number)), [Some((7, true)), Some((8, true)), None]);
+        assert_eq!((state.apart(), state.shared()), (2, 2));
+        assert!(state.take_back().is_none());
+        // The progress thread's is the last one, and only of a process that holds no thread.
+        state.running.remove(&1);
+        assert_eq!(state.take_back().unwrap().neighbour.process(), one.process());
+        assert_eq!([1, 3].map(|number| taken(&mut state, number)), [Some((7, true)), None]);
+        state.running.remove(&2);
+        assert_eq!((taken(&mut state, 2), state.apart()), (Some((8, false)), 1));
     }
 }

@@ -44,8 +44,8 @@ impl Path for ProcessVm {
         let Some(neighbour) = turn.peer.neighbour.as_ref().map(Arc::clone) else {
             return Err(Error::new(ErrorKind::Internal, "memory of another host cannot be copied"));
         };
-        let alone = profile.is_filled_by_kernel;
-        if turn.copy_pool.is_stuck(&neighbour) || !(alone || turn.copy_pool.can_copy()?) {
+        let is_apart = !profile.is_filled_by_kernel || turn.copy_pool.is_held(&neighbour);
+        if is_apart && !turn.copy_pool.can_copy(&neighbour)? {
             return Ok(0);
         }
         let mut batch = turn.copy_pool.batch();
@@ -67,10 +67,10 @@ impl Path for ProcessVm {
         let bytes = batch.bytes() as u64;
         let helped = turn.transfer.next().is_some() && turn.transfer.age(now) >= HELP_AFTER;
         // What may be stuck for ever takes no room in the windows of others; copy threads take little of it at a time.
-        if alone {
-            turn.enter_flight(bytes, now);
-        } else {
+        if is_apart {
             turn.transfer.enter_flight();
+        } else {
+            turn.enter_flight(bytes, now);
         }
         let job = Job {
             transfer: turn.id,
@@ -78,9 +78,9 @@ impl Path for ProcessVm {
             neighbour,
             direction: turn.transfer.direction(),
             batch,
-            is_filled_by_kernel: alone,
+            is_apart,
         };
-        if !alone || helped && turn.copy_pool.can_help() {
+        if is_apart || helped && turn.copy_pool.can_help() {
             turn.copy_pool.submit(job);
         } else {
             turn.copy_pool.finish(job.run(), Some(&turn.peer.name), turn.effects);
@@ -100,7 +100,7 @@ pub(crate) fn copy_at_once(
     regions: &Regions,
     copy_pool: &mut CopyPool,
 ) -> Option<()> {
-    let neighbour = peer.neighbour.as_ref().filter(|neighbour| !copy_pool.is_stuck(neighbour))?;
+    let neighbour = peer.neighbour.as_ref().filter(|neighbour| !copy_pool.is_held(neighbour))?;
     plan.check(regions.lens(), peer.lens()).ok()?;
     let mut batch = copy_pool.batch();
     let pushed = push_all(plan, peer, regions, &mut batch);

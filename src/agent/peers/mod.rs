@@ -7,7 +7,6 @@
 //! ([`hello_numbers`]).
 
 pub(crate) mod admission;
-pub(crate) mod backing;
 pub(crate) mod close;
 mod departed;
 mod gone;
@@ -28,7 +27,6 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use self::admission::Admission;
-use self::backing::Backing;
 use self::close::ClosingEndpoints;
 use self::departed::Departed;
 use self::gone::Gone;
@@ -400,7 +398,6 @@ impl Peers {
             streamed: false,
             on_this_host: false,
             neighbour: None,
-            backing: Backing::default(),
             claimed: None,
             answered_by: None,
             challenge,

@@ -1,14 +1,11 @@
 //! One connection: what is known of the other side, and how frames go to it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
-use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use super::backing::Backing;
 use super::hello::Hello;
 use super::inbox::Inbox;
 use super::reach::{Pair, Reach};
@@ -33,18 +30,6 @@ use crate::ucx::{self, Endpoint, Posted, Rkey};
 
 /// A region of the peer's, and its rkey if UCX has it. `None` for one that the peer has deregistered.
 type RemoteRegion = Option<(RegionMetadata, Option<Rc<Rkey>>)>;
-
-/// Where it is; nowhere if there is none.
-fn range_of(region: Option<&RemoteRegion>) -> Range<u64> {
-    let region = region.and_then(Option::as_ref);
-    region.map_or(0..0, |(region, _)| region.base..region.base.saturating_add(region.len))
-}
-
-/// Looks behind the memory of this process.
-fn look_at(neighbour: &Arc<Neighbour>) -> impl Fn(&[Range<u64>]) -> io::Result<Vec<bool>> + Send + 'static {
-    let neighbour = Arc::clone(neighbour);
-    move |ranges| neighbour.is_filled_by_kernel(ranges)
-}
 
 /// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
 const REFUSALS: usize = 4;
@@ -142,7 +127,6 @@ pub(crate) struct Peer {
     pub(crate) on_this_host: bool,
     /// The peer's process, if this one may copy its memory.
     pub(crate) neighbour: Option<Arc<Neighbour>>,
-    pub(super) backing: Backing,
     /// Where it says that it is, until its witness there has proved that.
     pub(super) claimed: Option<ProcessPlace>,
     /// Its process here, as it says in answer to this side's hello, which only it got.
@@ -424,7 +408,6 @@ impl Peer {
             Ok(found) => {
                 self.claimed = None;
                 self.neighbour = found.map(Arc::new);
-                self.look_behind_regions();
             }
             // The kernel says so, and will again.
             Err(error) if error.kind() == ErrorKind::Io => {
@@ -435,15 +418,10 @@ impl Peer {
         }
     }
 
-    fn look_behind_regions(&mut self) {
-        let Some(neighbour) = &self.neighbour else { return };
-        let ranges = self.regions.iter().map(|region| range_of(Some(region)));
-        self.backing.update(ranges.collect(), look_at(neighbour));
-    }
-
-    /// Whether the kernel fills all pages of its region `index` by itself, so that a copy waits for nobody.
+    /// Whether the kernel alone fills missing pages of its region `index`, so that a copy waits for no other program.
+    /// Its owner says so. One that is wrong hangs a copy, as one does that maps other memory there later.
     pub(crate) fn is_filled_by_kernel(&self, index: u32) -> bool {
-        self.backing.is_kernel(index as usize)
+        matches!(self.regions.get(index as usize), Some(Some((region, _))) if region.is_filled_by_kernel)
     }
 
     /// Takes the regions of (newer) metadata; rkeys of unchanged ones are kept.
@@ -466,7 +444,6 @@ impl Peer {
         self.regions = regions;
         self.refused.retain(|(_, index)| kept.contains(index));
         self.imports.retain(&kept);
-        self.look_behind_regions();
         Ok(())
     }
 
@@ -509,10 +486,6 @@ impl Peer {
             *slot = region;
         }
         self.refused.retain(|(_, known)| *known != added.index);
-        if let Some(neighbour) = &self.neighbour {
-            let range = range_of(self.regions.get(index));
-            self.backing.add(index, range, look_at(neighbour));
-        }
         Ok(())
     }
 

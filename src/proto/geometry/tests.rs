@@ -17,6 +17,7 @@ fn regions(lens: &[u64]) -> Vec<RegionMetadata> {
             rkey: vec![],
             handle: None,
             is_scattered: false,
+            is_filled_by_kernel: false,
         })
         .collect()
 }

@@ -59,12 +59,15 @@ pub struct RegionMetadata {
     /// Device memory: whether its addresses are mapped to several allocations, of which a transport may know the first only.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_scattered: bool,
+    /// Host memory: whether the kernel alone fills its missing pages, so that a copy of it waits for no other program.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_filled_by_kernel: bool,
 }
 
 impl RegionMetadata {
     /// `len` bytes of host memory that nobody can reach: of a rank that is only described, or of a region that is gone.
     pub fn unreachable(len: u64) -> RegionMetadata {
         let (base, kind, rkey) = (0, MemoryKind::Host, Vec::new());
-        RegionMetadata { base, len, kind, rkey, handle: None, is_scattered: false }
+        RegionMetadata { base, len, kind, rkey, handle: None, is_scattered: false, is_filled_by_kernel: false }
     }
 }
