@@ -74,6 +74,8 @@ pub(super) struct DataPort {
     /// The context's settings.
     asked: ContextConfig,
     listeners: Vec<Listening>,
+    /// Whether UCX listens at the port, though its sockets may not have been found.
+    has_listened: bool,
     state: State,
     next_look: Instant,
     reserve: Vec<OwnedFd>,
@@ -185,6 +187,7 @@ impl DataPort {
         let mut new = DataPort {
             port,
             asked,
+            has_listened: !listeners.is_empty(),
             listeners,
             state: State::Open,
             next_look: Instant::now() + LOOK,
@@ -219,9 +222,14 @@ impl DataPort {
         self.next_look = at;
     }
 
+    /// Finds the sockets by which UCX listens, for which descriptors must be free.
+    fn find_listeners(&mut self) {
+        self.listeners = self.port.map(listening_at).unwrap_or_default();
+    }
+
     /// When the port is to be looked at.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        (!self.listeners.is_empty()).then_some(self.next_look)
+        self.has_listened.then_some(self.next_look)
     }
 
     fn keep_reserve(&mut self) {
@@ -280,6 +288,9 @@ impl Engine {
                 self.data_port.next_look = now + LOOK;
                 self.data_port.relieve(&self.config.name, now);
                 self.data_port.occupy();
+                if self.data_port.listeners.is_empty() {
+                    self.data_port.find_listeners();
+                }
                 if !self.data_port.lost().is_empty() {
                     self.give_up_peers(now);
                 }
@@ -348,7 +359,7 @@ impl Engine {
         match self.replace_worker() {
             Ok(()) => {
                 log::warn!("agent {}: the data port is open again", self.config.name);
-                self.data_port.listeners = self.data_port.port.map(listening_at).unwrap_or_default();
+                self.data_port.find_listeners();
                 self.data_port.state = State::Open;
                 // The progress thread needs a descriptor for the new worker, before the reserve is taken at the next look.
                 self.data_port.next_look = now + LOOK;
@@ -437,6 +448,19 @@ mod tests {
         assert_eq!(engine.data_port.reserve.len(), RESERVE);
         let again = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
         drive(&mut engine, |engine| engine.peers.get(again).unwrap().is_ready());
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
+    #[test]
+    fn sockets_that_were_not_found_are_sought_again() {
+        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let (mut engine, _) = reader(Transport::Tcp, &other);
+        // As where the port was opened anew with the last descriptor.
+        engine.data_port.listeners.clear();
+        let at = engine.data_port.deadline().unwrap();
+        engine.check_data_port(at);
+        assert!(!engine.data_port.listeners.is_empty());
         drop(engine);
         other.shutdown(Duration::from_secs(60)).unwrap();
     }
