@@ -10,7 +10,6 @@ Both ask the two engines at once. What a prefill is called then is `name_of`.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 
 from .._errors import invalid
-from . import history
+from . import history, request_ids
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -47,9 +46,6 @@ NO_DIGEST = (
 )
 """Why a prompt has no digest."""
 
-LONGEST_NAME = 512
-"""Bytes of a request's name."""
-
 _NIXL = "remote_blocks_expiry_time"
 """A key that only `NixlConnector`'s answers have, of vLLM 0.32 and 0.33."""
 _PUSH = "push"
@@ -68,13 +64,14 @@ def name_of(base: str, digest: str | None) -> str:
     """What two engines call a prefill: what the proxy calls it, or what its header became, and a digest of the prompt.
 
     One name from a proxy may stand for several prompts: those of one completion, or of several calls with one header.
-    With the digest, whoever awaits a prefill gets one of the prompt that it has itself. A name that is not from this
-    function, too long or empty, is left to `kvferry.Scheduler` to refuse.
+    With the digest, whoever awaits a prefill gets one of the prompt that it has itself. In the place of a base that the
+    library does not take, or not with the digest, stands its SHA-256. An empty base is left to `kvferry.Scheduler` to
+    refuse.
     """
-    if digest is None or base.endswith(f"#{digest}") or not 0 < len(base.encode()) <= LONGEST_NAME:
+    if not base or (request_ids.is_taken(base) and (digest is None or base.endswith(f"#{digest}"))):
         return base
-    name = f"{base}#{digest}"
-    return name if len(name.encode()) <= LONGEST_NAME else f"{hashlib.sha256(base.encode()).hexdigest()}#{digest}"
+    end = "" if digest is None else f"#{digest}"
+    return base + end if request_ids.is_taken(base + end) else request_ids.digest(base) + end
 
 
 def name_of_prefill(request: Request, params: Mapping[str, Any], digest: str | None, late: bool) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -43,6 +44,7 @@ class KvferryConnectorMetadata(KVConnectorMetadata):
         grants: Whether the step grants leases, see `StepQueue`.
         mark: To come back with the step's output, see `Progress`; 0: nobody waits for it.
         copies: Blocks that go through the host buffer; None if there are none.
+        long_ids: vLLM's request ids by the library's, where these differ (`LongIds`); None for requests that are over.
     """
 
     step: bytes = b""
@@ -50,6 +52,7 @@ class KvferryConnectorMetadata(KVConnectorMetadata):
     grants: bool = False
     mark: int = 0
     copies: Copies | None = None
+    long_ids: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

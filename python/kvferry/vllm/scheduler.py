@@ -15,6 +15,7 @@ from .geometry import TokenShare, transfer_groups
 from .host_buffer import CopyList
 from .log import logger
 from .metadata import KvferryConnectorMetadata, KvferryHandshakeMetadata, KvferryWorkerMetadata, RefusedLoad
+from .request_ids import LongIds, library_id
 from .stats import KvferryStats
 from .support import check_multi_turn, check_served, has_host_buffer, writes_late
 from .under_way import Progress
@@ -79,6 +80,7 @@ class SchedulerSide:
         self._kv_cache_config = kv_cache_config
         self._loads: bool = transfer.is_kv_consumer
         self._sends: bool = transfer.is_kv_producer
+        self._long_ids = LongIds()
         self._fails_load_errors: bool = transfer.kv_load_failure_policy == "fail"
         self._refusals: dict[str, str] = {}
         self._refused_loads: dict[str, RefusedLoad] = {}
@@ -201,12 +203,12 @@ class SchedulerSide:
         if not self._loads:
             logger.warning(
                 "Request %s has do_remote_prefill, but kv_role is kv_producer: its prompt is computed here",
-                request.request_id,
+                library_id(request.request_id),
             )
         try:
             if _names_history(request):
                 self._histories[request.request_id] = history.in_common(request, params, whole=self._windows)
-            self._scheduler.arrived(request.request_id, params)
+            self._scheduler.arrived(self._long_ids.of(request.request_id), params)
         except kvferry.KvferryError as error:
             self._refuse(request, error)
 
@@ -245,7 +247,7 @@ class SchedulerSide:
         if request.request_id not in self._refusals:
             try:
                 tokens = self._handed_over(request)
-                return self._scheduler.matched(request.request_id, params, tokens, computed_tokens)
+                return self._scheduler.matched(library_id(request.request_id), params, tokens, computed_tokens)
             except kvferry.KvferryError as error:
                 self._refuse(request, error)
         # A load that cannot be: under the policy "fail" vLLM must see it fail, otherwise the prompt is computed here.
@@ -264,7 +266,8 @@ class SchedulerSide:
         if request_id not in self._refusals:
             try:
                 groups: Sequence[Sequence[int]] = fill or [()] * len(self._kv_cache_config.transfer_groups)
-                self._scheduler.allocated(request_id, params, groups, self._handed_over(request), external_tokens)
+                own = self._long_ids.of(request_id)
+                self._scheduler.allocated(own, params, groups, self._handed_over(request), external_tokens)
                 if fill and self._copies is not None:
                     self._copies.fill(request_id, fill)
                 return
@@ -284,6 +287,7 @@ class SchedulerSide:
         name, digest = self._prefills.pop(request_id, (None, None))
         keep, answer = self._finished(request, blocks, params, name, digest)
         self._progress.end(request_id, bool(answer))
+        self._long_ids.end(request_id, keep)
         return keep, answer
 
     def _finished(
@@ -311,7 +315,9 @@ class SchedulerSide:
             complete = False
         if complete and not self._sends and _wants(request, "do_remote_decode"):
             # vLLM may already have given away the blocks of a request that a consumer finishes after a preemption.
-            logger.warning("Request %s has do_remote_decode, but kv_role is kv_consumer: nothing is kept", request_id)
+            logger.warning(
+                "Request %s has do_remote_decode, but kv_role is kv_consumer: nothing is kept", library_id(request_id)
+            )
             complete = False
         if params.get("do_remote_decode") and digest is None:
             # Nobody could tell whether it is the prompt of whoever asks for it.
@@ -328,7 +334,11 @@ class SchedulerSide:
             keep, answer = self._end(request_id, params, (name, digest), outcome, groups, tokens)
         except kvferry.KvferryError as error:
             if refused is None:
-                logger.error("Request %s: its kv_transfer_params are unusable, nothing is kept: %s", request_id, error)
+                logger.error(
+                    "Request %s: its kv_transfer_params are unusable, nothing is kept: %s",
+                    library_id(request_id),
+                    error,
+                )
             return request_id in self._unreported, None
         if answer is not None and digests is not None:
             answer[history.KEY] = digests
@@ -355,20 +365,21 @@ class SchedulerSide:
         """`kvferry.Scheduler.finished`, of a prefill with the name that decode engines may await it by and the digest
         of its prompt."""
         name, digest = named
+        own = self._long_ids.of(request_id)
         if name is None:
-            return self._scheduler.finished(request_id, params, outcome, groups, tokens)
+            return self._scheduler.finished(own, params, outcome, groups, tokens)
         # Whoever awaits a prefill that ends early may get another one of the same name, which is still under way.
         if outcome == "aborted" and any(name == other for other, _ in self._prefills.values()):
-            return self._scheduler.finished(request_id, {**params, "transfer_id": None}, outcome, groups, tokens)
+            return self._scheduler.finished(own, {**params, "transfer_id": None}, outcome, groups, tokens)
         try:
-            return self._scheduler.finished(request_id, {**params, "transfer_id": name}, outcome, groups, tokens)
+            return self._scheduler.finished(own, {**params, "transfer_id": name}, outcome, groups, tokens)
         except kvferry.AlreadyExistsError:
             if params.get("transfer_id") is not None:
                 raise
             # A prefill of the same prompt is kept under it, which does for whoever awaits this one. An answer with a
             # name in place of blocks needs one of its own, as the decode engine makes it of the answer.
-            own = {**params, "transfer_id": dialects.name_of(request_id, digest)} if self._late else params
-            return self._scheduler.finished(request_id, own, outcome, groups, tokens)
+            unique = {**params, "transfer_id": dialects.name_of(request_id, digest)} if self._late else params
+            return self._scheduler.finished(own, unique, outcome, groups, tokens)
 
     def _handed_over(self, request: Request) -> int:
         """How many of the prompt's tokens the prefill engine computes for us, but for the one that `kvferry.Scheduler`
@@ -388,7 +399,7 @@ class SchedulerSide:
             outcome = "its prompt is computed here" if computed else "it fails"
             logger.error(
                 "Request %s: its prompt cannot be loaded from another engine, %s: %s",
-                request.request_id,
+                library_id(request.request_id),
                 outcome,
                 error,
             )
@@ -431,7 +442,8 @@ class SchedulerSide:
         refused, self._refused_loads = self._refused_loads, {}
         step = self._scheduler.step() if self._scheduler.has_pending() else b""
         copies = self._copies.take() if self._copies is not None else None
-        metadata = KvferryConnectorMetadata(step, refused, self._granted, self._progress.step(output), copies)
+        mark, long_ids = self._progress.step(output), self._long_ids.take()
+        metadata = KvferryConnectorMetadata(step, refused, self._granted, mark, copies, long_ids)
         # Work that one step did not hold comes with the next.
         self._granted = self._granted and self._scheduler.has_pending()
         return metadata
@@ -471,13 +483,15 @@ class SchedulerSide:
                 self._scheduler.note(report)
         for request in output.finished_sending or ():
             self._progress.forget(request)
-            self._scheduler.over(request, "sending")
+            self._scheduler.over(library_id(request), "sending")
+            self._long_ids.reported(request)
         for request in output.finished_recving or ():
             if request in self._unreported:
                 # The library has refused it: it may not even take the id.
                 self._unreported.discard(request)
             else:
-                self._scheduler.over(request, "recving")
+                self._scheduler.over(library_id(request), "recving")
+            self._long_ids.reported(request)
 
     def take_stats(self) -> KvferryStats | None:
         """Figures since the last call, None if there are none."""

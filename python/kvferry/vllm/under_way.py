@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import kvferry
 
 from .log import logger
+from .request_ids import library_id
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -168,10 +169,10 @@ class Progress:
     def _tell(self, prefill: _Prefill, tokens: int) -> bool:
         blocks = prefill.blocks if tokens else ()
         try:
-            self._scheduler.progressed(prefill.request, prefill.name, blocks, tokens)
+            self._scheduler.progressed(library_id(prefill.request), prefill.name, blocks, tokens)
         except kvferry.KvferryError as error:
             # Its end says more of it.
-            logger.warning("Request %s is not read while it is computed: %s", prefill.request, error)
+            logger.warning("Request %s is not read while it is computed: %s", library_id(prefill.request), error)
             self._prefills.pop(prefill.request, None)
             self._ended.pop(prefill.request, None)
             if tokens and prefill.told:

@@ -67,6 +67,8 @@ class WorkerSide:
         # Of workers that were ended before a sleep.
         self._last_reports: list[bytes] = []
         self._refused: dict[str, RefusedLoad] = {}
+        # By the library's, where these differ.
+        self._vllm_ids: dict[str, str] = {}
         # Of the step that runs, until its output has it.
         self._mark = 0
 
@@ -182,6 +184,11 @@ class WorkerSide:
             return
         self._submitted = metadata
         self._refused.update(metadata.refused)
+        for own, request in metadata.long_ids.items():
+            if request is None:
+                self._vllm_ids.pop(own, None)
+            else:
+                self._vllm_ids[own] = request
         self._mark = metadata.mark
         if metadata.copies is not None and self._host is not None:
             self._host.save_and_prepare(metadata.copies)
@@ -208,15 +215,20 @@ class WorkerSide:
             news.append(encoded)
         for encoded in news:
             report = kvferry.decode_report(encoded)
-            results.finished_sending.update(report["finished_sending"])
-            results.finished_recving.update(report["finished_recving"])
+            received = [self._vllm_id(request) for request in report["finished_recving"]]
+            results.finished_sending.update(map(self._vllm_id, report["finished_sending"]))
+            results.finished_recving.update(received)
             for failure in report["failed_recving"]:
-                self._failed(results, failure["request"], failure["invalid_blocks"])
+                self._failed(results, self._vllm_id(failure["request"]), failure["invalid_blocks"])
             if self._host is not None:
-                self._host.finish_loads(report["finished_recving"], results.failed_recving)
+                self._host.finish_loads(received, results.failed_recving)
             self._stats = self._stats.aggregate(KvferryStats.from_report(report))
             self._reports += (encoded,)
         return results
+
+    def _vllm_id(self, request: str) -> str:
+        """vLLM's id of a request of the library's."""
+        return self._vllm_ids.get(request, request)
 
     def _failed(self, results: KVConnectorTransferResults, request: str, blocks: Iterable[int]) -> None:
         # The side that decided it has logged why.

@@ -314,13 +314,15 @@ class Engine:
     def _note_failures(self, output: Any) -> None:
         """What the worker says about each load that failed, and which blocks the request holds then."""
         import kvferry
+        from kvferry.vllm.request_ids import library_id
 
         reports = getattr(output.kv_connector_worker_meta, "reports", ())
         causes = {each["request"]: each for raw in reports for each in kvferry.decode_report(raw)["failed_recving"]}
         for request in output.failed_recving or ():
-            said: Any = causes.get(request, {})
+            own = library_id(request)
+            said: Any = causes.get(own, {})
             held = self.scheduler.kv_cache_manager.get_block_ids(request)
-            others = {block for other in causes if other != request for block in causes[other]["invalid_blocks"]}
+            others = {block for other in causes if other != own for block in causes[other]["invalid_blocks"]}
             self.failed[request] = {
                 "cause": said.get("cause"),
                 "message": said.get("message"),
@@ -411,6 +413,11 @@ class Engine:
         worker = self.worker._connectors[0] if self.settings.child else self.worker
         host = worker._worker._host
         return [] if host is None else sorted(host._filling)
+
+    def long_ids(self) -> list[str]:
+        """Request ids that either side of the connector keeps because the library does not take them."""
+        worker = self.worker._connectors[0] if self.settings.child else self.worker
+        return [*self._own_connector()._scheduler._long_ids._live, *worker._worker._vllm_ids]
 
     def _own_connector(self) -> Any:
         connector: Any = self.scheduler.connector

@@ -27,10 +27,10 @@ def order(request: pytest.FixtureRequest) -> list[dict[str, bool]]:
     return order
 
 
-@pytest.fixture
+@pytest.fixture(params=[0, 600], ids=["short", "long"])
 def name(request: pytest.FixtureRequest) -> str:
-    """A request's name, another one in each test."""
-    name: str = request.node.name
+    """A request's name, another one in each test; a long one is none that the library takes."""
+    name: str = request.node.name + "~" * request.param
     return name
 
 
@@ -131,7 +131,7 @@ def test_running_requests_wait_for_the_blocks_of_conversations_that_are_let_go_o
     with ExitStack() as stack:
         prefill = LoneScheduler(stack, "kv_producer", model)
         decode = LoneScheduler(stack, "kv_consumer", model, **extra)
-        conversations = {"older", "newer"}
+        conversations = {"older", "newer" + "~" * 600}
         for name in sorted(conversations):
             loading((prefill, decode), name)
             decode.turn(received=[name])

@@ -10,6 +10,7 @@ import kvferry
 import pytest
 import torch
 from kvferry.vllm import dialects
+from kvferry.vllm.request_ids import LongIds, library_id
 
 Params = dict[str, Any]
 
@@ -61,9 +62,14 @@ def test_names_are_made_once_and_fit() -> None:
         assert dialects.name_of(base, DIGEST) == f"{base}#{DIGEST}"
     for base in ("x" * 480, "x" * 512, "\u00e4" * 240, "\u00e4" * 256):
         assert dialects.name_of(base, DIGEST) == f"{hashlib.sha256(base.encode()).hexdigest()}#{DIGEST}"
+    # Nor need what a proxy gives, or what its header became, be a text that the library takes.
+    for base in ("x" * 513, "\u00e4" * 257, f"{'x' * 513}#{DIGEST}", "\ud800"):
+        hashed = hashlib.sha256(base.encode("utf-8", "surrogatepass")).hexdigest()
+        assert dialects.name_of(base, DIGEST) == f"{hashed}#{DIGEST}"
+        assert dialects.name_of(base, None) == hashed
+    assert dialects.name_of("x" * 513, DIGEST) != dialects.name_of("x" * 513 + "y", DIGEST)
     # What `kvferry.Scheduler` refuses by name.
-    for base in ("", "x" * 513, "\u00e4" * 257):
-        assert dialects.name_of(base, DIGEST) == base
+    assert dialects.name_of("", DIGEST) == ""
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -233,3 +239,42 @@ def test_an_answer_passes_for_one_of_a_push() -> None:
     answer: Params = {"transfer_mode": "pull", "remote_port": 1}
     dialects.as_push(answer)
     assert answer == {"transfer_mode": "push", "remote_port": 1}
+
+
+def test_the_library_knows_a_request_by_another_id_where_it_does_not_take_vllms() -> None:
+    for taken in ("x", "x" * 512, "\u00e4" * 256, "null\0", "1...sha256-23"):
+        assert library_id(taken) == taken
+    others = ["x" * 513, "x" * 512 + "y", "\u00e4" * 257, "half-\ud800", "half-\ud801", ""]
+    # Whoever knows such an id must not give it to a request of its own.
+    others.append(library_id(others[0]))
+    found = [library_id(other) for other in others]
+    assert len(set(found)) == len(others)
+    assert all(0 < len(each.encode()) <= 512 for each in found)
+    assert found[0] == f"{'x' * 48}...sha256-{hashlib.sha256(b'x' * 513).hexdigest()}"
+
+
+def test_workers_know_a_long_id_until_vllm_has_forgotten_it() -> None:
+    ids, name, other = LongIds(), "x" * 600, "y" * 600
+    own = ids.of(name)
+    assert (own, ids.of("short")) == (library_id(name), "short")
+    assert (ids.take(), ids.take()) == ({own: name}, {})
+    # Reported before its end, as after a load, it goes on.
+    ids.reported(name)
+    ids.end(name, kept=True)
+    assert ids.take() == {}
+    ids.reported(name)
+    # Others of whom nothing is known.
+    ids.reported("short")
+    ids.end(other, kept=True)
+    assert ids.take() == {own: None}
+    # Between two steps, nothing of it gets to the workers; one of the same id after it does not mislead them.
+    ids.of(name)
+    ids.end(name, kept=False)
+    assert ids.take() == {}
+    ids.of(name)
+    ids.take()
+    ids.end(name, kept=False)
+    ids.of(name)
+    assert ids.take() == {}
+    ids.end(name, kept=False)
+    assert ids.take() == {own: None}
