@@ -13,7 +13,7 @@ from .stock import translate
 HOST_IP = "VLLM_HOST_IP"
 """vLLM's own word for "this node's address as the others know it"."""
 
-LOOKED_AT = ("multi_turn", "push_dialect", "bootstrap_port", "bind", "host")
+LOOKED_AT = ("multi_turn", "push_dialect", "bootstrap_port", "bind", "host", "telemetry")
 """Keys whose values the connector itself looks at."""
 
 
@@ -29,6 +29,7 @@ class Options:
     bootstrap_port: int | None = None
     bind: str | None = None
     host: str | None = None
+    telemetry: bool = True
 
 
 def describe(extra: Mapping[str, Any]) -> settings.Description:

@@ -86,7 +86,7 @@ class SchedulerSide:
         self._refused_loads: dict[str, RefusedLoad] = {}
         # Since the last `take_stats`.
         self._local_requests = 0
-        self._counts = bool(options.worker.get("telemetry", True))
+        self._counts = options.telemetry
         # Requests of refused loads that the workers have not reported yet.
         self._unreported: set[str] = set()
         # Whether the next step grants leases.

@@ -205,7 +205,7 @@ class WorkerSide:
         for request, refused in self._refused.items():
             results.finished_recving.add(request)
             self._failed(results, request, refused.blocks)
-            if self._options.worker.get("telemetry", True):
+            if self._options.telemetry:
                 self._stats = self._stats.aggregate(KvferryStats({"recv_failures": {"invalid_request": 1}}))
         self._refused = {}
         if self._steps is not None:
