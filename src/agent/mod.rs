@@ -60,6 +60,8 @@ pub use self::core::limits::MAX_MESSAGE_BYTES;
 pub use self::core::metadata::{MAX_METADATA_BYTES, decode_metadata, decode_region, encode_metadata, encode_region};
 pub use self::core::route::Route;
 pub use self::core::stats::{AgentStats, PeerStats};
+#[cfg(test)]
+pub(crate) use engine::driver::Stuck;
 pub use engine::driver::{Context, Driver, MakeDriver};
 pub use engine::probe::Probe;
 pub use handle::Agent;

@@ -349,22 +349,11 @@ fn machine_config(config: &WorkerConfig, agent: &Agent) -> Result<MachineConfig>
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::sync::mpsc::{Receiver, sync_channel};
-    use std::time::Instant;
+    use std::sync::mpsc::sync_channel;
 
     use super::*;
-    use crate::agent::{Context, Driver};
+    use crate::agent::Stuck;
     use crate::proto::ids::EngineId;
-
-    /// Holds the progress thread up until the sender is gone, as an operation that does not end.
-    struct Stuck(Receiver<()>);
-
-    impl Driver for Stuck {
-        fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
-            let _ = self.0.recv();
-            None
-        }
-    }
 
     #[test]
     fn a_worker_that_ended_too_late_stays_so() {

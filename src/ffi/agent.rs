@@ -505,22 +505,11 @@ pub unsafe extern "C" fn kvf_agent_free(agent: *mut kvf_agent) -> i32 {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::sync::mpsc::{Receiver, sync_channel};
-    use std::time::Instant;
+    use std::sync::mpsc::sync_channel;
 
     use super::*;
-    use crate::agent::{AgentConfig, Context, Driver};
+    use crate::agent::{AgentConfig, Stuck};
     use crate::error::ErrorKind;
-
-    /// Holds the progress thread up until the sender is gone, as an operation that does not end.
-    struct Stuck(Receiver<()>);
-
-    impl Driver for Stuck {
-        fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
-            let _ = self.0.recv();
-            None
-        }
-    }
 
     #[test]
     fn an_agent_that_ended_too_late_is_freed_with_the_same_status() {

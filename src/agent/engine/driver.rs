@@ -158,3 +158,15 @@ impl<'a> Context<'a> {
         self.engine.closing.is_some()
     }
 }
+
+/// Holds the progress thread up until the sender is gone, as an operation that does not end.
+#[cfg(test)]
+pub(crate) struct Stuck(pub std::sync::mpsc::Receiver<()>);
+
+#[cfg(test)]
+impl Driver for Stuck {
+    fn turn(&mut self, _: &mut Context<'_>) -> Option<Instant> {
+        let _ = self.0.recv();
+        None
+    }
+}

@@ -145,15 +145,26 @@ def settled(measure: Callable[[], int], expected: int) -> int:
     return seen
 
 
-def test_a_release_that_was_refused_waits_the_second_time(plugin: Path, edge: str, late: Path) -> None:
-    env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": "3"}
+@pytest.mark.parametrize(
+    ("waits", "said", "times"),
+    [
+        ("3", "releasing a transfer with agent b", 3),
+        ("4", "giving up releasing a transfer with agent b: its memory must stay allocated", 1),
+    ],
+    ids=["waits", "is-given-up"],
+)
+def test_a_release_that_was_refused(plugin: Path, edge: str, late: Path, waits: str, said: str, times: int) -> None:
+    """The second release waits, and gives up a transfer that never ends."""
+    env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": waits}
     with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
         address = refuse_a_release(a, b)
         # NIXL does not look at what this one returns.
         a.release("x")
-        assert a.said("releasing a transfer with agent b", 3) == 3, a.log
+        assert a.said(said, times) == times, a.log
+        # Its end is still taken, and what comes after it works.
         a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
         assert a.run("x") == "DONE"
+        assert a.digest("cache") == digest(pattern(2, LARGE))
 
 
 def test_a_deregistration_that_is_late_is_tried_again(plugin: Path, edge: str, late: Path) -> None:
@@ -187,18 +198,6 @@ def test_a_deregistration_that_never_ends_is_given_up(plugin: Path, edge: str, l
         # NIXL's lock is free: the agent goes on.
         a.buffer("other", 2, SIZE)
         a.register("other", [("other", 0, SIZE)])
-
-
-def test_a_transfer_that_never_ends_is_given_up(plugin: Path, edge: str, late: Path) -> None:
-    env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_LATE_WAIT": "4"}
-    with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
-        address = refuse_a_release(a, b)
-        a.release("x")
-        assert a.said("giving up releasing a transfer with agent b: its memory must stay allocated", 1) == 1, a.log
-        # Its end is still taken, and what comes after it works.
-        a.make("x", "READ", [("cache", 0, LARGE)], [(address, LARGE, 0)], "b")
-        assert a.run("x") == "DONE"
-        assert a.digest("cache") == digest(pattern(2, LARGE))
 
 
 def test_notifications_that_nobody_takes_are_bounded(plugin: Path, edge: str) -> None:
