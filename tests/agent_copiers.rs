@@ -595,7 +595,7 @@ fn a_process_that_hangs_holds_one_copier_however_often_it_connects_and_no_room_o
     let mut a = Node::start(
         AgentConfig {
             cancel_grace: Duration::from_millis(20),
-            total_window: Window { operations: 256, bytes: 512 << 10 },
+            total_window: Some(Window { operations: 256, bytes: 512 << 10 }),
             ..config("a", Transport::Shm)
         },
         1,

@@ -200,7 +200,7 @@ fn a_cancelled_transfer_with_a_peer_that_hangs_is_ended_by_force() {
 fn silent_peers_leave_room_for_others() {
     const LEN: usize = 4 << 20;
     let shared = Window { operations: 256, bytes: 4 << 20 };
-    let mut a = Node::start(AgentConfig { total_window: shared, ..config("a", Transport::Tcp) }, 1, &[LEN; 4]);
+    let mut a = Node::start(AgentConfig { total_window: Some(shared), ..config("a", Transport::Tcp) }, 1, &[LEN; 4]);
     let remotes: Vec<Remote> = (2..6).map(|seed| Remote::spawn(Transport::Tcp, seed, &[LEN])).collect();
     let peers = remotes.iter().map(|remote| a.connect(&remote.metadata)).collect::<Vec<_>>();
     peers.iter().for_each(|_| drop(a.wait_connected()));

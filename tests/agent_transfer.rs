@@ -141,7 +141,7 @@ fn short_runs_are_gathered() {
 fn a_window_of_one_moves_everything() {
     let settings = AgentConfig {
         peer_window: Window { operations: 1, bytes: 1 },
-        total_window: Window { operations: 1, bytes: 1 },
+        total_window: Some(Window { operations: 1, bytes: 1 }),
         ..config("a", wire())
     };
     let mut a = Node::start(settings, 1, &[1 << 20]);

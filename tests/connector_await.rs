@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use common::cache::CacheSpec;
@@ -52,12 +53,12 @@ fn what_is_written_late_is_read_when_it_is_there() {
 
 /// Loads before, while and after their prefills end, and prefills that end without a hand-over.
 fn loads_wait(tp: u32, pp: u32, transport: Transport, is_keyed: bool) {
-    let key = if is_keyed { key_file(0x5a).to_str().unwrap().to_owned() } else { String::new() };
+    let key = if is_keyed { key_file(0x5a) } else { PathBuf::new() };
     let p_cache = CacheSpec::small(tp, pp, 1);
     let d_cache = CacheSpec::small(tp, pp, 2);
     let start = |name: &str, cache: &CacheSpec| {
         let key = || Some(key.clone());
-        Engine::start_with(name, cache, transport, |w| w.key_file = key(), |s| s.key_file = key())
+        Engine::start_with(name, cache, transport, |w| w.agent.key_file = key(), |s| s.key_file = key())
     };
     let (mut p, mut d) = (start("prefill", &p_cache), start("decode", &d_cache));
 

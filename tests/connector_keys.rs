@@ -30,13 +30,13 @@ fn capture() {
 }
 
 /// A key file; for byte 0 the empty path, which means no key.
-fn key_file(byte: u8) -> Option<String> {
-    let path = if byte == 0 { PathBuf::new() } else { keys::key_file(byte) };
-    Some(path.to_str().unwrap().to_owned())
+fn key_file(byte: u8) -> Option<PathBuf> {
+    Some(if byte == 0 { PathBuf::new() } else { keys::key_file(byte) })
 }
 
 fn engine(name: &str, cache: &CacheSpec, transport: Transport, key: u8) -> Engine {
-    let for_worker = |w: &mut WorkerConfig| (w.key_file, w.handshake_timeout_ms) = (key_file(key), 60_000);
+    let for_worker =
+        |w: &mut WorkerConfig| (w.agent.key_file, w.machine.handshake_timeout_ms) = (key_file(key), 60_000);
     Engine::start_with(name, cache, transport, for_worker, |s| s.key_file = key_file(key))
 }
 
@@ -96,7 +96,8 @@ fn ranks_push_their_metadata_with_the_key_only() {
     for (key, text) in [(2, Some("different keys")), (0, Some("key_file")), (1, None)] {
         let rank = RankId { pp: 0, tp: 0 };
         let mut child = Child::start(rank, None, &[]);
-        let config = WorkerConfig { key_file: key_file(key), ..worker_config("prefill", rank, &cache, Transport::Tcp) };
+        let mut config = worker_config("prefill", rank, &cache, Transport::Tcp);
+        config.agent.key_file = key_file(key);
         child.bytes(&Ask::StartWorker { config: Box::new(config), cache: Some(cache.clone()) });
         match (child.ask(&Ask::Push { host: host.clone(), port, expected: 1, ms: 30_000 }), text) {
             (Tell::Error { message, .. }, Some(text)) => assert!(message.contains(text), "{message}"),
@@ -132,7 +133,8 @@ fn seen_on_the_wire(hosts: &Hosts, key: u8) -> Vec<(String, bool)> {
     let capture = Capture::start(hosts);
     let worker = |engine: &str, host: usize, cache: &CacheSpec| {
         let mut child = Child::start(rank, Some(hosts.netns(host)), &[]);
-        let config = WorkerConfig { key_file: key_file(key), ..worker_config(engine, rank, cache, Transport::Tcp) };
+        let mut config = worker_config(engine, rank, cache, Transport::Tcp);
+        config.agent.key_file = key_file(key);
         let metadata = child.bytes(&Ask::StartWorker { config: Box::new(config), cache: Some(cache.clone()) });
         (child, metadata)
     };

@@ -183,7 +183,7 @@ fn an_engine_behind_a_firewall_fails_alone() {
     hosts.swallow(2, &hosts.addresses[1]);
     let mut d = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(2)), &[]);
     let mut config = worker_config("decode", d.rank, &d_cache, Transport::Tcp);
-    config.handshake_timeout_ms = 20_000;
+    config.machine.handshake_timeout_ms = 20_000;
     d.bytes(&Ask::StartWorker { config: Box::new(config), cache: Some(d_cache.clone()) });
     let scheduler = Scheduler::start(scheduler_config("decode", &d_cache)).unwrap();
 
@@ -266,7 +266,7 @@ fn two_hosts_with_two_addresses_each() {
         let params =
             TransferParams { remote_host: Some(host.into()), remote_port: Some(i64::from(port)), ..(*params).clone() };
         let engine = format!("decode-{index}");
-        let patient = |config: &mut WorkerConfig| config.handshake_timeout_ms = 120_000;
+        let patient = |config: &mut WorkerConfig| config.machine.handshake_timeout_ms = 120_000;
         let mut d = workers_with(&hosts, &[from], &engine, &CacheSpec { seed: 61, ..cache.clone() }, patient);
         metadata(&mut d);
         let scheduler = Scheduler::start(scheduler_config(&engine, &cache)).unwrap();
@@ -310,7 +310,7 @@ fn a_slow_link_leaves_processors_to_others(streams: bool) {
     let mut p = workers(&hosts, &[0], "prefill", &cache);
     let mut d = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(1)), &[]);
     let mut config = worker_config("decode", d.rank, &cache, Transport::Tcp);
-    config.streams = streams;
+    config.agent.streams = streams;
     d.bytes(&Ask::StartWorker { config: Box::new(config), cache: Some(CacheSpec { seed: 71, ..cache.clone() }) });
     let mut head = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(0)), &[]);
     let config = SchedulerConfig { host: None, ..scheduler_config("prefill", &cache) };

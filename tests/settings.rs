@@ -6,8 +6,12 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use kvferry::settings::{DEVELOPMENT, Described, Part, TABLE, describe, describe_all, of, parse_config};
-use serde_json::{Value, json};
+use kvferry::agent::AgentConfig;
+use kvferry::connector::{SchedulerConfig, WorkerConfig};
+use kvferry::proto::ids::EngineId;
+use kvferry::settings::{DEVELOPMENT, Default, Described, Part, TABLE, describe, describe_all, of, parse_config};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
 
 const DOCUMENT: &str = "docs/configuration.md";
 
@@ -54,6 +58,60 @@ fn a_map_of_an_operator_is_checked_and_described() {
         assert!(error.message().contains(expected), "{given}: {error}");
     }
     assert!(describe("extra", b"\xc1").is_err());
+}
+
+/// Every field of a configuration that a key can fill, with its default.
+fn fields(config: impl Serialize) -> Map<String, Value> {
+    let Value::Object(mut fields) = serde_json::to_value(config).unwrap() else { panic!("no fields") };
+    for held in ["agent", "machine"] {
+        if let Some(Value::Object(its)) = fields.remove(held) {
+            fields.extend(its);
+        }
+    }
+    fields
+}
+
+#[test]
+fn every_key_fills_a_field_with_its_default() {
+    let engine = EngineId::new("e").unwrap();
+    let worker = fields(WorkerConfig::new(engine.clone()));
+    for (part, fields) in [
+        (Part::Agent, fields(AgentConfig::default())),
+        (Part::Worker, worker.clone()),
+        (Part::Scheduler, fields(SchedulerConfig::new(engine, Vec::new()))),
+    ] {
+        for described in describe_all().iter().filter(|described| described.parts.contains(&part.name())) {
+            let (key, part) = (described.key, part.name());
+            let value =
+                fields.get(key).unwrap_or_else(|| panic!("{key}: no configuration of the {part} has this field"));
+            match described.otherwise {
+                "" => assert_eq!(value, &described.default, "{part}: {key}"),
+                "required" => {}
+                _ => assert!(value.is_null() || key == "name", "{part}: {key} is {value}"),
+            }
+        }
+    }
+    // What agents alone are told has its default in a worker's too.
+    for described in describe_all().iter().filter(|described| described.parts == ["agent"]) {
+        assert_eq!(worker.get(described.key), Some(&described.default), "{}", described.key);
+    }
+}
+
+#[test]
+fn the_page_of_leases_has_the_defaults() {
+    let page = fs::read_to_string(root().join("docs/protocol-leases.md")).unwrap();
+    let mut compared = BTreeSet::new();
+    for row in page.lines().filter_map(|line| line.strip_prefix("| `")) {
+        let cells: Vec<&str> = row.split(" | ").collect();
+        let (names, values) = (cells[0].split('`').filter(|name| of(Part::Worker).any(|s| s.key == *name)), cells[1]);
+        for (name, value) in names.zip(values.split(", ")) {
+            let setting = of(Part::Worker).find(|setting| setting.key == name).unwrap();
+            assert_eq!(setting.default, Default::Number(value.parse().unwrap()), "{name}");
+            compared.insert(name.to_owned());
+        }
+    }
+    let machine = serde_json::to_value(WorkerConfig::new(EngineId::new("e").unwrap()).machine).unwrap();
+    assert_eq!(compared, machine.as_object().unwrap().keys().cloned().collect(), "the page has a row for every one");
 }
 
 #[test]

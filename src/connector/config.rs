@@ -1,21 +1,25 @@
 //! What a host configures. Keys, ranges and defaults on the C ABI are those of [`crate::settings`].
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use crate::agent::Transport;
+use crate::agent::AgentConfig;
 use crate::error::{Error, Result};
 use crate::net;
 use crate::proto::geometry::Group;
 use crate::proto::ids::{EngineId, RankId};
 use crate::proto::scheduler::{AllowedHosts, MultiTurn};
 use crate::proto::wire::{CompatField, EngineShape};
+use crate::proto::worker::WorkerSettings;
 use crate::settings::{self, Part};
 
-/// A worker's configuration. Sizes count ranks, times are in milliseconds.
+/// A worker's configuration. Sizes count ranks.
+///
+/// Each field, and each of [`AgentConfig`] and [`WorkerSettings`], takes the value of the key that is called so.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct WorkerConfig {
     /// The engine that this worker belongs to; the same on all of its ranks and its scheduler.
     pub engine_id: EngineId,
@@ -32,58 +36,14 @@ pub struct WorkerConfig {
     /// Facts that both engines must share: model, dtype, ...; each a list of name, value and, where it is there,
     /// [`CompatField::informative`].
     pub compat: Vec<CompatField>,
-    /// Transports allowed.
-    pub transport: Transport,
-    /// UCX settings by name without the `UCX_` prefix; they win over the environment's. `TLS` is refused beside a `transport`
-    /// that is not `auto`.
-    pub ucx: BTreeMap<String, String>,
-    /// Path of the libucp to open; None searches as `docs/rdma.md` says.
-    pub ucx_lib: Option<String>,
-    /// The file of the key that all engines share; None leaves it to the environment variable `KVFERRY_KEY_FILE`, an
-    /// empty text means no key.
-    pub key_file: Option<String>,
-    /// Name in logs; None makes one of engine and rank.
+    /// Name in logs, in place of the agent's; None makes one of engine and rank.
     pub name: Option<String>,
-    /// UCX operations in flight to one peer.
-    pub window: u32,
-    /// Heartbeats per lease.
-    pub heartbeat_divisor: u32,
-    /// Until a producer's ranks must be known and connected.
-    pub handshake_timeout_ms: u64,
-    /// Until a request's reads must have completed.
-    pub transfer_timeout_ms: u64,
-    /// Until the producer must have said whether the lease held.
-    pub verdict_timeout_ms: u64,
-    /// How long a message about a request that is not granted yet is kept.
-    pub early_message_ms: u64,
-    /// How long an ended request is remembered.
-    pub tombstone_ms: u64,
-    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits the end
-    /// of a prefill that is under way.
-    pub hold_timeout_ms: u64,
-    /// How long a load awaits a prefill of which its engine has said nothing.
-    pub await_timeout_ms: u64,
-    /// From how many written tokens on a portion of a prefill under way is read; 0: none is.
-    pub portion_tokens: u64,
-    /// A peer that no request has used for this long is disconnected.
-    pub peer_ttl_ms: u64,
-    /// Threads that copy memory of other processes of this host, the progress thread among them.
-    pub copy_threads: u32,
-    /// Whether host memory of producers is read over TCP by a connection beside UCX's: see
-    /// [`AgentConfig`](crate::agent::AgentConfig). Default: yes.
-    pub streams: bool,
-    /// Whether each read is checked against a digest that the producer makes of its own bytes: both read all of them
-    /// once more.
-    pub verify: bool,
+    /// The agent beneath. Its `connect_timeout` is the handshake's, since connecting is part of one.
+    pub agent: AgentConfig,
+    /// The state machine's settings.
+    pub machine: WorkerSettings,
     /// A file that gets one JSON line per finished receive, appended; None or an empty text means none.
     pub request_log: Option<String>,
-    /// Whether device memory within a host is copied by the device: see [`AgentConfig`](crate::agent::AgentConfig).
-    pub device_copies: bool,
-    /// Whether the agent connects to a stand-in within its process at its start: see
-    /// [`AgentConfig`](crate::agent::AgentConfig). Default: yes.
-    pub rehearse: bool,
-    /// Whether anything is counted: without it, reports have no stats and totals stay at zero.
-    pub telemetry: bool,
     /// A file to be made for a trace of the lives of requests, in Chrome's trace event format; `%p` stands for the
     /// process id. None leaves it to the environment variable `KVFERRY_TRACE`, an empty text means no trace.
     pub trace: Option<String>,
@@ -92,39 +52,8 @@ pub struct WorkerConfig {
 impl WorkerConfig {
     /// A configuration of `engine_id` with every other key at its default.
     pub fn new(engine_id: EngineId) -> WorkerConfig {
-        WorkerConfig {
-            engine_id,
-            pp_rank: 0,
-            tp_rank: 0,
-            tp_size: 1,
-            pp_size: 1,
-            dcp_size: 1,
-            compat: Vec::new(),
-            transport: Transport::Auto,
-            ucx: BTreeMap::new(),
-            ucx_lib: None,
-            key_file: None,
-            name: None,
-            window: 64,
-            heartbeat_divisor: 6,
-            handshake_timeout_ms: 30_000,
-            transfer_timeout_ms: 120_000,
-            verdict_timeout_ms: 10_000,
-            early_message_ms: 30_000,
-            tombstone_ms: 120_000,
-            hold_timeout_ms: 3_600_000,
-            await_timeout_ms: 600_000,
-            portion_tokens: 256,
-            peer_ttl_ms: 600_000,
-            copy_threads: 2,
-            streams: true,
-            device_copies: true,
-            verify: false,
-            request_log: None,
-            rehearse: true,
-            telemetry: true,
-            trace: None,
-        }
+        let required = required(&engine_id);
+        WorkerConfig { engine_id, ..settings::defaults(Part::Worker, required) }
     }
 
     /// The worker's place.
@@ -170,6 +99,11 @@ impl WorkerConfig {
         self.compat()?;
         Ok(())
     }
+}
+
+/// What the defaults of an engine's part do not have.
+fn required(engine_id: &EngineId) -> Map<String, Value> {
+    Map::from_iter([("engine_id".to_owned(), Value::from(engine_id.as_str()))])
 }
 
 /// A scheduler side's configuration.
@@ -219,8 +153,8 @@ pub struct SchedulerConfig {
     /// Whether a name such as `localhost` may be advertised as loopback. A loopback address that is
     /// spelled out is taken as it is.
     pub advertise_local: bool,
-    /// As [`WorkerConfig::key_file`].
-    pub key_file: Option<String>,
+    /// As [`AgentConfig::key_file`].
+    pub key_file: Option<PathBuf>,
     /// Names and networks of the engines that this one may read from, with commas between them; None or an empty text
     /// allows all.
     pub allowed_hosts: Option<String>,
@@ -229,30 +163,9 @@ pub struct SchedulerConfig {
 impl SchedulerConfig {
     /// A configuration of `engine_id` with `groups` and every other key at its default.
     pub fn new(engine_id: EngineId, groups: Vec<Group>) -> SchedulerConfig {
-        SchedulerConfig {
-            engine_id,
-            tp_size: 1,
-            pp_size: 1,
-            dcp_size: 1,
-            groups,
-            null_block: Some(0),
-            reuses_blocks: true,
-            written_late: false,
-            lease_ms: 30_000,
-            multi_turn: false,
-            history_lease_ms: 480_000,
-            history_least_tokens: 64,
-            history_percent: 50,
-            num_blocks: 0,
-            host: None,
-            bind: None,
-            port: 5680,
-            data_parallel_index: 0,
-            push: false,
-            advertise_local: false,
-            key_file: None,
-            allowed_hosts: None,
-        }
+        let mut required = required(&engine_id);
+        required.insert("groups".to_owned(), Value::Array(Vec::new()));
+        SchedulerConfig { groups, ..settings::defaults(Part::Scheduler, required) }
     }
 
     /// The engine's shape.
@@ -303,11 +216,10 @@ impl SchedulerConfig {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::collections::BTreeMap;
-
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
+    use crate::agent::Transport;
     use crate::proto::geometry::GroupKind;
     use crate::settings::parse_config;
 
@@ -339,8 +251,10 @@ mod tests {
             "compat": [["model", "m"]], "window": 8, "request_log": "/tmp/x",
         });
         let got = worker(given).unwrap();
-        assert_eq!((got.rank(), got.transport, got.window), (RankId { pp: 0, tp: 1 }, Transport::Shm, 8));
-        assert_eq!(got.ucx, BTreeMap::from([("LOG_LEVEL".to_owned(), "info".to_owned())]));
+        assert_eq!(got.rank(), RankId { pp: 0, tp: 1 });
+        let AgentConfig { transport, peer_window, ucx, .. } = got.agent;
+        assert_eq!((transport, peer_window.operations), (Transport::Shm, 8));
+        assert_eq!(ucx, BTreeMap::from([("LOG_LEVEL".to_owned(), "info".to_owned())]));
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! One engine's scheduler side: the state machine, and the listener that serves the ranks' metadata.
 
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -42,7 +41,7 @@ impl Scheduler {
     /// [`Listener::bind_desk`].
     pub fn start(config: SchedulerConfig) -> Result<Scheduler> {
         config.check()?;
-        let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
+        let key = Key::configured(config.key_file.as_deref())?;
         let incarnation = draw_life()?;
         let machine = Machine::new(MachineConfig {
             engine_id: config.engine_id.clone(),

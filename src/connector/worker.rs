@@ -1,6 +1,5 @@
 //! One rank's worker: an agent whose progress thread also drives the worker's state machine.
 
-use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
@@ -14,7 +13,7 @@ use super::driver::WorkerDriver;
 use super::request_log::RequestLog;
 use super::shared::{Command, Shared, lock};
 use super::trace::{Source, TraceFile};
-use crate::agent::{Agent, AgentConfig, AgentStats, Window};
+use crate::agent::{Agent, AgentConfig, AgentStats};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
 use crate::net;
@@ -72,11 +71,11 @@ impl Worker {
     /// log that cannot be opened or a trace that cannot be made; those of [`Key::load`] and [`Agent::start`].
     pub fn start(config: WorkerConfig) -> Result<Worker> {
         config.check()?;
-        let key = Key::configured(config.key_file.as_deref().map(Path::new))?;
+        let key = Key::configured(config.agent.key_file.as_deref())?;
         let log = config.request_log.as_deref().filter(|path| !path.is_empty()).map(RequestLog::open).transpose()?;
         let shared = Arc::new(Shared::default());
         let for_thread = Arc::clone(&shared);
-        let timeout = Duration::from_millis(config.handshake_timeout_ms);
+        let timeout = Duration::from_millis(config.machine.handshake_timeout_ms);
         let for_client = key.clone();
         let agent = Agent::start_with(
             agent_config(&config),
@@ -84,7 +83,7 @@ impl Worker {
         )?;
         // Now, when nothing else can fail any more: a worker that does not start leaves no empty file behind.
         let trace = TraceFile::configured(config.trace.as_deref())?;
-        let machine_config = MachineConfig { trace: trace.is_some(), ..machine_config(&config, &agent)? };
+        let machine_config = MachineConfig { trace: trace.is_some(), ..machine_config(&config, &agent) };
         let source = || Source {
             name: agent.name().to_owned(),
             engine: config.engine_id.clone(),
@@ -298,52 +297,23 @@ impl Worker {
 }
 
 fn agent_config(config: &WorkerConfig) -> AgentConfig {
-    let defaults = AgentConfig::default();
     let name = config.name.clone().unwrap_or_else(|| {
         let engine: String = config.engine_id.as_str().chars().take(32).collect();
         format!("{engine} pp{} tp{}", config.pp_rank, config.tp_rank)
     });
-    let peer_window = Window { operations: config.window, ..defaults.peer_window };
     AgentConfig {
         name,
-        transport: config.transport,
-        ucx: config.ucx.clone(),
-        ucx_lib: config.ucx_lib.as_ref().map(PathBuf::from),
-        key_file: config.key_file.as_ref().map(PathBuf::from),
-        peer_window,
-        total_window: Window {
-            operations: defaults.total_window.operations.max(peer_window.operations),
-            ..defaults.total_window
-        },
         // Part of the handshake. On a starved machine an answer can take longer than an agent's default of 10 s.
-        connect_timeout: Duration::from_millis(config.handshake_timeout_ms),
-        copy_threads: config.copy_threads,
-        streams: config.streams,
-        device_copies: config.device_copies,
-        verify: config.verify,
-        rehearse: config.rehearse,
-        telemetry: config.telemetry,
+        connect_timeout: Duration::from_millis(config.machine.handshake_timeout_ms),
         tells_connections: false,
-        ..defaults
+        ..config.agent.clone()
     }
 }
 
-fn machine_config(config: &WorkerConfig, agent: &Agent) -> Result<MachineConfig> {
-    let base = MachineConfig::new(config.engine_id.clone(), config.rank(), config.shape(), agent.incarnation());
-    Ok(MachineConfig {
-        heartbeat_divisor: config.heartbeat_divisor,
-        handshake_timeout_ms: config.handshake_timeout_ms,
-        transfer_timeout_ms: config.transfer_timeout_ms,
-        verdict_timeout_ms: config.verdict_timeout_ms,
-        early_message_ms: config.early_message_ms,
-        tombstone_ms: config.tombstone_ms,
-        hold_timeout_ms: config.hold_timeout_ms,
-        await_timeout_ms: config.await_timeout_ms,
-        portion_tokens: config.portion_tokens,
-        peer_ttl_ms: config.peer_ttl_ms,
-        telemetry: config.telemetry,
-        ..base
-    })
+fn machine_config(config: &WorkerConfig, agent: &Agent) -> MachineConfig {
+    let (engine, settings) = (config.engine_id.clone(), config.machine.clone());
+    let base = MachineConfig::new(engine, config.rank(), config.shape(), agent.incarnation(), settings);
+    MachineConfig { telemetry: config.agent.telemetry, ..base }
 }
 
 #[cfg(test)]
@@ -357,7 +327,8 @@ mod tests {
 
     #[test]
     fn a_worker_that_ended_too_late_stays_so() {
-        let config = WorkerConfig { rehearse: false, ..WorkerConfig::new(EngineId::new("e").unwrap()) };
+        let mut config = WorkerConfig::new(EngineId::new("e").unwrap());
+        config.agent.rehearse = false;
         let (go, may_go) = sync_channel(0);
         let agent = Agent::start_with(agent_config(&config), Box::new(|_| Box::new(Stuck(may_go)))).unwrap();
         let (shared, local, ranges) = (Arc::default(), Mutex::new(None), Mutex::default());

@@ -7,12 +7,11 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::agent_config::Config;
 use super::boundary::{Out, slice, slice_mut};
 use super::buffer::{fill, kvf_buffer};
 use super::handle::{self, Object};
 use super::{decode, log};
-use crate::agent::{Agent, Event, PeerId, PeerStats, RegionId, Route};
+use crate::agent::{Agent, AgentConfig, Event, PeerId, PeerStats, RegionId, Route};
 use crate::agent::{decode_metadata, decode_region, encode_metadata, encode_region};
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::MemoryRange;
@@ -120,9 +119,9 @@ pub unsafe extern "C" fn kvf_agent_start(config: *const u8, config_len: usize, o
         let out = unsafe { Out::new(out, "out")? };
         // SAFETY: the caller's promise for arrays.
         let config = unsafe { slice(config, config_len, "config")? };
-        let config: Config = parse_config(Part::Agent, config)?;
+        let config: AgentConfig = parse_config(Part::Agent, config)?;
         log::start();
-        let agent = Agent::start(config.agent_config()?)?;
+        let agent = Agent::start(config)?;
         out.write(handle::give(Host { agent, payloads: Mutex::default() }));
         Ok(())
     })
@@ -508,7 +507,7 @@ mod tests {
     use std::sync::mpsc::sync_channel;
 
     use super::*;
-    use crate::agent::{AgentConfig, Stuck};
+    use crate::agent::Stuck;
     use crate::error::ErrorKind;
 
     #[test]

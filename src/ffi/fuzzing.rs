@@ -1,7 +1,8 @@
 //! The maps that cross the C ABI, for fuzz targets.
 
 use super::decode::{encode, map};
-use super::{agent_config, aggregator, listener};
+use super::{aggregator, listener};
+use crate::agent::AgentConfig;
 use crate::connector::{SchedulerConfig, WorkerConfig};
 use crate::proto::aggregate::Aggregator;
 use crate::proto::geometry::Geometry;
@@ -16,9 +17,7 @@ pub const CONFIGS: u8 = 10;
 /// Decodes and checks a map of one kind, as the C function does that takes it, without starting anything.
 pub fn config(which: u8, bytes: &[u8]) -> bool {
     match which % CONFIGS {
-        0 => parse_config::<agent_config::Config>(Part::Agent, bytes)
-            .and_then(agent_config::Config::agent_config)
-            .is_ok(),
+        0 => parse_config::<AgentConfig>(Part::Agent, bytes).and_then(|config| config.validate()).is_ok(),
         1 => parse_config::<listener::Config>(Part::Listener, bytes).and_then(|config| config.bind_port()).is_ok(),
         2 => parse_config::<WorkerConfig>(Part::Worker, bytes)
             .and_then(|config| config.check().and_then(|()| config.compat()))

@@ -9,7 +9,6 @@
 #[macro_use]
 mod boundary;
 pub mod agent;
-mod agent_config;
 pub mod agent_transfer;
 pub mod aggregator;
 pub mod buffer;

@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::agent_config::Config;
 use super::boundary::{slice, text};
 use super::buffer::{fill, kvf_buffer};
 use super::{decode, log};
-use crate::agent::Probe;
+use crate::agent::{AgentConfig, Probe};
 use crate::error::Result;
 use crate::mem::ucx_error;
 use crate::settings::{Part, parse_config};
@@ -188,9 +187,9 @@ pub unsafe extern "C" fn kvf_ucx_outlook(config: *const u8, config_len: usize, o
         // SAFETY: the caller's promise for out-parameters and arrays.
         unsafe {
             let config = slice(config, config_len, "config")?;
-            let config: Config = parse_config(Part::Agent, config)?;
+            let config: AgentConfig = parse_config(Part::Agent, config)?;
             log::start();
-            fill(out, || decode::encode("an outlook", &ProbeMap::from(Probe::of(&config.agent_config()?)?)))
+            fill(out, || decode::encode("an outlook", &ProbeMap::from(Probe::of(&config)?)))
         }
     })
 }

@@ -1,11 +1,12 @@
 //! Is this value one that the key takes?
 
 use std::ffi::OsString;
+use std::iter;
 
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::{Kind, Part, Setting, of};
+use super::{HELD, Kind, Part, Setting, of};
 use crate::error::{Error, Result};
 
 /// How alike two words must be to be taken for one another, by Jaro and Winkler: "lease" and "lease_ms" have 0.93,
@@ -130,9 +131,12 @@ impl Setting {
 pub fn check<T: Serialize>(part: Part, config: &T) -> Result<()> {
     let tree = serde_json::to_value(config)
         .map_err(|e| Error::invalid(format!("the {} configuration cannot be looked at: {e}", part.name())))?;
-    for setting in of(part).filter(|setting| matches!(setting.kind, Kind::Whole(..))) {
-        if let Some(value) = tree.get(setting.key).filter(|value| !value.is_null()) {
-            setting.checked(setting.key, value)?;
+    let held = HELD.iter().filter_map(|field| tree.get(field));
+    for fields in iter::once(&tree).chain(held) {
+        for setting in of(part).filter(|setting| matches!(setting.kind, Kind::Whole(..))) {
+            if let Some(value) = fields.get(setting.key).filter(|value| !value.is_null()) {
+                setting.checked(setting.key, value)?;
+            }
         }
     }
     Ok(())

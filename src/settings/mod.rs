@@ -1,8 +1,9 @@
 //! Every key that can be configured: one table, from which configurations are parsed and completed, and which
 //! `kvferry config` and `docs/configuration.md` show.
 //!
-//! To add a key, add a line to [`TABLE`] and a field to the configuration that uses it. `cargo test --test settings`
-//! compares the rest; `KVFERRY_BLESS=1` with it writes the document's tables.
+//! To add a key, add a row to [`TABLE`], and a field of its name to the configuration of what uses it, which is filled by
+//! key. `cargo test --test settings` finds a row without its field; `KVFERRY_BLESS=1` with it writes the document's
+//! tables.
 //!
 //! A value that was given wins over the environment variable `KVFERRY_<KEY>`, which wins over the default.
 
@@ -12,11 +13,16 @@ mod check;
 mod describe;
 mod parse;
 mod table;
+mod units;
 
 pub use check::check;
 pub use describe::{Described, Description, Unknown, describe, describe_all};
-pub use parse::parse_config;
+pub use parse::{defaults, parse_config};
 pub use table::{DEVELOPMENT, TABLE};
+pub use units::{micros, millis};
+
+/// The fields of a worker's configuration that are configurations themselves, and take their keys of the same map.
+const HELD: [&str; 2] = ["agent", "machine"];
 
 /// What is configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

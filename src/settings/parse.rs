@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::check::unknown;
-use super::{Default, Kind, Part, Setting, of};
+use super::{Default, HELD, Kind, Part, Setting, of};
 use crate::error::{Error, Result};
 
 /// The largest configuration accepted, in bytes.
@@ -22,8 +22,29 @@ const MAX_BYTES: usize = 1 << 20;
 pub fn parse_config<T: DeserializeOwned>(part: Part, msgpack: &[u8]) -> Result<T> {
     let place = format!("the {} configuration", part.name());
     let given = given(&place, msgpack)?;
-    let complete = complete(part, &place, given, |variable| std::env::var_os(variable))?;
-    serde_path_to_error::deserialize(Value::Object(complete)).map_err(|e| {
+    read(part, complete(part, &place, given, |variable| std::env::var_os(variable))?)
+}
+
+/// The configuration of `part` with `required` and every other key at its default, whatever the environment says.
+#[must_use]
+pub fn defaults<T: DeserializeOwned>(part: Part, required: Map<String, Value>) -> T {
+    let completed = complete(part, "the defaults", required, |_| None).and_then(|values| read(part, values));
+    // Nothing of it comes from outside, and `cargo test --test settings` reads the defaults of every part.
+    #[allow(clippy::expect_used)]
+    completed.expect("every row of the table has a default that its field takes")
+}
+
+/// The values, which are complete, as the fields of a configuration.
+fn read<T: DeserializeOwned>(part: Part, mut values: Map<String, Value>) -> Result<T> {
+    if part == Part::Worker {
+        let mut held = values.clone();
+        // What is an agent's alone no worker is told.
+        for setting in of(Part::Agent).filter(|setting| !setting.parts.contains(&part)) {
+            held.extend(default_value(setting).map(|default| (setting.key.to_owned(), default)));
+        }
+        values.extend(HELD.map(|field| (field.to_owned(), Value::Object(held.clone()))));
+    }
+    serde_path_to_error::deserialize(Value::Object(values)).map_err(|e| {
         let path = e.path().to_string();
         let key = if path == "." { String::new() } else { format!(", key {path:?}") };
         Error::invalid(format!("{} configuration{key}: {}", part.name(), e.inner()))

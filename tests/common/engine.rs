@@ -29,18 +29,19 @@ pub fn blocks(lists: &[Vec<u32>]) -> Vec<Blocks> {
 
 /// The configuration of one rank of an engine with such caches.
 pub fn worker_config(engine: &str, rank: RankId, cache: &CacheSpec, transport: Transport) -> WorkerConfig {
-    WorkerConfig {
+    let mut config = WorkerConfig {
         pp_rank: rank.pp,
         tp_rank: rank.tp,
         tp_size: cache.engine.tp,
         pp_size: cache.engine.pp,
         dcp_size: cache.engine.dcp,
-        transport,
         compat: [("model", "tiny"), ("dtype", "bfloat16")]
             .map(|(name, value)| CompatField { name: name.into(), value: value.into(), informative: false })
             .into(),
         ..WorkerConfig::new(id(engine))
-    }
+    };
+    config.agent.transport = transport;
+    config
 }
 
 pub fn scheduler_config(engine: &str, cache: &CacheSpec) -> SchedulerConfig {

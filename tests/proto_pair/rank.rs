@@ -5,7 +5,7 @@ use kvferry::proto::ids::{EngineId, Incarnation, RankId, RequestId};
 use kvferry::proto::wire::{
     AgentMetadata, EngineShape, HandshakeReply, MemoryKind, Message, RankBlob, RankMetadata, RegionMetadata,
 };
-use kvferry::proto::worker::SessionId;
+use kvferry::proto::worker::{SessionId, WorkerSettings};
 use serde_bytes::ByteBuf;
 
 pub const BLOCKS: u32 = 600;
@@ -17,6 +17,22 @@ pub const RANK: RankId = RankId { pp: 0, tp: 0 };
 
 pub fn engine(name: &str) -> EngineId {
     EngineId::new(name).unwrap()
+}
+
+/// An engine's usual settings.
+pub fn settings() -> WorkerSettings {
+    WorkerSettings {
+        heartbeat_divisor: 6,
+        handshake_timeout_ms: 30_000,
+        transfer_timeout_ms: 120_000,
+        verdict_timeout_ms: 10_000,
+        early_message_ms: 30_000,
+        tombstone_ms: 120_000,
+        hold_timeout_ms: 3_600_000,
+        await_timeout_ms: 600_000,
+        portion_tokens: 256,
+        peer_ttl_ms: 600_000,
+    }
 }
 
 pub fn request(name: impl AsRef<str>) -> RequestId {

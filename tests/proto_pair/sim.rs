@@ -18,7 +18,7 @@ use kvferry::proto::wire::{
     WorkerReport,
 };
 use kvferry::proto::worker::{
-    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
+    Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig, WorkerSettings,
 };
 
 use super::rank::*;
@@ -38,20 +38,20 @@ pub fn ms(n: u64) -> Duration {
 }
 
 pub fn worker_config(name: &str, agent: u64) -> WorkerConfig {
-    WorkerConfig {
+    let settings = WorkerSettings {
         handshake_timeout_ms: 3_000,
-        handshake_backoff_ms: 100,
         transfer_timeout_ms: 5_000,
         verdict_timeout_ms: 1_500,
         early_message_ms: 1_000,
         tombstone_ms: 4_000,
         hold_timeout_ms: 20_000,
         await_timeout_ms: 20_000,
-        shared_grace_ms: 2_000,
         peer_ttl_ms: 8_000,
         portion_tokens: u64::from(BLOCK_TOKENS),
-        ..WorkerConfig::new(engine(name), RANK, SHAPE, Incarnation(agent))
-    }
+        ..settings()
+    };
+    let base = WorkerConfig::new(engine(name), RANK, SHAPE, Incarnation(agent), settings);
+    WorkerConfig { handshake_backoff_ms: 100, shared_grace_ms: 2_000, ..base }
 }
 
 fn scheduler(name: &str, incarnation: u64) -> Scheduler {

@@ -246,7 +246,7 @@ fn a_handshake_without_an_answer_names_the_listener() {
     let mut w = worker(config());
     loads(&mut w, 0, load("a", [&[3], &[4]]));
     handshake(&mut w);
-    w.handle_timeout(Time(config().handshake_timeout_ms * MS));
+    w.handle_timeout(Time(settings().handshake_timeout_ms * MS));
     let report = w.poll_report().unwrap();
     assert_eq!(report.failed_recving[0].cause, Cause::HandshakeFailed);
     let message = &report.failed_recving[0].message;
@@ -500,7 +500,7 @@ fn an_unanswered_read_names_the_request() {
     let (_, token) = reading(&mut w, "a");
     w.handle_transfer_done(Time(70), token, Ok(figures()));
     done_serial(&mut w);
-    w.handle_timeout(Time(70 + config().verdict_timeout_ms * MS));
+    w.handle_timeout(Time(70 + settings().verdict_timeout_ms * MS));
     let report = w.poll_report().unwrap();
     let failure = report.failed_recving.first().unwrap();
     assert_eq!(failure.cause, Cause::Timeout);
@@ -511,7 +511,7 @@ fn an_unanswered_read_names_the_request() {
 
 #[test]
 fn a_hold_does_not_last_forever() {
-    let mut w = worker(WorkerConfig { hold_timeout_ms: 5_000, ..config() });
+    let mut w = worker(with(WorkerSettings { hold_timeout_ms: 5_000, ..settings() }));
     let hold = Hold { request: request("a"), remote: remote("p-a") };
     w.handle_step(Time(0), StepMetadata { holds: vec![hold], ..Default::default() });
     let session = handshake(&mut w);
@@ -537,9 +537,9 @@ fn a_hold_does_not_last_forever() {
 
 #[test]
 fn a_prefill_without_a_sign_is_not_awaited_forever() {
-    let limits = WorkerConfig { await_timeout_ms: 5_000, hold_timeout_ms: 9_000, portion_tokens: 1, ..config() };
+    let limits = WorkerSettings { await_timeout_ms: 5_000, hold_timeout_ms: 9_000, portion_tokens: 1, ..settings() };
     for sign in [false, true] {
-        let mut w = worker(limits.clone());
+        let mut w = worker(with(limits.clone()));
         let mut wanted = load("a", [&[3], &[4]]);
         (wanted.awaits, wanted.remote_tokens, wanted.remote_blocks) = (true, 0, vec![Blocks::default(); 2]);
         loads(&mut w, 0, wanted);

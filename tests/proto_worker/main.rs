@@ -19,14 +19,18 @@ use kvferry::proto::wire::{
     StepMetadata, Verdict, WorkerReport,
 };
 use kvferry::proto::worker::{
-    Action, Life, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig,
+    Action, Life, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken, Worker, WorkerConfig, WorkerSettings,
 };
 use rank::*;
 
 const MS: u64 = 1_000;
 
 fn config() -> WorkerConfig {
-    WorkerConfig::new(engine("me"), RANK, SHAPE, Incarnation(77))
+    WorkerConfig::new(engine("me"), RANK, SHAPE, Incarnation(77), settings())
+}
+
+fn with(settings: WorkerSettings) -> WorkerConfig {
+    WorkerConfig { settings, ..config() }
 }
 
 fn worker(config: WorkerConfig) -> Worker {
@@ -74,7 +78,7 @@ fn from() -> PeerRef {
 }
 
 #[test]
-fn defaults_are_those_of_the_page() {
+fn what_is_fixed_is_as_the_page_says() {
     let page = include_str!("../../docs/protocol-leases.md");
     let defaults = serde_json::to_value(config()).unwrap();
     let mut compared = 0;
@@ -97,8 +101,8 @@ fn defaults_are_those_of_the_page() {
 fn bad_settings_are_named() {
     type Change = fn(&mut WorkerConfig);
     let cases: [(&str, Change); 4] = [
-        ("heartbeat_divisor", |c| c.heartbeat_divisor = 1),
-        ("verdict_timeout_ms", |c| c.verdict_timeout_ms = 0),
+        ("heartbeat_divisor", |c| c.settings.heartbeat_divisor = 1),
+        ("verdict_timeout_ms", |c| c.settings.verdict_timeout_ms = 0),
         ("shape", |c| c.shape.tp = 0),
         ("rank", |c| c.rank.pp = 7),
     ];

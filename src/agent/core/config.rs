@@ -6,10 +6,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Map;
 
 use crate::agent::core::limits::MAX_WAITING;
 use crate::error::{Error, Result};
-use crate::proto::plan::GATHER_BELOW;
+use crate::settings::{Part, defaults, micros, millis};
 
 /// Which of UCX's transports to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -37,18 +38,24 @@ impl Transport {
 }
 
 /// How much may be in flight.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Window {
     /// Operations, at least 1. A peer lets at most 1024 of one other agent's requests wait.
+    #[serde(rename = "window")]
     pub operations: u32,
     /// Bytes. A single operation over it is posted when nothing else is in flight.
+    #[serde(rename = "window_bytes")]
     pub bytes: u64,
 }
 
 /// An agent's settings; [`AgentConfig::default`] suits most.
-#[derive(Debug, Clone, PartialEq, Eq)]
+///
+/// Each is a row of the table of settings, by whose key it is read and which has its default. Those that are skipped are
+/// for Rust programs alone.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentConfig {
     /// Name in logs and in what peers see; at most 256 bytes. Default: `agent`.
+    #[serde(default = "agent")]
     pub name: String,
     /// Default: [`Transport::Auto`].
     pub transport: Transport,
@@ -62,30 +69,38 @@ pub struct AgentConfig {
     pub key_file: Option<PathBuf>,
     /// In flight to one peer. Default: 64 operations or 16 MiB. 16 MiB is what a 400 Gbit/s link moves in a third of
     /// a millisecond, well over its round trip; 64 small operations hide the per-operation latency of TCP and RDMA.
+    #[serde(flatten)]
     pub peer_window: Window,
     /// In flight to all peers, beyond a sixteenth of `peer_window` that each peer has of its own. A peer that ends no operation
-    /// for half a second to a second does not count in it until it does. Default: 256 operations or 64 MiB.
-    pub total_window: Window,
+    /// for half a second to a second does not count in it until it does. `None`: 256 operations or 64 MiB, and at least
+    /// `peer_window`.
+    #[serde(skip)]
+    pub total_window: Option<Window>,
     /// Adjacent blocks are merged into operations of at most this many bytes. Default: 4 MiB, so that four are in
     /// flight in a full window and a small transfer behind a large one waits for little.
     pub max_operation_bytes: u64,
     /// A transfer between host memories whose runs are shorter than this on average, as when the two sides' layouts
     /// differ, does not post an operation for each: the side that has the bytes gathers many runs into a message, and
-    /// this side puts them in place. 0: never. Default: [`GATHER_BELOW`].
+    /// this side puts them in place. 0: never. Default:
+    /// [`GATHER_BELOW`](crate::proto::plan::GATHER_BELOW).
     pub gather_below: u64,
     /// How long a peer may take to answer the hello. Default: 10 s.
+    #[serde(rename = "connect_timeout_ms", with = "millis")]
     pub connect_timeout: Duration,
     /// How long a cancelled transfer's operations may take to end by themselves before the connection is closed by
     /// force, which ends them; and how long peers that read or write a region may take to end that when it is
     /// deregistered, before the connections to those that have not are closed. Default: 5 s.
+    #[serde(rename = "cancel_grace_ms", with = "millis")]
     pub cancel_grace: Duration,
     /// How long `deregister` waits for the transfers that use the region. Default: 30 s.
+    #[serde(rename = "deregister_timeout_ms", with = "millis")]
     pub deregister_timeout: Duration,
     /// While transfers are in flight, unless their bytes come slowly (less than 256 MiB a second): how long the thread spins
     /// without progress before it sleeps. Default: 300 us, about
     /// the time between two completions over TCP on one host. A thread that sleeps between them costs more: Linux wakes it
     /// on the processor of the one that sent, where the two then take turns, at half the speed and no less processor time.
     /// 10 ms is faster still where processors are idle, but takes them from engines that compute.
+    #[serde(rename = "spin_us", with = "micros")]
     pub spin: Duration,
     /// How many threads copy memory of other processes of this host, the progress thread among them. The others are
     /// started by the first transfer that takes longer than 200 us, at most one per further processor; memory whose
@@ -114,35 +129,21 @@ pub struct AgentConfig {
     /// stands for the process id, `%a` for the agent's name. `None` and an empty path mean none. Default: `None`.
     pub metrics_file: Option<PathBuf>,
     /// Whether each connection is logged at level info, for owners that do not do so themselves. Default: yes.
+    #[serde(skip, default = "yes")]
     pub tells_connections: bool,
+}
+
+fn agent() -> String {
+    "agent".to_owned()
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl Default for AgentConfig {
     fn default() -> Self {
-        AgentConfig {
-            name: "agent".to_owned(),
-            transport: Transport::Auto,
-            ucx: BTreeMap::new(),
-            ucx_lib: None,
-            key_file: None,
-            peer_window: Window { operations: 64, bytes: 16 << 20 },
-            total_window: Window { operations: 256, bytes: 64 << 20 },
-            max_operation_bytes: 4 << 20,
-            gather_below: GATHER_BELOW,
-            connect_timeout: Duration::from_secs(10),
-            cancel_grace: Duration::from_secs(5),
-            deregister_timeout: Duration::from_secs(30),
-            spin: Duration::from_micros(300),
-            copy_threads: 2,
-            streams: true,
-            device_copies: true,
-            send_queue_bytes: 64 << 20,
-            verify: false,
-            rehearse: true,
-            telemetry: true,
-            metrics_file: None,
-            tells_connections: true,
-        }
+        defaults(Part::Agent, Map::new())
     }
 }
 
@@ -155,7 +156,7 @@ impl AgentConfig {
                 self.name.len()
             )));
         }
-        for (what, window) in [("peer_window", self.peer_window), ("total_window", self.total_window)] {
+        for (what, window) in [("peer_window", self.peer_window), ("total_window", self.total_window())] {
             if window.operations == 0 || window.bytes == 0 {
                 return Err(Error::invalid(format!(
                     "{what} is {} operations, {} bytes; expected at least 1 of each",
@@ -176,6 +177,12 @@ impl AgentConfig {
             return Err(Error::invalid("max_operation_bytes is 0; expected at least 1"));
         }
         Ok(())
+    }
+
+    /// How much may be in flight to all peers.
+    pub(crate) fn total_window(&self) -> Window {
+        let Window { operations, bytes } = self.peer_window;
+        self.total_window.unwrap_or(Window { operations: operations.max(256), bytes: bytes.max(64 << 20) })
     }
 
     /// What the caller, or else the environment, sets UCX's setting `name` (without the prefix) to.
@@ -201,6 +208,43 @@ fn ports_of(value: &str) -> Option<RangeInclusive<u16>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
+    use crate::settings::parse_config;
+
+    fn parsed(pairs: &[(&str, &str)]) -> Result<AgentConfig> {
+        let map: BTreeMap<_, _> = pairs.iter().copied().collect();
+        parse_config(Part::Agent, &rmp_serde::to_vec_named(&map).unwrap())
+    }
+
+    #[test]
+    fn keys_are_taken_and_bad_ones_named() {
+        assert_eq!(parsed(&[]).unwrap(), AgentConfig::default());
+        let good = parsed(&[("name", "n"), ("transport", "tcp"), ("ucx_lib", "/x/libucp.so.0")]).unwrap();
+        assert_eq!((good.name.as_str(), good.transport), ("n", Transport::Tcp));
+        assert_eq!(good.ucx_lib, Some(PathBuf::from("/x/libucp.so.0")));
+        for (key, value, expected) in [
+            ("transport", "rdma", "one of auto, tcp, shm"),
+            ("windw", "8", "did you mean \"window\"?"),
+            ("window", "8", "window must be a whole number from 1 to 1024"),
+        ] {
+            let error = parsed(&[(key, value)]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert!(error.message().contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn all_peers_together_have_a_window_as_wide_as_one() {
+        let of = |operations, bytes| {
+            let peer_window = Window { operations, bytes };
+            AgentConfig { peer_window, ..AgentConfig::default() }.total_window()
+        };
+        assert_eq!(of(8, 1 << 30), Window { operations: 256, bytes: 1 << 30 });
+        assert_eq!(of(1024, 1), Window { operations: 1024, bytes: 64 << 20 });
+        let narrow = Window { operations: 1, bytes: 1 };
+        let config = AgentConfig { total_window: Some(narrow), ..AgentConfig::default() };
+        assert_eq!(config.total_window(), narrow);
+    }
 
     #[test]
     fn the_default_is_valid_and_nonsense_is_named() {

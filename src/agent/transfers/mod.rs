@@ -228,7 +228,7 @@ impl Transfers {
             #[cfg(test)]
             turns: 0,
             graces: BTreeSet::new(),
-            windows: Windows::new(config.total_window, config.peer_window),
+            windows: Windows::new(config.total_window(), config.peer_window),
             cancel_grace: config.cancel_grace,
             max_operation_bytes: config.max_operation_bytes,
             gather_below: config.gather_below,

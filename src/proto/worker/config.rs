@@ -2,13 +2,41 @@
 
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::proto::ids::{EngineId, Incarnation, RankId};
 use crate::proto::wire::EngineShape;
 
-/// Settings of one rank's state machine. All times are in milliseconds.
+/// What whoever runs an engine may set of one rank's state machine. All times are in milliseconds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerSettings {
+    /// A lease of L ms is renewed every L / `heartbeat_divisor` ms, at most every 100 ms. With 6, five heartbeats may be
+    /// late before a lease runs out.
+    pub heartbeat_divisor: u32,
+    /// From a handshake's start until every rank needed is connected.
+    pub handshake_timeout_ms: u64,
+    /// From the posting of a load's transfers until the last has completed; then they are cancelled.
+    pub transfer_timeout_ms: u64,
+    /// From saying done until the last verdict.
+    pub verdict_timeout_ms: u64,
+    /// How long a producer keeps a `Done` or `Release` about a request that it has not granted (yet): with
+    /// asynchronous scheduling its own step may come after the consumer's message.
+    pub early_message_ms: u64,
+    /// How long a producer remembers an ended request, to answer what comes late.
+    pub tombstone_ms: u64,
+    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits the end
+    /// of a prefill that is under way.
+    pub hold_timeout_ms: u64,
+    /// How long a load awaits a prefill of which its engine has said nothing.
+    pub await_timeout_ms: u64,
+    /// From how many written tokens on a portion of a prefill under way is read; 0: none is.
+    pub portion_tokens: u64,
+    /// A peer that no request has used for this long is disconnected.
+    pub peer_ttl_ms: u64,
+}
+
+/// What one rank's state machine is told. All times are in milliseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct WorkerConfig {
     /// This rank's engine.
@@ -19,38 +47,18 @@ pub struct WorkerConfig {
     pub shape: EngineShape,
     /// This life of the rank's agent: what producers know this reader by.
     pub incarnation: Incarnation,
-    /// A lease of L ms is renewed every L / `heartbeat_divisor` ms, at most every 100 ms. Default 6: five heartbeats
-    /// may be late before a lease runs out.
-    pub heartbeat_divisor: u32,
-    /// From a handshake's start until every rank needed is connected. Default 30000.
-    pub handshake_timeout_ms: u64,
+    /// What may be set.
+    pub settings: WorkerSettings,
     /// For this long after a failed handshake a hold does not start another one; a load does. Default 1000.
     pub handshake_backoff_ms: u64,
-    /// From the posting of a load's transfers until the last has completed; then they are cancelled. Default 120000.
-    pub transfer_timeout_ms: u64,
-    /// From saying done until the last verdict. Default 10000.
-    pub verdict_timeout_ms: u64,
-    /// How long a producer keeps a `Done` or `Release` about a request that it has not granted (yet): with
-    /// asynchronous scheduling its own step may come after the consumer's message. Default 30000.
-    pub early_message_ms: u64,
-    /// How many such messages are kept at most; one more is answered at once. Default 4096.
+    /// How many messages about requests that are not granted yet are kept at most; one more is answered at once. Default
+    /// 4096.
     pub early_messages: usize,
-    /// How long a producer remembers an ended request, to answer what comes late. Default 120000.
-    pub tombstone_ms: u64,
-    /// How many such requests are remembered at most; the oldest go first. Default 16384.
+    /// How many ended requests are remembered at most; the oldest go first. Default 16384.
     pub tombstones: usize,
-    /// How long a lease is kept alive for a request that is neither loaded nor released, and how long a load awaits the end
-    /// of a prefill that is under way. Default 3600000 (1 h).
-    pub hold_timeout_ms: u64,
-    /// How long a load awaits a prefill of which its engine has said nothing. Default 600000 (10 min).
-    pub await_timeout_ms: u64,
     /// How long a lease is kept after a request that other requests may share it with, for those that have not come yet.
     /// Default 5000: longer than an engine's step, during which it takes in no request.
     pub shared_grace_ms: u64,
-    /// From how many written tokens on a portion of a prefill under way is read; 0: none is. Default 256.
-    pub portion_tokens: u64,
-    /// A peer that no request has used for this long is disconnected. Default 600000 (10 min).
-    pub peer_ttl_ms: u64,
     /// Whether anything is counted. Default true.
     pub telemetry: bool,
     /// Whether the lives of requests are told by `Worker::poll_life`. Default false.
@@ -62,26 +70,23 @@ const MAX_MS: u64 = 864_000_000;
 
 impl WorkerConfig {
     /// A configuration with every default.
-    pub fn new(engine: EngineId, rank: RankId, shape: EngineShape, incarnation: Incarnation) -> Self {
+    pub fn new(
+        engine: EngineId,
+        rank: RankId,
+        shape: EngineShape,
+        incarnation: Incarnation,
+        settings: WorkerSettings,
+    ) -> Self {
         WorkerConfig {
             engine,
             rank,
             shape,
             incarnation,
-            heartbeat_divisor: 6,
-            handshake_timeout_ms: 30_000,
+            settings,
             handshake_backoff_ms: 1_000,
-            transfer_timeout_ms: 120_000,
-            verdict_timeout_ms: 10_000,
-            early_message_ms: 30_000,
             early_messages: 4_096,
-            tombstone_ms: 120_000,
             tombstones: 16_384,
-            hold_timeout_ms: 3_600_000,
-            await_timeout_ms: 600_000,
             shared_grace_ms: 5_000,
-            portion_tokens: 256,
-            peer_ttl_ms: 600_000,
             telemetry: true,
             trace: false,
         }
@@ -101,23 +106,23 @@ impl WorkerConfig {
                 self.rank, self.shape.tp, self.shape.pp
             )));
         }
-        if !(2..=1000).contains(&self.heartbeat_divisor) {
+        if !(2..=1000).contains(&self.settings.heartbeat_divisor) {
             return Err(Error::invalid(format!(
                 "heartbeat_divisor: expected 2 to 1000, got {}; 6 is usual",
-                self.heartbeat_divisor
+                self.settings.heartbeat_divisor
             )));
         }
         for (key, value) in [
-            ("handshake_timeout_ms", self.handshake_timeout_ms),
+            ("handshake_timeout_ms", self.settings.handshake_timeout_ms),
             ("handshake_backoff_ms", self.handshake_backoff_ms),
-            ("transfer_timeout_ms", self.transfer_timeout_ms),
-            ("verdict_timeout_ms", self.verdict_timeout_ms),
-            ("early_message_ms", self.early_message_ms),
-            ("tombstone_ms", self.tombstone_ms),
-            ("hold_timeout_ms", self.hold_timeout_ms),
-            ("await_timeout_ms", self.await_timeout_ms),
+            ("transfer_timeout_ms", self.settings.transfer_timeout_ms),
+            ("verdict_timeout_ms", self.settings.verdict_timeout_ms),
+            ("early_message_ms", self.settings.early_message_ms),
+            ("tombstone_ms", self.settings.tombstone_ms),
+            ("hold_timeout_ms", self.settings.hold_timeout_ms),
+            ("await_timeout_ms", self.settings.await_timeout_ms),
             ("shared_grace_ms", self.shared_grace_ms),
-            ("peer_ttl_ms", self.peer_ttl_ms),
+            ("peer_ttl_ms", self.settings.peer_ttl_ms),
         ] {
             if !(1..=MAX_MS).contains(&value) {
                 return Err(Error::invalid(format!("{key}: expected 1 to {MAX_MS} milliseconds, got {value}")));
@@ -128,7 +133,7 @@ impl WorkerConfig {
 
     /// The time between two heartbeats for a lease of `lease_ms`.
     pub(super) fn heartbeat_period(&self, lease_ms: u64) -> Duration {
-        ms((lease_ms / u64::from(self.heartbeat_divisor.max(1))).max(100))
+        ms((lease_ms / u64::from(self.settings.heartbeat_divisor.max(1))).max(100))
     }
 }
 

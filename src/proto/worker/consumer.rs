@@ -172,7 +172,7 @@ impl Consumer {
             return;
         }
         let ticket = self.add(now, hold.request, hold.remote, Kind::Hold, out);
-        self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.hold_timeout_ms));
+        self.deadlines.set(Timer::Hold(ticket), now + ms(self.config.settings.hold_timeout_ms));
         self.join(now, ticket, false, out);
     }
 
@@ -404,7 +404,7 @@ impl Consumer {
 
     pub(super) fn advance(&mut self, now: Time, out: &mut Outbox) {
         while let Some(id) = self.sessions.advance(now, out) {
-            let limit = self.config.handshake_timeout_ms;
+            let limit = self.config.settings.handshake_timeout_ms;
             let Some(session) = self.sessions.get(id) else { continue };
             let what = match session.state {
                 State::Connecting => "its ranks were not connected",
@@ -422,20 +422,20 @@ impl Consumer {
                         Phase::Confirming => format!(
                             "no verdict within {} ms of the read: engine {} has granted no lease of request {}, which must \
                              be the remote_request_id of its answer, or its workers do not run",
-                            self.config.verdict_timeout_ms, remote.engine, remote.request
+                            self.config.settings.verdict_timeout_ms, remote.engine, remote.request
                         ),
-                        _ if load.load.awaits && load.life.is_none() && self.config.portion_tokens > 0 => {
-                            let limit = self.config.await_timeout_ms;
+                        _ if load.load.awaits && load.life.is_none() && self.config.settings.portion_tokens > 0 => {
+                            let limit = self.config.settings.await_timeout_ms;
                             format!(
                                 "the prefill engine has said nothing of this prefill within {limit} ms; check that the proxy \
                                  sends both engines the same prompt and the same name for it"
                             )
                         }
                         _ if load.load.awaits => {
-                            let limit = self.config.hold_timeout_ms;
+                            let limit = self.config.settings.hold_timeout_ms;
                             format!("the prefill was not over within {limit} ms of the last news of it")
                         }
-                        _ => format!("the read took longer than {} ms", self.config.transfer_timeout_ms),
+                        _ => format!("the read took longer than {} ms", self.config.settings.transfer_timeout_ms),
                     };
                     self.fail(now, ticket, Cause::Timeout, text, out);
                 }

@@ -36,7 +36,7 @@ mod timers;
 use std::sync::Arc;
 
 pub use action::{Action, AwaitId, PeerKey, PeerRef, SessionId, TransferFigures, TransferToken};
-pub use config::WorkerConfig;
+pub use config::{WorkerConfig, WorkerSettings};
 pub use life::{LeaseEnd, Life, Receive, ReceivedPortion};
 use serde::Serialize;
 

@@ -128,9 +128,9 @@ impl Producer {
             leases: HashMap::new(),
             early: HashMap::new(),
             early_count: 0,
-            early_keep: ms(config.early_message_ms),
+            early_keep: ms(config.settings.early_message_ms),
             early_most: config.early_messages,
-            tombstones: Memory::new(ms(config.tombstone_ms), config.tombstones),
+            tombstones: Memory::new(ms(config.settings.tombstone_ms), config.tombstones),
             deadlines: Deadlines::new(),
             closed: false,
         }

@@ -222,8 +222,8 @@ impl Sessions {
             deadlines: Deadlines::new(),
             next: 0,
             closed: false,
-            timeout: ms(config.handshake_timeout_ms),
-            ttl: ms(config.peer_ttl_ms),
+            timeout: ms(config.settings.handshake_timeout_ms),
+            ttl: ms(config.settings.peer_ttl_ms),
         }
     }
 

@@ -187,7 +187,7 @@ fn a_rank_that_cannot_be_reached_fails_the_load_after_its_reads_from_the_others(
 
 #[test]
 fn a_load_that_starts_anew_reads_portions_from_all_ranks_again() {
-    let mut w = Worker::new(WorkerConfig { portion_tokens: 1, ..config() }).unwrap();
+    let mut w = Worker::new(with(WorkerSettings { portion_tokens: 1, ..settings() })).unwrap();
     let mut local = metadata(engine("me"), 77, 8 * u64::from(MANY));
     for area in &mut local.geometry.areas {
         (area.heads, area.total_heads) = (MANY, MANY);

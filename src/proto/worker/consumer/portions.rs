@@ -32,8 +32,9 @@ impl Consumer {
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get(&ticket) else { return };
         if load.load.awaits {
             // A side that asks for no portions is told of nothing before the end.
-            let hears = self.config.portion_tokens > 0;
-            let limit = if hears { self.config.await_timeout_ms } else { self.config.hold_timeout_ms };
+            let hears = self.config.settings.portion_tokens > 0;
+            let limit =
+                if hears { self.config.settings.await_timeout_ms } else { self.config.settings.hold_timeout_ms };
             self.deadlines.set(Timer::Load(ticket), now + ms(limit));
             self.await_prefill(ticket, out);
         }
@@ -44,7 +45,7 @@ impl Consumer {
         let Some(Want { kind: Kind::Load(load), remote, .. }) = self.wants.get(&ticket) else { return };
         let (start, end) = load.load.tokens;
         let known = if load.life.is_none() { start } else { load.load.remote_tokens.max(start) };
-        let least = self.config.portion_tokens;
+        let least = self.config.settings.portion_tokens;
         let keeps_all = |local: &Arc<RankMetadata>| local.geometry.groups.iter().any(|group| group.kind.keeps_all());
         // A shorter one takes no longer than what it costs to be told of it twice.
         let long = least > 0 && end.saturating_sub(start) >= least;
@@ -110,7 +111,7 @@ impl Consumer {
         let PrefillNews { incarnation, prefill, over } = news;
         if !over {
             load.progressed(prefill);
-            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.hold_timeout_ms));
+            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.settings.hold_timeout_ms));
             self.await_prefill(ticket, out);
             return self.read_portions(now, ticket, out);
         }
@@ -124,7 +125,7 @@ impl Consumer {
         if load.void.is_empty() {
             self.deadlines.cancel(&Timer::Load(ticket));
         } else {
-            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.transfer_timeout_ms));
+            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.settings.transfer_timeout_ms));
         }
         self.progress(now, ticket, None, out);
     }
@@ -212,7 +213,7 @@ impl Consumer {
         let Some(Want { kind: Kind::Load(load), .. }) = self.wants.get_mut(&ticket) else { return };
         let Some(peer) = self.sessions.peer(connection).filter(|peer| peer.is_connected()) else { return };
         let Some(step) = peer.plan.portion_tokens() else { return };
-        let least = self.config.portion_tokens;
+        let least = self.config.settings.portion_tokens;
         let end = load.load.tokens.1;
         let known = load.load.remote_tokens.min(end);
         let from = load.read_from(connection).up_to;

@@ -71,7 +71,7 @@ impl Consumer {
         if load.phase == Phase::Waiting {
             load.phase = Phase::Reading;
             load.planned(now);
-            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.transfer_timeout_ms));
+            self.deadlines.set(Timer::Load(ticket), now + ms(self.config.settings.transfer_timeout_ms));
         }
         for (peer, plan) in posts {
             let read = load.read_from(peer.connection);
@@ -123,6 +123,6 @@ impl Consumer {
             };
             out.send(PeerRef::Outbound(peer.key.clone()), message);
         }
-        self.deadlines.set(Timer::Load(ticket), now + ms(self.config.verdict_timeout_ms));
+        self.deadlines.set(Timer::Load(ticket), now + ms(self.config.settings.verdict_timeout_ms));
     }
 }
