@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +113,6 @@ def test_a_file_that_cannot_be_made_keeps_an_agent_from_starting(tmp_path: Path)
     Agent({"metrics_file": ""}).shutdown()
 
 
-WRITER = (
-    "import sys, kvferry\n"
-    "agent = kvferry.Agent({'name': 'elsewhere', 'transport': 'tcp', 'metrics_file': sys.argv[1]})\n"
-    "print('up', flush=True)\n"
-    "sys.stdin.read()\n"
-)
-"""A process with an agent that writes the file of its argument, until its standard input ends."""
-
-
 def writers(path: Path) -> set[str]:
     """The agents whose figures the file has."""
     found = {
@@ -133,46 +122,12 @@ def writers(path: Path) -> set[str]:
     return found
 
 
-def test_a_second_agent_may_not_write_a_file_that_one_writes(tmp_path: Path) -> None:
-    path, link = tmp_path / "one.prom", tmp_path / "link.prom"
-    link.symlink_to(path)
-    config = {"transport": "tcp", "metrics_file": str(path)}
-    refused = r"another agent, in this process or another, writes this file; .*%a.*%p"
-    with Agent({"name": "first", **config}) as first:
-        for again in (path, link):
-            with pytest.raises(kvferry.KvferryError, match=refused) as error:
-                Agent({"name": "second", **config, "metrics_file": str(again)})
-            assert error.value.name == "already_exists"
-        done = subprocess.run([sys.executable, "-c", WRITER, path], capture_output=True, text=True, timeout=GENEROUS)
-        assert done.returncode == 1
-        assert "writes this file" in done.stderr
-        # Who has it goes on with it, also in the file that is put in its place.
-        first.register(cache())
-        until("the file has the region", lambda: samples(path)["kvferry_agent_regions", ""] == 1)
-        assert writers(path) == {"first"}
-        with pytest.raises(kvferry.KvferryError, match=refused):
-            Agent({"name": "second", **config})
-        with Agent({"name": "second", **config, "metrics_file": str(tmp_path / "%a.prom")}):
-            assert writers(tmp_path / "second.prom") == {"second"}
-    # The file of one that has ended is the next one's.
-    with Agent({"name": "second", **config, "metrics_file": str(link)}):
-        assert writers(path) == {"second"}
-    assert {file.name for file in tmp_path.iterdir()} == {"one.prom", "link.prom", "second.prom"}
-
-
-def test_the_file_of_a_killed_process_is_the_next_ones(tmp_path: Path) -> None:
-    path = tmp_path / "one.prom"
-    config = {"name": "next", "transport": "tcp", "metrics_file": str(path)}
-    command = [sys.executable, "-c", WRITER, path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        # Maybe behind messages of UCX.
-        assert "up\n" in child.stdout
-        with pytest.raises(kvferry.KvferryError, match="writes this file"):
-            Agent(config)
-        assert writers(path) == {"elsewhere"}
-        child.kill()
-        child.wait(GENEROUS)
-        assert writers(path) == {"elsewhere"}
-        with Agent(config):
-            assert writers(path) == {"next"}
+def test_agents_with_their_names_in_a_pattern_write_files_of_their_own(tmp_path: Path) -> None:
+    config = {"transport": "tcp", "metrics_file": str(tmp_path / "%a.prom")}
+    with Agent({"name": "first", **config}), Agent({"name": "second", **config}):
+        for name in ("first", "second"):
+            assert writers(tmp_path / f"{name}.prom") == {name}
+    # What an agent has left is the next one's to replace.
+    with Agent({"name": "third", **config, "metrics_file": str(tmp_path / "first.prom")}):
+        assert writers(tmp_path / "first.prom") == {"third"}
+    assert {file.name for file in tmp_path.iterdir()} == {"first.prom", "second.prom"}
