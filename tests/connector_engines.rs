@@ -184,8 +184,9 @@ fn a_local_prefix_is_not_loaded() {
     d.check(&[("p", &here)]);
 }
 
+/// By the former name of its setting, too.
 #[test]
-fn the_request_log_has_a_line_per_receive() {
+fn a_trace_has_what_there_is_to_know_of_each_receive() {
     let folder = std::env::temp_dir().join(format!("kvferry-connector-log-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = folder.join("requests.jsonl");
@@ -198,20 +199,26 @@ fn the_request_log_has_a_line_per_receive() {
     d.load("d-1", &params, &there, 8);
     assert!(d.await_received("d-1").failures.is_empty());
     drop(d);
-    let text = std::fs::read_to_string(&path).unwrap();
-    std::fs::remove_dir_all(&folder).unwrap();
-    let mut lines: Vec<serde_json::Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
-    lines.sort_by_key(|l| l["tp_rank"].as_u64());
-    assert_eq!(lines.len(), 2);
-    for (rank, line) in lines.iter().enumerate() {
-        assert_eq!(line["request_id"], "d-1");
-        assert_eq!(line["remote_request_id"], "p \"1\"");
-        assert_eq!(line["tp_rank"].as_u64(), Some(rank as u64));
-        assert_eq!(line["pp_rank"], 0);
-        assert_eq!(line["blocks"], 2 + 3);
-        assert!(line["bytes"].as_u64().unwrap() > 0 && line["operations"].as_u64().unwrap() > 0);
-        assert!(line["cause"].is_null() && line["transfer_ms"].as_f64().unwrap() >= 0.0);
+    let mut ranks = Vec::new();
+    for path in [path.clone(), folder.join("requests.2.jsonl")] {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lines = text.strip_prefix("[\n").unwrap().lines().map(|line| line.strip_suffix(',').unwrap());
+        let events: Vec<serde_json::Value> = lines.map(|line| serde_json::from_str(line).unwrap()).collect();
+        let source = events.iter().find(|event| event["name"] == "kvferry").unwrap();
+        assert_eq!(source["args"]["pp_rank"], 0);
+        ranks.push(source["args"]["tp_rank"].as_u64().unwrap());
+        let ended: Vec<_> = events.iter().filter(|event| event["args"]["outcome"].is_string()).collect();
+        let [end] = ended[..] else { panic!("{} receives", ended.len()) };
+        assert_eq!((&end["name"], &end["args"]["outcome"]), (&"d-1".into(), &"received".into()));
+        let args = &end["args"];
+        assert_eq!((&args["remote_request"], &args["blocks"]), (&"p \"1\"".into(), &(2 + 3).into()));
+        assert!(args["bytes"].as_u64().unwrap() > 0 && args["operations"].as_u64().unwrap() > 0);
+        let at = |what: &str| args[what].as_u64().unwrap();
+        assert!(at("queued") <= at("posted") && at("posted") <= at("last_byte") && at("last_byte") <= at("confirmed"));
     }
+    std::fs::remove_dir_all(&folder).unwrap();
+    ranks.sort_unstable();
+    assert_eq!(ranks, [0, 1]);
 }
 
 /// Ten seconds of nothing to do, with connections to another engine, cost next to no processor time.

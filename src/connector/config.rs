@@ -42,7 +42,7 @@ pub struct WorkerConfig {
     pub agent: AgentConfig,
     /// The state machine's settings.
     pub machine: WorkerSettings,
-    /// A file that gets one JSON line per finished receive, appended; None or an empty text means none.
+    /// Taken for `trace` where that is None, with a warning.
     pub request_log: Option<String>,
     /// A file to be made for a trace of the lives of requests, in Chrome's trace event format; `%p` stands for the
     /// process id. None leaves it to the environment variable `KVFERRY_TRACE`, an empty text means no trace.

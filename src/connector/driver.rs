@@ -7,7 +7,6 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 use std::time::{Duration, Instant};
 
-use super::request_log::RequestLog;
 use super::shared::{Command, Figures, Shared};
 use super::trace::Tracer;
 use crate::agent::{Context, Direction, Driver, Event, PeerId, TransferId};
@@ -29,7 +28,6 @@ use crate::secret::Key;
 pub(super) struct WorkerDriver {
     shared: Arc<Shared>,
     running: Option<Running>,
-    log: Option<RequestLog>,
     handshake_timeout: Duration,
     key: Option<Key>,
 }
@@ -37,7 +35,6 @@ pub(super) struct WorkerDriver {
 struct Running {
     machine: Machine,
     shared: Arc<Shared>,
-    log: Option<RequestLog>,
     client: Client,
     /// The share of the machine's own handshake timeout that the listener gets; the rest is for connecting. So the
     /// error that names the listener comes before the machine's, which can't.
@@ -101,13 +98,8 @@ struct Link {
 }
 
 impl WorkerDriver {
-    pub(super) fn new(
-        shared: Arc<Shared>,
-        log: Option<RequestLog>,
-        handshake_timeout: Duration,
-        key: Option<Key>,
-    ) -> Self {
-        WorkerDriver { shared, running: None, log, handshake_timeout, key }
+    pub(super) fn new(shared: Arc<Shared>, handshake_timeout: Duration, key: Option<Key>) -> Self {
+        WorkerDriver { shared, running: None, handshake_timeout, key }
     }
 }
 
@@ -119,8 +111,7 @@ impl WorkerDriver {
                 (Command::Begin(machine, tracer), None) => {
                     let shared = Arc::clone(&self.shared);
                     let client = Client::new(ClientLimits::default(), self.key.take());
-                    let mut running =
-                        Running::new(*machine, shared, self.log.take(), client, self.handshake_timeout, context.now());
+                    let mut running = Running::new(*machine, shared, client, self.handshake_timeout, context.now());
                     running.tracer = tracer;
                     if let Some(tracer) = &mut running.tracer {
                         tracer.set_origin(running.epoch);
@@ -194,7 +185,6 @@ impl Running {
     fn new(
         machine: Machine,
         shared: Arc<Shared>,
-        log: Option<RequestLog>,
         client: Client,
         handshake_timeout: Duration,
         epoch: Instant,
@@ -202,7 +192,6 @@ impl Running {
         Running {
             machine,
             shared,
-            log,
             client,
             ask_timeout: handshake_timeout.mul_f64(0.9),
             epoch,
@@ -275,9 +264,6 @@ impl Running {
     }
 
     fn publish(&mut self, now: Instant, report: WorkerReport) {
-        if let Some(log) = &mut self.log {
-            report.records.iter().for_each(|record| log.add(report.rank, record));
-        }
         for failure in &report.failed_recving {
             let Some(left_out) = self.limits.failures.entry(failure.cause).or_default().pass(now) else {
                 continue;
@@ -295,9 +281,6 @@ impl Running {
         let stats = report.stats.clone();
         self.shared.publish(report);
         self.totals.merge(&stats);
-        if let Some(log) = &mut self.log {
-            log.flush();
-        }
     }
 
     fn tell_lives(&mut self) {

@@ -7,7 +7,6 @@
 
 mod config;
 mod driver;
-mod request_log;
 mod scheduler;
 mod shared;
 mod trace;

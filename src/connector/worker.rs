@@ -10,7 +10,6 @@ use serde::de::IgnoredAny;
 
 use super::config::WorkerConfig;
 use super::driver::WorkerDriver;
-use super::request_log::RequestLog;
 use super::shared::{Command, Shared, lock};
 use super::trace::{Source, TraceFile};
 use crate::agent::{Agent, AgentConfig, AgentStats};
@@ -67,22 +66,21 @@ impl Worker {
     /// Opens UCX and starts the progress thread.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; [`ErrorKind::Io`] for a request
-    /// log that cannot be opened or a trace that cannot be made; those of [`Key::load`] and [`Agent::start`].
+    /// [`ErrorKind::InvalidArgument`] for a configuration that cannot work, by key; [`ErrorKind::Io`] for a
+    /// trace that cannot be made; those of [`Key::load`] and [`Agent::start`].
     pub fn start(config: WorkerConfig) -> Result<Worker> {
         config.check()?;
         let key = Key::configured(config.agent.key_file.as_deref())?;
-        let log = config.request_log.as_deref().filter(|path| !path.is_empty()).map(RequestLog::open).transpose()?;
         let shared = Arc::new(Shared::default());
         let for_thread = Arc::clone(&shared);
         let timeout = Duration::from_millis(config.machine.handshake_timeout_ms);
         let for_client = key.clone();
         let agent = Agent::start_with(
             agent_config(&config),
-            Box::new(move |_| Box::new(WorkerDriver::new(for_thread, log, timeout, for_client))),
+            Box::new(move |_| Box::new(WorkerDriver::new(for_thread, timeout, for_client))),
         )?;
         // Now, when nothing else can fail any more: a worker that does not start leaves no empty file behind.
-        let trace = TraceFile::configured(config.trace.as_deref())?;
+        let trace = TraceFile::configured(trace_path(&config))?;
         let machine_config = MachineConfig { trace: trace.is_some(), ..machine_config(&config, &agent) };
         let source = || Source {
             name: agent.name().to_owned(),
@@ -294,6 +292,18 @@ impl Worker {
         self.shared.suspends.store(true, Ordering::Release);
         self.shutdown(timeout)
     }
+}
+
+/// Where the trace goes, if the configuration says so.
+fn trace_path(config: &WorkerConfig) -> Option<&str> {
+    let former = config.request_log.as_deref().filter(|path| !path.is_empty());
+    if let Some(path) = former {
+        log::warn!(
+            "kvferry: request_log ({path}) is taken for trace, whose file has all that a request log had; set trace, and read \
+             the file with `kvferry trace`"
+        );
+    }
+    config.trace.as_deref().or(former)
 }
 
 fn agent_config(config: &WorkerConfig) -> AgentConfig {

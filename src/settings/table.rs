@@ -130,8 +130,8 @@ pub const TABLE: &[Setting] = &[
     row(Operator, "verify", &[Agent, Worker], Flag, "", Is(false),
         "Check each read against a digest that the producer makes of its own bytes; both sides read all of them once \
          more."),
-    row(Operator, "request_log", &[Worker], Path, "", Absent("no log"),
-        "File that gets one JSON line per finished receive and rank, appended."),
+    row(Operator, "request_log", &[Worker], Path, "", Absent("no trace"),
+        "Taken for `trace`, with a warning, where that is not given."),
     row(Operator, "device_copies", &[Agent, Worker], Flag, "", Is(true),
         "On the side that starts a transfer: map device memory of a peer on the same host and have the device copy it, many blocks \
          at a time. Else UCX moves it, block by block; memory of several allocations, and what UCX refuses, goes by messages."),

@@ -55,18 +55,10 @@ def _no_new_file(path: str) -> str | None:
     return f"{folder} {why}, so {name} cannot be made there"
 
 
-def _no_log(path: str) -> str | None:
-    """Why nothing can be appended at `path`, which is made where there is no file."""
-    if not os.path.exists(path) or os.path.isdir(path):
-        # Where a link leads is where the file is made.
-        return _no_new_file(os.path.realpath(path) if os.path.islink(path) else path)
-    return None if os.access(path, os.W_OK) else f"{path} may not be written to"
-
-
 _LOOKS: dict[str, Callable[[str], str | None]] = {
     "key_file": _no_key,
     "ucx_lib": _no_ucx,
     "trace": _no_new_file,
-    "request_log": _no_log,
+    "request_log": _no_new_file,
 }
 """By the key that names a file: what is wrong with that, None if nothing is."""
