@@ -7,7 +7,6 @@
 
 pub mod agent;
 pub mod connector;
-pub mod error;
 pub mod ffi;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
@@ -15,11 +14,14 @@ pub mod fuzzing;
 mod log_limit;
 pub mod mem;
 pub mod net;
-pub mod proto;
 pub mod secret;
 pub mod settings;
 mod sync;
 pub mod sys;
 pub mod ucx;
 
-pub use error::{Error, ErrorKind, Result};
+#[doc(inline)]
+pub use kvferry_proto as proto;
+#[doc(inline)]
+pub use kvferry_proto::error;
+pub use kvferry_proto::{Error, ErrorKind, Result};

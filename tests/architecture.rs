@@ -1,4 +1,5 @@
-//! The layers of `src`, read from what its files import.
+//! The layers of `src` and `proto/src`, read from what their files import. The modules of the crate `kvferry-proto` are
+//! those of `proto` here, as in `kvferry`, which exports them under this name.
 //!
 //! docs/architecture.md says what the layers are for. Files may not import each other in a circle, where a module's use of
 //! its own submodules does not count. Unit tests, which stand last in a file, may import what they like.
@@ -11,10 +12,10 @@ use std::path::Path;
 
 /// The top modules, from the bottom up. A module imports those of the lines above its own.
 const LAYERS: &[&[&str]] = &[
-    &["error"],
+    &["proto"],
     // How threads are started, and nothing else of the operating system.
     &["log_limit", "sync", "sys::thread"],
-    &["proto", "secret"],
+    &["secret"],
     &["settings", "ucx", "net"],
     &["mem"],
     &["sys"],
@@ -33,6 +34,19 @@ const AGENT_LAYERS: &[&[&str]] = &[
     &["agent::paths"],
     &["agent::engine"],
     &["agent::handle", "agent::fuzzing"],
+];
+
+/// The parts of `proto`, likewise. Messages are made of what stands below them, and plans of ranks' metadata.
+const PROTO_LAYERS: &[&[&str]] = &[
+    &["proto::error"],
+    &["proto::ids", "proto::latest", "proto::time", "proto::wire::cause", "proto::wire::limits", "proto::wire::region"],
+    &["proto::geometry", "proto::stats", "proto::wire::blocks"],
+    &["proto::wire::metadata"],
+    &["proto::plan"],
+    &["proto::wire"],
+    &["proto::aggregate", "proto::handshake"],
+    &["proto::scheduler", "proto::worker"],
+    &["proto::shape"],
 ];
 
 /// Modules without `unsafe`, which the compiler sees to.
@@ -145,7 +159,11 @@ fn target(from: &str, path: &str, names: &Names) -> Option<String> {
     let mut steps = path.split("::").peekable();
     match *steps.peek()? {
         "crate" => {
-            parts.clear();
+            parts.truncate(usize::from(is_within(from, "proto")));
+            steps.next();
+        }
+        "kvferry_proto" => {
+            parts = vec!["proto"];
             steps.next();
         }
         "self" => drop(steps.next()),
@@ -238,7 +256,9 @@ fn circles(graph: &Graph) -> Vec<Vec<String>> {
 
 fn sources() -> Sources {
     let mut sources = Sources::new();
-    read(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src")), "", &mut sources);
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    read(&root.join("src"), "", &mut sources);
+    read(&root.join("proto/src"), "proto", &mut sources);
     sources
 }
 
@@ -251,7 +271,7 @@ fn imports_point_down_the_layers() {
     let sources = sources();
     assert!(sources.len() > 100, "the sources were found");
     let graph = graph(&sources);
-    for (root, layers) in [("", LAYERS), ("agent", AGENT_LAYERS)] {
+    for (root, layers) in [("", LAYERS), ("agent", AGENT_LAYERS), ("proto", PROTO_LAYERS)] {
         assert_eq!(unplaced(&sources, root, layers), Vec::<String>::new(), "modules without a layer");
         assert_eq!(upward(&graph, layers), Vec::<String>::new(), "imports that do not point down");
     }
@@ -299,8 +319,16 @@ fn an_import_that_points_up_is_found_however_it_is_written() {
         assert_eq!(upward(&graph, AGENT_LAYERS), ["agent::peers imports agent::engine"], "{import}");
         assert_eq!(circles(&graph), [["agent::engine", "agent::peers"]], "{import}");
     }
-    let up = made_up(&[("proto::wire", "use crate::ffi::status;"), ("ffi::status", "")]);
-    assert_eq!(upward(&up, LAYERS), ["proto::wire imports ffi::status"]);
+    let up = made_up(&[("secret", "use crate::ffi::status;"), ("ffi::status", "")]);
+    assert_eq!(upward(&up, LAYERS), ["secret imports ffi::status"]);
+    for import in ["use crate::worker::Worker;", "use super::worker::Worker;", "fn f(w: crate::Worker) {}"] {
+        let up = made_up(&[
+            ("proto", "pub mod plan;\npub mod worker;\npub use worker::Worker;"),
+            ("proto::plan", import),
+            ("proto::worker", ""),
+        ]);
+        assert_eq!(upward(&up, PROTO_LAYERS), ["proto::plan imports proto::worker"], "{import}");
+    }
     let beside =
         made_up(&[("agent::transfers", "use super::streams::Streams;"), ("agent::streams", ""), ("agent", "")]);
     assert_eq!(upward(&beside, AGENT_LAYERS), ["agent::transfers imports agent::streams"]);
@@ -312,7 +340,7 @@ fn a_circle_is_found_through_another_name_and_through_a_parent() {
         ("proto", ""),
         ("proto::wire", "mod codec;\nmod message;\npub use codec::decode;\npub use message::{Kind as K, Message};"),
         ("proto::wire::codec", "fn begins<M: super::K>() {}"),
-        ("proto::wire::message", "use crate::proto::wire;\nfn from() { wire::decode() }"),
+        ("proto::wire::message", "use crate::wire;\nfn from() { wire::decode() }"),
     ]);
     assert_eq!(circles(&again), [["proto::wire::codec", "proto::wire::message"]]);
     let parent = made_up(&[
@@ -321,6 +349,19 @@ fn a_circle_is_found_through_another_name_and_through_a_parent() {
         ("sys", "use crate::mem::host;"),
     ]);
     assert_eq!(circles(&parent), [["mem", "mem::host", "sys"]]);
+}
+
+#[test]
+fn names_that_a_crate_exports_again_lead_to_their_files() {
+    for import in ["use crate::error::Result;", "use crate::{proto::error::Error};", "use kvferry_proto::ErrorKind;"] {
+        let graph = made_up(&[
+            ("", "pub use kvferry_proto as proto;\npub use kvferry_proto::error;"),
+            ("net", import),
+            ("proto", "pub mod error;\npub use error::{Error, ErrorKind};"),
+            ("proto::error", ""),
+        ]);
+        assert_eq!(graph["net"], BTreeSet::from(["proto::error".to_owned()]), "{import}");
+    }
 }
 
 #[test]

@@ -1,11 +1,11 @@
-//! A producer and a consumer engine in simulated time, as in `tests/proto_pair`: both worker machines, both scheduler
+//! A producer and a consumer engine in simulated time, as in `proto/tests/proto_pair`: both worker machines, both scheduler
 //! machines, memory that is overwritten the moment it comes free, and a network that fails. The simulation asserts that
 //! every load has one terminal report, that what is reported good has every byte right, that nothing is written while
 //! nothing loads it, that no read is found good whose blocks are free, and that at the end nothing is left.
 
-#[path = "../../tests/proto_pair/rank.rs"]
+#[path = "../../proto/tests/proto_pair/rank.rs"]
 pub mod rank;
-#[path = "../../tests/proto_pair/sim.rs"]
+#[path = "../../proto/tests/proto_pair/sim.rs"]
 #[allow(dead_code)]
 mod sim;
 

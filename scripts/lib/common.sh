@@ -98,7 +98,7 @@ kvf_share_dependencies() {
     rm -rf "$1/debug.new"
     return 0
   fi
-  find "$1/debug.new" -mindepth 2 -maxdepth 2 -regex '.*/\(lib\)?\(kvferry\|ucx.sys\)[-.].*' -exec rm -rf {} +
+  find "$1/debug.new" -mindepth 2 -maxdepth 2 -regex '.*/\(lib\)?\(kvferry\(.proto\)?\|ucx.sys\)[-.].*' -exec rm -rf {} +
   mv "$1/debug.new" "$1/debug"
 }
 

@@ -207,7 +207,7 @@ pub const DEVELOPMENT: &[(&str, &str)] = &[
     ("KVFERRY_CUDA_DOUBLE_", "Settings of the double of the CUDA driver: `tests/cuda_double/README.md`."),
     ("KVFERRY_FUZZ_CASES", "Runs per fuzz target in `cargo test --test fuzz_cases`."),
     ("KVFERRY_SHAPE", "`cargo test --test connector_shapes` runs the pairs of shapes whose names contain it."),
-    ("KVFERRY_SHAPES_SEED", "Seed of the random pairs in `cargo test --test proto_shapes`."),
+    ("KVFERRY_SHAPES_SEED", "Seed of the random pairs in `cargo test -p kvferry-proto --test proto_shapes`."),
     ("KVFERRY_SHAPES_CASES", "Number of random pairs there."),
     ("KVFERRY_AM_LIMIT", "The built `am_limit` program, for `scripts/bench`."),
     ("KVFERRY_AM_LIMIT_SENDER", "Set by that program for its own second process."),

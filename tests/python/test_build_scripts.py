@@ -58,7 +58,8 @@ exit "$KVF_RESULT"
 def test_the_wheel_is_there_while_it_is_built_anew(tmp_path: Path, fails: bool) -> None:
     checkout = tmp_path / "checkout"
     (checkout / ".deps/venv/bin").mkdir(parents=True)
-    for name in ("scripts", "python", "include", "src", "ucx-sys", "Cargo.toml", "Cargo.lock", "LICENSE", "build.rs"):
+    folders = ("scripts", "python", "include", "proto", "src", "ucx-sys")
+    for name in (*folders, "Cargo.toml", "Cargo.lock", "LICENSE", "build.rs"):
         (checkout / name).symlink_to(ROOT / name)
     # No link: it would not know of its virtual environment.
     programs = {"python": f'#!/bin/sh\nexec "{sys.executable}" "$@"\n', "maturin": MATURIN}

@@ -86,7 +86,7 @@ UNMADE = {"fuzz/regressions/TARGET", "tests/mutants.txt"}
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_files_that_are_named_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    folders = "benches|docs|examples|fuzz|include|loom|python|scripts|src|tests|ucx-sys"
+    folders = "benches|docs|examples|fuzz|include|loom|proto|python|scripts|src|tests|ucx-sys"
     named = set(re.findall(rf"`((?:{folders})/[\w./-]*[\w/])`", text)) | set(
         re.findall(r"\bscripts/[a-z][a-z-]+\b", text)
     )
@@ -233,7 +233,7 @@ def test_the_copies_of_a_list_of_block_ids_are_counted() -> None:
 
 
 def test_every_cause_of_a_failure_has_a_line() -> None:
-    source = (ROOT / "src/proto/wire/cause.rs").read_text(encoding="utf-8")
+    source = (ROOT / "proto/src/wire/cause.rs").read_text(encoding="utf-8")
     causes = re.findall(r'Cause::\w+ => "(\w+)"', source)
     assert len(causes) > 5
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")

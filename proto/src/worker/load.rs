@@ -1,0 +1,328 @@
+//! One load: its reads, what failed, and its figures.
+
+use std::collections::BTreeMap;
+
+use super::action::{TransferFigures, TransferToken};
+use super::life::{Receive, ReceivedPortion};
+use crate::ids::{EngineId, Incarnation, RequestId};
+use crate::stats::Stats;
+use crate::time::Time;
+use crate::wire::{Blocks, Cause, Load, Prefill, RecvFailure, RecvRecord, Remote};
+
+/// Where a load stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// No rank is connected yet, or the prefill is awaited; nothing but portions of it is posted.
+    Waiting,
+    /// Transfers are under way, or ranks to read from still being connected to, or transfers winding down after a failure.
+    Reading,
+    /// Everything is read; the producer's verdicts are awaited.
+    Confirming,
+}
+
+/// One rank's read.
+#[derive(Debug)]
+pub(super) struct Read {
+    /// The transfers that may touch memory.
+    pub(super) in_flight: Vec<TransferToken>,
+    /// Up to which token it is posted in groups that keep all tokens.
+    pub(super) up_to: u64,
+    /// Whether nothing is left to be posted.
+    pub(super) whole: bool,
+    /// Whether the producer rank has judged it valid.
+    pub(super) valid: bool,
+}
+
+/// What was read of a prefill under way at once, from one rank.
+#[derive(Debug)]
+struct Portion {
+    token: TransferToken,
+    tokens: (u64, u64),
+    figures: Option<TransferFigures>,
+}
+
+impl Portion {
+    fn told(&self) -> Option<ReceivedPortion> {
+        let TransferFigures { bytes, posted_at, finished_at, .. } = self.figures?;
+        Some(ReceivedPortion { tokens: self.tokens, bytes, posted: posted_at, over: finished_at })
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct LoadState {
+    pub(super) load: Load,
+    pub(super) phase: Phase,
+    /// By the connection that each goes over.
+    pub(super) reads: BTreeMap<u64, Read>,
+    /// Of which life of its engine the prefill is that was awaited, and which lease it has or will have, once that is known.
+    pub(super) life: Option<(Incarnation, u64)>,
+    /// Reads of a lease that will never be granted, which may still touch memory.
+    pub(super) void: Vec<TransferToken>,
+    /// A portion was not what the producer had: none is read any more before the prefill is over.
+    pub(super) doubtful: bool,
+    /// The number under which the verdicts come.
+    pub(super) serial: Option<u64>,
+    /// The first thing that went wrong.
+    pub(super) failure: Option<(Cause, String)>,
+    /// When the worker first heard of the request, by a hold or by this load, or of the end of the prefill that it awaited.
+    known: Time,
+    arrived: Time,
+    /// When the reads from its first ranks were planned.
+    planned: Option<Time>,
+    posted: Option<Time>,
+    all_posted: Option<Time>,
+    first_end: Option<Time>,
+    last_byte: Option<Time>,
+    bytes: u64,
+    operations: u64,
+    portions: Vec<Portion>,
+}
+
+fn micros(from: Time, to: Time) -> u64 {
+    u64::try_from(to.since(from).as_micros()).unwrap_or(u64::MAX)
+}
+
+impl LoadState {
+    pub(super) fn new(now: Time, known: Time, load: Load) -> Self {
+        LoadState {
+            load,
+            phase: Phase::Waiting,
+            reads: BTreeMap::new(),
+            life: None,
+            void: Vec::new(),
+            doubtful: false,
+            serial: None,
+            failure: None,
+            known,
+            arrived: now,
+            planned: None,
+            posted: None,
+            all_posted: None,
+            first_end: None,
+            last_byte: None,
+            bytes: 0,
+            operations: 0,
+            portions: Vec::new(),
+        }
+    }
+
+    /// The prefill that was awaited is as far as this.
+    pub(super) fn progressed(&mut self, prefill: Prefill) {
+        let Prefill { blocks, tokens, .. } = prefill;
+        (self.load.remote_blocks, self.load.remote_tokens) = (blocks, tokens);
+    }
+
+    /// The prefill that was awaited is over. What was before that is none of the hand-over's time.
+    pub(super) fn prefilled(&mut self, now: Time, prefill: Prefill) {
+        self.progressed(prefill);
+        self.load.awaits = false;
+        (self.known, self.arrived) = (now, now);
+    }
+
+    /// The blocks that were read are given away: nothing of them counts. Gives the reads that are still under way.
+    pub(super) fn start_anew(&mut self) -> Vec<TransferToken> {
+        let under_way: Vec<TransferToken> =
+            std::mem::take(&mut self.reads).into_values().flat_map(|read| read.in_flight).collect();
+        self.void.extend(&under_way);
+        (self.bytes, self.operations) = (0, 0);
+        [self.posted, self.all_posted, self.first_end, self.last_byte] = [None; 4];
+        self.portions.clear();
+        self.doubtful = false;
+        under_way
+    }
+
+    /// The read that goes over this connection.
+    pub(super) fn read_from(&mut self, connection: u64) -> &mut Read {
+        let up_to = self.load.tokens.0;
+        let new = || Read { in_flight: Vec::new(), up_to, whole: false, valid: false };
+        self.reads.entry(connection).or_insert_with(new)
+    }
+
+    /// Takes note of a portion that is posted.
+    pub(super) fn portion(&mut self, token: TransferToken, tokens: (u64, u64)) {
+        self.portions.push(Portion { token, tokens, figures: None });
+    }
+
+    /// A portion was not what the producer had. Gives its tokens.
+    pub(super) fn doubt(&mut self, token: TransferToken) -> Option<(u64, u64)> {
+        self.doubtful = true;
+        let at = self.portions.iter().rposition(|portion| portion.token == token)?;
+        Some(self.portions.remove(at).tokens)
+    }
+
+    /// Transfers that may still touch memory.
+    pub(super) fn in_flight(&self) -> impl Iterator<Item = TransferToken> {
+        self.reads.values().flat_map(|read| &read.in_flight).chain(&self.void).copied()
+    }
+
+    /// Takes note of a completed transfer. Gives whether it counts.
+    pub(super) fn completed(&mut self, token: TransferToken, figures: Option<TransferFigures>) -> bool {
+        if let Some(at) = self.void.iter().position(|void| *void == token) {
+            self.void.swap_remove(at);
+            return false;
+        }
+        for read in self.reads.values_mut() {
+            read.in_flight.retain(|other| *other != token);
+        }
+        if let Some(figures) = figures {
+            self.count_in(token, figures);
+        }
+        true
+    }
+
+    fn count_in(&mut self, token: TransferToken, figures: TransferFigures) {
+        if let Some(portion) = self.portions.iter_mut().rfind(|portion| portion.token == token) {
+            portion.figures = Some(figures);
+        }
+        self.bytes = self.bytes.saturating_add(figures.bytes);
+        self.operations = self.operations.saturating_add(figures.operations);
+        self.posted = Some(self.posted.map_or(figures.posted_at, |t| t.min(figures.posted_at)));
+        self.all_posted = Some(self.all_posted.map_or(figures.all_posted_at, |t| t.max(figures.all_posted_at)));
+        self.first_end = Some(self.first_end.map_or(figures.finished_at, |t| t.min(figures.finished_at)));
+        self.last_byte = Some(self.last_byte.map_or(figures.finished_at, |t| t.max(figures.finished_at)));
+    }
+
+    /// The local blocks that are to be filled, of all groups.
+    fn blocks(&self) -> impl Iterator<Item = u32> {
+        let null = self.load.null_block;
+        self.load.local_blocks.iter().flat_map(Blocks::ids).copied().filter(move |id| null != Some(*id))
+    }
+
+    /// A time, if it is there. What was read while the prefill was under way took none of the hand-over's time.
+    fn since_arrival(&self, at: Option<Time>) -> Option<Time> {
+        at.map(|at| at.max(self.arrived))
+    }
+
+    /// The figures of a load that is over at `now`. Phases that it did not reach count as zero.
+    pub(super) fn record(&self, now: Time, request: &RequestId, remote: &Remote) -> RecvRecord {
+        let posted = self.since_arrival(self.posted).unwrap_or(now);
+        let last_byte = self.since_arrival(self.last_byte).unwrap_or(now);
+        RecvRecord {
+            request: request.clone(),
+            remote_request: remote.request.clone(),
+            blocks: self.blocks().count() as u64,
+            bytes: self.bytes,
+            operations: self.operations,
+            queued_us: micros(self.arrived, posted),
+            first_us: micros(posted, self.since_arrival(self.first_end).unwrap_or(last_byte)),
+            transfer_us: micros(posted, last_byte),
+            confirm_us: micros(last_byte, now),
+            cause: self.failure.as_ref().map(|(cause, _)| *cause),
+        }
+    }
+
+    /// Notes that the reads are planned.
+    pub(super) fn planned(&mut self, now: Time) {
+        self.planned = Some(now);
+    }
+
+    /// Counts a load that is over at `now`, with its record.
+    pub(super) fn count(&self, now: Time, record: &RecvRecord, stats: &mut Stats) {
+        if let Some(cause) = record.cause {
+            let failures = stats.recv_failures.entry(cause).or_default();
+            *failures = failures.saturating_add(1);
+            return;
+        }
+        stats.recvs += 1;
+        stats.bytes += record.bytes;
+        let portions = self.portions.iter().filter_map(|portion| portion.figures);
+        stats.ahead_bytes += portions.map(|figures| figures.bytes).sum::<u64>();
+        stats.blocks += record.blocks;
+        stats.operations += record.operations;
+        stats.recv_bytes.observe(record.bytes);
+        stats.handover_time.observe(micros(self.known, now));
+        stats.queued_time.observe(record.queued_us);
+        // A load whose blocks hold nothing of this rank's posts nothing.
+        // Nor does one of which all was read while its prefill was under way.
+        let all_posted = self.all_posted.filter(|at| *at >= self.arrived);
+        if let (Some(posted), Some(all)) = (self.since_arrival(self.posted), all_posted) {
+            stats.posting_time.observe(micros(posted, all));
+            stats.transfer_time.observe(record.transfer_us);
+        }
+        stats.confirm_time.observe(record.confirm_us);
+    }
+
+    /// The life of a load that is over at `now`, with its record.
+    pub(super) fn life(
+        &self,
+        now: Time,
+        engine: &EngineId,
+        handshake: Option<(Time, Option<Time>)>,
+        record: &RecvRecord,
+    ) -> Receive {
+        Receive {
+            engine: engine.clone(),
+            known: self.known,
+            queued: self.arrived,
+            handshake,
+            planned: self.planned,
+            posted: self.since_arrival(self.posted),
+            all_posted: self.since_arrival(self.all_posted),
+            last_byte: self.since_arrival(self.last_byte),
+            over: now,
+            confirmed: record.cause.is_none().then_some(now),
+            record: record.clone(),
+            message: self.failure.as_ref().map(|(_, text)| text.clone()),
+            portions: self.portions.iter().filter_map(Portion::told).collect(),
+        }
+    }
+
+    /// The failure as reported: every local block of every group is suspect, whichever rank failed.
+    pub(super) fn recv_failure(&self, request: &RequestId) -> Option<RecvFailure> {
+        let (cause, message) = self.failure.as_ref()?;
+        let mut invalid: Vec<u32> = self.blocks().collect();
+        invalid.sort_unstable();
+        invalid.dedup();
+        Some(RecvFailure {
+            request: request.clone(),
+            cause: *cause,
+            message: message.clone(),
+            invalid_blocks: invalid.into(),
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_span_the_transfers_of_all_ranks() {
+        let name = |name: &str| RequestId::new(name).unwrap();
+        let remote = Remote {
+            engine: EngineId::new("p").unwrap(),
+            incarnation: None,
+            request: name("p-a"),
+            host: "h".into(),
+            port: 1,
+            lease_ms: 1,
+            lease_id: 1,
+            shared: false,
+        };
+        let load = Load {
+            request: name("a"),
+            remote: remote.clone(),
+            local_blocks: vec![],
+            remote_blocks: vec![],
+            tokens: (0, 0),
+            remote_tokens: 0,
+            null_block: None,
+            awaits: false,
+            window_only: false,
+            refused: None,
+        };
+        let mut state = LoadState::new(Time(10), Time(5), load);
+        let figures = |posted_at, all_posted_at, finished_at| {
+            let [posted_at, all_posted_at, finished_at] = [posted_at, all_posted_at, finished_at].map(Time);
+            Some(TransferFigures { bytes: 8, operations: 1, posted_at, all_posted_at, finished_at })
+        };
+        state.completed(TransferToken(1), figures(30, 35, 90));
+        state.completed(TransferToken(2), figures(32, 40, 70));
+        // One that was cancelled has none.
+        state.completed(TransferToken(3), None);
+        let record = state.record(Time(100), &name("a"), &remote);
+        assert_eq!((record.bytes, record.operations), (16, 2));
+        assert_eq!((record.queued_us, record.first_us, record.transfer_us, record.confirm_us), (20, 40, 60, 10));
+    }
+}
