@@ -14,6 +14,7 @@ pub mod fuzzing;
 mod log_limit;
 pub mod mem;
 pub mod net;
+pub mod planner;
 pub mod secret;
 pub mod settings;
 mod sync;

@@ -13,8 +13,8 @@ use super::{decode, log};
 use crate::agent::encode_metadata;
 use crate::error::{Error, ErrorKind, Result};
 use crate::net;
+use crate::planner::{OwnSide, Survey, decode_ranks};
 use crate::proto::ids::EngineId;
-use crate::proto::shape::{OwnSide, Survey, decode_ranks};
 use crate::proto::wire::{HandshakeReply, RefusalCode};
 use crate::secret::Key;
 

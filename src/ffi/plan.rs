@@ -4,7 +4,7 @@ use super::boundary::slice;
 use super::buffer::{fill, kvf_buffer};
 use super::decode;
 use crate::error::Result;
-use crate::proto::shape::Deployment;
+use crate::planner::Deployment;
 
 /// Works out, without engines and without memory, who reads what from whom when one request is handed over.
 ///

@@ -4,22 +4,14 @@
 //! memory. [`EngineSpec::ranks`] gives every rank's [`Geometry`] and the lengths of its regions. The rules are those of
 //! vLLM 0.32, so that a deployment can be looked at before it runs.
 
-mod describe;
 mod layout;
-mod survey;
-
-pub use describe::{
-    Deployment, DescribedLink, DescribedRank, Description, MAX_DESCRIBED_PARTS, MAX_DESCRIBED_RANKS,
-    MAX_DESCRIBED_TOKENS,
-};
-pub use survey::{OwnSide, Survey, SurveyedField, SurveyedRank, decode_ranks};
 
 use serde::{Deserialize, Serialize};
 
 use super::geometry::{Geometry, Group, GroupKind, MAX_AREAS, MAX_AXIS, MAX_GROUPS};
-use super::ids::RankId;
+use super::ids::{EngineId, Incarnation, RankId};
 use super::plan::Holding;
-use super::wire::{EngineShape, RegionMetadata};
+use super::wire::{AgentMetadata, EngineShape, RankMetadata, RegionMetadata};
 use crate::error::{Error, ErrorKind, Result};
 
 /// What the cache of a model consists of.
@@ -200,6 +192,19 @@ impl RankCache {
     /// What the rank holds, without where.
     pub fn holding(&self) -> Holding {
         Holding::new(self.rank, &self.geometry)
+    }
+
+    /// What the rank would tell others, without memory that could be reached.
+    pub fn metadata(&self, engine: &EngineId, shape: EngineShape) -> RankMetadata {
+        let agent = AgentMetadata {
+            name: engine.to_string(),
+            incarnation: Incarnation(1),
+            ucx_version: String::new(),
+            address: Vec::new(),
+            regions: self.region_lens.iter().copied().map(RegionMetadata::unreachable).collect(),
+        };
+        let (rank, geometry) = (self.rank, self.geometry.clone());
+        RankMetadata { engine: engine.clone(), rank, shape, compat: Vec::new(), geometry, agent }
     }
 }
 

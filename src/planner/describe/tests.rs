@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use super::*;
-use crate::shape::{GroupSpec, Layout, PartSpec, Parts};
+use crate::proto::shape::{GroupSpec, Layout, PartSpec, Parts};
 
 /// 4 layers of 4 heads, 8 bytes of K and V each per token and head: 64 bytes per token and layer.
 fn llama() -> ModelSpec {

@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-use super::{EngineSpec, ModelSpec, RankCache};
 use crate::error::{Error, ErrorKind, Result};
-use crate::geometry::{Group, GroupKind};
-use crate::ids::{EngineId, Incarnation, RankId};
-use crate::plan::{Cell, CopyPlan, GATHER_BELOW, Holding, RankPlan, Segment, Wanted, assign};
-use crate::wire::{AgentMetadata, Blocks, EngineShape, RankMetadata, RegionMetadata};
+use crate::proto::geometry::{Group, GroupKind};
+use crate::proto::ids::{EngineId, RankId};
+use crate::proto::plan::{Cell, CopyPlan, GATHER_BELOW, Holding, RankPlan, Segment, Wanted, assign};
+use crate::proto::shape::{EngineSpec, ModelSpec, RankCache};
+use crate::proto::wire::{Blocks, RankMetadata};
 
 /// Most ranks of an engine that is described. Who reads what is worked out for every pair of ranks.
 pub const MAX_DESCRIBED_RANKS: u32 = 128;
@@ -294,21 +294,6 @@ struct Side {
     ranks: Vec<RankCache>,
     metadata: Vec<RankMetadata>,
     blocks: Vec<Blocks>,
-}
-
-impl RankCache {
-    /// What the rank would tell others, without memory that could be reached.
-    pub fn metadata(&self, engine: &EngineId, shape: EngineShape) -> RankMetadata {
-        let agent = AgentMetadata {
-            name: engine.to_string(),
-            incarnation: Incarnation(1),
-            ucx_version: String::new(),
-            address: Vec::new(),
-            regions: self.region_lens.iter().copied().map(RegionMetadata::unreachable).collect(),
-        };
-        let (rank, geometry) = (self.rank, self.geometry.clone());
-        RankMetadata { engine: engine.clone(), rank, shape, compat: Vec::new(), geometry, agent }
-    }
 }
 
 fn held(cache: &RankCache, layers: &HashMap<String, u32>) -> DescribedRank {

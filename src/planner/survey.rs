@@ -6,12 +6,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use serde::{Deserialize, Serialize};
 
 use super::describe::{MAX_DESCRIBED_RANKS, ranges};
-use super::{EngineSpec, ModelSpec};
 use crate::error::{Error, ErrorKind, Result};
-use crate::geometry::{Area, Group, GroupKind};
-use crate::ids::{EngineId, Incarnation, RankId};
-use crate::plan::check_ranks;
-use crate::wire::{EngineShape, MemoryKind, Message, RankBlob, RankMetadata, VERSION};
+use crate::proto::geometry::{Area, Group, GroupKind};
+use crate::proto::ids::{EngineId, Incarnation, RankId};
+use crate::proto::plan::check_ranks;
+use crate::proto::shape::{EngineSpec, ModelSpec};
+use crate::proto::wire::{EngineShape, MemoryKind, Message, RankBlob, RankMetadata, VERSION};
 
 const SAME_MODEL: &str = "start both engines with the same model, or correct the options that describe this side";
 

@@ -1,8 +1,8 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use super::*;
-use crate::shape::{GroupSpec, Layout, Parts};
-use crate::wire::CompatField;
+use crate::proto::shape::{GroupSpec, Layout, Parts};
+use crate::proto::wire::CompatField;
 
 fn model(heads: u32) -> ModelSpec {
     ModelSpec { groups: vec![GroupSpec::attention(GroupKind::Full, 0..4, heads, 32, 32)] }
