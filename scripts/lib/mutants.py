@@ -2,9 +2,9 @@
 
 Two parts, each a random sample that a seed fixes, the same ones again after an edit elsewhere:
 
-  proto    src/proto, judged by its unit tests and tests/proto_*. It is pure, so it is built as a crate of its own, with
-           nothing but src/error.rs beside it; a mutant takes seconds.
-  drivers  src/net, src/connector and src/agent, judged by their unit tests and the integration tests of the same name.
+  proto    the crate kvferry-proto, judged by its tests; a mutant takes seconds.
+  drivers  src/net, src/connector, src/agent and src/planner, judged by their unit tests and the integration tests
+           of the same name.
 
 The sample is drawn from all mutants but the deletions of a field of a struct. A mutant counts as caught if a test fails
 or hangs, as missed if all pass; what does not compile does not count. A missed one needs a test, or a line in
@@ -32,9 +32,6 @@ ACCEPTED = ROOT / "tests/mutants.txt"
 
 DELETED_FIELD = re.compile(": delete field ")
 
-PROTO_CRATES = ("rmp-serde", "serde", "serde_bytes", "serde_json", "proptest")
-"""The external crates that src/proto and its tests use."""
-
 
 @dataclass
 class Group:
@@ -43,6 +40,12 @@ class Group:
     sources: str
     tests: tuple[str, ...]
     """Names of integration tests; `*` at the end stands for anything."""
+    optimization: int = 0
+
+    @property
+    def package(self) -> str:
+        """The folder of the package that they belong to."""
+        return self.sources.partition("src/")[0]
 
 
 @dataclass
@@ -58,7 +61,8 @@ class Part:
 
 
 PARTS = {
-    "proto": Part(120, 0.95, 60, [Group("src/proto/", ("proto_*",))]),
+    # Random tests take five times as long unoptimized, and a mutant is little to compile.
+    "proto": Part(120, 0.95, 60, [Group("proto/src/", ("proto_*",), optimization=1)]),
     "drivers": Part(
         60,
         0.85,
@@ -67,6 +71,7 @@ PARTS = {
             Group("src/net/", ("net_*", "connector_await")),
             Group("src/agent/", ("agent_*",)),
             Group("src/connector/", ("connector_*", "settings")),
+            Group("src/planner/", ()),
         ],
     ),
 }
@@ -93,34 +98,10 @@ def copy_into(target: Path, files: Iterable[str]) -> None:
         shutil.copy(source, copy)
 
 
-def tracked(*patterns: str) -> list[str]:
+def tracked() -> list[str]:
     """The files that git tracks, or would."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-
-
-def proto_crate() -> Path:
-    """A crate of src/proto alone."""
-    tree = WORK / "proto"
-    shutil.rmtree(tree / "src", ignore_errors=True)
-    shutil.rmtree(tree / "tests", ignore_errors=True)
-    copy_into(
-        tree,
-        tracked("src/proto", "src/error.rs", "tests/proto_*", "tests/golden", "docs/protocol-leases.md", "Cargo.lock"),
-    )
-    lines = (ROOT / "Cargo.toml").read_text().splitlines()
-    crates = [line for line in lines if line.split(" = ")[0] in PROTO_CRATES]
-    manifest = ['[package]\nname = "kvferry"\nversion = "0.0.0"\nedition = "2024"\n\n[workspace]\n\n[dependencies]']
-    # Random tests take five times as long unoptimized, and a mutant is little to compile.
-    profile = "\n[profile.dev]\nopt-level = 1\ndebug = 0"
-    (tree / "Cargo.toml").write_text("\n".join([*manifest, *crates, profile, ""]))
-    # The repository's own speaks of tests that are not here.
-    (tree / ".config").mkdir(exist_ok=True)
-    (tree / ".config/nextest.toml").write_text(
-        '[profile.mutants]\nslow-timeout = { period = "60s", terminate-after = 1 }\n'
-    )
-    (tree / "src/lib.rs").write_text("pub mod error;\npub mod proto;\npub use error::{Error, ErrorKind, Result};\n")
-    return tree
 
 
 def whole_tree() -> Path:
@@ -132,29 +113,31 @@ def whole_tree() -> Path:
     return tree
 
 
-def mutants_of(tree: Path, sources: str) -> list[str]:
-    """The names of all mutants of a folder."""
-    command = [TOOL, "mutants", "--list", "--json", "--no-config", "--file", f"{sources}**/*.rs"]
-    listed = subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True).stdout
+def mutants_of(tree: Path, group: Group) -> list[str]:
+    """The names of all mutants of a group."""
+    command = [TOOL, "mutants", "--list", "--json", "--no-config", "--file", f"{group.sources}**/*.rs"]
+    listed = subprocess.run(command, cwd=tree / group.package, check=True, capture_output=True, text=True).stdout
     return [mutant["name"] for mutant in json.loads(listed)]
 
 
 def test_names(tree: Path, group: Group) -> list[str]:
     """The integration tests of a group."""
-    return sorted({path.stem for pattern in group.tests for path in (tree / "tests").glob(pattern) if names_test(path)})
+    folder = tree / group.package / "tests"
+    return sorted({path.stem for pattern in group.tests for path in folder.glob(pattern) if names_test(path)})
 
 
 def names_test(path: Path) -> bool:
     return path.suffix == ".rs" or (path / "main.rs").is_file()
 
 
-def environment() -> dict[str, str]:
+def environment(group: Group) -> dict[str, str]:
     """Of cargo: nextest beside cargo-mutants, nothing compiled for a debugger, and tests that wait leave the
     processors to others."""
     threads = str(2 * len(os.sched_getaffinity(0)))
     path = f"{TOOL.parent}:{os.environ['PATH']}"
     nextest = {"NEXTEST_PROFILE": "mutants", "NEXTEST_TEST_THREADS": threads}
-    return {**os.environ, **nextest, "PATH": path, "CARGO_PROFILE_DEV_DEBUG": "0"}
+    profile = {"CARGO_PROFILE_DEV_DEBUG": "0", "CARGO_PROFILE_DEV_OPT_LEVEL": str(group.optimization)}
+    return {**os.environ, **nextest, **profile, "PATH": path}
 
 
 def run_group(tree: Path, group: Group, chosen: Sequence[str], limit: int) -> Outcome:
@@ -166,14 +149,14 @@ def run_group(tree: Path, group: Group, chosen: Sequence[str], limit: int) -> Ou
     config = out / "config.toml"
     config.write_text("examine_re = " + json.dumps([f"^{re.escape(name)}$" for name in chosen]))
     # No pattern keeps cargo-mutants from deleting fields, but it does not try again what it has caught before.
-    fields = [name for name in mutants_of(tree, group.sources) if DELETED_FIELD.search(name)]
+    fields = [name for name in mutants_of(tree, group) if DELETED_FIELD.search(name)]
     (results / "caught.txt").write_text("".join(f"{name}\n" for name in fields))
     command = [str(TOOL), "mutants", "--in-place", "--config", str(config), "--output", str(out), "--colors", "never"]
     command += ["--iterate", "--test-tool", "nextest", "--minimum-test-timeout", str(limit), "--cap-lints", "true"]
     command += [word for source in sorted({name.split(":")[0] for name in chosen}) for word in ("--file", source)]
     # Of cargo, not of the tests: else every test of the repository is built for every mutant.
     command += [f"--cargo-arg={word}" for word in ("--lib", *(f"--test={name}" for name in test_names(tree, group)))]
-    done = subprocess.run(command, cwd=tree, env=environment())
+    done = subprocess.run(command, cwd=tree / group.package, env=environment(group))
     # 2: some were missed, 3: some ran into the time limit. Anything else is a mistake of the run.
     if done.returncode not in (0, 2, 3):
         sys.exit(f"{' '.join(command[:3])} failed with status {done.returncode}: its output is above")
@@ -203,11 +186,11 @@ def accepted() -> set[str]:
 def judge(name: str, part: Part, sample: int, seed: int, only: str) -> bool:
     """Runs a part, or of its sample the mutants whose names match `only`; prints what was missed and whether enough was
     caught."""
-    tree = proto_crate() if name == "proto" else whole_tree()
+    tree = whole_tree()
     everything = [
         (mutant, group)
         for group in part.groups
-        for mutant in mutants_of(tree, group.sources)
+        for mutant in mutants_of(tree, group)
         if not DELETED_FIELD.search(mutant)
     ]
     # More than asked for: those that do not compile tell nothing.
