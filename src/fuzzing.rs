@@ -5,5 +5,5 @@
 // A contradiction is to end the fuzzer.
 #![allow(clippy::panic, clippy::unwrap_used, clippy::expect_used, missing_docs)]
 
-pub use crate::agent::fuzzing::{frame, hello, inbox, pieces, stream};
+pub use crate::agent::fuzzing::{frame, hello, inbox, pieces};
 pub use crate::ffi::fuzzing::{CONFIGS, config};

@@ -8,7 +8,7 @@ mod common;
 use std::path::Path;
 use std::time::Instant;
 
-use common::agent::child::{NO_STREAMS, Remote, serve};
+use common::agent::child::{Remote, serve};
 use common::agent::{LIMIT, Node, assert_same, config, plan};
 use common::keys::key_file;
 use common::memory::{hex, pattern_bytes};
@@ -41,8 +41,6 @@ struct Hello {
     #[serde(with = "serde_bytes")]
     address: Vec<u8>,
     process: Option<serde_json::Value>,
-    #[serde(default)]
-    streams: bool,
     #[serde(default)]
     challenge: Option<(u64, u64)>,
 }
@@ -248,7 +246,6 @@ fn a_hello_from_another_address_than_the_metadata_has_is_refused() {
         seen: None,
         address: raw.address.clone(),
         process: None,
-        streams: false,
         challenge: None,
     };
     let to_reader = raw.connect(&reader.agent.metadata().unwrap().address);
@@ -325,8 +322,8 @@ fn an_environment_with_older_addresses_or_short_segments_reads_every_byte() {
     const SIZE: usize = 1 << 20;
     let oldest = Path::new(env!("CARGO_MANIFEST_DIR")).join(".deps/ucx-oldest/libucx/lib/libucp.so.0");
     let oldest = oldest.to_str().unwrap();
-    let older = [(kvferry::ucx::PATH_VARIABLE, oldest), (NO_STREAMS, "1")];
-    let newer = [(NO_STREAMS, "1")];
+    let older = [(kvferry::ucx::PATH_VARIABLE, oldest)];
+    let newer = [];
     // UCX 1.18 takes no loopback address of 1.22, which chooses between its devices; UCX 1.22 does not unpack the rkeys of
     // 1.18, so that pair is missing.
     let device = device_besides_loopback();

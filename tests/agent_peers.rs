@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use common::agent::child::{Remote, serve};
 use common::agent::{LIMIT, Node, assert_same, config, plan, transports, until, wire};
-use common::memory::pattern_bytes;
+use common::memory::{hex, pattern_bytes};
 use kvferry::ErrorKind;
 use kvferry::agent::Window;
 use kvferry::agent::{
@@ -374,6 +374,31 @@ fn every_event_of_a_lost_peer_comes_once() {
     a.agent.shutdown(LIMIT).unwrap();
     let rest: Vec<Event> = std::iter::from_fn(|| a.agent.wait_event(LIMIT)).collect();
     assert!(rest.is_empty() && a.events.is_empty(), "{rest:?} {:?}", a.events);
+}
+
+/// UCX holds the memory until what it sends of it is sent: here by sockets that hold less than what is asked for.
+#[test]
+fn a_reader_that_stands_still_is_lost_and_the_memory_given_up() {
+    const LEN: usize = 16 << 20;
+    let mut config = AgentConfig { cancel_grace: Duration::from_millis(300), ..config("b", Transport::Tcp) };
+    config.ucx.insert("TCP_SNDBUF".to_owned(), "32k".to_owned());
+    let mut b = Node::start(config, 2, &[LEN, 4096]);
+    let mut reader = Remote::spawn_with(Transport::Tcp, 3, &[LEN], &[("UCX_TCP_RCVBUF", "32k")]);
+    let metadata = hex(&encode_metadata(&b.agent.metadata().unwrap()).unwrap());
+    // More than is read before it stops.
+    assert_eq!(reader.ask(&format!("pages 500 {metadata}")), "reading");
+    reader.signal("STOP");
+    let (peer, _) = b.wait_connected();
+    b.agent.deregister(b.regions[0]).unwrap();
+    b.buffers[0].fill(999);
+    let error = b.wait_lost(peer);
+    assert_eq!(error.kind(), ErrorKind::PeerDied, "{error}");
+    assert!(error.message().contains("region 0"), "{error}");
+    reader.kill();
+    // Whoever reads something else goes on.
+    let mut a = Node::start(common::agent::config("a", Transport::Tcp), 1, &[LEN]);
+    let peer = a.connect(&b.agent.metadata().unwrap());
+    a.move_all(peer, Direction::Read, plan(0, 1, 4096, 4096, vec![0], vec![0]));
 }
 
 #[test]

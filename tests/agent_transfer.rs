@@ -156,8 +156,7 @@ fn a_window_of_one_moves_everything() {
 /// short ones are gathered, half as many bytes to a chunk.
 #[test]
 fn served_chunks_hold_many_small_blocks_and_cut_large_ones() {
-    let messages = AgentConfig { streams: false, ..config("a", Transport::Tcp) };
-    let mut a = Node::start(messages, 1, &[3 << 20]);
+    let mut a = Node::start(config("a", Transport::Tcp), 1, &[3 << 20]);
     let b = Node::start(config("b", Transport::Tcp), 2, &[3 << 20]);
     let peer = a.connect(&b.agent.metadata().unwrap());
     let mut random = Random(9);
@@ -203,7 +202,6 @@ fn a_reader_that_has_everything_sleeps_however_long_threads_spin() {
     let mut a = Node::start(spins, 1, &[1 << 20]);
     let b = Node::start(config("b", wire()), 2, &[1 << 20]);
     let peer = a.connect(&b.agent.metadata().unwrap());
-    // By messages, and so much that a stream is asked for.
     for blocks in [1, 256] {
         a_moves(
             &mut a,
@@ -224,9 +222,7 @@ fn a_deregistration_waits_for_the_replies_that_are_sent_from_the_region() {
     const LEN: usize = 16 << 20;
     let mut refused = 0;
     for round in 0..12u64 {
-        // By messages; tests/agent_streams.rs has the same for streams.
-        let messages = AgentConfig { streams: false, ..config("a", Transport::Tcp) };
-        let mut a = Node::start(messages, 1, &[LEN]);
+        let mut a = Node::start(config("a", Transport::Tcp), 1, &[LEN]);
         let b = Node::start(config("b", Transport::Tcp), 100 + round, &[LEN]);
         let peer = a.connect(&b.agent.metadata().unwrap());
         let (mut local, mut remote) = (a.contents(), b.contents());

@@ -30,7 +30,7 @@ const AGENT_LAYERS: &[&[&str]] = &[
     &["agent::core", "agent::thread"],
     &["agent::command", "agent::metrics_file", "agent::rpc"],
     &["agent::peers", "agent::progress_thread"],
-    &["agent::transfers", "agent::streams"],
+    &["agent::transfers"],
     &["agent::paths"],
     &["agent::engine"],
     &["agent::handle", "agent::fuzzing"],
@@ -332,9 +332,8 @@ fn an_import_that_points_up_is_found_however_it_is_written() {
         ]);
         assert_eq!(upward(&up, PROTO_LAYERS), ["proto::plan imports proto::worker"], "{import}");
     }
-    let beside =
-        made_up(&[("agent::transfers", "use super::streams::Streams;"), ("agent::streams", ""), ("agent", "")]);
-    assert_eq!(upward(&beside, AGENT_LAYERS), ["agent::transfers imports agent::streams"]);
+    let beside = made_up(&[("agent::rpc", "use super::command::Shared;"), ("agent::command", ""), ("agent", "")]);
+    assert_eq!(upward(&beside, AGENT_LAYERS), ["agent::rpc imports agent::command"]);
 }
 
 #[test]

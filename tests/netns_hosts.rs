@@ -298,7 +298,8 @@ fn two_hosts_with_two_addresses_each() {
 
 /// While bytes come slowly, over a link or from a peer that is busy, neither side's progress thread takes a processor from
 /// engines that compute: it is woken when there are some, not for each packet, and does not look for them in between.
-fn a_slow_link_leaves_processors_to_others(streams: bool) {
+#[test]
+fn a_slow_link_leaves_processors_to_others() {
     let hosts = match Hosts::new(2, false) {
         Ok(hosts) => hosts,
         Err(why) => return skip("netns", &why),
@@ -309,8 +310,7 @@ fn a_slow_link_leaves_processors_to_others(streams: bool) {
     cache.engine.block_size = vec![4];
     let mut p = workers(&hosts, &[0], "prefill", &cache);
     let mut d = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(1)), &[]);
-    let mut config = worker_config("decode", d.rank, &cache, Transport::Tcp);
-    config.agent.streams = streams;
+    let config = worker_config("decode", d.rank, &cache, Transport::Tcp);
     d.bytes(&Ask::StartWorker { config: Box::new(config), cache: Some(CacheSpec { seed: 71, ..cache.clone() }) });
     let mut head = Child::start(RankId { pp: 0, tp: 0 }, Some(hosts.netns(0)), &[]);
     let config = SchedulerConfig { host: None, ..scheduler_config("prefill", &cache) };
@@ -340,7 +340,7 @@ fn a_slow_link_leaves_processors_to_others(streams: bool) {
         d.check(&loaded);
         [turns(&mut p[0]) - before[0], turns(&mut d) - before[1]]
     };
-    // While the connection and its stream are made.
+    // While the connection is made.
     load("first", blocks(1), blocks(20));
     if let Err(why) = hosts.slow(0, 5_000_000) {
         return skip("netns", &why);
@@ -348,14 +348,4 @@ fn a_slow_link_leaves_processors_to_others(streams: bool) {
     let turns = load("slow", blocks(14), blocks(6));
     // 3 MiB take some 600 ms: over 100,000 turns of a thread that spins.
     assert!(turns.iter().all(|turns| *turns < 20_000), "turns of the progress threads of P and D: {turns:?}");
-}
-
-#[test]
-fn a_slow_link_leaves_processors_to_others_by_streams() {
-    a_slow_link_leaves_processors_to_others(true);
-}
-
-#[test]
-fn a_slow_link_leaves_processors_to_others_by_messages() {
-    a_slow_link_leaves_processors_to_others(false);
 }

@@ -10,11 +10,7 @@ pub fn run(data: &[u8]) {
     match source.below(4) {
         0 => fuzzing::frame(source.rest()),
         1 => fuzzing::hello(source.rest()),
-        2 => {
-            let bytes = source.rest();
-            fuzzing::pieces(bytes);
-            fuzzing::stream(bytes);
-        }
+        2 => fuzzing::pieces(source.rest()),
         _ => {
             let mut numbers = Vec::new();
             while !source.is_empty() && numbers.len() < 20_000 {

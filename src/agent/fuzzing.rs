@@ -4,11 +4,10 @@
 #![allow(clippy::expect_used)]
 
 use crate::agent::core::frame::Frame;
-use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, STREAM_CHUNK_BYTES};
+use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES};
 use crate::agent::peers::hello::Hello;
 use crate::agent::peers::inbox::{Inbox, Item};
-use crate::agent::rpc::wire::{decode_pieces, encode_pieces, read_request, stream_request};
-use crate::agent::streams::wire::{Heading, Offer, ticket_of};
+use crate::agent::rpc::wire::{decode_pieces, encode_pieces, read_request};
 use crate::proto::wire::{OLDEST, VERSION, Versions};
 
 /// A frame header; what decodes encodes to the same bytes, but for the two that are not looked at.
@@ -43,24 +42,6 @@ pub fn pieces(bytes: &[u8]) {
         let total: u64 = read.iter().map(|piece| u64::from(piece.len)).sum();
         assert!(rest.is_empty() && read.len() <= CHUNK_PIECES && total <= CHUNK_BYTES, "a chunk over its limits");
     }
-}
-
-/// A request by a stream, an offer of one, and what is said on one.
-pub fn stream(bytes: &[u8]) {
-    if let Ok((pieces, _)) = stream_request(bytes) {
-        let total: u64 = pieces.iter().map(|piece| u64::from(piece.len)).sum();
-        assert!(pieces.len() <= CHUNK_PIECES && total <= STREAM_CHUNK_BYTES, "a chunk over its limits");
-    }
-    if let Ok(offer) = Offer::decode(bytes) {
-        let again = offer.encode(VERSION).expect("what was decoded can be encoded");
-        assert_eq!(Offer::decode(&again).ok(), Some(offer));
-    }
-    if let Ok(bytes) = bytes.try_into()
-        && let Ok(heading) = Heading::decode(bytes)
-    {
-        assert_eq!(heading.encode(), *bytes);
-    }
-    _ = bytes.try_into().map(ticket_of);
 }
 
 /// Messages that arrive with these sequence numbers come out in order, each at most once, until the first refusal for

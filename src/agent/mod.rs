@@ -49,7 +49,6 @@ mod paths;
 mod peers;
 mod progress_thread;
 mod rpc;
-mod streams;
 mod thread;
 mod transfers;
 

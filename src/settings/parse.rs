@@ -22,13 +22,14 @@ const MAX_BYTES: usize = 1 << 20;
 pub fn parse_config<T: DeserializeOwned>(part: Part, msgpack: &[u8]) -> Result<T> {
     let place = format!("the {} configuration", part.name());
     let given = given(&place, msgpack)?;
-    read(part, complete(part, &place, given, |variable| std::env::var_os(variable))?)
+    let warn = |text: String| log::warn!("{text}");
+    read(part, complete(part, &place, given, |variable| std::env::var_os(variable), warn)?)
 }
 
 /// The configuration of `part` with `required` and every other key at its default, whatever the environment says.
 #[must_use]
 pub fn defaults<T: DeserializeOwned>(part: Part, required: Map<String, Value>) -> T {
-    let completed = complete(part, "the defaults", required, |_| None).and_then(|values| read(part, values));
+    let completed = complete(part, "the defaults", required, |_| None, |_| {}).and_then(|values| read(part, values));
     // Nothing of it comes from outside, and `cargo test --test settings` reads the defaults of every part.
     #[allow(clippy::expect_used)]
     completed.expect("every row of the table has a default that its field takes")
@@ -87,12 +88,13 @@ pub(super) fn default_value(setting: &Setting) -> Option<Value> {
     }
 }
 
-/// `given` with everything else that `part` has.
+/// `given` with everything else that `part` has, and without what has no effect, which `warn` is told of.
 fn complete(
     part: Part,
     place: &str,
     given: Map<String, Value>,
     environment: impl Fn(&str) -> Option<OsString>,
+    mut warn: impl FnMut(String),
 ) -> Result<Map<String, Value>> {
     for key in given.keys() {
         if !of(part).any(|setting| setting.key == key) {
@@ -107,7 +109,11 @@ fn complete(
             None if setting.read_late => None,
             None => setting.in_environment(&environment)?.or_else(|| default_value(setting)),
         };
-        if let Some(value) = value {
+        if setting.is_retired {
+            if value.is_some() {
+                warn(format!("{place}: {}, or its environment variable, has no effect; leave it out", setting.key));
+            }
+        } else if let Some(value) = value {
             complete.insert(setting.key.to_owned(), value);
         }
     }
@@ -115,7 +121,7 @@ fn complete(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::panic)]
 mod tests {
     use serde_json::json;
 
@@ -123,7 +129,33 @@ mod tests {
 
     fn completed(part: Part, given: Value, environment: &[(&str, &str)]) -> Result<Map<String, Value>> {
         let look = |name: &str| environment.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into());
-        complete(part, "the configuration", given.as_object().unwrap().clone(), look)
+        complete(part, "the configuration", given.as_object().unwrap().clone(), look, |text| panic!("{text}"))
+    }
+
+    #[test]
+    fn what_has_no_effect_is_checked_left_out_and_warned_of_once() {
+        for (given, variable, expected) in [
+            (json!({"streams": false}), "", 1),
+            (json!({}), "no", 1),
+            (json!({"streams": true}), "yes", 1),
+            (json!({"streams": null}), "", 0),
+            (json!({}), "", 0),
+        ] {
+            for part in [Part::Agent, Part::Worker] {
+                let look = |name: &str| (name == "KVFERRY_STREAMS").then(|| variable.into());
+                let mut warnings = Vec::new();
+                let given = given.as_object().unwrap().clone();
+                let got = complete(part, "the configuration", given, look, |text| warnings.push(text)).unwrap();
+                assert_eq!(got.get("streams"), None);
+                assert_eq!(warnings.len(), expected, "{warnings:?}");
+                let said =
+                    |text: &String| text.starts_with("the configuration: streams, ") && text.contains("no effect");
+                assert!(warnings.iter().all(said), "{warnings:?}");
+            }
+        }
+        assert!(
+            completed(Part::Agent, json!({"streams": "perhaps"}), &[]).unwrap_err().message().contains("true or false")
+        );
     }
 
     #[test]

@@ -21,11 +21,15 @@ const fn row(
     default: Default,
     help: &'static str,
 ) -> Setting {
-    Setting { key, parts, giver, kind, unit, default, help, read_late: false }
+    Setting { key, parts, giver, kind, unit, default, help, read_late: false, is_retired: false }
 }
 
 const fn late(setting: Setting) -> Setting {
     Setting { read_late: true, ..setting }
+}
+
+const fn retired(setting: Setting) -> Setting {
+    Setting { is_retired: true, ..setting }
 }
 
 /// Every key, in the order in which people are shown them.
@@ -99,9 +103,8 @@ pub const TABLE: &[Setting] = &[
     row(Operator, "copy_threads", &[Agent, Worker], Whole(1, 64), "threads", Number(2),
         "Threads that copy memory of other processes of this host, the progress thread among them; at most one per processor. \
          Memory whose pages may have to come from elsewhere (a mapped file) gets one beside the progress thread in any case."),
-    row(Operator, "streams", &[Agent, Worker], Flag, "", Is(true),
-        "Read host memory of peers over TCP by a connection beside UCX's, from which bytes go where they belong without a \
-         copy on the way. Not with a key."),
+    retired(row(Operator, "streams", &[Agent, Worker], Flag, "", Absent("none"),
+        "Has no effect. It is accepted, with a warning, for the sake of older configurations.")),
     row(Operator, "send_queue_bytes", &[Agent], Whole(0, BYTES), "bytes", Number(64 << 20),
         "Unsent messages to one peer before more are refused."),
     row(Operator, "handshake_timeout_ms", &[Worker], DURATION, "ms", Number(30_000),

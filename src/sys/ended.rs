@@ -16,7 +16,7 @@ pub fn has_ended(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
     match pidfd_open(pid, PidfdFlags::empty()) {
         // Readable when all of its threads have ended.
-        Ok(process) => wait_readable([Some(process.as_raw_fd())], Duration::ZERO) == [true],
+        Ok(process) => wait_readable(process.as_raw_fd(), Duration::ZERO),
         Err(Errno::SRCH) => true,
         // Linux before 5.3, a filter of system calls, or no descriptor left.
         Err(_) => test_kill_process(pid) == Err(Errno::SRCH),

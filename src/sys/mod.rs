@@ -1,4 +1,4 @@
-//! The operating system: memory of other processes, sockets, threads, and memory that a caller shares with the library. Calls
+//! The operating system: memory of other processes, ports, threads, and memory that a caller shares with the library. Calls
 //! that need `unsafe` are here, so that the modules above need none.
 
 pub mod ended;
@@ -8,7 +8,6 @@ pub mod limits;
 mod outbox;
 pub mod ports;
 pub mod process;
-pub mod socket;
 pub mod thread;
 
 #[cfg(test)]

@@ -15,7 +15,6 @@ const FAULTS: [libc::c_int; 6] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, lib
 /// The process's signals are its owner's: a handler must not run on a thread that the owner does not know, and a system call
 /// of kvferry's must not end early. The thread inherits the mask, so that it blocks them from its beginning on, and so do the
 /// threads that it makes itself or has UCX or CUDA make. The calling thread blocks them for the duration of this call.
-/// `SIGPIPE` is among them, which `splice` raises on a broken connection without a flag against it.
 ///
 /// # Errors
 /// What the kernel says when it makes no thread.
@@ -57,18 +56,17 @@ impl Drop for SignalsBlocked {
     }
 }
 
-/// Sleeps until any of the descriptors is readable, or closed, or the time is up; also earlier, when a signal comes. Returns
-/// which are.
-pub fn wait_readable<const N: usize>(descriptors: [Option<RawFd>; N], limit: Duration) -> [bool; N] {
-    // The kernel passes over negative ones.
-    let mut polled = descriptors.map(|fd| libc::pollfd { fd: fd.unwrap_or(-1), events: libc::POLLIN, revents: 0 });
+/// Sleeps until the descriptor is readable, or closed, or the time is up; also earlier, when a signal comes. Returns whether
+/// it is.
+pub fn wait_readable(descriptor: RawFd, limit: Duration) -> bool {
+    let mut polled = libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
     let limit = libc::timespec {
         tv_sec: libc::time_t::try_from(limit.as_secs()).unwrap_or(libc::time_t::MAX),
         tv_nsec: libc::c_long::from(limit.subsec_nanos()),
     };
-    // SAFETY: the kernel writes to the N entries of `polled` and reads `limit`; null leaves the signals' mask as it is.
-    let found = unsafe { libc::ppoll(polled.as_mut_ptr(), N as libc::nfds_t, &raw const limit, std::ptr::null()) };
-    polled.map(|one| found > 0 && one.revents != 0)
+    // SAFETY: the kernel writes to `polled`, the one entry, and reads `limit`; null leaves the signals' mask as it is.
+    let found = unsafe { libc::ppoll(&raw mut polled, 1, &raw const limit, std::ptr::null()) };
+    found > 0 && polled.revents != 0
 }
 
 #[cfg(test)]
@@ -80,12 +78,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waiting_tells_which_descriptors_are_readable_and_ends_in_time() {
+    fn waiting_tells_whether_a_descriptor_is_readable_and_ends_in_time() {
         let (near, far) = std::os::unix::net::UnixStream::pair().unwrap();
-        let both = [Some(near.as_raw_fd()), None, Some(far.as_raw_fd())];
-        assert_eq!(wait_readable(both, Duration::from_micros(1)), [false; 3]);
+        assert!(!wait_readable(near.as_raw_fd(), Duration::from_micros(1)));
         (&far).write_all(b"x").unwrap();
-        assert_eq!(wait_readable(both, Duration::from_secs(3600)), [true, false, false]);
+        assert!(wait_readable(near.as_raw_fd(), Duration::from_secs(3600)));
     }
 
     /// What the calling thread blocks, a bit for each signal from 1 on.

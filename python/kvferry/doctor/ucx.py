@@ -22,7 +22,7 @@ CLASSES = {
 COSTS = {
     "tcp": "no messages and no transfers over TCP",
     "rdma": "no RDMA: bytes to other hosts go over TCP",
-    "cma": "no copies between processes of this host: their bytes go by messages and streams",
+    "cma": "no copies between processes of this host: their bytes go by messages",
     "cuda": "no GPU memory",
 }
 VERSION_S = 10.0

@@ -107,10 +107,6 @@ pub struct AgentConfig {
     /// pages may have to come from elsewhere (a mapped file, userfaultfd) is copied by one of them at least. Default:
     /// 2, which on two processors take 0.6 of the time of one.
     pub copy_threads: u32,
-    /// Whether host memory of peers that only TCP reaches is read by a connection beside UCX's: the peer's kernel sends pages
-    /// from where they are, and this side's puts them where they belong. Each side decides for itself; with a key there is
-    /// none, because what it carries is not sealed. Default: yes.
-    pub streams: bool,
     /// Whether device memory of a peer on the same host is mapped by this process and copied by its device, many pieces at a
     /// time. Else UCX moves it, piece by piece, or messages do. Default: yes.
     pub device_copies: bool,

@@ -22,11 +22,11 @@ pub(crate) enum Effect {
     PeerReady { peer: PeerId },
     /// The connection is broken, or the peer misbehaves: it is to be given up.
     LosePeer { peer: PeerId, error: Error },
-    /// The peer is out of the table: its transfers, requests and streams end. `given_up` where it has neither left nor ended,
+    /// The peer is out of the table: its transfers and requests end. `given_up` where it has neither left nor ended,
     /// nor was disconnected by the agent's owner.
     PeerGone { peer: PeerId, error: Error, given_up: Option<GivenUp> },
-    /// A request or reply goes to a peer.
-    Send { peer: PeerId, kind: FrameKind, sequence: u64, data: Vec<u8> },
+    /// A frame without contents goes to a peer.
+    Send { peer: PeerId, kind: FrameKind, sequence: u64 },
     /// An operation of a transfer is no longer in flight.
     OperationEnded(OperationEnd),
     /// A transfer's writes need a flush, which counts as one of its operations.
@@ -97,9 +97,9 @@ impl Effects {
         self.push(Effect::LosePeer { peer, error });
     }
 
-    /// A request or reply without a payload of registered memory.
-    pub(crate) fn send(&mut self, peer: PeerId, kind: FrameKind, sequence: u64, data: Vec<u8>) {
-        self.push(Effect::Send { peer, kind, sequence, data });
+    /// Sends a frame without contents.
+    pub(crate) fn send(&mut self, peer: PeerId, kind: FrameKind, sequence: u64) {
+        self.push(Effect::Send { peer, kind, sequence });
     }
 
     /// Takes the oldest effect, and what is behind it: [`Effects::resume`] puts that back behind the effects that carrying

@@ -41,14 +41,6 @@ pub(crate) enum FrameKind {
     Sealed,
     /// Says why a request is not done.
     Refusal,
-    /// Asks where a stream can be had.
-    StreamQuestion,
-    /// Says it: an [`Offer`](crate::agent::streams::Offer).
-    StreamOffer,
-    /// Asks for bytes of the receiver's regions, as a read request does, by the stream.
-    StreamRequest,
-    /// Says how many chunks have come by the stream.
-    StreamReceipt,
     /// Asks to let go of a region of the sender's, by its index, that the receiver may use by itself.
     RegionRevoked,
     /// Says that nothing of it is copied or mapped any more.
@@ -91,10 +83,6 @@ impl Frame {
             FrameKind::SealedAnswer => 11,
             FrameKind::Sealed => 12,
             FrameKind::Refusal => 13,
-            FrameKind::StreamQuestion => 14,
-            FrameKind::StreamOffer => 15,
-            FrameKind::StreamRequest => 16,
-            FrameKind::StreamReceipt => 17,
             FrameKind::RegionRevoked => 18,
             FrameKind::RegionReleased => 19,
             FrameKind::InUse => 20,
@@ -138,10 +126,7 @@ impl Frame {
             11 => FrameKind::SealedAnswer,
             12 => FrameKind::Sealed,
             13 => FrameKind::Refusal,
-            14 => FrameKind::StreamQuestion,
-            15 => FrameKind::StreamOffer,
-            16 => FrameKind::StreamRequest,
-            17 => FrameKind::StreamReceipt,
+            // 14 to 17 are an older kvferry's words about streams, which it says only to a side whose hello wants them.
             18 => FrameKind::RegionRevoked,
             19 => FrameKind::RegionReleased,
             20 => FrameKind::InUse,

@@ -12,9 +12,6 @@ pub(crate) const CHUNK_BYTES: u64 = 512 << 10;
 /// Bytes moved by one chunk whose pieces are gathered first. Where TCP paces what is sent (BBR), a longer one is a burst
 /// that has to wait.
 pub(crate) const GATHERED_BYTES: u64 = 256 << 10;
-/// Bytes moved by one chunk of a stream. Each is a message and a look at its pieces on both sides. Three fit the least
-/// window.
-pub(crate) const STREAM_CHUNK_BYTES: u64 = 1 << 20;
 /// Pieces in one chunk, so that a request of scattered tiny pieces stays under 64 KiB.
 pub(crate) const CHUNK_PIECES: usize = 3000;
 /// Pieces that are at least this long on average are sent from where they are, shorter ones are gathered: of those, the
@@ -23,9 +20,6 @@ pub(crate) const PART_BYTES: u64 = 8 << 10;
 /// Requests of one peer that may wait: reads, 48 MiB of them at the most, and what a device has to do with its memory first, with
 /// the bytes of writes. A peer keeps to its window, which may not be larger; one that does not is cut off.
 pub(crate) const MAX_WAITING: usize = 1024;
-
-/// Transfers of at least this many bytes are read by a stream. Shorter ones go by messages, past what is under way on it.
-pub(crate) const STREAM_BYTES: u64 = 256 << 10;
 
 /// Bytes of a transfer or a message that is small enough for a caller's thread.
 pub(crate) const LIGHT_BYTES: u64 = 64 << 10;

@@ -16,7 +16,7 @@ pub struct Route {
 }
 
 /// Devices of the TCP lanes in UCX's description of an endpoint, such as `tcp/lo, tcp/eth0`, each once.
-pub(crate) fn tcp_devices(lanes: &str) -> Vec<&str> {
+fn tcp_devices(lanes: &str) -> Vec<&str> {
     let mut devices = Vec::new();
     for device in lanes.split(", ").filter_map(|lane| lane.trim().strip_prefix("tcp/")) {
         if !devices.contains(&device) {

@@ -124,7 +124,7 @@ fn used_up(range: &RangeInclusive<u16>, addresses: &[IpAddr]) -> Error {
         ErrorKind::Exhausted,
         format!(
             "every port of UCX_TCP_PORT_RANGE, {}-{}, is in use at {}: each agent, of which an engine has one for each rank, \
-             needs a port for UCX and one for streams; give a wider range, or end what has the ports",
+             needs one; give a wider range, or end what has the ports",
             range.start(),
             range.end(),
             at.join(" or ")

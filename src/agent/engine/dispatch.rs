@@ -41,8 +41,8 @@ impl Engine {
                 peers.lose(peer, error, is_copying, &mut io);
             }
             Effect::PeerGone { peer, error, given_up } => self.peer_gone(peer, &error, given_up, now),
-            Effect::Send { peer, kind, sequence, data } => {
-                self.reply(peer, kind, sequence, Ok(Payload::Bytes(data)));
+            Effect::Send { peer, kind, sequence } => {
+                self.reply(peer, kind, sequence, Ok(Payload::Bytes(Vec::new())));
             }
             Effect::OperationEnded(end) => self.operation_ended(end, now),
             Effect::Flush { transfer, peer } => self.flush(transfer, peer, now),
@@ -85,7 +85,7 @@ impl Engine {
             && peer.takes_revocations
         {
             for region in &peer.untold {
-                self.effects.send(id, FrameKind::RegionRevoked, u64::from(*region), Vec::new());
+                self.effects.send(id, FrameKind::RegionRevoked, u64::from(*region));
             }
         }
         let Ok(peer) = self.peers.get(id) else { return };
@@ -103,7 +103,6 @@ impl Engine {
     }
 
     fn peer_gone(&mut self, id: PeerId, error: &Error, given_up: Option<GivenUp>, now: Instant) {
-        self.streams.close(id, &mut self.regions);
         self.transfers.stop_all_with(id, error, &mut self.effects, now);
         for chunk in self.rpc.borrow_mut().take_all_of(id) {
             self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
@@ -339,7 +338,7 @@ impl Engine {
 
     /// Takes a request or reply that arrived from a peer over its current connection.
     fn on_rpc(&mut self, id: PeerId, frame: Frame, data: &[u8], now: Instant) -> Result<()> {
-        // After a reply or a receipt nothing more is to be expected, or what is under way tells.
+        // After a reply nothing more is to be expected, or what is under way tells.
         if server::is_request(frame.kind) {
             self.served_at = Some(now);
         }
@@ -369,18 +368,6 @@ impl Engine {
             FrameKind::ReadReply | FrameKind::WriteReply | FrameKind::DigestReply | FrameKind::Refusal => {
                 self.on_reply(id, frame, data, now)?;
             }
-            FrameKind::StreamQuestion
-            | FrameKind::StreamOffer
-            | FrameKind::StreamRequest
-            | FrameKind::StreamReceipt => {
-                let (streams, mut io) = self.streams(now);
-                match frame.kind {
-                    FrameKind::StreamQuestion => streams.on_question(id, &mut io)?,
-                    FrameKind::StreamOffer => streams.on_offer(id, data, &mut io)?,
-                    FrameKind::StreamRequest => streams.on_request(id, number, data, &mut io)?,
-                    _ => streams.on_receipt(id, number, &mut io)?,
-                }
-            }
             FrameKind::RegionRevoked => self.on_revoked(id, region_of(frame)?, now)?,
             FrameKind::RegionReleased => self.on_released(id, region_of(frame)?),
             FrameKind::InUse => {
@@ -402,11 +389,7 @@ impl Engine {
             return Ok(());
         }
         let answered = self.rpc.borrow_mut().take_reply(id, frame, data)?;
-        if answered.chunk.streamed {
-            self.streams.ended(id);
-        }
         if let Ok(peer) = self.peers.get_mut(id) {
-            peer.flow.moved(answered.chunk.bytes, now);
             peer.flow.arrive(answered.departure, answered.chunk.bytes, now);
             self.peers.note_reading(id);
         }
@@ -467,28 +450,6 @@ impl Engine {
         posted.map_err(|error| self.effects.lose(id, error)).is_ok()
     }
 
-    /// Moves what the streams have to move. Returns whether there was anything.
-    pub(super) fn drive_streams(&mut self, now: Instant) -> bool {
-        let (streams, mut io) = self.streams(now);
-        let mut any = streams.look(&mut io);
-        self.dispatch(now);
-        for id in self.streams.writing() {
-            let (streams, mut io) = self.streams(now);
-            let sent = streams.send(id, &mut io);
-            any |= sent.any;
-            if sent.any && sent.is_fast {
-                self.served_at = Some(now);
-            }
-            self.dispatch(now);
-        }
-        for id in self.streams.reading() {
-            let (streams, mut io) = self.streams(now);
-            any |= streams.receive(id, &mut io);
-            self.dispatch(now);
-        }
-        any
-    }
-
     /// Whether memory of a peer is being copied by this process or a device, which nothing can end.
     pub(super) fn is_copying(&self, peer: PeerId) -> bool {
         self.copy_pool.is_copying(peer) || self.device_copies.is_copying(peer)
@@ -523,7 +484,6 @@ impl Engine {
             self.peers.deadline(),
             self.transfers.deadline(),
             self.regions.deadline(),
-            self.streams.deadline(),
             self.silence_deadline(),
             self.data_port.deadline(),
         ];

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use super::Engine;
 use super::driver::MakeDriver;
-use super::turn::{Driven, News, Turned};
+use super::turn::{Driven, Turned};
 use crate::agent::command::Shared;
 use crate::agent::core::config::AgentConfig;
 use crate::agent::thread::callers::Callers;
@@ -105,18 +105,24 @@ pub(crate) fn run(
         callers: Arc::clone(&callers),
     };
     // The driver's first turn needs no reason.
-    let mut news = News { is_woken: true, has_changes: false };
+    let mut is_woken = true;
     loop {
         callers.want(true);
         let rest = lent(owner.0.with(|driven| {
             callers.want(false);
-            thread.turn(driven, news)
+            thread.turn(driven, is_woken)
         }))?;
-        news = match rest {
-            Rest::No(news) => news,
-            Rest::GiveWay(news) => thread.give_way(news),
+        is_woken = match rest {
+            Rest::No { is_woken } => is_woken,
+            Rest::GiveWay { is_woken } => {
+                thread.spinner.give_way();
+                is_woken
+            }
             Rest::Sleep(sleep) => thread.sleep(&sleep, None),
-            Rest::StandAside(streams) => thread.stand_aside(streams),
+            Rest::StandAside => {
+                thread.stand_aside();
+                true
+            }
             Rest::Over { in_time } => return lent(owner.0.end(|driven| driven.finish(in_time)))?,
         };
     }
@@ -133,13 +139,17 @@ fn lent<T>(engine: std::result::Result<T, Gone>) -> Result<T> {
 
 /// How the thread comes to its next turn.
 enum Rest {
-    /// At once.
-    No(News),
+    /// At once. The driver has its turn too if it `is_woken`.
+    No {
+        is_woken: bool,
+    },
     /// At once if no other thread waits for the processor.
-    GiveWay(News),
+    GiveWay {
+        is_woken: bool,
+    },
     Sleep(Sleep),
-    /// As long as a caller polls, unless the sockets of streams change.
-    StandAside(Option<RawFd>),
+    /// As long as a caller polls.
+    StandAside,
     /// No more.
     Over {
         in_time: bool,
@@ -154,7 +164,6 @@ struct Sleep {
     ucx: RawFd,
     /// Whether only changes of `ucx` count.
     edges: bool,
-    streams: Option<RawFd>,
     spin: Duration,
 }
 
@@ -179,9 +188,9 @@ struct Thread {
 
 impl Thread {
     /// Takes a turn, and says how the thread comes to the next one.
-    fn turn(&mut self, driven: &mut Driven, news: News) -> Rest {
+    fn turn(&mut self, driven: &mut Driven, is_woken: bool) -> Rest {
         self.callers.leave();
-        let any = match driven.turn(news) {
+        let any = match driven.turn(is_woken) {
             Turned::Any => true,
             Turned::Nothing => false,
             Turned::Over { in_time } => return Rest::Over { in_time },
@@ -192,7 +201,7 @@ impl Thread {
         let rest = self.rest(driven, any);
         match (rest, &driven.driver) {
             // Its sockets are its own, so nobody else gets the engine meanwhile.
-            (Rest::Sleep(sleep), Some(_)) => Rest::No(self.sleep(&sleep, Some(driven))),
+            (Rest::Sleep(sleep), Some(_)) => Rest::No { is_woken: self.sleep(&sleep, Some(driven)) },
             (rest, _) => rest,
         }
     }
@@ -203,7 +212,7 @@ impl Thread {
         if self.callers.are_polling(now) && driven.is_light() {
             self.spinner.rest();
             self.callers.enter();
-            return Rest::StandAside(driven.engine.streams.fd());
+            return Rest::StandAside;
         }
         let engine = &mut driven.engine;
         let spin = engine.config.spin;
@@ -220,16 +229,16 @@ impl Thread {
         self.follow(engine);
         let edges = self.vain >= VAIN_WAKES;
         let ucx = if edges { self.edges.fd() } else { engine.worker.event_fd().as_raw_fd() };
-        let sleep = |until| Rest::Sleep(Sleep { until, now, ucx, edges, streams: engine.streams.fd(), spin });
+        let sleep = |until| Rest::Sleep(Sleep { until, now, ucx, edges, spin });
         if any || spins {
             if driven.driver.is_none() || now.duration_since(self.looked_at) < LOOK_INTERVAL {
-                let news = News { is_woken: self.waker.is_pending(), has_changes: false };
-                return if any { Rest::No(news) } else { Rest::GiveWay(news) };
+                let is_woken = self.waker.is_pending();
+                return if any { Rest::No { is_woken } } else { Rest::GiveWay { is_woken } };
             }
             return sleep(Some(now));
         }
         let limit = match engine.worker.arm() {
-            Ok(Armed::Busy) => return Rest::No(News::default()),
+            Ok(Armed::Busy) => return Rest::No { is_woken: false },
             Ok(Armed::Yes) => None,
             Err(e) => {
                 log::error!("agent {}: {}", engine.config.name, ucx_error(e));
@@ -260,14 +269,9 @@ impl Thread {
         }
     }
 
-    /// Lets other threads go first.
-    fn give_way(&mut self, news: News) -> News {
-        self.spinner.give_way();
-        news
-    }
-
-    /// Waits for the file descriptors, and for the sockets of the driver if there is one.
-    fn sleep(&mut self, sleep: &Sleep, driven: Option<&Driven>) -> News {
+    /// Waits for the file descriptors, and for the sockets of the driver if there is one. Returns whether the driver is to
+    /// have a turn.
+    fn sleep(&mut self, sleep: &Sleep, driven: Option<&Driven>) -> bool {
         let timeout = match sleep.until {
             None => -1,
             // Rounded up: a timer that is looked at too early would be looked at again and again.
@@ -277,9 +281,6 @@ impl Thread {
         };
         let mut items =
             vec![zmq::PollItem::from_fd(sleep.ucx, zmq::POLLIN), zmq::PollItem::from_fd(self.waker.fd(), zmq::POLLIN)];
-        let streams = sleep.streams.map(|fd| zmq::PollItem::from_fd(fd, zmq::POLLIN));
-        let has_streams = streams.is_some();
-        items.extend(streams);
         if let Some(driver) = driven.and_then(|driven| driven.driver.as_ref()) {
             driver.poll_items(&mut items);
         }
@@ -298,7 +299,7 @@ impl Thread {
                 log::error!("agent {}: waiting for events: {error}", self.name);
                 std::thread::sleep(BUSY_SLEEP);
             }
-            return News { is_woken: true, has_changes: false };
+            return true;
         }
         let mut ready = items.iter().map(|item| item.get_revents() != zmq::PollEvents::empty());
         // UCX's own descriptor, whose news become events.
@@ -308,23 +309,17 @@ impl Thread {
                 self.edges.clear();
             }
         }
-        let is_raised = ready.next() == Some(true);
-        let has_changes = has_streams && ready.next() == Some(true);
-        News { is_woken: ready.any(|is_ready| is_ready) || is_raised, has_changes }
+        ready.any(|is_ready| is_ready)
     }
 
     /// Waits until no caller polls without a pause any more, or until there is something that callers do not do.
-    fn stand_aside(&mut self, streams: Option<RawFd>) -> News {
+    fn stand_aside(&mut self) {
         loop {
             let is_calm = self.waker.lie_down();
-            let [mut is_raised, mut has_changes] = [false; 2];
-            if is_calm {
-                let left = self.callers.patience_left(Instant::now());
-                [is_raised, has_changes] = wait_readable([Some(self.waker.fd()), streams], left);
-            }
+            let is_raised = is_calm && wait_readable(self.waker.fd(), self.callers.patience_left(Instant::now()));
             self.waker.get_up(is_raised);
-            if !is_calm || is_raised || has_changes || !self.callers.are_polling(Instant::now()) {
-                return News { is_woken: true, has_changes };
+            if !is_calm || is_raised || !self.callers.are_polling(Instant::now()) {
+                return;
             }
         }
     }
@@ -373,7 +368,7 @@ mod tests {
         let mut turns = 0;
         while driven.engine.transfers.get(read).is_some() {
             assert!(now.elapsed() < Duration::from_secs(120), "not within two minutes");
-            assert!(!matches!(thread.turn(&mut driven, News::default()), Rest::Over { .. }));
+            assert!(!matches!(thread.turn(&mut driven, false), Rest::Over { .. }));
             turns += 1;
         }
         assert_eq!(driven.engine.peers.visits() - before, 0, "in {turns} turns");
@@ -393,8 +388,8 @@ mod tests {
         let mut driven = Driven::new(engine, None, &Arc::new(Callers::new(now)));
         let mut thread = thread(&driven, now);
         driven.engine.served_at = Some(now);
-        assert!(matches!(thread.rest(&mut driven, false), Rest::GiveWay(_)));
-        assert!(matches!(thread.rest(&mut driven, true), Rest::No(_)));
+        assert!(matches!(thread.rest(&mut driven, false), Rest::GiveWay { .. }));
+        assert!(matches!(thread.rest(&mut driven, true), Rest::No { .. }));
         driven.engine.served_at = None;
         // UCX may have something to do at first. Then only the data port is looked at now and then.
         let sleeps = |rest: Rest, driven: &Driven| match rest {
@@ -403,7 +398,7 @@ mod tests {
         };
         while !sleeps(thread.rest(&mut driven, false), &driven) {
             assert!(now.elapsed() < Duration::from_secs(120), "not within two minutes");
-            assert_ne!(driven.turn(News::default()), Turned::Over { in_time: true });
+            assert_ne!(driven.turn(false), Turned::Over { in_time: true });
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The engine: owns the parts and connects them.
 //!
-//! The parts ([`peers`](super::peers), [`rpc`](super::rpc), [`transfers`](super::transfers), [`streams`](super::streams),
-//! [`paths`](super::paths)) do not know the engine. They are lent what they need for a call, and note as an
+//! The parts ([`peers`](super::peers), [`rpc`](super::rpc), [`transfers`](super::transfers), [`paths`](super::paths)) do not
+//! know the engine. They are lent what they need for a call, and note as an
 //! [effect](super::core::effect) what concerns others; [`dispatch`] carries that out. [`event_loop`] drives all of it,
 //! [`scheduler`] says which transfer posts next.
 
@@ -45,7 +45,6 @@ use super::peers::secure::Secrets;
 use super::peers::{self, Local, Peers};
 use super::rpc::client::Client;
 use super::rpc::staged::Staged;
-use super::streams::{self, Streams};
 use super::transfers::Transfers;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, cuda, ucx_error};
@@ -91,7 +90,6 @@ pub(crate) struct Engine {
     /// Shared with what UCX hands arriving messages to.
     rpc: Rc<RefCell<Client>>,
     peers: Peers,
-    streams: Streams,
     copy_pool: CopyPool,
     device_copies: DeviceCopies,
     staged: Staged,
@@ -132,7 +130,6 @@ impl Engine {
             incarnation,
             address: worker.address().map_err(ucx_error)?,
             place: ProcessPlace::here(),
-            streams: config.streams,
             device_copies: config.device_copies,
             connect_timeout: config.connect_timeout,
         };
@@ -150,7 +147,6 @@ impl Engine {
             operations: Operations::default(),
             rpc,
             peers: Peers::new(local, secrets),
-            streams: Streams::new(&config, incarnation),
             copy_pool: CopyPool::new(config.copy_threads, shared.waker.clone()),
             device_copies: DeviceCopies::new(shared.waker.clone()),
             staged: Staged::default(),
@@ -177,18 +173,6 @@ impl Engine {
             now,
         };
         (&mut self.peers, io)
-    }
-
-    /// The streams, and what they are lent.
-    fn streams(&mut self, now: Instant) -> (&mut Streams, streams::Io<'_>) {
-        let io = streams::Io {
-            peers: &mut self.peers,
-            regions: &mut self.regions,
-            rpc: &self.rpc,
-            effects: &mut self.effects,
-            now,
-        };
-        (&mut self.streams, io)
     }
 
     fn check_open(&self) -> Result<()> {

@@ -22,7 +22,7 @@ impl Engine {
                 peer.untold.insert(region);
             } else if may_use && peer.takes_revocations && self.revocations.ask(id, region) {
                 self.regions.enter(&[region]);
-                self.effects.send(id, FrameKind::RegionRevoked, u64::from(region), Vec::new());
+                self.effects.send(id, FrameKind::RegionRevoked, u64::from(region));
             }
         }
     }
@@ -40,7 +40,7 @@ impl Engine {
             return;
         }
         for (peer, region) in self.revocations.take_due() {
-            self.effects.send(peer, FrameKind::RegionReleased, u64::from(region), Vec::new());
+            self.effects.send(peer, FrameKind::RegionReleased, u64::from(region));
         }
         self.dispatch(now);
     }
@@ -68,7 +68,7 @@ impl Engine {
         self.dispatch(now);
         self.answer_revocations(now);
         if knows_uses && self.revocations.is_owed(id, region) {
-            self.effects.send(id, FrameKind::InUse, 0, Vec::new());
+            self.effects.send(id, FrameKind::InUse, 0);
         }
         Ok(())
     }
@@ -77,7 +77,7 @@ impl Engine {
     pub(super) fn tell_uses(&mut self) {
         for id in self.peers.ids() {
             if self.is_copying(id) && self.peers.get(id).is_ok_and(|peer| peer.knows_uses) {
-                self.effects.send(id, FrameKind::InUse, 0, Vec::new());
+                self.effects.send(id, FrameKind::InUse, 0);
             }
         }
     }
@@ -126,8 +126,7 @@ impl Engine {
     pub(super) fn check_borrowers(&mut self, now: Instant) {
         for region in self.regions.take_overdue(now) {
             let mapped = self.revocations.borrowers(region);
-            let borrowers: BTreeSet<PeerId> =
-                self.streams.borrowers(region).chain(self.operations.borrowers(region)).chain(mapped).collect();
+            let borrowers: BTreeSet<PeerId> = self.operations.borrowers(region).chain(mapped).collect();
             for peer in borrowers.into_iter().filter(|peer| !self.revocations.is_in_use(*peer)) {
                 let error = Error::new(
                     ErrorKind::PeerDied,

@@ -81,7 +81,6 @@ impl Engine {
             regions: &mut self.regions,
             operations: &mut self.operations,
             rpc: &self.rpc,
-            streams: &mut self.streams,
             copy_pool: &mut self.copy_pool,
             device_copies: &mut self.device_copies,
             staged: &mut self.staged,
@@ -100,7 +99,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, start, turn};
+    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, start, turn};
     use super::super::ucx_settings::CAN_REFUSE;
     use super::*;
     use crate::agent::command::Shared;
@@ -112,15 +111,15 @@ mod tests {
     use crate::proto::ids::Incarnation;
     use crate::proto::wire::MemoryKind;
 
-    /// What was asked for by messages and streams: whether by a stream, the kind of memory here, bytes.
-    fn asked(engine: &Engine) -> Vec<(bool, Vec<MemoryKind>, u64)> {
+    /// What was asked for by messages: the kind of memory here, bytes.
+    fn asked(engine: &Engine) -> Vec<(Vec<MemoryKind>, u64)> {
         let chunks = engine.rpc.borrow();
         let kinds = |chunk: &Chunk| {
             let mut kinds: Vec<MemoryKind> = chunk.local.iter().map(|iov| iov.range.kind()).collect();
             kinds.dedup();
             kinds
         };
-        chunks.all().into_iter().map(|chunk| (chunk.streamed, kinds(chunk), chunk.bytes)).collect()
+        chunks.all().into_iter().map(|chunk| (kinds(chunk), chunk.bytes)).collect()
     }
 
     #[test]
@@ -133,15 +132,6 @@ mod tests {
             let regions = [(); 3].map(|()| engine.register(MemoryRange::leaked(LEN)).unwrap());
             let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
             drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
-            if transport == Transport::Tcp {
-                drive(&mut engine, |engine| {
-                    if engine.transfers.len() == 0 {
-                        read(engine, peer);
-                    }
-                    engine.peers.get(peer).unwrap().streamed
-                });
-                drive(&mut engine, |engine| engine.transfers.len() == 0);
-            }
             let before = engine.stats;
             // The memory of a device could not be told from the host's by whatever moves it here, so nothing is driven.
             engine.regions.describe_as(regions[1], DEVICE);
@@ -153,12 +143,11 @@ mod tests {
             let (host, device) = (vec![MemoryKind::Host], vec![DEVICE]);
             let len = LEN as u64;
             if transport == Transport::Tcp {
-                assert_eq!(asked(&engine), [(true, host.clone(), len), (false, device, len), (true, host, len)]);
+                assert_eq!(asked(&engine), [(host.clone(), len), (device, len), (host, len)]);
             } else {
-                assert_eq!(asked(&engine), [(false, device, len)]);
+                assert_eq!(asked(&engine), [(device, len)]);
                 assert_eq!(engine.stats.copied_bytes - before.copied_bytes, 2 * len);
             }
-            // With it goes the stream, for which the other side would wait.
             drop(engine);
             other.shutdown(Duration::from_secs(60)).unwrap();
         }
@@ -283,39 +272,6 @@ mod tests {
         other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
-    /// What a socket has of an owner's memory is the reader's to take: the memory is given back after that.
-    #[test]
-    fn a_shutdown_leaves_lent_pages_to_their_reader() {
-        let patient = AgentConfig { cancel_grace: Duration::from_secs(100), ..config("b", Transport::Tcp) };
-        let other = Agent::start(patient).unwrap();
-        other.register(MemoryRange::leaked(3 * LEN)).unwrap();
-        let (mut engine, peer) = reader(Transport::Tcp, &other);
-        drive(&mut engine, |engine| {
-            if engine.transfers.len() == 0 {
-                read(engine, peer);
-            }
-            engine.peers.get(peer).unwrap().streamed
-        });
-        drive(&mut engine, |engine| engine.transfers.len() == 0);
-        read(&mut engine, peer);
-        // The request goes out. When more than a heading is there, the reader does nothing more.
-        let end = Instant::now() + Duration::from_secs(120);
-        while engine.streams.unread() < 16 << 10 {
-            assert!(Instant::now() < end, "nothing has arrived within two minutes");
-            engine.post_transfers();
-            engine.worker.progress();
-        }
-        let (done, is_done) = std::sync::mpsc::sync_channel(1);
-        let ending = std::thread::spawn(move || done.send(other.shutdown(Duration::from_secs(200))).unwrap());
-        let early = is_done.recv_timeout(Duration::from_secs(3));
-        assert!(early.is_err(), "it ended while the reader had not taken what it was lent: {early:?}");
-        // The owner has told that its memory is withdrawn, so that the read may end either way.
-        drive(&mut engine, |engine| engine.transfers.len() == 0);
-        drop(engine);
-        is_done.recv().unwrap().unwrap();
-        ending.join().unwrap();
-    }
-
     /// Engines that no thread drives answer nothing.
     #[test]
     fn peers_without_room_take_no_turns() {
@@ -383,10 +339,9 @@ mod tests {
             let stats = engine.stats;
             if engine.context.library().info().number >= CAN_REFUSE {
                 assert_eq!(stats.one_sided_bytes, before.one_sided_bytes);
-                let bytes = (stats.served_bytes - before.served_bytes) + (stats.streamed_bytes - before.streamed_bytes);
-                assert_eq!(bytes, 3 * LEN as u64);
+                assert_eq!(stats.served_bytes - before.served_bytes, 3 * LEN as u64);
                 let route = paths::route(engine.peers.get(peer).unwrap()).unwrap();
-                assert!(["served by messages", "read by streams"].contains(&route.host), "{route:?}");
+                assert_eq!(route.host, "served by messages");
             } else {
                 eprintln!("skipped: {} cannot be told not to emulate", engine.context.library().info());
                 assert_eq!(stats.one_sided_bytes - before.one_sided_bytes, 3 * LEN as u64);

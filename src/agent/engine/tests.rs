@@ -65,8 +65,6 @@ pub(super) fn turn(engine: &mut Engine) {
     engine.reap_failed_endpoints(now);
     engine.reap_completions(now);
     engine.receive_messages(now);
-    engine.streams.note_changes();
-    engine.drive_streams(now);
     engine.post_transfers();
 }
 
@@ -117,7 +115,6 @@ fn hello(address: &[u8], (number, connection): (u64, u64), seen: Option<u64>) ->
         seen,
         address: address.to_vec(),
         process: None,
-        streams: false,
         revocations: true,
         uses: false,
         withdrawn: Vec::new(),

@@ -29,17 +29,8 @@ pub(crate) struct Driven {
     pub(super) wish: Option<Instant>,
     /// When anything happened last.
     pub(super) progressed_at: Instant,
-    /// While the agent shuts down: until when pages are left to the sockets that have them.
-    lends_until: Option<Instant>,
-}
-
-/// What the progress thread slept for.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct News {
-    /// The driver is to have a turn.
-    pub(super) is_woken: bool,
-    /// Sockets of streams have changed.
-    pub(super) has_changes: bool,
+    /// While the agent shuts down: until when devices bring what peers have asked for.
+    serves_until: Option<Instant>,
 }
 
 /// What came of a turn.
@@ -58,15 +49,12 @@ impl Driven {
     pub(super) fn new(engine: Engine, driver: Option<Box<dyn Driver>>, callers: &Arc<Callers>) -> Self {
         let shared = Arc::clone(&engine.shared);
         let callers = Arc::clone(callers);
-        Driven { engine, driver, shared, callers, wish: None, progressed_at: Instant::now(), lends_until: None }
+        Driven { engine, driver, shared, callers, wish: None, progressed_at: Instant::now(), serves_until: None }
     }
 
-    /// The progress thread's turn.
-    pub(super) fn turn(&mut self, news: News) -> Turned {
+    /// The progress thread's turn. `is_woken`: the driver is to have one too.
+    pub(super) fn turn(&mut self, is_woken: bool) -> Turned {
         self.engine.stats.turns += 1;
-        if news.has_changes {
-            self.engine.streams.note_changes();
-        }
         // What the thread was woken for goes out before UCX is driven, which takes its time.
         let mut any = self.serve_commands(Instant::now());
         if any {
@@ -74,11 +62,10 @@ impl Driven {
         }
         let (progressed, now) = self.progress();
         any |= progressed;
-        any |= self.engine.drive_streams(now);
         self.engine.check_timers(now);
         any |= self.engine.post_transfers();
         if self.driver.is_some() {
-            if any || news.is_woken || !self.engine.events.is_empty() || self.wish.is_some_and(|at| at <= now) {
+            if any || is_woken || !self.engine.events.is_empty() || self.wish.is_some_and(|at| at <= now) {
                 self.wish = self.driver_turn();
                 // What it started is posted before the loop sleeps.
                 any |= self.engine.post_transfers() || !self.engine.events.is_empty();
@@ -109,11 +96,7 @@ impl Driven {
         let engine = &self.engine;
         let has_driver = self.driver.is_some() || engine.closing.is_some();
         let keeps_worker = engine.data_port.is_open();
-        !has_driver
-            && keeps_worker
-            && !engine.has_devices
-            && engine.transfers.are_light()
-            && !engine.streams.are_moving()
+        !has_driver && keeps_worker && !engine.has_devices && engine.transfers.are_light()
     }
 
     /// The turn of a caller that polls. What would take long is left to the progress thread. Where that has not stood aside,
@@ -229,7 +212,7 @@ impl Driven {
             driver.shut_down(&mut Context::new(&mut self.engine, now));
         }
         self.engine.closing = Some(deadline);
-        self.lends_until = now.checked_add(deadline.saturating_duration_since(now) / 2);
+        self.serves_until = now.checked_add(deadline.saturating_duration_since(now) / 2);
         // Half of the time for operations to end by themselves, the other half for what force takes.
         let half = deadline.saturating_duration_since(now) / 2;
         self.engine.transfers.cancel_grace = self.engine.transfers.cancel_grace.min(half);
@@ -244,13 +227,12 @@ impl Driven {
 
     /// Whether nothing is left to wait for.
     fn may_end(&mut self, now: Instant) -> bool {
-        // Half of the time for peers to take what is on its way to them.
-        let has_borrowers = self.engine.streams.lend() || self.engine.staged.is_running();
+        // Half of the time for what peers have asked for.
+        let serves = self.engine.staged.is_running() && self.serves_until.is_some_and(|until| now < until);
         // And all of it for those that may copy its memory: nobody else can say that they do not any more.
-        let lends =
-            has_borrowers && self.lends_until.is_some_and(|until| now < until) || self.engine.revocations.are_open();
         let idle = self.engine.transfers.len() == 0
-            && !lends
+            && !serves
+            && !self.engine.revocations.are_open()
             && self.engine.events.is_empty()
             && self.driver.as_ref().is_none_or(|driver| driver.finished());
         if !idle {
@@ -377,7 +359,7 @@ mod tests {
     struct Pair {
         driven: Driven,
         peer: PeerId,
-        other: Agent,
+        _other: Agent,
         far: MemoryRange,
         near: MemoryRange,
     }
@@ -401,7 +383,7 @@ mod tests {
             let mut pair = Pair {
                 driven: Driven::new(engine, None, &Arc::new(Callers::new(Instant::now()))),
                 peer,
-                other,
+                _other: other,
                 far,
                 near,
             };
@@ -418,7 +400,7 @@ mod tests {
                     return;
                 }
                 assert!(Instant::now() < end, "not within two minutes: {what}");
-                assert_ne!(self.driven.turn(News::default()), Turned::Over { in_time: true });
+                assert_ne!(self.driven.turn(false), Turned::Over { in_time: true });
             }
         }
 
@@ -505,7 +487,7 @@ mod tests {
         assert!(pair.driven.serve_at_once());
         assert!(pair.driven.shared.has_commands(), "it is served by nobody else");
         pair.driven.shared.waker.wake();
-        assert_eq!(pair.driven.turn(News::default()), Turned::Any);
+        assert_eq!(pair.driven.turn(false), Turned::Any);
         pair.until("the long read is done", |_, events| {
             seen.extend(events);
             !seen.is_empty()
@@ -553,39 +535,6 @@ mod tests {
         assert!((0..1000).all(|_| pair.driven.callers.poll(now) == Polled::Nothing));
     }
 
-    /// What the calling thread blocks.
-    fn blocked_signals() -> String {
-        let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
-        status.lines().find(|line| line.starts_with("SigBlk:")).unwrap().to_owned()
-    }
-
-    #[test]
-    fn a_caller_that_drives_keeps_its_signals() {
-        let mut pair = Pair::new(Transport::Tcp);
-        let to_here = pair.other.connect(&pair.driven.engine.metadata()).unwrap();
-        let blocks: Vec<u32> = (0..LEN as u32 / 4096).collect();
-        let segment = Segment {
-            list: 0,
-            local_region: 0,
-            remote_region: 0,
-            local_offset: 0,
-            remote_offset: 0,
-            local_stride: 4096,
-            remote_stride: 4096,
-            len: 4096,
-        };
-        let lists = vec![BlockPair { local: blocks.clone().into(), remote: blocks.into() }];
-        let plan = CopyPlan { segments: [segment].into(), lists };
-        let before = blocked_signals();
-        pair.other.transfer(to_here, Direction::Read, plan, 0).unwrap();
-        let end = Instant::now() + Duration::from_secs(120);
-        while pair.driven.engine.streams.fd().is_none() {
-            assert!(Instant::now() < end, "nobody asked for a stream within two minutes");
-            pair.driven.poll(Instant::now());
-        }
-        assert_eq!(blocked_signals(), before);
-    }
-
     /// The progress thread sleeps on the event fd of the worker that would be replaced.
     #[test]
     fn callers_do_not_reopen_the_data_port() {
@@ -602,7 +551,7 @@ mod tests {
         pair.driven.poll(now);
         assert_eq!(pair.driven.engine.workers, 0, "a caller has replaced the worker");
         assert!(pair.driven.shared.waker.take(), "the thread is woken for it");
-        assert_ne!(pair.driven.turn(News::default()), Turned::Over { in_time: true });
+        assert_ne!(pair.driven.turn(false), Turned::Over { in_time: true });
         assert_eq!(pair.driven.engine.workers, 2);
         assert!(pair.driven.is_light());
     }

@@ -9,13 +9,13 @@ use crate::agent::core::event::Direction;
 use crate::agent::core::frame::FrameKind;
 use crate::agent::core::in_flight::Operations;
 use crate::agent::core::iov::{self, Iov};
-use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES, STREAM_CHUNK_BYTES};
+use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES};
 use crate::agent::core::regions::Regions;
 use crate::agent::peers::Peer;
 use crate::agent::rpc::client::{Chunk, Client, Service};
 use crate::agent::rpc::server::Payload;
 use crate::agent::rpc::staged::Then;
-use crate::agent::rpc::wire::{Piece, StreamReader};
+use crate::agent::rpc::wire::Piece;
 use crate::agent::transfers::Lack;
 use crate::error::{Error, Result};
 use crate::ucx::MAX_PARTS;
@@ -40,70 +40,51 @@ impl Path for Message {
 
     /// Posts one chunk.
     fn post(&self, turn: &mut Turn<'_>, profile: Profile) -> Result<u64> {
-        if profile.streamable {
-            turn.streams.ask(turn.peer, turn.effects);
+        let in_flight = turn.windows.of(turn.peer.id).bytes;
+        let credit = turn.peer.flow.window(turn.windows.peer_bytes());
+        if in_flight > 0 && in_flight + CHUNK_BYTES > credit {
+            turn.lack = Some(Lack::Peer);
+            return Ok(0);
         }
-        post_chunk(turn, profile, is_full, false)
-    }
-}
-
-/// Posts one chunk, if the windows have room: as many pieces as are of `profile` and before `is_full` says that their number
-/// and their bytes are enough. Returns its bytes.
-pub(super) fn post_chunk(
-    turn: &mut Turn<'_>,
-    profile: Profile,
-    is_full: fn(usize, u64) -> bool,
-    streamed: bool,
-) -> Result<u64> {
-    let most = if streamed { STREAM_CHUNK_BYTES } else { CHUNK_BYTES };
-    let in_flight = turn.windows.of(turn.peer.id).bytes;
-    let credit = turn.peer.flow.window(turn.windows.peer_bytes());
-    if in_flight > 0 && in_flight + most > credit {
-        turn.lack = Some(Lack::Peer);
-        return Ok(0);
-    }
-    if !turn.has_room(most) {
-        return Ok(0);
-    }
-    let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::<Piece>::new(), 0);
-    while !is_full(local.len(), bytes) && turn.next_of(profile).is_some() {
-        let Some(operation) = turn.transfer.take(most - bytes) else { break };
-        // At most as long as a chunk, so it fits 32 bits.
-        let len = operation.len as u32;
-        let range = *turn.regions.live_range(operation.local_region)?;
-        local.push(Iov { range, offset: operation.local_offset, len });
-        let piece = Piece { region: operation.remote_region, offset: operation.remote_offset, len };
-        match remote.last_mut() {
-            // As long as the chunk at most, too.
-            Some(before) if piece.follows(before) => before.len += len,
-            _ => remote.push(piece),
+        if !turn.has_room(CHUNK_BYTES) {
+            return Ok(0);
         }
-        bytes += operation.len;
-    }
-    let service = match (profile.digest, turn.transfer.direction()) {
-        (true, _) => Service::Digest,
-        (false, Direction::Read) => Service::Read,
-        (false, Direction::Write) => Service::Write,
-    };
-    let now = Instant::now();
-    turn.transfer.begin(u64::from(service != Service::Digest), now);
-    let chunk = Chunk { transfer: turn.id, peer: turn.peer.id, service, local, bytes, streamed };
-    let reader = streamed.then(|| StreamReader { received: turn.streams.received(turn.peer.id) });
-    let (kind, mut data) = chunk.request(&remote, reader);
-    if service == Service::Write && iov::device_of(&chunk.local).is_some() {
-        turn.staged.read(chunk.local.clone(), Then::Ask { chunk, request: data });
-    } else {
-        if service == Service::Write {
-            iov::gather(&chunk.local, &mut data)?;
+        let (mut local, mut remote, mut bytes) = (Vec::new(), Vec::<Piece>::new(), 0);
+        while !is_full(local.len(), bytes) && turn.next_of(profile).is_some() {
+            let Some(operation) = turn.transfer.take(CHUNK_BYTES - bytes) else { break };
+            // At most as long as a chunk, so it fits 32 bits.
+            let len = operation.len as u32;
+            let range = *turn.regions.live_range(operation.local_region)?;
+            local.push(Iov { range, offset: operation.local_offset, len });
+            let piece = Piece { region: operation.remote_region, offset: operation.remote_offset, len };
+            match remote.last_mut() {
+                // As long as the chunk at most, too.
+                Some(before) if piece.follows(before) => before.len += len,
+                _ => remote.push(piece),
+            }
+            bytes += operation.len;
         }
-        ask(turn.peer, chunk, kind, data, turn.rpc, turn.operations, turn.regions).map_err(|(_, error)| error)?;
-        if streamed {
-            turn.streams.expect(turn.peer.id);
+        let service = match (profile.digest, turn.transfer.direction()) {
+            (true, _) => Service::Digest,
+            (false, Direction::Read) => Service::Read,
+            (false, Direction::Write) => Service::Write,
+        };
+        let now = Instant::now();
+        turn.transfer.begin(u64::from(service != Service::Digest), now);
+        let chunk = Chunk { transfer: turn.id, peer: turn.peer.id, service, local, bytes };
+        let (kind, mut data) = chunk.request(&remote);
+        if service == Service::Write && iov::device_of(&chunk.local).is_some() {
+            turn.staged.read(chunk.local.clone(), Then::Ask { chunk, request: data });
+        } else {
+            if service == Service::Write {
+                iov::gather(&chunk.local, &mut data)?;
+            }
+            ask(turn.peer, chunk, kind, data, turn.rpc, turn.operations, turn.regions).map_err(|(_, error)| error)?;
         }
+        turn.enter_flight(bytes, now);
+        turn.stats.operations += 1;
+        Ok(bytes)
     }
-    turn.enter_flight(bytes, now);
-    turn.stats.operations += 1;
-    Ok(bytes)
 }
 
 /// Asks the peer for a chunk. `Err`: nothing was sent.

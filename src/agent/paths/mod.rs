@@ -9,7 +9,6 @@ pub(crate) mod message;
 pub(crate) mod one_sided;
 pub(crate) mod process_vm;
 pub(crate) mod rdma_flush;
-mod stream;
 
 use std::cell::RefCell;
 use std::time::Instant;
@@ -26,7 +25,6 @@ use super::peers::Peer;
 use super::peers::reach::Pair;
 use super::rpc::client::Client;
 use super::rpc::staged::Staged;
-use super::streams::Streams;
 use super::transfers::{Lack, Transfer, Windows};
 use crate::error::Result;
 use crate::mem::MemoryRange;
@@ -42,8 +40,6 @@ pub(crate) struct Profile {
     remote: MemoryKind,
     /// Whether the transfer's runs are so short that messages carry them better than an operation each.
     gathered: bool,
-    /// Whether it is of a read so long that a stream is worth having.
-    streamable: bool,
     /// Whether the kernel fills missing pages of the peer's memory by itself; known of processes whose memory can be copied.
     is_filled_by_kernel: bool,
     /// Whether it is device memory on both sides, and this process can map the peer's.
@@ -73,7 +69,6 @@ pub(crate) struct Turn<'a> {
     pub(crate) regions: &'a mut Regions,
     pub(crate) operations: &'a mut Operations,
     pub(crate) rpc: &'a RefCell<Client>,
-    pub(crate) streams: &'a mut Streams,
     pub(crate) copy_pool: &'a mut CopyPool,
     pub(crate) device_copies: &'a mut DeviceCopies,
     pub(crate) staged: &'a mut Staged,
@@ -93,7 +88,6 @@ impl Turn<'_> {
             local,
             remote,
             gathered: self.transfer.is_gathered(),
-            streamable: self.transfer.is_streamable(),
             is_refused: self.peer.has_refused(Pair::of(local, remote), operation.remote_region)
                 || Pair::of(local, remote) == Pair::Device && self.peer.is_mapped_in_part(operation.remote_region),
             is_filled_by_kernel: self.peer.is_filled_by_kernel(operation.remote_region),
@@ -147,8 +141,8 @@ trait Path: Sync {
 }
 
 /// All paths, the best first.
-static PATHS: [&dyn Path; 5] =
-    [&process_vm::ProcessVm, &device_copy::DeviceCopy, &one_sided::OneSided, &stream::Stream, &message::Message];
+static PATHS: [&dyn Path; 4] =
+    [&process_vm::ProcessVm, &device_copy::DeviceCopy, &one_sided::OneSided, &message::Message];
 
 /// The path for what has this profile. The last one carries everything.
 fn choose(peer: &Peer, profile: Profile) -> &'static dyn Path {
@@ -181,10 +175,9 @@ pub(crate) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'s
         return process_vm::UNPROVED;
     }
     let through = |is_refused| {
-        let (is_filled_by_kernel, gathered, streamable, digest) = (true, false, true, false);
+        let (is_filled_by_kernel, gathered, digest) = (true, false, false);
         let is_importable = Pair::of(local, remote) == Pair::Device && peer.is_all_importable();
-        let profile =
-            Profile { local, remote, gathered, streamable, is_filled_by_kernel, is_importable, is_refused, digest };
+        let profile = Profile { local, remote, gathered, is_filled_by_kernel, is_importable, is_refused, digest };
         choose(peer, profile).name()
     };
     match peer.refused(Pair::of(local, remote), remote) {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::reach::{Reach, has_only_tcp};
+use super::reach::Reach;
 use super::{Io, Peers, two_addresses};
 use crate::agent::core::effect::Effect;
 use crate::agent::core::frame::{Frame, FrameKind};
@@ -31,9 +31,6 @@ pub(crate) struct Hello {
     /// Where the sender's process is, for a receiver on the same host.
     #[serde(default)]
     pub(crate) process: Option<ProcessPlace>,
-    /// Whether the sender may be asked for a stream.
-    #[serde(default)]
-    pub(crate) streams: bool,
     /// Whether the sender knows revocations of regions.
     #[serde(default)]
     pub(crate) revocations: bool,
@@ -133,8 +130,6 @@ impl Peers {
             seen,
             address: self.local.address.clone(),
             process: self.local.place.as_ref().map(|here| peer.witness.place(here)),
-            // With a key there are none: what they carry is not sealed.
-            streams: self.local.streams && !self.are_keyed(),
             revocations: true,
             uses: true,
             withdrawn: self.withdrawn.told(peer.is_near),
@@ -238,7 +233,6 @@ impl Peers {
     /// Notes that the peer is there and itself.
     pub(super) fn greet(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
         self.trust(id)?;
-        let is_keyed = self.are_keyed();
         let Peers { by_id, local, .. } = self;
         by_id.set_deadline(id, None);
         let peer = by_id.get_mut(id).ok_or_else(|| id.unknown())?;
@@ -271,7 +265,6 @@ impl Peers {
         peer.takes_revocations = hello.revocations;
         peer.knows_uses = hello.uses;
         peer.withdraw(&hello.withdrawn);
-        peer.may_stream = hello.streams && local.streams && !is_keyed && has_only_tcp(&lanes);
         let places = hello.process.as_ref().zip(local.place.as_ref());
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
         peer.answered_by = hello.seen.and(places).and_then(|(theirs, own)| living_beside(theirs, own));
@@ -298,7 +291,7 @@ mod tests {
     use crate::proto::wire::VERSION;
     use crate::sys::process::Witness;
 
-    /// The hello of a build that knows no streams, no challenges and no revocations.
+    /// The hello of a build that has streams, and knows no challenges and no revocations.
     #[derive(Serialize)]
     struct Older {
         name: &'static str,
@@ -307,6 +300,7 @@ mod tests {
         seen: Option<u64>,
         #[serde(with = "serde_bytes")]
         address: Vec<u8>,
+        streams: bool,
     }
 
     #[test]
@@ -328,7 +322,6 @@ mod tests {
             seen: Some(5),
             address: vec![1, 2, 3],
             process: ProcessPlace::here().map(|here| Witness::new(3, &[1]).place(&here)),
-            streams: true,
             revocations: true,
             uses: true,
             withdrawn: vec![(3, 5)],
@@ -338,10 +331,13 @@ mod tests {
         };
         assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
         assert!(Hello::decode(b"something else").is_err());
-        let older = Older { name: "a", incarnation: Incarnation(3), connection: 4, seen: None, address: vec![1, 2, 3] };
+        // It would take the field's absence for a refusal.
+        assert!(!hello.encode().unwrap().windows(7).any(|bytes| bytes == b"streams"));
+        let (name, incarnation, address) = ("a", Incarnation(3), vec![1, 2, 3]);
+        let older = Older { name, incarnation, connection: 4, seen: None, address, streams: true };
         let older = wire::encode("hello", OLDEST, &older).unwrap();
         let decoded = Hello::decode(&older).unwrap();
-        assert_eq!((decoded.streams, decoded.revocations, decoded.challenge), (false, false, None));
+        assert_eq!((decoded.revocations, decoded.challenge), (false, None));
         assert!(!decoded.uses && !decoded.withdrew_more);
         // What a build of version 4 says speaks only that.
         let text = older.windows(7).position(|bytes| bytes == b"\xa6speaks").unwrap();

@@ -71,8 +71,6 @@ pub(crate) struct Local {
     pub(crate) address: Vec<u8>,
     /// Where this process is.
     pub(crate) place: Option<ProcessPlace>,
-    /// Whether it wants streams.
-    pub(crate) streams: bool,
     /// Whether device memory of peers on this host is mapped here.
     pub(crate) device_copies: bool,
     /// How long a peer may take to say hello.
@@ -394,8 +392,6 @@ impl Peers {
             untold: BTreeSet::new(),
             is_told_part: false,
             unanswered: None,
-            may_stream: false,
-            streamed: false,
             on_this_host: false,
             neighbour: None,
             claimed: None,

@@ -119,10 +119,6 @@ pub(crate) struct Peer {
     pub(super) is_told_part: bool,
     /// Its challenge, as long as it is not answered.
     pub(super) unanswered: Option<Challenge>,
-    /// Whether there may be streams between the two: both want them, and only TCP reaches the other.
-    pub(crate) may_stream: bool,
-    /// Whether there is one from the peer.
-    pub(crate) streamed: bool,
     /// Whether the peer is on this host.
     pub(crate) on_this_host: bool,
     /// The peer's process, if this one may copy its memory.

@@ -72,12 +72,6 @@ pub(super) fn reaches_host_memory(lanes: &str) -> bool {
     lanes.split(", ").any(|lane| lane.trim_start().starts_with("cma/"))
 }
 
-/// Whether host memory goes by TCP only, over a connection of these lanes.
-pub(super) fn has_only_tcp(lanes: &str) -> bool {
-    let mut lanes = lanes.split(", ").map(str::trim).filter(|lane| !lane.starts_with("cuda_")).peekable();
-    lanes.peek().is_some() && lanes.all(|lane| lane.starts_with("tcp/"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

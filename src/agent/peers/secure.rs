@@ -248,7 +248,6 @@ mod tests {
             seen: None,
             address: vec![1, 2, 3],
             process: None,
-            streams: false,
             revocations: false,
             uses: false,
             withdrawn: Vec::new(),

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use super::flow_control::Departure;
-use super::wire::{Piece, StreamReader, encode_pieces};
+use super::wire::{Piece, encode_pieces};
 use crate::agent::core::effect::OperationEnd;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::{PeerId, TransferId};
@@ -34,23 +34,15 @@ pub(crate) struct Chunk {
     /// Where the bytes of a read go, or are when their digest is asked for, in this order.
     pub(crate) local: Vec<Iov>,
     pub(crate) bytes: u64,
-    /// Whether its bytes come by a stream.
-    pub(crate) streamed: bool,
 }
 
 impl Chunk {
-    /// The request for it; for a write, what stands before its bytes. `reader`: who reads by a stream, for a chunk that comes by
-    /// one.
-    pub(crate) fn request(&self, remote: &[Piece], reader: Option<StreamReader>) -> (FrameKind, Vec<u8>) {
-        match (self.service, reader) {
-            (Service::Read, Some(reader)) => {
-                let mut data = encode_pieces(remote, StreamReader::BYTES);
-                reader.encode(&mut data);
-                (FrameKind::StreamRequest, data)
-            }
-            (Service::Read, None) => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
-            (Service::Digest, _) => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
-            (Service::Write, _) => {
+    /// The request for it; for a write, what stands before its bytes.
+    pub(crate) fn request(&self, remote: &[Piece]) -> (FrameKind, Vec<u8>) {
+        match self.service {
+            Service::Read => (FrameKind::ReadRequest, encode_pieces(remote, 0)),
+            Service::Digest => (FrameKind::DigestRequest, encode_pieces(remote, 0)),
+            Service::Write => {
                 (FrameKind::WriteRequest, encode_pieces(remote, usize::try_from(self.bytes).unwrap_or(0)))
             }
         }
@@ -58,10 +50,9 @@ impl Chunk {
 
     /// The end of the operation that it is of its transfer.
     pub(crate) fn end(&self, result: Result<()>) -> OperationEnd {
-        let moved = match (&result, self.service, self.streamed) {
-            (Err(_), ..) | (_, Service::Digest, _) => PathBytes::default(),
-            (_, _, true) => PathBytes { streamed: self.bytes, ..PathBytes::default() },
-            (_, _, false) => PathBytes { served: self.bytes, ..PathBytes::default() },
+        let moved = match (&result, self.service) {
+            (Err(_), _) | (_, Service::Digest) => PathBytes::default(),
+            _ => PathBytes { served: self.bytes, ..PathBytes::default() },
         };
         OperationEnd { transfer: self.transfer, windowed: Some(self.bytes), moved, result }
     }
@@ -144,11 +135,6 @@ impl Client {
         self.next += 1;
     }
 
-    /// A chunk that was asked of a peer by a stream.
-    pub(crate) fn streamed(&self, number: u64, peer: PeerId) -> Option<&Chunk> {
-        self.table.get(&number).map(|asked| &asked.chunk).filter(|chunk| chunk.streamed && chunk.peer == peer)
-    }
-
     /// Takes a reply. With `data` of no bytes, its bytes were put in place as they arrived. Bytes for a device's memory are left
     /// to the caller.
     pub(crate) fn take_reply(&mut self, id: PeerId, frame: Frame, data: &[u8]) -> Result<Answered> {
@@ -159,8 +145,7 @@ impl Client {
             // A refusal, of any of them.
             _ => None,
         };
-        // Of what comes by a stream, only a refusal comes as a message.
-        let answers = |chunk: &Chunk| expected.is_none_or(|service| service == chunk.service && !chunk.streamed);
+        let answers = |chunk: &Chunk| expected.is_none_or(|service| service == chunk.service);
         let is_expected = |asked: &Asked| asked.chunk.peer == id && answers(&asked.chunk);
         let known = self.table.get(&frame.sequence).is_some_and(is_expected);
         let Some(Asked { chunk, placed, departure, .. }) = known.then(|| self.table.remove(&frame.sequence)).flatten()
@@ -181,12 +166,6 @@ impl Client {
             )),
         };
         Ok(Answered { chunk, departure, result, is_of_device })
-    }
-
-    /// Takes a chunk of which all bytes have come by a stream.
-    pub(crate) fn take_streamed(&mut self, number: u64) -> Option<Answered> {
-        let Asked { chunk, departure, .. } = self.table.remove(&number)?;
-        Some(Answered { chunk, departure, result: Ok(()), is_of_device: false })
     }
 
     /// The peers that owe replies, each with when the first of those was asked for.
@@ -223,7 +202,6 @@ impl MessageSink for Placer {
             && asked.chunk.service == Service::Read
             && asked.from == (frame.incarnation, frame.connection)
             && asked.placed.is_none()
-            && !asked.chunk.streamed
             && local.iter().all(|iov| iov.range.kind() == MemoryKind::Host);
         // What is wrong with another one is said when it is taken in turn.
         if expected {

@@ -64,16 +64,6 @@ impl FlowControl {
         self.under_way = self.under_way.saturating_add(1);
     }
 
-    /// So many bytes of replies have come, of which not all may be there.
-    pub(crate) fn moved(&mut self, bytes: u64, now: Instant) {
-        self.pace.moved(bytes, now);
-    }
-
-    /// How fast they come.
-    pub(crate) fn pace(&self) -> &Pace {
-        &self.pace
-    }
-
     /// Whether there are requests whose replies come so fast that it is worth spinning for them.
     pub(crate) fn is_fast(&self, now: Instant) -> bool {
         self.under_way > 0 && self.pace.is_fast(now)
@@ -81,6 +71,7 @@ impl FlowControl {
 
     /// Its reply of `bytes` has come.
     pub(crate) fn arrive(&mut self, departure: Departure, bytes: u64, now: Instant) {
+        self.pace.moved(bytes, now);
         self.under_way = self.under_way.saturating_sub(1);
         self.delivered = self.delivered.saturating_add(bytes);
         let took = now.saturating_duration_since(departure.at);

@@ -1,8 +1,8 @@
-//! How fast bytes come from a peer, or leave to it: whether the loop spins for the next ones.
+//! How fast bytes come from a peer: whether the loop spins for the next ones.
 //!
 //! Where a link brings a packet every 50 us, a thread that spins for the next news after each never sleeps, and takes a
 //! processor from engines that compute for as long as the transfer lasts, though its end is milliseconds away. So the loop
-//! spins only where bytes come fast, and is woken by a slow stream when a millisecond's worth of them is there.
+//! spins only where bytes come fast.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ const FAST: u64 = 256 << 10;
 /// In which at least one chunk has come where they come fast.
 const SILENCE: Duration = Duration::from_millis(8);
 
-/// The pace of one connection in one direction.
+/// The pace of the replies over one connection.
 #[derive(Debug)]
 pub(crate) struct Pace {
     since: Instant,
@@ -32,7 +32,7 @@ impl Pace {
         Pace { since: now, bytes: 0, measured: false, rate: FAST }
     }
 
-    /// There is something to move again.
+    /// There are replies to come again.
     pub(crate) fn begin(&mut self, now: Instant) {
         if !std::mem::take(&mut self.measured) {
             self.rate = FAST;
@@ -55,11 +55,6 @@ impl Pace {
     pub(crate) fn is_fast(&self, now: Instant) -> bool {
         self.rate >= FAST && now.saturating_duration_since(self.since) < SILENCE
     }
-
-    /// How many bytes are worth being woken for.
-    pub(crate) fn worth_waking(&self) -> u64 {
-        if self.rate >= FAST { 1 } else { self.rate.max(1) }
-    }
 }
 
 #[cfg(test)]
@@ -73,19 +68,16 @@ mod tests {
         let mut pace = Pace::new(begin);
         pace.moved(1000, at(1500));
         assert!(pace.is_fast(at(1500)));
-        assert_eq!(pace.worth_waking(), 1);
         // 20 MB/s: a packet of 1,000 bytes every 50 us.
         for packet in 31..=80 {
             pace.moved(1000, at(packet * 50));
         }
         assert!(!pace.is_fast(at(4000)));
-        assert!((10_000..=20_000).contains(&pace.worth_waking()), "{pace:?}");
         // 1 GB/s.
         for piece in 1..=40 {
             pace.moved(100_000, at(4000 + piece * 100));
         }
         assert!(pace.is_fast(at(8000)));
-        assert_eq!(pace.worth_waking(), 1);
         // Nothing comes any more.
         assert!(!pace.is_fast(at(16_000)));
     }

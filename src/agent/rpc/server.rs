@@ -137,8 +137,7 @@ fn has_room(waiting: usize) -> Result<()> {
 
 /// Whether a frame asks this side for something: then more is to be expected.
 pub(crate) fn is_request(kind: FrameKind) -> bool {
-    use FrameKind::{DigestRequest, ReadRequest, StreamQuestion, StreamRequest, WriteRequest};
-    matches!(kind, ReadRequest | WriteRequest | DigestRequest | StreamQuestion | StreamRequest)
+    matches!(kind, FrameKind::ReadRequest | FrameKind::WriteRequest | FrameKind::DigestRequest)
 }
 
 /// What a read asked for: as parts where UCX can send those (`in_place`), else gathered into a buffer.

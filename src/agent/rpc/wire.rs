@@ -1,6 +1,6 @@
 //! Requests that name pieces of the peer's regions, as bytes.
 
-use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, STREAM_CHUNK_BYTES};
+use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES};
 use crate::error::{Error, Result};
 
 /// Part of a region: index, offset and length in bytes.
@@ -59,40 +59,7 @@ pub(crate) fn read_request(data: &[u8]) -> Result<Vec<Piece>> {
     if !rest.is_empty() {
         return Err(Error::corrupt(format!("{} bytes behind the list of pieces of a request", rest.len())));
     }
-    check_chunk(pieces, CHUNK_BYTES)
-}
-
-/// Where older releases expect the number of the processor that the reader is on: none that there is.
-const NO_PROCESSOR: u16 = u16::MAX;
-
-/// What stands behind the pieces of a request to read by a stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct StreamReader {
-    /// How many chunks have come by the stream.
-    pub(crate) received: u64,
-}
-
-impl StreamReader {
-    pub(crate) const BYTES: usize = 10;
-
-    pub(crate) fn encode(self, to: &mut Vec<u8>) {
-        to.extend_from_slice(&self.received.to_le_bytes());
-        to.extend_from_slice(&NO_PROCESSOR.to_le_bytes());
-    }
-}
-
-/// The pieces of a request to read by a stream, and what it says of who asks.
-pub(crate) fn stream_request(data: &[u8]) -> Result<(Vec<Piece>, StreamReader)> {
-    let (pieces, rest) = decode_pieces(data)?;
-    let [r0, r1, r2, r3, r4, r5, r6, r7, _, _] = *rest else {
-        let expected = StreamReader::BYTES;
-        let found = rest.len();
-        return Err(Error::corrupt(format!(
-            "{found} bytes behind the list of pieces of a request, expected {expected}"
-        )));
-    };
-    let received = u64::from_le_bytes([r0, r1, r2, r3, r4, r5, r6, r7]);
-    Ok((check_chunk(pieces, STREAM_CHUNK_BYTES)?, StreamReader { received }))
+    check_chunk(pieces)
 }
 
 /// The pieces of a request to write, and their bytes.
@@ -101,14 +68,14 @@ pub(crate) fn write_request(data: &[u8]) -> Result<(Vec<Piece>, &[u8])> {
     if total(&pieces) != bytes.len() as u64 {
         return Err(Error::corrupt(format!("{} bytes arrived, expected {}", bytes.len(), total(&pieces))));
     }
-    Ok((check_chunk(pieces, CHUNK_BYTES)?, bytes))
+    Ok((check_chunk(pieces)?, bytes))
 }
 
-fn check_chunk(pieces: Vec<Piece>, most: u64) -> Result<Vec<Piece>> {
+fn check_chunk(pieces: Vec<Piece>) -> Result<Vec<Piece>> {
     let bytes = total(&pieces);
-    if bytes > most || pieces.len() > CHUNK_PIECES {
+    if bytes > CHUNK_BYTES || pieces.len() > CHUNK_PIECES {
         return Err(Error::corrupt(format!(
-            "a request of {} pieces and {bytes} bytes, at most {CHUNK_PIECES} and {most} are allowed",
+            "a request of {} pieces and {bytes} bytes, at most {CHUNK_PIECES} and {CHUNK_BYTES} are allowed",
             pieces.len()
         )));
     }

@@ -17,7 +17,7 @@ use super::core::effect::{Effect, Effects, OperationEnd, TransferEnd};
 use super::core::event::Direction;
 use super::core::id_map::IdMap;
 use super::core::ids::{PeerId, TransferId};
-use super::core::limits::{CHUNK_BYTES, MAX_LIGHT, STREAM_BYTES};
+use super::core::limits::{CHUNK_BYTES, MAX_LIGHT};
 use super::core::regions::Regions;
 use super::core::request::{TransferRequest, is_light};
 use super::peers::Peer;
@@ -66,8 +66,6 @@ pub(crate) struct Transfer {
     fills_device: bool,
     /// Whether its runs are so short that messages carry them better than an operation each.
     gathered: bool,
-    /// Whether a stream is worth having for it.
-    streamable: bool,
     /// Whether it takes some microseconds at most.
     is_light: bool,
     /// What is left to do to prove that the right bytes came.
@@ -88,11 +86,6 @@ enum Proof {
 impl Transfer {
     pub(crate) fn direction(&self) -> Direction {
         self.direction
-    }
-
-    /// Whether a stream is worth having for it.
-    pub(crate) fn is_streamable(&self) -> bool {
-        self.streamable
     }
 
     /// Whether its runs are so short that messages carry them better than an operation each.
@@ -326,7 +319,6 @@ impl Transfers {
             fills_device: false,
             gathered: false,
             is_light,
-            streamable: direction == Direction::Read && bytes >= STREAM_BYTES,
             proof: if self.verify && direction == Direction::Read { Proof::Due } else { Proof::No },
         };
         if transfer.has_more() {

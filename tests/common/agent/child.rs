@@ -5,15 +5,13 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
-use kvferry::agent::{AgentConfig, Event, Transport, decode_metadata, encode_metadata};
+use kvferry::agent::{Event, Transport, decode_metadata, encode_metadata};
 use kvferry::proto::wire::AgentMetadata;
 
 use super::super::memory::{hex, unhex};
 use super::{Node, config};
 
 const ROLE: &str = "KVFERRY_TEST_CHILD";
-/// Set for a child that wants no streams.
-pub const NO_STREAMS: &str = "KVFERRY_TEST_NO_STREAMS";
 
 /// The parent's end.
 pub struct Remote {
@@ -142,8 +140,7 @@ pub fn serve() {
     let seed = words.next().unwrap().parse().unwrap();
     let lens: Vec<usize> =
         words.next().unwrap().split(',').filter(|len| !len.is_empty()).map(|len| len.parse().unwrap()).collect();
-    let streams = std::env::var_os(NO_STREAMS).is_none();
-    let node = Node::start(AgentConfig { streams, ..config("child", transport) }, seed, &lens);
+    let node = Node::start(config("child", transport), seed, &lens);
     say(&hex(&encode_metadata(&node.agent.metadata().unwrap()).unwrap()));
     let agent = node.agent.clone();
     let lost = Arc::new(Mutex::new(HashMap::new()));
@@ -170,20 +167,12 @@ pub fn serve() {
                 let (count, metadata) = command[6..].split_once(' ').unwrap();
                 let metadata = decode_metadata(&unhex(metadata)).unwrap();
                 let peer = node.agent.connect(&metadata).unwrap();
-                let read = || {
+                for _ in 0..count.parse().unwrap() {
                     let ids: Vec<u32> = (0..(metadata.regions[0].len / 16_384) as u32).rev().collect();
                     let plan = super::plan(0, 0, 16_384, 12_288, ids.clone(), ids);
                     node.agent.transfer(peer, kvferry::agent::Direction::Read, plan, 0).unwrap();
-                };
-                // By messages, until there is a stream where there is to be one.
-                super::until("a stream", || {
-                    if node.agent.stats().unwrap().transfers == 0 {
-                        read();
-                    }
-                    let stats = node.agent.stats().unwrap();
-                    stats.streamed_bytes > 0 || stats.served_bytes > 0 && !streams
-                });
-                (0..count.parse().unwrap()).for_each(|_| read());
+                }
+                super::until("the first bytes", || node.agent.stats().unwrap().served_bytes > 0);
                 say("reading");
             }
             "stats" => {

@@ -90,5 +90,5 @@ def test_parameters_are_checked_by_name(plugin: Path, edge: str) -> None:
         host.start("a", ["KVFERRY"], {"colour": "blue"})
     assert "colour" in "".join(host.log)
     with Process(edge, plugin) as host:
-        assert host.start("a", ["KVFERRY"], {"window": "8", "num_threads": "4", "streams": "false"}) == ["KVFERRY"]
+        assert host.start("a", ["KVFERRY"], {"window": "8", "num_threads": "4", "verify": "false"}) == ["KVFERRY"]
     assert "num_threads is for other backends" in "".join(host.log)

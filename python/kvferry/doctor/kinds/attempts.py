@@ -196,19 +196,18 @@ ATTEMPTS: dict[str, Kind] = {
             "fast": Case("ok", "Bytes are read without the peer's processor, or copied by the kernel within the host."),
             "served": Case(
                 "ok",
-                "Bytes travel in messages that the peer's processor serves, as over TCP between hosts; reads of 256 "
-                "KiB and more of host memory go by streams where there can be one.",
+                "Bytes travel in messages that the peer's processor serves, as over TCP between hosts.",
             ),
             "slow": Case(
                 "warning",
-                "The peer is on this host, and bytes travel in messages or streams all the same.",
+                "The peer is on this host, and bytes travel in messages all the same.",
                 "see the findings `same-host`, `transports` and `container`",
             ),
             "unconnected": Case(
                 "problem",
                 "The listener answered, but a rank's agent cannot be reached.",
-                "open the ports between the hosts (UCX and streams take free ones; UCX_TCP_PORT_RANGE narrows both), "
-                "and let both sides use a network that reaches the other (UCX_NET_DEVICES)",
+                "open the ports between the hosts (UCX takes free ones; UCX_TCP_PORT_RANGE narrows them), and let both "
+                "sides use a network that reaches the other (UCX_NET_DEVICES)",
             ),
             "unknown": Case("not applicable", "There is nobody, or no UCX, to connect with."),
             "skipped": Case("not applicable", "Left out by --no-connect."),

@@ -135,8 +135,7 @@ SOFTWARE: dict[str, Kind] = {
             ),
             "no-copies": Case(
                 "warning",
-                "This UCX has no transport cma, without which bytes between engines of this host go by messages and "
-                "streams.",
+                "This UCX has no transport cma, without which bytes between engines of this host go by messages.",
                 "where the finding `same-host` is ok, use a UCX that has the module libuct_cma (the wheel kvferry-ucx)",
             ),
             "none": Case(
