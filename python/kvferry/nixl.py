@@ -93,7 +93,6 @@ _WAYS = {
     "device_copied": "copied by the device (CUDA IPC)",
     "one_sided": "one-sided (UCX)",
     "served": "served by messages",
-    "streamed": "read by streams",
 }
 """By the name of a counter of bytes: the path, in the words of logs and routes."""
 

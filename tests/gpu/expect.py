@@ -74,6 +74,6 @@ def ways_of(agent: kvferry.Agent) -> str:
         "copied by the device": "device_copied_bytes",
         "one-sided": "one_sided_bytes",
         "by messages": "served_bytes",
+        "copied by the kernel": "copied_bytes",
     }
-    ways |= {"copied by the kernel": "copied_bytes", "by streams": "streamed_bytes"}
     return ", ".join(f"{counts[key]} bytes {way}" for way, key in ways.items() if counts[key])

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 BLOCK, BLOCKS = 4096, 256
 WHOLE = Segment(0, 0, 0, 0, 0, BLOCK, BLOCK, BLOCK)
-PATHS = ("copied_bytes", "device_copied_bytes", "one_sided_bytes", "served_bytes", "streamed_bytes")
+PATHS = ("copied_bytes", "device_copied_bytes", "one_sided_bytes", "served_bytes")
 
 
 def of(agent: Agent, name: str) -> dict[str, Any]:

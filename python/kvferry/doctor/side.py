@@ -17,7 +17,7 @@ BLOCK_BYTES, BLOCKS = 16384, 2048
 POOL = BLOCKS + BLOCKS // 8
 """Blocks on either side: more than are moved, so that what must not change is seen."""
 LIMIT_S = 60.0
-_PATHS = ("copied_bytes", "device_copied_bytes", "one_sided_bytes", "streamed_bytes", "served_bytes")
+_PATHS = ("copied_bytes", "device_copied_bytes", "one_sided_bytes", "served_bytes")
 
 
 def block_ids() -> tuple[list[int], list[int]]:

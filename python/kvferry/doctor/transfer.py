@@ -22,7 +22,6 @@ _NAMES = {
     "copied_bytes": "copied between the processes (process_vm_readv)",
     "device_copied_bytes": "copied by the device (CUDA IPC)",
     "one_sided_bytes": "one-sided (UCX)",
-    "streamed_bytes": "read by streams",
     "served_bytes": "served by messages",
 }
 

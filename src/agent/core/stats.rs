@@ -13,14 +13,13 @@ pub(crate) struct PathBytes {
     pub(crate) device_copied: u64,
     pub(crate) one_sided: u64,
     pub(crate) served: u64,
-    pub(crate) streamed: u64,
 }
 
 impl PathBytes {
     /// The bytes, whatever the path.
     pub(crate) fn total(self) -> u64 {
-        let PathBytes { copied, device_copied, one_sided, served, streamed } = self;
-        copied + device_copied + one_sided + served + streamed
+        let PathBytes { copied, device_copied, one_sided, served } = self;
+        copied + device_copied + one_sided + served
     }
 
     fn add(&mut self, more: PathBytes) {
@@ -28,7 +27,6 @@ impl PathBytes {
         self.device_copied += more.device_copied;
         self.one_sided += more.one_sided;
         self.served += more.served;
-        self.streamed += more.streamed;
     }
 }
 
@@ -59,8 +57,6 @@ pub struct AgentStats {
     pub one_sided_bytes: u64,
     /// Bytes moved by messages that the peer has answered.
     pub served_bytes: u64,
-    /// Bytes read by streams.
-    pub streamed_bytes: u64,
     /// Bytes read from peers.
     pub bytes_read: u64,
     /// Bytes written to peers.
@@ -95,7 +91,6 @@ impl AgentStats {
         self.device_copied_bytes += moved.device_copied;
         self.one_sided_bytes += moved.one_sided;
         self.served_bytes += moved.served;
-        self.streamed_bytes += moved.streamed;
     }
 
     /// Counts a transfer that is over.
@@ -167,8 +162,6 @@ pub struct PeerStats {
     pub one_sided_bytes: u64,
     /// Bytes moved by messages that the peer has answered.
     pub served_bytes: u64,
-    /// Bytes read by streams.
-    pub streamed_bytes: u64,
     /// Bytes read from it.
     pub bytes_read: u64,
     /// Bytes written to it.
@@ -183,7 +176,7 @@ impl PeerStats {
     pub(crate) fn new(name: String, route: Option<Route>, traffic: &Traffic) -> PeerStats {
         let connected = route.is_some().into();
         let Route { lanes, host, device, mixed } = route.unwrap_or_default();
-        let PathBytes { copied, device_copied, one_sided, served, streamed } = traffic.by_path;
+        let PathBytes { copied, device_copied, one_sided, served } = traffic.by_path;
         PeerStats {
             name,
             connected,
@@ -195,7 +188,6 @@ impl PeerStats {
             device_copied_bytes: device_copied,
             one_sided_bytes: one_sided,
             served_bytes: served,
-            streamed_bytes: streamed,
             bytes_read: traffic.bytes_read,
             bytes_written: traffic.bytes_written,
             transfers_done: traffic.transfers_done,
@@ -230,19 +222,13 @@ mod tests {
 
     #[test]
     fn what_connections_counted_adds_up() {
-        let by_path = PathBytes { copied: 1, device_copied: 2, one_sided: 3, served: 4, streamed: 5 };
+        let by_path = PathBytes { copied: 1, device_copied: 2, one_sided: 3, served: 4 };
         let mut traffic = Traffic { by_path, bytes_read: 6, bytes_written: 7, transfers_done: 8, transfers_failed: 9 };
         let other = traffic;
         traffic.merge(&other);
         let stats = PeerStats::new("a".to_owned(), None, &traffic);
-        let paths = [
-            stats.copied_bytes,
-            stats.device_copied_bytes,
-            stats.one_sided_bytes,
-            stats.served_bytes,
-            stats.streamed_bytes,
-        ];
-        assert_eq!(paths, [2, 4, 6, 8, 10]);
+        let paths = [stats.copied_bytes, stats.device_copied_bytes, stats.one_sided_bytes, stats.served_bytes];
+        assert_eq!(paths, [2, 4, 6, 8]);
         let ends = [stats.bytes_read, stats.bytes_written, stats.transfers_done, stats.transfers_failed];
         assert_eq!((ends, stats.connected), ([12, 14, 16, 18], 0));
     }

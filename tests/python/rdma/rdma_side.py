@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 LIMIT_S = 100.0
 """For what must end by itself."""
-PATHS = ("copied_bytes", "one_sided_bytes", "streamed_bytes", "served_bytes")
+PATHS = ("copied_bytes", "one_sided_bytes", "served_bytes")
 
 
 def pattern(seed: int, length: int) -> NDArray[np.uint8]:
