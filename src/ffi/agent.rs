@@ -119,8 +119,8 @@ pub unsafe extern "C" fn kvf_agent_start(config: *const u8, config_len: usize, o
         let out = unsafe { Out::new(out, "out")? };
         // SAFETY: the caller's promise for arrays.
         let config = unsafe { slice(config, config_len, "config")? };
-        let config: AgentConfig = parse_config(Part::Agent, config)?;
         log::start();
+        let config: AgentConfig = parse_config(Part::Agent, config)?;
         let agent = Agent::start(config)?;
         out.write(handle::give(Host { agent, payloads: Mutex::default() }));
         Ok(())

@@ -37,8 +37,8 @@ pub unsafe extern "C" fn kvf_worker_start(config: *const u8, config_len: usize, 
     boundary!(kvf_worker_start, {
         // SAFETY: the caller's promise for out-parameters and arrays.
         let (out, config) = unsafe { (Out::new(out, "out")?, slice(config, config_len, "config")?) };
-        let config: WorkerConfig = parse_config(Part::Worker, config)?;
         log::start();
+        let config: WorkerConfig = parse_config(Part::Worker, config)?;
         out.write(handle::give(Worker::start(config)?));
         Ok(())
     })

@@ -60,6 +60,17 @@ def test_given_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch) 
     assert (given["value"], given["source"], given["default"], given["unit"]) == (7000, "given", 30000, "ms")
 
 
+@pytest.mark.parametrize("start", ["Agent({%s})", "Worker({'engine_id': 'e', %s})"])
+@pytest.mark.parametrize(("given", "variable"), [("'streams': False", ""), ("", "0"), ("", "")])
+def test_a_key_without_effect_is_taken_with_one_warning(start: str, given: str, variable: str) -> None:
+    code = f"import kvferry\nwith kvferry.{start % given}: pass"
+    environment = os.environ | {"KVFERRY_STREAMS": variable}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    warnings = re.findall(r"kvferry WARN .*streams, or its environment variable, has no effect", done.stderr)
+    assert len(warnings) == (1 if given or variable else 0), done.stderr
+
+
 def test_the_environment_reaches_what_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"engine_id": "e", "groups": [{"kind": "full", "block_size": 16}], "port": 0}
     monkeypatch.setenv("KVFERRY_LEASE_MS", "10")
