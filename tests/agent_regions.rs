@@ -4,10 +4,12 @@
 
 mod common;
 
-use common::agent::{Node, assert_same, config, plan, transports, until};
+use common::agent::{LIMIT, Node, assert_same, config, direct, plan, transports, until};
 use common::memory::{Buffer, pattern_bytes};
 use kvferry::ErrorKind;
-use kvferry::agent::{Direction, decode_region, encode_region};
+use kvferry::agent::{
+    Agent, Direction, MAX_REGIONS, PeerId, RegionId, decode_metadata, decode_region, encode_metadata, encode_region,
+};
 use kvferry::proto::ids::Incarnation;
 
 const LEN: usize = 64 << 10;
@@ -51,9 +53,6 @@ fn a_region_of_another_life_and_damaged_bytes_are_refused() {
     let mut other = region.clone();
     other.incarnation = Incarnation(other.incarnation.0 ^ 1);
     assert_eq!(kind(other), ErrorKind::PeerDied);
-    let mut far = region.clone();
-    far.index = u32::MAX;
-    assert_eq!(kind(far), ErrorKind::Corrupt);
     let mut longer = region.clone();
     longer.region.len += 1;
     assert_eq!(kind(longer), ErrorKind::Corrupt);
@@ -168,5 +167,89 @@ fn memory_that_is_deregistered_under_a_peers_transfer_is_written_no_more() {
         }
         assert!(stopped, "over {transport:?}, of many writes one is stopped");
         a.agent.shutdown(common::agent::LIMIT).unwrap();
+    }
+}
+
+/// Registers and deregisters a small range until the next region has an index above those of positions in metadata.
+fn pass_positions(agent: &Agent, buffer: &Buffer) {
+    let range = buffer.range(0, 64);
+    let pass = || {
+        let region = agent.register(range).unwrap();
+        agent.deregister(region).unwrap();
+        region.index() as usize <= MAX_REGIONS
+    };
+    // Together they wait less for the agent's thread.
+    std::thread::scope(|scope| (0..16).for_each(|_| drop(scope.spawn(|| while pass() {}))));
+}
+
+/// Fails to move a block between the first region and one of the peer's that is gone.
+fn refuse_both_ways(a: &mut Node, peer: PeerId, region: RegionId) {
+    let untouched = a.contents();
+    for direction in [Direction::Read, Direction::Write] {
+        let id = a.agent.transfer(peer, direction, plan(0, region.index(), 4096, 4096, vec![1], vec![2]), 0).unwrap();
+        let error = a.wait_done(id).0.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    }
+    assert_same("after refused transfers", &a.contents(), &untouched);
+}
+
+/// Users that register memory for each request do so more often than there are positions in metadata.
+#[test]
+fn an_agent_registers_more_regions_in_its_life_than_at_a_time() {
+    let transport = direct();
+    let mut a = Node::start(config("a", transport), 1, &[LEN]);
+    let b = Node::start(config("b", transport), 2, &[LEN, LEN]);
+    let of_a = a.connect(&b.agent.metadata().unwrap());
+    a.wait_connected();
+    let blocks: Vec<u32> = (0..16).collect();
+    a.move_all(of_a, Direction::Read, plan(0, 0, 4096, 4096, blocks.clone(), blocks.clone()));
+    assert_same("before", &a.contents(), &[pattern_bytes(2, LEN)]);
+    let stale = encode_metadata(&b.agent.metadata().unwrap()).unwrap();
+    b.agent.deregister(b.regions[1]).unwrap();
+    pass_positions(&b.agent, &b.buffers[0]);
+    let lost = b.agent.register(b.buffers[1].range(0, LEN)).unwrap();
+    let of_lost = encode_region(&b.agent.region_metadata(lost).unwrap()).unwrap();
+    let with_lost = encode_metadata(&b.agent.metadata().unwrap()).unwrap();
+    b.agent.deregister(lost).unwrap();
+    let late = b.agent.register(b.buffers[1].range(0, LEN)).unwrap();
+    assert_eq!(late.index(), lost.index() + 1, "no index is used twice");
+    assert!(late.index() as usize > MAX_REGIONS);
+
+    // By a region's own metadata, to the peer that has the agent's of before.
+    let of_late = decode_region(&encode_region(&b.agent.region_metadata(late).unwrap()).unwrap()).unwrap();
+    assert_eq!(a.agent.add_region(of_a, of_late).unwrap(), late.index());
+    a.move_all(of_a, Direction::Read, plan(0, late.index(), 4096, 4096, blocks.clone(), blocks.clone()));
+    assert_same("a late region", &a.contents(), &[pattern_bytes(3, LEN)]);
+    a.move_all(of_a, Direction::Read, plan(0, 0, 4096, 4096, blocks.clone(), blocks.clone()));
+    assert_same("the first region", &a.contents(), &[pattern_bytes(2, LEN)]);
+    refuse_both_ways(&mut a, of_a, b.regions[1]);
+    refuse_both_ways(&mut a, of_a, lost);
+
+    // By the agent's metadata, stale and new, to one that knows nothing of it.
+    let mut c = Node::start(config("c", transport), 4, &[LEN]);
+    for (metadata, gone) in [(stale, b.regions[1]), (with_lost, lost)] {
+        let peer = c.connect(&decode_metadata(&metadata).unwrap());
+        refuse_both_ways(&mut c, peer, gone);
+        if gone == lost {
+            // Whoever has said hello before is not told again.
+            c.agent.add_region(peer, decode_region(&of_lost).unwrap()).unwrap();
+            refuse_both_ways(&mut c, peer, gone);
+        }
+    }
+    let newest = b.agent.metadata().unwrap();
+    let peer = c.connect(&decode_metadata(&encode_metadata(&newest).unwrap()).unwrap());
+    c.move_all(peer, Direction::Write, plan(0, late.index(), 4096, 4096, blocks.clone(), blocks.clone()));
+    c.move_all(peer, Direction::Read, plan(0, 0, 4096, 4096, vec![5], vec![9]));
+    assert_same("what was written", &b.contents(), &[pattern_bytes(2, LEN), pattern_bytes(4, LEN)]);
+    let mut expected = pattern_bytes(4, LEN);
+    expected[5 * 4096..6 * 4096].copy_from_slice(&pattern_bytes(2, LEN)[9 * 4096..10 * 4096]);
+    assert_same("what was read", &c.contents(), &[expected]);
+    b.buffers[1].fill(99);
+    b.agent.deregister(late).unwrap();
+    refuse_both_ways(&mut c, peer, late);
+    refuse_both_ways(&mut a, of_a, late);
+    assert_same("deregistered", &b.contents(), &[pattern_bytes(2, LEN), pattern_bytes(99, LEN)]);
+    for node in [&a, &c, &b] {
+        node.agent.shutdown(LIMIT).unwrap();
     }
 }

@@ -117,8 +117,8 @@ impl World {
             Action::Transfer { token, peer, plan } => {
                 assert_eq!(self.peers.get(&peer), Some(&true), "only what is connected is read from");
                 assert!(self.tokens.insert(token), "a token is used once");
-                plan.check(&[u64::from(rank::BLOCKS) * 8; 2], &[u64::from(rank::BLOCKS) * 16; 2])
-                    .expect("a plan inside the regions");
+                let len = |of_block| move |region: u32| (region < 2).then_some(u64::from(rank::BLOCKS) * of_block);
+                plan.check(len(8), len(16)).expect("a plan inside the regions");
                 let owner = plan.lists.iter().flat_map(|pair| pair.local.ids()).next().copied();
                 let owner = owner.and_then(|block| self.owner(block)).expect("a read is some load's");
                 assert!(self.loads.contains_key(&owner), "{owner} is read for after its report");

@@ -89,6 +89,11 @@ fn dense(blocks: u32) -> RankMetadata {
     only_rank(&dense_spec(blocks), &two_groups())
 }
 
+/// Lengths of regions, as a check asks for them.
+fn by_index(lens: &[u64]) -> impl Fn(u32) -> Option<u64> {
+    |region| lens.get(region as usize).copied()
+}
+
 fn blocks(ids: &[u32]) -> Blocks {
     ids.into()
 }
@@ -154,7 +159,7 @@ proptest! {
         }).collect();
         let lists = lists.into_iter().map(|(l, r)| BlockPair { local: l.into(), remote: r.into() }).collect();
         let plan = CopyPlan { segments: segments.into(), lists };
-        let _ = (plan.bytes(), plan.blocks(), plan.check(&[1 << 40], &[1 << 40]));
+        let _ = (plan.bytes(), plan.blocks(), plan.check(by_index(&[1 << 40]), by_index(&[1 << 40])));
         prop_assert!(plan.clone().expand(max).take(100).count() <= 100);
         prop_assert!(in_order(plan, max).take(100).count() <= 100);
     }
@@ -503,34 +508,34 @@ fn plans_from_outside_are_checked() {
         segments: vec![s].into(),
         lists: vec![BlockPair { local: blocks(l), remote: blocks(r) }],
     };
-    assert!(plan(segment, &[0, 3], &[0, 3]).check(&[64], &[0, 104]).is_ok());
+    assert!(plan(segment, &[0, 3], &[0, 3]).check(by_index(&[64]), by_index(&[0, 104])).is_ok());
     refused(
-        plan(segment, &[0, 4], &[0, 3]).check(&[64], &[0, 104]),
+        plan(segment, &[0, 4], &[0, 3]).check(by_index(&[64]), by_index(&[0, 104])),
         ErrorKind::OutOfRange,
         &["local block 4", "64 bytes"],
     );
     refused(
-        plan(segment, &[0, 3], &[0, 4]).check(&[64], &[0, 104]),
+        plan(segment, &[0, 3], &[0, 4]).check(by_index(&[64]), by_index(&[0, 104])),
         ErrorKind::OutOfRange,
         &["remote block 4", "104 bytes"],
     );
     refused(
-        plan(segment, &[0], &[0, 1]).check(&[64], &[0, 104]),
+        plan(segment, &[0], &[0, 1]).check(by_index(&[64]), by_index(&[0, 104])),
         ErrorKind::InvalidArgument,
         &["1 local and 2 remote"],
     );
     refused(
-        plan(segment, &[0], &[0]).check(&[64], &[104]),
+        plan(segment, &[0], &[0]).check(by_index(&[64]), by_index(&[104])),
         ErrorKind::InvalidArgument,
-        &["remote region 1", "there are 1"],
+        &["remote region 1", "which is none"],
     );
     refused(
-        plan(Segment { list: 7, ..segment }, &[0], &[0]).check(&[64], &[0, 104]),
+        plan(Segment { list: 7, ..segment }, &[0], &[0]).check(by_index(&[64]), by_index(&[0, 104])),
         ErrorKind::InvalidArgument,
         &["block list 7"],
     );
     refused(
-        plan(Segment { local_stride: u64::MAX, ..segment }, &[3], &[0]).check(&[64], &[0, 104]),
+        plan(Segment { local_stride: u64::MAX, ..segment }, &[3], &[0]).check(by_index(&[64]), by_index(&[0, 104])),
         ErrorKind::OutOfRange,
         &["local block 3"],
     );

@@ -151,13 +151,13 @@ impl CopyPlan {
         Expander::new(self, max_op_bytes)
     }
 
-    /// Checks a plan from outside against the lengths in bytes of the regions on either side, in export order: every
+    /// Checks a plan from outside against the lengths in bytes of the regions on either side, by index: every
     /// segment names existing regions and lists, lists have equal lengths, and every byte of every block lies inside
     /// its region. A plan of [`RankPlan::request`] has been checked already.
     ///
     /// Errors: [`ErrorKind::InvalidArgument`] for unequal lists and unknown indices, [`ErrorKind::OutOfRange`] for a
     /// block outside its region.
-    pub fn check(&self, local_lens: &[u64], remote_lens: &[u64]) -> Result<()> {
+    pub fn check(&self, local_len: impl Fn(u32) -> Option<u64>, remote_len: impl Fn(u32) -> Option<u64>) -> Result<()> {
         for (index, pair) in self.lists.iter().enumerate() {
             if pair.local.len() != pair.remote.len() {
                 return Err(Error::invalid(format!(
@@ -181,15 +181,26 @@ impl CopyPlan {
                 )));
             };
             let sides = [
-                ("local", s.local_region, s.local_offset, s.local_stride, local_lens, highest.map(|h| h.0)),
-                ("remote", s.remote_region, s.remote_offset, s.remote_stride, remote_lens, highest.map(|h| h.1)),
+                (
+                    "local",
+                    s.local_region,
+                    local_len(s.local_region),
+                    s.local_offset,
+                    s.local_stride,
+                    highest.map(|h| h.0),
+                ),
+                (
+                    "remote",
+                    s.remote_region,
+                    remote_len(s.remote_region),
+                    s.remote_offset,
+                    s.remote_stride,
+                    highest.map(|h| h.1),
+                ),
             ];
-            for (side, region, offset, stride, lens, highest) in sides {
-                let Some(&region_len) = lens.get(region as usize) else {
-                    return Err(Error::invalid(format!(
-                        "segment {index} names {side} region {region}, there are {}",
-                        lens.len()
-                    )));
+            for (side, region, region_len, offset, stride, highest) in sides {
+                let Some(region_len) = region_len else {
+                    return Err(Error::invalid(format!("segment {index} names {side} region {region}, which is none")));
                 };
                 let Some(id) = highest else { continue };
                 let end = stride.checked_mul(id.into()).and_then(|x| x.checked_add(offset)?.checked_add(s.len));

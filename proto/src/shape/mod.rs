@@ -202,6 +202,7 @@ impl RankCache {
             ucx_version: String::new(),
             address: Vec::new(),
             regions: self.region_lens.iter().copied().map(RegionMetadata::unreachable).collect(),
+            late_regions: Vec::new(),
         };
         let (rank, geometry) = (self.rank, self.geometry.clone());
         RankMetadata { engine: engine.clone(), rank, shape, compat: Vec::new(), geometry, agent }

@@ -26,8 +26,8 @@ pub const MAX_STEP_BYTES: usize = 256 << 20;
 pub const MAX_REPORT_BYTES: usize = 256 << 20;
 /// Most block ids in one list: 16 MiB on the wire, 67 million tokens at 16 tokens a block.
 pub const MAX_BLOCK_IDS: usize = 1 << 22;
-/// Most regions of one agent, in all its life. An index is never used twice, because a stale plan or a peer's old metadata
-/// would otherwise silently name other memory; a KV cache needs a few hundred at most.
+/// Most regions of one agent at a time; those with a lower index have a position in its metadata. An index is never
+/// used twice, because a stale plan or a peer's old metadata would otherwise silently name other memory.
 pub const MAX_REGIONS: usize = 65_536;
 /// Most compatibility fields of one rank.
 pub const MAX_COMPAT_FIELDS: usize = 256;

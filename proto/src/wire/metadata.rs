@@ -27,6 +27,18 @@ pub struct AgentMetadata {
     pub address: Vec<u8>,
     /// Exported regions. Their order is the region index in [`Geometry`] and in transfers.
     pub regions: Vec<RegionMetadata>,
+    /// Exported regions whose index is [`MAX_REGIONS`] or more, by rising index. Readers of older releases know none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub late_regions: Vec<LateRegion>,
+}
+
+/// A region behind those that have a position in [`AgentMetadata::regions`].
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct LateRegion {
+    /// Its index in transfers.
+    pub index: u32,
+    /// How to reach it.
+    pub region: RegionMetadata,
 }
 
 /// One region of an agent, for a peer that knows the agent already: regions that are registered later need no new
@@ -124,17 +136,47 @@ pub struct RankMetadata {
 }
 
 impl AgentMetadata {
-    /// Checks the number of regions and that none is empty or wraps around the end of the address space.
+    /// The regions with their indices; those that are gone are described as [`RegionMetadata::unreachable`].
+    pub fn indexed(&self) -> impl Iterator<Item = (u32, &RegionMetadata)> {
+        let late = self.late_regions.iter().map(|late| (late.index, &late.region));
+        (0..).zip(&self.regions).chain(late)
+    }
+
+    /// Checks how many regions there are, and the indices of the late ones.
     ///
-    /// Errors: [`ErrorKind::Exhausted`], [`ErrorKind::OutOfRange`].
-    pub fn validate(&self) -> Result<()> {
-        if self.regions.len() > MAX_REGIONS {
+    /// Errors: [`ErrorKind::Exhausted`] for more than [`MAX_REGIONS`], [`ErrorKind::Corrupt`] for an index that has a
+    /// position in [`AgentMetadata::regions`] or does not rise.
+    pub fn check_regions(&self) -> Result<()> {
+        let count = self.indexed().filter(|(_, region)| !region.is_gone()).count();
+        if count > MAX_REGIONS || self.regions.len() > MAX_REGIONS || self.late_regions.len() > MAX_REGIONS {
             return Err(Error::new(
                 ErrorKind::Exhausted,
-                format!("agent {:?} exports {} regions, at most {MAX_REGIONS} can be", self.name, self.regions.len()),
+                format!(
+                    "agent {:?} exports {count} regions, {} of them by position; at most {MAX_REGIONS} can be",
+                    self.name,
+                    self.regions.len()
+                ),
             ));
         }
-        for (index, region) in self.regions.iter().enumerate() {
+        let indices = || self.late_regions.iter().map(|late| late.index);
+        let low = indices().find(|index| (*index as usize) < MAX_REGIONS);
+        if let Some(index) = low.or(indices().zip(indices().skip(1)).find(|(a, b)| a >= b).map(|(_, index)| index)) {
+            return Err(Error::corrupt(format!(
+                "late region {index} of agent {:?} is not behind all others: expected rising indices from \
+                     {MAX_REGIONS} on",
+                self.name
+            )));
+        }
+        Ok(())
+    }
+
+    /// Checks what [`AgentMetadata::check_regions`] does, and that none is empty or wraps around the end of the address
+    /// space.
+    ///
+    /// Errors: as [`AgentMetadata::check_regions`], [`ErrorKind::OutOfRange`].
+    pub fn validate(&self) -> Result<()> {
+        self.check_regions()?;
+        for (index, region) in self.indexed() {
             if region.len == 0 || region.base.checked_add(region.len).is_none() {
                 return Err(Error::new(
                     ErrorKind::OutOfRange,

@@ -27,7 +27,7 @@ pub(crate) use codec::version_for_answer;
 pub use codec::{MAX_DEPTH, OLDEST, VERSION, Versions, decode, encode};
 pub use handshake::{HandshakeReply, HandshakeRequest, Prefill, RankBlob, RefusalCode};
 pub use message::{Message, begins_as, kind};
-pub use metadata::{AgentMetadata, AgentRegion, CompatField, EngineShape, RankMetadata};
+pub use metadata::{AgentMetadata, AgentRegion, CompatField, EngineShape, LateRegion, RankMetadata};
 pub use params::TransferParams;
 pub use peer::{PeerMessage, Reader, Verdict};
 pub use region::{DeviceHandle, DevicePiece, MemoryKind, RegionMetadata};

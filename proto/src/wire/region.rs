@@ -65,6 +65,11 @@ pub struct RegionMetadata {
 }
 
 impl RegionMetadata {
+    /// Whether it stands for a region that is gone.
+    pub fn is_gone(&self) -> bool {
+        self.len == 0 && self.rkey.is_empty()
+    }
+
     /// `len` bytes of host memory that nobody can reach: of a rank that is only described, or of a region that is gone.
     pub fn unreachable(len: u64) -> RegionMetadata {
         let (base, kind, rkey) = (0, MemoryKind::Host, Vec::new());

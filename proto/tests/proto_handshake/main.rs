@@ -70,6 +70,7 @@ fn metadata(name: &str, rank: RankId) -> RankMetadata {
                 is_scattered: false,
                 is_filled_by_kernel: false,
             }],
+            late_regions: vec![],
         },
     }
 }

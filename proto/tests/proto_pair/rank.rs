@@ -99,6 +99,7 @@ pub fn metadata(engine: EngineId, agent: u64, stride: u64) -> RankMetadata {
             ucx_version: "1.22.0".into(),
             address: vec![9, 9, 9],
             regions: vec![region(0), region(1)],
+            late_regions: vec![],
         },
     }
 }

@@ -240,8 +240,8 @@ fn check(case: &Case, seen: &Seen) -> Result<(), String> {
                 continue;
             }
             let copy = copy.map_err(|e| format!("request: {e}"))?;
-            let lens = |rank: &RankMetadata| rank.agent.regions.iter().map(|r| r.len).collect::<Vec<_>>();
-            copy.check(&lens(mine), &lens(theirs)).map_err(|e| format!("check: {e}"))?;
+            let len = |rank: &RankMetadata, region: u32| rank.agent.regions.get(region as usize).map(|r| r.len);
+            copy.check(|region| len(mine, region), |region| len(theirs, region)).map_err(|e| format!("check: {e}"))?;
             ensure(!share.cells.is_empty() || copy.is_empty(), || "an empty share moves bytes".into())?;
             let source = &sources[producer];
             let merged = execute(&copy, u64::MAX, &mut found, source, |region, at| {

@@ -12,12 +12,12 @@ use kvferry_proto::ErrorKind;
 use kvferry_proto::geometry::{Area, Geometry, Group, GroupKind};
 use kvferry_proto::plan::{self, HeldPart, Holding, RankPlan};
 use kvferry_proto::stats::Stats;
-use kvferry_proto::wire::limits::MAX_BLOCK_IDS;
+use kvferry_proto::wire::limits::{MAX_BLOCK_IDS, MAX_REGIONS};
 use kvferry_proto::wire::{
     self, AgentMetadata, AgentRegion, Blocks, Cause, CompatField, DeviceHandle, DevicePiece, EngineShape, Grant,
-    HandshakeReply, HandshakeRequest, Hold, Load, MemoryKind, Message, PeerMessage, Prefill, RankBlob, RankMetadata,
-    Reader, RecvFailure, RecvRecord, RefusalCode, RegionMetadata, Release, Remote, ReportBatch, StepMetadata, Verdict,
-    Versions, WorkerReport,
+    HandshakeReply, HandshakeRequest, Hold, LateRegion, Load, MemoryKind, Message, PeerMessage, Prefill, RankBlob,
+    RankMetadata, Reader, RecvFailure, RecvRecord, RefusalCode, RegionMetadata, Release, Remote, ReportBatch,
+    StepMetadata, Verdict, Versions, WorkerReport,
 };
 use kvferry_proto::{EngineId, Incarnation, RankId, RequestId};
 use proptest::prelude::*;
@@ -30,6 +30,7 @@ use samples::*;
 macro_rules! for_each_sample {
     ($check:ident) => {
         $check("agent_metadata", &agent());
+        $check("agent_metadata_late_regions", &agent_with_late_regions());
         $check("agent_region", &region());
         $check("rank_metadata", &rank());
         $check("step", &step());
@@ -226,6 +227,60 @@ fn fields_of_a_later_release_are_ignored_and_optional_ones_may_be_absent() {
     let later = LaterPeer::Heartbeat { requests: vec![request("a")], load: 0.25 };
     let decoded = PeerMessage::from_bytes(&envelope("peer_message", wire::VERSION, later)).unwrap();
     assert_eq!(decoded, PeerMessage::Heartbeat { requests: vec![request("a")], leases: vec![], reader: None });
+}
+
+/// One that knows no late regions finds those before them where it looks for them.
+#[test]
+fn late_regions_are_beside_those_that_every_release_reads() {
+    #[derive(serde::Deserialize)]
+    struct Older {
+        incarnation: Incarnation,
+        regions: Vec<RegionMetadata>,
+    }
+    let agent = agent_with_late_regions();
+    let bytes = agent.to_bytes().unwrap();
+    let (older, _) = wire::decode::<Older>(wire::kind::AGENT_METADATA, wire::OLDEST, &bytes, bytes.len()).unwrap();
+    assert_eq!((older.incarnation, older.regions), (agent.incarnation, agent.regions.clone()));
+    let indices: Vec<u32> = agent.indexed().map(|(index, _)| index).collect();
+    assert_eq!(indices, [0, 65_536, 1 << 31]);
+}
+
+#[test]
+fn late_regions_are_bounded_and_behind_all_others() {
+    let with = |indices: &[u32]| {
+        let mut agent = agent_with_late_regions();
+        let region = agent.regions[0].clone();
+        agent.late_regions = indices.iter().map(|index| LateRegion { index: *index, region: region.clone() }).collect();
+        agent
+    };
+    let first = MAX_REGIONS as u32;
+    for indices in [&[first][..], &[first, first + 1, u32::MAX]] {
+        with(indices).check_regions().unwrap();
+        with(indices).validate().unwrap();
+    }
+    for (indices, named) in [
+        (&[first - 1, first][..], first - 1),
+        (&[first, first], first),
+        (&[first + 5, first + 9, first + 7], first + 7),
+    ] {
+        for error in [with(indices).check_regions().unwrap_err(), with(indices).validate().unwrap_err()] {
+            assert_eq!(error.kind(), ErrorKind::Corrupt);
+            assert!(error.message().contains(&format!("late region {named} ")), "{error}");
+        }
+    }
+    let most: Vec<u32> = (first..2 * first).collect();
+    assert_eq!(with(&most).check_regions().unwrap_err().kind(), ErrorKind::Exhausted);
+    with(&most[1..]).check_regions().unwrap();
+    // What is gone does not count.
+    let mut agent = with(&most);
+    agent.regions = vec![RegionMetadata::unreachable(0); MAX_REGIONS];
+    agent.check_regions().unwrap();
+    agent.regions.push(RegionMetadata::unreachable(0));
+    assert_eq!(agent.check_regions().unwrap_err().kind(), ErrorKind::Exhausted);
+    let mut empty = with(&[first]);
+    empty.late_regions[0].region.len = 0;
+    let error = empty.validate().unwrap_err();
+    assert!(error.kind() == ErrorKind::OutOfRange && error.message().contains("region 65536"), "{error}");
 }
 
 #[test]

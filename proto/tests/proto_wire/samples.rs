@@ -55,7 +55,16 @@ pub(super) fn agent() -> AgentMetadata {
                 is_filled_by_kernel: false,
             },
         ],
+        late_regions: vec![],
     }
+}
+
+/// An agent that has registered more regions in its life than there are positions.
+pub(super) fn agent_with_late_regions() -> AgentMetadata {
+    let late = |index, region: &RegionMetadata| LateRegion { index, region: region.clone() };
+    let agent = agent();
+    let late_regions = vec![late(65_536, &agent.regions[1]), late(1 << 31, &agent.regions[2])];
+    AgentMetadata { regions: agent.regions[..1].to_vec(), late_regions, ..agent }
 }
 
 pub(super) fn region() -> AgentRegion {

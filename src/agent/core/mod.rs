@@ -17,4 +17,5 @@ pub(crate) mod reply;
 pub(crate) mod request;
 pub(crate) mod revocations;
 pub(crate) mod route;
+pub(crate) mod runs;
 pub(crate) mod stats;

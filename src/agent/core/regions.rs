@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::{PrimaryContext, ipc};
 use crate::mem::{self, MemoryRange};
 use crate::proto::wire::limits::MAX_REGIONS;
-use crate::proto::wire::{MemoryKind, RegionMetadata};
+use crate::proto::wire::{LateRegion, MemoryKind, RegionMetadata};
 use crate::ucx;
 
 struct Region {
@@ -25,12 +25,13 @@ struct Region {
     closing: Option<Vec<Reply<()>>>,
 }
 
-/// Regions by index. `None`: deregistered.
+/// The registered regions.
 pub(crate) struct Regions {
     salt: u64,
-    slots: Vec<Option<Region>>,
-    /// Length by index, 0 for what is gone or going: what plans are checked against.
-    lens: Vec<u64>,
+    /// By index. What was deregistered is not there.
+    table: BTreeMap<u32, Region>,
+    /// The next region's index; none is used twice.
+    next: u32,
     /// Until when peers that read a region may still do so, of those that are being deregistered.
     graces: BTreeMap<u32, Instant>,
     /// The primary contexts of the devices in use; the first is the progress thread's current one.
@@ -39,20 +40,29 @@ pub(crate) struct Regions {
 
 impl Regions {
     pub(crate) fn new(salt: u64) -> Self {
-        Regions { salt, slots: Vec::new(), lens: Vec::new(), graces: BTreeMap::new(), cuda: BTreeMap::new() }
+        Regions { salt, table: BTreeMap::new(), next: 0, graces: BTreeMap::new(), cuda: BTreeMap::new() }
     }
 
     /// Checks and registers a range; the thread that calls is the one that drives UCX.
     pub(crate) fn register(&mut self, context: &Arc<ucx::Context>, range: MemoryRange) -> Result<RegionId> {
-        let index = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
-        if self.slots.len() >= MAX_REGIONS {
+        if self.table.len() >= MAX_REGIONS {
             return Err(Error::new(
                 ErrorKind::Exhausted,
                 format!(
-                    "{MAX_REGIONS} regions were registered in this agent's life; register larger ranges, or start anew"
+                    "{MAX_REGIONS} regions are registered, and no more can be at a time: deregister those that are not \
+                     needed, or register larger ranges"
                 ),
             ));
         }
+        let index = self.next;
+        let Some(next) = index.checked_add(1) else {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!(
+                    "this agent has registered {index} regions in its life and has no index for another; start a new one"
+                ),
+            ));
+        };
         if let MemoryKind::Cuda { device } = range.kind() {
             self.enter_device(&range, device)?;
         }
@@ -61,8 +71,8 @@ impl Regions {
             first.make_current()?;
         }
         let region = mapped?;
-        self.lens.push(range.len());
-        self.slots.push(Some(region));
+        self.table.insert(index, region);
+        self.next = next;
         Ok(RegionId::of_index(self.salt, index))
     }
 
@@ -90,12 +100,13 @@ impl Regions {
         Ok(Region { range, memory, exported, metadata, users: 0, closing: None })
     }
 
-    fn iter(&self) -> impl Iterator<Item = (usize, &Region)> {
-        self.slots.iter().enumerate().filter_map(|(index, region)| Some((index, region.as_ref()?)))
+    fn live(&self, index: u32) -> Option<&Region> {
+        self.table.get(&index).filter(|region| region.closing.is_none())
     }
 
-    fn live(&self, index: u32) -> Option<&Region> {
-        self.slots.get(index as usize)?.as_ref().filter(|region| region.closing.is_none())
+    /// Those that are not being deregistered.
+    fn all_live(&self) -> impl Iterator<Item = (u32, &Region)> {
+        self.table.iter().filter(|(_, region)| region.closing.is_none()).map(|(index, region)| (*index, region))
     }
 
     /// Whether a peer may read and write a region without this side: host memory where the two are so near that the kernel
@@ -110,28 +121,28 @@ impl Regions {
 
     /// The indices of registered regions.
     pub(crate) fn registered(&self) -> Vec<u32> {
-        (0..).zip(&self.slots).filter(|(index, _)| self.live(*index).is_some()).map(|(index, _)| index).collect()
+        self.all_live().map(|(index, _)| index).collect()
     }
 
-    /// Lengths by index.
-    pub(crate) fn lens(&self) -> &[u64] {
-        &self.lens
+    /// The length of a region that transfers may begin with.
+    pub(crate) fn live_len(&self, index: u32) -> Option<u64> {
+        self.live(index).map(|region| region.range.len())
     }
 
     /// The registration of a region that may be used.
     pub(crate) fn memory(&self, index: u32) -> Option<&Arc<ucx::Memory>> {
-        self.slots.get(index as usize)?.as_ref().map(|region| &region.memory)
+        self.table.get(&index).map(|region| &region.memory)
     }
 
     /// The range of a registered region.
     pub(crate) fn range(&self, index: u32) -> Option<&MemoryRange> {
-        self.slots.get(index as usize)?.as_ref().map(|region| &region.range)
+        self.table.get(&index).map(|region| &region.range)
     }
 
     /// The range of a region, unless it is being deregistered or is none.
     pub(crate) fn live_range(&self, index: u32) -> Result<&MemoryRange> {
         self.live(index).map(|region| &region.range).ok_or_else(|| {
-            let why = if (index as usize) < self.slots.len() { "was deregistered" } else { "was never registered" };
+            let why = if index < self.next { "was deregistered" } else { "was never registered" };
             Error::not_found(format!("the plan names local region {index}, which {why}"))
         })
     }
@@ -139,7 +150,7 @@ impl Regions {
     /// Notes that a transfer uses these regions.
     pub(crate) fn enter(&mut self, indices: &[u32]) {
         for index in indices {
-            if let Some(Some(region)) = self.slots.get_mut(*index as usize) {
+            if let Some(region) = self.table.get_mut(index) {
                 region.users = region.users.saturating_add(1);
             }
         }
@@ -148,7 +159,7 @@ impl Regions {
     /// Notes that a transfer that used these regions is over; unmaps those that waited for it.
     pub(crate) fn leave(&mut self, indices: &[u32]) {
         for index in indices {
-            if let Some(Some(region)) = self.slots.get_mut(*index as usize) {
+            if let Some(region) = self.table.get_mut(index) {
                 region.users = region.users.saturating_sub(1);
             }
             self.unmap_if_unused(*index);
@@ -161,16 +172,13 @@ impl Regions {
     pub(crate) fn close(&mut self, id: RegionId, reply: Reply<()>, grace: Option<Instant>) -> Option<u32> {
         let index = id.index();
         let known = RegionId::of_index(self.salt, index) == id;
-        match self.slots.get_mut(index as usize) {
-            Some(Some(region)) if known => {
+        match self.table.get_mut(&index) {
+            Some(region) if known => {
                 let waiting = region.closing.get_or_insert_default();
                 waiting.retain(Reply::is_wanted);
                 waiting.push(reply);
                 if let Some(grace) = grace {
                     self.graces.entry(index).or_insert(grace);
-                }
-                if let Some(len) = self.lens.get_mut(index as usize) {
-                    *len = 0;
                 }
                 Some(index)
             }
@@ -184,13 +192,8 @@ impl Regions {
 
     /// Unmaps a region that was registered for a caller who does not know of it.
     pub(crate) fn forget(&mut self, id: RegionId) {
-        if let Some(slot) = self.slots.get_mut(id.index() as usize) {
-            *slot = None;
-        }
+        self.table.remove(&id.index());
         self.graces.remove(&id.index());
-        if let Some(len) = self.lens.get_mut(id.index() as usize) {
-            *len = 0;
-        }
     }
 
     /// The next end of a grace.
@@ -209,9 +212,9 @@ impl Regions {
 
     /// Unmaps a region that is being deregistered if no transfer uses it any more.
     pub(crate) fn unmap_if_unused(&mut self, index: u32) {
-        let Some(slot) = self.slots.get_mut(index as usize) else { return };
-        let unused = slot.as_ref().is_some_and(|region| region.users == 0 && region.closing.is_some());
-        if let Some(Region { memory, exported, closing, .. }) = slot.take_if(|_| unused) {
+        let Entry::Occupied(region) = self.table.entry(index) else { return };
+        if region.get().users == 0 && region.get().closing.is_some() {
+            let Region { memory, exported, closing, .. } = region.remove();
             self.graces.remove(&index);
             // The last owner: operations hold one each, and there are none. Descriptors of device memory keep it from being free.
             drop((memory, exported));
@@ -223,7 +226,7 @@ impl Regions {
 
     /// Deregistrations that are under way do not end well: the agent ends before what uses the memory has.
     pub(crate) fn abandon(&mut self) {
-        for region in self.slots.iter_mut().flatten() {
+        for region in self.table.values_mut() {
             for reply in region.closing.take().unwrap_or_default() {
                 let _ = reply.send(Err(Error::new(
                     ErrorKind::Timeout,
@@ -233,11 +236,19 @@ impl Regions {
         }
     }
 
-    /// The regions as peers see them. An index that is gone stays as an empty entry if a live one follows.
-    pub(crate) fn metadata(&self) -> Vec<RegionMetadata> {
-        let gone = || RegionMetadata::unreachable(0);
-        let count = (0..self.slots.len()).rev().find(|index| self.live(*index as u32).is_some()).map_or(0, |i| i + 1);
-        (0..count).map(|index| self.live(index as u32).map_or_else(gone, |region| region.metadata.clone())).collect()
+    /// The regions as peers see them: by position, where an index that is gone stays as an empty entry if a live one
+    /// follows, and those with higher indices.
+    pub(crate) fn metadata(&self) -> (Vec<RegionMetadata>, Vec<LateRegion>) {
+        let (mut by_position, mut late) = (Vec::new(), Vec::new());
+        for (index, Region { metadata, .. }) in self.all_live() {
+            if (index as usize) < MAX_REGIONS {
+                by_position.resize(index as usize, RegionMetadata::unreachable(0));
+                by_position.push(metadata.clone());
+            } else {
+                late.push(LateRegion { index, region: metadata.clone() });
+            }
+        }
+        (by_position, late)
     }
 
     /// One region as peers see it.
@@ -250,13 +261,32 @@ impl Regions {
     /// Takes a region for memory of another kind, for tests of what follows from that.
     #[cfg(test)]
     pub(crate) fn describe_as(&mut self, id: RegionId, kind: MemoryKind) {
-        if let Some(Some(region)) = self.slots.get_mut(id.index() as usize) {
+        if let Some(region) = self.table.get_mut(&id.index()) {
             region.range = region.range.described_as(kind);
         }
     }
 
+    /// Registers the same memory again until there are as many regions, for tests of what follows from that.
+    #[cfg(test)]
+    pub(crate) fn fill(&mut self, id: RegionId, count: usize) {
+        while let Some(Region { range, memory, metadata, .. }) = self.table.get(&id.index())
+            && self.table.len() < count
+        {
+            let (range, memory, metadata) = (*range, Arc::clone(memory), metadata.clone());
+            self.table.insert(self.next, Region { range, memory, exported: None, metadata, users: 0, closing: None });
+            self.next += 1;
+        }
+    }
+
+    /// Goes on with later indices, as if as many regions had been registered and were gone, for tests of what follows
+    /// from that.
+    #[cfg(test)]
+    pub(crate) fn begin_at(&mut self, next: u32) {
+        self.next = next;
+    }
+
     /// How many are registered, and their bytes.
     pub(crate) fn totals(&self) -> (u64, u64) {
-        self.iter().fold((0, 0), |(count, bytes), (_, region)| (count + 1, bytes + region.range.len()))
+        (self.table.len() as u64, self.table.values().map(|region| region.range.len()).sum())
     }
 }

@@ -147,17 +147,22 @@ impl Revocations {
 /// Traces of what was mapped of the regions of agents, by the agent's life and the region: each is gone when its mapping was undone.
 /// A mapping may outlive the connection that it was made for.
 #[derive(Default)]
-pub(crate) struct Traces(BTreeMap<(Incarnation, u32), Vec<Weak<()>>>);
+pub(crate) struct Traces {
+    by_region: BTreeMap<(Incarnation, u32), Vec<Weak<()>>>,
+    /// How many regions there may be before those of which nothing is mapped are forgotten.
+    room: usize,
+}
 
 impl Traces {
     /// For a mapping that is to be made, which drops it when it was undone.
     pub(crate) fn begin(&mut self, owner: Incarnation, region: u32) -> Arc<()> {
-        if self.0.range((owner, 0)..=(owner, u32::MAX)).next().is_none() {
-            // Of owners that are gone there would be more and more.
-            self.0.retain(|_, traces| traces.iter().any(|trace| trace.strong_count() > 0));
+        if self.by_region.len() >= self.room {
+            // Of owners and regions that are gone there would be more and more.
+            self.by_region.retain(|_, traces| traces.iter().any(|trace| trace.strong_count() > 0));
+            self.room = 2 * self.by_region.len() + 1;
         }
         let trace = Arc::new(());
-        let traces = self.0.entry((owner, region)).or_default();
+        let traces = self.by_region.entry((owner, region)).or_default();
         traces.retain(|trace| trace.strong_count() > 0);
         traces.push(Arc::downgrade(&trace));
         trace
@@ -165,7 +170,7 @@ impl Traces {
 
     /// Those of a region.
     pub(crate) fn of(&self, owner: Incarnation, region: u32) -> Vec<Weak<()>> {
-        self.0.get(&(owner, region)).cloned().unwrap_or_default()
+        self.by_region.get(&(owner, region)).cloned().unwrap_or_default()
     }
 }
 
@@ -187,7 +192,10 @@ mod tests {
         assert!(revocations.take_due().is_empty());
         drop(second);
         assert_eq!(revocations.take_due(), [(peer, 3)]);
-        let _of_another = traces.begin(b, 3);
+        for region in 0..1000 {
+            drop(traces.begin(b, region));
+            assert!(traces.by_region.len() <= 4, "of regions that are gone");
+        }
         assert_eq!((traces.of(a, 3).len(), live(&traces.of(a, 4))), (0, 1));
         drop(other);
     }

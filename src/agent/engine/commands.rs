@@ -88,6 +88,8 @@ impl Engine {
         if let Err(Ok(region)) = reply.send(registered) {
             log::warn!("agent {}: {range} is unmapped again: its owner has given up waiting", self.config.name);
             self.regions.forget(region);
+            // Its index is as gone as that of a region that was deregistered.
+            self.peers.withdrawn.add(region.index(), range.kind());
         }
     }
 
@@ -135,13 +137,14 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::agent::AgentConfig;
     use crate::agent::command::Shared;
     use crate::agent::core::event::{Direction, Event};
     use crate::agent::core::ids::PeerId;
     use crate::agent::core::reply::answer;
+    use crate::agent::{AgentConfig, Transport};
     use crate::proto::ids::Incarnation;
     use crate::proto::plan::CopyPlan;
+    use crate::proto::wire::limits::MAX_REGIONS;
 
     #[test]
     fn every_unread_event_counts_with_what_it_takes_in_memory() {
@@ -207,5 +210,40 @@ mod tests {
         engine.answer_registration(range, Ok(region), reply);
         assert_eq!(caller.wait(Duration::ZERO).unwrap().unwrap(), region);
         assert_eq!(engine.stats().regions, 1);
+    }
+
+    #[test]
+    fn registrations_end_with_the_regions_of_a_time_and_with_the_indices_of_a_life() {
+        let shared = Arc::new(Shared::new(1).unwrap());
+        let config = AgentConfig { rehearse: false, transport: Transport::Tcp, ..AgentConfig::default() };
+        let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
+        let range = MemoryRange::leaked(4096);
+        let first = engine.register(range).unwrap();
+        engine.regions.fill(first, MAX_REGIONS);
+        let refused = |engine: &mut Engine, text: &str| {
+            let error = engine.register(range).unwrap_err();
+            assert!(error.kind() == ErrorKind::Exhausted && error.message().contains(text), "{error}");
+        };
+        refused(&mut engine, "65536 regions are registered, and no more can be at a time: deregister those");
+        let deregister = |engine: &mut Engine, region| {
+            let (reply, caller) = answer();
+            engine.serve(Command::Deregister { region, reply }, Instant::now());
+            caller.wait(Duration::ZERO).unwrap().unwrap();
+        };
+        deregister(&mut engine, first);
+        assert_eq!(engine.register(range).unwrap().index() as usize, MAX_REGIONS);
+        let metadata = engine.metadata();
+        metadata.check_regions().unwrap();
+        assert_eq!((metadata.regions.len(), metadata.late_regions.len()), (MAX_REGIONS, 1));
+        assert!(metadata.regions.first().unwrap().is_gone());
+        for region in engine.regions.registered() {
+            deregister(&mut engine, RegionId::of_index(shared.live.ids.salt(), region));
+        }
+        assert_eq!(engine.stats().regions, 0);
+        engine.regions.begin_at(u32::MAX - 1);
+        assert_eq!(engine.register(range).unwrap().index(), u32::MAX - 1);
+        refused(&mut engine, "has no index for another; start a new one");
+        let why = |index| engine.regions.live_range(index).unwrap_err().to_string();
+        assert!(why(first.index()).contains("was deregistered") && why(u32::MAX).contains("was never registered"));
     }
 }

@@ -184,12 +184,14 @@ impl Engine {
 
     fn metadata(&self) -> AgentMetadata {
         let local = self.peers.local();
+        let (regions, late_regions) = self.regions.metadata();
         AgentMetadata {
             name: local.name.clone(),
             incarnation: local.incarnation,
             ucx_version: self.context.library().info().version.clone(),
             address: local.address.clone(),
-            regions: self.regions.metadata(),
+            regions,
+            late_regions,
         }
     }
 
@@ -292,5 +294,7 @@ fn check_limits(name: &str) -> Result<()> {
     check_threads(START_THREADS)
 }
 
+#[cfg(test)]
+mod late_regions;
 #[cfg(test)]
 mod tests;

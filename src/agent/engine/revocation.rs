@@ -20,7 +20,7 @@ impl Engine {
             let may_use = self.regions.may_be_used_by(region, peer.on_this_host, peer.is_near);
             if !peer.is_ready() {
                 peer.untold.insert(region);
-            } else if may_use && peer.takes_revocations && self.revocations.ask(id, region) {
+            } else if may_use && peer.takes_revocations && peer.can_know(region) && self.revocations.ask(id, region) {
                 self.regions.enter(&[region]);
                 self.effects.send(id, FrameKind::RegionRevoked, u64::from(region));
             }
@@ -53,12 +53,7 @@ impl Engine {
         let peer = self.peers.get_mut(id)?;
         let (owner, knows_uses) = (peer.incarnation, peer.knows_uses);
         let traces = self.device_copies.traces(owner, region);
-        let revoked = peer.revoke(region);
-        if let Err(error) = &revoked
-            && error.kind() != ErrorKind::PeerDied
-        {
-            return Err(error.clone());
-        }
+        let revoked = peer.revoke(region..=region);
         // None begins after this one, since the region is gone.
         let users = self.transfers.stop_users_there((id, owner), region, &mut self.effects, now);
         match revoked {

@@ -32,6 +32,11 @@ pub(super) fn config(name: &str, transport: Transport) -> AgentConfig {
     }
 }
 
+/// An agent with a thread, to connect to.
+pub(super) fn other(transport: Transport) -> Agent {
+    Agent::start(config("b", transport)).unwrap()
+}
+
 /// Reads region 0 of the peer into three regions one after the other, each in four runs.
 pub(super) fn plan() -> CopyPlan {
     let run = LEN as u64 / 4;
@@ -107,7 +112,11 @@ pub(super) fn begin_one(engine: &mut Engine, peer: PeerId, id: TransferId) -> Op
 }
 
 /// A hello of agent "a" over its connection `connection`, its `number`th one.
-fn hello(address: &[u8], (number, connection): (u64, u64), seen: Option<u64>) -> ([u8; FRAME_BYTES], Vec<u8>) {
+pub(super) fn hello(
+    address: &[u8],
+    (number, connection): (u64, u64),
+    seen: Option<u64>,
+) -> ([u8; FRAME_BYTES], Vec<u8>) {
     let hello = Hello {
         name: "a".to_owned(),
         incarnation: Incarnation(7),

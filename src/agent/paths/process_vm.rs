@@ -101,7 +101,7 @@ pub(crate) fn copy_at_once(
     copy_pool: &mut CopyPool,
 ) -> Option<()> {
     let neighbour = peer.neighbour.as_ref().filter(|neighbour| !copy_pool.is_held(neighbour))?;
-    plan.check(regions.lens(), peer.lens()).ok()?;
+    plan.check(|region| regions.live_len(region), |region| peer.len_of(region)).ok()?;
     let mut batch = copy_pool.batch();
     let pushed = push_all(plan, peer, regions, &mut batch);
     let copied = pushed.and_then(|()| neighbour.copy(direction, &mut batch).ok());

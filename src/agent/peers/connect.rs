@@ -1,6 +1,6 @@
 //! Makes peers: of metadata that the owner has, or of a hello that came.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::inbox::Inbox;
@@ -28,6 +28,7 @@ impl Peers {
     /// The peer that `metadata` describes, connected to now if it was not. `is_copying`: of the peer that has its incarnation.
     pub(crate) fn connect(&mut self, metadata: &AgentMetadata, is_copying: bool, io: &mut Io<'_>) -> Result<PeerId> {
         self.check_open()?;
+        metadata.check_regions()?;
         if metadata.name.is_empty() || metadata.name.len() > 256 || metadata.incarnation.0 == 0 {
             return Err(Error::corrupt(format!(
                 "agent metadata with a name of {} bytes (expected 1 to 256) and incarnation {} (expected not zero)",
@@ -49,7 +50,7 @@ impl Peers {
             let peer = self.get_mut(id)?;
             (peer.silent, peer.vouched) = (false, true);
             // Metadata without any is of owners that add regions one by one, and those may be in use.
-            if !metadata.regions.is_empty() {
+            if metadata.indexed().next().is_some() {
                 peer.update_regions(metadata)?;
             }
             return Ok(id);
@@ -127,8 +128,7 @@ impl Peers {
             remote_connection: None,
             version: OLDEST,
             deadline: None,
-            regions: Vec::new(),
-            lens: Vec::new(),
+            regions: BTreeMap::new(),
             endpoint,
             first_lanes: lanes,
             traffic: Traffic::default(),

@@ -263,7 +263,6 @@ impl Peers {
             );
         }
         peer.takes_revocations = hello.revocations;
-        peer.knows_uses = hello.uses;
         peer.withdraw(&hello.withdrawn);
         let places = hello.process.as_ref().zip(local.place.as_ref());
         peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));

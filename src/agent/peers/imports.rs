@@ -1,17 +1,16 @@
 //! Device memory of a peer on this host, as this process reaches it, and the regions that a peer has deregistered.
 
-use std::rc::Rc;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::Peer;
+use super::peer::{MAX_RUNS, RemoteRegion};
 use crate::agent::core::revocations::Traces;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::ipc::Imported;
 use crate::mem::cuda::unmapper::Unmapper;
-use crate::proto::wire::limits::MAX_REGIONS;
-use crate::proto::wire::{MemoryKind, RegionMetadata};
-use crate::ucx::Rkey;
+use crate::proto::wire::MemoryKind;
 
 /// What it takes to map a peer's memory for a device.
 pub(crate) struct Importing<'a> {
@@ -33,7 +32,7 @@ impl Peer {
 
     /// Whether some device may.
     fn may_be_importable(&self, index: u32) -> bool {
-        let Some(Some((region, _))) = self.regions.get(index as usize) else { return false };
+        let Some((region, _)) = self.regions.get(&index) else { return false };
         matches!(region.kind, MemoryKind::Cuda { .. })
             && self.neighbour.is_some()
             // Else it does not ask for its memory back.
@@ -55,8 +54,9 @@ impl Peer {
         devices.peek().is_some() && devices.all(|(index, _)| self.may_be_importable(index) && !is_refused(index))
     }
 
-    fn kinds(&self) -> impl Iterator<Item = RemoteKind> {
-        self.regions.iter().zip(0..).filter_map(|(region, index)| Some((index, region.as_ref()?.0.kind)))
+    /// Its regions and what memory they are.
+    pub(super) fn kinds(&self) -> impl Iterator<Item = RemoteKind> {
+        self.regions.iter().map(|(index, (region, _))| (*index, region.kind))
     }
 
     /// Its region `index`, for a device.
@@ -86,7 +86,7 @@ impl Peer {
 
     /// Its region `index` is not to be imported for a device of this side, for this reason.
     pub(crate) fn refuse_import(&mut self, (index, device): (u32, u32), error: Error) -> Error {
-        if self.imports.refused.is_empty() {
+        if !std::mem::replace(&mut self.imports.are_logged, true) {
             log::warn!(
                 "agent {}: its region {index} of device memory is not copied by the device but by UCX or by messages, which \
                  are slower: {error}",
@@ -101,7 +101,7 @@ impl Peer {
     }
 
     fn open(&self, index: u32, means: Importing<'_>) -> Result<Imported> {
-        let region = self.regions.get(index as usize).and_then(Option::as_ref);
+        let region = self.regions.get(&index);
         let gone = || Error::not_found("a region of the plan is gone");
         let ((region, _), neighbour) = region.zip(self.neighbour.as_ref()).ok_or_else(gone)?;
         let Importing { context, unmapper, traces } = means;
@@ -115,42 +115,49 @@ impl Peer {
         }
     }
 
-    /// The peer deregisters its region `index`: nothing more is read or written there.
+    /// The peer has deregistered its regions of a run of indices: nothing more is read or written there.
     ///
     /// # Errors
-    /// [`ErrorKind::PeerDied`] where UCX has mapped the region, which it goes on doing until the connection ends;
-    /// [`ErrorKind::Corrupt`] for an index that no region can have.
-    pub(crate) fn revoke(&mut self, index: u32) -> Result<()> {
-        if index as usize >= MAX_REGIONS {
-            return Err(Error::corrupt(format!("agent {} revokes its region {index}", self.name)));
+    /// [`ErrorKind::PeerDied`] where UCX has mapped one of them, which it goes on doing until the connection ends, and where not
+    /// all can be remembered that the peer has deregistered.
+    pub(crate) fn revoke(&mut self, run: RangeInclusive<u32>) -> Result<()> {
+        if run.is_empty() {
+            return Ok(());
         }
-        self.imports.revoked.insert(index);
-        if let (Some(region), Some(len)) = (self.regions.get_mut(index as usize), self.lens.get_mut(index as usize)) {
-            *len = 0;
-            let by_cuda_ipc = self.reach.by_cuda_ipc;
-            let is_mapped = |(region, rkey): (RegionMetadata, Option<Rc<Rkey>>)| {
-                // UCX may also have mapped what no lane of the connection is for.
-                let may_map = by_cuda_ipc || region.handle.is_some();
-                may_map && region.kind != MemoryKind::Host && rkey.is_some()
-            };
-            // Operations that are under way hold the rkey.
-            if region.take().is_some_and(is_mapped) {
-                return Err(Error::new(
-                    ErrorKind::PeerDied,
-                    format!("the peer has deregistered its region {index}, which UCX has mapped; connect again"),
-                ));
-            }
+        let by_cuda_ipc = self.reach.by_cuda_ipc;
+        // UCX may also have mapped what no lane of the connection is for.
+        let is_mapped = |(region, rkey): RemoteRegion| {
+            (by_cuda_ipc || region.handle.is_some()) && region.kind != MemoryKind::Host && rkey.is_some()
+        };
+        let gone: Vec<u32> = self.regions.range(run.clone()).map(|(index, _)| *index).collect();
+        // Operations that are under way hold the rkey.
+        let mapped = gone.into_iter().filter(|index| self.regions.remove(index).is_some_and(is_mapped)).last();
+        self.imports.forget(&run);
+        self.imports.revoked.add(run);
+        if let Some(index) = mapped {
+            return Err(Error::new(
+                ErrorKind::PeerDied,
+                format!("the peer has deregistered its region {index}, which UCX has mapped; connect again"),
+            ));
         }
-        self.imports.mapped.retain(|(region, _), _| *region != index);
+        if self.imports.revoked.len() > MAX_RUNS {
+            // Older metadata would bring regions back that were forgotten. The next hello lists all that matter.
+            return Err(Error::new(
+                ErrorKind::PeerDied,
+                format!(
+                    "the peer has deregistered regions at more than {MAX_RUNS} places between others; connect again"
+                ),
+            ));
+        }
         Ok(())
     }
 
     /// Takes note of the regions that the peer's hello calls withdrawn, before anything of them is mapped.
     pub(super) fn withdraw(&mut self, runs: &[(u32, u32)]) {
-        let regions = runs.iter().flat_map(|(first, last)| *first..=*last);
-        for region in regions.take(MAX_REGIONS).filter(|region| (*region as usize) < MAX_REGIONS) {
-            // UCX is given no device memory before the hello, so there is no connection to be ended for that.
-            let _ = self.revoke(region);
+        for (first, last) in runs {
+            // UCX is given no device memory before the hello, and a hello is too short for too many runs: so there is no
+            // connection to be ended for that.
+            let _ = self.revoke(*first..=*last);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! One connection: what is known of the other side, and how frames go to it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,6 +15,7 @@ use crate::agent::core::frame::{AM_ID, Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::in_flight::{InFlight, Operations};
 use crate::agent::core::regions::Regions;
+use crate::agent::core::runs::Runs;
 use crate::agent::core::stats::Traffic;
 use crate::agent::rpc::flow_control::FlowControl;
 use crate::agent::rpc::liveness::Liveness;
@@ -28,8 +30,12 @@ use crate::proto::wire::{AgentMetadata, AgentRegion, MemoryKind, RegionMetadata}
 use crate::sys::process::{Challenge, Neighbour, ProcessPlace, Witness};
 use crate::ucx::{self, Endpoint, Posted, Rkey};
 
-/// A region of the peer's, and its rkey if UCX has it. `None` for one that the peer has deregistered.
-type RemoteRegion = Option<(RegionMetadata, Option<Rc<Rkey>>)>;
+/// A region of the peer's, and its rkey if UCX has it.
+pub(super) type RemoteRegion = (RegionMetadata, Option<Rc<Rkey>>);
+
+/// Runs of deregistered regions that are remembered of a peer. One that tells of all that it deregisters has fewer: it has at most
+/// [`MAX_REGIONS`] others.
+pub(super) const MAX_RUNS: usize = MAX_REGIONS + 1;
 
 /// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
 const REFUSALS: usize = 4;
@@ -43,10 +49,12 @@ pub(crate) struct Imports {
     pub(super) mapped: BTreeMap<(u32, u32), Arc<Imported>>,
     /// Regions that the driver did not map, and for which device of this side.
     pub(super) refused: BTreeSet<(u32, u32)>,
+    /// Whether the log says so of any.
+    pub(super) are_logged: bool,
     /// Of these, those that the device does not reach.
     pub(super) unreached: BTreeSet<(u32, u32)>,
-    /// Regions that the peer has deregistered, whatever its metadata says; none above [`MAX_REGIONS`].
-    pub(super) revoked: BTreeSet<u32>,
+    /// Regions that the peer has deregistered, whatever its metadata says; bounded by [`MAX_RUNS`].
+    pub(super) revoked: Runs,
 }
 
 impl Imports {
@@ -57,9 +65,11 @@ impl Imports {
         self.unreached.retain(|(region, _)| regions.contains(region));
     }
 
-    /// Whether the peer has deregistered its region `index`.
-    fn is_revoked(&self, index: usize) -> bool {
-        u32::try_from(index).is_ok_and(|index| self.revoked.contains(&index))
+    /// Forgets what is mapped of regions that are gone, and what is not.
+    pub(super) fn forget(&mut self, run: &RangeInclusive<u32>) {
+        self.mapped.retain(|(region, _), _| !run.contains(region));
+        self.refused.retain(|(region, _)| !run.contains(region));
+        self.unreached.retain(|(region, _)| !run.contains(region));
     }
 }
 
@@ -78,9 +88,8 @@ pub(crate) struct Peer {
     pub(crate) version: u16,
     /// When the peer must have said hello. [`PeerTable::set_deadline`](super::table::PeerTable::set_deadline) changes it.
     pub(super) deadline: Option<Instant>,
-    pub(super) regions: Vec<RemoteRegion>,
-    /// Their lengths, 0 for `None`: what plans are checked against.
-    pub(super) lens: Vec<u64>,
+    /// Its regions by index, but for those that it has deregistered.
+    pub(super) regions: BTreeMap<u32, RemoteRegion>,
     pub(crate) endpoint: Endpoint,
     /// UCX's description of the endpoint when it was made: how it tries to reach the peer.
     pub(super) first_lanes: String,
@@ -255,9 +264,9 @@ impl Peer {
         ucx_error(error).context(format!("sending to agent {}", self.name))
     }
 
-    /// Lengths of its regions by index.
-    pub(crate) fn lens(&self) -> &[u64] {
-        &self.lens
+    /// The length of its region `index`.
+    pub(crate) fn len_of(&self, index: u32) -> Option<u64> {
+        self.regions.get(&index).map(|(region, _)| region.len)
     }
 
     /// Whether the connection has lanes that move such memory one-sided.
@@ -271,8 +280,7 @@ impl Peer {
         // A peer of an older build says it by the pieces only.
         let has_pieces = |region: &RegionMetadata| region.handle.as_ref().is_some_and(|handle| handle.pieces.len() > 1);
         self.reach.by_cuda_ipc
-            && matches!(self.regions.get(index as usize),
-                Some(Some((region, _))) if region.is_scattered || has_pieces(region))
+            && self.regions.get(&index).is_some_and(|(region, _)| region.is_scattered || has_pieces(region))
     }
 
     /// Whether UCX has refused to move the memory of its region `index` one-sided.
@@ -307,17 +315,14 @@ impl Peer {
     /// How many of its regions UCX has refused to move one-sided, of how many that have memory of this kind.
     pub(crate) fn refused(&self, pair: Pair, remote: MemoryKind) -> (usize, usize) {
         let kind = std::mem::discriminant(&remote);
-        let is_of = |region: &&RemoteRegion| {
-            region.as_ref().is_some_and(|(region, _)| std::mem::discriminant(&region.kind) == kind)
-        };
-        let all = self.regions.iter().filter(is_of).count();
+        let of_kind = || self.kinds().filter(|(_, other)| std::mem::discriminant(other) == kind);
+        let all = of_kind().count();
         if self.has_refused_all(pair) {
             return (all, all);
         }
         let is_refused =
             |index: u32| self.refused.contains(&(pair, index)) || pair == Pair::Device && self.is_mapped_in_part(index);
-        let refused = self.regions.iter().zip(0..).filter(|(region, index)| is_of(region) && is_refused(*index));
-        (refused.count(), all)
+        (of_kind().filter(|(index, _)| is_refused(*index)).count(), all)
     }
 
     /// Takes the connection for one whose transports move host memory one-sided, and the peer for a stranger to this host,
@@ -336,12 +341,12 @@ impl Peer {
 
     /// What memory its region `index` is.
     pub(crate) fn kind(&self, index: u32) -> Option<MemoryKind> {
-        self.regions.get(index as usize)?.as_ref().map(|(region, _)| region.kind)
+        self.regions.get(&index).map(|(region, _)| region.kind)
     }
 
     /// Base address of a region.
     pub(crate) fn base(&self, index: u32) -> Option<u64> {
-        self.regions.get(index as usize)?.as_ref().map(|(region, _)| region.base)
+        self.regions.get(&index).map(|(region, _)| region.base)
     }
 
     /// The rkey of a region; `None` where the region is gone.
@@ -349,7 +354,7 @@ impl Peer {
     /// # Errors
     /// UCX's, where it is to be unpacked.
     pub(crate) fn rkey(&mut self, index: u32) -> Result<Option<Rc<Rkey>>> {
-        let Some(Some((region, rkey))) = self.regions.get_mut(index as usize) else { return Ok(None) };
+        let Some((region, rkey)) = self.regions.get_mut(&index) else { return Ok(None) };
         if rkey.is_none() {
             *rkey = Some(self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?);
         }
@@ -358,22 +363,28 @@ impl Peer {
 
     /// Refuses an index that names no region of the peer's.
     pub(crate) fn check_region(&self, index: u32) -> Result<()> {
-        match self.regions.get(index as usize) {
-            Some(Some(_)) => Ok(()),
-            Some(None) => Err(Error::not_found(format!(
-                "the plan names region {index} of peer {}, which has deregistered it",
-                self.name
-            ))),
-            None => Err(Error::not_found(format!(
-                "the plan names region {index} of peer {}, whose metadata lists {}",
-                self.name,
-                self.regions.len()
-            ))),
+        if self.regions.contains_key(&index) {
+            return Ok(());
         }
+        let why = if self.imports.revoked.contains(index) {
+            "which has deregistered it"
+        } else {
+            "whose metadata does not have it"
+        };
+        Err(Error::not_found(format!("the plan names region {index} of peer {}, {why}", self.name)))
+    }
+
+    /// Whether it can know of a region of this side. Older peers take no such index for a region's, and lose the connection
+    /// where one is revoked.
+    pub(crate) fn can_know(&self, region: u32) -> bool {
+        self.knows_uses || (region as usize) < MAX_REGIONS
     }
 
     /// Writes the peer's challenge where the peer looks for it, when it knows which regions are gone.
     pub(crate) fn take_challenge(&mut self, hello: &Hello) {
+        self.knows_uses = hello.uses;
+        let known = self.untold.iter().copied().filter(|region| self.can_know(*region)).collect();
+        self.untold = known;
         self.unanswered = hello.challenge.filter(|_| !self.is_told_part);
         self.answer_challenge();
     }
@@ -417,26 +428,25 @@ impl Peer {
     /// Whether the kernel alone fills missing pages of its region `index`, so that a copy waits for no other program.
     /// Its owner says so. One that is wrong hangs a copy, as one does that maps other memory there later.
     pub(crate) fn is_filled_by_kernel(&self, index: u32) -> bool {
-        matches!(self.regions.get(index as usize), Some(Some((region, _))) if region.is_filled_by_kernel)
+        self.regions.get(&index).is_some_and(|(region, _)| region.is_filled_by_kernel)
     }
 
     /// Takes the regions of (newer) metadata; rkeys of unchanged ones are kept.
     pub(super) fn update_regions(&mut self, metadata: &AgentMetadata) -> Result<()> {
-        let mut regions = Vec::with_capacity(metadata.regions.len());
+        let mut regions = BTreeMap::new();
         let mut kept = BTreeSet::new();
-        for (index, region) in metadata.regions.iter().enumerate() {
-            let known = self.regions.get(index).and_then(Option::as_ref).filter(|(known, _)| known == region);
-            regions.push(match known {
+        for (index, region) in metadata.indexed() {
+            let taken = match self.regions.get(&index).filter(|(known, _)| known == region) {
                 Some(known) => {
-                    kept.extend(u32::try_from(index));
+                    kept.insert(index);
                     Some(known.clone())
                 }
                 None => self
                     .unpack(index, region)
                     .map_err(|e| e.context(format!("region {index} of the metadata of agent {}", metadata.name)))?,
-            });
+            };
+            regions.extend(taken.map(|region| (index, region)));
         }
-        self.lens = regions.iter().map(|region| region.as_ref().map_or(0, |(region, _)| region.len)).collect();
         self.regions = regions;
         self.refused.retain(|(_, index)| kept.contains(index));
         self.imports.retain(&kept);
@@ -455,11 +465,8 @@ impl Peer {
                 ),
             ));
         }
-        let index = added.index as usize;
-        if index >= MAX_REGIONS {
-            return Err(Error::corrupt(format!("region {index} of agent {}: at most {MAX_REGIONS} can be", self.name)));
-        }
-        if let Some(Some((known, _))) = self.regions.get(index) {
+        let index = added.index;
+        if let Some((known, _)) = self.regions.get(&index) {
             if *known == added.region {
                 return Ok(());
             }
@@ -470,24 +477,29 @@ impl Peer {
                 self.name, known.len, known.base, added.region.len, added.region.base
             )));
         }
+        if self.regions.len() >= MAX_REGIONS {
+            return Err(Error::new(
+                ErrorKind::Exhausted,
+                format!(
+                    "{MAX_REGIONS} regions of agent {} are known, as many as it can have at a time: connect by its newest metadata, \
+                     which leaves out those that it has deregistered",
+                    self.name
+                ),
+            ));
+        }
         let region = self
             .unpack(index, &added.region)
             .map_err(|e| e.context(format!("region {index} of agent {}", self.name)))?;
-        if self.regions.len() <= index {
-            self.regions.resize(index.saturating_add(1), None);
-            self.lens.resize(index.saturating_add(1), 0);
-        }
-        if let (Some(slot), Some(len)) = (self.regions.get_mut(index), self.lens.get_mut(index)) {
-            *len = region.as_ref().map_or(0, |(region, _)| region.len);
-            *slot = region;
-        }
-        self.refused.retain(|(_, known)| *known != added.index);
+        let Some(region) = region else { return Ok(()) };
+        self.regions.insert(index, region);
+        self.refused.retain(|(_, known)| *known != index);
         Ok(())
     }
 
-    fn unpack(&self, index: usize, region: &RegionMetadata) -> Result<RemoteRegion> {
+    /// A region as metadata describes it; `None` for one that is gone.
+    fn unpack(&self, index: u32, region: &RegionMetadata) -> Result<Option<RemoteRegion>> {
         // Metadata may be older than a revocation, and an index is never used again.
-        if region.len == 0 && region.rkey.is_empty() || self.imports.is_revoked(index) {
+        if region.is_gone() || self.imports.revoked.contains(index) {
             return Ok(None);
         }
         let (base, len, other) = ucx::rkey_range(&region.rkey).map_err(ucx_error)?;

@@ -282,7 +282,7 @@ impl Transfers {
         for region in &remote_regions {
             peer.check_region(*region)?;
         }
-        plan.check(regions.lens(), peer.lens())?;
+        plan.check(|region| regions.live_len(region), |region| peer.len_of(region))?;
         let bytes = plan.bytes();
         let is_light = is_light(&plan);
         let reaches_all = |local: &u32| match regions.range(*local).map(MemoryRange::kind) {
