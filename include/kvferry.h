@@ -435,6 +435,13 @@ int32_t kvf_agent_add_region(struct kvf_agent *agent,
                              size_t metadata_len,
                              uint32_t *index);
 
+// Forgets a region of a peer's, by its index. New transfers with it end with KVF_NOT_FOUND; those that have begun go
+// on, and what this side holds of the region (its key, a mapping) is released when the last of them has ended.
+// kvf_agent_add_region makes it known again. A region that is not known is KVF_NOT_FOUND.
+int32_t kvf_agent_remove_region(struct kvf_agent *agent,
+                                uint64_t peer,
+                                uint32_t region);
+
 // Connects to the agent that made `metadata`. Returns before the peer has answered: transfers and messages may be
 // started at once; KVF_EVENT_PEER_CONNECTED or KVF_EVENT_PEER_LOST follows.
 int32_t kvf_agent_connect(struct kvf_agent *agent,

@@ -2,6 +2,7 @@
 #include "engine.h"
 
 #include <cstring>
+#include <iterator>
 #include <memory>
 
 #include "config.h"
@@ -185,66 +186,79 @@ nixl_status_t Engine::getConnInfo(std::string &out) const {
 
 nixl_status_t Engine::loadRemoteConnInfo(const std::string &name, const std::string &metadata) {
   return guarded("connecting", [&] {
-    SharedRemote remote;
+    Remote remote;
     {
       std::lock_guard lock(mutex_);
-      remote = remotes_[name] = std::make_shared<Remote>(++lives_, metadata);
+      remotes_[name] = remote = {++lives_, connection_with(metadata)};
     }
     nixl_status_t status;
     {
-      std::lock_guard calls(remote->calls);
-      status = connect_to(name, *remote, 0);
+      std::lock_guard calls(remote.connection->calls);
+      status = connect_to(name, *remote.connection, peer_of(*remote.connection).second);
     }
     if (status != NIXL_SUCCESS) {
       std::lock_guard lock(mutex_);
-      if (find(name) == remote) remotes_.erase(name);
+      if (find(name).life == remote.life) remotes_.erase(name);
     }
     return status;
   });
 }
 
-// The remote of this name, null where none is loaded. With mutex_ held.
-Engine::SharedRemote Engine::find(const std::string &name) const {
+// The remote of this name, without a connection where none is loaded. With mutex_ held.
+Engine::Remote Engine::find(const std::string &name) const {
   const auto found = remotes_.find(name);
-  return found == remotes_.end() ? nullptr : found->second;
+  return found == remotes_.end() ? Remote{} : found->second;
 }
 
-// Whether there is a connection, and its peer or the last one's.
-std::pair<bool, uint64_t> Engine::peer_of(const Remote &remote) const {
+// The connection that is made with this. With mutex_ held.
+SharedConnection Engine::connection_with(const std::string &metadata) const {
+  for (auto known = connections_.begin(); known != connections_.end();) {
+    known = known->second.expired() ? connections_.erase(known) : std::next(known);
+  }
+  auto &known = connections_[metadata];
+  SharedConnection connection = known.lock();
+  if (!connection) known = connection = std::make_shared<Connection>(metadata);
+  return connection;
+}
+
+// Whether it is there, and its peer or the last one's.
+std::pair<bool, uint64_t> Engine::peer_of(const Connection &connection) const {
   std::lock_guard lock(mutex_);
-  return {remote.is_connected, remote.peer};
+  return {connection.is_connected, connection.peer};
 }
 
-// Connects and makes the remote's regions known, unless another thread has done that since the peer `broken` was found gone.
-// With remote.calls held, and not mutex_. A connection that breaks at once may be taken for one that stands: using it finds
-// its peer unknown.
-nixl_status_t Engine::connect_to(const std::string &name, Remote &remote, uint64_t broken) const {
+// Connects and makes the regions known that are loaded, unless another thread has done that since the peer `broken` was
+// found gone. With connection.calls held, and not mutex_. A connection that breaks at once may be taken for one that
+// stands: using it finds its peer unknown.
+nixl_status_t Engine::connect_to(const std::string &name, Connection &connection, uint64_t broken) const {
   const auto bytes = [](const std::string &text) { return reinterpret_cast<const uint8_t *>(text.data()); };
-  if (const auto [is_connected, peer] = peer_of(remote); is_connected && peer != broken) return NIXL_SUCCESS;
+  if (const auto [is_connected, peer] = peer_of(connection); is_connected && peer != broken) return NIXL_SUCCESS;
   uint64_t peer = 0;
-  int32_t code = library().agent_connect(agent_, bytes(remote.metadata), remote.metadata.size(), &peer);
-  for (auto region = remote.regions.begin(); code == KVF_OK && region != remote.regions.end(); ++region) {
+  int32_t code = library().agent_connect(agent_, bytes(connection.metadata), connection.metadata.size(), &peer);
+  for (auto region = connection.regions.begin(); code == KVF_OK && region != connection.regions.end(); ++region) {
+    const std::string &encoded = region->second.encoded;
     uint32_t index;
-    code = library().agent_add_region(agent_, peer, bytes(region->second), region->second.size(), &index);
+    code = library().agent_add_region(agent_, peer, bytes(encoded), encoded.size(), &index);
   }
   std::lock_guard lock(mutex_);
-  remote.is_connected = code == KVF_OK;
+  connection.is_connected = code == KVF_OK;
   if (code != KVF_OK) {
     connect_line_.say(failed("connecting to agent " + name));
     return status_of(code);
   }
-  remote.peer = peer;
+  connection.peer = peer;
   return NIXL_SUCCESS;
 }
 
-// Connects again to a remote whose peer is found gone. With `lock` of mutex_, which is free meanwhile.
-nixl_status_t Engine::reconnect(const std::string &name, Remote &remote, std::unique_lock<std::mutex> &lock) const {
-  const uint64_t broken = remote.peer;
+// Connects again where the peer is found gone. With `lock` of mutex_, which is free meanwhile.
+nixl_status_t Engine::reconnect(const std::string &name, Connection &connection,
+                                std::unique_lock<std::mutex> &lock) const {
+  const uint64_t broken = connection.peer;
   lock.unlock();
   nixl_status_t status;
   {
-    std::lock_guard calls(remote.calls);
-    status = connect_to(name, remote, broken);
+    std::lock_guard calls(connection.calls);
+    status = connect_to(name, connection, broken);
   }
   lock.lock();
   return status;
@@ -255,12 +269,12 @@ nixl_status_t Engine::connect(const std::string &name) {
   return guarded("connecting", [&] {
     if (name == localAgent) return NIXL_SUCCESS;
     std::unique_lock lock(mutex_);
-    const SharedRemote remote = find(name);
-    if (!remote) {
+    const SharedConnection connection = find(name).connection;
+    if (!connection) {
       say("the metadata of agent " + name + " is not loaded");
       return NIXL_ERR_NOT_FOUND;
     }
-    return remote->is_connected ? NIXL_SUCCESS : reconnect(name, *remote, lock);
+    return connection->is_connected ? NIXL_SUCCESS : reconnect(name, *connection, lock);
   });
 }
 
@@ -283,8 +297,8 @@ nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &range, const nixl_mem_t &
       region_line_.say("the metadata of a region of agent " + name + " is not of this plug-in");
       return NIXL_ERR_MISMATCH;
     }
-    const SharedRemote remote = find(name);
-    if (!remote) {
+    const Remote remote = find(name);
+    if (!remote.connection) {
       region_line_.say("a region of agent " + name + " came before the metadata of its connection");
       return NIXL_ERR_NOT_FOUND;
     }
@@ -295,10 +309,13 @@ nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &range, const nixl_mem_t &
       return library().agent_add_region(agent_, peer, reinterpret_cast<const uint8_t *>(encoded.data()), encoded.size(),
                                         &index);
     };
-    std::lock_guard calls(remote->calls);
-    const auto [is_connected, peer] = peer_of(*remote);
+    Connection &connection = *remote.connection;
+    std::lock_guard calls(connection.calls);
+    const auto [is_connected, peer] = peer_of(connection);
     int32_t code = is_connected ? add(peer) : KVF_NOT_FOUND;
-    if (code == KVF_NOT_FOUND && connect_to(name, *remote, peer) == NIXL_SUCCESS) code = add(peer_of(*remote).second);
+    if (code == KVF_NOT_FOUND && connect_to(name, connection, peer) == NIXL_SUCCESS) {
+      code = add(peer_of(connection).second);
+    }
     if (code != KVF_OK) {
       lock.lock();
       region_line_.say(failed("a region of agent " + name));
@@ -307,8 +324,11 @@ nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &range, const nixl_mem_t &
     auto region = std::make_unique<RemoteRegion>();
     region->index = index;
     region->base = header.base;
-    region->life = remote->life;
-    remote->regions[index] = std::move(encoded);
+    region->life = remote.life;
+    region->connection = remote.connection;
+    Connection::Loaded &loaded = connection.regions[index];
+    loaded.encoded = std::move(encoded);
+    loaded.times++;
     out = region.release();
     return NIXL_SUCCESS;
   });
@@ -326,9 +346,24 @@ nixl_status_t Engine::loadLocalMD(nixlBackendMD *in, nixlBackendMD *&out) {
   });
 }
 
+// The agent forgets a region that is not loaded any more. Transfers in flight go on.
 nixl_status_t Engine::unloadMD(nixlBackendMD *metadata) {
-  delete metadata;
-  return NIXL_SUCCESS;
+  return guarded("unloading a region", [&] {
+    const std::unique_ptr<RemoteRegion> region(static_cast<RemoteRegion *>(metadata));
+    const SharedConnection connection = region->connection;
+    // Within this agent there is none.
+    if (!connection) return NIXL_SUCCESS;
+    std::lock_guard calls(connection->calls);
+    const auto loaded = connection->regions.find(region->index);
+    if (loaded == connection->regions.end() || --loaded->second.times > 0) return NIXL_SUCCESS;
+    connection->regions.erase(loaded);
+    const auto [is_connected, peer] = peer_of(*connection);
+    const int32_t code = is_connected ? library().agent_remove_region(agent_, peer, region->index) : KVF_OK;
+    // The connection may have broken, and the peer may have deregistered the region.
+    if (code == KVF_OK || code == KVF_NOT_FOUND) return NIXL_SUCCESS;
+    say_failed("unloading a region");
+    return status_of(code);
+  });
 }
 
 std::string Engine::wrap(const std::string &message) const {
@@ -402,8 +437,9 @@ void Engine::take_event(const kvf_event &event) const {
     take_message(payload);
   } else if (event.kind == KVF_EVENT_PEER_LOST) {
     for (auto &[name, remote] : remotes_) {
-      if (remote->is_connected && remote->peer == event.peer) {
-        remote->is_connected = false;
+      Connection &connection = *remote.connection;
+      if (connection.is_connected && connection.peer == event.peer) {
+        connection.is_connected = false;
         broken_line_.say("the connection to agent " + name + " broke: " + payload);
       }
     }

@@ -22,6 +22,27 @@ namespace kvferry {
 // How often a call that NIXL's user may free memory after is tried before it gives up. NIXL holds its lock meanwhile.
 constexpr int TRIES = 3;
 
+// A connection to a remote agent and the regions of it that NIXL has loaded: one for all that it has loaded of the
+// agent.
+struct Connection {
+  explicit Connection(std::string text) : metadata(std::move(text)) {}
+
+  // How it stands, with Engine::mutex_ held. No two connections have one peer id.
+  uint64_t peer = 0;
+  bool is_connected = false;
+
+  // Held over the calls that wait for the agent's thread; taken before Engine::mutex_. It guards what follows.
+  std::mutex calls;
+  // What the connection is made with, again where it broke.
+  const std::string metadata;
+  // A region's metadata, and how often it is loaded.
+  struct Loaded {
+    std::string encoded;
+    size_t times = 0;
+  };
+  std::unordered_map<uint32_t, Loaded> regions;
+};
+
 // A transfer of NIXL's, which may be posted again and again.
 struct Request : nixlBackendReqH {
   std::string agent;
@@ -86,28 +107,18 @@ class Engine final : public nixlBackendEngine {
  private:
   int32_t start_agent(const Params &params);
 
-  // A remote agent that NIXL has loaded.
+  // A remote agent that NIXL has loaded. Whoever has its connection may use it after NIXL has removed or replaced the
+  // agent.
   struct Remote {
-    Remote(uint64_t number, std::string text) : life(number), metadata(std::move(text)) {}
-
-    const uint64_t life;
-    // How it stands, with mutex_ held. No two connections have one peer id.
-    uint64_t peer = 0;
-    bool is_connected = false;
-
-    // Held over the calls that wait for the agent's thread; taken before mutex_. It guards what follows.
-    std::mutex calls;
-    // What the connection is made with, again where it broke.
-    const std::string metadata;
-    std::unordered_map<uint32_t, std::string> regions;
+    uint64_t life = 0;
+    SharedConnection connection;
   };
-  // Whoever has one may use it after NIXL has removed or replaced it.
-  using SharedRemote = std::shared_ptr<Remote>;
 
-  SharedRemote find(const std::string &name) const;
-  std::pair<bool, uint64_t> peer_of(const Remote &remote) const;
-  nixl_status_t connect_to(const std::string &name, Remote &remote, uint64_t broken) const;
-  nixl_status_t reconnect(const std::string &name, Remote &remote, std::unique_lock<std::mutex> &lock) const;
+  Remote find(const std::string &name) const;
+  SharedConnection connection_with(const std::string &metadata) const;
+  std::pair<bool, uint64_t> peer_of(const Connection &connection) const;
+  nixl_status_t connect_to(const std::string &name, Connection &connection, uint64_t broken) const;
+  nixl_status_t reconnect(const std::string &name, Connection &connection, std::unique_lock<std::mutex> &lock) const;
   int32_t start(Request &request, uint64_t peer, const std::string *message) const;
   nixl_status_t post_own(Request &request, const nixlBackendOptionalArgs *options) const;
   std::string wrap(const std::string &message) const;
@@ -133,7 +144,9 @@ class Engine final : public nixlBackendEngine {
   // Guards all that follows up to shared_mutex_, and is held by whoever takes events from the agent. Not over a call that
   // waits for the agent's thread: other threads look at their transfers meanwhile.
   mutable std::mutex mutex_;
-  mutable std::map<std::string, SharedRemote> remotes_;
+  mutable std::map<std::string, Remote> remotes_;
+  // By their metadata, those that nobody has any more among them.
+  mutable std::map<std::string, std::weak_ptr<Connection>> connections_;
   mutable uint64_t lives_ = 0;
   mutable std::unordered_map<uint64_t, Request *> in_flight_;
   mutable Notifications notifications_;

@@ -95,6 +95,7 @@ const Library *open_library() {
   LOOK_UP(agent_metadata);
   LOOK_UP(agent_region_metadata);
   LOOK_UP(agent_add_region);
+  LOOK_UP(agent_remove_region);
   LOOK_UP(agent_connect);
   LOOK_UP(agent_transfer);
   LOOK_UP(agent_transfer_and_send);

@@ -24,6 +24,7 @@ struct Library {
   decltype(&kvf_agent_metadata) agent_metadata;
   decltype(&kvf_agent_region_metadata) agent_region_metadata;
   decltype(&kvf_agent_add_region) agent_add_region;
+  decltype(&kvf_agent_remove_region) agent_remove_region;
   decltype(&kvf_agent_connect) agent_connect;
   decltype(&kvf_agent_transfer) agent_transfer;
   decltype(&kvf_agent_transfer_and_send) agent_transfer_and_send;

@@ -2,12 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "abi.h"
 #include "kvferry.h"
 
 namespace kvferry {
+
+struct Connection;
+using SharedConnection = std::shared_ptr<Connection>;
 
 // A range that this agent has registered.
 struct LocalRegion : nixlBackendMD {
@@ -25,8 +29,9 @@ struct RemoteRegion : nixlBackendMD {
   RemoteRegion() : nixlBackendMD(false) {}
   uint32_t index = 0;
   uintptr_t base = 0;
-  // The life of the peer that has it, as this agent counts them.
+  // The life of the peer that has it, as this agent counts them, and how that is reached.
   uint64_t life = 0;
+  SharedConnection connection;
   // In this agent: the id of the registration.
   uint64_t own_id = 0;
 };

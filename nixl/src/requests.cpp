@@ -71,15 +71,15 @@ nixl_status_t Engine::postXfer(const nixl_xfer_op_t &, const Ranges &, const Ran
     int32_t code = KVF_NOT_FOUND;
     for (bool is_again = false; code == KVF_NOT_FOUND; is_again = true) {
       if (request.is_active) return NIXL_ERR_REPOST_ACTIVE;
-      const SharedRemote remote = find(request.agent);
-      if (!remote || remote->life != request.life) {
+      const auto [life, connection] = find(request.agent);
+      if (!connection || life != request.life) {
         say("agent " + request.agent + " was removed or loaded anew after the transfer was made; make a new one");
         return request.status = NIXL_ERR_NOT_FOUND;
       }
-      if (remote->is_connected) code = start(request, remote->peer, has_message ? &message : nullptr);
+      if (connection->is_connected) code = start(request, connection->peer, has_message ? &message : nullptr);
       if (code != KVF_NOT_FOUND || is_again) break;
       // The connection broke since; the agent may still be there. What is looked at above may change meanwhile.
-      const nixl_status_t status = reconnect(request.agent, *remote, lock);
+      const nixl_status_t status = reconnect(request.agent, *connection, lock);
       if (status != NIXL_SUCCESS) return request.status = reconnect_status(status);
     }
     if (code != KVF_OK) {
@@ -206,18 +206,18 @@ nixl_status_t Engine::genNotif(const std::string &name, const std::string &messa
     if (name == localAgent) {
       return keep(localAgent, message) ? NIXL_SUCCESS : NIXL_ERR_BACKEND;
     }
-    const SharedRemote remote = find(name);
-    if (!remote) {
+    const SharedConnection connection = find(name).connection;
+    if (!connection) {
       say("the metadata of agent " + name + " is not loaded");
       return NIXL_ERR_NOT_FOUND;
     }
     const auto attempt = [&] {
       const auto *bytes = reinterpret_cast<const uint8_t *>(wrapped.data());
-      return library().agent_send(agent_, remote->peer, bytes, wrapped.size());
+      return library().agent_send(agent_, connection->peer, bytes, wrapped.size());
     };
-    int32_t code = remote->is_connected ? attempt() : KVF_NOT_FOUND;
+    int32_t code = connection->is_connected ? attempt() : KVF_NOT_FOUND;
     if (code == KVF_NOT_FOUND) {
-      const nixl_status_t status = reconnect(name, *remote, lock);
+      const nixl_status_t status = reconnect(name, *connection, lock);
       if (status != NIXL_SUCCESS) return reconnect_status(status);
       code = attempt();
     }

@@ -214,6 +214,13 @@ class Agent(AbstractContextManager["Agent"]):
         data = _lib.data("metadata", metadata)
         return self._handle.number("uint32_t", "add_region", _lib.whole("peer", peer), data)
 
+    def remove_region(self, peer: int, region: int) -> None:
+        """Forgets a region of the peer's, by its index, when the transfers that have begun with it have ended.
+
+        New transfers with it end with `NotFoundError`. `add_region` makes it known again.
+        """
+        self._handle.call("remove_region", _lib.whole("peer", peer), _lib.whole("region", region, 32))
+
     def disconnect(self, peer: int) -> None:
         """Ends the connection; transfers with the peer are ended with an error."""
         self._handle.call("disconnect", _lib.whole("peer", peer))

@@ -29,6 +29,7 @@ pub(crate) enum Command {
     Metadata { reply: Reply<AgentMetadata> },
     RegionMetadata { region: RegionId, reply: Reply<AgentRegion> },
     AddRegion { peer: PeerId, region: Box<AgentRegion>, reply: Reply<u32> },
+    RemoveRegion { peer: PeerId, region: u32, reply: Reply<()> },
     Connect { metadata: Box<AgentMetadata>, reply: Reply<PeerId> },
     Disconnect { peer: PeerId },
     Route { peer: PeerId, reply: Reply<Option<Route>> },

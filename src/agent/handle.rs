@@ -214,6 +214,16 @@ impl Agent {
         self.ask(None, |reply| Command::AddRegion { peer, region: Box::new(region), reply })
     }
 
+    /// Forgets a peer's region, by its index: new transfers with it are refused, those that have begun go on. What this
+    /// side holds of it, such as its key and a mapping, is released when the last of them has ended.
+    /// [`Agent::add_region`] makes it known again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`] for a stale peer id, and for a region that is not known.
+    pub fn remove_region(&self, peer: PeerId, region: u32) -> Result<()> {
+        self.ask(None, |reply| Command::RemoveRegion { peer, region, reply })
+    }
+
     /// Connects to the agent that `metadata` describes, or finds the connection that exists. Returns before the peer
     /// has answered: transfers and messages may be given at once, [`Event::PeerConnected`] or [`Event::PeerLost`]
     /// follows. For a connection that exists, the regions that `metadata` lists replace those that were known; metadata

@@ -223,6 +223,19 @@ pub unsafe extern "C" fn kvf_agent_add_region(
     })
 }
 
+/// Forgets a region of a peer's, by its index. New transfers with it end with KVF_NOT_FOUND; those that have begun go
+/// on, and what this side holds of the region (its key, a mapping) is released when the last of them has ended.
+/// kvf_agent_add_region makes it known again. A region that is not known is KVF_NOT_FOUND.
+///
+/// # Safety
+/// As the header's top says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvf_agent_remove_region(agent: *mut kvf_agent, peer: u64, region: u32) -> i32 {
+    boundary!(kvf_agent_remove_region, {
+        handle::get::<Host>(agent)?.agent.remove_region(PeerId::from_raw(peer), region)
+    })
+}
+
 /// Connects to the agent that made `metadata`. Returns before the peer has answered: transfers and messages may be
 /// started at once; KVF_EVENT_PEER_CONNECTED or KVF_EVENT_PEER_LOST follows.
 ///

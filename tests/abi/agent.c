@@ -319,6 +319,8 @@ static int test(const char *self, const char *transport)
   FAILS(kvf_agent_add_region(agent, peer, one_region.data, one_region.len, &index), KVF_PEER_DIED, "incarnation");
   FAILS(kvf_agent_add_region(agent, peer + 999, one_region.data, one_region.len, &index), KVF_NOT_FOUND, "peer");
   FAILS(kvf_agent_add_region(agent, peer, one_region.data, one_region.len - 1, &index), KVF_CORRUPT, "");
+  FAILS(kvf_agent_remove_region(agent, peer, 70000), KVF_NOT_FOUND, "region 70000");
+  FAILS(kvf_agent_remove_region(agent, peer + 999, 0), KVF_NOT_FOUND, "peer");
   OK(kvf_buffer_free(&one_region));
   OK(kvf_agent_deregister(agent, other));
   FAILS(kvf_agent_region_metadata(agent, other, &one_region), KVF_NOT_FOUND, "region");

@@ -123,6 +123,38 @@ def test_a_region_is_added_later_and_a_message_follows_the_last_byte() -> None:
         assert [event.data for event in events if isinstance(event, kvferry.Message)] == [b"taken"]
 
 
+def test_a_region_is_removed_and_added_again() -> None:
+    ours, theirs = contents(1, (8, BLOCK)), contents(2, (8, BLOCK))
+    with kvferry.Agent({"transport": "tcp"}) as agent, kvferry.Agent({"transport": "tcp"}) as other:
+        agent.register(ours)
+        kept, region = other.register(theirs[:4]), other.register(theirs)
+        described = other.region_metadata(region)
+        peer = agent.connect(other.metadata())
+        segment = Segment(0, 0, region.index, 0, 0, BLOCK, BLOCK, BLOCK)
+        begun = agent.read(peer, [segment], [([0, 1], [7, 3])])
+        agent.remove_region(peer, region.index)
+        begun.wait(GENEROUS)
+        np.testing.assert_array_equal(ours[:2], theirs[[7, 3]])
+        before = ours.copy()
+        with pytest.raises(kvferry.NotFoundError, match=r"was removed|is not in its metadata"):
+            agent.read(peer, [segment], [([2], [1])]).wait(GENEROUS)
+        np.testing.assert_array_equal(ours, before)
+        for index in (region.index, 2, 2**32 - 1):
+            with pytest.raises(kvferry.NotFoundError, match=f"region {index} "):
+                agent.remove_region(peer, index)
+        with pytest.raises(kvferry.NotFoundError, match="peer"):
+            agent.remove_region(peer + 999, kept.index)
+        with pytest.raises(kvferry.InvalidArgumentError):
+            agent.remove_region(peer, 2**32)
+        for _ in range(2):
+            assert agent.add_region(peer, described) == region.index
+            agent.read(peer, [segment], [([2, 3], [1, 5])]).wait(GENEROUS)
+            np.testing.assert_array_equal(ours[2:4], theirs[[1, 5]])
+            agent.remove_region(peer, region.index)
+        agent.read(peer, [Segment(0, 0, kept.index, 0, 0, BLOCK, BLOCK, BLOCK)], [([4], [2])]).wait(GENEROUS)
+        np.testing.assert_array_equal(ours[4], theirs[2])
+
+
 def test_messages_go_both_ways() -> None:
     with process(serve, "tcp") as pipe, kvferry.Agent({"transport": "tcp"}) as agent:
         peer = agent.connect(receive(pipe))

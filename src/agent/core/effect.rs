@@ -80,6 +80,8 @@ pub(crate) struct TransferEnd {
     pub(crate) posted: Option<(Instant, Instant)>,
     /// Local regions that it used, each once.
     pub(crate) regions: Vec<u32>,
+    /// Regions of the peer's, likewise.
+    pub(crate) remote_regions: Vec<u32>,
     /// Regions of peers that wait for its end to be let go.
     pub(crate) let_go: Vec<(PeerId, u32)>,
 }

@@ -33,6 +33,9 @@ impl Engine {
                 let added = self.peers.get_mut(peer).and_then(|peer| peer.add_region(&region));
                 let _ = reply.send(added.map(|()| region.index));
             }
+            Command::RemoveRegion { peer, region, reply } => {
+                let _ = reply.send(self.remove_region(peer, region));
+            }
             Command::Connect { metadata, reply } => self.serve_connect(&metadata, reply, now),
             Command::Disconnect { peer } => {
                 // It may have been lost since the handle looked.
@@ -106,6 +109,12 @@ impl Engine {
         }
     }
 
+    /// Forgets a region of a peer's, when no transfer uses it any more.
+    pub(super) fn remove_region(&mut self, peer: PeerId, region: u32) -> Result<()> {
+        let is_in_use = self.transfers.uses(peer, region);
+        self.peers.get_mut(peer)?.remove_region(region, is_in_use)
+    }
+
     /// Connects for a caller. Who has given up knows no id to disconnect by.
     fn serve_connect(&mut self, metadata: &AgentMetadata, reply: Reply<PeerId>, now: Instant) {
         if !reply.is_wanted() {
@@ -136,12 +145,13 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
+    use super::super::tests::{LEN, begin_one, config, drive, plan, read, reader};
     use super::*;
     use crate::agent::command::Shared;
     use crate::agent::core::event::{Direction, Event};
     use crate::agent::core::ids::PeerId;
     use crate::agent::core::reply::answer;
-    use crate::agent::{AgentConfig, Transport};
+    use crate::agent::{Agent, AgentConfig, Transport};
     use crate::proto::ids::Incarnation;
     use crate::proto::plan::CopyPlan;
     use crate::proto::wire::limits::MAX_REGIONS;
@@ -210,6 +220,65 @@ mod tests {
         engine.answer_registration(range, Ok(region), reply);
         assert_eq!(caller.wait(Duration::ZERO).unwrap().unwrap(), region);
         assert_eq!(engine.stats().regions, 1);
+    }
+
+    #[test]
+    fn what_is_in_flight_goes_on_with_a_region_that_is_removed() {
+        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+        let region = other.register(MemoryRange::leaked_with(vec![7; 3 * LEN])).unwrap();
+        let described = other.region_metadata(region).unwrap();
+        let (mut engine, peer) = reader(Transport::Shm, &other);
+        for is_removed_again in [false, true] {
+            let id = read(&mut engine, peer);
+            let operation = begin_one(&mut engine, peer, id);
+            engine.remove_region(peer, 0).unwrap();
+            let refused = |engine: &mut Engine| {
+                let id = engine.shared.live.ids.transfer().unwrap();
+                let (direction, message) = (Direction::Read, None);
+                let request = TransferRequest { id, peer, direction, plan: plan(), message, user_data: 0 };
+                let error = engine.start_transfer(request, Instant::now()).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+                assert_eq!(engine.remove_region(peer, 0).unwrap_err().kind(), ErrorKind::NotFound);
+            };
+            refused(&mut engine);
+            if is_removed_again {
+                engine.peers.get_mut(peer).unwrap().add_region(&described).unwrap();
+                engine.remove_region(peer, 0).unwrap();
+            }
+            engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
+            drive(&mut engine, |engine| {
+                engine.reap_copies(Instant::now());
+                engine.transfers.get(id).is_none()
+            });
+            assert_eq!(engine.stats.transfers_failed, 0);
+            let known = engine.peers.get(peer).unwrap();
+            assert!(known.kind(0).is_none() && !known.has_removed(), "nothing is kept");
+            refused(&mut engine);
+            engine.peers.get_mut(peer).unwrap().add_region(&described).unwrap();
+        }
+        // While it is not used, and when the owner deregisters it before the last use has ended.
+        engine.remove_region(peer, 0).unwrap();
+        assert!(engine.peers.get(peer).unwrap().kind(0).is_none());
+        engine.peers.get_mut(peer).unwrap().add_region(&described).unwrap();
+        let id = read(&mut engine, peer);
+        let operation = begin_one(&mut engine, peer, id);
+        engine.remove_region(peer, 0).unwrap();
+        let ending = std::thread::spawn(move || (other.deregister(region), other));
+        drive(&mut engine, |engine| engine.revocations.are_owed());
+        assert!(!ending.is_finished() && !engine.peers.get(peer).unwrap().has_removed());
+        engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
+        drive(&mut engine, |engine| {
+            engine.reap_copies(Instant::now());
+            engine.check_timers(Instant::now());
+            ending.is_finished()
+        });
+        assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
+        let (ended, other) = ending.join().unwrap();
+        ended.unwrap();
+        engine.peers.get_mut(peer).unwrap().add_region(&described).unwrap();
+        assert_eq!(engine.remove_region(peer, 0).unwrap_err().kind(), ErrorKind::NotFound);
+        drop(engine);
+        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     #[test]

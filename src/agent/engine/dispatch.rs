@@ -159,6 +159,7 @@ impl Engine {
             operations,
             posted: Some((begin, begin)),
             regions: Vec::new(),
+            remote_regions: Vec::new(),
             let_go: Vec::new(),
         };
         self.transfer_ended(end, Instant::now());
@@ -195,6 +196,7 @@ impl Engine {
             operations,
             posted,
             regions,
+            remote_regions,
             let_go,
         } = end;
         if let Some(message) = message {
@@ -231,6 +233,12 @@ impl Engine {
         });
         self.regions.leave(&regions);
         self.revocations.user_ended(&let_go);
+        if let Ok(known) = self.peers.get_mut(peer)
+            && known.has_removed()
+        {
+            let unused = remote_regions.iter().filter(|region| !self.transfers.uses(peer, **region));
+            unused.for_each(|region| known.forget_removed(*region));
+        }
     }
 
     /// Takes the connections that UCX gave up.

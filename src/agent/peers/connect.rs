@@ -129,6 +129,7 @@ impl Peers {
             version: OLDEST,
             deadline: None,
             regions: BTreeMap::new(),
+            removed: BTreeSet::new(),
             endpoint,
             first_lanes: lanes,
             traffic: Traffic::default(),

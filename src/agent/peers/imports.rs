@@ -118,20 +118,20 @@ impl Peer {
     /// The peer has deregistered its regions of a run of indices: nothing more is read or written there.
     ///
     /// # Errors
-    /// [`ErrorKind::PeerDied`] where UCX has mapped one of them, which it goes on doing until the connection ends, and where not
-    /// all can be remembered that the peer has deregistered.
+    /// [`ErrorKind::PeerDied`] where UCX has mapped one of them, which it goes on doing until the connection ends, and
+    /// where not all can be remembered that the peer has deregistered.
     pub(crate) fn revoke(&mut self, run: RangeInclusive<u32>) -> Result<()> {
         if run.is_empty() {
             return Ok(());
         }
-        let by_cuda_ipc = self.reach.by_cuda_ipc;
-        // UCX may also have mapped what no lane of the connection is for.
-        let is_mapped = |(region, rkey): RemoteRegion| {
-            (by_cuda_ipc || region.handle.is_some()) && region.kind != MemoryKind::Host && rkey.is_some()
-        };
         let gone: Vec<u32> = self.regions.range(run.clone()).map(|(index, _)| *index).collect();
-        // Operations that are under way hold the rkey.
-        let mapped = gone.into_iter().filter(|index| self.regions.remove(index).is_some_and(is_mapped)).last();
+        let mut mapped = None;
+        for index in gone {
+            // Operations that are under way hold the rkey.
+            mapped =
+                self.regions.remove(&index).filter(|region| self.is_mapped_by_ucx(region)).map(|_| index).or(mapped);
+            self.removed.remove(&index);
+        }
         self.imports.forget(&run);
         self.imports.revoked.add(run);
         if let Some(index) = mapped {
@@ -152,11 +152,17 @@ impl Peer {
         Ok(())
     }
 
+    /// Whether UCX has mapped a region for its operations, as it does at the first one and until the connection ends.
+    pub(super) fn is_mapped_by_ucx(&self, (region, rkey): &RemoteRegion) -> bool {
+        // It may also have mapped what no lane of the connection is for.
+        (self.reach.by_cuda_ipc || region.handle.is_some()) && region.kind != MemoryKind::Host && rkey.is_some()
+    }
+
     /// Takes note of the regions that the peer's hello calls withdrawn, before anything of them is mapped.
     pub(super) fn withdraw(&mut self, runs: &[(u32, u32)]) {
         for (first, last) in runs {
-            // UCX is given no device memory before the hello, and a hello is too short for too many runs: so there is no
-            // connection to be ended for that.
+            // UCX is given no device memory before the hello, and a hello is too short for too many runs: so there is
+            // no connection to be ended for that.
             let _ = self.revoke(*first..=*last);
         }
     }

@@ -33,8 +33,8 @@ use crate::ucx::{self, Endpoint, Posted, Rkey};
 /// A region of the peer's, and its rkey if UCX has it.
 pub(super) type RemoteRegion = (RegionMetadata, Option<Rc<Rkey>>);
 
-/// Runs of deregistered regions that are remembered of a peer. One that tells of all that it deregisters has fewer: it has at most
-/// [`MAX_REGIONS`] others.
+/// Runs of deregistered regions that are remembered of a peer. One that tells of all that it deregisters has fewer: it
+/// has at most [`MAX_REGIONS`] others.
 pub(super) const MAX_RUNS: usize = MAX_REGIONS + 1;
 
 /// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
@@ -90,6 +90,8 @@ pub(crate) struct Peer {
     pub(super) deadline: Option<Instant>,
     /// Its regions by index, but for those that it has deregistered.
     pub(super) regions: BTreeMap<u32, RemoteRegion>,
+    /// Those of them that this side's owner has removed, and that are in use or mapped by UCX.
+    pub(super) removed: BTreeSet<u32>,
     pub(crate) endpoint: Endpoint,
     /// UCX's description of the endpoint when it was made: how it tries to reach the peer.
     pub(super) first_lanes: String,
@@ -264,9 +266,9 @@ impl Peer {
         ucx_error(error).context(format!("sending to agent {}", self.name))
     }
 
-    /// The length of its region `index`.
+    /// The length of its region `index`, where new transfers may use it.
     pub(crate) fn len_of(&self, index: u32) -> Option<u64> {
-        self.regions.get(&index).map(|(region, _)| region.len)
+        self.regions.get(&index).filter(|_| !self.removed.contains(&index)).map(|(region, _)| region.len)
     }
 
     /// Whether the connection has lanes that move such memory one-sided.
@@ -361,21 +363,24 @@ impl Peer {
         Ok(rkey.clone())
     }
 
-    /// Refuses an index that names no region of the peer's.
+    /// Refuses an index that names no region of the peer's, or one that was removed.
     pub(crate) fn check_region(&self, index: u32) -> Result<()> {
-        if self.regions.contains_key(&index) {
+        let is_removed = self.removed.contains(&index);
+        if self.regions.contains_key(&index) && !is_removed {
             return Ok(());
         }
-        let why = if self.imports.revoked.contains(index) {
-            "which has deregistered it"
+        let why = if is_removed {
+            "was removed"
+        } else if self.imports.revoked.contains(index) {
+            "was deregistered there"
         } else {
-            "whose metadata does not have it"
+            "is not in its metadata"
         };
-        Err(Error::not_found(format!("the plan names region {index} of peer {}, {why}", self.name)))
+        Err(Error::not_found(format!("region {index} of peer {} {why}", self.name)))
     }
 
-    /// Whether it can know of a region of this side. Older peers take no such index for a region's, and lose the connection
-    /// where one is revoked.
+    /// Whether it can know of a region of this side. Older peers take no such index for a region's, and lose the
+    /// connection where one is revoked.
     pub(crate) fn can_know(&self, region: u32) -> bool {
         self.knows_uses || (region as usize) < MAX_REGIONS
     }
@@ -448,6 +453,7 @@ impl Peer {
             regions.extend(taken.map(|region| (index, region)));
         }
         self.regions = regions;
+        self.removed.clear();
         self.refused.retain(|(_, index)| kept.contains(index));
         self.imports.retain(&kept);
         Ok(())
@@ -468,6 +474,7 @@ impl Peer {
         let index = added.index;
         if let Some((known, _)) = self.regions.get(&index) {
             if *known == added.region {
+                self.removed.remove(&index);
                 return Ok(());
             }
             // Its rkey and its mapping are in use, and an index is never used again.
@@ -481,8 +488,8 @@ impl Peer {
             return Err(Error::new(
                 ErrorKind::Exhausted,
                 format!(
-                    "{MAX_REGIONS} regions of agent {} are known, as many as it can have at a time: connect by its newest metadata, \
-                     which leaves out those that it has deregistered",
+                    "{MAX_REGIONS} regions of agent {} are known, as many as it can have at a time: remove those that \
+                     it has deregistered, or connect by its newest metadata, which leaves them out",
                     self.name
                 ),
             ));
@@ -494,6 +501,38 @@ impl Peer {
         self.regions.insert(index, region);
         self.refused.retain(|(_, known)| *known != index);
         Ok(())
+    }
+
+    /// Refuses new transfers with its region `index`. What is known of it goes at once, or when no transfer uses it any
+    /// more.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`].
+    pub(crate) fn remove_region(&mut self, index: u32, is_in_use: bool) -> Result<()> {
+        self.check_region(index)?;
+        self.removed.insert(index);
+        if !is_in_use {
+            self.forget_removed(index);
+        }
+        Ok(())
+    }
+
+    /// Whether any of its regions were removed, and not forgotten.
+    pub(crate) fn has_removed(&self) -> bool {
+        !self.removed.is_empty()
+    }
+
+    /// No transfer uses its region `index` any more: forgets it if it was removed.
+    pub(crate) fn forget_removed(&mut self, index: u32) {
+        if !self.removed.contains(&index) {
+            return;
+        }
+        self.imports.forget(&(index..=index));
+        // One that UCX has mapped is known until its owner asks for it, since the connection has to end then.
+        if !self.regions.get(&index).is_some_and(|region| self.is_mapped_by_ucx(region)) {
+            self.regions.remove(&index);
+            self.removed.remove(&index);
+        }
     }
 
     /// A region as metadata describes it; `None` for one that is gone.

@@ -484,6 +484,7 @@ impl Transfers {
             operations: transfer.posted,
             posted,
             regions: transfer.regions,
+            remote_regions: transfer.remote_regions,
             let_go: transfer.let_go,
         }));
     }
@@ -538,6 +539,13 @@ impl Transfers {
             self.stop_where(|transfer| transfer.reaches(owner, region), &error, effects, now);
         }
         users
+    }
+
+    /// Whether any transfer over the connection to a peer reads or writes a region of it.
+    pub(crate) fn uses(&self, peer: PeerId, region: u32) -> bool {
+        self.table
+            .values()
+            .any(|transfer| transfer.peer == peer && transfer.remote_regions.binary_search(&region).is_ok())
     }
 
     /// Stops the transfers with a peer.

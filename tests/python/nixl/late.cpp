@@ -70,3 +70,26 @@ extern "C" int32_t kvf_agent_add_region(kvf_agent *agent, uint64_t peer, const u
   hold();
   return real<decltype(kvf_agent_add_region)>("kvf_agent_add_region")(agent, peer, metadata, metadata_len, index);
 }
+
+// Says how a read of the region ends from then on, as a status, in the file that KVFERRY_TEST_REMOVED names.
+extern "C" int32_t kvf_agent_remove_region(kvf_agent *agent, uint64_t peer, uint32_t region) {
+  const int32_t code = real<decltype(kvf_agent_remove_region)>("kvf_agent_remove_region")(agent, peer, region);
+  const char *file = std::getenv("KVFERRY_TEST_REMOVED");
+  if (!file || code != KVF_OK) return code;
+  kvf_segment segment{};
+  segment.remote_region = region;
+  segment.length = 1;
+  const uint32_t id = 0;
+  const uint64_t ends[] = {0, 1};
+  uint64_t transfer = 0;
+  int32_t status = kvf_agent_transfer(agent, peer, KVF_READ, &segment, 1, &id, &id, ends, 1, 0, &transfer);
+  for (bool is_over = status != KVF_OK; !is_over;) {
+    kvf_event event{};
+    size_t count = 0;
+    if (kvf_agent_poll(agent, &event, 1, &count) != KVF_OK) break;
+    is_over = count && event.kind == KVF_EVENT_TRANSFER_DONE && event.transfer == transfer;
+    status = event.status;
+  }
+  std::ofstream(file, std::ios::app) << region << ' ' << status << '\n';
+  return code;
+}

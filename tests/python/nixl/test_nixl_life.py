@@ -27,6 +27,7 @@ from nixl_host import GENEROUS, digest, pattern
 pytestmark = pytest.mark.slow
 
 MAX_NOTIFICATIONS = 65_536
+NOT_FOUND = -2
 
 
 def test_memory_that_is_registered_twice_is_one_region(plugin: Path, edge: str) -> None:
@@ -84,6 +85,27 @@ def test_a_read_in_flight_outlasts_a_peer_that_is_loaded_anew(plugin: Path, edge
         # NIXL 1.5 does not look at a transfer with a peer that was removed. The notification follows its last byte.
         assert b.notified(posts) == [("a", b"read")] * posts
         assert a.digest("cache") == b.digest("cache") == digest(pattern(2, LARGE))
+
+
+def test_a_region_that_is_unloaded_cannot_be_read_until_it_is_loaded_again(
+    plugin: Path, edge: str, late: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    env = {"KVFERRY_LIBRARY": str(late), "KVFERRY_TEST_REMOVED": str(told)}
+    with Process(edge, plugin, env=env) as a, Process(edge, plugin) as b:
+        address = acquaint(a, b, SIZE)
+        b.buffer("other", 3, SIZE)
+        b.register("other", [("other", 0, SIZE)])
+        unread = []
+        for key, region in (("cache", 0), ("other", 1), ("cache", 0)):
+            assert a.add(b.partial(key, True)) == "b"
+            if key == "cache":
+                read(a, address)
+            a.remove("b")
+            unread.append(f"{region} {NOT_FOUND}")
+            assert told.read_text().splitlines() == unread, a.log
+        a.add(b.metadata())
+        read(a, address)
 
 
 def test_a_read_from_a_frozen_peer_goes_on_when_the_peer_does(plugin: Path, edge: str) -> None:
