@@ -215,9 +215,10 @@ class Agent(AbstractContextManager["Agent"]):
         return self._handle.number("uint32_t", "add_region", _lib.whole("peer", peer), data)
 
     def remove_region(self, peer: int, region: int) -> None:
-        """Forgets a region of the peer's, by its index, when the transfers that have begun with it have ended.
+        """Forgets a region of the peer's, by the index that `add_region` returned, or its place in the metadata of `connect`.
 
-        New transfers with it end with `NotFoundError`. `add_region` makes it known again.
+        Returns at once; transfers that have begun go on. New transfers with the region end with `NotFoundError`.
+        `add_region` makes it known again.
         """
         self._handle.call("remove_region", _lib.whole("peer", peer), _lib.whole("region", region, 32))
 
