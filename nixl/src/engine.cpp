@@ -321,6 +321,7 @@ nixl_status_t Engine::loadRemoteMD(const nixlBlobDesc &range, const nixl_mem_t &
       region_line_.say(failed("a region of agent " + name));
       return status_of(code);
     }
+    connection.is_late = false;
     auto region = std::make_unique<RemoteRegion>();
     region->index = index;
     region->base = header.base;
@@ -350,6 +351,7 @@ nixl_status_t Engine::loadLocalMD(nixlBackendMD *in, nixlBackendMD *&out) {
 nixl_status_t Engine::unloadMD(nixlBackendMD *metadata) {
   return guarded("unloading a region", [&] {
     const std::unique_ptr<RemoteRegion> region(static_cast<RemoteRegion *>(metadata));
+    if (!region) return NIXL_SUCCESS;
     const SharedConnection connection = region->connection;
     // Within this agent there is none.
     if (!connection) return NIXL_SUCCESS;
@@ -358,7 +360,9 @@ nixl_status_t Engine::unloadMD(nixlBackendMD *metadata) {
     if (loaded == connection->regions.end() || --loaded->second.times > 0) return NIXL_SUCCESS;
     connection->regions.erase(loaded);
     const auto [is_connected, peer] = peer_of(*connection);
-    const int32_t code = is_connected ? library().agent_remove_region(agent_, peer, region->index) : KVF_OK;
+    if (!is_connected || connection->is_late) return NIXL_SUCCESS;
+    const int32_t code = library().agent_remove_region(agent_, peer, region->index);
+    connection->is_late = code == KVF_TIMEOUT;
     // The connection may have broken, and the peer may have deregistered the region.
     if (code == KVF_OK || code == KVF_NOT_FOUND) return NIXL_SUCCESS;
     say_failed("unloading a region");

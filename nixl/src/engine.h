@@ -41,6 +41,9 @@ struct Connection {
     size_t times = 0;
   };
   std::unordered_map<uint32_t, Loaded> regions;
+  // Whether the agent's thread did not answer in time when a region was removed: until one is loaded, none is removed,
+  // because each would wait as long with NIXL's lock held.
+  bool is_late = false;
 };
 
 // A transfer of NIXL's, which may be posted again and again.

@@ -215,7 +215,7 @@ class Agent(AbstractContextManager["Agent"]):
         return self._handle.number("uint32_t", "add_region", _lib.whole("peer", peer), data)
 
     def remove_region(self, peer: int, region: int) -> None:
-        """Forgets a region of the peer's, by the index that `add_region` returned, or its place in the metadata of `connect`.
+        """Forgets a region of the peer's, by the index that `add_region` returned or its place in `connect`'s metadata.
 
         Returns at once; transfers that have begun go on. New transfers with the region end with `NotFoundError`.
         `add_region` makes it known again.

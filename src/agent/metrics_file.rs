@@ -4,6 +4,8 @@
 //! A thread of its own writes it, so that a disk that hangs holds up no transfer.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
@@ -98,12 +100,23 @@ fn text(name: &str, agent: &AgentStats, peers: &[PeerStats]) -> Result<String> {
 
 /// Puts a whole new file at `path`, by way of `made`, so that no reader sees half of one.
 fn replace(path: &Path, made: &Path, text: &str) -> io::Result<()> {
-    let put = fs::write(made, text).and_then(|()| fs::rename(made, path));
+    let put = write_new(made, text).and_then(|()| fs::rename(made, path));
     if put.is_err() {
         // It may not have come into being.
         let _ = fs::remove_file(made);
     }
     put
+}
+
+/// Makes a file, in place of one that a killed process left there. A link of that name is removed, not followed: others
+/// may write to the folder.
+fn write_new(path: &Path, text: &str) -> io::Result<()> {
+    if let Err(error) = fs::remove_file(path)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        return Err(error);
+    }
+    File::create_new(path)?.write_all(text.as_bytes())
 }
 
 /// Where a file of this path is, whatever folder the process is in later. A link is followed, since the file is replaced.

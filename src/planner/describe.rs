@@ -34,7 +34,7 @@ pub struct Deployment {
     #[serde(default)]
     pub cached_tokens: u64,
     /// Whether the consumer reuses blocks for other requests with the same prefix, as
-    /// [`SchedulerConfig::reuses_blocks`](crate::scheduler::SchedulerConfig::reuses_blocks).
+    /// [`SchedulerConfig::reuses_blocks`](crate::proto::scheduler::SchedulerConfig::reuses_blocks).
     #[serde(default = "yes")]
     pub reuses_blocks: bool,
     /// Whether the request's blocks lie one after the other, as an engine that has just started hands them out. Else no

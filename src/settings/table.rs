@@ -5,6 +5,7 @@ use super::Giver::{Environment, Operator, OperatorWithoutVariable, Program};
 use super::Kind::{Choice, Flag, Other, Path, Text, Ucx, Whole};
 use super::Part::{self, Agent, Aggregator, Connector, Listener, Scheduler, Worker};
 use super::{Default, Giver, Kind, Setting};
+use crate::proto::plan::GATHER_BELOW;
 
 const DAY_MS: u64 = 24 * 3600 * 1000;
 const DURATION: Kind = Whole(1, DAY_MS);
@@ -87,7 +88,7 @@ pub const TABLE: &[Setting] = &[
     row(Operator, "window_bytes", &[Agent], Whole(1, BYTES), "bytes", Number(16 << 20), "Bytes in flight to one peer."),
     row(Operator, "max_operation_bytes", &[Agent], Whole(1, BYTES), "bytes", Number(4 << 20),
         "Adjacent blocks are merged into operations of at most so many bytes."),
-    row(Operator, "gather_below", &[Agent], Whole(0, BYTES), "bytes", Number(1536),
+    row(Operator, "gather_below", &[Agent], Whole(0, BYTES), "bytes", Number(GATHER_BELOW),
         "Transfers between host memories whose runs are shorter than this on average travel in messages of many runs; 0 \
          means never."),
     row(Operator, "connect_timeout_ms", &[Agent], DURATION, "ms", Number(10_000),

@@ -145,7 +145,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use super::super::tests::{LEN, begin_one, config, drive, plan, read, reader};
+    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader};
     use super::*;
     use crate::agent::command::Shared;
     use crate::agent::core::event::{Direction, Event};
@@ -252,10 +252,19 @@ mod tests {
             });
             assert_eq!(engine.stats.transfers_failed, 0);
             let known = engine.peers.get(peer).unwrap();
-            assert!(known.kind(0).is_none() && !known.has_removed(), "nothing is kept");
+            assert!(known.kind(0).is_none() && known.removed_of(&[0]).is_empty(), "nothing is kept");
             refused(&mut engine);
             engine.peers.get_mut(peer).unwrap().add_region(&described).unwrap();
         }
+        // Device memory that UCX moves of an owner on another host, who never asks for it back.
+        let known = engine.peers.get_mut(peer).unwrap();
+        known.on_this_host = false;
+        known.describe_as_mapped_by_ucx(0, DEVICE);
+        engine.remove_region(peer, 0).unwrap();
+        let known = engine.peers.get_mut(peer).unwrap();
+        assert!(known.kind(0).is_none() && known.removed_of(&[0]).is_empty());
+        known.on_this_host = true;
+        known.add_region(&described).unwrap();
         // While it is not used, and when the owner deregisters it before the last use has ended.
         engine.remove_region(peer, 0).unwrap();
         assert!(engine.peers.get(peer).unwrap().kind(0).is_none());
@@ -265,7 +274,7 @@ mod tests {
         engine.remove_region(peer, 0).unwrap();
         let ending = std::thread::spawn(move || (other.deregister(region), other));
         drive(&mut engine, |engine| engine.revocations.are_owed());
-        assert!(!ending.is_finished() && !engine.peers.get(peer).unwrap().has_removed());
+        assert!(!ending.is_finished() && engine.peers.get(peer).unwrap().removed_of(&[0]).is_empty());
         engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
         drive(&mut engine, |engine| {
             engine.reap_copies(Instant::now());

@@ -233,11 +233,10 @@ impl Engine {
         });
         self.regions.leave(&regions);
         self.revocations.user_ended(&let_go);
-        if let Ok(known) = self.peers.get_mut(peer)
-            && known.has_removed()
-        {
-            let unused = remote_regions.iter().filter(|region| !self.transfers.uses(peer, **region));
-            unused.for_each(|region| known.forget_removed(*region));
+        if let Ok(known) = self.peers.get_mut(peer) {
+            let removed = known.removed_of(&remote_regions).into_iter();
+            let unused = removed.filter(|region| !self.transfers.uses(peer, *region));
+            unused.for_each(|region| known.forget_removed(region));
         }
     }
 

@@ -25,6 +25,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::ipc::Imported;
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
+#[cfg(test)]
+use crate::proto::wire::DeviceHandle;
 use crate::proto::wire::limits::MAX_REGIONS;
 use crate::proto::wire::{AgentMetadata, AgentRegion, MemoryKind, RegionMetadata};
 use crate::sys::process::{Challenge, Neighbour, ProcessPlace, Witness};
@@ -379,8 +381,8 @@ impl Peer {
         Err(Error::not_found(format!("region {index} of peer {} {why}", self.name)))
     }
 
-    /// Whether it can know of a region of this side. Older peers take no such index for a region's, and lose the
-    /// connection where one is revoked.
+    /// Whether it can know of a region of this side. Peers of releases without `uses` take no such index for a region's,
+    /// and lose the connection where one is revoked.
     pub(crate) fn can_know(&self, region: u32) -> bool {
         self.knows_uses || (region as usize) < MAX_REGIONS
     }
@@ -517,9 +519,19 @@ impl Peer {
         Ok(())
     }
 
-    /// Whether any of its regions were removed, and not forgotten.
-    pub(crate) fn has_removed(&self) -> bool {
-        !self.removed.is_empty()
+    /// Takes its region `index` for device memory of which UCX has the rkey, for tests of what follows from that.
+    #[cfg(test)]
+    pub(crate) fn describe_as_mapped_by_ucx(&mut self, index: u32, kind: MemoryKind) {
+        if let Some((region, rkey)) = self.regions.get_mut(&index) {
+            let handle = DeviceHandle { handle: Vec::new(), offset: 0, pieces: Vec::new() };
+            (region.kind, region.handle) = (kind, Some(handle));
+            assert!(rkey.is_some());
+        }
+    }
+
+    /// Those of these regions that were removed, and are not forgotten.
+    pub(crate) fn removed_of(&self, regions: &[u32]) -> Vec<u32> {
+        regions.iter().copied().filter(|region| self.removed.contains(region)).collect()
     }
 
     /// No transfer uses its region `index` any more: forgets it if it was removed.
@@ -528,11 +540,15 @@ impl Peer {
             return;
         }
         self.imports.forget(&(index..=index));
-        // One that UCX has mapped is known until its owner asks for it, since the connection has to end then.
-        if !self.regions.get(&index).is_some_and(|region| self.is_mapped_by_ucx(region)) {
-            self.regions.remove(&index);
-            self.removed.remove(&index);
+        // One that UCX has mapped is known until its owner asks for it, since the connection has to end then. Only owners
+        // on this host ask.
+        let may_be_asked_for = self.on_this_host || self.reach.by_cuda_ipc;
+        if may_be_asked_for && self.regions.get(&index).is_some_and(|region| self.is_mapped_by_ucx(region)) {
+            return;
         }
+        self.regions.remove(&index);
+        self.removed.remove(&index);
+        self.refused.retain(|(_, known)| *known != index);
     }
 
     /// A region as metadata describes it; `None` for one that is gone.
