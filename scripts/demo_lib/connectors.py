@@ -12,7 +12,9 @@ from .cache_check import DUMP_FOLDER
 from .options import Options
 from .ports import free_port
 
-# Where each rank of the decode engine writes a line per finished receive.
+# Where each rank of the decode engine tells of its receives: kvferry's in a trace of its own, the observer of the stock
+# connector's in a line each.
+TRACE = "KVFERRY_TRACE"
 REQUEST_LOG = "KVFERRY_REQUEST_LOG"
 
 # UCX's names for what --transport means to NIXL's agents. `self` is for an agent's connection to itself; `shm` stands
@@ -87,7 +89,7 @@ class Connector:
         if options.check_bytes:
             result[DUMP_FOLDER] = str(dump)
         if role == "kv_consumer":
-            result[REQUEST_LOG] = str(request_log)
+            result[TRACE if self.is_kvferry else REQUEST_LOG] = str(request_log)
         if not self.is_kvferry:
             result["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
             result["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())

@@ -7,9 +7,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .cache_check import CacheCheck
+
+if TYPE_CHECKING:
+    from kvferry import trace
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class Receive:
     blocks: int | None
     bytes: int | None
     transfer_ms: float | None
+    # How many ranks told of it.
+    ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,34 @@ def _shown(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def read_traces(path: Path) -> dict[str, Receive]:
+    """Joins what the traces of the decode engine's ranks tell of receives that succeeded, by vLLM's request id.
+
+    `path` is the file of the first rank; the others' have a number in their names.
+    """
+    # Not installed where other connectors run alone.
+    from kvferry import trace
+
+    found: dict[str, list[trace.Receive]] = {}
+    for receive in trace.read(path.parent.glob(f"{path.stem}*{path.suffix}")).receives:
+        if receive.outcome == "received":
+            found.setdefault(receive.request, []).append(receive)
+    return {request: _join_traced(receives) for request, receives in found.items()}
+
+
+def _join_traced(found: Sequence[trace.Receive]) -> Receive:
+    times = [time / 1e3 for receive in found if (time := receive.stage("transfer")) is not None]
+    blocks, size = max(receive.blocks for receive in found), sum(receive.bytes for receive in found)
+    return Receive(blocks, size, max(times, default=None), len(found))
+
+
+def unseen_transfers(rows: Iterable[Row]) -> list[str]:
+    """The requests that kvferry answered without telling of bytes: nothing shows that it moved their caches."""
+    return [
+        f"{row.name}: no trace tells of bytes that kvferry moved for it" for row in rows if not (row.error or row.bytes)
+    ]
+
+
 def read_receives(path: Path) -> dict[str, Receive]:
     """Joins the lines that the decode engine's ranks wrote, by vLLM's request id.
 
@@ -151,7 +184,7 @@ def _join(lines: Iterable[dict[str, Any]]) -> Receive:
     blocks = [line["blocks"] for line in found if isinstance(line.get("blocks"), int)]
     sizes = [line["bytes"] for line in found if isinstance(line.get("bytes"), int)]
     times = [float(line["transfer_ms"]) for line in found if isinstance(line.get("transfer_ms"), (int, float))]
-    return Receive(max(blocks, default=None), sum(sizes) if sizes else None, max(times, default=None))
+    return Receive(max(blocks, default=None), sum(sizes) if sizes else None, max(times, default=None), len(found))
 
 
 def format_rows(rows: Sequence[Row]) -> str:

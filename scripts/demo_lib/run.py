@@ -24,7 +24,17 @@ from .metrics import fetch_metrics, parse_counters
 from .model import make_model
 from .options import JUDGED_BY_BYTES, Options, Shape, parse_options
 from .proxy import KvParams, Proxy, open_session
-from .report import Receive, Result, Row, format_comparison, format_rows, joined, read_receives
+from .report import (
+    Receive,
+    Result,
+    Row,
+    format_comparison,
+    format_rows,
+    joined,
+    read_receives,
+    read_traces,
+    unseen_transfers,
+)
 from .servers import Server, ServerFailed, ServerGroup, available_gib
 from .verdict import (
     check_aborted,
@@ -40,6 +50,7 @@ from .workload import Prompt, Workload, make_workload
 SPARE_GIB = 2.0
 BASELINE_PARALLEL = 4
 ENDING_LIMIT_S = 30.0
+TRACE_LIMIT_S = 30.0
 WARM_UP_ATTEMPTS = 5
 IDLE_S = 10.0
 """How long the engines are watched without a request."""
@@ -170,19 +181,42 @@ async def send_control(setting: Setting, proxy: Proxy) -> dict[str, Answer]:
     return dict(zip(names, answers, strict=True))
 
 
+def receive_of(receives: dict[str, Receive], prompt: Prompt) -> Receive:
+    """What is known of a prompt's receive."""
+    # vLLM's own request id is the given one between a prefix, an index and a random suffix.
+    found = (value for key, value in receives.items() if key.startswith(f"cmpl-{prompt.name}-"))
+    return next(found, Receive(None, None, None))
+
+
+async def all_receives(
+    setting: Setting, connector: Connector, answers: dict[str, Answer], log: Path
+) -> dict[str, Receive]:
+    """What the decode engine's ranks tell of receives, by vLLM's request id."""
+    if not connector.is_kvferry:
+        return read_receives(log)
+    # Traces are written behind the answers.
+    answered = [prompt for prompt in setting.workload.checked if answers[prompt.name].error is None]
+    deadline = time.monotonic() + TRACE_LIMIT_S
+    while True:
+        receives = read_traces(log)
+        whole = all(receive_of(receives, prompt).ranks >= setting.options.decode.ranks for prompt in answered)
+        if whole or time.monotonic() > deadline:
+            return receives
+        await asyncio.sleep(0.5)
+
+
 def make_rows(
-    setting: Setting, proxy: Proxy, answers: dict[str, Answer], baseline: dict[str, list[int]], log: Path
+    setting: Setting,
+    proxy: Proxy,
+    answers: dict[str, Answer],
+    baseline: dict[str, list[int]],
+    receives: dict[str, Receive],
 ) -> list[Row]:
     """One row per checked prompt."""
-    receives = read_receives(log)
     rows = []
     for prompt in setting.workload.checked:
         answer = answers[prompt.name]
-        # vLLM's own request id is the given one between a prefix, an index and a random suffix.
-        receive = next(
-            (value for key, value in receives.items() if key.startswith(f"cmpl-{prompt.name}-")),
-            Receive(None, None, None),
-        )
+        receive = receive_of(receives, prompt)
         rows.append(
             Row(
                 name=prompt.name,
@@ -229,7 +263,10 @@ async def run_connector(
         say(f"{connector.name}: {len(setting.workload.checked)} prompts and 2 that are aborted")
         answers = await send_waves(setting, proxy, decode, result)
         result.failures += check_aborted(setting.workload, answers)
-        result.rows = make_rows(setting, proxy, answers, baseline, outputs.receives)
+        receives = await all_receives(setting, connector, answers, outputs.receives)
+        result.rows = make_rows(setting, proxy, answers, baseline, receives)
+        if connector.is_kvferry:
+            result.failures += unseen_transfers(result.rows)
         if options.check_bytes:
             result.rows = [await with_cache(setting, row, outputs.dump) for row in result.rows]
             result.notes.append(
