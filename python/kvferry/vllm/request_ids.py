@@ -54,9 +54,11 @@ class LongIds:
     def of(self, request_id: str) -> str:
         """The library's id of a request for which there may be work."""
         own = library_id(request_id)
-        if own != request_id and own not in self._live:
+        if own != request_id:
+            if own not in self._live:
+                self._change(own, request_id)
+            # Also where one of the same id has ended and waits for its report: this one goes on after that.
             self._live[own] = False
-            self._change(own, request_id)
         return own
 
     def end(self, request_id: str, kept: bool) -> None:

@@ -278,3 +278,16 @@ def test_workers_know_a_long_id_until_vllm_has_forgotten_it() -> None:
     assert ids.take() == {}
     ids.end(name, kept=False)
     assert ids.take() == {own: None}
+
+
+def test_workers_know_a_long_id_that_is_taken_again_before_its_report() -> None:
+    ids, name = LongIds(), "x" * 600
+    own = ids.of(name)
+    ids.end(name, kept=True)
+    ids.of(name)
+    # The first one's; there is work for the second.
+    ids.reported(name)
+    assert ids.take() == {own: name}
+    ids.end(name, kept=True)
+    ids.reported(name)
+    assert ids.take() == {own: None}
