@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::env;
+use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -64,37 +65,84 @@ struct Told {
 }
 
 impl TraceFile {
-    /// Makes the file that `configured` names, else the environment variable `KVFERRY_TRACE`; an empty text is none.
-    /// `%p` in it stands for the process id. A name that is taken gets a number: no file is ever written over.
+    /// Makes the file that `trace` names, else the environment variable `KVFERRY_TRACE`; an empty text is none. `%p` in it
+    /// stands for the process id. A name that is taken gets a number: no file is ever written over. Where neither is
+    /// given, `request_log` is taken for it, but stops no start: what it names may serve a log and not a trace.
     ///
     /// # Errors
     /// [`ErrorKind::Io`] when no file can be made there; [`ErrorKind::InvalidArgument`] for a variable that is no text.
-    pub(super) fn configured(configured: Option<&str>) -> Result<Option<TraceFile>> {
-        let (origin, pattern) = match configured {
-            Some(path) => ("trace", path.to_owned()),
-            None => match env::var(VARIABLE) {
+    pub(super) fn configured(trace: Option<&str>, request_log: Option<&str>) -> Result<Option<TraceFile>> {
+        Self::chosen(trace, env::var_os(VARIABLE), request_log, |text| log::warn!("kvferry: {text}"))
+    }
+
+    /// As [`TraceFile::configured`], with the variable's value.
+    fn chosen(
+        trace: Option<&str>,
+        variable: Option<OsString>,
+        request_log: Option<&str>,
+        mut warn: impl FnMut(String),
+    ) -> Result<Option<TraceFile>> {
+        let request_log = request_log.filter(|path| !path.is_empty());
+        let (key, path) = match (trace, variable.filter(|value| !value.is_empty())) {
+            (Some(path), _) => ("trace", path.to_owned()),
+            (None, Some(value)) => match value.into_string() {
                 Ok(path) => (VARIABLE, path),
-                Err(env::VarError::NotPresent) => return Ok(None),
-                Err(env::VarError::NotUnicode(bytes)) => {
+                Err(bytes) => {
                     return Err(Error::invalid(format!(
                         "{VARIABLE}={bytes:?} is no text in UTF-8; give a file's path"
                     )));
                 }
             },
+            (None, None) => return Ok(request_log.and_then(|path| Self::of_request_log(path, warn))),
         };
-        if pattern.is_empty() {
+        if let Some(request_log) = request_log {
+            warn(format!("request_log ({request_log}) has no effect beside {key}; leave it out"));
+        }
+        if path.is_empty() {
             return Ok(None);
         }
-        let pattern = pattern.replace("%p", &process::id().to_string());
-        let (file, path) = create(Path::new(&pattern)).map_err(|e| {
+        let path = path.replace("%p", &process::id().to_string());
+        Self::create(Path::new(&path)).map(Some).map_err(|e| {
             let text = format!(
-                "{origin} {pattern:?}: no file can be made there ({e}); give the path of a file to be made in a folder \
-                 that exists and is writable"
+                "{key} {path:?}: no file can be made there ({e}); give the path of a file to be made in a folder that exists \
+                 and is writable"
             );
             Error::new(ErrorKind::Io, text)
-        })?;
-        log::info!("kvferry: the lives of requests are traced to {}", path.display());
-        Ok(Some(TraceFile { file, path }))
+        })
+    }
+
+    fn of_request_log(path: &str, mut warn: impl FnMut(String)) -> Option<TraceFile> {
+        let path = path.replace("%p", &process::id().to_string());
+        // Beside a device, a pipe or a folder of that name, nobody looks for a numbered file.
+        let made = match std::fs::metadata(&path) {
+            Ok(found) if !found.is_file() => Err("it is there and no regular file".to_owned()),
+            _ => Self::create(Path::new(&path)).map_err(|e| e.to_string()),
+        };
+        let told = match &made {
+            Ok(_) => "whose file has all that a request log had; set trace, and read the file with `kvferry trace`"
+                .to_owned(),
+            Err(why) => format!(
+                "but no file can be made there ({why}), so there is no trace; set trace, or leave request_log out"
+            ),
+        };
+        warn(format!("request_log ({path}) is taken for trace, {told}"));
+        made.ok()
+    }
+
+    /// A new file at `path`, or at the first of its numbered names that is free.
+    fn create(path: &Path) -> io::Result<TraceFile> {
+        for number in 1..=MAX_NUMBER {
+            let candidate = if number == 1 { path.to_owned() } else { numbered(path, number) };
+            match OpenOptions::new().write(true).create_new(true).open(&candidate) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !candidate.is_dir() => {}
+                Err(e) => return Err(e),
+                Ok(file) => {
+                    log::info!("kvferry: the lives of requests are traced to {}", candidate.display());
+                    return Ok(TraceFile { file, path: candidate });
+                }
+            }
+        }
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("it and {MAX_NUMBER} numbered names exist")))
     }
 
     /// Starts the thread that writes.
@@ -108,18 +156,6 @@ impl TraceFile {
         })?;
         Ok(Tracer { writer, origin: 0 })
     }
-}
-
-/// A new file at `path`, or at the first of its numbered names that is free.
-fn create(path: &Path) -> io::Result<(File, PathBuf)> {
-    for number in 1..=MAX_NUMBER {
-        let candidate = if number == 1 { path.to_owned() } else { numbered(path, number) };
-        match OpenOptions::new().write(true).create_new(true).open(&candidate) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && !candidate.is_dir() => {}
-            other => return other.map(|file| (file, candidate)),
-        }
-    }
-    Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("it and {MAX_NUMBER} numbered names exist")))
 }
 
 /// `trace.json` becomes `trace.2.json`.
@@ -348,7 +384,7 @@ impl Lines {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, clippy::panic)]
 mod tests {
     use std::sync::mpsc::channel;
 
@@ -416,25 +452,69 @@ mod tests {
     fn a_name_that_is_taken_gets_a_number_and_a_folder_that_is_not_there_an_error() {
         let folder = folder("names");
         let pattern = folder.join("t-%p.json");
-        let first = TraceFile::configured(pattern.to_str()).unwrap().unwrap();
+        let first = TraceFile::configured(pattern.to_str(), None).unwrap().unwrap();
         assert_eq!(first.path, folder.join(format!("t-{}.json", process::id())));
         std::fs::write(&first.path, "another's").unwrap();
-        let second = TraceFile::configured(pattern.to_str()).unwrap().unwrap();
+        let second = TraceFile::configured(pattern.to_str(), None).unwrap().unwrap();
         assert_eq!(second.path, folder.join(format!("t-{}.2.json", process::id())));
         assert_eq!(std::fs::read_to_string(&first.path).unwrap(), "another's");
         for bad in [folder.join("none/t.json"), folder.clone(), PathBuf::from("/proc/t.json")] {
-            let error = TraceFile::configured(bad.to_str()).err().unwrap();
+            let error = TraceFile::configured(bad.to_str(), None).err().unwrap();
             assert_eq!(error.kind(), ErrorKind::Io);
             assert!(error.message().contains("trace") && error.message().contains("folder that exists"), "{error}");
         }
-        assert!(TraceFile::configured(Some("")).unwrap().is_none());
+        assert!(TraceFile::configured(Some(""), None).unwrap().is_none());
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_request_log_is_taken_for_a_trace_where_none_is_given_and_stops_no_start() {
+        let folder = folder("former");
+        let in_folder = |name: &str| folder.join(name).to_str().unwrap().to_owned();
+        let chosen = |trace: Option<&str>, variable: &str, request_log: &str| {
+            let mut warnings = Vec::new();
+            let warn = |text| warnings.push(text);
+            let file = TraceFile::chosen(trace, Some(variable.into()), Some(request_log), warn).unwrap();
+            (file.map(|file| file.path), warnings)
+        };
+        let (log, trace) = (in_folder("log"), in_folder("trace"));
+        for (given, variable, key) in
+            [(Some(&*trace), "", "trace"), (Some(""), &*trace, "trace"), (None, &*trace, VARIABLE)]
+        {
+            let (path, warnings) = chosen(given, variable, &log);
+            assert_eq!(path.is_some(), given != Some(""));
+            assert!(path.is_none_or(|path| path.starts_with(&folder) && path != Path::new(&log)));
+            assert_eq!(warnings, [format!("request_log ({log}) has no effect beside {key}; leave it out")]);
+        }
+        assert_eq!(chosen(Some(""), "", ""), (None, Vec::new()));
+        assert_eq!(chosen(None, "", ""), (None, Vec::new()));
+        for made in [log.clone(), in_folder("log.2")] {
+            let (path, warnings) = chosen(None, "", &log);
+            assert_eq!(path.as_deref(), Some(Path::new(&made)));
+            let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+            assert!(warning.starts_with(&format!("request_log ({log}) is taken for trace, whose")), "{warning}");
+        }
+        let socket = in_folder("socket");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        std::fs::create_dir(folder.join("folder")).unwrap();
+        for no_file in
+            [socket, in_folder("folder"), in_folder("none/log"), "/proc/log".to_owned(), "/dev/null".to_owned()]
+        {
+            let (path, warnings) = chosen(None, "", &no_file);
+            assert_eq!(path, None);
+            let [warning] = &warnings[..] else { panic!("{warnings:?}") };
+            assert!(warning.contains(&no_file) && warning.contains("so there is no trace"), "{warning}");
+        }
+        let mut names: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["folder", "log", "log.2", "socket", "trace", "trace.2"]);
         std::fs::remove_dir_all(folder).unwrap();
     }
 
     #[test]
     fn what_the_writer_has_no_time_for_is_left_out_and_counted() {
         let folder = folder("left-out");
-        let TraceFile { file, path } = TraceFile::configured(folder.join("t.json").to_str()).unwrap().unwrap();
+        let TraceFile { file, path } = TraceFile::configured(folder.join("t.json").to_str(), None).unwrap().unwrap();
         let (go, gate) = channel();
         let tale = path.clone();
         let writer = Writer::start("kvf-trace", "the trace", 2, move |tells| {
@@ -458,7 +538,7 @@ mod tests {
     fn the_file_has_a_whole_life_in_whole_lines() {
         let folder = folder("life");
         let path = folder.join("t.json");
-        let mut tracer = TraceFile::configured(path.to_str()).unwrap().unwrap().start(source()).unwrap();
+        let mut tracer = TraceFile::configured(path.to_str(), None).unwrap().unwrap().start(source()).unwrap();
         tracer.set_origin(Instant::now());
         let name = RequestId::new("</script>\"\\ \u{1F600}").unwrap();
         tracer.tell(Life::RecvBegan { number: 4, request: name.clone(), at: Time(10) }, Time(10));

@@ -80,7 +80,7 @@ impl Worker {
             Box::new(move |_| Box::new(WorkerDriver::new(for_thread, timeout, for_client))),
         )?;
         // Now, when nothing else can fail any more: a worker that does not start leaves no empty file behind.
-        let trace = TraceFile::configured(trace_path(&config))?;
+        let trace = TraceFile::configured(config.trace.as_deref(), config.request_log.as_deref())?;
         let machine_config = MachineConfig { trace: trace.is_some(), ..machine_config(&config, &agent) };
         let source = || Source {
             name: agent.name().to_owned(),
@@ -292,18 +292,6 @@ impl Worker {
         self.shared.suspends.store(true, Ordering::Release);
         self.shutdown(timeout)
     }
-}
-
-/// Where the trace goes, if the configuration says so.
-fn trace_path(config: &WorkerConfig) -> Option<&str> {
-    let former = config.request_log.as_deref().filter(|path| !path.is_empty());
-    if let Some(path) = former {
-        log::warn!(
-            "kvferry: request_log ({path}) is taken for trace, whose file has all that a request log had; set trace, and read \
-             the file with `kvferry trace`"
-        );
-    }
-    config.trace.as_deref().or(former)
 }
 
 fn agent_config(config: &WorkerConfig) -> AgentConfig {

@@ -135,7 +135,7 @@ pub const TABLE: &[Setting] = &[
         "Check each read against a digest that the producer makes of its own bytes; both sides read all of them once \
          more."),
     row(Operator, "request_log", &[Worker], Path, "", Absent("no trace"),
-        "Taken for `trace`, with a warning, where that is not given."),
+        "Taken for `trace`, with a warning, where that is not given. If no new file can be made there, nothing is traced."),
     row(Operator, "device_copies", &[Agent, Worker], Flag, "", Is(true),
         "On the side that starts a transfer: map device memory of a peer on the same host and have the device copy it, many blocks \
          at a time. Else UCX moves it, block by block; memory of several allocations, and what UCX refuses, goes by messages."),

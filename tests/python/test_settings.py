@@ -71,6 +71,43 @@ def test_a_key_without_effect_is_taken_with_one_warning(start: str, given: str, 
     assert len(warnings) == (1 if given or variable else 0), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("trace", "variable", "made"),
+    [(None, "", ["log"]), ("trace", "", ["trace"]), ("", "", []), (None, "trace", ["trace"])],
+)
+def test_a_request_log_is_taken_for_a_trace_where_none_is_given(
+    trace: str | None, variable: str, made: list[str], tmp_path: Path
+) -> None:
+    def place(name: str) -> str:
+        return str(tmp_path / name) if name else ""
+
+    config = {"engine_id": "e", "request_log": place("log"), **({} if trace is None else {"trace": place(trace)})}
+    code = f"import kvferry\nwith kvferry.Worker({config}): pass"
+    environment = os.environ | {"KVFERRY_TRACE": place(variable)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = (
+        "is taken for trace,"
+        if made == ["log"]
+        else f"has no effect beside {'KVFERRY_TRACE' if variable else 'trace'};"
+    )
+    assert re.findall(r"kvferry WARN .*request_log \(\S+\) (.*?[,;])", done.stderr) == [expected]
+    assert [file.name for file in tmp_path.iterdir()] == made
+
+
+@pytest.mark.parametrize("name", ["none/log", "folder"])
+def test_a_request_log_that_cannot_be_a_trace_stops_no_start(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    former = {"request_log": str(tmp_path / name)}
+    with Worker({"engine_id": "e", **former}):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]
+    out = output_of(capsys, "config", json.dumps({**PRODUCER, "kv_connector_extra_config": former}))
+    assert "verdict: an engine of kv_role kv_producer starts with these values" in out
+
+
 def test_the_environment_reaches_what_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"engine_id": "e", "groups": [{"kind": "full", "block_size": 16}], "port": 0}
     monkeypatch.setenv("KVFERRY_LEASE_MS", "10")
@@ -329,7 +366,6 @@ def test_files_that_are_not_there_are_named(
         "key_file": (str(tmp_path / "key"), "key does not exist; `kvferry key` makes one"),
         "ucx_lib": (str(tmp_path / "libucp.so.0"), "libucp.so.0 is no file"),
         "trace": (str(tmp_path / "no" / "run-%p.json"), "no is no folder"),
-        "request_log": (str(tmp_path / "no" / "log"), "no is no folder"),
     }
     for key, (value, expected) in wrong.items():
         with pytest.raises(SystemExit) as ended:
@@ -338,7 +374,12 @@ def test_files_that_are_not_there_are_named(
         error = capsys.readouterr().err
         assert f"{key}: {tmp_path}" in error
         assert expected in error
-    good = {"key_file": str(here), "ucx_lib": str(here), "trace": str(tmp_path / "run-%p.json"), "request_log": ""}
+    good = {
+        "key_file": str(here),
+        "ucx_lib": str(here),
+        "trace": str(tmp_path / "run-%p.json"),
+        "request_log": "/none/log",
+    }
     assert missing_files(kvferry.settings.describe(good)["settings"]) == []
     monkeypatch.setenv("KVFERRY_KEY_FILE", "/no/such/key")
     with pytest.raises(SystemExit):
@@ -380,7 +421,6 @@ def test_what_vllm_would_refuse_is_refused_without_a_library_too(command: list[s
     ("key", "why"),
     [
         ("key_file", "is a folder; `kvferry key` makes a key file"),
-        ("request_log", "is a folder; name a file"),
         ("trace", "is a folder; name a file"),
     ],
 )

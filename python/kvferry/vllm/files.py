@@ -59,6 +59,5 @@ _LOOKS: dict[str, Callable[[str], str | None]] = {
     "key_file": _no_key,
     "ucx_lib": _no_ucx,
     "trace": _no_new_file,
-    "request_log": _no_new_file,
 }
 """By the key that names a file: what is wrong with that, None if nothing is."""
