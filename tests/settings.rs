@@ -45,6 +45,7 @@ fn a_map_of_an_operator_is_checked_and_described() {
     assert_eq!(of("ucx").value, json!({"A": "1"}));
     assert_eq!((&of("lease_ms").value, of("lease_ms").source, of("lease_ms").unit), (&json!(30_000), "default", "ms"));
     assert_eq!(of("log").variable.as_deref(), Some("KVFERRY_LOG"));
+    assert_eq!((of("streams").is_retired, of("port").is_retired), (true, false));
     assert_eq!((of("engine_id").otherwise, of("engine_id").giver), ("required", "program"));
     for (given, expected) in [
         (json!({"prot": 1}), "extra has an unknown key \"prot\"; did you mean \"port\"?"),

@@ -43,6 +43,8 @@ pub struct Described {
     pub variable: Option<String>,
     /// What it means.
     pub help: &'static str,
+    /// Whether it has no effect, and is accepted with a warning.
+    pub is_retired: bool,
 }
 
 /// An environment variable with the library's prefix that nothing reads.
@@ -104,6 +106,7 @@ impl Setting {
             source,
             variable: self.variable(),
             help: self.help,
+            is_retired: self.is_retired,
         }
     }
 }

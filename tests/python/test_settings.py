@@ -186,6 +186,21 @@ def test_only_what_differs_is_shown_by_default(
     assert "verdict: the environment's values can be used" in output_of(capsys, "config")
 
 
+def test_former_keys_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def notes(**extra: object) -> list[str]:
+        out = output_of(capsys, "config", json.dumps({**PRODUCER, "kv_connector_extra_config": extra}))
+        return [line.removeprefix("note: ") for line in out.splitlines() if line.startswith("note: ")]
+
+    assert notes(streams=False) == ["streams has no effect; leave it out"]
+    assert notes(request_log="") == []
+    taken = "is taken for trace; set trace, and read its files with `kvferry trace`"
+    assert notes(request_log="/none/log") == [f"request_log {taken}"]
+    assert notes(request_log="/none/log", trace="") == ["request_log has no effect beside trace; leave it out"]
+    monkeypatch.setenv("KVFERRY_STREAMS", "no")
+    monkeypatch.setenv("KVFERRY_REQUEST_LOG", "/none/log")
+    assert notes() == ["KVFERRY_STREAMS has no effect; leave it out", f"KVFERRY_REQUEST_LOG {taken}"]
+
+
 def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(words) == 0
     return capsys.readouterr().out

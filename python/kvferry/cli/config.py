@@ -210,6 +210,22 @@ def _print_changed(rows: list[settings.Setting]) -> None:
     print(f"{_table(changed)}\n" if changed else "Every key has its default.\n")
 
 
+def _former(rows: list[settings.Setting]) -> list[str]:
+    """Notes about keys that older configurations have."""
+    given = [row for row in rows if row["source"] != "default"]
+    traced = any(row["key"] == "trace" for row in given)
+    notes = []
+    for row in given:
+        name = row["variable"] if row["source"] == "environment" else row["key"]
+        if row["is_retired"]:
+            notes.append(f"{name} has no effect; leave it out")
+        elif row["key"] == "request_log" and row["value"] and traced:
+            notes.append(f"{name} has no effect beside trace; leave it out")
+        elif row["key"] == "request_log" and row["value"]:
+            notes.append(f"{name} is taken for trace; set trace, and read its files with `kvferry trace`")
+    return notes
+
+
 def _verdict(given: Given) -> str:
     if given.role is None:
         return (
@@ -232,7 +248,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(error.message.removeprefix("kvf_settings_describe: ")) from None
     if wrong:
         raise UsageError("; ".join(wrong))
-    notes = [*given.notes, *taken, *left_out, *vain_variables(os.environ)]
+    former = _former(description["settings"])
+    notes = [*given.notes, *taken, *left_out, *former, *vain_variables(os.environ)]
     for unknown in description["unknown_variables"]:
         hint = f"; did you mean {unknown['nearest']}?" if unknown["nearest"] else ""
         notes.append(f"nothing reads the environment variable {unknown['name']}{hint}")
