@@ -126,7 +126,7 @@ FAULTS = (
     Fault(
         "a mapping outlives its region",
         "src/agent/peers/imports.rs",
-        "self.imports.mapped.retain(|(region, _), _| *region != index);",
+        "self.imports.forget(&run);",
         "let _ = &self.imports.mapped;",
         "auto: memory that is freed",
         r"the peer had not taken what it reads of region",
