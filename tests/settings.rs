@@ -96,7 +96,7 @@ fn every_key_fills_a_field_with_its_default() {
             }
         }
     }
-    // What agents alone are told has its default in a worker's too.
+    // Keys that are an agent's alone have their defaults in a worker's configuration too.
     for described in describe_all().iter().filter(|described| described.parts == ["agent"]) {
         assert_eq!(worker.get(described.key), Some(&described.default), "{}", described.key);
     }

@@ -33,7 +33,7 @@ struct Connection {
 
   // Held over the calls that wait for the agent's thread; taken before Engine::mutex_. It guards what follows.
   std::mutex calls;
-  // What the connection is made with, again where it broke.
+  // The metadata that the connection is made with, again where it broke.
   const std::string metadata;
   // A region's metadata, and how often it is loaded.
   struct Loaded {
@@ -41,7 +41,7 @@ struct Connection {
     size_t times = 0;
   };
   std::unordered_map<uint32_t, Loaded> regions;
-  // Whether the agent's thread did not answer in time when a region was removed: until one is loaded, none is removed,
+  // True if the agent's thread did not answer in time when a region was removed: until one is loaded, none is removed,
   // because each would wait as long with NIXL's lock held.
   bool is_late = false;
 };

@@ -24,12 +24,12 @@ impl<K: Hash + Eq + Clone, V> Latest<K, V> {
         self.map.len()
     }
 
-    /// Whether there are none.
+    /// Tells whether there are none.
     pub fn is_empty(&self) -> bool {
         self.map.is_empty()
     }
 
-    /// Whether there is an entry with this key.
+    /// Tells whether there is an entry with this key.
     pub fn contains_key(&self, key: &K) -> bool {
         self.map.contains_key(key)
     }

@@ -182,7 +182,7 @@ async def send_control(setting: Setting, proxy: Proxy) -> dict[str, Answer]:
 
 
 def receive_of(receives: dict[str, Receive], prompt: Prompt) -> Receive:
-    """What is known of a prompt's receive."""
+    """The figures of a prompt's receive."""
     # vLLM's own request id is the given one between a prefix, an index and a random suffix.
     found = (value for key, value in receives.items() if key.startswith(f"cmpl-{prompt.name}-"))
     return next(found, Receive(None, None, None))
@@ -191,7 +191,7 @@ def receive_of(receives: dict[str, Receive], prompt: Prompt) -> Receive:
 async def all_receives(
     setting: Setting, connector: Connector, answers: dict[str, Answer], log: Path
 ) -> dict[str, Receive]:
-    """What the decode engine's ranks tell of receives, by vLLM's request id."""
+    """The receives that the decode engine's ranks have traced, by vLLM's request id."""
     if not connector.is_kvferry:
         return read_receives(log)
     # Traces are written behind the answers.

@@ -101,7 +101,7 @@ impl WorkerConfig {
     }
 }
 
-/// What the defaults of an engine's part do not have.
+/// The keys without a default.
 fn required(engine_id: &EngineId) -> Map<String, Value> {
     Map::from_iter([("engine_id".to_owned(), Value::from(engine_id.as_str()))])
 }

@@ -20,12 +20,12 @@ const HUGE: &str = "ht";
 /// How `/proc/self/fd` names a descriptor of userfaultfd.
 const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 
-/// Whether a mapping has a file that may have a server, by what `/proc/PID/maps` says of it.
+/// Tells whether a mapping has a file that may have a server, by what `/proc/PID/maps` says of it.
 pub(super) fn may_have_server(mapping: &Mapping) -> bool {
     mapping.has_inode && !SHARED_MEMORY.iter().any(|shared| mapping.name.starts_with(shared))
 }
 
-/// Whether the kernel alone fills missing pages of mapped memory; `may_have_server`: of any of its mappings.
+/// Tells whether the kernel alone fills missing pages of mapped memory; `may_have_server`: of any of its mappings.
 ///
 /// Programs that fill pages are seen in `/proc/self/smaps` only, for which the kernel walks the page tables of all
 /// memory up to there. So that is read only where this process has a descriptor of userfaultfd, or a file may be one of
@@ -41,7 +41,7 @@ pub(super) fn are_filled_by_kernel(addresses: &Range<u64>, may_have_server: bool
     })
 }
 
-/// Whether this process has a descriptor of userfaultfd; `true` where that cannot be told.
+/// Tells whether this process has a descriptor of userfaultfd; `true` where that cannot be told.
 fn has_userfaultfd() -> bool {
     let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return true };
     let is_one = |entry: fs::DirEntry| {
@@ -52,7 +52,7 @@ fn has_userfaultfd() -> bool {
     descriptors.flatten().any(is_one)
 }
 
-/// Whether a descriptor is one of the kernel's own, as of userfaultfd, which are files of no type.
+/// Tells whether a descriptor is one of the kernel's own, as of userfaultfd, which are files of no type.
 fn has_no_type(descriptor: RawFd) -> bool {
     let mut status = MaybeUninit::<libc::stat>::uninit();
     // SAFETY: `status` has room for what the call writes. A number that is no descriptor is refused.

@@ -43,7 +43,7 @@ pub struct Described {
     pub variable: Option<String>,
     /// What it means.
     pub help: &'static str,
-    /// Whether it has no effect, and is accepted with a warning.
+    /// True for a key that has no effect and is accepted with a warning.
     pub is_retired: bool,
 }
 

@@ -124,7 +124,7 @@ pub struct Setting {
     pub help: &'static str,
     /// Whether the variable is read where the value is used, and not when a configuration is parsed.
     pub read_late: bool,
-    /// Whether it has no effect: it is accepted with a warning.
+    /// True for a key that has no effect and is accepted with a warning.
     pub is_retired: bool,
 }
 

@@ -39,7 +39,7 @@ pub fn defaults<T: DeserializeOwned>(part: Part, required: Map<String, Value>) -
 fn read<T: DeserializeOwned>(part: Part, mut values: Map<String, Value>) -> Result<T> {
     if part == Part::Worker {
         let mut held = values.clone();
-        // What is an agent's alone no worker is told.
+        // No worker is told the keys that are an agent's alone.
         for setting in of(Part::Agent).filter(|setting| !setting.parts.contains(&part)) {
             held.extend(default_value(setting).map(|default| (setting.key.to_owned(), default)));
         }

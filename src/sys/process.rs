@@ -153,7 +153,7 @@ impl Batch {
         self.pieces
     }
 
-    /// Whether there are none.
+    /// Tells whether there are none.
     pub fn is_empty(&self) -> bool {
         self.pieces == 0
     }

@@ -127,7 +127,7 @@ def test_agents_with_their_names_in_a_pattern_write_files_of_their_own(tmp_path:
     with Agent({"name": "first", **config}), Agent({"name": "second", **config}):
         for name in ("first", "second"):
             assert writers(tmp_path / f"{name}.prom") == {name}
-    # What an agent has left is the next one's to replace.
+    # The next agent replaces the file that one has left.
     with Agent({"name": "third", **config, "metrics_file": str(tmp_path / "first.prom")}):
         assert writers(tmp_path / "first.prom") == {"third"}
     assert {file.name for file in tmp_path.iterdir()} == {"first.prom", "second.prom"}

@@ -194,7 +194,7 @@ impl RankCache {
         Holding::new(self.rank, &self.geometry)
     }
 
-    /// What the rank would tell others, without memory that could be reached.
+    /// The rank's metadata as others would get it, without memory that could be reached.
     pub fn metadata(&self, engine: &EngineId, shape: EngineShape) -> RankMetadata {
         let agent = AgentMetadata {
             name: engine.to_string(),

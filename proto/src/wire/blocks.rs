@@ -27,7 +27,7 @@ impl Blocks {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Tells whether there are none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

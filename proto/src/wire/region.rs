@@ -65,7 +65,7 @@ pub struct RegionMetadata {
 }
 
 impl RegionMetadata {
-    /// Whether it stands for a region that is gone.
+    /// Tells whether it stands for a region that is gone.
     pub fn is_gone(&self) -> bool {
         self.len == 0 && self.rkey.is_empty()
     }

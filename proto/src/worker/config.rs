@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::ids::{EngineId, Incarnation, RankId};
 use crate::wire::EngineShape;
 
-/// What whoever runs an engine may set of one rank's state machine. All times are in milliseconds.
+/// Settings of one rank's state machine that an operator may change. All times are in milliseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerSettings {
     /// A lease of L ms is renewed every L / `heartbeat_divisor` ms, at most every 100 ms. With 6, five heartbeats may be
@@ -36,7 +36,7 @@ pub struct WorkerSettings {
     pub peer_ttl_ms: u64,
 }
 
-/// What one rank's state machine is told. All times are in milliseconds.
+/// Configuration of one rank's state machine. All times are in milliseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct WorkerConfig {
     /// This rank's engine.
@@ -47,7 +47,7 @@ pub struct WorkerConfig {
     pub shape: EngineShape,
     /// This life of the rank's agent: what producers know this reader by.
     pub incarnation: Incarnation,
-    /// What may be set.
+    /// The settings that an operator may change.
     pub settings: WorkerSettings,
     /// For this long after a failed handshake a hold does not start another one; a load does. Default 1000.
     pub handshake_backoff_ms: u64,

@@ -271,7 +271,7 @@ fn late_regions_are_bounded_and_behind_all_others() {
     let most: Vec<u32> = (first..2 * first).collect();
     assert_eq!(with(&most).check_regions().unwrap_err().kind(), ErrorKind::Exhausted);
     with(&most[1..]).check_regions().unwrap();
-    // What is gone does not count.
+    // Regions that are gone do not count.
     let mut agent = with(&most);
     agent.regions = vec![RegionMetadata::unreachable(0); MAX_REGIONS];
     agent.check_regions().unwrap();

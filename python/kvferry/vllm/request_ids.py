@@ -19,7 +19,7 @@ _DIGESTED = re.compile(r"\.\.\.sha256-[0-9a-f]{64}\Z")
 
 
 def is_taken(text: str) -> bool:
-    """Whether the library takes an id or a name."""
+    """Tells whether the library takes an id or a name."""
     try:
         return 0 < len(text.encode()) <= LONGEST
     except UnicodeEncodeError:
@@ -33,7 +33,7 @@ def digest(text: str) -> str:
 
 
 def library_id(request_id: str) -> str:
-    """What the library and the log call a request: by vLLM's id, or by a digest of one that the library does not take.
+    """The id of a request in the library and the log: vLLM's, or a digest of one that the library does not take.
 
     An id that looks like such a digest gets one of its own, so that no client can choose another request's."""
     if is_taken(request_id) and not _DIGESTED.search(request_id):
@@ -77,7 +77,7 @@ class LongIds:
             self._forget(own)
 
     def take(self) -> Mapping[str, str | None]:
-        """What is new for the workers: vLLM's ids by the library's, None for what they may forget."""
+        """Takes the changes for the workers: vLLM's ids by the library's, None for those that they may forget."""
         taken, self._news = self._news, {}
         return taken
 

@@ -157,7 +157,7 @@ impl Traces {
     /// For a mapping that is to be made, which drops it when it was undone.
     pub(crate) fn begin(&mut self, owner: Incarnation, region: u32) -> Arc<()> {
         if self.by_region.len() >= self.room {
-            // Of owners and regions that are gone there would be more and more.
+            // Entries of owners and regions that are gone would grow without end.
             self.by_region.retain(|_, traces| traces.iter().any(|trace| trace.strong_count() > 0));
             self.room = 2 * self.by_region.len() + 1;
         }

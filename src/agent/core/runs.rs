@@ -25,13 +25,13 @@ impl Runs {
         first..=last
     }
 
-    /// Whether any index of a run is in the set.
+    /// Tells whether any index of a run is in the set.
     pub(crate) fn has_any_of(&self, run: RangeInclusive<u32>) -> bool {
         let (first, last) = run.into_inner();
         self.0.range(..=last).next_back().is_some_and(|(_, high)| *high >= first)
     }
 
-    /// Whether an index is in the set.
+    /// Tells whether an index is in the set.
     pub(crate) fn contains(&self, index: u32) -> bool {
         self.has_any_of(index..=index)
     }

@@ -37,7 +37,7 @@ pub(crate) struct Job {
     pub(crate) neighbour: Arc<Neighbour>,
     pub(crate) direction: Direction,
     pub(crate) batch: Batch,
-    /// Whether a page may never come, so that only copy threads may copy it.
+    /// True if a page may never come, so that only copy threads may copy it.
     pub(crate) is_apart: bool,
 }
 
@@ -84,7 +84,7 @@ struct State {
 }
 
 impl State {
-    /// Whether a copy thread copies memory of this process of which a page may never come.
+    /// Tells whether a copy thread copies memory of this process of which a page may never come.
     fn is_held(&self, process: Process) -> bool {
         self.running.values().any(|running| running.is_apart && running.process == process)
     }
@@ -196,7 +196,7 @@ impl CopyPool {
         self.spare.push(batch);
     }
 
-    /// Whether a copy thread copies memory of this process of which a page may never come.
+    /// Tells whether a copy thread copies memory of this process of which a page may never come.
     pub(crate) fn is_held(&self, neighbour: &Neighbour) -> bool {
         self.outstanding > 0 && lock(&self.shared.state).is_held(neighbour.process())
     }
@@ -223,7 +223,7 @@ impl CopyPool {
         shared < self.helpers && self.make(self.helpers + apart) > apart
     }
 
-    /// Whether a job that is for copy threads only would find room in the queue, which has room for one of each process.
+    /// Tells whether a job for copy threads only would find room in the queue, which has room for one of each process.
     ///
     /// # Errors
     /// [`ErrorKind::Exhausted`] when no thread is free for it, and none can be made.
@@ -356,7 +356,7 @@ fn run(shared: &Shared, waker: &Waker, number: u64) {
             shared.news.store(true, Ordering::Release);
             waker.wake();
             if is_apart && !state.waiting.is_empty() {
-                // What waited for this copy to end; this thread may end too.
+                // Jobs may have waited for this copy to end; this thread may end too.
                 shared.job.notify_one();
             }
             // One stays, so that none has to be made for each job of one process.

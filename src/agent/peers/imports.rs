@@ -152,7 +152,7 @@ impl Peer {
         Ok(())
     }
 
-    /// Whether UCX has mapped a region for its operations, as it does at the first one and until the connection ends.
+    /// Tells whether UCX has mapped a region for its operations, as it does at the first one and until the connection ends.
     pub(super) fn is_mapped_by_ucx(&self, (region, rkey): &RemoteRegion) -> bool {
         // It may also have mapped what no lane of the connection is for.
         (self.reach.by_cuda_ipc || region.handle.is_some()) && region.kind != MemoryKind::Host && rkey.is_some()

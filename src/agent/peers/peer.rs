@@ -51,7 +51,7 @@ pub(crate) struct Imports {
     pub(super) mapped: BTreeMap<(u32, u32), Arc<Imported>>,
     /// Regions that the driver did not map, and for which device of this side.
     pub(super) refused: BTreeSet<(u32, u32)>,
-    /// Whether the log says so of any.
+    /// True once the log has said so of any.
     pub(super) are_logged: bool,
     /// Of these, those that the device does not reach.
     pub(super) unreached: BTreeSet<(u32, u32)>,
@@ -381,7 +381,7 @@ impl Peer {
         Err(Error::not_found(format!("region {index} of peer {} {why}", self.name)))
     }
 
-    /// Whether it can know of a region of this side. Peers of releases without `uses` take no such index for a region's,
+    /// Tells whether it can know of a region of this side. Peers of releases without `uses` take no such index for a region's,
     /// and lose the connection where one is revoked.
     pub(crate) fn can_know(&self, region: u32) -> bool {
         self.knows_uses || (region as usize) < MAX_REGIONS
@@ -432,7 +432,7 @@ impl Peer {
         }
     }
 
-    /// Whether the kernel alone fills missing pages of its region `index`, so that a copy waits for no other program.
+    /// Tells whether the kernel alone fills missing pages of its region `index`, so that a copy waits for no other program.
     /// Its owner says so. One that is wrong hangs a copy, as one does that maps other memory there later.
     pub(crate) fn is_filled_by_kernel(&self, index: u32) -> bool {
         self.regions.get(&index).is_some_and(|(region, _)| region.is_filled_by_kernel)

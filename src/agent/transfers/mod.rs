@@ -541,7 +541,7 @@ impl Transfers {
         users
     }
 
-    /// Whether any transfer over the connection to a peer reads or writes a region of it.
+    /// Tells whether any transfer over the connection to a peer reads or writes a region of it.
     pub(crate) fn uses(&self, peer: PeerId, region: u32) -> bool {
         self.table
             .values()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def by_network(finding: dict[str, Any]) -> bool:
-    """Whether all 32 MiB went by TCP."""
+    """Tells whether all 32 MiB went by TCP."""
     return "32 MiB served by messages" in finding["evidence"]
 
 

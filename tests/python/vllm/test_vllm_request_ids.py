@@ -132,7 +132,7 @@ def test_a_load_that_fails(pair: Named) -> None:
     answer = pair.answered(name)
     _, d = pair.quiesce()
     failed = d["failed"][name]
-    # What a child of `MultiConnector` reports is not seen here.
+    # Reports of a child of `MultiConnector` are not seen here.
     assert failed["cause"] == ("lease_expired" if pair.hybrid else None)
     assert failed["told"] == ([] if pair.hybrid else failed["held"])
     assert answer["reason"] == ("error" if pair.hybrid else "length")
