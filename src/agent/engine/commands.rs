@@ -145,7 +145,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader};
+    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, until_deregistered};
     use super::*;
     use crate::agent::command::Shared;
     use crate::agent::core::event::{Direction, Event};
@@ -276,14 +276,8 @@ mod tests {
         drive(&mut engine, |engine| engine.revocations.are_owed());
         assert!(!ending.is_finished() && engine.peers.get(peer).unwrap().removed_of(&[0]).is_empty());
         engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
-        drive(&mut engine, |engine| {
-            engine.reap_copies(Instant::now());
-            engine.check_timers(Instant::now());
-            ending.is_finished()
-        });
+        let other = until_deregistered(&mut engine, ending);
         assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
-        let (ended, other) = ending.join().unwrap();
-        ended.unwrap();
         engine.peers.get_mut(peer).unwrap().add_region(&described).unwrap();
         assert_eq!(engine.remove_region(peer, 0).unwrap_err().kind(), ErrorKind::NotFound);
         drop(engine);

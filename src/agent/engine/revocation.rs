@@ -155,7 +155,9 @@ mod tests {
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, start, turn};
+    use super::super::tests::{
+        DEVICE, LEN, begin_one, config, drive, plan, read, reader, start, turn, until_deregistered,
+    };
     use super::*;
     use crate::agent::command::{Command, Shared};
     use crate::agent::core::ids::RegionId;
@@ -212,14 +214,8 @@ mod tests {
         assert!(engine.revocations.are_owed() && engine.transfers.len() == 1 && !ending.is_finished());
         engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
         // The others, which may be under way too, end by themselves.
-        drive(&mut engine, |engine| {
-            engine.reap_copies(Instant::now());
-            engine.check_timers(Instant::now());
-            ending.is_finished()
-        });
+        let other = until_deregistered(&mut engine, ending);
         assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
-        let (ended, other) = ending.join().unwrap();
-        ended.unwrap();
         drop(engine);
         other.shutdown(Duration::from_secs(60)).unwrap();
     }

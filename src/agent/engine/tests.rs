@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Engine;
@@ -12,6 +13,7 @@ use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::request::TransferRequest;
 use crate::agent::peers::hello::Hello;
 use crate::agent::{Agent, AgentConfig, Direction, Transport};
+use crate::error::Result;
 use crate::mem::MemoryRange;
 use crate::proto::ids::Incarnation;
 use crate::proto::plan::{BlockPair, CopyPlan, Operation, Segment};
@@ -168,4 +170,16 @@ fn late_hello_does_not_roll_a_connection_back() {
         let (is_taken, peer) = take(&mut engine, hello(&address, (0, connection), None));
         assert!(is_taken && peer.unwrap().1 == Some(connection));
     }
+}
+
+/// Drives the engine until an agent's deregistration has ended well in a thread, and returns that agent.
+pub(super) fn until_deregistered(engine: &mut Engine, ending: JoinHandle<(Result<()>, Agent)>) -> Agent {
+    drive(engine, |engine| {
+        engine.reap_copies(Instant::now());
+        engine.check_timers(Instant::now());
+        ending.is_finished()
+    });
+    let (ended, other) = ending.join().unwrap();
+    ended.unwrap();
+    other
 }
