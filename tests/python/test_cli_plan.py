@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -165,6 +166,48 @@ def test_the_documented_example_is_what_is_printed(tmp_path: Path, capsys: pytes
     assert file.read_bytes() == (DOCS / "plan.svg").read_bytes()
 
 
+def test_what_a_rate_of_prompts_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = f"--prefill tp=2,block=16 --decode tp=1,block=32 {TINY}"
+    load = "--rate 1000 --engines 2:4 --link 1 --queue 0.5 --lease-ms 10000"
+    found = json.loads(run(capsys, f"{shape} {load} --json"))["capacity"]
+    # A prompt of 16 KiB in 4 blocks of 16 tokens, half of it on each prefill rank.
+    assert found["handover_s"] == pytest.approx(16384 * 8 / 1e9)
+    assert found["prefill"] == {
+        "prompts_per_s": 500,
+        "link_gbit_per_s": pytest.approx(500 * 16384 * 8 / 1e9),
+        "link_share": pytest.approx(500 * 16384 * 8 / 1e9),
+        **{"blocks_pinned": 1000, "blocks_pinned_without_readers": 20000},
+        **{"peers_of_a_rank": 4, "open_files_of_a_rank": 8},
+        "processors_over_tcp": pytest.approx(500 * 16384 / 1e9 * 0.76 / 2),
+        "rank_gb_per_s": pytest.approx(500 * 8192 / 1e9),
+        "rank_operations_per_s": None,
+    }
+    decode = found["decode"]
+    assert (decode["prompts_per_s"], decode["rank_operations_per_s"], decode["peers_of_a_rank"]) == (250, 16000, 4)
+    assert (decode["blocks_pinned"], decode["blocks_pinned_without_readers"]) == (None, None)
+    sums = rows(run(capsys, f"{shape} {load}"), "capacity")
+    assert ("1,000", "20,000") == tuple(row["each of 2 prefill"] for row in sums if row["capacity"].startswith("blocks"))
+    # Four blocks of the full layers, and of a window of 20 tokens at most three.
+    windows = "--prefill tp=1 --decode tp=1 --layers 6 --kv-heads 1 --head-size 4 --tokens 64 --window 20 --full-every 3"
+    found = json.loads(run(capsys, f"{windows} --rate 1 --lease-ms 1000 --json"))["capacity"]
+    assert found["prefill"]["blocks_pinned_without_readers"] == 7
+
+
+def test_the_capacity_of_the_documented_example_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    path = DOCS / "scale.md"
+    page = path.read_text(encoding="utf-8")
+    command = re.search(r"^```\nkvferry plan (.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert command is not None
+    printed = run(capsys, command[1].replace("\\\n", " "))
+    sums = printed[printed.index("\ncapacity ") + 1 :]
+    before, start, rest = page.partition("<!-- printed by the command above -->\n```\n")
+    _, end, after = rest.partition("```\n")
+    fresh = before + start + sums + end + after
+    if "KVFERRY_BLESS" in os.environ:
+        path.write_text(fresh, encoding="utf-8")
+    assert page == fresh, "run this test with KVFERRY_BLESS=1 and commit docs/scale.md"
+
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -237,6 +280,9 @@ def test_the_drawing_has_every_rank_and_arrow(
         (f"--prefill tp=1 --decode tp=1 {TINY} --mla 3", "--kv-heads does not go with --mla"),
         (f"--prefill tp=1 --decode tp=1 {TINY} --full-every 3", "--full-every is given without --window"),
         (f"--prefill tp=1 --decode tp=1 {TINY} --dtype int3", "argument --dtype: invalid choice: 'int3'"),
+        (f"--prefill tp=1 --decode tp=1 {TINY} --link 100", "--link is given without --rate"),
+        (f"--prefill tp=1 --decode tp=1 {TINY} --rate 0", "argument --rate: invalid number above 0 value"),
+        (f"--prefill tp=1 --decode tp=1 {TINY} --rate 1 --engines 8", "argument --engines: invalid pair of whole numbers"),
         (f"--prefill tp=1 --decode tp=1 {TINY} --cached 65", "cached_tokens: expected at most the 64 tokens"),
         (f"--prefill tp=1 --decode pp=5 {TINY}", "the decode engine: 4 layers cannot be split over 5 pipeline stages"),
         (f"--prefill tp=4,dcp=3 --decode tp=1 {TINY}", "the prefill engine: decode-context-parallel size 3"),

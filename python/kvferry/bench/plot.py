@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from .figures import number
-
 WIDTH, HEIGHT = 900, 460
 LEFT, RIGHT, TOP, BOTTOM = 70, 640, 50, 400
 LINE = 18
@@ -36,11 +34,11 @@ def svg(title: str, x_label: str, y_label: str, series: Mapping[str, Points], do
         _text(LEFT, TOP - 8, y_label, "middle"),
     ]
     for value in across.marks(sorted(set(xs)) if doubling else None):
-        lines.append(_text(across(value), BOTTOM + 18, number(value), "middle", 11))
+        lines.append(_text(across(value), BOTTOM + 18, f"{value:,.6g}", "middle", 11))
     for value in up.marks(None):
         y = up(value)
         lines.append(f'<path d="M{LEFT} {y:.1f} H{RIGHT}" stroke="#ddd"/>')
-        lines.append(_text(LEFT - 6, y + 4, number(value), "end", 11))
+        lines.append(_text(LEFT - 6, y + 4, f"{value:,.6g}", "end", 11))
     for index, (name, points) in enumerate(series.items()):
         lines += _series(name, points, across, up, COLOURS[index % len(COLOURS)], TOP + LINE * index)
     return "\n".join([*lines, "</svg>"]) + "\n"
@@ -60,13 +58,20 @@ class _Axis:
         return self._start + (self._scale(value) - low) / (high - low) * (self._end - self._start)
 
     def marks(self, values: list[float] | None) -> list[float]:
-        """Where to write numbers: at `values`, or at five places."""
+        """Where to write numbers: at `values`, or at round ones."""
         if values is not None:
             return values[:: max(1, len(values) // 8)]
         if self._log:
-            ratio = (self.high / self.low) ** 0.25
-            return [self.low * ratio**step for step in range(5)]
-        return [self.low + (self.high - self.low) * step / 4 for step in range(5)]
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            for digits in ((1, 2, 5), (1,)):
+                marks = [digit * 10.0**power for power in powers for digit in digits]
+                marks = [mark for mark in marks if self.low <= mark <= self.high]
+                if 3 <= len(marks) <= 8:
+                    return marks
+        least = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
+        return [step * n for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 
 def _series(name: str, points: Points, across: _Axis, up: _Axis, colour: str, key_y: float) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from ..bench.errors import UsageError
 from ..bench.sizes import between
 from ..plan import describe
+from . import capacity
 from .picture import svg
 from .shapes import KEYS, add_model, count, deployment, parse_engine
 from .table import Request, table
@@ -26,9 +27,11 @@ layout: head-major and token-major say which is outside in a block; cpu is vLLM'
 engine keeps tokens in an order of its own. parts: K and V packed per token and head, one after the other in each
 block, or in regions of their own. prefix-caching (decode): whether blocks serve other requests with the same prefix.
 
-example:
+examples:
   kvferry plan --prefill tp=4,block=16 --decode tp=1,block=64,layout=token-major \\
       --layers 64 --kv-heads 8 --head-size 128 --tokens 2000 --svg plan.svg
+  kvferry plan --prefill tp=4 --decode tp=4 --layers 80 --kv-heads 8 --head-size 128 --tokens 8192 \\
+      --rate 8 --engines 8:4 --link 100 --queue 1
 """
 )
 
@@ -63,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="scattered",
         help="whether neighbours in the request are neighbours in memory (default %(default)s)",
     )
+    capacity.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of a table")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
 
@@ -72,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises `UsageError` for options that do not fit each other and `KvferryError` for engines that do not.
     """
+    load = capacity.load(options)
     asked = deployment(options)
     described = describe(asked)
     request = Request(
@@ -86,7 +91,14 @@ def run(options: argparse.Namespace) -> int:
             options.svg.write_text(svg(request, described), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--svg: {options.svg} cannot be written: {error.strerror or error}") from error
-    print(json.dumps({"deployment": asked, **described}, indent=2) if options.json else table(request, described))
+    needed = None if load is None else capacity.sums(load, asked, described)
+    if options.json:
+        more = {} if needed is None else {"capacity": needed}
+        print(json.dumps({"deployment": asked, **described, **more}, indent=2))
+        return 0
+    print(table(request, described))
+    if load is not None and needed is not None:
+        print(f"\n{capacity.table(load, needed)}")
     return 0
 
 
