@@ -9,7 +9,8 @@ from typing import Any
 import kvferry
 import numpy as np
 import pytest
-from kvferry import Agent, Segment, stats
+from kvferry import Agent, Segment, nixl, stats
+from kvferry.doctor import side, transfer
 from pair import until
 from peer import GENEROUS
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,6 +27,11 @@ def of(agent: Agent, name: str) -> dict[str, Any]:
 
 def cache() -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.zeros(BLOCK * BLOCKS, dtype=np.uint8)
+
+
+def test_every_path_is_named_where_people_read_of_paths() -> None:
+    paths = tuple(one.key for one in stats.metrics() if one.scope == "peer" and one.key.endswith("_bytes"))
+    assert paths == PATHS == side._PATHS == tuple(transfer._NAMES) == tuple(f"{way}_bytes" for way in nixl._WAYS)
 
 
 @pytest.mark.parametrize(("transport", "paths"), [("shm", PATHS[:1]), ("tcp", PATHS[3:])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from .kinds import KINDS, State
+from .kinds import KINDS, Case, State
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,21 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def markdown() -> str:
-    """The table as it stands in docs/doctor.md."""
+    """The findings as they stand in docs/doctor.md: a row for each trouble, and the names of the other outcomes.
+
+    A trouble that another finding has too, with the same remedy, refers to it."""
     parts = []
+    known: dict[Case, str] = {}
     for id, kind in KINDS.items():
-        lines = [f"### `{id}`: {kind.title}", "", kind.looks_at, "", "| outcome | state | meaning | remedy |"]
-        lines.append("| --- | --- | --- | --- |")
-        for name, case in kind.cases.items():
-            cells = (f"`{name}`", case.state, case.meaning, case.remedy)
+        lines = [f"### `{id}`: {kind.title}", "", kind.looks_at, ""]
+        troubles = {name: case for name, case in kind.cases.items() if case.remedy} or kind.cases
+        lines += ["| outcome | state | meaning | remedy |", "| --- | --- | --- | --- |"]
+        for name, case in troubles.items():
+            first = known.setdefault(case, id)
+            cells = (f"`{name}`", case.state, case.meaning, case.remedy if first == id else f"as for `{first}`")
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        others = [f"`{name}` ({case.state})" for name, case in kind.cases.items() if name not in troubles]
+        if others:
+            lines += ["", f"Otherwise {', '.join(others)}."]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"

@@ -23,10 +23,11 @@ impl PathBytes {
     }
 
     fn add(&mut self, more: PathBytes) {
-        self.copied += more.copied;
-        self.device_copied += more.device_copied;
-        self.one_sided += more.one_sided;
-        self.served += more.served;
+        let PathBytes { copied, device_copied, one_sided, served } = more;
+        self.copied += copied;
+        self.device_copied += device_copied;
+        self.one_sided += one_sided;
+        self.served += served;
     }
 }
 
@@ -87,10 +88,11 @@ pub struct AgentStats {
 impl AgentStats {
     /// Counts bytes that were moved.
     pub(crate) fn add(&mut self, moved: PathBytes) {
-        self.copied_bytes += moved.copied;
-        self.device_copied_bytes += moved.device_copied;
-        self.one_sided_bytes += moved.one_sided;
-        self.served_bytes += moved.served;
+        let PathBytes { copied, device_copied, one_sided, served } = moved;
+        self.copied_bytes += copied;
+        self.device_copied_bytes += device_copied;
+        self.one_sided_bytes += one_sided;
+        self.served_bytes += served;
     }
 
     /// Counts a transfer that is over.

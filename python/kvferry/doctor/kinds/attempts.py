@@ -163,7 +163,7 @@ ATTEMPTS: dict[str, Kind] = {
             "version": Case(
                 "problem",
                 "The engine speaks no version of the protocol that this side speaks.",
-                "upgrade the older side, one protocol version at a time ('Upgrading' in docs/guide.md)",
+                "upgrade the older side, one protocol version at a time (docs/upgrading.md)",
             ),
             "refused": Case(
                 "problem", "The listener refused the question, or its answer cannot be used.", "follow the error's text"
