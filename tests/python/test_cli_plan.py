@@ -186,10 +186,11 @@ def test_what_a_rate_of_prompts_needs(capsys: pytest.CaptureFixture[str]) -> Non
     assert (decode["prompts_per_s"], decode["rank_operations_per_s"], decode["peers_of_a_rank"]) == (250, 16000, 4)
     assert (decode["blocks_pinned"], decode["blocks_pinned_without_readers"]) == (None, None)
     sums = rows(run(capsys, f"{shape} {load}"), "capacity")
-    assert ("1,000", "20,000") == tuple(row["each of 2 prefill"] for row in sums if row["capacity"].startswith("blocks"))
+    assert [row["each of 2 prefill"] for row in sums if "pinned" in row["capacity"]] == ["1,000", "20,000"]
     # Four blocks of the full layers, and of a window of 20 tokens at most three.
-    windows = "--prefill tp=1 --decode tp=1 --layers 6 --kv-heads 1 --head-size 4 --tokens 64 --window 20 --full-every 3"
-    found = json.loads(run(capsys, f"{windows} --rate 1 --lease-ms 1000 --json"))["capacity"]
+    windows = "--layers 6 --kv-heads 1 --head-size 4 --tokens 64 --window 20 --full-every 3"
+    shape = f"--prefill tp=1 --decode tp=1 {windows} --rate 1 --lease-ms 1000"
+    found = json.loads(run(capsys, f"{shape} --json"))["capacity"]
     assert found["prefill"]["blocks_pinned_without_readers"] == 7
 
 
@@ -282,7 +283,7 @@ def test_the_drawing_has_every_rank_and_arrow(
         (f"--prefill tp=1 --decode tp=1 {TINY} --dtype int3", "argument --dtype: invalid choice: 'int3'"),
         (f"--prefill tp=1 --decode tp=1 {TINY} --link 100", "--link is given without --rate"),
         (f"--prefill tp=1 --decode tp=1 {TINY} --rate 0", "argument --rate: invalid number above 0 value"),
-        (f"--prefill tp=1 --decode tp=1 {TINY} --rate 1 --engines 8", "argument --engines: invalid pair of whole numbers"),
+        (f"--prefill tp=1 --decode tp=1 {TINY} --rate 1 --engines 8", "--engines: invalid pair of whole numbers"),
         (f"--prefill tp=1 --decode tp=1 {TINY} --cached 65", "cached_tokens: expected at most the 64 tokens"),
         (f"--prefill tp=1 --decode pp=5 {TINY}", "the decode engine: 4 layers cannot be split over 5 pipeline stages"),
         (f"--prefill tp=4,dcp=3 --decode tp=1 {TINY}", "the prefill engine: decode-context-parallel size 3"),

@@ -243,9 +243,10 @@ def test_every_cause_of_a_failure_has_a_line() -> None:
 
 
 def test_the_header_of_the_documents_is_the_librarys() -> None:
-    """Every function that a document names is declared."""
+    """Every function that a document names is declared, but for those that a recipe adds."""
     declared = set(re.findall(r"\bkvf_\w+", (ROOT / "include/kvferry.h").read_text(encoding="utf-8")))
     for document in DOCUMENTS:
-        for word in re.findall(r"\bkvf_\w+", document.read_text(encoding="utf-8")):
+        text = re.sub(r"```diff\n.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for word in re.findall(r"\bkvf_\w+", text):
             if not word.endswith("_"):
                 assert word in declared or any(w.startswith(word) for w in declared), f"{name(document)}: {word}"

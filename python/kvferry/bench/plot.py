@@ -68,7 +68,7 @@ class _Axis:
                 marks = [mark for mark in marks if self.low <= mark <= self.high]
                 if 3 <= len(marks) <= 8:
                     return marks
-        least = (self.high - self.low) / 5
+        least = (self.high - self.low) / 8
         power = 10.0 ** math.floor(math.log10(least))
         step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least)
         return [step * n for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]

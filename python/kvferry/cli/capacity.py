@@ -19,8 +19,8 @@ OPTIONS = ("engines", "link", "queue", "lease_ms")
 
 
 class Load(NamedTuple):
-    """What a deployment is asked to do: prompts per second in all, how many engines of either kind share them, the rate of
-    an engine's link in Gbit/s, seconds that a request waits in the decode engine's queue, and the lease in seconds."""
+    """The load of a deployment: prompts per second in all, the numbers of engines that share them, the rate of an
+    engine's link in Gbit/s, seconds that a request waits in the decode engine's queue, and the lease in seconds."""
 
     rate: float
     prefill: int
