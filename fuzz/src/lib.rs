@@ -1,6 +1,6 @@
 //! What is fuzzed. Each target is a function of bytes that must end for all of them, and panics when a rule is broken.
 //!
-//! The fuzzers in `fuzz_targets` call them with bytes that coverage guides; `tests/fuzz_cases.rs` calls them with the
+//! The fuzzers in `fuzz_targets` call them with bytes that coverage guides; `tests/tree/fuzz_cases.rs` calls them with the
 //! cases that were kept.
 
 pub mod agent;

@@ -1,7 +1,7 @@
 """Draws which files of src/agent import which: `import_graph.py [COMMIT]` writes an SVG to standard output.
 
-Imports are read as tests/architecture.rs reads them, and the layers are those of its table: a module is a file, unit
-tests are left out, and so are a module's imports of its own submodules.
+Imports are read as tests/tree/architecture.rs reads them, and the layers are those of its table: a module is a file,
+unit tests are left out, and so are a module's imports of its own submodules.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ def circles(imports: Graph) -> list[set[str]]:
 
 
 def layers(test: str) -> list[list[str]]:
-    """The agent's layers in the text of tests/architecture.rs, from the bottom up."""
+    """The agent's layers in the text of tests/tree/architecture.rs, from the bottom up."""
     table = re.search(r"const AGENT_LAYERS[^=]*= &\[(.*?)^\];", test, re.MULTILINE | re.DOTALL)
     if table is None:
-        raise ValueError("tests/architecture.rs has no table AGENT_LAYERS")
+        raise ValueError("tests/tree/architecture.rs has no table AGENT_LAYERS")
     return [re.findall(r'"([\w:]+)"', line) for line in re.findall(r"&\[(.*?)\]", table[1])]
 
 
@@ -305,7 +305,7 @@ def svg(imports: Graph, table: list[list[str]], title: str) -> str:
 def picture(commit: str | None = None) -> str:
     """The picture of the working tree, or of a commit."""
     known = sources(tree_files() if commit is None else commit_files(commit))
-    table = layers((ROOT / "tests/architecture.rs").read_text(encoding="utf-8"))
+    table = layers((ROOT / "tests/tree/architecture.rs").read_text(encoding="utf-8"))
     return svg(graph(known), table, FOLDER if commit is None else f"{FOLDER} at {commit}")
 
 

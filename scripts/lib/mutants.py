@@ -68,9 +68,9 @@ PARTS = {
         0.85,
         240,
         [
-            Group("src/net/", ("net_*", "connector_await")),
-            Group("src/agent/", ("agent_*",)),
-            Group("src/connector/", ("connector_*", "settings")),
+            Group("src/net/", ("net", "connector")),
+            Group("src/agent/", ("agent",)),
+            Group("src/connector/", ("connector", "tree")),
             Group("src/planner/", ()),
         ],
     ),
@@ -134,7 +134,7 @@ def environment(group: Group) -> dict[str, str]:
     """Of cargo: nextest beside cargo-mutants, nothing compiled for a debugger, and tests that wait leave the
     processors to others."""
     threads = str(2 * len(os.sched_getaffinity(0)))
-    path = f"{TOOL.parent}:{os.environ['PATH']}"
+    path = f"{TOOL.parent}:{ROOT / '.deps/venv/bin'}:{os.environ['PATH']}"
     nextest = {"NEXTEST_PROFILE": "mutants", "NEXTEST_TEST_THREADS": threads}
     profile = {"CARGO_PROFILE_DEV_DEBUG": "0", "CARGO_PROFILE_DEV_OPT_LEVEL": str(group.optimization)}
     return {**os.environ, **nextest, **profile, "PATH": path}

@@ -2,7 +2,7 @@
 //! `kvferry config` and `docs/configuration.md` show.
 //!
 //! To add a key, add a row to [`TABLE`], and a field of its name to the configuration of what uses it, which is filled by
-//! key. `cargo test --test settings` finds a row without its field; `KVFERRY_BLESS=1` with it writes the document's
+//! key. `cargo test --test tree settings` finds a row without its field; `KVFERRY_BLESS=1` with it writes the document's
 //! tables.
 //!
 //! A value that was given wins over the environment variable `KVFERRY_<KEY>`, which wins over the default.

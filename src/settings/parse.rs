@@ -30,7 +30,7 @@ pub fn parse_config<T: DeserializeOwned>(part: Part, msgpack: &[u8]) -> Result<T
 #[must_use]
 pub fn defaults<T: DeserializeOwned>(part: Part, required: Map<String, Value>) -> T {
     let completed = complete(part, "the defaults", required, |_| None, |_| {}).and_then(|values| read(part, values));
-    // Nothing of it comes from outside, and `cargo test --test settings` reads the defaults of every part.
+    // Nothing of it comes from outside, and `cargo test --test tree settings` reads the defaults of every part.
     #[allow(clippy::expect_used)]
     completed.expect("every row of the table has a default that its field takes")
 }

@@ -3,6 +3,7 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 
 pub mod agent;
+pub mod alone;
 pub mod cache;
 pub mod child;
 pub mod engine;

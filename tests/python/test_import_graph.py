@@ -53,7 +53,7 @@ def test_imports_are_found_however_they_are_written() -> None:
 
 
 def test_layers_are_those_of_the_rust_test() -> None:
-    table = import_graph.layers((ROOT / "tests/architecture.rs").read_text(encoding="utf-8"))
+    table = import_graph.layers((ROOT / "tests/tree/architecture.rs").read_text(encoding="utf-8"))
     assert "agent::core" in table[0]
     assert "agent::handle" in table[-1]
     placed = {part for layer in table for part in layer}
