@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import needs, run
@@ -31,6 +33,23 @@ def _use_tree() -> None:
 
 if importlib.util.find_spec("kvferry") is None:
     _use_tree()
+
+
+SHARED = re.compile(r"tests/python/(doctor|gpu|nixl)/|trio-(one-group|hybrid)")
+"""In the ids of tests that share fixtures of a session which take long to make."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of pytest-xdist: gives a process the tests of a file, or all that share such fixtures."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            shared = SHARED.search(nodeid)
+            return shared[0] if shared else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

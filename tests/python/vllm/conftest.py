@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
 
 
-@pytest.fixture(scope="session", params=[False, True], ids=["one-group", "hybrid"])
+@pytest.fixture(scope="session", params=[False, True], ids=["trio-one-group", "trio-hybrid"])
 def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
     """Engines with one KV-cache group (full attention), and with a second one (sliding window)."""
     from mini_trio import Trio

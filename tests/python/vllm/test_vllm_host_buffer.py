@@ -78,6 +78,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     pair.close()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("tokens", [5, BLOCK, 103, 500])
 def test_hand_over(pair: Buffered, tokens: int) -> None:
     name = f"over-{tokens}"
@@ -90,6 +91,7 @@ def test_hand_over(pair: Buffered, tokens: int) -> None:
     assert p["figures"]["sends_read"] >= 1
 
 
+@pytest.mark.release
 def test_a_prefill_in_chunks(pair: Buffered) -> None:
     """What a chunk writes into a block of the chunk before is there too. Nothing is read before the end."""
     words = prompt(40, 11 * BLOCK + 5)
@@ -122,6 +124,7 @@ def test_prefixes_in_common_and_blocks_that_are_used_again(pair: Buffered) -> No
         assert pair.quiesce()[1]["wrong_bytes"][name] == 0
 
 
+@pytest.mark.release
 def test_a_load_that_fails_and_one_that_is_aborted(pair: Buffered) -> None:
     words = prompt(70, 200)
     params = pair.prefilled("lost", words)
@@ -156,6 +159,7 @@ def test_a_load_that_is_aborted_before_the_workers_know_of_it(pair: Buffered) ->
     assert pair.quiesce()[1]["wrong_bytes"]["good-too"] == 0
 
 
+@pytest.mark.release
 def test_blocks_that_a_step_in_flight_still_writes(pair: Buffered) -> None:
     """Requests that are aborted while they run leave blocks behind, and loads take these."""
     for turn in range(4):
@@ -232,6 +236,7 @@ def test_a_load_that_begins_inside_a_block_keeps_what_is_in_front_of_it() -> Non
     assert copied == [("d2h", ["a"], [2, 3, 4, 5, 6, 7]), ("d2h", ["b"], [6, 7])]
 
 
+@pytest.mark.release
 def test_a_model_runner_that_has_no_copy_is_refused() -> None:
     buffer = HostBuffer({"a": torch.zeros(4, 1, 2, 3)}, {"a": Layer(0, None)}, 4, zeroed=False)
     with pytest.raises(RuntimeError, match="has not called set_host_xfer_buffer_ops"):

@@ -17,6 +17,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 
+pytestmark = pytest.mark.release
+
 RECORDED: dict[str, dict[str, dict[str, Any]]] = json.loads(
     (Path(__file__).parent / "data" / "connector_interface.json").read_text()
 )["versions"]

@@ -12,6 +12,8 @@ from lone_scheduler import LoneScheduler
 from mini_config import BLOCK, write_model
 from mini_trio import prompt
 
+pytestmark = pytest.mark.release
+
 ORDERS = {
     "ids": [{"ids": True, "reports": False}],
     "both": [{"ids": True, "reports": True}],

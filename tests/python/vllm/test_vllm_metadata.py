@@ -21,6 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 A, B, C = (KvferryWorkerMetadata((name,)) for name in (b"rank 0", b"rank 1", b"rank 2"))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "value",
     [
@@ -59,6 +60,7 @@ def test_foreign_metadata_is_refused() -> None:
         A.aggregate(Foreign())
 
 
+@pytest.mark.release
 def test_as_a_child_of_multiconnector() -> None:
     left = MultiKVConnectorWorkerMetadata((None, A))
     right = MultiKVConnectorWorkerMetadata((None, B))
@@ -66,6 +68,7 @@ def test_as_a_child_of_multiconnector() -> None:
     assert left.aggregate(MultiKVConnectorWorkerMetadata((None, None))).metadata == (None, A)
 
 
+@pytest.mark.release
 def test_vllms_aggregator_over_ranks_of_which_some_have_nothing() -> None:
     def output(metadata: KvferryWorkerMetadata | None) -> ModelRunnerOutput:
         return ModelRunnerOutput.with_kv_conn_output_only(KVConnectorOutput(kv_connector_worker_meta=metadata))

@@ -25,6 +25,8 @@ from kvferry.vllm.stats import PREFIX
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).resolve().parents[3]
 DEPS = ROOT / ".deps"
 GENEROUS = 240.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import vllm
 from vllm import envs
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guide.md"
 
 
+@pytest.mark.release
 def test_every_setting_of_the_nixl_connector_is_in_the_table() -> None:
     folder = Path(vllm.__file__).parent / "distributed/kv_transfer/kv_connector/v1/nixl"
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))

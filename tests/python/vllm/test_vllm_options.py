@@ -66,6 +66,7 @@ def test_a_wrong_option_is_named() -> None:
         assert expected in str(caught.value)
 
 
+@pytest.mark.release
 def test_keys_of_the_nixl_connector_are_taken_or_explained() -> None:
     import re
     from pathlib import Path
@@ -106,6 +107,7 @@ def test_keys_of_the_nixl_connector_are_taken_or_explained() -> None:
         parse_options({"kv_lease": 30})
 
 
+@pytest.mark.release
 def test_the_fields_of_kv_transfer_config_are_vllms() -> None:
     from vllm.config import KVTransferConfig
 

@@ -9,6 +9,8 @@ import pytest
 from kvferry.vllm.support import TELLS_OF_SLEEP
 from test_vllm_turns import ANSWER, Conversation, prompt
 
+pytestmark = pytest.mark.release
+
 NEVER = {"history_lease_ms": 24 * 3600 * 1000}
 """No conversation ends by itself."""
 

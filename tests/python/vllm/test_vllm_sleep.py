@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 from mini_trio import P_SALT, STEADY_LEASE_MS, Trio, prompt
 
+pytestmark = pytest.mark.release
+
 POLICY = "fail"
 
 

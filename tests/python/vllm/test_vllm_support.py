@@ -66,6 +66,7 @@ def engine(role: str = "kv_producer", **changes: Any) -> Any:
     )
 
 
+@pytest.mark.release
 def test_what_is_served() -> None:
     window = SlidingWindowSpec(**SHAPE, sliding_window=64)
     latent = MLAAttentionSpec(**{**SHAPE, "num_kv_heads": 1})
@@ -76,6 +77,7 @@ def test_what_is_served() -> None:
     check_served(engine(parallel={"decode_context_parallel_size": 2}), groups(latent, draft))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("config", "cache", "expected"),
     [
@@ -105,6 +107,7 @@ def test_what_is_refused_by_name(config: Any, cache: KVCacheConfig, expected: st
     assert expected in str(caught.value)
 
 
+@pytest.mark.release
 def test_sleep_mode_is_served_where_vllm_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.vllm.support.TELLS_OF_SLEEP", True)
     check_served(engine(sleep=True), groups(FullAttentionSpec(**SHAPE)))
@@ -197,6 +200,7 @@ def test_foreign_handshake_metadata_names_the_cure() -> None:
         side.shutdown()
 
 
+@pytest.mark.release
 def test_an_engine_that_only_receives_hands_its_ranks_on() -> None:
     side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
     with pytest.raises(kvferry.CorruptError, match="set_engine"):
@@ -204,6 +208,7 @@ def test_an_engine_that_only_receives_hands_its_ranks_on() -> None:
     side.shutdown()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("prefix_caching", [True, False, None])
 def test_what_the_scheduler_is_told(prefix_caching: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
@@ -338,6 +343,7 @@ def test_nothing_is_remembered_of_a_request_of_both_roles_with_another_prompts_p
     side.shutdown()
 
 
+@pytest.mark.release
 def test_a_step_without_work_is_empty() -> None:
     side = SchedulerSide(engine("kv_consumer"), groups(FullAttentionSpec(**SHAPE)), parse_options({}))
     assert not side.has_pending()
