@@ -54,8 +54,8 @@ pub enum PeerMessage {
         reader: Reader,
         /// How many readers this producer rank will hear from in all (from the plan).
         readers: u32,
-        /// The reader's number for this read, echoed in the verdict. A `Done` with a number that the producer has
-        /// judged before gets the same answer; another number is another read, judged anew.
+        /// The reader's number of the request that has read, echoed in the verdict. A `Done` with a number that the
+        /// producer has judged before gets the same answer; another number is another read, judged anew.
         serial: u64,
         /// Whether this reader still wants the lease, for another request: then it says `Done` or `Release` again.
         #[serde(default)]
@@ -79,7 +79,7 @@ pub enum PeerMessage {
         request: RequestId,
         /// The answer.
         verdict: Verdict,
-        /// The number of the read that it is about, from its `Done`.
+        /// The number in the `Done` that it answers.
         serial: u64,
     },
 }

@@ -107,10 +107,9 @@ pub(super) struct Consumer {
     tokens: HashMap<TransferToken, Ticket>,
     /// Of these, those that read from prefills under way, and over which connection.
     portions: HashMap<TransferToken, u64>,
-    serials: HashMap<u64, Ticket>,
     sessions: Sessions,
     deadlines: Deadlines<Timer>,
-    /// Source of tickets, tokens and serials.
+    /// Source of tickets and tokens.
     next: u64,
     closed: bool,
     /// Whether producers are told all that is not wanted any more. Not at the end of a worker that another one follows: what
@@ -129,7 +128,6 @@ impl Consumer {
             users: HashMap::new(),
             tokens: HashMap::new(),
             portions: HashMap::new(),
-            serials: HashMap::new(),
             sessions: Sessions::new(config),
             deadlines: Deadlines::new(),
             next: 0,
@@ -381,12 +379,14 @@ impl Consumer {
         key: &PeerKey,
         request: &RequestId,
         verdict: Verdict,
-        serial: u64,
+        ticket: Ticket,
         out: &mut Outbox,
     ) {
-        let Some(&ticket) = self.serials.get(&serial) else { return };
         let Some(want) = self.wants.get_mut(&ticket).filter(|want| want.remote.request == *request) else { return };
         let Kind::Load(load) = &mut want.kind else { return };
+        if load.phase != Phase::Confirming {
+            return;
+        }
         let Some(read) = load.reads.get_mut(&key.connection) else { return };
         let text = match verdict {
             Verdict::Valid => {
@@ -457,13 +457,9 @@ impl Consumer {
         self.sessions.close(out);
     }
 
-    fn number(&mut self) -> u64 {
-        self.next += 1;
-        self.next
-    }
-
     fn add(&mut self, now: Time, request: RequestId, remote: Remote, kind: Kind, out: &mut Outbox) -> Ticket {
-        let ticket = self.number();
+        self.next += 1;
+        let ticket = self.next;
         if matches!(kind, Kind::Hold | Kind::Load(_)) {
             out.trace(|| Life::RecvBegan { number: ticket, request: request.clone(), at: now });
         }

@@ -60,8 +60,6 @@ pub(super) struct LoadState {
     pub(super) void: Vec<TransferToken>,
     /// A portion was not what the producer had: none is read any more before the prefill is over.
     pub(super) doubtful: bool,
-    /// The number under which the verdicts come.
-    pub(super) serial: Option<u64>,
     /// The first thing that went wrong.
     pub(super) failure: Option<(Cause, String)>,
     /// When the worker first heard of the request, by a hold or by this load, or of the end of the prefill that it awaited.
@@ -91,7 +89,6 @@ impl LoadState {
             life: None,
             void: Vec::new(),
             doubtful: false,
-            serial: None,
             failure: None,
             known,
             arrived: now,

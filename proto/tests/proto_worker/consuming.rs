@@ -163,11 +163,14 @@ fn foreign_and_late_events_are_nobodys() {
     w.handle_handshake(Time(43), SessionId(1_000), Err(failure()));
     w.handle_handshake(Time(44), SessionId(1), Err(failure()));
     assert!(actions(&mut w).is_empty());
+    let verdict = |serial, name: &str, verdict| PeerMessage::Verdict { request: request(name), verdict, serial };
+    let ours = PeerRef::Outbound(peer);
+    for serial in 0..100 {
+        w.handle_message(Time(45), &ours, verdict(serial, "p-a", Verdict::Expired));
+    }
     w.handle_transfer_done(Time(80), token, Ok(figures()));
     w.handle_transfer_done(Time(81), token, Err((Cause::PeerDied, "again".into())));
     let serial = done_serial(&mut w);
-    let verdict = |serial, name: &str, verdict| PeerMessage::Verdict { request: request(name), verdict, serial };
-    let ours = PeerRef::Outbound(peer);
     w.handle_message(Time(82), &PeerRef::Outbound(other), verdict(serial, "p-a", Verdict::Expired));
     w.handle_message(Time(82), &PeerRef::Inbound(1), verdict(serial, "p-a", Verdict::Expired));
     w.handle_message(Time(82), &ours, verdict(serial + 1_000, "p-a", Verdict::Expired));

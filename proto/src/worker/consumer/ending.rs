@@ -96,11 +96,7 @@ impl Consumer {
         if matches!(want.kind, Kind::Hold) {
             out.trace(|| Life::RecvGivenBack { number: ticket, request: want.request.clone(), at: now });
         }
-        if let Kind::Load(load) = std::mem::replace(&mut want.kind, kind)
-            && let Some(serial) = load.serial
-        {
-            self.serials.remove(&serial);
-        }
+        want.kind = kind;
     }
 
     /// The want ends here, but the producer is told, as soon as there is a session.

@@ -99,14 +99,11 @@ impl Consumer {
 
     /// Everything is read: asks the producer whether it still holds good.
     fn confirm(&mut self, now: Time, ticket: Ticket, out: &mut Outbox) {
-        let serial = self.number();
         let more = self.wants.get(&ticket).is_some_and(|want| want.remote.shared) || self.is_wanted_beside(ticket);
         let Some(want) = self.wants.get_mut(&ticket) else { return };
         let leased = want.leased();
         let (Kind::Load(load), Some(id)) = (&mut want.kind, want.session) else { return };
         load.phase = Phase::Confirming;
-        load.serial = Some(serial);
-        self.serials.insert(serial, ticket);
         // Without it, a request that comes for the lease from now on tells the producer at once that it wants it again.
         if !more && std::mem::take(&mut want.beating) {
             self.sessions.stop_beat(id, ticket, &leased);
@@ -118,7 +115,7 @@ impl Consumer {
                 lease_id: want.remote.lease_id,
                 reader: reader.clone(),
                 readers: peer.readers,
-                serial,
+                serial: ticket,
                 more,
             };
             out.send(PeerRef::Outbound(peer.key.clone()), message);
