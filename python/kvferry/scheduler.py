@@ -12,6 +12,7 @@ from .aggregator import SIDES
 from .aggregator import Outcome as OutcomeDict
 
 Outcome = Literal["complete", "aborted"]
+Params = Mapping[str, object] | bytes
 BlockLists = Sequence[_lib.Ids]
 _OUTCOMES = {"complete": "KVF_COMPLETE", "aborted": "KVF_ABORTED"}
 
@@ -22,8 +23,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     It touches no device memory and no UCX. May be used from any thread; calls on one object are serialized.
 
     `params` below is a request's `kv_transfer_params`; a missing or ill-typed key raises `InvalidArgumentError` that
-    names it, and affects that request only. A key that is None counts as missing. `blocks` is one list of block ids per
-    KV-cache group; a numpy uint32 array per group is taken without conversion.
+    names it, and affects that request only. A key that is None counts as missing. Params may be given as the bytes of
+    their msgpack map, packed once for several calls. `blocks` is one list of block ids per KV-cache group; a numpy
+    uint32 array per group is taken without conversion.
 
     A request may be given to both engines at once: the producer's params then have a `transfer_id`, and the consumer's
     the same one beside `remote_engine_id`, `remote_host` and `remote_port` (docs/vllm.md). Its load waits until
@@ -73,13 +75,11 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         blobs, _keep = _rank_list(ranks)
         return self._handle.address("serve", blobs, len(ranks))
 
-    def arrived(self, request: str, params: Mapping[str, object]) -> None:
+    def arrived(self, request: str, params: Params) -> None:
         """Consumer: a request with a remote prefill has arrived. Connect early and keep its lease alive."""
         self._handle.call("arrived", *_of(request, params))
 
-    def matched(
-        self, request: str, params: Mapping[str, object], prompt_tokens: int, computed_tokens: int
-    ) -> tuple[int, bool]:
+    def matched(self, request: str, params: Params, prompt_tokens: int, computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond `computed_tokens` can be loaded, and whether the load is asynchronous.
 
         Has no side effects.
@@ -92,7 +92,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     def allocated(
         self,
         request: str,
-        params: Mapping[str, object],
+        params: Params,
         blocks: BlockLists,
         prompt_tokens: int,
         external_tokens: int,
@@ -139,7 +139,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     def finished(
         self,
         request: str,
-        params: Mapping[str, object],
+        params: Params,
         outcome: Outcome,
         blocks: BlockLists,
         computed_tokens: int,
@@ -207,8 +207,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         self.shutdown()
 
 
-def _of(request: str, params: Mapping[str, object]) -> tuple[bytes, bytes]:
-    return _lib.text("a request id", request), _wire.pack("kv_transfer_params", params)
+def _of(request: str, params: Params) -> tuple[bytes, bytes]:
+    packed = params if isinstance(params, bytes) else _wire.pack("kv_transfer_params", params)
+    return _lib.text("a request id", request), packed
 
 
 def _rank_list(ranks: Mapping[tuple[int, int], bytes]) -> tuple[Any, list[Any]]:

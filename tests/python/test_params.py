@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from kvferry import InvalidArgumentError, Scheduler
@@ -57,7 +58,7 @@ def prefilled(producer: Scheduler, request: str, asked: dict[str, object]) -> di
     return params
 
 
-def outcome(consumer: Scheduler, request: str, params: dict[str, object]) -> tuple[Any, ...]:
+def outcome(consumer: Scheduler, request: str, params: dict[str, object] | bytes) -> tuple[Any, ...]:
     """What a decode engine makes of the params, and what it then queues."""
     said: list[Any] = []
     for call in (
@@ -99,6 +100,14 @@ def test_loads_with_every_key_that_is_not_needed_null(producer: Scheduler, consu
     assert outcome(consumer, "d", {**NULLS, **few}) == (None, (PROMPT, True), None, 1, 1)
     named = {key: params[key] for key in ("do_remote_prefill", "remote_engine_id", "remote_host", "remote_port")}
     assert outcome(consumer, "e", {**NULLS, **named, "transfer_id": "x"}) == (None, (PROMPT, True), None, 2, 2)
+
+
+def test_params_may_be_packed_once(producer: Scheduler, consumer: Scheduler) -> None:
+    params = prefilled(producer, "p", {"do_remote_decode": True})
+    with scheduler_of("decode") as other:
+        assert outcome(consumer, "d", msgpack.packb(params)) == outcome(other, "d", params)
+    with pytest.raises(InvalidArgumentError, match="kv_transfer_params"):
+        consumer.matched("e", b"not a map", PROMPT, 0)
 
 
 def test_a_load_that_cannot_be_encoded_fails_alone(producer: Scheduler, consumer: Scheduler) -> None:

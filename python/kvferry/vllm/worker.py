@@ -22,7 +22,7 @@ from .step_queue import StepQueue, device_recorder
 from .support import align_interleave, attention_kernels, check_served, compat_fields, has_host_buffer
 
 SHUTDOWN_SECONDS = 10.0
-"""Longest wait for transfers in flight when the worker process ends."""
+"""The longest wait for transfers in flight when the worker process ends."""
 
 
 def ask_for_amx() -> None:
@@ -37,7 +37,7 @@ def ask_for_amx() -> None:
 
 
 class WorkerSide:
-    """What `KvferryConnector` does in a worker. All calls come from the model runner's thread."""
+    """Does the work of `KvferryConnector` in a worker. All calls come from the model runner's thread."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options) -> None:
         check_served(vllm_config, kv_cache_config)
@@ -60,17 +60,17 @@ class WorkerSide:
         self._invalid_blocks: set[int] = set()
         self._stats = KvferryStats()
         self._reports: tuple[bytes, ...] = ()
-        # Why a worker that was to end before a sleep did not.
+        # The error of a worker that could not be ended before a sleep.
         self._not_ended: BaseException | None = None
         # Steps that came while the engine was asleep: its scheduler takes requests, and clients leave.
         self._asleep: list[tuple[bytes, bool]] = []
-        # Of workers that were ended before a sleep.
+        # The last reports of workers that were ended before a sleep.
         self._last_reports: list[bytes] = []
         self._refused: dict[str, RefusedLoad] = {}
-        # By the library's, where these differ.
+        # vLLM's request ids by the library's, where these differ.
         self._vllm_ids: dict[str, str] = {}
-        # Of the step that runs, until its output has it.
-        self._mark = 0
+        # The mark of the step that runs, until its output has it.
+        self._step_mark = 0
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Starts the worker and registers the memory behind `kv_caches`, each storage once."""
@@ -98,7 +98,7 @@ class WorkerSide:
             raise
         if last is not None:
             self._last_reports.append(last)
-        logger.info("The KV cache is given back until the engine wakes up")
+        logger.info("The KV cache is released until the engine wakes up")
 
     def restore_kv_caches(self) -> None:
         """Starts a new worker for the same caches, wherever their memory is now. Its metadata is new."""
@@ -107,7 +107,7 @@ class WorkerSide:
             self._start(self._kv_caches)
 
     def _check_ended(self) -> None:
-        # However often vLLM tries again.
+        # vLLM may try again.
         if self._not_ended is not None:
             raise RuntimeError(
                 "the KV cache may still be read and written, because its worker could not be ended: restart the engine"
@@ -173,7 +173,7 @@ class WorkerSide:
     def handshake_metadata(self) -> KvferryHandshakeMetadata | None:
         """This rank's metadata, once the KV caches are registered.
 
-        Raises `RuntimeError` where nothing could be copied into the host buffer."""
+        Raises `RuntimeError` if nothing can be copied into the host buffer."""
         if self._host is not None:
             self._host.check()
         return self._metadata
@@ -189,7 +189,7 @@ class WorkerSide:
                 self._vllm_ids.pop(own, None)
             else:
                 self._vllm_ids[own] = request
-        self._mark = metadata.mark
+        self._step_mark = metadata.step_mark
         if metadata.copies is not None and self._host is not None:
             self._host.save_and_prepare(metadata.copies)
         if not metadata.step:
@@ -200,7 +200,7 @@ class WorkerSide:
             self._running().add(metadata.step, metadata.grants)
 
     def collect(self) -> KVConnectorTransferResults:
-        """What has ended since the last call. The rest of the report waits for the `take_*` calls of the same step."""
+        """Returns the transfers that ended since the last call. The `take_*` calls of the same step return the rest."""
         results = KVConnectorTransferResults()
         for request, refused in self._refused.items():
             results.finished_recving.add(request)
@@ -210,10 +210,10 @@ class WorkerSide:
         self._refused = {}
         if self._steps is not None:
             self._steps.advance()
-        news, self._last_reports = self._last_reports, []
+        reports, self._last_reports = self._last_reports, []
         if self._worker is not None and (encoded := self._worker.poll_encoded()) is not None:
-            news.append(encoded)
-        for encoded in news:
+            reports.append(encoded)
+        for encoded in reports:
             report = kvferry.decode_report(encoded)
             received = [self._vllm_id(request) for request in report["finished_recving"]]
             results.finished_sending.update(map(self._vllm_id, report["finished_sending"]))
@@ -227,7 +227,7 @@ class WorkerSide:
         return results
 
     def _vllm_id(self, request: str) -> str:
-        """vLLM's id of a request of the library's."""
+        """Returns vLLM's id of a request by the library's."""
         return self._vllm_ids.get(request, request)
 
     def _failed(self, results: KVConnectorTransferResults, request: str, blocks: Iterable[int]) -> None:
@@ -237,27 +237,27 @@ class WorkerSide:
             self._invalid_blocks.update(blocks)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Blocks of failed receives since the last call; always empty where there are several KV-cache groups."""
+        """Takes the blocks of failed receives since the last call; none where there are several KV-cache groups."""
         taken, self._invalid_blocks = self._invalid_blocks, set()
         return taken
 
     def take_stats(self) -> KvferryStats | None:
-        """Figures since the last call, None if there are none."""
+        """Takes the figures since the last call, None if there are none."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, KvferryStats()
         return taken
 
     def take_worker_metadata(self) -> KvferryWorkerMetadata | None:
-        """Reports for the scheduler side since the last call, None if there are none."""
-        if not self._reports and not self._mark:
+        """Takes the reports for the scheduler side since the last call, None if there are none."""
+        if not self._reports and not self._step_mark:
             return None
-        taken = KvferryWorkerMetadata(self._reports, self._mark)
-        self._reports, self._mark = (), 0
+        taken = KvferryWorkerMetadata(self._reports, self._step_mark)
+        self._reports, self._step_mark = (), 0
         return taken
 
     def shutdown(self) -> None:
-        """Ends all transfers and gives the memory back. May be called again."""
+        """Ends all transfers and releases the memory. May be called again."""
         worker, self._worker, self._steps = self._worker, None, None
         if worker is not None:
             worker.shutdown(SHUTDOWN_SECONDS)

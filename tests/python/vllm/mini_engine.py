@@ -377,14 +377,14 @@ class Engine:
 
     def is_followed(self, request: str) -> bool:
         """Whether a decode engine wants to know how far a prefill is."""
-        progress = self._own_connector()._scheduler._progress
-        return bool(progress._scheduler.is_followed(progress._prefills[request].name))
+        side = self._own_connector()._scheduler
+        return bool(side._scheduler.is_followed(side._requests.get(request).name))
 
     def keep_silent_of_preemptions(self) -> None:
         """A fault: what was told of blocks that are given away is not taken back."""
-        progress = self._own_connector()._scheduler._progress
-        tell = progress._tell
-        progress._tell = lambda prefill, tokens: tokens > 0 and tell(prefill, tokens)
+        chunks = self._own_connector()._scheduler._chunks
+        report = chunks._report
+        chunks._report = lambda record, written, tokens: tokens > 0 and report(record, written, tokens)
 
     def fill_free(self) -> None:
         """Others' bytes come into blocks that are free, as they would with a request that runs ahead of all others."""
@@ -417,7 +417,8 @@ class Engine:
     def long_ids(self) -> list[str]:
         """Request ids that either side of the connector keeps because the library does not take them."""
         worker = self.worker._connectors[0] if self.settings.child else self.worker
-        return [*self._own_connector()._scheduler._long_ids._live, *worker._worker._vllm_ids]
+        records = self._own_connector()._scheduler._requests
+        return [*(record.id for record in records if record.id != record.vllm_id), *worker._worker._vllm_ids]
 
     def _own_connector(self) -> Any:
         connector: Any = self.scheduler.connector

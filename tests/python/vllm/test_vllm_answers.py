@@ -55,7 +55,7 @@ def outcome(engines: Schedulers, request: Request) -> str:
     """What the decode engine does with it: "loaded", "computed", or why it is refused."""
     connector = engines[1].connector
     tokens, is_loaded = connector.get_num_new_matched_tokens(request, 0)
-    if (refusal := connector._scheduler._refusals.get(request.request_id)) is not None:
+    if (refusal := connector._scheduler._requests.get(request.request_id).refusal) is not None:
         return str(refusal)
     assert (tokens, is_loaded) in ((TOKENS, True), (0, False))
     return "loaded" if is_loaded else "computed"
@@ -63,7 +63,7 @@ def outcome(engines: Schedulers, request: Request) -> str:
 
 def awaited(engines: Schedulers, request: Request) -> str:
     """By which name the decode engine awaits its prefill."""
-    name: str = engines[1].connector._scheduler._understood[request.request_id]["transfer_id"]
+    name: str = engines[1].connector._scheduler._requests.get(request.request_id).load["transfer_id"]
     return name
 
 

@@ -10,7 +10,7 @@ import kvferry
 import pytest
 import torch
 from kvferry.vllm import dialects
-from kvferry.vllm.request_ids import LongIds, library_id
+from kvferry.vllm.request_ids import library_id
 
 Params = dict[str, Any]
 
@@ -251,43 +251,3 @@ def test_the_library_knows_a_request_by_another_id_where_it_does_not_take_vllms(
     assert len(set(found)) == len(others)
     assert all(0 < len(each.encode()) <= 512 for each in found)
     assert found[0] == f"{'x' * 48}...sha256-{hashlib.sha256(b'x' * 513).hexdigest()}"
-
-
-def test_workers_know_a_long_id_until_vllm_has_forgotten_it() -> None:
-    ids, name, other = LongIds(), "x" * 600, "y" * 600
-    own = ids.of(name)
-    assert (own, ids.of("short")) == (library_id(name), "short")
-    assert (ids.take(), ids.take()) == ({own: name}, {})
-    # Reported before its end, as after a load, it goes on.
-    ids.reported(name)
-    ids.end(name, kept=True)
-    assert ids.take() == {}
-    ids.reported(name)
-    # Others of whom nothing is known.
-    ids.reported("short")
-    ids.end(other, kept=True)
-    assert ids.take() == {own: None}
-    # Between two steps, nothing of it gets to the workers; one of the same id after it does not mislead them.
-    ids.of(name)
-    ids.end(name, kept=False)
-    assert ids.take() == {}
-    ids.of(name)
-    ids.take()
-    ids.end(name, kept=False)
-    ids.of(name)
-    assert ids.take() == {}
-    ids.end(name, kept=False)
-    assert ids.take() == {own: None}
-
-
-def test_workers_know_a_long_id_that_is_taken_again_before_its_report() -> None:
-    ids, name = LongIds(), "x" * 600
-    own = ids.of(name)
-    ids.end(name, kept=True)
-    ids.of(name)
-    # The first one's; there is work for the second.
-    ids.reported(name)
-    assert ids.take() == {own: name}
-    ids.end(name, kept=True)
-    ids.reported(name)
-    assert ids.take() == {own: None}

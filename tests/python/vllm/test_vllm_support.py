@@ -324,7 +324,9 @@ def test_the_end_of_a_refused_load_is_none_of_the_librarys() -> None:
     assert set(side.build_step().refused) == {unusable}
     output: Any = SimpleNamespace(kv_connector_worker_meta=None, finished_sending=None, finished_recving={unusable})
     side.update(output)
-    assert not side._unreported
+    record = side._requests.get(unusable)
+    assert record is not None
+    assert not record.unreported
     side.shutdown()
 
 
@@ -337,9 +339,9 @@ def test_nothing_is_remembered_of_a_request_of_both_roles_with_another_prompts_p
         **{"mm_features": [], "prompt_embeds": None, "abort_immediately": False},
     )
     side.arrived(request)
-    assert (side._others, set(side._prefills)) == ({"r"}, {"r"})
+    assert [(record.vllm_id, record.other_prompt) for record in side._requests] == [("r", True)]
     assert side.finished(request, ([1],)) == (False, None)
-    assert (side._others, side._prefills, side._understood, side._refusals) == (set(), {}, {}, {})
+    assert len(side._requests) == 0
     side.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""What of prefills under way is told, by vLLM's own descriptions of steps."""
+"""How far running prefills are reported to be written, by vLLM's own descriptions of steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import kvferry
 import pytest
-from kvferry.vllm.under_way import Progress
+from kvferry.vllm.prefill_chunks import ChunkReporter
+from kvferry.vllm.request_table import RequestTable
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -42,15 +43,18 @@ class Engine:
     def __init__(self, late: bool = False) -> None:
         self.recorder = Recorder()
         scheduler: Any = self.recorder
-        self.progress = Progress(scheduler, lambda blocks: tuple(blocks), late)
-        self.progress.add("r", "x", 100)
+        requests = RequestTable()
+        self.chunks = ChunkReporter(scheduler, requests, lambda blocks: tuple(blocks), late)
+        self.record = requests.create("r")
+        self.record.name = "x"
+        self.chunks.track(self.record, 100)
 
     def new(self, request: str, ids: list[int], computed: int, tokens: int) -> int:
         data = NewRequestData(request, [1] * 100, [], SamplingParams(), None, (ids,), computed, None)
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = [data]
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = {request: tokens}, tokens
-        return self.progress.step(output)
+        return self.chunks.step(output)
 
     def goes_on(self, request: str, ids: list[int] | None, computed: int, tokens: int, resumed: bool = False) -> int:
         output = SchedulerOutput.make_empty()
@@ -64,11 +68,11 @@ class Engine:
             num_output_tokens=[0],
         )
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = {request: tokens}, tokens
-        return self.progress.step(output)
+        return self.chunks.step(output)
 
     def over(self, mark: int) -> list[tuple[str, Blocks, int]]:
         """What is told with the output of the step with this mark."""
-        self.progress.confirm(mark)
+        self.chunks.confirm(mark)
         return self.recorder.take()
 
 
@@ -98,8 +102,8 @@ def test_nothing_is_asked_of_the_workers_where_nobody_waits() -> None:
     # Somebody comes: all that is there by then is told.
     engine.recorder.followed = {"x"}
     assert engine.over(engine.goes_on("r", [3], 32, 16)) == [("r", ([1, 2, 3],), 48)]
-    assert engine.progress.step(SchedulerOutput.make_empty()) == 0
-    assert engine.progress.step(None) == 0
+    assert engine.chunks.step(SchedulerOutput.make_empty()) == 0
+    assert engine.chunks.step(None) == 0
 
 
 @pytest.mark.parametrize("as_new", [False, True])
@@ -130,20 +134,20 @@ def test_with_a_drafter_the_next_step_tells() -> None:
     second = engine.goes_on("r", [3], 32, 16)
     assert [tokens for *_, tokens in engine.over(second)] == [32]
     # A step that computes nothing does not wait for the drafter.
-    assert engine.progress.step(SchedulerOutput.make_empty()) == 0
+    assert engine.chunks.step(SchedulerOutput.make_empty()) == 0
     # One that computes for others only tells too.
     others = SchedulerOutput.make_empty()
     others.num_scheduled_tokens, others.total_num_scheduled_tokens = {"other": 1}, 1
-    assert [tokens for *_, tokens in engine.over(engine.progress.step(others))] == [48]
-    assert engine.progress.step(others) == 0
+    assert [tokens for *_, tokens in engine.over(engine.chunks.step(others))] == [48]
+    assert engine.chunks.step(others) == 0
 
 
 def test_of_a_prefill_that_is_not_kept_nothing_that_was_told_holds() -> None:
     engine = Engine()
     assert len(engine.over(engine.new("r", [1, 2], 0, 32))) == 1
-    engine.progress.end("r", kept=False)
+    engine.chunks.end(engine.record, kept=False)
     assert engine.recorder.take() == [("r", (), 0)]
-    engine.progress.end("r", kept=False)
+    engine.chunks.end(engine.record, kept=False)
     assert engine.recorder.take() == []
 
 
@@ -152,14 +156,14 @@ def test_the_end_of_a_prefill() -> None:
         engine = Engine()
         first = engine.new("r", [1, 2, 3], 0, 48)
         second = engine.goes_on("r", [4, 5, 6, 7], 48, 52)
-        engine.progress.end("r", kept)
+        engine.chunks.end(engine.record, kept)
         # vLLM ends a request before it hands over what its last step has brought.
         assert [tokens for *_, tokens in engine.over(first)] == ([48] if kept else [])
         assert [tokens for *_, tokens in engine.over(second)] == ([100] if kept else [])
     engine = Engine()
     mark = engine.new("r", [1, 2, 3, 4, 5, 6, 7], 0, 100)
-    engine.progress.end("r", kept=True)
-    engine.progress.forget("r")
+    engine.chunks.end(engine.record, kept=True)
+    engine.chunks.forget(engine.record)
     assert engine.over(mark) == []
 
 
