@@ -1,4 +1,4 @@
-"""Which connectors `MultiConnector` may have beside `KvferryConnector`."""
+"""Checks which connectors `MultiConnector` has beside `KvferryConnector`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HAND_OVER = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "Mooncak
 
 
 def children(connector: object, extra: object) -> list[Mapping[str, Any]]:
-    """The configurations of all connectors of an engine: `MultiConnector`'s children, those of nested ones too, or
-    none. What is malformed is left out; vLLM says so."""
+    """Lists the configurations of `MultiConnector`'s children, those of nested ones too; none for another connector.
+    Malformed ones are left out; vLLM reports them."""
     listed = extra.get("connectors") if connector == MULTI_CONNECTOR and isinstance(extra, Mapping) else None
     found: list[Mapping[str, Any]] = []
     for child in listed if isinstance(listed, list) else ():

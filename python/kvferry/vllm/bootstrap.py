@@ -5,8 +5,8 @@ with the `engine_id` of each. Where that has the addresses of workers, there is 
 where the engine's listener is (`dialects.addressed_id`). Engines of further data-parallel ranks of the host add
 themselves by `POST /register`, which only this host may.
 
-Strangers who reach the port can learn what it answers, and can keep it busy; they cannot take memory, descriptors or
-threads of the engine beyond `MOST_CONNECTIONS`.
+A stranger who reaches the port can read its answers and keep it busy, but takes no more of the engine's memory,
+descriptors or threads than `MOST_CONNECTIONS` connections do.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .log import logger
 MOST_CONNECTIONS = 32
 MOST_RANKS = 4096
 MOST_BYTES = 4096
-"""Of a request's body."""
+"""The longest body of a request."""
 STALLED_S = 5.0
-"""How long a connection may say nothing."""
+"""The longest silence of a connection, in seconds."""
 AGAIN_S = 1.0
 KNOWN_S = 20.0
-TOLD_EVERY_S = 60.0
+WARN_EVERY_S = 60.0
 
 
 class Announcement(Protocol):
-    """What makes an engine known until it is closed."""
+    """Makes an engine known until it is closed."""
 
     def close(self) -> None:
         """Ends it. May be called again."""
@@ -58,8 +58,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._answer(404, {"detail": "expected POST /register from an engine of this host"})
         try:
             length = int(self.headers.get("content-length") or 0)
-            told: Any = json.loads(self.rfile.read(length)) if 0 < length <= MOST_BYTES else None
-            rank, engine_id = told["dp_rank"], told["engine_id"]
+            body: Any = json.loads(self.rfile.read(length)) if 0 < length <= MOST_BYTES else None
+            rank, engine_id = body["dp_rank"], body["engine_id"]
         except (ValueError, LookupError, TypeError, RecursionError):
             rank = engine_id = None
         if type(rank) is not int or not 0 <= rank < MOST_RANKS or not isinstance(engine_id, str):
@@ -78,7 +78,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: who asks is of no interest."""
+        """Logs nothing."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -112,11 +112,11 @@ class _Server(http.server.ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a client that leaves or stalls is no fault of the engine's."""
+        """Does nothing: a client that leaves or stalls is no fault of the engine's."""
 
 
 class BootstrapServer:
-    """Serves until `close`."""
+    """The HTTP server; it runs until `close`."""
 
     def __init__(self, port: int, bind: str | None = None, ranks: dict[int, str] | None = None) -> None:
         """Binds `port` (0: a free one) of `bind`, or of all addresses of this host. `ranks` are those known so far.
@@ -136,8 +136,8 @@ class BootstrapServer:
 
 
 class Registration:
-    """Tells this host's server of another data-parallel rank's engine, again and again: the engines start in any order,
-    and the first one's may be started anew."""
+    """Registers another data-parallel rank's engine with this host's server, again and again: engines start in any
+    order, and the first one may be restarted."""
 
     def __init__(self, port: int, bind: str | None, rank: int, engine_id: str) -> None:
         body = json.dumps({"dp_rank": rank, "engine_id": engine_id}).encode()
@@ -152,23 +152,23 @@ class Registration:
         threading.Thread(target=self._run, name="kvferry-bootstrap", daemon=True).start()
 
     def close(self) -> None:
-        """Gives it up. May be called again."""
+        """Stops. May be called again."""
         self._ended.set()
 
     def _run(self) -> None:
-        told = time.monotonic()
+        warned = time.monotonic()
         while not self._ended.is_set():
             try:
                 with self._opener.open(self._request, timeout=STALLED_S):
-                    told = time.monotonic()
+                    warned = time.monotonic()
                     self._ended.wait(KNOWN_S)
                     continue
             except urllib.error.HTTPError as error:
                 why = str(error)
             except (OSError, http.client.HTTPException) as error:
                 why = str(error) or type(error).__name__
-            if time.monotonic() - told > TOLD_EVERY_S:
-                told = time.monotonic()
+            if time.monotonic() - warned > WARN_EVERY_S:
+                warned = time.monotonic()
                 logger.warning(
                     "The bootstrap server at %s, which the first data-parallel rank of this host has, does not know "
                     "rank %d yet, and proxies do not find it: %s",
@@ -180,8 +180,8 @@ class Registration:
 
 
 def announce(parallel: Any, options: Options, engine_id: str) -> Announcement:
-    """Makes the engine of one data-parallel rank known to those who ask at `options.bootstrap_port`: by a server of its
-    own, or by that of the first rank of this host. `parallel` is vLLM's `ParallelConfig`."""
+    """Makes the engine of one data-parallel rank known at `options.bootstrap_port`: by a server of its own, or by that
+    of the first rank of this host. `parallel` is vLLM's `ParallelConfig`."""
     port = options.bootstrap_port
     assert port is not None
     rank = rank_of(parallel)

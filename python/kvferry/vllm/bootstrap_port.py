@@ -33,7 +33,7 @@ def _listen(port: int, bind: str | None) -> socket.socket:
 
 
 def bound(options: Options) -> str | None:
-    """The one address that the server binds, None for all: as the listener's, that of `bind` or a loopback `host`."""
+    """Returns the address that the server binds, None for all: `bind`, or a loopback `host`, as the listener does."""
     text = (options.bind or options.host or "").removeprefix("[").removesuffix("]")
     try:
         address = ipaddress.ip_address(text)
@@ -43,7 +43,7 @@ def bound(options: Options) -> str | None:
 
 
 def rank_of(parallel: Any) -> int:
-    """An engine's number among those of one bootstrap server; rank 0 has the server. `parallel` is vLLM's
+    """Returns an engine's number among those of one bootstrap server; rank 0 runs it. `parallel` is vLLM's
     `ParallelConfig`. Ranks are numbered as by `MooncakeConnector`: within the host where it has an API server of its
     own, otherwise over all hosts."""
     local = bool(parallel.local_engines_only)

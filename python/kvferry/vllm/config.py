@@ -13,14 +13,14 @@ from .stock import translate
 HOST_IP = "VLLM_HOST_IP"
 """vLLM's own word for "this node's address as the others know it"."""
 
-LOOKED_AT = ("multi_turn", "push_dialect", "bootstrap_port", "bind", "host", "telemetry")
-"""Keys whose values the connector itself looks at."""
+CONNECTOR_KEYS = ("multi_turn", "push_dialect", "bootstrap_port", "bind", "host", "telemetry")
+"""Keys that the connector itself reads."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Checked options by the side that uses them. What is not given is left to the library, which looks at the
-    environment and then at its defaults."""
+    """Checked options by the side that uses them. The library takes options that are not given from the environment,
+    then from its defaults."""
 
     worker: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
@@ -48,11 +48,11 @@ def describe(extra: Mapping[str, Any]) -> settings.Description:
 
 
 def parse_options(extra: Mapping[str, Any]) -> Options:
-    """As `describe`, but what was given, by the side that uses it."""
+    """Checks options as `describe` does, and returns those that were given, by the side that uses them."""
     sides: dict[str, dict[str, Any]] = {"worker": {}, "scheduler": {}}
     here: dict[str, Any] = {}
     for setting in describe(extra)["settings"]:
-        if setting["key"] in LOOKED_AT:
+        if setting["key"] in CONNECTOR_KEYS:
             here[setting["key"]] = setting["value"]
         if setting["source"] == "given" or setting["variable"] == HOST_IP:
             for part in set(setting["parts"]) & set(sides):
@@ -61,7 +61,7 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
 
 
 def multi_turn_refusal(sends: bool, loads: bool, policy: str) -> str | None:
-    """Why an engine of this `kv_role` and `kv_load_failure_policy` cannot serve `multi_turn`; None if it can."""
+    """Tells why an engine of this `kv_role` and `kv_load_failure_policy` cannot serve `multi_turn`; None if it can."""
     if not loads:
         return (
             "KvferryConnector does not serve multi_turn (bidirectional_kv_xfer) with kv_role kv_producer: vLLM keeps a "
@@ -71,7 +71,7 @@ def multi_turn_refusal(sends: bool, loads: bool, policy: str) -> str | None:
     if sends and policy != "recompute":
         return (
             "KvferryConnector serves multi_turn (bidirectional_kv_xfer) on a prefill engine with "
-            f"kv_load_failure_policy recompute only, not {policy}: a decode engine lets go of "
-            "old conversations, and their next turns would fail"
+            f"kv_load_failure_policy recompute only, not {policy}: a decode engine evicts old "
+            "conversations, and their next turns would fail"
         )
     return None

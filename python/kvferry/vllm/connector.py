@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 def _check_alone() -> None:
-    """Raises `InvalidArgumentError` beside another P/D connector. A child of `MultiConnector` is given its own
-    configuration only; the whole one is the current one while vLLM makes a worker's connector."""
+    """Raises `InvalidArgumentError` beside another P/D connector. A child of `MultiConnector` gets only its own
+    configuration; the whole one is vLLM's current one while it makes a worker's connector."""
     whole = get_current_vllm_config_or_none()
     if whole is not None and (transfer := whole.kv_transfer_config) is not None:
         check_children(children(transfer.kv_connector, transfer.kv_connector_extra_config))
@@ -101,12 +101,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Yes (asked from 0.33 on, which tells a connector when the KV cache is unmapped and mapped again)."""
+        """Returns True. vLLM asks from 0.33 on, which announces that the KV cache is unmapped and mapped again."""
         return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Figures from the plain form in which they came from another process."""
+        """Builds figures from the plain form in which processes send them."""
         return KvferryStats(data or {})
 
     @classmethod
@@ -117,7 +117,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """The metrics `vllm:kvferry_*`."""
+        """Builds the metrics `vllm:kvferry_*`."""
         return KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- worker role
@@ -127,19 +127,19 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register_kv_caches(kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        """How the platform copies blocks, for an engine with a host buffer."""
+        """Takes the platform's copy of blocks, for an engine with a host buffer."""
         self._worker.set_copy_operation(copy_operation)
 
     def unregister_kv_caches(self) -> None:
-        """Before the engine sleeps (from vLLM 0.33 on): nothing touches the KV cache from here on."""
+        """Stops all use of the KV cache before the engine sleeps (from vLLM 0.33 on)."""
         self._worker.unregister_kv_caches()
 
     def restore_kv_caches(self) -> None:
-        """When it wakes up, before `get_handshake_metadata` is asked for again."""
+        """Starts a new worker when the engine wakes up, before vLLM asks for `get_handshake_metadata` again."""
         self._worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This rank's metadata for the scheduler side."""
+        """Returns this rank's metadata for the scheduler side."""
         return self._worker.handshake_metadata
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -160,50 +160,50 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.submit(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request runs only once all of its cache is there."""
+        """Does nothing: a request runs only once all of its cache is there."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing: the decode engine reads from the cache itself. A host buffer gets a prefill's blocks when its lease
-        is granted."""
+        """Does nothing: the decode engine reads from the cache itself. A host buffer gets a prefill's blocks when its
+        lease is granted."""
 
     def wait_for_save(self) -> None:
-        """Nothing: see `save_kv_layer`."""
+        """Does nothing, as `save_kv_layer`."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Sends and receives that ended since the last call."""
+        """Returns the sends and receives that ended since the last call."""
         return self._worker.collect()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """As `get_transfer_results`, without telling failures."""
+        """Returns what `get_transfer_results` does, without failures."""
         results = self._worker.collect()
         return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of the receives that the last `get_transfer_results` reported as failed. Empty where the model has
-        several KV-cache groups: vLLM takes failures by request there."""
+        """Returns the blocks of receives that the last `get_transfer_results` reported as failed. With several KV-cache
+        groups there are none: vLLM takes failures by request there."""
         return self._worker.take_invalid_blocks()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Figures since the last call, None if there are none. vLLM adds up those of both roles."""
+        """Returns figures since the last call, None if there are none. vLLM adds up those of both roles."""
         if self._worker_side is not None:
             return self._worker_side.take_stats()
         return self._scheduler.take_stats()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This step's reports for the scheduler side."""
+        """Returns this step's reports for the scheduler side."""
         return self._worker.take_worker_metadata()
 
     # --- scheduler role
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """No: a load brings what follows the tokens that all groups have, the state among it."""
+        """Returns False: a load brings all that follows the tokens that every group has, its state too."""
         return False
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """As `set_xfer_handshake_metadata_pp_aware`, for one pipeline stage."""
+        """Does what `set_xfer_handshake_metadata_pp_aware` does, for one pipeline stage."""
         self._scheduler.serve({(0, tp_rank): entry for tp_rank, entry in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -213,24 +213,24 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.serve(metadata)
 
     def on_new_request(self, request: Request) -> None:
-        """A request with a remote prefill: its producer is contacted before the request is scheduled."""
+        """Contacts the producer of a request with a remote prefill before the request is scheduled."""
         self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens to load from the prefill engine. Without side effects."""
+        """Returns the number of tokens to load from the prefill engine. Has no side effects."""
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """All transferable groups: the request's own blocks come over, not those of a store of cacheable ones."""
+        """Returns all transferable groups: a load brings the request's own blocks, not those of a store."""
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Starts the load, or gives the lease back if nothing is to be loaded."""
+        """Starts the load, or releases the lease if nothing is to be loaded."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The work for the workers since the last call."""
+        """Returns the work for the workers since the last call."""
         return self._scheduler.build_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -238,31 +238,31 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished_all_groups`, for one group."""
+        """Does what `request_finished_all_groups` does, for one group."""
         return self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether to keep the blocks of a finished prefill, and the params for the decode engine."""
+        """Returns whether to keep a finished request's blocks, and the params for the decode engine."""
         return self._scheduler.finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether a running request that needs blocks gets them from a conversation that is kept for its next turn,
-        or from one that has been let go of already, which is better than to preempt another."""
+        """Evicts the oldest conversation for a running request that needs blocks, which is better than to preempt
+        another. Returns whether blocks of this or an earlier one will be free soon."""
         return self._scheduler.make_room()
 
     def reset_cache(self) -> bool | None:
-        """Lets go of all conversations that are kept for their next turns, as after an update of the weights."""
+        """Evicts all conversations that are kept for their next turns, as after an update of the weights."""
         self._scheduler.forget_histories()
         return None
 
     def engine_paused(self, paused: bool) -> None:
-        """The engine pauses, falls asleep or shuts down (`pause.watch`), or goes on."""
+        """Notes that the engine pauses, falls asleep or shuts down (`pause.watch`), or goes on."""
         self._scheduler.pause(paused)
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must step once more to hand out a release, an abort or a lease."""
+        """Returns whether the engine must step once more to hand out a release, an abort or a lease."""
         return self._scheduler.has_pending()
 
     # --- both roles

@@ -1,11 +1,11 @@
-"""`kv_transfer_params` as proxies for vLLM's other connectors send them, in the words of this one.
+"""Translates the `kv_transfer_params` of proxies for vLLM's other connectors.
 
 | dialect | the prefill engine is given | the decode engine is given |
 | --- | --- | --- |
 | of `NixlPushConnector` | nothing to know the request by | its address, and the `X-Request-Id` of both requests |
 | of `MooncakeConnector` | `transfer_id` | `transfer_id`, and what the prefill engine's bootstrap server answered |
 
-Both ask the two engines at once. What a prefill is called then is `name_of`.
+Both ask the two engines at once. `name_of` gives the prefill its name then.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 SAMPLE = re.compile(r"^\d+_")
-"""How vLLM names the samples of a request with `n` > 1: their index, and the request's own name."""
+"""The beginning of a sample's id, for a request with `n` > 1: its index, before the request's own name."""
 
 _RANDOM = re.compile(r"-[0-9a-f]{8}$")
-"""What vLLM's front end appends to the name of a request (`InputProcessor.assign_request_id`)."""
+"""The end that vLLM's front end appends to a request's name (`InputProcessor.assign_request_id`)."""
 
 _INDEX = re.compile(r"[-_]\d+$")
-"""What it appends to the header for one of several prompts."""
+"""The end that it appends to the header for one of several prompts."""
 
 _LATER = re.compile(r"cmpl-.*-[1-9]\d*")
 """Ids of a completion's second and later prompts."""
@@ -44,7 +44,7 @@ NO_DIGEST = (
     "vLLM numbers media in place of hashing them where an engine's prefix cache and processor cache are both off; turn "
     "one of them on in whichever engine has both off (--enable-prefix-caching, or --mm-processor-cache-gb above 0)"
 )
-"""Why a prompt has no digest."""
+"""The reason why a prompt has no digest, and the remedy."""
 
 _NIXL = "remote_blocks_expiry_time"
 """A key that only `NixlConnector`'s answers have, of vLLM 0.32 and 0.33."""
@@ -54,18 +54,18 @@ _ADDRESSED = re.compile(r"(?P<engine>.+)@(?:\[(?P<ipv6>[^\[\]@]+)\]|(?P<host>[^\
 
 
 def base_name(request_id: str) -> str:
-    """Of a request's id in this engine: what the same request is called in another engine too, when a proxy sends both
-    the same `X-Request-Id`: `cmpl-ID-0` for the first prompt of a completion, `chatcmpl-ID` for a chat."""
+    """Returns the part of a request's id that another engine has too, when a proxy sends both the same `X-Request-Id`:
+    `cmpl-ID-0` for the first prompt of a completion, `chatcmpl-ID` for a chat."""
     name = SAMPLE.sub("", request_id)
     return name if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION else _RANDOM.sub("", name)
 
 
 def name_of(base: str, digest: str | None) -> str:
-    """What two engines call a prefill: what the proxy calls it, or what its header became, and a digest of the prompt.
+    """Returns the name of a prefill in both engines: the proxy's, or what its header became, and the prompt's digest.
 
     One name from a proxy may stand for several prompts: those of one completion, or of several calls with one header.
-    With the digest, whoever awaits a prefill gets one of the prompt that it has itself. In the place of a base that the
-    library does not take, or not with the digest, stands its SHA-256. An empty base is left to `kvferry.Scheduler` to
+    With the digest, a decode engine gets a prefill of its own prompt. A base that the library does not take, alone or
+    with the digest, is replaced by its SHA-256. An empty base is left to `kvferry.Scheduler` to
     refuse.
     """
     if not base or (request_ids.is_taken(base) and (digest is None or base.endswith(f"#{digest}"))):
@@ -90,21 +90,21 @@ def name_of_prefill(request: Request, params: Mapping[str, Any], digest: str | N
 
 
 def addressed_id(engine_id: str, host: str, port: int) -> str:
-    """An engine id for proxies of Mooncake's dialect, which tell a decode engine no other address of the listener."""
+    """Returns an engine id with the listener's address, for Mooncake's proxies, which pass on no other."""
     return f"{engine_id}@[{host}]:{port}" if ":" in host else f"{engine_id}@{host}:{port}"
 
 
 def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a decode engine is given, in the words of this connector. Empty where that is no prefill of its own: vLLM
-    answers several prompts of a completion with the params of the first.
+    """Translates a decode request's params into this connector's keys. Empty for params of another prompt: vLLM answers
+    several prompts of a completion with the params of the first.
 
     Raises `InvalidArgumentError` for the answer to another prompt or of `NixlConnector`, and for a prompt that has no
     digest."""
     stated = params.get(PROMPT)
     answered = stated is not None or params.get("remote_block_ids") is not None
     if request.abort_immediately and (answered or list(request.prompt_token_ids or ()) == _PLACEHOLDER):
-        # vLLM tells of a rejected request, mostly with a placeholder for its prompt: what an answer names is given
-        # back. A prefill that was asked for at the same time cannot be named without its prompt.
+        # vLLM announces a rejected request, mostly with a placeholder for its prompt: the prefill that an answer names
+        # is released. One that was asked for at the same time cannot be named without its prompt.
         return _translated(request, params, None) if answered else {}
     if params.get(_NIXL) is not None and params.get("remote_incarnation") is None:
         raise invalid(
@@ -131,7 +131,7 @@ def understood(request: Request, params: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def _translated(request: Request, params: Mapping[str, Any], digest: str | None) -> Mapping[str, Any]:
-    """The params of a prompt's own prefill, in the words of this connector."""
+    """Translates the params of a prompt's own prefill."""
     pushed = params.get("transfer_mode") == _PUSH
     if params.get("remote_block_ids") is not None:
         # An answer that was passed on whole. That of another connector has no incarnation, and is refused.
@@ -154,8 +154,8 @@ def _translated(request: Request, params: Mapping[str, Any], digest: str | None)
 
 
 def is_named_by(request_id: str, header: str) -> bool:
-    """Whether a request's id was made of this `X-Request-Id`: the front end puts a word such as `cmpl-` in front of it.
-    An id that an engine has answered with does not fit, because it has that word already."""
+    """Tells whether a request's id was made of this `X-Request-Id`: the front end prepends a word such as `cmpl-`. An
+    id that an engine has answered with does not fit, because it has that word already."""
     name = base_name(request_id)
     for candidate in (name, _INDEX.sub("", name)):
         word = candidate.removesuffix(header)
@@ -165,5 +165,5 @@ def is_named_by(request_id: str, header: str) -> bool:
 
 
 def as_push(answer: dict[str, Any]) -> None:
-    """Makes routers that know `NixlPushConnector`'s answers take this one for one of them."""
+    """Marks an answer so that routers take it for one of `NixlPushConnector`."""
     answer["transfer_mode"] = _PUSH

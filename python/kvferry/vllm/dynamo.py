@@ -1,6 +1,6 @@
-"""NVIDIA Dynamo's workers ask their own table how a connector's requests look; this adds `KvferryConnector` to it.
+"""Adds `KvferryConnector` to the table in which NVIDIA Dynamo's workers look up how a connector's requests look.
 
-The table's error for a name that it lacks asks for that. Read from dynamo/vllm/kv_connector_protocols.py of ai-dynamo
+The table's error for a missing name asks for that. Read from dynamo/vllm/kv_connector_protocols.py of ai-dynamo
 1.6.1.
 """
 
@@ -11,7 +11,7 @@ import sys
 
 _MODULE = "dynamo.vllm.kv_connector_protocols"
 LIKE = "NixlConnector"
-"""Whose requests look as this connector's do."""
+"""The connector whose requests look the same."""
 
 
 def register(connector: str) -> None:
@@ -22,7 +22,7 @@ def register(connector: str) -> None:
     try:
         protocols = getattr(importlib.import_module(_MODULE), "KV_CONNECTOR_PROTOCOLS", None)
     except Exception:
-        # Whatever is wrong with it is Dynamo's to tell.
+        # Dynamo reports what is wrong with it.
         return
     if isinstance(protocols, dict) and LIKE in protocols:
         protocols.setdefault(connector, protocols[LIKE])

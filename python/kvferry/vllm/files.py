@@ -12,13 +12,13 @@ CONNECTORS = {"worker", "scheduler", "connector"}
 
 
 def missing_files(rows: list[Setting]) -> list[str]:
-    """What is wrong with the files that the values of `rows` name, a text each."""
+    """Returns what is wrong with the files that the values of `rows` name, a text each."""
     wrong = []
     for row in rows:
         value = row["value"]
         if not isinstance(value, str) or not value or CONNECTORS.isdisjoint(row["parts"]):
             continue
-        if (look := _LOOKS.get(row["key"])) is not None and (why := look(value)) is not None:
+        if (check := _CHECKS.get(row["key"])) is not None and (why := check(value)) is not None:
             name = f"{row['key']} (of {row['variable']})" if row["source"] == "environment" else row["key"]
             wrong.append(f"{name}: {why}")
     return wrong
@@ -44,7 +44,7 @@ def _no_ucx(path: str) -> str | None:
 
 
 def _no_new_file(path: str) -> str | None:
-    """Why no file can be made at `path`."""
+    """Tells why no file can be made at `path`; None if one can."""
     if os.path.isdir(path):
         return f"{path} is a folder; name a file"
     folder, name = os.path.split(path)
@@ -55,9 +55,9 @@ def _no_new_file(path: str) -> str | None:
     return f"{folder} {why}, so {name} cannot be made there"
 
 
-_LOOKS: dict[str, Callable[[str], str | None]] = {
+_CHECKS: dict[str, Callable[[str], str | None]] = {
     "key_file": _no_key,
     "ucx_lib": _no_ucx,
     "trace": _no_new_file,
 }
-"""By the key that names a file: what is wrong with that, None if nothing is."""
+"""The check of each key that names a file."""

@@ -1,13 +1,13 @@
-"""From vLLM's KV-cache tensors to the address map that kvferry transfers by.
+"""Turns vLLM's KV-cache tensors into the address map that kvferry transfers by.
 
 Since 0.32 vLLM gives each layer a view with the logical axes (block, head, token, content), whatever the physical
 order (the layout's name, such as LBHNC, is the physical order of layer, block, head, token, content). So shape and
-strides say where everything is, except what a backend keeps inside the content: `interior` knows that.
+strides say where everything is, except inside the content, which `interior` describes.
 
 When a kernel's blocks are smaller than the blocks that the scheduler counts, a block is a row of kernel blocks, each
 with all of its heads: the areas' pages.
 
-A layer with a recurrent state has one state per block; `states` tells its parts.
+A layer with a recurrent state has one state per block; `states` describes its parts.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """How KV heads are split over the tensor-parallel ranks.
+    """The split of KV heads over the tensor-parallel ranks.
 
     Attributes:
         tp_rank: This rank.
         tp_size: Ranks in all.
-        kv_heads: KV heads of a layer over all ranks by its name and spec, None if nobody knows: see `heads.KvHeads`.
+        kv_heads: KV heads of a layer over all ranks by its name and spec, None if unknown: see `heads.KvHeads`.
         model_config: vLLM's `ModelConfig`, for layers with a state.
     """
 
@@ -59,10 +59,10 @@ class Split:
     model_config: Any = None
 
     def shards(self, name: str, spec: Any) -> tuple[int, bool]:
-        """Into how many distinct pieces layer `name` is split over the ranks, and whether that is known.
+        """Returns the number of distinct pieces of layer `name` over all ranks, and whether it is known.
 
-        Only a rank with a single head can share it with others, so the number over all ranks is asked only then. Where
-        it is not known, or is not one of which a rank would have a single head, each rank counts as a piece.
+        Only a rank with a single head can share it with others, so only then the number over all ranks matters. Where
+        it is unknown, or would give a rank more than a head, each rank counts as a piece.
         """
         if spec.max_tp_shards is not None:
             return min(self.tp_size, spec.max_tp_shards), True
@@ -72,7 +72,7 @@ class Split:
         return (total, True) if total and self.tp_size % total == 0 else (self.tp_size, False)
 
     def place(self, name: str, spec: Any, heads: int) -> dict[str, Any]:
-        """Where `heads` heads of this rank are among all of layer `name`, as the axes of an area.
+        """Places `heads` heads of this rank among all of layer `name`, as the axes of an area.
 
         With fewer shards than ranks, neighbouring ranks hold copies: of 8 ranks and 2 heads, ranks 0 to 3 hold head 0.
         """
@@ -80,7 +80,7 @@ class Split:
         return self.among(heads, shards if known else None)
 
     def among(self, heads: int, shards: int | None) -> dict[str, Any]:
-        """As `place`, for `shards` distinct pieces; None if nobody knows how many: each rank then counts as one."""
+        """Places heads as `place` does, for `shards` distinct pieces; with None, each rank counts as one."""
         pieces = self.tp_size if shards is None else shards
         return {
             "heads": heads,
@@ -92,7 +92,7 @@ class Split:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """How tokens are dealt over the ranks of a decode context parallel group: this rank's place.
+    """A rank's share of the tokens in a decode context parallel group.
 
     Attributes:
         ranks: Ranks in the group; 1 without decode context parallelism.
@@ -107,7 +107,7 @@ class TokenShare:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a worker registers and states."""
+    """The regions that a worker registers, and the geometry that it states."""
 
     regions: list[Region]
     geometry: dict[str, Any]
@@ -122,7 +122,7 @@ class Layer:
 
 
 def transfer_layers(kv_cache_config: Any) -> dict[str, Layer]:
-    """The layers whose cache is transferred. Layers that share another's cache are not among them."""
+    """Returns the layers whose cache is transferred. Layers that share another's cache are not among them."""
     layers = {}
     for index, group in enumerate(kv_cache_config.transfer_groups):
         per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", {})
@@ -132,7 +132,7 @@ def transfer_layers(kv_cache_config: Any) -> dict[str, Layer]:
 
 
 def transfer_groups(kv_cache_config: Any, share: TokenShare) -> list[dict[str, Any]]:
-    """The KV-cache groups that are transferred, in vLLM's order, as kvferry states them.
+    """Returns the KV-cache groups that are transferred, in vLLM's order, as kvferry states them.
 
     With decode context parallelism vLLM deals out the tokens of the groups that it marks as such; the others are whole
     on every rank. The order of tokens in a block is that of vLLM's `_compute_slot_mappings_kernel`.
@@ -163,7 +163,7 @@ def _kind(group_spec: Any) -> Any:
 
 
 def _reach(spec: Any) -> tuple[str, int] | None:
-    """How far back a layer looks: a window, or to the beginning of its chunk; None if at the whole prompt."""
+    """Returns how far back a layer attends: a window, or the chunk's length; None for the whole prompt."""
     if isinstance(spec, SlidingWindowSpec):
         return "sliding_window", int(spec.sliding_window)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -180,7 +180,7 @@ def describe(
     share: TokenShare,
     device: str | None = None,
 ) -> Layout:
-    """The regions to register and the geometry.
+    """Describes the regions to register and the geometry.
 
     Args:
         kv_cache_config: vLLM's KV-cache config of this rank.

@@ -1,9 +1,9 @@
-"""How many KV heads a layer has over all tensor-parallel ranks.
+"""Finds the number of KV heads of a layer over all tensor-parallel ranks.
 
 vLLM tells a worker how many heads of a layer it holds itself. Where that is more than one, no rank holds a copy and the
 number over all ranks follows. Where it is one, several ranks may hold the same head, and which do depends on the
-model's configuration: some models have layers with different numbers, and a draft model has its own. What is not
-certain is not guessed: the layer then moves between equal tensor-parallel sizes only.
+model's configuration: some models have layers with different numbers, and a draft model has its own. An uncertain
+number is not guessed: the layer then moves between equal tensor-parallel sizes only.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _stated(model: Any, index: int | None, spec: Any) -> int | None:
-    """What the configuration of one model states about its layer number `index`, None if it is not clear."""
+    """Returns what the configuration of one model states about layer `index`, None if that is not clear."""
     overrides = model.model_arch_config.per_layer_overrides
     if overrides is not None:
         known = index is not None and index < len(overrides)
@@ -113,7 +113,7 @@ def _items(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(key: str, value: Any, known: bool = False) -> Iterator[int]:
-    """All numbers of KV heads that are stated under a key, at any depth. `known`: vLLM takes a plain number from it."""
+    """Finds all numbers of KV heads under a key, at any depth. `known`: vLLM takes a plain number from it."""
     if _OTHER_MODALITIES.search(key):
         return
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a decode engine's blocks hold of a conversation, so that a prefill engine can tell how far its next turn agrees.
+"""Describes which conversation a decode engine's blocks hold, so that a prefill engine can compare the next turn.
 
 The next turn's prompt need not begin with the tokens that the decode engine has: clients strip reasoning, and templates
 and tokenizers write a turn differently than the model did. So digests of the tokens travel with the blocks, and only
@@ -25,20 +25,20 @@ KEY = "remote_token_digests"
 """The key of `kv_transfer_params`."""
 
 DIGEST_BYTES = 16
-"""Whoever chooses a conversation must not find one with the digest of another prompt: the prefill engine's prefix
-caching would give its cache to requests with that prompt."""
+"""Long enough that a client cannot construct a conversation with another prompt's digest. The prefill engine's prefix
+cache would give its cache to requests with that prompt."""
 
 MOST_DIGESTS = 256
-"""However long a conversation is, its digests take less than 6 KiB."""
+"""Limits the digests of a conversation to 6 KiB."""
 
 LEAST_STEP = 16
-"""Tokens between digests, at least; vLLM's smallest block."""
+"""The least number of tokens between digests; vLLM's smallest block."""
 
 
 def describe(request: Request, tokens: int) -> dict[str, Any] | None:
-    """The digests of the request's first `tokens` tokens: of the first `step`, of 2 `step` and so on, and of all.
+    """Returns digests of the request's first `tokens` tokens: of the first `step`, of 2 `step` and so on, and of all.
     None where these do not tell what was computed: with prompt embeddings, and with media that vLLM has numbered."""
-    if _told(request, tokens) < tokens:
+    if _covered(request, tokens) < tokens:
         return None
     step = max(-(-tokens // MOST_DIGESTS), LEAST_STEP)
     digests = b"".join(digest for _, digest in _beginnings(request, tokens, step))
@@ -46,9 +46,9 @@ def describe(request: Request, tokens: int) -> dict[str, Any] | None:
 
 
 def fingerprint(request: Request) -> str | None:
-    """A digest of the request's prompt and of all else that its cache depends on, as text; the same in every engine
-    that gets the request. It differs wherever vLLM's own prefix cache tells two prompts apart. None for media that
-    vLLM has numbered: another engine has the number for another picture."""
+    """Returns a digest of the request's prompt and of all else that its cache depends on, as text; the same in every
+    engine that gets the request. It differs wherever vLLM's own prefix cache tells two prompts apart. None for media
+    that vLLM has numbered: another engine has the number for another picture."""
     tokens = request.num_prompt_tokens
     if _unnumbered(request, tokens) < tokens:
         return None
@@ -64,8 +64,8 @@ def fingerprint(request: Request) -> str | None:
 
 
 def in_common(request: Request, params: Mapping[str, Any], whole: bool) -> int:
-    """How many tokens at the beginning of a request's prompt are those of the history that `params` name, as far as its
-    digests tell. With `whole`, all of the history or none. The prompt's last token never counts: it has to be computed.
+    """Returns how many tokens a prompt's beginning shares with the history that `params` name, as far as its digests
+    tell. With `whole`, all of the history or none. The prompt's last token never counts: it has to be computed.
 
     Raises `InvalidArgumentError` for digests that are missing or cannot be read.
     """
@@ -73,7 +73,7 @@ def in_common(request: Request, params: Mapping[str, Any], whole: bool) -> int:
     if not isinstance(held, int) or isinstance(held, bool) or held < 0:
         raise invalid(f"remote_num_tokens must be a number of tokens, not {_shown(held)}")
     step, digests = _parse(stated, held)
-    most = _told(request, request.num_prompt_tokens - 1)
+    most = _covered(request, request.num_prompt_tokens - 1)
     common = 0
     for at, (tokens, digest) in enumerate(_beginnings(request, min(held, most), step)):
         # The last beginning of a shorter prompt is none of the history's.
@@ -86,8 +86,8 @@ def in_common(request: Request, params: Mapping[str, Any], whole: bool) -> int:
 def _parse(stated: Any, held: int) -> tuple[int, bytes]:
     if not isinstance(stated, Mapping):
         raise invalid(
-            f"{KEY} must be the map that the decode engine answered with, not {type(stated).__name__}: without it "
-            "nobody knows whether its blocks hold this prompt. Pass on the kv_transfer_params of a decode engine with "
+            f"{KEY} must be the map that the decode engine answered with, not {type(stated).__name__}: it tells "
+            "whether the blocks hold this prompt. Pass on the kv_transfer_params of a decode engine with "
             "KvferryConnector unchanged"
         )
     step, text = stated.get("step"), stated.get("digests")
@@ -107,14 +107,14 @@ def _parse(stated: Any, held: int) -> tuple[int, bytes]:
 
 
 def _shown(value: Any) -> str:
-    """What came from outside and may be of any length."""
+    """Shows a value from outside, which may be of any length."""
     text = repr(value)
     return text if len(text) <= 64 else f"{text[:64]}..."
 
 
 def _beginnings(request: Request, tokens: int, step: int) -> Iterator[tuple[int, bytes]]:
-    """The lengths and digests of a request's beginnings, in steps up to `tokens`. Each covers all that the cache of its
-    tokens depends on: the adapter, the salt that keeps tenants apart, the media that stand in its tokens' place."""
+    """Yields the lengths and digests of a request's beginnings, in steps up to `tokens`. Each covers all that the cache
+    of its tokens depends on: the adapter, the salt that keeps tenants apart, the media in its tokens' place."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     _add(state, ["kvferry-history-1", _adapter(request), request.cache_salt])
     for end in _extend(state, request, tokens, step):
@@ -122,7 +122,7 @@ def _beginnings(request: Request, tokens: int, step: int) -> Iterator[tuple[int,
 
 
 def _extend(state: Any, request: Request, tokens: int, step: int) -> Iterator[int]:
-    """Adds a request's first `tokens` tokens, and the media among them, in steps; where each ends."""
+    """Adds a request's first `tokens` tokens, and the media among them, in steps; yields each step's end."""
     media = sorted(request.mm_features or (), key=lambda feature: feature.mm_position.offset)
     ids = np.asarray(request.all_token_ids[:tokens], dtype="<u8").tobytes()
     size, at = 8, 0
@@ -136,14 +136,14 @@ def _extend(state: Any, request: Request, tokens: int, step: int) -> Iterator[in
         yield end
 
 
-def _told(request: Request, tokens: int) -> int:
-    """How many of a request's first `tokens` tokens the digests of a history tell. Conversations do not go on from
-    prompt embeddings, so that these are hashed once only."""
+def _covered(request: Request, tokens: int) -> int:
+    """Returns how many of a request's first `tokens` tokens the digests of a history cover. Conversations do not go on
+    from prompt embeddings, which are therefore hashed once only."""
     return 0 if request.prompt_embeds is not None else _unnumbered(request, tokens)
 
 
 def _unnumbered(request: Request, tokens: int) -> int:
-    """How many of a request's first `tokens` tokens stand in front of media that vLLM has numbered in place of hashing
+    """Returns how many of a request's first `tokens` tokens precede media that vLLM has numbered in place of hashing
     them (`Renderer._process_mm_uuids`). With the adapter of a tower, its name and a colon come first."""
     features = request.mm_features or ()
     for feature in features:
@@ -153,14 +153,14 @@ def _unnumbered(request: Request, tokens: int) -> int:
 
 
 def _adapter(request: Request) -> list[str] | None:
-    """The adapter as vLLM's prefix cache knows it. One name may be given to another adapter, with another path."""
+    """Returns the adapter as vLLM's prefix cache knows it. A name may pass to another adapter, with another path."""
     lora = request.lora_request
     return lora and [lora.lora_name, lora.lora_path]
 
 
 def _embeddings(embeds: Any, is_token: list[bool] | None) -> list[Any]:
-    """The facts of a prompt's embeddings (tokens, width): all rows, as vLLM hashes them, and which positions have
-    token ids in their place. SHA-256 because hardware computes it, several times faster than BLAKE2b: a row takes
+    """Returns the facts of a prompt's embeddings (tokens, width): all rows, as vLLM hashes them, and which positions
+    have token ids in their place. SHA-256 because hardware computes it, several times faster than BLAKE2b: a row takes
     kilobytes, and the engine waits."""
     content = hashlib.sha256(tensor_data(embeds)).hexdigest()
     mask = None if is_token is None else np.packbits(np.asarray(is_token, dtype=bool)).tobytes().hex()

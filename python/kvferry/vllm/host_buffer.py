@@ -26,7 +26,7 @@ all that is enqueued on the current stream; `d2h` is complete when it returns, `
 stream."""
 
 _PIECE = 2**30
-"""Bytes of host memory that are taken before it is asked again how much there is."""
+"""Bytes of host memory that are taken between two checks of how much is left."""
 
 Blocks = tuple[tuple[int, ...], ...]
 """Block ids by transferred KV-cache group."""
@@ -34,7 +34,7 @@ Blocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Copies:
-    """What a step has to be copied.
+    """The blocks that a step has to copy.
 
     Attributes:
         saved: Blocks of prefills whose leases this step or a later one grants.
@@ -53,15 +53,15 @@ class CopyList:
         self._filled: dict[str, Blocks] = {}
 
     def save(self, groups: Sequence[Sequence[int]]) -> None:
-        """The blocks of a prefill are kept for a decode engine."""
+        """Adds the blocks of a prefill that are kept for a decode engine."""
         self._saved.append(_plain(groups))
 
     def fill(self, request: str, groups: Sequence[Sequence[int]]) -> None:
-        """A load of `request` fills these blocks."""
+        """Adds blocks that a load of `request` fills."""
         self._filled[request] = _plain(groups)
 
     def take(self) -> Copies | None:
-        """All of it; None if there is nothing."""
+        """Takes the collected copies; None if there are none."""
         if not self._saved and not self._filled:
             return None
         taken = Copies(tuple(self._saved), self._filled)
@@ -118,11 +118,11 @@ class HostBuffer:
         self._views = list(views.values())
 
     def set_copy_operation(self, copy_blocks: CopyBlocks) -> None:
-        """vLLM's copy of blocks on this platform."""
+        """Takes vLLM's copy of blocks on this platform."""
         self._copy_blocks = copy_blocks
 
     def check(self) -> None:
-        """Raises `RuntimeError` where vLLM has given no way to copy."""
+        """Raises `RuntimeError` if vLLM has given no copy operation."""
         if self._copy_blocks is None:
             raise RuntimeError(
                 "kv_buffer_device is cpu, but vLLM's model runner has not called set_host_xfer_buffer_ops: nothing "
@@ -130,15 +130,15 @@ class HostBuffer:
             )
 
     def save_and_prepare(self, copies: Copies) -> None:
-        """Copies to the host what the step lets peers read, and what is there of the blocks that its loads fill. To be
-        called before the step goes to the library."""
+        """Copies to the host the blocks that the step lets peers read, and the parts that its loads do not fill of
+        theirs. To be called before the step goes to the library."""
         # A load may begin inside its first block, and a whole block comes back. What is zeroed stays so.
         kept = [groups if self._zeroed else tuple(group[:1] for group in groups) for groups in copies.filled.values()]
         self._copy([*copies.saved, *kept], "d2h")
         self._filling |= copies.filled
 
     def finish_loads(self, requests: Iterable[str], failed: Container[str]) -> None:
-        """Copies to the device what loads have brought that have ended whole. To be called before vLLM is told."""
+        """Copies the blocks of complete loads to the device. To be called before vLLM is told of the loads."""
         ended = [(request, self._filling.pop(request, ())) for request in requests]
         self._copy([groups for request, groups in ended if request not in failed], "h2d")
 

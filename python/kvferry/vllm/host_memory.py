@@ -1,4 +1,4 @@
-"""How much host memory this process can still have: of the machine's, and of what a container may use."""
+"""Measures the host memory that this process can still have, of the machine's and of its container's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Available:
 
     Attributes:
         nbytes: How much.
-        of: What it is a part of, for a message.
+        of: Whose memory it is, for a message.
     """
 
     nbytes: int
@@ -23,7 +23,7 @@ class Available:
 
 
 def available(root: Path = Path("/")) -> Available | None:
-    """The least of what the machine and the control groups of this process leave. None where nothing tells.
+    """Returns the least that the machine and the control groups of this process leave. None if unknown.
 
     Args:
         root: Above `proc` and `sys`.
@@ -41,7 +41,7 @@ def _machine(root: Path) -> Available | None:
 
 
 def _groups(root: Path) -> Iterator[Available | None]:
-    """What each limit leaves, of the process's own groups and of those that they are in."""
+    """Yields the memory left under each limit, of the process's own control groups and of those around them."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         # `0::/path` with version 2, `4:memory:/path` with version 1.
         _, _, rest = line.partition(":")

@@ -1,4 +1,4 @@
-"""What attention backends keep inside a block of the KV cache.
+"""Describes what attention backends keep inside a block of the KV cache.
 
 vLLM gives each layer a view with the logical axes (block, head, token, content), and its shape and strides say where
 everything is, except what a backend keeps inside the content. There are four cases:
@@ -15,8 +15,8 @@ everything is, except what a backend keeps inside the content. There are four ca
 - Of any other backend only the block as a whole is known: part `packed`. Some keep scales behind the data of all tokens
   or heads (the sparse-MLA indexer, NVFP4), which is nothing to cut.
 
-What moves whole does so between equal block sizes, and `packed` between equal numbers of shards. The library refuses
-other pairs by name. What a layer's map does not tell is its `format`, which both engines must share.
+Whole blocks move between equal block sizes only, and `packed` ones between equal numbers of shards. The library refuses
+other pairs by name. A layer's `format` is what its map does not tell; both engines must share it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class View(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of a kernel block, without gaps."""
+        """Bytes of a kernel block, without gaps."""
         return self.heads * self.tokens * self.content
 
     @property
@@ -92,7 +92,7 @@ class View(NamedTuple):
         return (self.heads - 1) * self.head + (self.tokens - 1) * self.token + self.content == self.bytes
 
 
-class Part(NamedTuple):
+class CachePart(NamedTuple):
     """A part of a layer, as the axes of a kvferry area.
 
     Attributes:
@@ -112,12 +112,12 @@ class Part(NamedTuple):
 
 
 def family(kernel: str) -> str:
-    """The backend as two engines must share it: instruction sets with the same order inside a block count as one."""
+    """Returns the backend that two engines must share: instruction sets with one order inside a block count as one."""
     return "CPU_ATTN" if kernel in CPU_TOKENWISE else kernel
 
 
-def format_of(spec: Any, kernel: str, part: Part) -> str:
-    """What the bytes of a part are, as far as its axes do not tell: equal on two engines whose bytes mean the same.
+def format_of(spec: Any, kernel: str, part: CachePart) -> str:
+    """Names what the axes of a part do not tell of its bytes: equal on two engines whose bytes mean the same.
 
     The type of an element says it all where a token's bytes are K and V, or a latent, as plain numbers. In what moves
     whole, and where scales are kept beside the numbers, the order is the backend's own and may change with a release.
@@ -133,14 +133,14 @@ def format_of(spec: Any, kernel: str, part: Part) -> str:
     if not (plain and part.tokenwise and RELEASE in READ_RELEASES):
         stated.append(f"{family(kernel) or 'unknown'} of vLLM {RELEASE}")
     text = " ".join(stated)
-    # Of a name that is too long for the wire, the end is told by its digest.
+    # A digest replaces the end of a name that is too long for the wire.
     if len(text.encode()) <= FORMAT_BYTES:
         return text
     return f"{text.encode()[:40].decode(errors='ignore')}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def parts(name: str, spec: Any, kernel: str, view: View) -> Iterator[Part]:
-    """The parts of layer `name`, which `kernel` (from `support.attention_kernels`) writes.
+def parts(name: str, spec: Any, kernel: str, view: View) -> Iterator[CachePart]:
+    """Yields the parts of layer `name`, which `kernel` (from `support.attention_kernels`) writes.
 
     Raises `LayoutError` that names the layer and what was expected.
     """
@@ -156,9 +156,10 @@ def parts(name: str, spec: Any, kernel: str, view: View) -> Iterator[Part]:
         )
     elif kernel in TOKENWISE and spec.num_head_slots is None:
         latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-        yield Part("latent" if latent else "kv", 0, spec.num_heads, _tokens(view, view.token, 1, 0, view.content), True)
+        axes = _tokens(view, view.token, 1, 0, view.content)
+        yield CachePart("latent" if latent else "kv", 0, spec.num_heads, axes, True)
     elif view.dense:
-        yield Part("packed", 0, None, _whole(view, 0, view.bytes), False)
+        yield CachePart("packed", 0, None, _whole(view, 0, view.bytes), False)
     else:
         raise LayoutError(
             f"the KV cache of {name} is not one run of bytes per block (strides {view.head} and {view.token} bytes, "
@@ -167,7 +168,7 @@ def parts(name: str, spec: Any, kernel: str, view: View) -> Iterator[Part]:
         )
 
 
-def _cpu(name: str, spec: Any, kernel: str, view: View) -> Iterator[Part]:
+def _cpu(name: str, spec: Any, kernel: str, view: View) -> Iterator[CachePart]:
     if view.token != view.content or view.head != view.tokens * view.content or spec.head_size != spec.head_size_v:
         raise LayoutError(
             f"the KV cache of {name} is not contiguous inside a block (strides {view.head} and {view.token} bytes, "
@@ -177,11 +178,11 @@ def _cpu(name: str, spec: Any, kernel: str, view: View) -> Iterator[Part]:
     row, half = view.content // 2, view.tokens * view.content // 2
     if kernel in CPU_TOKENWISE:
         item = view.itemsize
-        yield Part("k", 0, spec.num_heads, _tokens(view, item, row // item, view.tokens * item, item), True)
-        yield Part("v", half, spec.num_heads, _tokens(view, row, 1, 0, row), True)
+        yield CachePart("k", 0, spec.num_heads, _tokens(view, item, row // item, view.tokens * item, item), True)
+        yield CachePart("v", half, spec.num_heads, _tokens(view, row, 1, 0, row), True)
     else:
-        yield Part("k", 0, spec.num_heads, _whole(view, view.head, half), False)
-        yield Part("v", half, spec.num_heads, _whole(view, view.head, half), False)
+        yield CachePart("k", 0, spec.num_heads, _whole(view, view.head, half), False)
+        yield CachePart("v", half, spec.num_heads, _whole(view, view.head, half), False)
 
 
 def _tokens(view: View, token: int, units: int, unit: int, content: int) -> dict[str, int]:

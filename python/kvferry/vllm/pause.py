@@ -1,8 +1,7 @@
-"""Notices that vLLM pauses, falls asleep or shuts down, of which it tells connectors nothing.
+"""Notices that vLLM pauses, falls asleep or shuts down, which it does not announce to connectors.
 
-Each of them waits until the engine has nothing left to do, and a request whose blocks a connector keeps counts as
-something to do. So conversations that are kept for their next turns would hold them up for as long as their leases
-last.
+Each of them waits until the engine has no requests left, and a request whose blocks a connector keeps counts as one. So
+conversations that are kept for their next turns would delay them for as long as their leases last.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from .log import logger
 _MARK = "_kvferry_notices"
 
 
-class Told(Protocol):
-    """A connector that wants to know."""
+class PauseListener(Protocol):
+    """A connector that acts on a pause."""
 
     def engine_paused(self, paused: bool) -> None:
-        """The engine ends its work now, or begins again."""
+        """Notes that the engine ends its work now, or resumes it."""
 
 
 def watch() -> None:
-    """From now on, schedulers of this process tell their connectors (`Told`), also those within `MultiConnector`."""
+    """Makes this process's schedulers notify their connectors (`PauseListener`), also those within `MultiConnector`."""
     try:
         from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -34,11 +33,11 @@ def watch() -> None:
         return
 
     def paused(scheduler: Any) -> None:
-        _tell(scheduler, scheduler.pause_state != PauseState.UNPAUSED)
+        _notify(scheduler, scheduler.pause_state != PauseState.UNPAUSED)
 
     def shuts_down(core: Any) -> None:
         if core.shutdown_state != EngineShutdownState.RUNNING:
-            _tell(core.scheduler, True)
+            _notify(core.scheduler, True)
 
     # Sleeps pause, too. The second is called before every step.
     _call_behind(Scheduler, "set_pause_state", paused)
@@ -46,7 +45,7 @@ def watch() -> None:
 
 
 def _call_behind(owner: type, name: str, notice: Callable[[Any], None]) -> None:
-    """Has a method call `notice` with its object before it returns."""
+    """Makes a method call `notice` with its object before it returns."""
     method = getattr(owner, name, None)
     if method is None:
         logger.warning_once(
@@ -66,8 +65,8 @@ def _call_behind(owner: type, name: str, notice: Callable[[Any], None]) -> None:
     setattr(owner, name, noticed)
 
 
-def _tell(scheduler: Any, paused: bool) -> None:
+def _notify(scheduler: Any, paused: bool) -> None:
     connector = getattr(scheduler, "connector", None)
     for each in (connector, *getattr(connector, "sub_connectors", ())):
-        if (told := getattr(each, "engine_paused", None)) is not None:
-            told(paused)
+        if (engine_paused := getattr(each, "engine_paused", None)) is not None:
+            engine_paused(paused)

@@ -1,4 +1,4 @@
-"""Judges the connector's configuration before vLLM loads a model, which may take minutes.
+"""Checks the connector's configuration before vLLM loads a model, which may take minutes.
 
 vLLM makes connectors after that, and calls nothing of theirs before. So this wraps the constructor of its executors,
 which load the model.
@@ -19,7 +19,7 @@ _MARK = "_kvferry_preflight"
 
 
 def watch() -> None:
-    """Has executors of this process judge the configuration first. Does nothing where vLLM's executors are not
+    """Makes executors of this process check the configuration first. Does nothing where vLLM's executors are not
     imported. May be called any number of times."""
     executor: Any = getattr(sys.modules.get(_MODULE), "Executor", None)
     # None has an __init__ too.
@@ -28,16 +28,16 @@ def watch() -> None:
     method = executor.__init__
 
     @functools.wraps(method)
-    def judged(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
-        judge(vllm_config)
+    def checked(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+        check(vllm_config)
         method(self, vllm_config, *arguments, **named)
 
-    setattr(judged, _MARK, True)
-    executor.__init__ = judged
+    setattr(checked, _MARK, True)
+    executor.__init__ = checked
 
 
-def judge(vllm_config: Any) -> None:
-    """Raises `InvalidArgumentError` where `vllm_config` names `KvferryConnector` and that would refuse to start."""
+def check(vllm_config: Any) -> None:
+    """Raises `InvalidArgumentError` if `vllm_config` names `KvferryConnector`, which would refuse to start."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
@@ -71,7 +71,7 @@ def judge(vllm_config: Any) -> None:
     except InvalidArgumentError:
         raise
     except Exception as error:
-        # A check must not break a start. The engine tells what is wrong when it comes to it.
+        # A check must not break a start. The engine reports what is wrong when it comes to it.
         logging.getLogger("vllm.kvferry").warning("The configuration could not be judged before the start: %s", error)
         return
     if wrong:

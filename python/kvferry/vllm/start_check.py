@@ -1,4 +1,4 @@
-"""Finds what would stop an engine's start in its configuration, before a model is loaded."""
+"""Finds what in its configuration would stop an engine's start, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _REFUSALS = ("invalid_argument", "not_found", "unsupported", "ucx_missing", "exh
 @dataclass(frozen=True)
 class Engine:
     """An engine that is to start: its `kv_connector_extra_config` and what else decides what it opens. `role` and
-    `policy` are vLLM's `kv_role` and `kv_load_failure_policy`; whoever asks the listener meanwhile is told that
-    `engine_id` is starting; `index` is added to the listener's port; `is_head` is
-    whether the scheduler is on this host, `has_bootstrap` whether this rank would have the server of `bootstrap_port`.
+    `policy` are vLLM's `kv_role` and `kv_load_failure_policy`; the listener tells peers meanwhile that `engine_id` is
+    starting; `index` is added to the listener's port; `is_head` is whether the scheduler is on this host,
+    `has_bootstrap` whether this rank would run the server of `bootstrap_port`.
     """
 
     extra: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Engine:
 
 
 def problems(engine: Engine) -> list[str]:
-    """What an engine would refuse at its start on this machine, a text each.
+    """Returns what an engine would refuse at its start on this machine, a text each.
 
     In a process of its own, a worker and the scheduler side start with these options and bind the listener's port, so
     that their own code decides. Takes about a second.

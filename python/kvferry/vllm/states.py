@@ -1,4 +1,4 @@
-"""What a layer's recurrent state is made of, and how it is split over tensor-parallel ranks.
+"""Describes the parts of a layer's recurrent state, and their split over tensor-parallel ranks.
 
 Where a layer keeps a state, a block is one state and not a run of tokens: the layer's states behind each other, in the
 order of the spec's shapes (`MambaBase.bind_kv_cache`). Mamba2 and gated delta nets have two, a convolution's last
@@ -12,8 +12,8 @@ are some for speculative tokens, in use during a step only: they stay behind.
 
 A state of any other kind moves whole, between equal tensor-parallel sizes.
 
-What a head of a recurrent state looks like inside is the kernel's own: on a CPU a gated delta net keeps keys by values,
-on a GPU values by keys. So the format of a state names the release and the kind of device.
+The kernel decides how a head of a recurrent state looks inside: on a CPU a gated delta net keeps keys by values, on a
+GPU values by keys. So the format of a state names the release and the kind of device.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class StatePart:
     Attributes:
         name: Its name.
         offset: Its first byte in a block.
-        heads: What is split over the ranks: channels, or heads of a recurrent state.
-        shards: Into how many distinct pieces it is split over the ranks; None if nobody knows.
-        axes: As `interior.Part.axes`.
-        format: What its bytes mean.
+        heads: Pieces on this rank: channels, or heads of a recurrent state.
+        shards: Distinct pieces into which it is split over the ranks; None if unknown.
+        axes: As `interior.CachePart.axes`.
+        format: The meaning of its bytes.
     """
 
     name: str
@@ -54,7 +54,7 @@ class StatePart:
 
 
 def state_parts(name: str, spec: Any, tp_size: int, model_config: Any, device: str) -> Iterator[StatePart]:
-    """The parts of the state of layer `name`.
+    """Yields the parts of the state of layer `name`.
 
     Args:
         name: vLLM's name of the layer, for errors.
@@ -112,7 +112,7 @@ def _convolution(
 
 
 def _projections(kind: str, spec: Any, ranks: int, model_config: Any) -> dict[str, tuple[int, int | None]] | None:
-    """The channels of this rank by projection, each with the number of shards; None for an unknown kind of state."""
+    """Returns this rank's channels by projection, each with the number of shards; None for an unknown kind of state."""
     channels = spec.shapes[0][0 if is_conv_state_dim_first() else -1]
     shapes = [len(shape) for shape in spec.shapes]
     if kind == "short_conv" and shapes == [2]:
@@ -132,7 +132,7 @@ def _projections(kind: str, spec: Any, ranks: int, model_config: Any) -> dict[st
 
 
 def _group_shards(groups: int, ranks: int, model_config: Any) -> int | None:
-    """Into how many pieces B and C are split, of which a rank holds `groups` groups. A model's only group is on every
+    """Returns the number of pieces of B and C, of which a rank holds `groups` groups. A model's only group is on every
     rank; where there are more, as many ranks share them out as divide their number (`MambaMixer2`)."""
     if groups != 1 or ranks == 1:
         return ranks

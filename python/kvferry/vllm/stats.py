@@ -22,13 +22,13 @@ PREFIX = "vllm:kvferry_"
 
 @cache
 def worker_metrics() -> Mapping[str, stats.Metric]:
-    """What workers report, by its key in `KvferryStats.data`."""
+    """Returns the metrics that workers report, by their keys in `KvferryStats.data`."""
     return {metric.key: metric for metric in stats.metrics() if metric.scope == "worker"}
 
 
 @dataclass
 class KvferryStats(KVConnectorStats):
-    """What happened on one or more ranks in some time; merging adds.
+    """Figures of one or more ranks over some time; merging adds.
 
     `data` is a stats map as in `Report["stats"]`: numbers, lists and maps, because vLLM sends it between processes. Its
     size does not grow with what happened.
@@ -42,7 +42,7 @@ class KvferryStats(KVConnectorStats):
         return cls(dict(report["stats"]))
 
     def reset(self) -> None:
-        """Back to nothing."""
+        """Drops all figures."""
         self.data = {}
 
     def is_empty(self) -> bool:
@@ -50,20 +50,20 @@ class KvferryStats(KVConnectorStats):
         return _is_zero(self.data)
 
     def aggregate(self, other: KVConnectorStats) -> KvferryStats:
-        """The sum of both, as a new object."""
+        """Returns the sum of both, as a new object."""
         return KvferryStats(stats.merge(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
-        """The figures of vLLM's log line."""
+        """Returns the figures of vLLM's log line."""
         data = self.data
         failures: Mapping[str, int] = data.get(FAILURES, {})
         seconds = _sum(data, "transfer_time") / 1e6
-        megabytes, ahead = (data.get(key, 0) / 2**20 for key in ("bytes", "ahead_bytes"))
+        megabytes, early_megabytes = (data.get(key, 0) / 2**20 for key in ("bytes", "ahead_bytes"))
         line: dict[str, int | float] = {
             "Receives": data.get("recvs", 0),
             "Failed receives": sum(failures.values()),
             "MB received": round(megabytes, 3),
-            "MB received while prefilling": round(ahead, 3),
+            "MB received while prefilling": round(early_megabytes, 3),
             "Avg transfer time (ms)": _average_ms(data, "transfer_time"),
             "P90 transfer time (ms)": _quantile_ms(data, "transfer_time", 0.9),
             "Avg hand-over time (ms)": _average_ms(data, "handover_time"),
@@ -72,7 +72,7 @@ class KvferryStats(KVConnectorStats):
             "Avg posting time (ms)": _average_ms(data, "posting_time"),
             "Avg confirm time (ms)": _average_ms(data, "confirm_time"),
             # A load's time begins when its prefill is over.
-            "Throughput (MB/s)": round(max(megabytes - ahead, 0) / seconds, 1) if seconds else 0,
+            "Throughput (MB/s)": round(max(megabytes - early_megabytes, 0) / seconds, 1) if seconds else 0,
             "Requests without a hand-over": data.get("local_requests", 0),
             "Sends granted": data.get("sends_granted", 0),
             "Sends read": data.get("sends_read", 0),
@@ -99,7 +99,7 @@ def _average_ms(data: Mapping[str, Any], key: str) -> float:
 
 
 def _quantile_ms(data: Mapping[str, Any], key: str, share: float) -> float:
-    """As Prometheus' `histogram_quantile`: evenly spread within a bucket, the last bound for what is above it."""
+    """Estimates a quantile as Prometheus does: evenly spread within a bucket, the last bound for what is above it."""
     counts: Sequence[int] = data.get(key, {}).get("counts", ())
     bounds = worker_metrics()[key].bounds
     wanted = share * sum(counts)
@@ -162,7 +162,7 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
         if metric.kind == "histogram":
             return self._histogram_cls(**common, buckets=[bound / metric.divisor for bound in metric.bounds])
         if metric.kind == "gauge":
-            # Only one process of an API server with several is told figures; the others' would stand beside its own.
+            # Only one process of an API server with several gets figures; the others' would stand beside its own.
             return self._gauge_cls(**common, multiprocess_mode="mostrecent")
         return self._counter_cls(**common)
 

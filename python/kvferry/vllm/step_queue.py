@@ -1,4 +1,4 @@
-"""The steps on their way to the rank's worker: one that grants leases waits until the granted blocks are written."""
+"""Queues steps for the rank's worker: one that grants leases waits until the granted blocks are written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Event(Protocol):
     """A point in a device's stream of work."""
 
     def query(self) -> bool:
-        """Whether the device has come past it. Does not wait."""
+        """Tells whether the device has passed it. Does not wait."""
 
 
 def device_recorder(kv_caches: Mapping[str, torch.Tensor]) -> Callable[[], Event] | None:
-    """What records an event behind all work that the calling thread has enqueued on the KV cache's device. None for a
-    cache in host memory, which is written when the call that writes it has returned."""
+    """Returns a function that records an event behind all work that the calling thread has enqueued on the KV cache's
+    device. None for a cache in host memory, which is written when the call that writes it has returned."""
     import torch
 
     devices = {cache.device for cache in kv_caches.values() if cache.device.type == "cuda"}
@@ -63,12 +63,12 @@ class StepQueue:
         self.advance()
 
     def flush(self) -> None:
-        """Hands over all there is, for a worker that is about to end: nothing is read from it any more."""
+        """Hands over all steps, for a worker that is about to end: nothing is read from it any more."""
         while self._waiting:
             self._submit(self._waiting.popleft()[1])
 
     def advance(self) -> None:
-        """Hands over what needs not wait any more. To be called at every engine step."""
+        """Hands over the steps that need not wait any more. To be called at every engine step."""
         while self._waiting:
             event, step = self._waiting[0]
             if event is not None and not event.query():

@@ -1,7 +1,7 @@
-"""Keys of vLLM's own `NixlConnector` in `kv_connector_extra_config`, as users bring them along.
+"""Translates keys of vLLM's own `NixlConnector` in `kv_connector_extra_config`.
 
-Those that have a meaning here are taken for the key that has it; the others are left out, with a note that says why and
-what to use instead.
+A key with a counterpart here is taken for that; the others are left out, with a note that says why and what to use
+instead.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ SECONDS = {"kv_lease_duration": "lease_ms", "engine_ttl": "peer_ttl_ms", "decode
 """Durations in seconds, and the key in milliseconds that each stands for."""
 
 SAME = {"bidirectional_kv_xfer": "multi_turn", "kv_recompute_threshold": "history_least_tokens"}
-"""Others that stand for a key of the same values."""
+"""Other keys, and the key of the same values that each stands for."""
 
 WITHOUT_MEANING = {
     "backends": "the one backend is UCX; choose what it uses with transport or ucx",
     "enforce_handshake_compat": "engines are always compared, field by field; shapes may differ",
     "num_threads": "one thread per worker drives UCX; copy_threads says how many copy memory within a host",
-    "push_registration_timeout": "it is about vLLM's push connector; hold_timeout_ms bounds what is awaited here",
+    "push_registration_timeout": "it is about vLLM's push connector; hold_timeout_ms bounds the waits here",
 }
-"""The others, and what to say of each."""
+"""Keys without a counterpart, and the note about each."""
 
 VARIABLES = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "host (KVFERRY_HOST) names the address that other engines are told, and bind "
@@ -36,7 +36,7 @@ VARIABLES = {
 
 
 def vain_variables(environment: Mapping[str, str]) -> list[str]:
-    """Notes about variables of vLLM's other P/D connectors that are set in `environment`."""
+    """Returns notes about variables of vLLM's other P/D connectors that are set in `environment`."""
     return [
         f"{name}={environment[name]} has no effect on KvferryConnector: {why}"
         for name, why in VARIABLES.items()
@@ -45,7 +45,7 @@ def vain_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def translate(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """`extra` in this connector's own keys; notes about keys taken for others; notes about keys without effect.
+    """Returns `extra` in this connector's keys, notes about keys taken for others, and notes about keys without effect.
 
     A key of this connector wins over the one of `NixlConnector` that it stands for. Keys that neither has are left in.
 

@@ -1,4 +1,4 @@
-"""What this release of the connector serves, and the facts that two engines must share."""
+"""Checks what this release of the connector serves, and gathers the facts that two engines must share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SERVED_SPECS: tuple[type[KVCacheSpec], ...] = (
     ChunkedLocalAttentionSpec,
     MambaSpec,
 )
-"""Served by exact type: a subclass means another rule for which blocks hold what."""
+"""Caches that are served, by exact type: a subclass means another rule for which blocks hold what."""
 
 
 TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
@@ -125,7 +125,7 @@ def _check_spec(spec: Any, layers: Iterable[str]) -> None:
             f"KvferryConnector does not serve caches of kind {type(spec).__name__} (layer {where}); it serves {names}"
         )
     if isinstance(spec, MambaSpec):
-        # What is replayed, and from where, is told by the engine that wrote it, not by the cache.
+        # The engine that wrote the cache knows what is replayed, and from where; the cache does not.
         if len(spec.shapes) > 2:
             raise NotServedError(
                 f"KvferryConnector does not serve states that are replayed from recent inputs (layer {where} keeps "

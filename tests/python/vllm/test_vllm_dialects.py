@@ -364,7 +364,7 @@ def test_a_request_that_comes_again_after_its_client_left(pushing: Engines) -> N
 
 @pytest.mark.parametrize("odd", ["text", ["do_remote_prefill"], 7])
 def test_params_that_are_no_map_are_not_ours(odd: Any) -> None:
-    assert scheduler._wants(SimpleNamespace(request_id="r", kv_transfer_params=odd), "do_remote_prefill") is None
+    assert scheduler._params_with(SimpleNamespace(request_id="r", kv_transfer_params=odd), "do_remote_prefill") is None
 
 
 def test_an_answer_of_vllms_push_connector_is_refused(pushing: Engines) -> None:

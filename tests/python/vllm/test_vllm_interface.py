@@ -12,7 +12,7 @@ import kvferry.vllm
 import pytest
 import vllm
 from kvferry.vllm import KvferryConnector
-from kvferry.vllm.pause import Told
+from kvferry.vllm.pause import PauseListener
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
@@ -64,7 +64,7 @@ def test_nothing_that_vllm_needs_is_missing(version: str) -> None:
 
 def test_public_methods_exist_in_a_supported_vllm() -> None:
     # `pause` calls what it tells of.
-    known = set(vars(Told)).union(*RECORDED.values())
+    known = set(vars(PauseListener)).union(*RECORDED.values())
     assert {name for name in vars(KvferryConnector) if not name.startswith("_")} <= known
 
 
