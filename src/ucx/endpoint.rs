@@ -102,6 +102,11 @@ impl Endpoint {
         self.core.id
     }
 
+    /// The peer's name, as it was connected to.
+    pub fn name(&self) -> &str {
+        &self.core.name
+    }
+
     /// How the connection failed, if it has; reported once by
     /// [`Worker::poll_failed_endpoints`](super::Worker::poll_failed_endpoints) too.
     pub fn failure(&self) -> Option<Status> {

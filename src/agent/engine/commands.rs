@@ -258,12 +258,12 @@ mod tests {
         }
         // Device memory that UCX moves of an owner on another host, who never asks for it back.
         let known = engine.peers.get_mut(peer).unwrap();
-        known.on_this_host = false;
+        known.locality.on_this_host = false;
         known.describe_as_mapped_by_ucx(0, DEVICE);
         engine.remove_region(peer, 0).unwrap();
         let known = engine.peers.get_mut(peer).unwrap();
         assert!(known.kind(0).is_none() && known.removed_of(&[0]).is_empty());
-        known.on_this_host = true;
+        known.locality.on_this_host = true;
         known.add_region(&described).unwrap();
         // While it is not used, and when the owner deregisters it before the last use has ended.
         engine.remove_region(peer, 0).unwrap();

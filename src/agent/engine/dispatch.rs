@@ -81,17 +81,17 @@ impl Engine {
         self.transfers.wake(id);
         // What was deregistered since this side said hello.
         if let Ok(peer) = self.peers.get(id)
-            && peer.on_this_host
-            && peer.takes_revocations
+            && peer.locality.on_this_host
+            && peer.locality.takes_revocations
         {
-            for region in &peer.untold {
+            for region in &peer.locality.untold {
                 self.effects.send(id, FrameKind::RegionRevoked, u64::from(*region));
             }
         }
         let Ok(peer) = self.peers.get(id) else { return };
         let host = paths::between(peer, MemoryKind::Host, MemoryKind::Host);
-        let way = format!("{}; host memory is {host}", peer.endpoint.describe());
-        let (name, incarnation, version) = (peer.name.clone(), peer.incarnation, peer.version);
+        let way = format!("{}; host memory is {host}", peer.connection.endpoint.describe());
+        let (name, incarnation, version) = (peer.name.clone(), peer.incarnation, peer.connection.version);
         // A driver knows more of the peer, and says it in one line.
         let level = if self.config.tells_connections { log::Level::Info } else { log::Level::Debug };
         log::log!(
@@ -118,7 +118,7 @@ impl Engine {
     fn flush(&mut self, transfer: TransferId, peer: PeerId, now: Instant) {
         let token = self.operations.insert(InFlight::Flush { transfer });
         let flushed = match self.peers.get(peer) {
-            Ok(peer) => peer.endpoint.flush(token).map_err(ucx_error),
+            Ok(peer) => peer.connection.endpoint.flush(token).map_err(ucx_error),
             // Nothing is written any more.
             Err(_) => Ok(Posted::Done),
         };
@@ -379,7 +379,7 @@ impl Engine {
             FrameKind::RegionReleased => self.on_released(id, region_of(frame)?),
             FrameKind::InUse => {
                 // Others cannot.
-                if self.peers.get(id).is_ok_and(|peer| peer.is_near || peer.on_this_host) {
+                if self.peers.get(id).is_ok_and(|peer| peer.locality.is_near || peer.locality.on_this_host) {
                     self.revocations.note_use(id);
                 }
             }
@@ -544,7 +544,7 @@ mod tests {
             });
             // No piece: as little as a request can ask for.
             let nothing = encode_pieces(&[], 0);
-            let (mut asked, connection) = (0, owner.peers.get(id).unwrap().remote_connection().unwrap());
+            let (mut asked, connection) = (0, owner.peers.get(id).unwrap().connection.remote.unwrap());
             while owner.peers.get(id).is_ok() {
                 let frame = Frame { kind, incarnation: Incarnation(8), connection, sequence: asked };
                 let _ = owner.on_rpc(id, frame, &nothing, Instant::now());

@@ -198,7 +198,7 @@ fn late_regions_are_not_revoked_to_older_peers() {
     for (index, knows_uses, is_asked) in [(late, true, true), (late + 1, false, false), (3, false, true)] {
         engine.regions.begin_at(index);
         let region = engine.register(MemoryRange::leaked(LEN)).unwrap();
-        engine.peers.get_mut(peer).unwrap().knows_uses = knows_uses;
+        engine.peers.get_mut(peer).unwrap().locality.knows_uses = knows_uses;
         let (reply, caller) = answer();
         engine.serve(Command::Deregister { region, reply }, Instant::now());
         assert_eq!(engine.revocations.borrowers(index).count(), usize::from(is_asked));
@@ -207,10 +207,10 @@ fn late_regions_are_not_revoked_to_older_peers() {
     }
     // Nor is it waited for where it said hello later.
     let (_, older) = hello(b"elsewhere", (1, 2), None);
-    let peer = engine.peers.get_mut(peer).unwrap();
-    peer.untold.extend([4, late, late + 1]);
-    peer.take_challenge(&Hello::decode(&older).unwrap());
-    assert_eq!(peer.untold, BTreeSet::from([4]));
+    let locality = &mut engine.peers.get_mut(peer).unwrap().locality;
+    locality.untold.extend([4, late, late + 1]);
+    locality.take_challenge(&Hello::decode(&older).unwrap());
+    assert_eq!(locality.untold, BTreeSet::from([4]));
     drop(engine);
     other.shutdown(Duration::from_secs(60)).unwrap();
 }

@@ -17,10 +17,14 @@ impl Engine {
     pub(super) fn revoke(&mut self, region: u32) {
         for id in self.peers.ids() {
             let Ok(peer) = self.peers.get_mut(id) else { continue };
-            let may_use = self.regions.may_be_used_by(region, peer.on_this_host, peer.is_near);
+            let may_use = self.regions.may_be_used_by(region, peer.locality.on_this_host, peer.locality.is_near);
             if !peer.is_ready() {
-                peer.untold.insert(region);
-            } else if may_use && peer.takes_revocations && peer.can_know(region) && self.revocations.ask(id, region) {
+                peer.locality.untold.insert(region);
+            } else if may_use
+                && peer.locality.takes_revocations
+                && peer.locality.can_know(region)
+                && self.revocations.ask(id, region)
+            {
                 self.regions.enter(&[region]);
                 self.effects.send(id, FrameKind::RegionRevoked, u64::from(region));
             }
@@ -51,7 +55,7 @@ impl Engine {
             return Ok(());
         }
         let peer = self.peers.get_mut(id)?;
-        let (owner, knows_uses) = (peer.incarnation, peer.knows_uses);
+        let (owner, knows_uses) = (peer.incarnation, peer.locality.knows_uses);
         let traces = self.device_copies.traces(owner, region);
         let revoked = peer.revoke(region..=region);
         // None begins after this one, since the region is gone.
@@ -71,7 +75,7 @@ impl Engine {
     /// Tells the peers whose memory is being copied, when the agent ends and may not be able to tell them later.
     pub(super) fn tell_uses(&mut self) {
         for id in self.peers.ids() {
-            if self.is_copying(id) && self.peers.get(id).is_ok_and(|peer| peer.knows_uses) {
+            if self.is_copying(id) && self.peers.get(id).is_ok_and(|peer| peer.locality.knows_uses) {
                 self.effects.send(id, FrameKind::InUse, 0);
             }
         }
@@ -80,7 +84,7 @@ impl Engine {
     /// A peer has let a region go.
     pub(super) fn on_released(&mut self, id: PeerId, region: u32) {
         if let Ok(peer) = self.peers.get_mut(id) {
-            peer.has_released(region);
+            peer.locality.has_released(region);
         }
         if self.revocations.answered(id, region) {
             self.regions.leave(&[region]);
@@ -184,7 +188,7 @@ mod tests {
         }
         let peers = engine.peers.ids();
         for stranger in [peers[0], peers[2]] {
-            engine.peers.get_mut(stranger).unwrap().on_this_host = false;
+            engine.peers.get_mut(stranger).unwrap().locality.on_this_host = false;
         }
         let (reply, caller) = answer();
         engine.serve(Command::Deregister { region, reply }, Instant::now());
@@ -275,7 +279,7 @@ mod tests {
         writer.connect(&owner.metadata(), Instant::now()).unwrap();
         drive_both(&mut owner, &mut writer, |writer| {
             writer.peers.find_neighbours();
-            !writer.peers.get(here).unwrap().is_neighbour_unproved()
+            !writer.peers.get(here).unwrap().locality.is_unproved()
         });
         let mut next = plan();
         next.segments = next.segments.iter().map(|segment| Segment { remote_region: 1, ..*segment }).collect();
@@ -304,7 +308,7 @@ mod tests {
         drive_both(&mut writer, &mut owner, |owner| owner.peers.get(there).unwrap().is_ready());
         writer.peers.find_neighbours();
         let peer = writer.peers.get(here).unwrap();
-        assert!(peer.neighbour.is_none() && !peer.is_neighbour_unproved());
+        assert!(peer.locality.neighbour.is_none() && !peer.locality.is_unproved());
         for direction in [Direction::Write, Direction::Read] {
             let id = start(&mut writer, here, direction);
             drive_both(&mut owner, &mut writer, |writer| writer.transfers.get(id).is_none());
@@ -313,7 +317,7 @@ mod tests {
         assert_eq!((writer.stats.transfers_failed, writer.stats.copied_bytes), (2, 0));
         // The other way nothing was cut.
         owner.peers.find_neighbours();
-        assert!(owner.peers.get(there).unwrap().neighbour.is_some());
+        assert!(owner.peers.get(there).unwrap().locality.neighbour.is_some());
     }
 
     /// A process that is stopped may be in the midst of a copy.
@@ -372,7 +376,7 @@ mod tests {
         drive(&mut engine, |engine| {
             engine.peers.find_neighbours();
             let peer = engine.peers.get(peer).unwrap();
-            peer.is_ready() && !peer.is_neighbour_unproved()
+            peer.is_ready() && !peer.locality.is_unproved()
         });
         let write = start(&mut engine, peer, Direction::Write);
         drive(&mut engine, |engine| {

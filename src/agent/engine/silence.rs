@@ -29,7 +29,7 @@ impl Engine {
             let silence = peer.liveness.silence(owes, now);
             // UCX is given the time to say so by itself.
             let may_be_dead = peer.liveness.silent(owes, now) >= LOOK;
-            if let Some(process) = peer.process().filter(|process| may_be_dead && has_ended(*process)) {
+            if let Some(process) = peer.locality.process().filter(|process| may_be_dead && has_ended(*process)) {
                 let text = format!(
                     "process {process} of agent {} has ended; its connections are still open, which a process that it started \
                      keeps",

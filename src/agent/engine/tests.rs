@@ -150,14 +150,14 @@ fn late_hello_does_not_roll_a_connection_back() {
         let taken = peers.receive(&hello.0, hello.1, &mut io);
         engine.dispatch(Instant::now());
         let id = engine.peers.find(Incarnation(7));
-        (taken.is_ok(), id.map(|id| (id, engine.peers.get(id).unwrap().remote_connection())))
+        (taken.is_ok(), id.map(|id| (id, engine.peers.get(id).unwrap().connection.remote)))
     };
     let (is_taken, newer) = take(&mut engine, hello(&address, (2, 20), None));
     let (id, connection) = newer.unwrap();
     assert!(is_taken && connection == Some(20));
     assert_eq!(take(&mut engine, hello(&address, (1, 10), None)), (false, newer));
     // Nor does an answer over the earlier connection.
-    let own = engine.peers.get(id).unwrap().connection();
+    let own = engine.peers.get(id).unwrap().connection.number;
     assert_eq!(take(&mut engine, hello(&address, (1, 10), Some(own))), (false, newer));
     // One of the same connection that was overtaken says nothing new.
     assert_eq!(take(&mut engine, hello(&address, (1, 20), None)), (true, newer));

@@ -37,7 +37,7 @@ impl Path for DeviceCopy {
         }
         // Its owner may have given this side up, which then cannot know of what it has deregistered since, and whose mappings keep
         // the memory from being missed.
-        let owner = turn.peer.neighbour.clone();
+        let owner = turn.peer.locality.neighbour.clone();
         if let Some(Err(error)) = owner.as_ref().map(|owner| owner.check_at_once()) {
             turn.effects.lose(turn.peer.id, error.clone());
             return Err(error);

@@ -171,7 +171,7 @@ pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
 /// The name of the path for long runs between memory of these kinds.
 pub(crate) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
     // Who has connected to this side proves it only when it has this side's hello.
-    if Pair::of(local, remote) == Pair::Host && peer.is_neighbour_unproved() {
+    if Pair::of(local, remote) == Pair::Host && peer.locality.is_unproved() {
         return process_vm::UNPROVED;
     }
     let through = |is_refused| {
@@ -191,7 +191,7 @@ pub(crate) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'s
 pub(crate) fn route(peer: &Peer) -> Option<Route> {
     let cuda = MemoryKind::Cuda { device: 0 };
     peer.is_ready().then(|| Route {
-        lanes: peer.endpoint.describe(),
+        lanes: peer.connection.endpoint.describe(),
         host: between(peer, MemoryKind::Host, MemoryKind::Host),
         device: between(peer, cuda, cuda),
         mixed: between(peer, cuda, MemoryKind::Host),

@@ -60,7 +60,7 @@ impl Path for OneSided {
             let now = Instant::now();
             turn.transfer.begin(0, now);
             let token = turn.operations.insert(InFlight::Copy { transfer: turn.id, peer: turn.peer.id, operation });
-            let endpoint = &turn.peer.endpoint;
+            let endpoint = &turn.peer.connection.endpoint;
             let posted = match direction {
                 Direction::Read => endpoint.get(&rkey, remote, memory, offset, len, token),
                 Direction::Write => endpoint.put(&rkey, remote, memory, offset, len, token),

@@ -35,13 +35,13 @@ impl Path for ProcessVm {
     }
 
     fn carries(&self, peer: &Peer, profile: Profile) -> bool {
-        profile.are_hosts() && peer.neighbour.is_some() && !profile.gathered && !profile.digest
+        profile.are_hosts() && peer.locality.neighbour.is_some() && !profile.gathered && !profile.digest
     }
 
     /// Hands a batch to a copy thread if a copy of it may have to wait for anybody, or the transfer takes long and
     /// there is more of it; else copies it.
     fn post(&self, turn: &mut Turn<'_>, profile: Profile) -> Result<u64> {
-        let Some(neighbour) = turn.peer.neighbour.as_ref().map(Arc::clone) else {
+        let Some(neighbour) = turn.peer.locality.neighbour.as_ref().map(Arc::clone) else {
             return Err(Error::new(ErrorKind::Internal, "memory of another host cannot be copied"));
         };
         let is_apart = !profile.is_filled_by_kernel || turn.copy_pool.is_held(&neighbour);
@@ -100,7 +100,7 @@ pub(crate) fn copy_at_once(
     regions: &Regions,
     copy_pool: &mut CopyPool,
 ) -> Option<()> {
-    let neighbour = peer.neighbour.as_ref().filter(|neighbour| !copy_pool.is_held(neighbour))?;
+    let neighbour = peer.locality.neighbour.as_ref().filter(|neighbour| !copy_pool.is_held(neighbour))?;
     plan.check(|region| regions.live_len(region), |region| peer.len_of(region)).ok()?;
     let mut batch = copy_pool.batch();
     let pushed = push_all(plan, peer, regions, &mut batch);

@@ -64,7 +64,7 @@ impl Peers {
 
     /// Refuses what a peer brings when too much is waiting already; `unread`: bytes for the agent's owner to take.
     pub(super) fn check_waiting(&self, id: PeerId, unread: u64) -> Result<()> {
-        check_bytes(self.get(id)?.inbox.held_bytes(), self.by_id.held_bytes(), unread)
+        check_bytes(self.get(id)?.connection.inbox.held_bytes(), self.by_id.held_bytes(), unread)
     }
 }
 

@@ -10,9 +10,10 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
+use super::locality::Locality;
 use super::{Io, Peer, Peers};
 use crate::agent::core::effect::GivenUp;
-use crate::agent::core::frame::{AM_ID, FrameKind};
+use crate::agent::core::frame::FrameKind;
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::in_flight::{InFlight, Operations};
 use crate::proto::ids::Incarnation;
@@ -58,9 +59,9 @@ impl ClosingEndpoints {
     /// Leaves a peer when [`Peers::leave`] says so. It gets no request of this side's any more, and what it sends is dropped.
     pub(super) fn leave_late(&mut self, mut peer: Peer, by_force: bool, operations: &mut Operations) {
         // As if the connection had ended: it begins no copy of this side's memory.
-        peer.witness.end();
-        if peer.knows_uses {
-            peer.say(FrameKind::InUse, 0, operations);
+        peer.locality.witness.end();
+        if peer.locality.knows_uses {
+            peer.connection.say(FrameKind::InUse, 0, operations);
         }
         self.late.insert(peer.id, Late { peer, by_force });
     }
@@ -95,32 +96,12 @@ impl ClosingEndpoints {
 }
 
 impl Peer {
-    /// Says goodbye, unless there is nobody to hear it. Whatever UCX has not got away when the endpoint is closed is lost.
-    pub(super) fn say_goodbye(&mut self, operations: &mut Operations) {
-        if self.listens() {
-            self.say(FrameKind::Goodbye, self.next_sequence, operations);
-        }
-    }
-
-    /// Whether there is somebody to hear what this side says at the end.
-    pub(super) fn listens(&self) -> bool {
-        self.is_ready() && !self.has_left && self.endpoint.failure().is_none()
-    }
-
     /// What becomes of it where this side gives it up; `None` if it has left, or its process or connection has ended.
     pub(super) fn given_up(&self) -> Option<GivenUp> {
-        let process = self.process();
-        let goes_on = self.listens() && !process.is_some_and(has_ended);
-        goes_on.then_some(GivenUp { process, is_near: self.is_near, on_this_host: self.on_this_host })
-    }
-
-    fn say(&mut self, kind: FrameKind, sequence: u64, operations: &mut Operations) {
-        let frame = self.frame(kind, sequence);
-        let Ok((header, data)) = self.session.wrap(frame, Vec::new()) else { return };
-        let token = operations.insert(InFlight::Goodbye);
-        if !matches!(self.endpoint.send_am(AM_ID, &header, data, token), Ok(Posted::Pending)) {
-            operations.remove(token);
-        }
+        let Locality { is_near, on_this_host, .. } = self.locality;
+        let process = self.locality.process();
+        let goes_on = self.connection.listens() && !process.is_some_and(has_ended);
+        goes_on.then_some(GivenUp { process, is_near, on_this_host })
     }
 }
 
@@ -129,17 +110,21 @@ impl Peers {
     pub(super) fn close(&mut self, mut peer: Peer, io: &mut Io<'_>) {
         // What fails here is closed by force, which is what dropping the endpoint does.
         if !peer.is_ready() {
-            return self.tell_undelivered(&peer.name, peer.undelivered(io.operations), "it has not answered");
+            return self.tell_undelivered(
+                &peer.name,
+                peer.connection.undelivered(io.operations),
+                "it has not answered",
+            );
         }
-        let undelivered = peer.undelivered(io.operations);
-        peer.say_goodbye(io.operations);
+        let undelivered = peer.connection.undelivered(io.operations);
+        peer.connection.say_goodbye(io.operations);
         let token = io.operations.insert(InFlight::CloseFlush);
         // The agent's end waits for messages as it does for transfers.
         let at = io.now.checked_add(LIMIT).max(self.flush_until.filter(|_| undelivered > 0));
-        match (peer.endpoint.flush(token), at) {
+        match (peer.connection.endpoint.flush(token), at) {
             (Ok(Posted::Pending), Some(at)) => {
-                let Peer { endpoint, id, name, .. } = peer;
-                self.closing.insert(token, Closing { _endpoint: endpoint, peer: id, name, failed: 0, at });
+                let Peer { connection, id, name, .. } = peer;
+                self.closing.insert(token, Closing { _endpoint: connection.endpoint, peer: id, name, failed: 0, at });
             }
             (Ok(Posted::Pending), None) => {}
             (flushed, _) => {
@@ -173,7 +158,7 @@ impl Peers {
         let Some(Late { mut peer, by_force }) = self.closing.late.remove(&id) else { return };
         let incarnation = peer.incarnation;
         if by_force {
-            peer.say_goodbye(io.operations);
+            peer.connection.say_goodbye(io.operations);
             drop(peer);
         } else {
             self.close(peer, io);
@@ -197,7 +182,7 @@ impl Peers {
     /// from an agent that is gone before they have met.
     pub(crate) fn awaits_answer(&self, id: PeerId, now: Instant) -> bool {
         let is_in_time = self.flush_until.is_some_and(|until| now < until);
-        is_in_time && self.get(id).is_ok_and(|peer| !peer.is_ready() && peer.next_sequence > 0)
+        is_in_time && self.get(id).is_ok_and(|peer| !peer.is_ready() && peer.connection.next_sequence > 0)
     }
 
     /// Closes by force the endpoints that did not close in time.

@@ -1,12 +1,11 @@
 //! Makes peers: of metadata that the owner has, or of a hello that came.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
-use super::inbox::Inbox;
+use super::connection::Connection;
+use super::locality::Locality;
 use super::peer::{Imports, Peer};
 use super::reach::{Reach, reaches_host_memory};
-use super::session::Session;
 use super::{Io, Peers, tried, two_addresses};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::stats::Traffic;
@@ -16,7 +15,7 @@ use crate::agent::rpc::server::Server;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
-use crate::proto::wire::{AgentMetadata, OLDEST};
+use crate::proto::wire::AgentMetadata;
 use crate::sys::process::Witness;
 use crate::ucx::{self, tells_segments};
 
@@ -37,7 +36,7 @@ impl Peers {
             )));
         }
         if let Some(id) = self.find(metadata.incarnation)
-            && self.get(id)?.address != metadata.address
+            && self.get(id)?.connection.address != metadata.address
         {
             let error = two_addresses(&metadata.name, metadata.incarnation);
             if self.get(id)?.vouched {
@@ -118,47 +117,26 @@ impl Peers {
         let draw = || {
             getrandom::u64().map_err(|e| Error::new(ErrorKind::Io, format!("drawing a random connection number: {e}")))
         };
-        let (connection, challenge) = (draw()?, (draw()?, draw()?));
+        let (number, challenge) = (draw()?, (draw()?, draw()?));
+        let id = io.live.ids.peer()?;
+        let (own, is_keyed) = (self.local.incarnation, self.secrets.is_keyed());
         Ok(Peer {
-            id: io.live.ids.peer()?,
+            id,
             name,
             incarnation,
-            own: self.local.incarnation,
-            connection,
-            remote_connection: None,
-            version: OLDEST,
-            deadline: None,
+            connection: Connection::new(id, (own, number), (endpoint, lanes), address, is_keyed),
+            locality: Locality::new(is_near, challenge, Witness::new(own.0, address)),
             regions: BTreeMap::new(),
             removed: BTreeSet::new(),
-            endpoint,
-            first_lanes: lanes,
-            traffic: Traffic::default(),
-            unsent: Arc::default(),
-            next_sequence: 0,
-            inbox: Inbox::default(),
-            silent: false,
-            is_reading: false,
-            has_left: false,
-            server: Server::default(),
-            flow: FlowControl::new(io.now),
-            liveness: Liveness::new(io.now),
-            session: Session { keyed: self.secrets.is_keyed(), ..Session::default() },
             reach: Reach::default(),
             refused: BTreeSet::new(),
             imports: Imports { are_off: !self.local.device_copies, ..Imports::default() },
-            takes_revocations: false,
-            knows_uses: false,
-            is_near,
-            untold: BTreeSet::new(),
-            is_told_part: false,
-            unanswered: None,
-            on_this_host: false,
-            neighbour: None,
-            claimed: None,
-            answered_by: None,
-            challenge,
-            witness: Witness::new(self.local.incarnation.0, address),
-            address: address.to_vec(),
+            traffic: Traffic::default(),
+            server: Server::default(),
+            flow: FlowControl::new(io.now),
+            liveness: Liveness::new(io.now),
+            is_reading: false,
+            silent: false,
             vouched: false,
         })
     }

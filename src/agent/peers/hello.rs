@@ -10,7 +10,6 @@ use crate::agent::core::ids::PeerId;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{self, OLDEST, Versions};
-use crate::sys::ended::has_ended;
 use crate::sys::process::{Challenge, ProcessPlace};
 
 /// The first message on a connection, from either side.
@@ -86,12 +85,6 @@ impl Hello {
     }
 }
 
-/// The number of the process that says that it is at a place, if this one knows it by the same. It lives, as it has just said
-/// so: where there is none of this number it is on another host, as clones of a virtual machine have the same boot id.
-fn living_beside(theirs: &ProcessPlace, own: &ProcessPlace) -> Option<u32> {
-    theirs.pid_beside(own).filter(|pid| !has_ended(*pid))
-}
-
 impl Peers {
     /// Says hello, and expects the answer in time if the peer has said none yet. Messages follow.
     pub(super) fn send_hello(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
@@ -101,21 +94,21 @@ impl Peers {
         if self.are_keyed() {
             return self.send_sealed_hello(id, io);
         }
-        let hello = self.own_hello(id, self.get(id)?.remote_connection)?;
+        let hello = self.own_hello(id, self.get(id)?.connection.remote)?;
         let number = self.hello_numbers.draw();
-        let peer = self.get_mut(id)?;
-        peer.post(peer.frame(FrameKind::Hello, number), hello.encode()?, None, io.operations)?;
-        peer.begin_messages(io.operations)
+        let connection = &mut self.get_mut(id)?.connection;
+        connection.post(connection.frame(FrameKind::Hello, number), hello.encode()?, 0, io.operations)?;
+        connection.begin_messages(io.operations)
     }
 
     /// Decides whether a peer may use memory of this side by itself, before it is sent a hello or given an answer.
     pub(super) fn trust(&mut self, id: PeerId) -> Result<()> {
         let Peers { by_id, withdrawn, .. } = self;
-        let peer = by_id.get_mut(id).ok_or_else(|| id.unknown())?;
-        if withdrawn.is_cut(peer.is_near) {
-            peer.is_told_part = true;
+        let locality = &mut by_id.get_mut(id).ok_or_else(|| id.unknown())?.locality;
+        if withdrawn.is_cut(locality.is_near) {
+            locality.is_told_part = true;
             // Nor is it one for an older peer, which looks for no answer.
-            peer.witness.end();
+            locality.witness.end();
         }
         Ok(())
     }
@@ -123,25 +116,26 @@ impl Peers {
     pub(super) fn own_hello(&mut self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
         self.trust(id)?;
         let peer = self.get(id)?;
+        let (connection, locality) = (&peer.connection, &peer.locality);
         Ok(Hello {
             name: self.local.name.clone(),
             incarnation: self.local.incarnation,
-            connection: peer.connection,
+            connection: connection.number,
             seen,
             address: self.local.address.clone(),
-            process: self.local.place.as_ref().map(|here| peer.witness.place(here)),
+            process: self.local.place.as_ref().map(|here| locality.witness.place(here)),
             revocations: true,
             uses: true,
-            withdrawn: self.withdrawn.told(peer.is_near),
-            withdrew_more: peer.is_told_part,
-            challenge: Some(peer.challenge),
+            withdrawn: self.withdrawn.told(locality.is_near),
+            withdrew_more: locality.is_told_part,
+            challenge: Some(locality.challenge),
             versions: Versions::OURS,
         })
     }
 
     /// Refuses a hello of an agent at another address than the one that was connected to.
     fn check_address(&self, id: PeerId, hello: &Hello) -> Result<()> {
-        if self.get(id)?.address == hello.address {
+        if self.get(id)?.connection.address == hello.address {
             return Ok(());
         }
         Err(two_addresses(&hello.name, hello.incarnation))
@@ -164,7 +158,8 @@ impl Peers {
             && let Err(late) = self.check_hello_number(&hello, frame.sequence)
         {
             // Of one connection, a later hello says all that an earlier one does.
-            let is_current = known.is_some_and(|id| self.get(id).is_ok_and(|peer| peer.is_current(hello.connection)));
+            let is_current =
+                known.is_some_and(|id| self.get(id).is_ok_and(|peer| peer.connection.is_current(hello.connection)));
             return if is_current { Ok(()) } else { Err(late) };
         }
         let Some(id) = known else {
@@ -175,9 +170,9 @@ impl Peers {
             };
         };
         self.check_address(id, &hello)?;
-        let peer = self.get_mut(id)?;
-        match (hello.seen, peer.remote_connection) {
-            (Some(seen), _) if seen != peer.connection => {
+        let connection = &self.get(id)?.connection;
+        match (hello.seen, connection.remote) {
+            (Some(seen), _) if seen != connection.number => {
                 Err(Error::not_found(format!("a hello of agent {} about an earlier connection", hello.name)))
             }
             (Some(_), known) => {
@@ -201,7 +196,7 @@ impl Peers {
     /// Loses a peer that has made a new connection.
     pub(super) fn lose_replaced(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) {
         if let Ok(peer) = self.get_mut(id) {
-            peer.has_left = true;
+            peer.connection.has_left = true;
         }
         let text = format!("agent {} lost the connection and has made a new one", hello.name);
         // It has given up the old one, and what is copied over that.
@@ -236,14 +231,13 @@ impl Peers {
         let Peers { by_id, local, .. } = self;
         by_id.set_deadline(id, None);
         let peer = by_id.get_mut(id).ok_or_else(|| id.unknown())?;
-        peer.take_challenge(hello);
-        if peer.remote_connection.replace(hello.connection).is_some() {
+        peer.locality.take_challenge(hello);
+        if peer.connection.remote.replace(hello.connection).is_some() {
             return Ok(());
         }
-        peer.version = hello.versions.common();
-        let lanes = peer.endpoint.describe();
-        peer.reach = Reach::of(&lanes);
-        if peer.is_told_part && !hello.uses && peer.reach.by_cuda_ipc {
+        peer.connection.version = hello.versions.common();
+        peer.reach = Reach::of(&peer.connection.endpoint.describe());
+        if peer.locality.is_told_part && !hello.uses && peer.reach.by_cuda_ipc {
             let error = Error::new(
                 ErrorKind::Incompatible,
                 format!(
@@ -262,14 +256,8 @@ impl Peers {
                 peer.name
             );
         }
-        peer.takes_revocations = hello.revocations;
         peer.withdraw(&hello.withdrawn);
-        let places = hello.process.as_ref().zip(local.place.as_ref());
-        peer.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
-        peer.answered_by = hello.seen.and(places).and_then(|(theirs, own)| living_beside(theirs, own));
-        // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
-        peer.claimed = hello.process.clone().filter(|_| peer.is_near && !hello.withdrew_more);
-        if hello.challenge.is_none() && peer.claimed.take().is_some() {
+        if peer.locality.learn(hello, local.place.as_ref()) {
             log::info!(
                 "agent {}: agent {} is of an older kvferry and cannot prove which process it is: its memory goes by \
                  messages",
@@ -277,7 +265,7 @@ impl Peers {
                 peer.name
             );
         }
-        peer.find_neighbour(&local.address);
+        peer.locality.find_neighbour((&peer.name, peer.incarnation), &local.address);
         io.effects.push(Effect::PeerReady { peer: id });
         Ok(())
     }
@@ -300,16 +288,6 @@ mod tests {
         #[serde(with = "serde_bytes")]
         address: Vec<u8>,
         streams: bool,
-    }
-
-    #[test]
-    fn process_that_is_not_here_is_on_a_clone() {
-        let here = ProcessPlace::here().unwrap();
-        assert_eq!(living_beside(&here, &here), Some(std::process::id()));
-        let mut other = std::process::Command::new("true").spawn().unwrap();
-        other.wait().unwrap();
-        let there = here.with_pid(other.id());
-        assert_eq!((there.pid_beside(&here), living_beside(&there, &here)), (Some(other.id()), None));
     }
 
     #[test]

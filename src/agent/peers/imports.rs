@@ -20,11 +20,6 @@ pub(crate) struct Importing<'a> {
 }
 
 impl Peer {
-    /// Whether it is an agent of this process.
-    fn is_in_this_process(&self) -> bool {
-        self.neighbour.as_ref().is_some_and(|neighbour| u32::try_from(neighbour.process().0) == Ok(std::process::id()))
-    }
-
     /// Whether a device of this process can reach its region `index`, device memory, without it.
     pub(crate) fn is_importable(&self, index: u32, device: u32) -> bool {
         self.may_be_importable(index) && !self.imports.refused.contains(&(index, device))
@@ -34,10 +29,10 @@ impl Peer {
     fn may_be_importable(&self, index: u32) -> bool {
         let Some((region, _)) = self.regions.get(&index) else { return false };
         matches!(region.kind, MemoryKind::Cuda { .. })
-            && self.neighbour.is_some()
+            && self.locality.neighbour.is_some()
             // Else it does not ask for its memory back.
-            && self.on_this_host
-            && (region.handle.is_some() || self.is_in_this_process())
+            && self.locality.on_this_host
+            && (region.handle.is_some() || self.locality.is_in_this_process())
             && !self.imports.are_off
     }
 
@@ -70,7 +65,7 @@ impl Peer {
             return Ok(Arc::clone(mapped));
         }
         let opened = self.open(index, means);
-        if let Some(neighbour) = &self.neighbour {
+        if let Some(neighbour) = &self.locality.neighbour {
             // To open it has taken a while; and the number of its process, whose descriptors were taken, can have become another's.
             neighbour.check_at_once().map_err(|error| Error::new(ErrorKind::PeerDied, error.message()))?;
         }
@@ -103,11 +98,11 @@ impl Peer {
     fn open(&self, index: u32, means: Importing<'_>) -> Result<Imported> {
         let region = self.regions.get(&index);
         let gone = || Error::not_found("a region of the plan is gone");
-        let ((region, _), neighbour) = region.zip(self.neighbour.as_ref()).ok_or_else(gone)?;
+        let ((region, _), neighbour) = region.zip(self.locality.neighbour.as_ref()).ok_or_else(gone)?;
         let Importing { context, unmapper, traces } = means;
         let trace = traces.begin(self.incarnation, index);
         match (&region.handle, region.kind) {
-            (_, MemoryKind::Cuda { device }) if self.is_in_this_process() => {
+            (_, MemoryKind::Cuda { device }) if self.locality.is_in_this_process() => {
                 Imported::of_this_process(context, trace, device, region.base, region.len)
             }
             (Some(handle), _) => Imported::open(context, (unmapper, trace), handle, region.len, neighbour.process().0),

@@ -9,16 +9,17 @@
 pub(crate) mod admission;
 pub(crate) mod close;
 mod connect;
+mod connection;
 mod departed;
 mod gone;
 pub(crate) mod hello;
 mod hello_numbers;
 pub(crate) mod imports;
 pub(crate) mod inbox;
+pub(crate) mod locality;
 mod peer;
 pub(crate) mod reach;
 pub(crate) mod secure;
-mod session;
 mod table;
 mod withdrawn;
 
@@ -211,9 +212,9 @@ impl Peers {
     }
 
     fn insert(&mut self, peer: Peer, live: &Live) {
-        live.lock().peers.insert(peer.id, Arc::clone(&peer.unsent));
+        live.lock().peers.insert(peer.id, Arc::clone(&peer.connection.unsent));
         self.by_incarnation.insert(peer.incarnation, peer.id);
-        self.by_endpoint.insert(peer.endpoint.id(), peer.id);
+        self.by_endpoint.insert(peer.connection.endpoint.id(), peer.id);
         self.by_id.insert(peer);
     }
 
@@ -221,8 +222,8 @@ impl Peers {
         let peer = self.by_id.remove(id)?;
         live.lock().peers.remove(&id);
         self.by_incarnation.remove(&peer.incarnation);
-        self.by_endpoint.remove(&peer.endpoint.id());
-        if let Some(pid) = peer.process() {
+        self.by_endpoint.remove(&peer.connection.endpoint.id());
+        if let Some(pid) = peer.locality.process() {
             self.gone.note(peer.incarnation, pid);
         }
         // One that came by itself and had no part in transfers of this side may have given itself any name.
@@ -263,38 +264,38 @@ impl Peers {
 
     /// Looks again whether a peer of this host has proved which process it is.
     pub(crate) fn find_neighbour(&mut self, id: PeerId) -> Result<()> {
-        let peer = self.by_id.get_mut(id).ok_or_else(|| id.unknown())?;
-        peer.find_neighbour(&self.local.address);
+        let Peer { name, incarnation, locality, .. } = self.by_id.get_mut(id).ok_or_else(|| id.unknown())?;
+        locality.find_neighbour((name, *incarnation), &self.local.address);
         Ok(())
     }
 
     /// As [`Peers::find_neighbour`], for every peer.
     pub(crate) fn find_neighbours(&mut self) {
-        for peer in self.by_id.all_mut() {
-            peer.find_neighbour(&self.local.address);
+        for Peer { name, incarnation, locality, .. } in self.by_id.all_mut() {
+            locality.find_neighbour((name, *incarnation), &self.local.address);
         }
     }
 
     /// Reserves room for a message in the peer's send queue, as the handle does before it queues one.
     pub(crate) fn reserve(&self, id: PeerId, len: usize, limit: u64) -> Result<()> {
-        reserve(&self.get(id)?.unsent, len, limit)
+        reserve(&self.get(id)?.connection.unsent, len, limit)
     }
 
     /// Gives back what was reserved for a message that is not sent.
     pub(crate) fn release(&self, id: PeerId, reserved: Option<usize>) {
         if let (Ok(peer), Some(len)) = (self.get(id), reserved) {
-            peer.unsent.fetch_sub(len as u64, Ordering::Relaxed);
+            peer.connection.unsent.fetch_sub(len as u64, Ordering::Relaxed);
         }
     }
 
     /// Sends a message for which room was reserved.
     pub(crate) fn send(&mut self, id: PeerId, data: Vec<u8>, io: &mut Io<'_>) -> Result<()> {
-        let peer = self.get_mut(id)?;
-        let frame = peer.frame(FrameKind::Data, peer.next_sequence);
+        let connection = &mut self.get_mut(id)?.connection;
+        let frame = connection.frame(FrameKind::Data, connection.next_sequence);
         let reserved = data.len() as u64;
-        peer.next_sequence += 1;
+        connection.next_sequence += 1;
         io.stats.messages_sent += 1;
-        peer.post(frame, data, Some(reserved), io.operations).inspect_err(|error| {
+        connection.post(frame, data, reserved, io.operations).inspect_err(|error| {
             // A gap in the numbers would hold up all later messages for ever.
             io.effects.lose(id, error.clone());
         })
@@ -315,7 +316,7 @@ impl Peers {
             }
             return;
         };
-        peer.unsent.fetch_sub(reserved, Ordering::Relaxed);
+        peer.connection.unsent.fetch_sub(reserved, Ordering::Relaxed);
         peer.liveness.sent(false, now);
         if let Err(error) = result {
             // As above: the peer would wait for it for ever.
@@ -342,7 +343,7 @@ impl Peers {
             return Err(Error::not_found(format!("agent {} did not say hello", frame.incarnation)));
         };
         let peer = self.get_mut(id)?;
-        if !peer.is_current(frame.connection) {
+        if !peer.connection.is_current(frame.connection) {
             return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
         }
         peer.silent = false;
@@ -366,7 +367,7 @@ impl Peers {
                     io.effects.push(Effect::Tell(Event::Message { peer: id, data }));
                 }
                 Item::Goodbye => {
-                    self.get_mut(id)?.has_left = true;
+                    self.get_mut(id)?.connection.has_left = true;
                     io.effects.lose(id, Error::new(ErrorKind::PeerDied, "the peer closed the connection"));
                 }
             }
@@ -402,13 +403,13 @@ impl Peers {
             log::info!("agent {}: {id} is lost: {error}", self.local.name);
             // Nobody takes the event any more.
             if self.is_shut {
-                self.tell_undelivered(&peer.name, peer.undelivered(io.operations), error.message());
+                self.tell_undelivered(&peer.name, peer.connection.undelivered(io.operations), error.message());
             }
             let given_up = peer.given_up();
-            if is_copying && peer.listens() {
+            if is_copying && peer.connection.listens() {
                 self.closing.leave_late(peer, true, io.operations);
             } else {
-                peer.say_goodbye(io.operations);
+                peer.connection.say_goodbye(io.operations);
                 drop(peer);
             }
             io.stats.peers_lost += 1;
@@ -420,7 +421,7 @@ impl Peers {
     /// Drops the connection in order, and later where memory of the peer is being copied, as in [`Peers::lose`].
     pub(crate) fn disconnect(&mut self, id: PeerId, is_copying: bool, io: &mut Io<'_>) -> Result<()> {
         let peer = self.remove(id, io.live).ok_or_else(|| id.unknown())?;
-        if is_copying && peer.listens() {
+        if is_copying && peer.connection.listens() {
             self.closing.leave_late(peer, false, io.operations);
         } else {
             self.close(peer, io);
@@ -444,7 +445,7 @@ impl Peers {
                 ErrorKind::Unreachable,
                 format!(
                     "agent {name} could not be reached ({status}): is it running, and the network open ({})?",
-                    self.get(id).map_or_else(|_| String::new(), |peer| tried(&peer.first_lanes))
+                    self.get(id).map_or_else(|_| String::new(), |peer| tried(&peer.connection.first_lanes))
                 ),
             )
         };
@@ -463,7 +464,7 @@ impl Peers {
                     "agent {} did not answer within {:?}: is it running, and the network open ({})?{}",
                     peer.name,
                     self.local.connect_timeout,
-                    tried(&peer.first_lanes),
+                    tried(&peer.connection.first_lanes),
                     self.secrets.hint()
                 ),
             );

@@ -1,16 +1,14 @@
-//! One connection: what is known of the other side, and how frames go to it.
+//! One peer: what is known of its regions, and how requests go to it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use super::hello::Hello;
-use super::inbox::Inbox;
+use super::connection::Connection;
+use super::locality::Locality;
 use super::reach::{Pair, Reach};
-use super::session::Session;
 use crate::agent::core::frame::{AM_ID, Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::in_flight::{InFlight, Operations};
@@ -29,8 +27,7 @@ use crate::proto::ids::Incarnation;
 use crate::proto::wire::DeviceHandle;
 use crate::proto::wire::limits::MAX_REGIONS;
 use crate::proto::wire::{AgentMetadata, AgentRegion, MemoryKind, RegionMetadata};
-use crate::sys::process::{Challenge, Neighbour, ProcessPlace, Witness};
-use crate::ucx::{self, Endpoint, Posted, Rkey};
+use crate::ucx::{self, Posted, Rkey};
 
 /// A region of the peer's, and its rkey if UCX has it.
 pub(super) type RemoteRegion = (RegionMetadata, Option<Rc<Rkey>>);
@@ -75,148 +72,45 @@ impl Imports {
     }
 }
 
-/// One connection.
+/// Another agent, what is known of its regions, and what is under way with it.
 pub(crate) struct Peer {
     pub(crate) id: PeerId,
     pub(crate) name: String,
     pub(crate) incarnation: Incarnation,
-    /// This agent's incarnation.
-    pub(super) own: Incarnation,
-    /// Our number for this connection.
-    pub(super) connection: u64,
-    /// The peer's, once it said hello. From then on it is known to be alive and itself, and transfers are posted.
-    pub(super) remote_connection: Option<u64>,
-    /// The protocol version in which this agent writes to it; the oldest that is spoken until it said hello.
-    pub(crate) version: u16,
-    /// When the peer must have said hello. [`PeerTable::set_deadline`](super::table::PeerTable::set_deadline) changes it.
-    pub(super) deadline: Option<Instant>,
+    pub(crate) connection: Connection,
+    pub(crate) locality: Locality,
     /// Its regions by index, but for those that it has deregistered.
     pub(super) regions: BTreeMap<u32, RemoteRegion>,
     /// Those of them that this side's owner has removed, and that are in use or mapped by UCX.
     pub(super) removed: BTreeSet<u32>,
-    pub(crate) endpoint: Endpoint,
-    /// UCX's description of the endpoint when it was made: how it tries to reach the peer.
-    pub(super) first_lanes: String,
-    /// What was moved from and to it over this connection.
-    pub(crate) traffic: Traffic,
-    /// Bytes of messages that UCX is not done with; the handle adds to it before it queues one.
-    pub(super) unsent: Arc<AtomicU64>,
-    pub(super) next_sequence: u64,
-    pub(super) inbox: Inbox,
-    /// Whether the table lists it among those from which bytes have come lately.
-    pub(super) is_reading: bool,
-    /// Whether it came by itself and has said nothing but hello.
-    pub(super) silent: bool,
-    /// Whether it has left, so that nothing need be said to it.
-    pub(super) has_left: bool,
-    pub(crate) server: Server,
-    pub(crate) flow: FlowControl,
-    pub(crate) liveness: Liveness,
-    pub(super) session: Session,
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     pub(super) reach: Reach,
     /// Regions of the peer's that UCX has refused to move one-sided, though there are lanes for such memory.
     pub(super) refused: BTreeSet<(Pair, u32)>,
     /// What this process has mapped of its device memory.
     pub(super) imports: Imports,
-    /// Whether it lets go of memory of this side when it is asked to.
-    pub(crate) takes_revocations: bool,
-    /// Whether it waits for this side's answer where it is told that its memory is in use.
-    pub(crate) knows_uses: bool,
-    /// Whether it may copy this side's host memory by itself: so the lanes of the connection say, from its beginning on.
-    pub(crate) is_near: bool,
-    /// Regions of this side that were deregistered since it was sent a hello, and before it has said its own. As long as it has
-    /// not let them go, it gets no answer to its challenge, and so copies nothing of this side by itself.
-    pub(crate) untold: BTreeSet<u32>,
-    /// Whether it was not told all regions of this side that were deregistered before: it gets no answer either, however long.
-    pub(super) is_told_part: bool,
-    /// Its challenge, as long as it is not answered.
-    pub(super) unanswered: Option<Challenge>,
-    /// Whether the peer is on this host.
-    pub(crate) on_this_host: bool,
-    /// The peer's process, if this one may copy its memory.
-    pub(crate) neighbour: Option<Arc<Neighbour>>,
-    /// Where it says that it is, until its witness there has proved that.
-    pub(super) claimed: Option<ProcessPlace>,
-    /// Its process here, as it says in answer to this side's hello, which only it got.
-    pub(super) answered_by: Option<u32>,
-    /// What its witness must hold.
-    pub(super) challenge: Challenge,
-    /// By what it knows this process.
-    pub(super) witness: Witness,
-    /// Where it was connected to. Its hello must say the same.
-    pub(super) address: Vec<u8>,
-    /// Whether its owner's metadata gave this address, and not only its own hello.
+    /// What was moved from and to it over this connection.
+    pub(crate) traffic: Traffic,
+    pub(crate) server: Server,
+    pub(crate) flow: FlowControl,
+    pub(crate) liveness: Liveness,
+    /// Whether the table lists it among those from which bytes have come lately.
+    pub(super) is_reading: bool,
+    /// Whether it came by itself and has said nothing but hello.
+    pub(super) silent: bool,
+    /// Whether its owner's metadata gave its address, and not only its own hello.
     pub(super) vouched: bool,
 }
 
 impl Peer {
     pub(crate) fn is_ready(&self) -> bool {
-        self.remote_connection.is_some()
-    }
-
-    /// How many messages it did not get: all, before it has answered; else those that UCX has yet to send.
-    pub(super) fn undelivered(&self, operations: &Operations) -> u64 {
-        if self.is_ready() { operations.messages(self.id) } else { self.next_sequence }
-    }
-
-    /// This side's number for the connection.
-    #[cfg(test)]
-    pub(crate) fn connection(&self) -> u64 {
-        self.connection
-    }
-
-    /// The peer's number for the connection, once it said hello.
-    pub(crate) fn remote_connection(&self) -> Option<u64> {
-        self.remote_connection
-    }
-
-    /// Whether a message over the peer's connection `connection` belongs to the current one.
-    pub(crate) fn is_current(&self, connection: u64) -> bool {
-        self.remote_connection == Some(connection)
+        self.connection.remote.is_some()
     }
 
     /// The peer's incarnation and its number for the connection, once it said hello: what its replies come with.
     pub(crate) fn identity(&self) -> Result<(Incarnation, u64)> {
-        let connection = self
-            .remote_connection
-            .ok_or_else(|| Error::new(ErrorKind::Internal, format!("agent {} has not said hello", self.name)))?;
-        Ok((self.incarnation, connection))
-    }
-
-    pub(super) fn frame(&self, kind: FrameKind, sequence: u64) -> Frame {
-        Frame { kind, incarnation: self.own, connection: self.connection, sequence }
-    }
-
-    /// Hands a frame to UCX. `reserved` bytes of the send queue are given back when UCX is done with it.
-    pub(super) fn post(
-        &mut self,
-        frame: Frame,
-        data: Vec<u8>,
-        reserved: Option<u64>,
-        operations: &mut Operations,
-    ) -> Result<()> {
-        if !self.session.is_open && frame.kind == FrameKind::Data {
-            self.session.waiting.push((frame, data, reserved));
-            return Ok(());
-        }
-        let (header, data) = self.session.wrap(frame, data)?;
-        let token = operations.insert(InFlight::Message { peer: self.id, reserved: reserved.unwrap_or(0) });
-        let posted = self.endpoint.send_am(AM_ID, &header, data, token);
-        if !matches!(posted, Ok(Posted::Pending)) {
-            operations.remove(token);
-            self.unsent.fetch_sub(reserved.unwrap_or(0), Ordering::Relaxed);
-        }
-        posted.map(drop).map_err(|e| self.sending(e))
-    }
-
-    /// Lets messages go out from now on: those that have waited for it first.
-    pub(super) fn begin_messages(&mut self, operations: &mut Operations) -> Result<()> {
-        self.session.is_open = true;
-        for (frame, data, reserved) in std::mem::take(&mut self.session.waiting) {
-            self.post(frame, data, reserved, operations)?;
-        }
-        Ok(())
+        let unknown = || Error::new(ErrorKind::Internal, format!("agent {} has not said hello", self.name));
+        Ok((self.incarnation, self.connection.remote.ok_or_else(unknown)?))
     }
 
     /// Hands a request or an answer to UCX; `held` is what an answer counts as until UCX is done with it, else 0.
@@ -229,43 +123,37 @@ impl Peer {
         operations: &mut Operations,
         regions: &mut Regions,
     ) -> Result<()> {
-        let frame = self.frame(kind, sequence);
-        let (posted, token) = match payload {
+        let frame = self.connection.frame(kind, sequence);
+        let is_in_flight = match payload {
             Payload::Bytes(data) => {
-                let (header, data) = self.session.wrap(frame, data)?;
-                let token = operations.insert(InFlight::Rpc { peer: self.id, held, regions: Vec::new() });
-                (self.endpoint.send_am(AM_ID, &header, data, token), token)
+                let operation = InFlight::Rpc { peer: self.id, held, regions: Vec::new() };
+                self.connection.send(frame, data, operation, operations)
             }
             Payload::Parts { parts, regions: used } => {
                 regions.enter(&used);
                 let token = operations.insert(InFlight::Rpc { peer: self.id, held, regions: used });
-                (self.endpoint.send_am_parts(AM_ID, &frame.encode(), &parts, token), token)
+                let posted = self.connection.endpoint.send_am_parts(AM_ID, &frame.encode(), &parts, token);
+                if !matches!(posted, Ok(Posted::Pending))
+                    && let Some(InFlight::Rpc { regions: used, .. }) = operations.remove(token)
+                {
+                    regions.leave(&used);
+                }
+                self.connection.sent(posted)
             }
         };
-        if matches!(posted, Ok(Posted::Pending)) {
+        if is_in_flight? {
             self.server.hold(held);
-        } else if let Some(InFlight::Rpc { regions: used, .. }) = operations.remove(token) {
-            regions.leave(&used);
         }
-        posted.map(drop).map_err(|e| self.sending(e))
+        Ok(())
     }
 
     /// Asks for a sign of life, in the way that every release answers: for the digest of nothing.
     pub(crate) fn ask_for_sign_of_life(&mut self, operations: &mut Operations, now: Instant) -> Result<()> {
-        let frame = self.frame(FrameKind::DigestRequest, Frame::SIGN_OF_LIFE);
-        let (header, data) = self.session.wrap(frame, encode_pieces(&[], 0))?;
-        let token = operations.insert(InFlight::Question { peer: self.id });
-        let posted = self.endpoint.send_am(AM_ID, &header, data, token);
-        let has_left = !matches!(posted, Ok(Posted::Pending));
-        if has_left {
-            operations.remove(token);
-        }
-        self.liveness.asked(has_left, now);
-        posted.map(drop).map_err(|e| self.sending(e))
-    }
-
-    fn sending(&self, error: ucx::UcxError) -> Error {
-        ucx_error(error).context(format!("sending to agent {}", self.name))
+        let frame = self.connection.frame(FrameKind::DigestRequest, Frame::SIGN_OF_LIFE);
+        let question = InFlight::Question { peer: self.id };
+        let sent = self.connection.send(frame, encode_pieces(&[], 0), question, operations);
+        self.liveness.asked(!matches!(sent, Ok(true)), now);
+        sent.map(drop)
     }
 
     /// The length of its region `index`, where new transfers may use it.
@@ -310,7 +198,7 @@ impl Peer {
                 "agent {} has {memory} that no transport of the connection ({}) moves without its processor, first region \
                  {index}: it goes by messages, which are slower; `kvferry doctor` and docs/rdma.md say what is missing",
                 self.name,
-                self.endpoint.describe()
+                self.connection.endpoint.describe()
             );
         }
         self.refused.insert((pair, index));
@@ -334,13 +222,7 @@ impl Peer {
     #[cfg(test)]
     pub(crate) fn describe_as_one_sided(&mut self) {
         self.reach.host = true;
-        (self.claimed, self.neighbour) = (None, None);
-    }
-
-    /// Its process's number, if it is known and in this process's PID namespace.
-    pub(crate) fn process(&self) -> Option<u32> {
-        let proved = || u32::try_from(self.neighbour.as_ref()?.process().0).ok();
-        self.answered_by.or_else(proved)
+        self.locality.describe_as_elsewhere();
     }
 
     /// What memory its region `index` is.
@@ -360,7 +242,7 @@ impl Peer {
     pub(crate) fn rkey(&mut self, index: u32) -> Result<Option<Rc<Rkey>>> {
         let Some((region, rkey)) = self.regions.get_mut(&index) else { return Ok(None) };
         if rkey.is_none() {
-            *rkey = Some(self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?);
+            *rkey = Some(self.connection.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?);
         }
         Ok(rkey.clone())
     }
@@ -379,57 +261,6 @@ impl Peer {
             "is not in its metadata"
         };
         Err(Error::not_found(format!("region {index} of peer {} {why}", self.name)))
-    }
-
-    /// Tells whether it can know of a region of this side. Peers of releases without `uses` take no such index for a region's,
-    /// and lose the connection where one is revoked.
-    pub(crate) fn can_know(&self, region: u32) -> bool {
-        self.knows_uses || (region as usize) < MAX_REGIONS
-    }
-
-    /// Writes the peer's challenge where the peer looks for it, when it knows which regions are gone.
-    pub(crate) fn take_challenge(&mut self, hello: &Hello) {
-        self.knows_uses = hello.uses;
-        let known = self.untold.iter().copied().filter(|region| self.can_know(*region)).collect();
-        self.untold = known;
-        self.unanswered = hello.challenge.filter(|_| !self.is_told_part);
-        self.answer_challenge();
-    }
-
-    fn answer_challenge(&mut self) {
-        if let Some(challenge) = self.unanswered.take_if(|_| self.untold.is_empty()) {
-            self.witness.answer(challenge);
-        }
-    }
-
-    /// It has let a region of this side go.
-    pub(crate) fn has_released(&mut self, region: u32) {
-        if self.untold.remove(&region) {
-            self.answer_challenge();
-        }
-    }
-
-    /// Whether its memory is copied as soon as it has proved which process it is.
-    pub(crate) fn is_neighbour_unproved(&self) -> bool {
-        self.claimed.is_some()
-    }
-
-    /// Looks whether the process at the place that the peer named has answered the peer's challenge. One that was connected
-    /// to by this side has, when it says hello; one that has connected answers when it has this side's hello.
-    pub(crate) fn find_neighbour(&mut self, own_address: &[u8]) {
-        let Some(place) = &self.claimed else { return };
-        match Neighbour::find(place, self.incarnation.0, self.challenge, own_address) {
-            Ok(found) => {
-                self.claimed = None;
-                self.neighbour = found.map(Arc::new);
-            }
-            // The kernel says so, and will again.
-            Err(error) if error.kind() == ErrorKind::Io => {
-                self.claimed = None;
-                log::warn!("memory of agent {} on this host goes by messages: {error}", self.name);
-            }
-            Err(error) => log::debug!("memory of agent {} goes by messages: {error}", self.name),
-        }
     }
 
     /// Tells whether the kernel alone fills missing pages of its region `index`, so that a copy waits for no other program.
@@ -542,7 +373,7 @@ impl Peer {
         self.imports.forget(&(index..=index));
         // One that UCX has mapped is known until its owner asks for it, since the connection has to end then. Only owners
         // on this host ask.
-        let may_be_asked_for = self.on_this_host || self.reach.by_cuda_ipc;
+        let may_be_asked_for = self.locality.on_this_host || self.reach.by_cuda_ipc;
         if may_be_asked_for && self.regions.get(&index).is_some_and(|region| self.is_mapped_by_ucx(region)) {
             return;
         }
@@ -573,7 +404,7 @@ impl Peer {
         // it sees none until it is asked to move it.
         let rkey = match region.kind {
             MemoryKind::Cuda { .. } => None,
-            MemoryKind::Host => Some(self.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?),
+            MemoryKind::Host => Some(self.connection.endpoint.unpack_rkey(&region.rkey).map_err(ucx_error)?),
         };
         Ok(Some((region.clone(), rkey)))
     }

@@ -112,10 +112,10 @@ impl Peers {
         let unknown = || Error::not_found(format!("agent {} has no channel to this one", outer.incarnation));
         let id = self.find(outer.incarnation).ok_or_else(unknown)?;
         let peer = self.get_mut(id)?;
-        if !peer.is_current(outer.connection) {
+        if !peer.connection.is_current(outer.connection) {
             return Err(Error::not_found(format!("it belongs to an earlier connection of agent {}", peer.name)));
         }
-        let channel = peer.session.channel.as_mut().ok_or_else(unknown)?;
+        let channel = peer.connection.channel.as_mut().ok_or_else(unknown)?;
         let (header, data) = channel.opener.open(outer.sequence, data, FRAME_BYTES, MAX_MESSAGE_BYTES)?;
         let frame = Frame::decode(&header)?;
         let same = (frame.incarnation, frame.connection) == (outer.incarnation, outer.connection);
@@ -132,11 +132,11 @@ impl Peers {
         let hello = self.own_hello(id, None)?;
         let number = self.hello_numbers.draw();
         let peer = self.get_mut(id)?;
-        let frame = peer.frame(FrameKind::SealedHello, number);
+        let frame = peer.connection.frame(FrameKind::SealedHello, number);
         let payload = join(peer.incarnation, &hello)?;
         let (initiator, message) = Initiator::start(&key, Protocol::Agent, &frame.encode(), &payload)?;
-        peer.session.initiator = Some(initiator);
-        peer.post(frame, message, None, io.operations)
+        peer.connection.initiator = Some(initiator);
+        peer.connection.post(frame, message, 0, io.operations)
     }
 
     fn on_sealed_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
@@ -153,7 +153,7 @@ impl Peers {
             return self.accept_sealed(&hello, number, responder, io);
         };
         let peer = self.get(id)?;
-        match peer.remote_connection() {
+        match peer.connection.remote {
             // Ours, sent at the same time, was answered already.
             Some(known) if known == hello.connection => Ok(()),
             Some(_) => {
@@ -182,12 +182,12 @@ impl Peers {
     ) -> Result<()> {
         self.trust(id)?;
         // Before the peer reads the answer and looks.
-        self.get_mut(id)?.take_challenge(hello);
+        self.get_mut(id)?.locality.take_challenge(hello);
         let answer = self.own_hello(id, Some(hello.connection))?;
         let (message, channel) = responder.answer(&answer.encode()?)?;
-        let peer = self.get_mut(id)?;
-        peer.session.channel = Some(channel);
-        let posted = peer.post(peer.frame(FrameKind::SealedAnswer, number), message, None, io.operations);
+        let connection = &mut self.get_mut(id)?.connection;
+        connection.channel = Some(channel);
+        let posted = connection.post(connection.frame(FrameKind::SealedAnswer, number), message, 0, io.operations);
         posted.inspect_err(|error| io.effects.lose(id, error.clone()))?;
         // An agent that is its own peer has both ends of the channel only when it has read its own answer.
         if hello.incarnation == self.local.incarnation { Ok(()) } else { self.greet_sealed(id, hello, io) }
@@ -198,16 +198,16 @@ impl Peers {
         let id = self.find(frame.incarnation).ok_or_else(late)?;
         let own = frame.incarnation == self.local.incarnation;
         let peer = self.get_mut(id)?;
-        let initiator = peer.session.initiator.as_mut().ok_or_else(late)?;
+        let initiator = peer.connection.initiator.as_mut().ok_or_else(late)?;
         let (payload, channel) = initiator.finish(data)?;
-        peer.session.initiator = None;
+        peer.connection.initiator = None;
         let hello = Hello::decode(&payload)?;
         hello.check(frame)?;
-        if hello.seen != Some(peer.connection) {
+        if hello.seen != Some(peer.connection.number) {
             return Err(late());
         }
         let peer = self.get_mut(id)?;
-        match peer.remote_connection() {
+        match peer.connection.remote {
             Some(known) if known == hello.connection => Err(late()),
             // It took up our hello after we had taken up its own: it knows another connection than we do.
             Some(_) => {
@@ -216,10 +216,10 @@ impl Peers {
                 Ok(())
             }
             None => {
-                match (peer.session.channel.as_mut(), own) {
+                match (peer.connection.channel.as_mut(), own) {
                     // To itself: the one end seals, the other opens.
                     (Some(answering), true) => answering.sealer = channel.sealer,
-                    _ => peer.session.channel = Some(channel),
+                    _ => peer.connection.channel = Some(channel),
                 }
                 self.greet_sealed(id, &hello, io)
             }
@@ -229,7 +229,10 @@ impl Peers {
     /// The channel is there: what waited for it goes out.
     fn greet_sealed(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
         self.greet(id, hello, io)?;
-        self.get_mut(id)?.begin_messages(io.operations).inspect_err(|error| io.effects.lose(id, error.clone()))
+        self.get_mut(id)?
+            .connection
+            .begin_messages(io.operations)
+            .inspect_err(|error| io.effects.lose(id, error.clone()))
     }
 }
 

@@ -63,7 +63,7 @@ impl PeerTable {
 
     pub(super) fn insert(&mut self, peer: Peer) {
         *self.names.entry(peer.name.clone()).or_default() += 1;
-        self.hellos_due.extend(peer.deadline.map(|at| (at, peer.id)));
+        self.hellos_due.extend(peer.connection.deadline.map(|at| (at, peer.id)));
         self.by_id.insert(peer.id, peer);
     }
 
@@ -88,7 +88,7 @@ impl PeerTable {
     /// When a peer must have said hello; `None` when it has.
     pub(super) fn set_deadline(&mut self, id: PeerId, at: Option<Instant>) {
         let Some(peer) = self.by_id.get_mut(&id) else { return };
-        if let Some(before) = std::mem::replace(&mut peer.deadline, at) {
+        if let Some(before) = std::mem::replace(&mut peer.connection.deadline, at) {
             self.hellos_due.remove(&(before, id));
         }
         self.hellos_due.extend(at.map(|at| (at, id)));
@@ -108,16 +108,17 @@ impl PeerTable {
     /// Takes a message of a peer and returns those whose turn has come, as [`Inbox::take`].
     pub(super) fn take_message(&mut self, id: PeerId, sequence: u64, item: Item) -> Result<Vec<Item>> {
         let peer = self.by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
-        let before = peer.inbox.held_bytes() as u64;
-        let due = peer.inbox.take(sequence, item);
-        self.held_bytes = self.held_bytes.saturating_sub(before).saturating_add(peer.inbox.held_bytes() as u64);
+        let before = peer.connection.inbox.held_bytes() as u64;
+        let due = peer.connection.inbox.take(sequence, item);
+        self.held_bytes =
+            self.held_bytes.saturating_sub(before).saturating_add(peer.connection.inbox.held_bytes() as u64);
         due
     }
 
     /// Forgets the messages of a peer, whose next one is its first.
     pub(super) fn drop_held(&mut self, id: PeerId) {
         if let Some(peer) = self.by_id.get_mut(&id) {
-            let inbox = std::mem::take::<Inbox>(&mut peer.inbox);
+            let inbox = std::mem::take::<Inbox>(&mut peer.connection.inbox);
             self.held_bytes = self.held_bytes.saturating_sub(inbox.held_bytes() as u64);
         }
     }
