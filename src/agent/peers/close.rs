@@ -165,7 +165,7 @@ impl Peers {
         }
         let again = self.find(incarnation).filter(|_| !self.closing.is_left_late(incarnation));
         if let Some(id) = again.filter(|id| self.get(*id).is_ok_and(|peer| !peer.is_ready()))
-            && let Err(error) = self.send_hello(id, io)
+            && let Err(error) = self.send_hello(id, None, io)
         {
             io.effects.lose(id, error);
         }

@@ -61,7 +61,7 @@ impl Peers {
         self.insert(peer, io.live);
         // The peer takes a new connection for the end of the last one, and of all that was copied over that.
         if !self.closing.is_left_late(incarnation)
-            && let Err(error) = self.send_hello(id, io)
+            && let Err(error) = self.send_hello(id, None, io)
         {
             self.remove(id, io.live);
             return Err(error);

@@ -80,6 +80,14 @@ impl Connection {
         }
     }
 
+    /// Takes the channel of an exchange. An agent that is its own peer has two, and seals by the one that it has begun.
+    pub(super) fn take_channel(&mut self, channel: Channel) {
+        match &mut self.channel {
+            Some(answering) => answering.sealer = channel.sealer,
+            None => self.channel = Some(channel),
+        }
+    }
+
     /// Whether a message over the peer's connection `number` belongs to this one.
     pub(super) fn is_current(&self, number: u64) -> bool {
         self.remote == Some(number)

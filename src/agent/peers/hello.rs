@@ -1,7 +1,11 @@
-//! The first message of each connection, and what follows from it.
+//! The first message of each connection, and what follows from it, with a key and without.
+//!
+//! Each side says hello once it has made its endpoint, and answers the first hello of the other. Hellos are counted
+//! ([`hello_numbers`](super::hello_numbers)), so that a late one changes nothing.
 
 use serde::{Deserialize, Serialize};
 
+use super::connection::Connection;
 use super::reach::Reach;
 use super::{Io, Peers, two_addresses};
 use crate::agent::core::effect::Effect;
@@ -10,6 +14,7 @@ use crate::agent::core::ids::PeerId;
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::{self, OLDEST, Versions};
+use crate::secret::{Channel, Responder};
 use crate::sys::process::{Challenge, ProcessPlace};
 
 /// The first message on a connection, from either side.
@@ -85,24 +90,35 @@ impl Hello {
     }
 }
 
+/// How a hello came, and what belongs to its answer.
+pub(super) enum Exchange {
+    /// In clear.
+    Clear,
+    /// As the first message of a Noise exchange, whose answer has the same number.
+    Begun(Box<Responder>, u64),
+    /// As the second one, which brings the channel.
+    Ended(Channel),
+}
+
 impl Peers {
-    /// Says hello, and expects the answer in time if the peer has said none yet. Messages follow.
-    pub(super) fn send_hello(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
+    /// Says hello, in answer to a hello of that connection if there was one, and expects the answer in time if the peer has said
+    /// none yet.
+    pub(super) fn send_hello(&mut self, id: PeerId, to: Option<(u64, Exchange)>, io: &mut Io<'_>) -> Result<()> {
         if !self.get(id)?.is_ready() {
             self.by_id.set_deadline(id, io.now.checked_add(self.local.connect_timeout));
         }
-        if self.are_keyed() {
-            return self.send_sealed_hello(id, io);
-        }
-        let hello = self.own_hello(id, self.get(id)?.connection.remote)?;
-        let number = self.hello_numbers.draw();
+        let (seen, exchange) = to.unzip();
+        let hello = self.own_hello(id, seen)?;
+        let (frame, data) = self.seal_hello(id, &hello, exchange)?;
         let connection = &mut self.get_mut(id)?.connection;
-        connection.post(connection.frame(FrameKind::Hello, number), hello.encode()?, 0, io.operations)?;
-        connection.begin_messages(io.operations)
+        connection.post(frame, data, 0, io.operations)?;
+        // Without a key messages follow at once.
+        let is_open = frame.kind == FrameKind::Hello || connection.remote.is_some();
+        if is_open { connection.begin_messages(io.operations) } else { Ok(()) }
     }
 
     /// Decides whether a peer may use memory of this side by itself, before it is sent a hello or given an answer.
-    pub(super) fn trust(&mut self, id: PeerId) -> Result<()> {
+    fn trust(&mut self, id: PeerId) -> Result<()> {
         let Peers { by_id, withdrawn, .. } = self;
         let locality = &mut by_id.get_mut(id).ok_or_else(|| id.unknown())?.locality;
         if withdrawn.is_cut(locality.is_near) {
@@ -113,7 +129,7 @@ impl Peers {
         Ok(())
     }
 
-    pub(super) fn own_hello(&mut self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
+    fn own_hello(&mut self, id: PeerId, seen: Option<u64>) -> Result<Hello> {
         self.trust(id)?;
         let peer = self.get(id)?;
         let (connection, locality) = (&peer.connection, &peer.locality);
@@ -133,68 +149,60 @@ impl Peers {
         })
     }
 
-    /// Refuses a hello of an agent at another address than the one that was connected to.
-    fn check_address(&self, id: PeerId, hello: &Hello) -> Result<()> {
-        if self.get(id)?.connection.address == hello.address {
-            return Ok(());
-        }
-        Err(two_addresses(&hello.name, hello.incarnation))
-    }
-
-    /// Refuses a hello that others of its sender have overtaken.
-    pub(super) fn check_hello_number(&mut self, hello: &Hello, number: u64) -> Result<()> {
-        let known = &self.by_incarnation;
-        let sender = (hello.incarnation, &*hello.address);
-        self.hello_numbers.take(sender, number, |agent| known.contains_key(&agent))
-    }
-
     /// Takes a hello that arrived.
     pub(super) fn on_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
-        let hello = Hello::decode(data)?;
+        let (hello, exchange) = self.open_hello(frame, data, io.now)?;
         hello.check(frame)?;
-        let known = self.find(hello.incarnation);
-        // An older kvferry numbers none.
-        if frame.sequence != 0
-            && let Err(late) = self.check_hello_number(&hello, frame.sequence)
-        {
-            // Of one connection, a later hello says all that an earlier one does.
-            let is_current =
-                known.is_some_and(|id| self.get(id).is_ok_and(|peer| peer.connection.is_current(hello.connection)));
-            return if is_current { Ok(()) } else { Err(late) };
+        // The answer to a sealed hello has that one's number. In clear an older kvferry has none.
+        if frame.kind == FrameKind::SealedHello || frame.kind == FrameKind::Hello && frame.sequence != 0 {
+            let Peers { hello_numbers, by_incarnation, .. } = self;
+            let sender = (hello.incarnation, &*hello.address);
+            hello_numbers.take(sender, frame.sequence, |agent| by_incarnation.contains_key(&agent))?;
         }
-        let Some(id) = known else {
+        let Some(id) = self.find(hello.incarnation) else {
             return match hello.seen {
                 // An answer to a connection that was given up here meanwhile.
                 Some(_) => Err(Error::not_found(format!("a late hello of agent {}", hello.name))),
-                None => self.accept(&hello, io),
+                None => self.accept(&hello, exchange, io),
             };
         };
-        self.check_address(id, &hello)?;
-        let connection = &self.get(id)?.connection;
-        match (hello.seen, connection.remote) {
-            (Some(seen), _) if seen != connection.number => {
+        let Connection { number, remote, ref address, .. } = self.get(id)?.connection;
+        // A sealed hello says whom it is for, and only holders of the key can make it.
+        if !self.are_keyed() && *address != hello.address {
+            return Err(two_addresses(&hello.name, hello.incarnation));
+        }
+        match (hello.seen, remote) {
+            (Some(seen), _) if seen != number => {
                 Err(Error::not_found(format!("a hello of agent {} about an earlier connection", hello.name)))
             }
-            (Some(_), known) => {
-                if known != Some(hello.connection) {
-                    self.by_id.drop_held(id);
-                }
-                self.greet(id, &hello, io)
+            // It says nothing new.
+            (_, Some(known)) if known == hello.connection => Ok(()),
+            // The peer took up this side's hello after this side had taken up one of its own: it knows another connection.
+            (Some(_), Some(_)) => {
+                let error = Error::new(ErrorKind::PeerDied, format!("agent {} has made a new connection", hello.name));
+                io.effects.lose(id, error);
+                Ok(())
             }
-            (None, Some(known)) if known == hello.connection => Ok(()),
-            (None, None) => {
+            (Some(_), None) => {
+                if let Exchange::Ended(channel) = exchange {
+                    self.get_mut(id)?.connection.take_channel(channel);
+                }
                 self.greet(id, &hello, io)?;
-                self.send_hello(id, io).inspect_err(|error| io.effects.lose(id, error.clone()))
+                let begun = self.get_mut(id)?.connection.begin_messages(io.operations);
+                begun.inspect_err(|error| io.effects.lose(id, error.clone()))
             }
             (None, Some(_)) => {
                 self.lose_replaced(id, &hello, io);
-                self.accept(&hello, io)
+                self.accept(&hello, exchange, io)
             }
+            // Both connect at once. One exchange counts: the one that the lower incarnation has begun.
+            (None, None) if self.are_keyed() && self.local.incarnation < hello.incarnation => Ok(()),
+            (None, None) => self.answer(id, &hello, exchange, io),
         }
     }
 
     /// Loses a peer that has made a new connection.
-    pub(super) fn lose_replaced(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) {
+    fn lose_replaced(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) {
         if let Ok(peer) = self.get_mut(id) {
             peer.connection.has_left = true;
         }
@@ -204,37 +212,36 @@ impl Peers {
     }
 
     /// Makes a peer of an agent that connected to this one.
-    fn accept(&mut self, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
+    fn accept(&mut self, hello: &Hello, exchange: Exchange, io: &mut Io<'_>) -> Result<()> {
         self.check_open()?;
-        let id = self.admit_new(hello, io)?;
-        self.greet(id, hello, io)?;
-        if let Err(error) = self.send_hello(id, io) {
-            io.effects.lose(id, error);
-        }
-        Ok(())
-    }
-
-    /// Connects back to an agent that said hello.
-    pub(super) fn admit_new(&mut self, hello: &Hello, io: &mut Io<'_>) -> Result<PeerId> {
         self.make_room(io)?;
         let mut peer = self.make(hello.name.clone(), hello.incarnation, &hello.address, io)?;
         peer.silent = true;
         let id = peer.id;
         self.insert(peer, io.live);
         self.admission.note(id);
-        Ok(id)
+        self.answer(id, hello, exchange, io)
+    }
+
+    /// Answers the first hello that a peer has said.
+    fn answer(&mut self, id: PeerId, hello: &Hello, exchange: Exchange, io: &mut Io<'_>) -> Result<()> {
+        // With a key, an agent that is its own peer has both ends of the channel only when it has read its own answer.
+        if !self.are_keyed() || hello.incarnation != self.local.incarnation {
+            self.greet(id, hello, io)?;
+        }
+        let said = self.send_hello(id, Some((hello.connection, exchange)), io);
+        said.inspect_err(|error| io.effects.lose(id, error.clone()))
     }
 
     /// Notes that the peer is there and itself.
-    pub(super) fn greet(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
+    fn greet(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
         self.trust(id)?;
         let Peers { by_id, local, .. } = self;
         by_id.set_deadline(id, None);
         let peer = by_id.get_mut(id).ok_or_else(|| id.unknown())?;
+        // Before the peer reads the answer and looks.
         peer.locality.take_challenge(hello);
-        if peer.connection.remote.replace(hello.connection).is_some() {
-            return Ok(());
-        }
+        peer.connection.remote = Some(hello.connection);
         peer.connection.version = hello.versions.common();
         peer.reach = Reach::of(&peer.connection.endpoint.describe());
         if peer.locality.is_told_part && !hello.uses && peer.reach.by_cuda_ipc {
@@ -272,6 +279,27 @@ impl Peers {
 }
 
 #[cfg(test)]
+impl Hello {
+    /// The hello of an older agent "a" over its connection, which knows of no challenges and uses, for tests.
+    pub(crate) fn older((incarnation, connection): (Incarnation, u64), seen: Option<u64>, address: &[u8]) -> Hello {
+        Hello {
+            name: "a".to_owned(),
+            incarnation,
+            connection,
+            seen,
+            address: address.to_vec(),
+            process: None,
+            revocations: true,
+            uses: false,
+            withdrawn: Vec::new(),
+            withdrew_more: false,
+            challenge: None,
+            versions: Versions::OURS,
+        }
+    }
+}
+
+#[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use super::*;
@@ -293,18 +321,12 @@ mod tests {
     #[test]
     fn a_hello_survives_the_wire_and_foreign_bytes_are_refused() {
         let hello = Hello {
-            name: "a".to_owned(),
-            incarnation: Incarnation(3),
-            connection: 4,
-            seen: Some(5),
-            address: vec![1, 2, 3],
             process: ProcessPlace::here().map(|here| Witness::new(3, &[1]).place(&here)),
-            revocations: true,
             uses: true,
             withdrawn: vec![(3, 5)],
             withdrew_more: true,
             challenge: Some((6, 7)),
-            versions: Versions::OURS,
+            ..Hello::older((Incarnation(3), 4), Some(5), &[1, 2, 3])
         };
         assert_eq!(Hello::decode(&hello.encode().unwrap()).unwrap(), hello);
         assert!(Hello::decode(b"something else").is_err());

@@ -335,8 +335,8 @@ impl Peers {
         io: &mut Io<'_>,
     ) -> Result<Option<(PeerId, Frame, Vec<u8>)>> {
         let frame = Frame::decode(header)?;
-        let Some((frame, data)) = self.unwrap(frame, header, data, io)? else { return Ok(None) };
-        if frame.kind == FrameKind::Hello {
+        let (frame, data) = self.unwrap(frame, header, data, io.now)?;
+        if matches!(frame.kind, FrameKind::Hello | FrameKind::SealedHello | FrameKind::SealedAnswer) {
             return self.on_hello(frame, &data, io).map(|()| None);
         }
         let Some(id) = self.find(frame.incarnation) else {

@@ -10,12 +10,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::hello::Hello;
-use super::{Io, Peers};
+use super::hello::{Exchange, Hello};
+use super::{Peer, Peers};
 use crate::agent::core::frame::{FRAME_BYTES, Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::limits::MAX_MESSAGE_BYTES;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::proto::ids::Incarnation;
 use crate::secret::{Initiator, Key, Protocol, Responder};
 
@@ -46,10 +46,6 @@ impl Secrets {
         }
     }
 
-    fn key(&self) -> Result<Key> {
-        self.key.clone().ok_or_else(|| Error::new(ErrorKind::Internal, "this agent has no key"))
-    }
-
     /// Logs what others do wrong, at most once a minute.
     fn complain(&mut self, agent: &str, text: &Error, now: Instant) {
         if self.complained.is_none_or(|at| now.duration_since(at) >= COMPLAINT_INTERVAL) {
@@ -75,15 +71,14 @@ fn divide(payload: &[u8], own: Incarnation) -> Result<Hello> {
 }
 
 impl Peers {
-    /// Makes of an arrived frame what it is in clear. `None`: it was a sealed hello or an answer to one, which is
-    /// taken here.
+    /// Makes of an arrived frame what it is in clear. Hellos and answers to them stay as they are.
     pub(super) fn unwrap(
         &mut self,
         frame: Frame,
         header: &[u8],
         data: Vec<u8>,
-        io: &mut Io<'_>,
-    ) -> Result<Option<(Frame, Vec<u8>)>> {
+        now: Instant,
+    ) -> Result<(Frame, Vec<u8>)> {
         let sealed = matches!(frame.kind, FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed);
         if sealed != self.secrets.is_keyed() {
             let error = Error::corrupt(if sealed {
@@ -91,21 +86,14 @@ impl Peers {
             } else {
                 "it is in clear, and this agent has a key: give both the same one (key_file, KVFERRY_KEY_FILE)"
             });
-            self.secrets.complain(&self.local.name, &error, io.now);
+            self.secrets.complain(&self.local.name, &error, now);
             return Err(error);
         }
-        if !sealed {
-            return Ok(Some((frame, data)));
-        }
         // What a header may not say, and the channel would not cover.
-        if frame.encode() != header {
+        if sealed && frame.encode() != header {
             return Err(Error::corrupt("a header with bits set that have no meaning"));
         }
-        match frame.kind {
-            FrameKind::SealedHello => self.on_sealed_hello(frame, &data, io).map(|()| None),
-            FrameKind::SealedAnswer => self.on_sealed_answer(frame, &data, io).map(|()| None),
-            _ => self.open(frame, &data).map(Some),
-        }
+        if frame.kind == FrameKind::Sealed { self.open(frame, &data) } else { Ok((frame, data)) }
     }
 
     fn open(&mut self, outer: Frame, data: &[u8]) -> Result<(Frame, Vec<u8>)> {
@@ -126,113 +114,55 @@ impl Peers {
         Ok((frame, data))
     }
 
-    /// Begins the exchange with a peer that was just made.
-    pub(super) fn send_sealed_hello(&mut self, id: PeerId, io: &mut Io<'_>) -> Result<()> {
-        let key = self.secrets.key()?;
-        let hello = self.own_hello(id, None)?;
-        let number = self.hello_numbers.draw();
-        let peer = self.get_mut(id)?;
-        let frame = peer.connection.frame(FrameKind::SealedHello, number);
-        let payload = join(peer.incarnation, &hello)?;
-        let (initiator, message) = Initiator::start(&key, Protocol::Agent, &frame.encode(), &payload)?;
-        peer.connection.initiator = Some(initiator);
-        peer.connection.post(frame, message, 0, io.operations)
-    }
-
-    fn on_sealed_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
-        let key = self.secrets.key()?;
-        let (responder, payload) =
-            Responder::read(&key, Protocol::Agent, &frame.encode(), data).inspect_err(|error| {
-                self.secrets.complain(&self.local.name, error, io.now);
-            })?;
-        let hello = divide(&payload, self.local.incarnation)?;
-        hello.check(frame)?;
-        let number = frame.sequence;
-        self.check_hello_number(&hello, number)?;
-        let Some(id) = self.find(hello.incarnation) else {
-            return self.accept_sealed(&hello, number, responder, io);
-        };
-        let peer = self.get(id)?;
-        match peer.connection.remote {
-            // Ours, sent at the same time, was answered already.
-            Some(known) if known == hello.connection => Ok(()),
-            Some(_) => {
-                self.lose_replaced(id, &hello, io);
-                self.accept_sealed(&hello, number, responder, io)
+    /// Reads a hello, or the answer to one.
+    pub(super) fn open_hello(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<(Hello, Exchange)> {
+        match (frame.kind, &self.secrets.key) {
+            (FrameKind::SealedHello, Some(key)) => {
+                let read = Responder::read(key, Protocol::Agent, &frame.encode(), data);
+                let (responder, payload) =
+                    read.inspect_err(|error| self.secrets.complain(&self.local.name, error, now))?;
+                // It begins an exchange, whatever it repeats.
+                let hello = Hello { seen: None, ..divide(&payload, self.local.incarnation)? };
+                Ok((hello, Exchange::Begun(Box::new(responder), frame.sequence)))
             }
-            // Both connect at once, and ours counts.
-            None if self.local.incarnation < hello.incarnation => Ok(()),
-            None => self.answer_hello(id, &hello, number, responder, io),
+            (FrameKind::SealedAnswer, _) => {
+                let late = || Error::not_found(format!("a late answer of agent {}", frame.incarnation));
+                let id = self.find(frame.incarnation).ok_or_else(late)?;
+                let initiator = &mut self.get_mut(id)?.connection.initiator;
+                let (payload, channel) = initiator.as_mut().ok_or_else(late)?.finish(data)?;
+                *initiator = None;
+                let hello = Hello::decode(&payload)?;
+                hello.seen.ok_or_else(late)?;
+                Ok((hello, Exchange::Ended(channel)))
+            }
+            _ => Ok((Hello::decode(data)?, Exchange::Clear)),
         }
     }
 
-    fn accept_sealed(&mut self, hello: &Hello, number: u64, responder: Responder, io: &mut Io<'_>) -> Result<()> {
-        self.check_open()?;
-        let id = self.admit_new(hello, io)?;
-        self.answer_hello(id, hello, number, responder, io)
-    }
-
-    fn answer_hello(
+    /// This side's hello to a peer as it goes out: in answer to `exchange` if there was one, else with the next number.
+    pub(super) fn seal_hello(
         &mut self,
         id: PeerId,
         hello: &Hello,
-        number: u64,
-        responder: Responder,
-        io: &mut Io<'_>,
-    ) -> Result<()> {
-        self.trust(id)?;
-        // Before the peer reads the answer and looks.
-        self.get_mut(id)?.locality.take_challenge(hello);
-        let answer = self.own_hello(id, Some(hello.connection))?;
-        let (message, channel) = responder.answer(&answer.encode()?)?;
-        let connection = &mut self.get_mut(id)?.connection;
-        connection.channel = Some(channel);
-        let posted = connection.post(connection.frame(FrameKind::SealedAnswer, number), message, 0, io.operations);
-        posted.inspect_err(|error| io.effects.lose(id, error.clone()))?;
-        // An agent that is its own peer has both ends of the channel only when it has read its own answer.
-        if hello.incarnation == self.local.incarnation { Ok(()) } else { self.greet_sealed(id, hello, io) }
-    }
-
-    fn on_sealed_answer(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
-        let late = || Error::not_found(format!("a late answer of agent {}", frame.incarnation));
-        let id = self.find(frame.incarnation).ok_or_else(late)?;
-        let own = frame.incarnation == self.local.incarnation;
-        let peer = self.get_mut(id)?;
-        let initiator = peer.connection.initiator.as_mut().ok_or_else(late)?;
-        let (payload, channel) = initiator.finish(data)?;
-        peer.connection.initiator = None;
-        let hello = Hello::decode(&payload)?;
-        hello.check(frame)?;
-        if hello.seen != Some(peer.connection.number) {
-            return Err(late());
-        }
-        let peer = self.get_mut(id)?;
-        match peer.connection.remote {
-            Some(known) if known == hello.connection => Err(late()),
-            // It took up our hello after we had taken up its own: it knows another connection than we do.
-            Some(_) => {
-                let error = Error::new(ErrorKind::PeerDied, format!("agent {} has made a new connection", hello.name));
-                io.effects.lose(id, error);
-                Ok(())
+        exchange: Option<Exchange>,
+    ) -> Result<(Frame, Vec<u8>)> {
+        let Peers { by_id, hello_numbers, secrets, .. } = self;
+        let Peer { connection, incarnation, .. } = by_id.get_mut(id).ok_or_else(|| id.unknown())?;
+        match (exchange, &secrets.key) {
+            (Some(Exchange::Begun(responder, number)), _) => {
+                let (message, channel) = responder.answer(&hello.encode()?)?;
+                connection.take_channel(channel);
+                Ok((connection.frame(FrameKind::SealedAnswer, number), message))
             }
-            None => {
-                match (peer.connection.channel.as_mut(), own) {
-                    // To itself: the one end seals, the other opens.
-                    (Some(answering), true) => answering.sealer = channel.sealer,
-                    _ => peer.connection.channel = Some(channel),
-                }
-                self.greet_sealed(id, &hello, io)
+            (_, Some(key)) => {
+                let frame = connection.frame(FrameKind::SealedHello, hello_numbers.draw());
+                let payload = join(*incarnation, hello)?;
+                let (initiator, message) = Initiator::start(key, Protocol::Agent, &frame.encode(), &payload)?;
+                connection.initiator = Some(initiator);
+                Ok((frame, message))
             }
+            (_, None) => Ok((connection.frame(FrameKind::Hello, hello_numbers.draw()), hello.encode()?)),
         }
-    }
-
-    /// The channel is there: what waited for it goes out.
-    fn greet_sealed(&mut self, id: PeerId, hello: &Hello, io: &mut Io<'_>) -> Result<()> {
-        self.greet(id, hello, io)?;
-        self.get_mut(id)?
-            .connection
-            .begin_messages(io.operations)
-            .inspect_err(|error| io.effects.lose(id, error.clone()))
     }
 }
 
@@ -240,24 +170,10 @@ impl Peers {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::proto::wire::Versions;
 
     #[test]
     fn a_sealed_hello_is_for_one_life_of_one_agent() {
-        let hello = Hello {
-            name: "a".to_owned(),
-            incarnation: Incarnation(3),
-            connection: 4,
-            seen: None,
-            address: vec![1, 2, 3],
-            process: None,
-            revocations: false,
-            uses: false,
-            withdrawn: Vec::new(),
-            withdrew_more: false,
-            challenge: None,
-            versions: Versions::OURS,
-        };
+        let hello = Hello::older((Incarnation(3), 4), None, &[1, 2, 3]);
         let payload = join(Incarnation(9), &hello).unwrap();
         assert_eq!(divide(&payload, Incarnation(9)).unwrap(), hello);
         assert!(divide(&payload, Incarnation(8)).unwrap_err().message().contains("another agent"));

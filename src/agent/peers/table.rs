@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use super::inbox::{Inbox, Item};
+use super::inbox::Item;
 use super::peer::Peer;
 use crate::agent::core::ids::PeerId;
 use crate::error::Result;
@@ -69,8 +69,8 @@ impl PeerTable {
 
     pub(super) fn remove(&mut self, id: PeerId) -> Option<Peer> {
         self.set_deadline(id, None);
-        self.drop_held(id);
         let peer = self.by_id.remove(&id)?;
+        self.held_bytes = self.held_bytes.saturating_sub(peer.connection.inbox.held_bytes() as u64);
         if let Some(count) = self.names.get_mut(&peer.name) {
             *count = count.saturating_sub(1);
             if *count == 0 {
@@ -105,7 +105,7 @@ impl PeerTable {
         late.filter_map(|(_, id)| self.by_id.get(id))
     }
 
-    /// Takes a message of a peer and returns those whose turn has come, as [`Inbox::take`].
+    /// Takes a message of a peer and returns those whose turn has come, as [`Inbox::take`](super::inbox::Inbox::take).
     pub(super) fn take_message(&mut self, id: PeerId, sequence: u64, item: Item) -> Result<Vec<Item>> {
         let peer = self.by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
         let before = peer.connection.inbox.held_bytes() as u64;
@@ -113,14 +113,6 @@ impl PeerTable {
         self.held_bytes =
             self.held_bytes.saturating_sub(before).saturating_add(peer.connection.inbox.held_bytes() as u64);
         due
-    }
-
-    /// Forgets the messages of a peer, whose next one is its first.
-    pub(super) fn drop_held(&mut self, id: PeerId) {
-        if let Some(peer) = self.by_id.get_mut(&id) {
-            let inbox = std::mem::take::<Inbox>(&mut peer.connection.inbox);
-            self.held_bytes = self.held_bytes.saturating_sub(inbox.held_bytes() as u64);
-        }
     }
 
     /// Bytes of messages of all peers that wait for earlier ones.
