@@ -1,4 +1,4 @@
-//! What the handle and the progress thread share: the command queue and the event queue.
+//! The command queue and the event queue between the handle and the progress thread.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -19,10 +19,10 @@ use crate::mem::MemoryRange;
 use crate::proto::wire::{AgentMetadata, AgentRegion};
 use crate::sync::{AtomicU64, Condvar, Mutex, MutexGuard};
 
-/// How often a thread that waits for a transfer looks for itself.
+/// How often a thread that waits for a transfer checks by itself.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What the handle asks of the progress thread.
+/// A request of the handle to the progress thread.
 pub(crate) enum Command {
     Register { range: MemoryRange, reply: Reply<RegionId> },
     Deregister { region: RegionId, reply: Reply<()> },
@@ -57,9 +57,9 @@ pub(crate) struct Shared {
     pub(crate) waker: Waker,
     commands: Mutex<VecDeque<Command>>,
     events: Mutex<VecDeque<Event>>,
-    /// How many there are, so that who polls in vain takes no lock from who publishes. Changed under that lock.
+    /// How many there are: lets an empty poll return without taking the lock. Changed under that lock.
     unread: AtomicU64,
-    /// What they take in memory.
+    /// The memory that they take.
     unread_bytes: AtomicU64,
     arrived: Condvar,
     /// Threads that wait for that, changed and read under the events' lock: without any, nobody has to be woken, which takes
@@ -67,7 +67,7 @@ pub(crate) struct Shared {
     waiters: AtomicU64,
 }
 
-/// What an event counts in the bytes that are unread: also one without a message, since peers can cause any number.
+/// The bytes that an unread event counts for: also one without a message, since peers can cause any number.
 fn event_bytes(event: &Event) -> u64 {
     let data = match event {
         Event::Message { data, .. } => data.len(),
@@ -137,7 +137,7 @@ impl Shared {
         lock(&self.commands).pop_front()
     }
 
-    /// The oldest command if it is such a one; for who has the engine.
+    /// Takes the oldest command if it is such a one; for the thread that has the engine.
     pub(crate) fn next_command_if(&self, is_such: impl FnOnce(&Command) -> bool) -> Option<Command> {
         let mut commands = lock(&self.commands);
         if commands.front().is_some_and(is_such) { commands.pop_front() } else { None }
@@ -157,7 +157,7 @@ impl Shared {
         drop(commands);
     }
 
-    /// Gives `events` to whoever polls the handle; for who has the engine.
+    /// Publishes `events` to the handle; for the thread that has the engine.
     pub(crate) fn publish(&self, events: &mut VecDeque<Event>) {
         if events.is_empty() {
             return;
@@ -189,7 +189,7 @@ impl Shared {
         self.take(&mut lock(&self.events))
     }
 
-    /// What the events take in memory that were published and not polled.
+    /// The memory that events take which were published and not polled.
     pub(crate) fn unread_bytes(&self) -> u64 {
         self.unread_bytes.load(Ordering::Relaxed)
     }

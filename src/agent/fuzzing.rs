@@ -6,7 +6,7 @@
 use crate::agent::core::frame::Frame;
 use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES};
 use crate::agent::peers::hello::Hello;
-use crate::agent::peers::inbox::{Inbox, Item};
+use crate::agent::peers::inbox::{Inbox, InboxItem};
 use crate::agent::rpc::wire::{decode_pieces, encode_pieces, read_request};
 use crate::proto::wire::{OLDEST, VERSION, Versions};
 
@@ -22,7 +22,7 @@ pub fn frame(bytes: &[u8]) {
 pub fn hello(bytes: &[u8]) {
     let Ok(hello) = Hello::decode(bytes) else { return };
     assert!((OLDEST..=VERSION).contains(&hello.versions.common()), "{hello:?}");
-    // What is encoded says what this build speaks.
+    // Encoding writes the versions that this build speaks.
     let hello = Hello { versions: Versions::OURS, ..hello };
     let again = hello.encode().expect("what was decoded can be encoded");
     assert_eq!(Hello::decode(&again).ok().as_ref(), Some(&hello));
@@ -50,10 +50,10 @@ pub fn inbox(numbers: &[u64]) {
     let mut inbox = Inbox::default();
     let mut next = 0u64;
     for &number in numbers {
-        match inbox.take(number, Item::Data(number.to_le_bytes().to_vec())) {
+        match inbox.take(number, InboxItem::Data(number.to_le_bytes().to_vec())) {
             Ok(due) => {
                 for item in due {
-                    assert_eq!(item, Item::Data(next.to_le_bytes().to_vec()));
+                    assert_eq!(item, InboxItem::Data(next.to_le_bytes().to_vec()));
                     next += 1;
                 }
             }

@@ -534,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transfer_that_the_progress_thread_left_behind_is_not_said_to_be_over() {
+    fn abandoned_transfer_is_not_over() {
         let quiet = |name: &str| AgentConfig { name: name.to_owned(), rehearse: false, ..AgentConfig::default() };
         let (tell, told) = sync_channel(1);
         let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Stumbler(told)))).unwrap();
@@ -562,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_caller_who_gave_up_has_asked_for_is_not_done() {
+    fn request_without_caller_is_not_done() {
         let quiet = |name: &str| AgentConfig { name: name.to_owned(), rehearse: false, ..AgentConfig::default() };
         let ((go, may_go), (at_work, works)) = (sync_channel(0), sync_channel(1));
         let agent = Agent::start_with(quiet("a"), Box::new(|_| Box::new(Dawdler { at_work, may_go }))).unwrap();

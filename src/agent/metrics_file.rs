@@ -1,4 +1,4 @@
-//! A file with an agent's figures in Prometheus' text format, for who has no other way to them: NIXL's user sees the plug-in
+//! A file with an agent's figures in Prometheus' text format, for hosts that cannot call the agent: NIXL's user sees the plug-in
 //! and not the agent in it.
 //!
 //! A thread of its own writes it, so that a disk that hangs holds up no transfer.
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_keeps_what_was_there_and_leaves_nothing_behind() {
+    fn failed_write_keeps_the_old_file() {
         let folder = folder("refused");
         let error = start(&folder, "a").err().unwrap();
         assert!(error.kind() == ErrorKind::InvalidArgument && folder.is_dir(), "{error}");

@@ -48,6 +48,7 @@ mod metrics_file;
 mod paths;
 mod peers;
 mod progress_thread;
+mod revocation;
 mod rpc;
 mod thread;
 mod transfers;

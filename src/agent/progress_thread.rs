@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::command::{Command, Shared};
 use crate::error::{Error, ErrorKind, Result};
 
-/// What the thread gets beyond its own deadline to say that it ended.
+/// The time that the thread gets beyond its own deadline to say that it ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// The progress thread of one agent. It ends once, and its outcome is kept: memory that the first shutdown could not give back
@@ -39,7 +39,7 @@ impl ProgressThread {
     /// Ends the thread, within `timeout`, or waits for the caller that does. Returns the outcome, the same to every caller.
     pub(super) fn end(&self, shared: &Shared, timeout: Duration) -> Result<()> {
         let mut life = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // What later callers get should ending it panic.
+        // The result for later callers should ending it panic.
         let unknown =
             Error::new(ErrorKind::Internal, "ending the progress thread panicked; keep registered memory alive");
         let outcome = match std::mem::replace(&mut *life, Life::Ended(Err(unknown))) {

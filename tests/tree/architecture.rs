@@ -26,7 +26,7 @@ const LAYERS: &[&[&str]] = &[
 /// The parts of the agent, likewise.
 const AGENT_LAYERS: &[&[&str]] = &[
     &["agent::core", "agent::thread"],
-    &["agent::command", "agent::metrics_file", "agent::rpc"],
+    &["agent::command", "agent::metrics_file", "agent::revocation", "agent::rpc"],
     &["agent::peers", "agent::progress_thread"],
     &["agent::transfers"],
     &["agent::paths"],

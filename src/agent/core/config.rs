@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn all_peers_together_have_a_window_as_wide_as_one() {
+    fn total_window_is_one_peers_at_least() {
         let of = |operations, bytes| {
             let peer_window = Window { operations, bytes };
             AgentConfig { peer_window, ..AgentConfig::default() }.total_window()
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_are_those_of_the_setting_which_wins_over_the_environment() {
+    fn setting_of_ports_wins_over_the_environment() {
         assert_eq!(ports_of("6000-6100"), Some(6000..=6100));
         assert_eq!(ports_of("6000"), Some(6000..=6000));
         for any in ["0", "0-0", "6100-6000", "6000-", "", "-", "70000-70001", "some"] {

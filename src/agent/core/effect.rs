@@ -1,4 +1,4 @@
-//! What one part asks of the others.
+//! Requests of one part to the others.
 //!
 //! A part changes its own state only. What it finds out that concerns others it notes as an effect, which
 //! `engine::dispatch` carries out before anything more is posted. So nothing is posted for a peer that is being lost or a
@@ -31,15 +31,16 @@ pub(crate) enum Effect {
     OperationEnded(OperationEnd),
     /// A transfer's writes need a flush, which counts as one of its operations.
     Flush { transfer: TransferId, peer: PeerId },
-    /// What a transfer has read one-sided must reach the device, likewise.
+    /// Bytes that a transfer has read one-sided must reach the device, likewise.
     FlushDevice { transfer: TransferId },
-    /// Nothing more is posted for a transfer: its jobs that no copy thread has begun are to be withdrawn.
+    /// Nothing more is posted for a transfer: its jobs that no copy thread has begun are to be cancelled.
     TransferStopped { transfer: TransferId },
     /// No operation of a transfer can touch memory any more.
     TransferEnded(TransferEnd),
 }
 
-/// A peer that this side gives up. Its process goes on, and with it the copies of this side's memory that it has begun.
+/// A peer on this host that this side gives up. Its process goes on, and with it the copies of this side's memory that it has
+/// begun.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GivenUp {
     /// Its process, if it is known and in this process's PID namespace.
@@ -54,7 +55,7 @@ pub(crate) struct GivenUp {
 #[derive(Debug)]
 pub(crate) struct OperationEnd {
     pub(crate) transfer: TransferId,
-    /// What it counted in the windows; `None` if it did not.
+    /// Bytes that it counted in the windows; `None` if it did not.
     pub(crate) windowed: Option<u64>,
     /// Bytes that it has moved, by the path that they took.
     pub(crate) moved: PathBytes,
@@ -78,12 +79,8 @@ pub(crate) struct TransferEnd {
     pub(crate) operations: u64,
     /// When the first and the last operation were posted, if any was.
     pub(crate) posted: Option<(Instant, Instant)>,
-    /// Local regions that it used, each once.
-    pub(crate) regions: Vec<u32>,
-    /// Regions of the peer's, likewise.
+    /// Regions of the peer's that it used, each once.
     pub(crate) remote_regions: Vec<u32>,
-    /// Regions of peers that wait for its end to be let go.
-    pub(crate) let_go: Vec<(PeerId, u32)>,
 }
 
 /// Effects in the order in which they came about.
@@ -126,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_follows_from_an_effect_comes_before_the_next_one() {
+    fn effects_of_an_effect_come_first() {
         let stopped = |n| Effect::TransferStopped { transfer: TransferId::from_raw(n) };
         let number = |effect: &Effect| match effect {
             Effect::TransferStopped { transfer } => transfer.raw(),

@@ -1,4 +1,4 @@
-//! What an agent tells its owner.
+//! The events of an agent for its owner.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ pub enum Event {
     TransferDone {
         /// The transfer.
         id: TransferId,
-        /// What its owner gave with it.
+        /// User data that its owner gave with it.
         user_data: u64,
         /// Its peer.
         peer: PeerId,
@@ -34,7 +34,7 @@ pub enum Event {
     },
     /// A message arrived. Messages of one peer arrive in the order in which they were sent.
     Message {
-        /// Who sent it.
+        /// The sender.
         peer: PeerId,
         /// Its bytes.
         data: Vec<u8>,

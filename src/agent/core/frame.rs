@@ -41,7 +41,7 @@ pub(crate) enum FrameKind {
     Sealed,
     /// Says why a request is not done.
     Refusal,
-    /// Asks to let go of a region of the sender's, by its index, that the receiver may use by itself.
+    /// Asks to release a region of the sender's, by its index, that the receiver may use by itself.
     RegionRevoked,
     /// Says that nothing of it is copied or mapped any more.
     RegionReleased,
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_frame_survives_the_wire_and_damage_is_refused() {
+    fn frame_survives_the_wire() {
         let frame =
             Frame { kind: FrameKind::Data, incarnation: Incarnation(7), connection: u64::MAX, sequence: 1 << 40 };
         let bytes = frame.encode();

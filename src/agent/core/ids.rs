@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_differ_between_kinds_and_agents_and_fit_a_signed_integer() {
+    fn ids_are_unique_and_fit_i64() {
         let (a, b) = (IdSource::new(0xffff_ffff_ffff_fff1), IdSource::new(0x22));
         let region = RegionId::of_index(a.salt(), 7);
         assert_eq!(region.index(), 7);

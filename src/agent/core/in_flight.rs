@@ -1,6 +1,7 @@
-//! What each UCX operation in flight belongs to.
+//! The owners of UCX operations in flight.
 
 use super::ids::{PeerId, TransferId};
+use super::regions::Hold;
 use crate::proto::plan::Operation;
 
 /// The owner of an operation.
@@ -13,8 +14,8 @@ pub(crate) enum InFlight {
     /// A message, for which this much of the peer's send queue was reserved.
     Message { peer: PeerId, reserved: u64 },
     /// A request or reply of a served transfer, of which this much counts as unsent replies and which UCX sends straight
-    /// from these regions.
-    Rpc { peer: PeerId, held: u64, regions: Vec<u32> },
+    /// from the regions that it holds.
+    Rpc { peer: PeerId, held: u64, holds: Vec<Hold> },
     /// The question whether a peer is alive.
     Question { peer: PeerId },
     /// The message that tells a peer that this side leaves.
@@ -42,11 +43,12 @@ impl Operations {
     }
 
     /// The peers to which UCX has yet to send bytes straight from a region.
-    pub(crate) fn borrowers(&self, region: u32) -> impl Iterator<Item = PeerId> {
-        self.slots.iter().filter_map(move |slot| match slot {
-            Some(InFlight::Rpc { peer, regions, .. }) if regions.contains(&region) => Some(*peer),
-            _ => None,
-        })
+    pub(crate) fn holders_of(&self, region: u32) -> impl Iterator<Item = PeerId> {
+        let holds = self.slots.iter().flat_map(|slot| match slot {
+            Some(InFlight::Rpc { holds, .. }) => holds.as_slice(),
+            _ => &[],
+        });
+        holds.filter(move |hold| hold.region == region).map(|hold| hold.peer)
     }
 
     /// How many messages to a peer UCX has yet to send.
@@ -70,23 +72,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_region_is_borrowed_by_those_to_whom_it_is_being_sent() {
+    fn peers_hold_regions_being_sent_to_them() {
         let mut operations = Operations::default();
-        let rpc = |peer: u64, regions: &[u32]| InFlight::Rpc {
-            peer: PeerId::from_raw(peer),
-            held: 1,
-            regions: regions.to_vec(),
+        let rpc = |peer: u64, regions: &[u32]| {
+            let peer = PeerId::from_raw(peer);
+            InFlight::Rpc { peer, held: 1, holds: regions.iter().map(|region| Hold::new(*region, peer)).collect() }
         };
         operations.insert(rpc(1, &[3, 4]));
         let ended = operations.insert(rpc(2, &[4]));
         operations.insert(rpc(3, &[]));
         operations.insert(InFlight::Goodbye);
-        let borrowers = |operations: &Operations, region| operations.borrowers(region).collect::<Vec<_>>();
-        assert_eq!(borrowers(&operations, 4), [PeerId::from_raw(1), PeerId::from_raw(2)]);
+        let holders_of = |operations: &Operations, region| operations.holders_of(region).collect::<Vec<_>>();
+        assert_eq!(holders_of(&operations, 4), [PeerId::from_raw(1), PeerId::from_raw(2)]);
         operations.remove(ended);
-        assert_eq!(borrowers(&operations, 4), [PeerId::from_raw(1)]);
-        assert_eq!(borrowers(&operations, 3), [PeerId::from_raw(1)]);
-        assert_eq!(borrowers(&operations, 5), []);
+        assert_eq!(holders_of(&operations, 4), [PeerId::from_raw(1)]);
+        assert_eq!(holders_of(&operations, 3), [PeerId::from_raw(1)]);
+        assert_eq!(holders_of(&operations, 5), []);
     }
 
     #[test]

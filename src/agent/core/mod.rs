@@ -15,7 +15,5 @@ pub(crate) mod refusals;
 pub(crate) mod regions;
 pub(crate) mod reply;
 pub(crate) mod request;
-pub(crate) mod revocations;
 pub(crate) mod route;
-pub(crate) mod runs;
 pub(crate) mod stats;

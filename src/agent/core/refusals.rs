@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 /// For how long a refusal counts: to ask takes time, and may wait for the device.
 const COUNTS_FOR: Duration = Duration::from_secs(1);
 
-/// What was refused, and until when that counts, by device.
+/// The refusals by device, and until when each counts.
 #[derive(Default)]
 pub(crate) struct Refusals(BTreeMap<u32, (Instant, Error)>);
 
@@ -40,7 +40,7 @@ mod tests {
     use crate::error::ErrorKind;
 
     #[test]
-    fn a_refusal_counts_for_its_device_and_a_second() {
+    fn refusal_counts_for_a_second() {
         let refuse = |text: &str| Err::<(), _>(Error::new(ErrorKind::Cuda, text));
         let mut refusals = Refusals::default();
         let now = Instant::now();

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::ids::RegionId;
+use super::ids::{PeerId, RegionId};
 use super::reply::Reply;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::{PrimaryContext, ipc};
@@ -14,13 +15,29 @@ use crate::proto::wire::limits::MAX_REGIONS;
 use crate::proto::wire::{LateRegion, MemoryKind, RegionMetadata};
 use crate::ucx;
 
+/// A use of a region by a peer, or by a transfer with it: the region stays registered as long as there is one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Hold {
+    pub(crate) region: u32,
+    pub(crate) peer: PeerId,
+    _uses: Rc<()>,
+}
+
+#[cfg(test)]
+impl Hold {
+    /// One of a region that there is not, for tests.
+    pub(crate) fn new(region: u32, peer: PeerId) -> Hold {
+        Hold { region, peer, _uses: Rc::default() }
+    }
+}
+
 struct Region {
     range: MemoryRange,
     memory: Arc<ucx::Memory>,
     exported: Option<ipc::Exported>,
     metadata: RegionMetadata,
-    /// Transfers that name it and are not over.
-    users: u32,
+    /// Shared by its holds.
+    uses: Rc<()>,
     /// Whom to tell when it is unmapped; `Some` as soon as it is being deregistered.
     closing: Option<Vec<Reply<()>>>,
 }
@@ -32,15 +49,15 @@ pub(crate) struct Regions {
     table: BTreeMap<u32, Region>,
     /// The next region's index; none is used twice.
     next: u32,
-    /// Until when peers that read a region may still do so, of those that are being deregistered.
-    graces: BTreeMap<u32, Instant>,
+    /// Those that are being deregistered, and until when peers that read them may still do so.
+    closing: BTreeMap<u32, Option<Instant>>,
     /// The primary contexts of the devices in use; the first is the progress thread's current one.
     cuda: BTreeMap<u32, PrimaryContext>,
 }
 
 impl Regions {
     pub(crate) fn new(salt: u64) -> Self {
-        Regions { salt, table: BTreeMap::new(), next: 0, graces: BTreeMap::new(), cuda: BTreeMap::new() }
+        Regions { salt, table: BTreeMap::new(), next: 0, closing: BTreeMap::new(), cuda: BTreeMap::new() }
     }
 
     /// Checks and registers a range; the thread that calls is the one that drives UCX.
@@ -97,7 +114,7 @@ impl Regions {
         let is_scattered = ipc::is_scattered(&range);
         let (base, len, kind) = (range.addr(), range.len(), range.kind());
         let metadata = RegionMetadata { base, len, kind, rkey, handle, is_scattered, is_filled_by_kernel };
-        Ok(Region { range, memory, exported, metadata, users: 0, closing: None })
+        Ok(Region { range, memory, exported, metadata, uses: Rc::default(), closing: None })
     }
 
     fn live(&self, index: u32) -> Option<&Region> {
@@ -147,28 +164,14 @@ impl Regions {
         })
     }
 
-    /// Notes that a transfer uses these regions.
-    pub(crate) fn enter(&mut self, indices: &[u32]) {
-        for index in indices {
-            if let Some(region) = self.table.get_mut(index) {
-                region.users = region.users.saturating_add(1);
-            }
-        }
-    }
-
-    /// Notes that a transfer that used these regions is over; unmaps those that waited for it.
-    pub(crate) fn leave(&mut self, indices: &[u32]) {
-        for index in indices {
-            if let Some(region) = self.table.get_mut(index) {
-                region.users = region.users.saturating_sub(1);
-            }
-            self.unmap_if_unused(*index);
-        }
+    /// A use of a region by a peer.
+    pub(crate) fn hold(&self, region: u32, peer: PeerId) -> Option<Hold> {
+        self.table.get(&region).map(|known| Hold { region, peer, _uses: Rc::clone(&known.uses) })
     }
 
     /// Starts a deregistration: no new transfer may use the region; `reply` is told when it is unmapped. Peers that read it
-    /// now have until `grace`. Returns its index, for the caller to cancel what uses it and then to call
-    /// [`Regions::unmap_if_unused`].
+    /// now have until `grace`. Returns its index, for the caller to end what uses it and then to call
+    /// [`Regions::unmap_unused`].
     pub(crate) fn close(&mut self, id: RegionId, reply: Reply<()>, grace: Option<Instant>) -> Option<u32> {
         let index = id.index();
         let known = RegionId::of_index(self.salt, index) == id;
@@ -177,9 +180,7 @@ impl Regions {
                 let waiting = region.closing.get_or_insert_default();
                 waiting.retain(Reply::is_wanted);
                 waiting.push(reply);
-                if let Some(grace) = grace {
-                    self.graces.entry(index).or_insert(grace);
-                }
+                self.closing.entry(index).or_insert(grace);
                 Some(index)
             }
             _ => {
@@ -193,35 +194,37 @@ impl Regions {
     /// Unmaps a region that was registered for a caller who does not know of it.
     pub(crate) fn forget(&mut self, id: RegionId) {
         self.table.remove(&id.index());
-        self.graces.remove(&id.index());
+        self.closing.remove(&id.index());
     }
 
     /// The next end of a grace.
     pub(crate) fn deadline(&self) -> Option<Instant> {
-        self.graces.values().min().copied()
+        self.closing.values().flatten().min().copied()
     }
 
     /// Takes the regions whose readers have had their time.
     pub(crate) fn take_overdue(&mut self, now: Instant) -> Vec<u32> {
-        let overdue: Vec<u32> = self.graces.iter().filter(|(_, at)| **at <= now).map(|(index, _)| *index).collect();
-        for index in &overdue {
-            self.graces.remove(index);
-        }
-        overdue
+        let overdue =
+            self.closing.iter_mut().filter_map(|(index, grace)| grace.take_if(|at| *at <= now).map(|_| *index));
+        overdue.collect()
     }
 
-    /// Unmaps a region that is being deregistered if no transfer uses it any more.
-    pub(crate) fn unmap_if_unused(&mut self, index: u32) {
-        let Entry::Occupied(region) = self.table.entry(index) else { return };
-        if region.get().users == 0 && region.get().closing.is_some() {
+    /// Unmaps the regions that are being deregistered and that nothing uses any more.
+    pub(crate) fn unmap_unused(&mut self) {
+        let Regions { table, closing, .. } = self;
+        closing.retain(|index, _| {
+            let Entry::Occupied(region) = table.entry(*index) else { return false };
+            if Rc::strong_count(&region.get().uses) > 1 {
+                return true;
+            }
             let Region { memory, exported, closing, .. } = region.remove();
-            self.graces.remove(&index);
             // The last owner: operations hold one each, and there are none. Descriptors of device memory keep it from being free.
             drop((memory, exported));
             for reply in closing.unwrap_or_default() {
                 let _ = reply.send(Ok(()));
             }
-        }
+            false
+        });
     }
 
     /// Deregistrations that are under way do not end well: the agent ends before what uses the memory has.
@@ -273,7 +276,8 @@ impl Regions {
             && self.table.len() < count
         {
             let (range, memory, metadata) = (*range, Arc::clone(memory), metadata.clone());
-            self.table.insert(self.next, Region { range, memory, exported: None, metadata, users: 0, closing: None });
+            let uses = Rc::default();
+            self.table.insert(self.next, Region { range, memory, exported: None, metadata, uses, closing: None });
             self.next += 1;
         }
     }

@@ -36,7 +36,7 @@ pub(crate) struct Answer<T> {
 }
 
 impl<T> Answer<T> {
-    /// Waits for the answer. `None`: it did not come in time, and whoever answers later is told so.
+    /// Waits for the answer. `None`: it did not come in time, and a later answer is refused.
     pub(crate) fn wait(self, timeout: Duration) -> Option<Result<T>> {
         let gone = || Err(Error::new(ErrorKind::ShutDown, "the agent is shut down"));
         match self.from.recv_timeout(timeout) {

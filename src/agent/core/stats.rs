@@ -1,4 +1,4 @@
-//! What an agent counts.
+//! The counters of an agent.
 
 use serde::Serialize;
 
@@ -104,7 +104,7 @@ impl AgentStats {
     }
 }
 
-/// What an agent counts of one peer. Transfers and their bytes count on the side that started them.
+/// The counters of one peer. Transfers and their bytes count on the side that started them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Traffic {
     pub(crate) by_path: PathBytes,
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_of_metrics_has_every_figure_once_and_no_other() {
+    fn metrics_table_has_every_figure_once() {
         compare(&AgentStats::default(), Scope::Agent);
         compare(&PeerStats::default(), Scope::Peer);
     }

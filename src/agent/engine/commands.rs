@@ -1,4 +1,4 @@
-//! What the handle asks for, done by the thread that has the engine.
+//! The handle's commands, served by the thread that has the engine.
 
 use std::time::Instant;
 
@@ -78,7 +78,7 @@ impl Engine {
         }
     }
 
-    /// Registers for a caller. Who has given up must not find the memory exported: it may be freed by now.
+    /// Registers for a caller. The memory of one that has given up is not exported: it may be freed by now.
     fn serve_register(&mut self, range: MemoryRange, reply: Reply<RegionId>) {
         if !reply.is_wanted() {
             return;
@@ -92,7 +92,7 @@ impl Engine {
             log::warn!("agent {}: {range} is unmapped again: its owner has given up waiting", self.config.name);
             self.regions.forget(region);
             // Its index is as gone as that of a region that was deregistered.
-            self.peers.withdrawn.add(region.index(), range.kind());
+            self.peers.revoked.add(region.index(), range.kind());
         }
     }
 
@@ -101,11 +101,10 @@ impl Engine {
         if let Some(index) = self.regions.close(region, reply, grace) {
             self.transfers.stop_users_of(index, &mut self.effects, now);
             if let Some(kind) = self.regions.range(index).map(MemoryRange::kind) {
-                self.peers.withdrawn.add(index, kind);
+                self.peers.revoked.add(index, kind);
             }
             self.revoke(index);
             self.dispatch(now);
-            self.regions.unmap_if_unused(index);
         }
     }
 
@@ -115,7 +114,7 @@ impl Engine {
         self.peers.get_mut(peer)?.remove_region(region, is_in_use)
     }
 
-    /// Connects for a caller. Who has given up knows no id to disconnect by.
+    /// Connects for a caller. One that has given up knows no id to disconnect by.
     fn serve_connect(&mut self, metadata: &AgentMetadata, reply: Reply<PeerId>, now: Instant) {
         if !reply.is_wanted() {
             return;
@@ -145,19 +144,21 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, reader, until_deregistered};
+    use super::super::tests::{
+        DEVICE, LEN, begin_one, deregister, drive, other, plan, read, reader, until_deregistered,
+    };
     use super::*;
     use crate::agent::command::Shared;
     use crate::agent::core::event::{Direction, Event};
     use crate::agent::core::ids::PeerId;
     use crate::agent::core::reply::answer;
-    use crate::agent::{Agent, AgentConfig, Transport};
+    use crate::agent::{AgentConfig, Transport};
     use crate::proto::ids::Incarnation;
     use crate::proto::plan::CopyPlan;
     use crate::proto::wire::limits::MAX_REGIONS;
 
     #[test]
-    fn every_unread_event_counts_with_what_it_takes_in_memory() {
+    fn unread_events_count_with_their_memory() {
         let shared = Shared::new(1).unwrap();
         let peer = PeerId::from_raw(1);
         let message = |len: usize| Event::Message { peer, data: vec![0; len] };
@@ -172,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn transfers_that_were_given_up_are_never_safe_and_those_that_did_not_begin_are() {
+    fn abandoned_transfers_are_never_safe() {
         let shared = Shared::new(1).unwrap();
         let peer = PeerId::from_raw(1);
         let [given_up, begun, queued] = [2, 3, 4].map(TransferId::from_raw);
@@ -192,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_takes_an_answer_for_is_undone() {
+    fn unanswered_registration_and_connection_are_undone() {
         let shared = Arc::new(Shared::new(1).unwrap());
         let config = AgentConfig { rehearse: false, ..AgentConfig::default() };
         let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
@@ -215,7 +216,7 @@ mod tests {
         assert!(engine.metadata().regions.is_empty());
         assert_eq!(engine.stats().regions, 0);
         let region = engine.register(range).unwrap();
-        // Who gets it at the last moment has it.
+        // A caller that gets the answer at the last moment has the region.
         let (reply, caller) = answer();
         engine.answer_registration(range, Ok(region), reply);
         assert_eq!(caller.wait(Duration::ZERO).unwrap().unwrap(), region);
@@ -223,8 +224,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_flight_goes_on_with_a_region_that_is_removed() {
-        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+    fn removed_region_serves_what_is_in_flight() {
+        let other = other(Transport::Shm);
         let region = other.register(MemoryRange::leaked_with(vec![7; 3 * LEN])).unwrap();
         let described = other.region_metadata(region).unwrap();
         let (mut engine, peer) = reader(Transport::Shm, &other);
@@ -273,19 +274,18 @@ mod tests {
         let operation = begin_one(&mut engine, peer, id);
         engine.remove_region(peer, 0).unwrap();
         let ending = std::thread::spawn(move || (other.deregister(region), other));
-        drive(&mut engine, |engine| engine.revocations.are_owed());
+        drive(&mut engine, |engine| !engine.releases.are_empty());
         assert!(!ending.is_finished() && engine.peers.get(peer).unwrap().removed_of(&[0]).is_empty());
         engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
-        let other = until_deregistered(&mut engine, ending);
+        let _other = until_deregistered(&mut engine, ending);
         assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
         engine.peers.get_mut(peer).unwrap().add_region(&described).unwrap();
         assert_eq!(engine.remove_region(peer, 0).unwrap_err().kind(), ErrorKind::NotFound);
         drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     #[test]
-    fn registrations_end_with_the_regions_of_a_time_and_with_the_indices_of_a_life() {
+    fn registrations_are_bounded_at_a_time_and_in_all() {
         let shared = Arc::new(Shared::new(1).unwrap());
         let config = AgentConfig { rehearse: false, transport: Transport::Tcp, ..AgentConfig::default() };
         let mut engine = Engine::new(config, Incarnation(7), &shared).unwrap();
@@ -298,9 +298,7 @@ mod tests {
         };
         refused(&mut engine, "65536 regions are registered, and no more can be at a time: deregister those");
         let deregister = |engine: &mut Engine, region| {
-            let (reply, caller) = answer();
-            engine.serve(Command::Deregister { region, reply }, Instant::now());
-            caller.wait(Duration::ZERO).unwrap().unwrap();
+            deregister(engine, region).wait(Duration::ZERO).unwrap().unwrap();
         };
         deregister(&mut engine, first);
         assert_eq!(engine.register(range).unwrap().index() as usize, MAX_REGIONS);

@@ -37,7 +37,7 @@ use crate::sys::limits::{open_files, raise_open_files};
 use crate::sys::ports::{Listening, end_silent, forget_at_close, free_port, listening_at};
 use crate::ucx::{Context, ContextConfig, MessageSink, Worker, WorkerOptions};
 
-/// How often the port is looked at.
+/// How often the port is checked.
 const LOOK: Duration = Duration::from_secs(2);
 /// How often, while connections end so that it can be opened anew.
 const ENDING_LOOK: Duration = Duration::from_millis(10);
@@ -54,12 +54,12 @@ const RANGE_WAIT: Duration = Duration::from_millis(50);
 const RESERVE: usize = 16;
 /// Fewer free descriptors than this are few.
 const FEW: u64 = 96;
-/// Bytes that somebody sends who speaks UCX's protocol at all, and the time that a stranger may take for more.
+/// Bytes that every peer of UCX's protocol sends at once, and the time that a stranger may take for more.
 const MAGIC_BYTES: u64 = 8;
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// What is being done about the port.
-enum State {
+/// The state of the port.
+enum PortState {
     Open,
     /// Connections have been ending since then; when they have ended it is opened anew.
     Lost {
@@ -76,7 +76,7 @@ pub(super) struct DataPort {
     listeners: Vec<Listening>,
     /// Whether UCX listens at the port, though its sockets may not have been found.
     has_listened: bool,
-    state: State,
+    state: PortState,
     next_look: Instant,
     reserve: Vec<OwnedFd>,
     /// Whether descriptors are few, as was said in the log.
@@ -151,7 +151,7 @@ pub(super) fn open(
         let Opened { context, asked, .. } = ucx_settings::open(config, is_keyed, port)?;
         match (make(&context), port) {
             (Ok(worker), _) => return Ok((context, worker, DataPort::new(port, asked))),
-            // Somebody may have been faster: for a moment, or at an address of UCX's that is not looked at.
+            // Another socket may have been faster: for a moment, or at an address of UCX's that is not checked.
             (Err(error), Some(port))
                 if error.kind() == ErrorKind::Ucx && taken.len() < TRIES && (has_others || is_taken(port)) =>
             {
@@ -175,7 +175,7 @@ pub(super) fn make_worker(
     let max_message = if is_keyed { sealed_len(longest) } else { MAX_MESSAGE_BYTES };
     let options = WorkerOptions { name: config.name.clone(), max_message };
     let worker = Worker::with_options(context, &options).map_err(ucx_error)?;
-    // What comes sealed must be opened first.
+    // Sealed messages must be opened first.
     let sink = (!is_keyed).then(|| Rc::new(Placer(Rc::clone(rpc))) as Rc<dyn MessageSink>);
     worker.accept_messages(AM_ID, sink).map_err(ucx_error)?;
     Ok(worker)
@@ -189,7 +189,7 @@ impl DataPort {
             asked,
             has_listened: !listeners.is_empty(),
             listeners,
-            state: State::Open,
+            state: PortState::Open,
             next_look: Instant::now() + LOOK,
             reserve: Vec::new(),
             is_short: false,
@@ -213,10 +213,10 @@ impl DataPort {
 
     /// Whether UCX listens, as far as is known. Otherwise the worker is about to be replaced.
     pub(super) fn is_open(&self) -> bool {
-        matches!(self.state, State::Open)
+        matches!(self.state, PortState::Open)
     }
 
-    /// Has the port looked at then.
+    /// Has the port checked then.
     #[cfg(test)]
     pub(super) fn look_at(&mut self, at: Instant) {
         self.next_look = at;
@@ -227,7 +227,7 @@ impl DataPort {
         self.listeners = self.port.map(listening_at).unwrap_or_default();
     }
 
-    /// When the port is to be looked at.
+    /// When the port is checked next.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.has_listened.then_some(self.next_look)
     }
@@ -260,7 +260,7 @@ impl DataPort {
         }
     }
 
-    /// Keeps numbers that UCX goes on knowing from being used again; those that somebody else has now, once they are free.
+    /// Keeps numbers that UCX goes on knowing from being used again; those that are taken now, once they are free.
     fn occupy(&mut self) {
         let occupied = &mut self.occupied;
         self.closed.retain(|closed| match closed.occupy() {
@@ -278,13 +278,13 @@ impl DataPort {
 }
 
 impl Engine {
-    /// Looks after the port.
+    /// Checks the port and opens it anew where UCX has closed it.
     pub(super) fn check_data_port(&mut self, now: Instant) {
         if self.closing.is_some() || self.data_port.deadline().is_none_or(|at| now < at) {
             return;
         }
         match self.data_port.state {
-            State::Open => {
+            PortState::Open => {
                 self.data_port.next_look = now + LOOK;
                 self.data_port.relieve(&self.config.name, now);
                 self.data_port.occupy();
@@ -295,7 +295,7 @@ impl Engine {
                     self.give_up_peers(now);
                 }
             }
-            State::Lost { since } => {
+            PortState::Lost { since } => {
                 let is_over = self.worker.in_flight() == 0 && self.peers.have_closed();
                 if is_over && self.transfers.in_flight().operations == 0 {
                     self.reopen_data_port(now);
@@ -339,7 +339,7 @@ impl Engine {
         if let Some(port) = self.data_port.port {
             forget_at_close(port);
         }
-        self.data_port.state = State::Lost { since: now };
+        self.data_port.state = PortState::Lost { since: now };
         self.peers.pause(true);
         let error = Error::new(
             ErrorKind::PeerDied,
@@ -360,7 +360,7 @@ impl Engine {
             Ok(()) => {
                 log::warn!("agent {}: the data port is open again", self.config.name);
                 self.data_port.find_listeners();
-                self.data_port.state = State::Open;
+                self.data_port.state = PortState::Open;
                 // The progress thread needs a descriptor for the new worker, before the reserve is taken at the next look.
                 self.data_port.next_look = now + LOOK;
                 self.peers.pause(false);
@@ -412,13 +412,13 @@ mod tests {
     use std::cell::Cell;
     use std::net::TcpListener;
 
-    use super::super::tests::{config, drive, reader};
+    use super::super::tests::{config, drive, other, reader};
     use super::*;
-    use crate::agent::{Agent, Transport};
+    use crate::agent::Transport;
 
     #[test]
     fn copy_that_hangs_makes_looks_rare() {
-        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let other = other(Transport::Tcp);
         let (mut engine, peer) = reader(Transport::Tcp, &other);
         let now = Instant::now();
         // As if memory of it was being copied.
@@ -448,26 +448,22 @@ mod tests {
         assert_eq!(engine.data_port.reserve.len(), RESERVE);
         let again = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
         drive(&mut engine, |engine| engine.peers.get(again).unwrap().is_ready());
-        drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     #[test]
     fn sockets_that_were_not_found_are_sought_again() {
-        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let other = other(Transport::Tcp);
         let (mut engine, _) = reader(Transport::Tcp, &other);
         // As where the port was opened anew with the last descriptor.
         engine.data_port.listeners.clear();
         let at = engine.data_port.deadline().unwrap();
         engine.check_data_port(at);
         assert!(!engine.data_port.listeners.is_empty());
-        drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     #[test]
     fn dropped_messages_count_on_with_a_new_worker() {
-        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let other = other(Transport::Tcp);
         let (mut engine, _) = reader(Transport::Tcp, &other);
         let context = engine.data_port.spare_context().unwrap();
         let stranger = Worker::with_options(&context, &WorkerOptions::default()).unwrap();
@@ -484,8 +480,6 @@ mod tests {
         assert_eq!(engine.stats().messages_dropped, 1);
         // None of the new one's.
         assert_eq!(engine.refused, engine.worker.refused_announcements());
-        drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     #[test]

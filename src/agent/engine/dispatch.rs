@@ -12,15 +12,15 @@ use crate::agent::core::in_flight::InFlight;
 use crate::agent::core::request::TransferRequest;
 use crate::agent::core::stats::{PathBytes, Traffic};
 use crate::agent::paths::{self, one_sided, process_vm};
-use crate::agent::peers::reach::Pair;
+use crate::agent::peers::reach::MemoryPair;
 use crate::agent::rpc::client::{Answered, Service};
 use crate::agent::rpc::server::{self, Payload};
-use crate::agent::rpc::staged::Then;
+use crate::agent::rpc::staged::Continuation;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::{MemoryRange, ucx_error};
 use crate::proto::plan::Operation;
 use crate::proto::wire::MemoryKind;
-use crate::ucx::{Completion, Posted};
+use crate::ucx::Completion;
 
 impl Engine {
     /// Carries out what parts have noted. To be called before anything more is posted.
@@ -29,6 +29,7 @@ impl Engine {
             self.carry_out(effect, now);
             self.effects.resume(rest);
         }
+        self.regions.unmap_unused();
     }
 
     fn carry_out(&mut self, effect: Effect, now: Instant) {
@@ -56,9 +57,9 @@ impl Engine {
                 self.operation_ended(end, now);
             }
             Effect::TransferStopped { transfer } => {
-                self.copy_pool.withdraw(transfer, &mut self.effects);
-                for chunk in self.staged.withdraw(transfer) {
-                    self.effects.push(Effect::OperationEnded(chunk.withdrawn()));
+                self.copy_pool.cancel(transfer, &mut self.effects);
+                for chunk in self.staged.cancel(transfer) {
+                    self.effects.push(Effect::OperationEnded(chunk.cancelled()));
                 }
             }
             Effect::TransferEnded(end) => self.transfer_ended(end, now),
@@ -68,7 +69,10 @@ impl Engine {
     /// Gives an event to the owner. A message may say that the peer has written here: what it wrote comes first.
     fn tell(&mut self, event: Event) {
         if let Event::Message { peer, .. } = event
-            && self.peers.get(peer).is_ok_and(|peer| peer.is_direct(Pair::Device) || peer.is_direct(Pair::Mixed))
+            && self
+                .peers
+                .get(peer)
+                .is_ok_and(|peer| peer.is_direct(MemoryPair::Device) || peer.is_direct(MemoryPair::Mixed))
             && let Err(error) = self.rdma_flush.flush()
         {
             let error = error.context("a message came, and what its sender may have written before does not arrive");
@@ -79,12 +83,12 @@ impl Engine {
 
     fn peer_ready(&mut self, id: PeerId) {
         self.transfers.wake(id);
-        // What was deregistered since this side said hello.
+        // Regions that were revoked since this side said hello.
         if let Ok(peer) = self.peers.get(id)
             && peer.locality.on_this_host
             && peer.locality.takes_revocations
         {
-            for region in &peer.locality.untold {
+            for region in &peer.locality.revoked_during_hello {
                 self.effects.send(id, FrameKind::RegionRevoked, u64::from(*region));
             }
         }
@@ -107,23 +111,19 @@ impl Engine {
         for chunk in self.rpc.borrow_mut().take_all_of(id) {
             self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
         }
-        self.end_borrowing(id, given_up);
-        let (regions, chunks) = self.staged.forget(id);
-        self.regions.leave(&regions);
-        for chunk in chunks {
+        self.end_uses(id, given_up, now);
+        for chunk in self.staged.forget(id) {
             self.effects.push(Effect::OperationEnded(chunk.end(Err(error.clone()))));
         }
     }
 
     fn flush(&mut self, transfer: TransferId, peer: PeerId, now: Instant) {
-        let token = self.operations.insert(InFlight::Flush { transfer });
         let flushed = match self.peers.get(peer) {
-            Ok(peer) => peer.connection.endpoint.flush(token).map_err(ucx_error),
+            Ok(peer) => peer.connection.flush(InFlight::Flush { transfer }, &mut self.operations),
             // Nothing is written any more.
-            Err(_) => Ok(Posted::Done),
+            Err(_) => Ok(false),
         };
-        if !matches!(flushed, Ok(Posted::Pending)) {
-            self.operations.remove(token);
+        if !matches!(flushed, Ok(true)) {
             let end = OperationEnd { transfer, windowed: None, moved: PathBytes::default(), result: flushed.map(drop) };
             self.operation_ended(end, now);
         }
@@ -158,9 +158,7 @@ impl Engine {
             bytes,
             operations,
             posted: Some((begin, begin)),
-            regions: Vec::new(),
             remote_regions: Vec::new(),
-            let_go: Vec::new(),
         };
         self.transfer_ended(end, Instant::now());
         true
@@ -195,9 +193,7 @@ impl Engine {
             bytes,
             operations,
             posted,
-            regions,
             remote_regions,
-            let_go,
         } = end;
         if let Some(message) = message {
             if result.is_ok() {
@@ -231,8 +227,6 @@ impl Engine {
             all_posted_at,
             finished_at: now,
         });
-        self.regions.leave(&regions);
-        self.revocations.user_ended(&let_go);
         if let Ok(known) = self.peers.get_mut(peer) {
             let removed = known.removed_of(&remote_regions).into_iter();
             let unused = removed.filter(|region| !self.transfers.uses(peer, *region));
@@ -254,7 +248,7 @@ impl Engine {
         let local = self.regions.range(operation.local_region).map(MemoryRange::kind);
         // Where a region is gone, posting it again says so.
         if let (Some(local), Some(remote)) = (local, peer.kind(operation.remote_region)) {
-            peer.refuse(Pair::of(local, remote), operation.remote_region);
+            peer.refuse(MemoryPair::of(local, remote), operation.remote_region);
         }
         true
     }
@@ -289,8 +283,8 @@ impl Engine {
                 Some(InFlight::Message { peer, reserved }) => {
                     self.peers.message_ended(peer, reserved, result, &mut self.effects, now);
                 }
-                Some(InFlight::Rpc { peer, held, regions }) => {
-                    self.regions.leave(&regions);
+                Some(InFlight::Rpc { peer, held, holds }) => {
+                    drop(holds);
                     self.rpc_sent(peer, held, result, now);
                 }
                 Some(InFlight::Question { peer }) => self.question_sent(peer, result, now),
@@ -380,7 +374,7 @@ impl Engine {
             FrameKind::InUse => {
                 // Others cannot.
                 if self.peers.get(id).is_ok_and(|peer| peer.locality.is_near || peer.locality.on_this_host) {
-                    self.revocations.note_use(id);
+                    self.holds.note_use(id);
                 }
             }
             // Taken before it comes here.
@@ -403,11 +397,11 @@ impl Engine {
         let Answered { chunk, result, is_of_device, .. } = answered;
         match chunk.service {
             Service::Digest if is_of_device => {
-                // The digest of somebody who keeps to the protocol is shorter.
+                // A peer that keeps to the protocol sends a shorter digest.
                 let theirs = data.get(..64).unwrap_or(data).to_vec();
-                self.staged.read(chunk.local.clone(), Then::Compare { chunk, theirs });
+                self.staged.read(chunk.local.clone(), Continuation::Compare { chunk, theirs });
             }
-            _ if is_of_device => self.staged.write(chunk.local.clone(), data, Then::Placed(chunk)),
+            _ if is_of_device => self.staged.write(chunk.local.clone(), data, Continuation::Placed(chunk)),
             _ => self.effects.push(Effect::OperationEnded(chunk.end(result))),
         }
         Ok(())
@@ -432,7 +426,7 @@ impl Engine {
             if self.stage_read(id, &request) {
                 continue;
             }
-            let bytes = server::read(&request, &self.regions, &self.worker, in_place);
+            let bytes = server::read(&request, id, &self.regions, &self.worker, in_place);
             if !self.reply(id, FrameKind::ReadReply, request.chunk, bytes) {
                 return;
             }
@@ -453,7 +447,7 @@ impl Engine {
         let posted = peer
             .server
             .cost(&payload)
-            .and_then(|held| peer.post_rpc(kind, number, payload, held, &mut self.operations, &mut self.regions));
+            .and_then(|held| peer.post_rpc(kind, number, payload, held, &mut self.operations));
         posted.map_err(|error| self.effects.lose(id, error)).is_ok()
     }
 
@@ -478,9 +472,8 @@ impl Engine {
         self.peers.check_deadlines(&self.operations, &mut self.effects, now);
         self.transfers.check_deadlines(&mut self.effects, now);
         self.check_silence(now);
-        self.check_borrowers(now);
-        self.forget_ended();
-        self.answer_revocations(now);
+        self.check_holders(now);
+        self.release_unused();
         self.dispatch(now);
         self.check_data_port(now);
     }
@@ -491,6 +484,7 @@ impl Engine {
             self.peers.deadline(),
             self.transfers.deadline(),
             self.regions.deadline(),
+            self.holds.deadline(),
             self.silence_deadline(),
             self.data_port.deadline(),
         ];
@@ -501,19 +495,15 @@ impl Engine {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::sync::Arc;
-    use std::time::Duration;
-
-    use super::super::tests::{config, drive, reader, turn};
+    use super::super::tests::{config, drive, other, reader, turn, undriven};
     use super::*;
-    use crate::agent::command::Shared;
+    use crate::agent::Transport;
     use crate::agent::rpc::wire::encode_pieces;
-    use crate::agent::{Agent, Transport};
     use crate::proto::ids::Incarnation;
 
     #[test]
     fn held_messages_count_until_they_are_due() {
-        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+        let other = other(Transport::Tcp);
         let (mut engine, id) = reader(Transport::Tcp, &other);
         let (incarnation, connection) = engine.peers.get(id).unwrap().identity().unwrap();
         let receive = |engine: &mut Engine, sequence: u64, len: usize| {
@@ -524,17 +514,12 @@ mod tests {
         assert_eq!([(1, 5), (2, 7), (0, 3), (4, 9)].map(|(at, len)| receive(&mut engine, at, len)), [5, 12, 0, 9]);
         engine.disconnect(id, Instant::now()).unwrap();
         assert_eq!(engine.peers.held_bytes(), 0);
-        drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     /// Engines that no thread drives: the other one reads nothing from the moment on at which nobody turns it.
     #[test]
-    fn a_peer_that_asks_and_takes_no_answers_is_given_up() {
-        let make = |number| {
-            let shared = Arc::new(Shared::new(number).unwrap());
-            Engine::new(config("a", Transport::Tcp), Incarnation(number), &shared).unwrap()
-        };
+    fn peer_that_takes_no_answers_is_given_up() {
+        let make = |number| undriven(config("a", Transport::Tcp), number);
         for kind in [FrameKind::DigestRequest, FrameKind::WriteRequest, FrameKind::ReadRequest] {
             let (mut owner, mut other) = (make(7), make(8));
             let id = owner.connect(&other.metadata(), Instant::now()).unwrap();

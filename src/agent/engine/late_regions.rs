@@ -3,20 +3,17 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Engine;
-use super::tests::{LEN, config, drive, hello, other, reader, turn};
-use crate::agent::command::{Command, Shared};
+use super::tests::{LEN, config, deregister, drive, hello, other, reader, turn, undriven};
+use crate::agent::command::Command;
 use crate::agent::core::ids::{PeerId, RegionId};
-use crate::agent::core::reply::answer;
 use crate::agent::core::request::TransferRequest;
 use crate::agent::peers::hello::Hello;
 use crate::agent::{Direction, Event, Transport};
 use crate::error::{ErrorKind, Result};
 use crate::mem::MemoryRange;
-use crate::proto::ids::Incarnation;
 use crate::proto::plan::{BlockPair, CopyPlan, Segment};
 use crate::proto::wire::AgentRegion;
 use crate::proto::wire::limits::MAX_REGIONS;
@@ -30,10 +27,7 @@ struct Sides {
 
 impl Sides {
     fn new(transport: Transport) -> Sides {
-        let make = |number| {
-            let shared = Arc::new(Shared::new(number).unwrap());
-            Engine::new(config("a", transport), Incarnation(number), &shared).unwrap()
-        };
+        let make = |number| undriven(config("a", transport), number);
         let (owner, mut other) = (make(7), make(8));
         let ours = MemoryRange::leaked(LEN);
         other.register(ours).unwrap();
@@ -69,8 +63,7 @@ impl Sides {
     }
 
     fn deregister(&mut self, region: RegionId) {
-        let (reply, caller) = answer();
-        self.owner.serve(Command::Deregister { region, reply }, Instant::now());
+        let caller = deregister(&mut self.owner, region);
         self.drive(|owner, _| owner.regions.range(region.index()).is_none());
         caller.wait(Duration::ZERO).unwrap().unwrap();
     }
@@ -199,33 +192,30 @@ fn late_regions_are_not_revoked_to_older_peers() {
         engine.regions.begin_at(index);
         let region = engine.register(MemoryRange::leaked(LEN)).unwrap();
         engine.peers.get_mut(peer).unwrap().locality.knows_uses = knows_uses;
-        let (reply, caller) = answer();
-        engine.serve(Command::Deregister { region, reply }, Instant::now());
-        assert_eq!(engine.revocations.borrowers(index).count(), usize::from(is_asked));
-        drive(&mut engine, |engine| !engine.revocations.are_open());
+        let caller = deregister(&mut engine, region);
+        assert_eq!(engine.holds.holders_of(index).count(), usize::from(is_asked));
+        drive(&mut engine, |engine| engine.holds.holders().next().is_none());
         caller.wait(Duration::ZERO).unwrap().unwrap();
     }
     // Nor is it waited for where it said hello later.
     let (_, older) = hello(b"elsewhere", (1, 2), None);
     let locality = &mut engine.peers.get_mut(peer).unwrap().locality;
-    locality.untold.extend([4, late, late + 1]);
+    locality.revoked_during_hello.extend([4, late, late + 1]);
     locality.take_challenge(&Hello::decode(&older).unwrap());
-    assert_eq!(locality.untold, BTreeSet::from([4]));
-    drop(engine);
-    other.shutdown(Duration::from_secs(60)).unwrap();
+    assert_eq!(locality.revoked_during_hello, BTreeSet::from([4]));
 }
 
 /// A peer can name as many regions as it likes.
 #[test]
-fn what_a_peer_has_deregistered_is_remembered_in_bounds() {
+fn revoked_regions_of_a_peer_are_bounded() {
     let other = other(Transport::Tcp);
     let (mut engine, peer) = reader(Transport::Tcp, &other);
     let places = MAX_REGIONS as u32 + 1;
     for place in 0..places {
-        engine.peers.get_mut(peer).unwrap().revoke(2 * place..=2 * place).unwrap();
+        engine.peers.get_mut(peer).unwrap().take_revoked(2 * place..=2 * place).unwrap();
     }
     for place in 0..places {
-        engine.peers.get_mut(peer).unwrap().revoke(2 * place..=2 * place).unwrap();
+        engine.peers.get_mut(peer).unwrap().take_revoked(2 * place..=2 * place).unwrap();
     }
     engine.on_revoked(peer, 2 * places, Instant::now()).unwrap();
     assert!(engine.peers.get(peer).is_err());
@@ -235,6 +225,4 @@ fn what_a_peer_has_deregistered_is_remembered_in_bounds() {
     });
     let error = lost.unwrap();
     assert!(error.kind() == ErrorKind::PeerDied && error.message().contains("65537 places"), "{error}");
-    drop(engine);
-    other.shutdown(Duration::from_secs(60)).unwrap();
 }

@@ -36,13 +36,13 @@ use super::core::ids::{PeerId, RegionId, TransferId};
 use super::core::in_flight::Operations;
 use super::core::regions::Regions;
 use super::core::request::TransferRequest;
-use super::core::revocations::Revocations;
 use super::core::stats::AgentStats;
 use super::paths::copy_pool::CopyPool;
 use super::paths::device_copies::DeviceCopies;
 use super::paths::rdma_flush::RdmaFlush;
-use super::peers::secure::Secrets;
 use super::peers::{self, Local, Peers};
+use super::revocation::holds::Holds;
+use super::revocation::releases::Releases;
 use super::rpc::client::Client;
 use super::rpc::staged::Staged;
 use super::transfers::Transfers;
@@ -62,7 +62,7 @@ const START_DESCRIPTORS: u64 = 48;
 const DEVICE_DESCRIPTORS: u64 = 8;
 /// Threads that follow the progress thread: UCX's, two of the sockets of a driver, one that copies.
 pub(crate) const START_THREADS: usize = 4;
-/// What a worker takes of /dev/shm for UCX's transports over shared memory, at most.
+/// The most that a worker takes of /dev/shm for UCX's transports over shared memory.
 const SHARED_BYTES: u64 = 12 << 20;
 
 /// Everything of UCX, and the parts that use it; for one thread at a time. Fields are dropped in the order in which they
@@ -72,7 +72,7 @@ pub(crate) struct Engine {
     shared: Arc<Shared>,
     /// For the owner, in order.
     events: VecDeque<Event>,
-    /// What parts have noted and [`dispatch`] has yet to carry out.
+    /// Effects that parts have noted and [`dispatch`] has yet to carry out.
     effects: Effects,
     stats: AgentStats,
     /// Set when the agent shuts down: when it must be over.
@@ -81,9 +81,9 @@ pub(crate) struct Engine {
     has_devices: bool,
     /// When a peer's request came last.
     served_at: Option<Instant>,
-    /// How many announced messages were refused when that was looked at last.
+    /// How many announced messages were refused at the last check.
     refused: u64,
-    /// When peers that owe answers are looked at again.
+    /// When peers that owe answers are checked again.
     silence_look: Instant,
     transfers: Transfers,
     operations: Operations,
@@ -94,7 +94,10 @@ pub(crate) struct Engine {
     device_copies: DeviceCopies,
     staged: Staged,
     rdma_flush: RdmaFlush,
-    revocations: Revocations,
+    /// Regions that peers are to release.
+    holds: Holds,
+    /// Regions that this side is to release.
+    releases: Releases,
     data_port: DataPort,
     worker: Worker,
     /// How many workers this one has replaced.
@@ -105,12 +108,12 @@ pub(crate) struct Engine {
 
 impl Engine {
     pub(crate) fn new(config: AgentConfig, incarnation: Incarnation, shared: &Arc<Shared>) -> Result<Engine> {
-        let secrets = Secrets::new(Key::configured(config.key_file.as_deref())?);
+        let key = Key::configured(config.key_file.as_deref())?;
         // UCX asks the driver for memory when it looks at the devices, and later.
         cuda::stay_out_of_captures();
         check_limits(&config.name)?;
         let rpc = Rc::<RefCell<Client>>::default();
-        let is_keyed = secrets.is_keyed();
+        let is_keyed = key.is_some();
         let (context, worker, data_port) = data_port::open(&config, is_keyed, |context| {
             // Where nobody had used the driver, UCX has now.
             cuda::stay_out_of_captures();
@@ -146,12 +149,13 @@ impl Engine {
             transfers: Transfers::new(&config),
             operations: Operations::default(),
             rpc,
-            peers: Peers::new(local, secrets),
+            peers: Peers::new(local, key),
             copy_pool: CopyPool::new(config.copy_threads, shared.waker.clone()),
             device_copies: DeviceCopies::new(shared.waker.clone()),
             staged: Staged::default(),
             rdma_flush: RdmaFlush::default(),
-            revocations: Revocations::default(),
+            holds: Holds::default(),
+            releases: Releases::default(),
             regions: Regions::new(shared.live.ids.salt()),
             config,
             data_port,
@@ -254,7 +258,7 @@ impl Engine {
         self.check_open()?;
         self.peers.find_neighbour(request.peer)?;
         let peer = self.peers.get(request.peer)?;
-        self.transfers.start(request, peer, &mut self.regions, &mut self.effects)?;
+        self.transfers.start(request, peer, &self.regions, &mut self.effects)?;
         self.dispatch(now);
         Ok(())
     }

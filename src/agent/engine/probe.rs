@@ -1,4 +1,4 @@
-//! What an agent would have to work with, without starting one.
+//! The means that an agent would have, without starting one.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::secret::Key;
 use crate::ucx::{Library, LibraryInfo, MemoryKind, Resource, UnknownVariable};
 
-/// What UCX gives an agent of certain settings in this process.
+/// The means that UCX gives an agent of certain settings in this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Probe {
     /// The UCX in use.

@@ -1,5 +1,5 @@
-//! Regions that are deregistered while peers may use them by themselves: peers are asked to let go, and this side does so when
-//! it is asked.
+//! Regions that are deregistered while peers may use them by themselves: this side revokes them and peers release them, and the
+//! other way round.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -8,65 +8,71 @@ use super::Engine;
 use crate::agent::core::effect::GivenUp;
 use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
+use crate::agent::peers::locality::Locality;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ended::has_ended;
 
 impl Engine {
-    /// Asks peers that may use a region by themselves to let go of it when it is being deregistered, which counts as used until they
-    /// have. One that has not said hello is told when it has, and not waited for: it copies nothing before it has let go.
+    /// Asks the peers that may use a region by themselves to release it. The region is held for each until it has. One that has
+    /// not said hello is asked when it has, and not waited for: it copies nothing before it has released the region.
     pub(super) fn revoke(&mut self, region: u32) {
         for id in self.peers.ids() {
             let Ok(peer) = self.peers.get_mut(id) else { continue };
-            let may_use = self.regions.may_be_used_by(region, peer.locality.on_this_host, peer.locality.is_near);
+            let Locality { is_near, on_this_host, .. } = peer.locality;
             if !peer.is_ready() {
-                peer.locality.untold.insert(region);
-            } else if may_use
-                && peer.locality.takes_revocations
-                && peer.locality.can_know(region)
-                && self.revocations.ask(id, region)
-            {
-                self.regions.enter(&[region]);
+                peer.locality.revoked_during_hello.insert(region);
+            } else if peer.locality.can_release(region) && self.hold(region, id, is_near, on_this_host) {
                 self.effects.send(id, FrameKind::RegionRevoked, u64::from(region));
             }
         }
+        // These cannot be asked any more.
+        let given_up: Vec<(PeerId, GivenUp)> = self.holds.given_up().collect();
+        for (id, GivenUp { is_near, on_this_host, .. }) in given_up {
+            self.hold(region, id, is_near, on_this_host);
+        }
     }
 
-    /// Asks for all regions back, of which nothing more may be read or written when the agent is gone.
+    /// Holds a region for a peer that may use it by itself. Whether it was not held before.
+    fn hold(&mut self, region: u32, id: PeerId, is_near: bool, on_this_host: bool) -> bool {
+        self.regions.may_be_used_by(region, on_this_host, is_near)
+            && self.regions.hold(region, id).is_some_and(|hold| self.holds.insert(hold))
+    }
+
+    /// Revokes all regions, of which nothing may be read or written when the agent is gone.
     pub(super) fn revoke_all(&mut self) {
         for region in self.regions.registered() {
             self.revoke(region);
         }
     }
 
-    /// Tells peers of the regions that they have asked for back and that nothing here reads or writes or has mapped any more.
-    pub(super) fn answer_revocations(&mut self, now: Instant) {
-        if !self.revocations.are_owed() {
+    /// Tells peers of the regions that they have revoked and that nothing here reads or writes or has mapped any more.
+    pub(super) fn release_unused(&mut self) {
+        if self.releases.are_empty() {
             return;
         }
-        for (peer, region) in self.revocations.take_due() {
+        for (peer, region) in self.releases.take_unused(|transfer| self.transfers.get(transfer).is_some()) {
             self.effects.send(peer, FrameKind::RegionReleased, u64::from(region));
         }
-        self.dispatch(now);
     }
 
-    /// A peer deregisters a region.
+    /// A peer revokes a region.
     pub(super) fn on_revoked(&mut self, id: PeerId, region: u32, now: Instant) -> Result<()> {
-        if self.revocations.is_owed(id, region) {
+        if self.releases.contains(id, region) {
             return Ok(());
         }
         let peer = self.peers.get_mut(id)?;
         let (owner, knows_uses) = (peer.incarnation, peer.locality.knows_uses);
+        let taken = peer.take_revoked(region..=region);
+        // No transfer with it begins after this, since the region is gone.
+        let users = self.transfers.stop_users_there(owner, region, &mut self.effects, now);
         let traces = self.device_copies.traces(owner, region);
-        let revoked = peer.revoke(region..=region);
-        // None begins after this one, since the region is gone.
-        let users = self.transfers.stop_users_there((id, owner), region, &mut self.effects, now);
-        match revoked {
-            Ok(()) => self.revocations.owe(id, region, users, traces),
+        match taken {
+            Ok(()) => self.releases.insert(id, region, users, traces),
             Err(error) => self.effects.lose(id, error),
         }
         self.dispatch(now);
-        self.answer_revocations(now);
-        if knows_uses && self.revocations.is_owed(id, region) {
+        self.release_unused();
+        if knows_uses && self.releases.contains(id, region) {
             self.effects.send(id, FrameKind::InUse, 0);
         }
         Ok(())
@@ -81,52 +87,35 @@ impl Engine {
         }
     }
 
-    /// A peer has let a region go.
+    /// A peer has released a region.
     pub(super) fn on_released(&mut self, id: PeerId, region: u32) {
         if let Ok(peer) = self.peers.get_mut(id) {
             peer.locality.has_released(region);
         }
-        if self.revocations.answered(id, region) {
-            self.regions.leave(&[region]);
-        }
+        self.holds.release(id, region);
     }
 
     /// A peer is out of the table. One that is gone uses no memory of this side any more. One that was given up may go on with
-    /// what it has begun, and cannot say any more when that has ended.
-    pub(super) fn end_borrowing(&mut self, id: PeerId, given_up: Option<GivenUp>) {
-        let Some(GivenUp { process, is_near, on_this_host }) = given_up else {
-            let freed = self.revocations.forget(id);
-            return self.regions.leave(&freed);
-        };
-        if self.revocations.is_in_use(id) {
-            // It has not said which.
-            for region in self.regions.registered() {
-                let may_use = self.regions.may_be_used_by(region, on_this_host, is_near);
-                if may_use && self.revocations.ask(id, region) {
-                    self.regions.enter(&[region]);
-                }
-            }
-        }
-        self.revocations.give_up(id, process);
-    }
-
-    /// Peers that were given up and whose processes have ended since use no memory any more.
-    pub(super) fn forget_ended(&mut self) {
-        for (peer, process) in self.revocations.given_up() {
-            if has_ended(process) {
-                let freed = self.revocations.forget(peer);
-                self.regions.leave(&freed);
+    /// what it has begun, and cannot say any more when that has ended: for as long as it would have had to release a region,
+    /// or, if it has said that it takes longer or the agent ends, until its process has ended.
+    pub(super) fn end_uses(&mut self, id: PeerId, given_up: Option<GivenUp>, now: Instant) {
+        self.releases.forget(id);
+        match given_up {
+            None => self.holds.forget(id),
+            Some(given_up) => {
+                let until = now.checked_add(self.transfers.cancel_grace).filter(|_| self.closing.is_none());
+                self.holds.give_up(id, given_up, until);
             }
         }
     }
 
     /// Loses the peers that have not taken what they read of regions that are being deregistered, and have not said that they
-    /// use them for longer. Such a region is not kept for them, unless the agent ends, after which nobody could tell them.
-    pub(super) fn check_borrowers(&mut self, now: Instant) {
+    /// use them for longer. Such a region is not held for them, unless the agent ends, after which nobody could tell them.
+    pub(super) fn check_holders(&mut self, now: Instant) {
         for region in self.regions.take_overdue(now) {
-            let mapped = self.revocations.borrowers(region);
-            let borrowers: BTreeSet<PeerId> = self.operations.borrowers(region).chain(mapped).collect();
-            for peer in borrowers.into_iter().filter(|peer| !self.revocations.is_in_use(*peer)) {
+            let holders: BTreeSet<PeerId> =
+                self.operations.holders_of(region).chain(self.holds.holders_of(region)).collect();
+            for peer in holders.into_iter().filter(|peer| !self.holds.is_in_use(*peer)) {
                 let error = Error::new(
                     ErrorKind::PeerDied,
                     format!(
@@ -139,12 +128,12 @@ impl Engine {
             }
             // Each hears that it was given up before.
             self.dispatch(now);
-            let late: Vec<PeerId> =
-                self.revocations.borrowers(region).filter(|peer| !self.revocations.is_in_use(*peer)).collect();
+            let late: Vec<PeerId> = self.holds.holders_of(region).filter(|peer| !self.holds.is_in_use(*peer)).collect();
             if self.closing.is_none() {
-                late.into_iter().for_each(|peer| self.on_released(peer, region));
+                late.into_iter().for_each(|peer| self.holds.release(peer, region));
             }
         }
+        self.holds.forget_ended(now, has_ended);
     }
 }
 
@@ -156,72 +145,61 @@ pub(super) fn region_of(frame: Frame) -> Result<u32> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
-    use std::sync::Arc;
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::super::tests::{
-        DEVICE, LEN, begin_one, config, drive, plan, read, reader, start, turn, until_deregistered,
+        DEVICE, LEN, Other, begin_one, config, connect, deregister, drive, other, plan, read, reader, start, turn,
+        undriven, until_deregistered,
     };
     use super::*;
-    use crate::agent::command::{Command, Shared};
     use crate::agent::core::ids::RegionId;
-    use crate::agent::core::reply::answer;
     use crate::agent::core::request::TransferRequest;
     use crate::agent::{Agent, AgentConfig, Direction, Event, Transport};
     use crate::mem::MemoryRange;
     use crate::mem::cuda::test_memory;
-    use crate::proto::ids::Incarnation;
     use crate::proto::plan::Segment;
-    use crate::proto::wire::MemoryKind;
+    use crate::proto::wire::{MemoryKind, RegionMetadata};
 
-    /// Whoever cannot have it mapped need not be waited for, and does not end the waiting for others.
+    /// A peer that cannot have it mapped is not waited for, and does not end the waiting for others.
     #[test]
-    fn a_device_region_is_registered_until_all_who_may_have_it_mapped_have_let_go() {
-        let others = ["b", "c", "d"].map(|name| Agent::start(config(name, Transport::Tcp)).unwrap());
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
+    fn device_region_waits_for_peers_on_its_host() {
+        let others = ["b", "c", "d"].map(|name| Other::new(config(name, Transport::Tcp)));
+        let mut engine = undriven(config("a", Transport::Tcp), 77);
         let region = engine.register(MemoryRange::leaked(LEN)).unwrap();
         engine.regions.describe_as(region, DEVICE);
         for other in &others {
-            let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-            drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+            connect(&mut engine, other);
         }
         let peers = engine.peers.ids();
         for stranger in [peers[0], peers[2]] {
             engine.peers.get_mut(stranger).unwrap().locality.on_this_host = false;
         }
-        let (reply, caller) = answer();
-        engine.serve(Command::Deregister { region, reply }, Instant::now());
-        assert_eq!(engine.revocations.borrowers(region.index()).collect::<Vec<_>>(), [peers[1]]);
+        let caller = deregister(&mut engine, region);
+        assert_eq!(engine.holds.holders_of(region.index()).collect::<Vec<_>>(), [peers[1]]);
         assert_eq!(engine.stats().regions, 1);
         drive(&mut engine, |engine| engine.stats().regions == 0);
         caller.wait(Duration::ZERO).unwrap().unwrap();
-        drop(engine);
-        for other in others {
-            other.shutdown(Duration::from_secs(60)).unwrap();
-        }
     }
 
     #[test]
-    fn a_region_is_registered_until_what_peers_have_under_way_there_has_ended() {
-        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+    fn region_waits_for_copies_under_way() {
+        let other = other(Transport::Shm);
         let region = other.register(MemoryRange::leaked(3 * LEN)).unwrap();
         let (mut engine, peer) = reader(Transport::Shm, &other);
         let id = read(&mut engine, peer);
         let operation = begin_one(&mut engine, peer, id);
         let ending = std::thread::spawn(move || (other.deregister(region), other));
-        drive(&mut engine, |engine| engine.revocations.are_owed());
+        drive(&mut engine, |engine| !engine.releases.are_empty());
         for _ in 0..1000 {
             engine.check_timers(Instant::now());
             engine.worker.progress();
         }
-        assert!(engine.revocations.are_owed() && engine.transfers.len() == 1 && !ending.is_finished());
+        assert!(!engine.releases.are_empty() && engine.transfers.len() == 1 && !ending.is_finished());
         engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
         // The others, which may be under way too, end by themselves.
-        let other = until_deregistered(&mut engine, ending);
+        let _other = until_deregistered(&mut engine, ending);
         assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
         drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     /// Two engines of which each connects to the other before it has heard of it: an owner of a region of bytes 7, and a writer
@@ -233,8 +211,7 @@ mod tests {
     /// As [`met`]; the writer has the owner's metadata of before `change`, which comes before the connections.
     fn met_after(change: impl FnOnce(&mut Engine)) -> ((Engine, PeerId, MemoryRange), (Engine, PeerId)) {
         let make = |number: u64, lens: &[usize]| {
-            let shared = Arc::new(Shared::new(number).unwrap());
-            let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(number), &shared).unwrap();
+            let mut engine = undriven(config("a", Transport::Shm), number);
             let ranges: Vec<MemoryRange> =
                 lens.iter().map(|len| MemoryRange::leaked_with(vec![number as u8; *len])).collect();
             for range in &ranges {
@@ -252,12 +229,10 @@ mod tests {
 
     /// Its memory may be freed when the deregistration is over, though its peer has a hello that does not name it.
     #[test]
-    fn a_region_that_was_deregistered_between_two_hellos_is_not_copied() {
+    fn region_revoked_during_hello_is_not_copied() {
         let ((mut owner, there, memory), (mut writer, here)) = met();
         let region = RegionId::of_index(owner.shared.live.ids.salt(), 0);
-        let (reply, caller) = answer();
-        owner.serve(Command::Deregister { region, reply }, Instant::now());
-        caller.wait(Duration::ZERO).unwrap().unwrap();
+        deregister(&mut owner, region).wait(Duration::ZERO).unwrap().unwrap();
         drive(&mut writer, |writer| {
             owner.worker.progress();
             writer.peers.get(here).unwrap().is_ready()
@@ -294,14 +269,12 @@ mod tests {
 
     /// Its first region is one of more that it has deregistered than its hello can list.
     #[test]
-    fn stale_metadata_is_not_trusted_where_the_list_was_cut() {
+    fn stale_metadata_and_cut_list_allow_no_copies() {
         let ((mut owner, there, memory), (mut writer, here)) = met_after(|owner| {
             let region = RegionId::of_index(owner.shared.live.ids.salt(), 0);
-            let (reply, caller) = answer();
-            owner.serve(Command::Deregister { region, reply }, Instant::now());
-            caller.wait(Duration::ZERO).unwrap().unwrap();
+            deregister(owner, region).wait(Duration::ZERO).unwrap().unwrap();
             for index in 1..5000 {
-                owner.peers.withdrawn.add(2 * index, MemoryKind::Host);
+                owner.peers.revoked.add(2 * index, MemoryKind::Host);
             }
         });
         drive_both(&mut owner, &mut writer, |writer| writer.peers.get(here).unwrap().is_ready());
@@ -322,7 +295,7 @@ mod tests {
 
     /// A process that is stopped may be in the midst of a copy.
     #[test]
-    fn a_shutdown_fails_while_a_peer_stands_still() {
+    fn shutdown_fails_while_a_peer_stands_still() {
         let other = Agent::start(config("b", Transport::Shm)).unwrap();
         other.register(MemoryRange::leaked(3 * LEN)).unwrap();
         let (engine, _) = reader(Transport::Shm, &other);
@@ -347,11 +320,11 @@ mod tests {
         while !lost() {}
     }
 
-    /// Whoever stood still for too long hears of it when it goes on.
+    /// A peer that stood still for too long hears of it when it goes on.
     #[test]
-    fn a_peer_that_does_not_let_go_in_time_is_told_that_it_was_given_up() {
+    fn peer_that_does_not_release_is_given_up() {
         let hasty = AgentConfig { cancel_grace: Duration::from_millis(50), ..config("b", Transport::Shm) };
-        let other = Agent::start(hasty).unwrap();
+        let other = Other::new(hasty);
         let region = other.register(MemoryRange::leaked(3 * LEN)).unwrap();
         let (mut engine, peer) = reader(Transport::Shm, &other);
         let id = read(&mut engine, peer);
@@ -361,14 +334,11 @@ mod tests {
             engine.reap_copies(Instant::now());
             engine.peers.get(peer).is_err() && engine.transfers.get(id).is_none()
         });
-        drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     /// An engine that has written bytes 8 of device memory to the first region of another agent, as in [`plan`].
     fn device_writer(other: &Agent) -> (Engine, PeerId) {
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let mut engine = Engine::new(config("a", Transport::Shm), Incarnation(77), &shared).unwrap();
+        let mut engine = undriven(config("a", Transport::Shm), 77);
         for _ in 0..3 {
             engine.register(test_memory::leaked(&vec![8; LEN]).unwrap()).unwrap();
         }
@@ -387,41 +357,39 @@ mod tests {
     }
 
     #[test]
-    fn device_memory_is_given_back_when_what_an_earlier_connection_has_mapped_is_unmapped() {
+    fn device_mappings_of_an_earlier_connection_delay_release() {
         let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
-        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+        let other = other(Transport::Shm);
         let region = other.register(memory).unwrap();
         let (mut engine, first) = device_writer(&other);
         let owner = engine.peers.get(first).unwrap().incarnation;
         // As if the driver waited with it.
         let mapped = engine.device_copies.traces(owner, 0)[0].upgrade().unwrap();
         engine.disconnect(first, Instant::now()).unwrap();
-        let second = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-        drive(&mut engine, |engine| engine.peers.get(second).unwrap().is_ready());
+        let _second = connect(&mut engine, &other);
         let ending = std::thread::spawn(move || (other.deregister(region), other));
-        drive(&mut engine, |engine| engine.revocations.are_owed());
+        drive(&mut engine, |engine| !engine.releases.are_empty());
         for _ in 0..1000 {
             engine.check_timers(Instant::now());
             engine.worker.progress();
         }
-        assert!(engine.revocations.are_owed() && !ending.is_finished());
+        assert!(!engine.releases.are_empty() && !ending.is_finished());
         drop(mapped);
         drive(&mut engine, |engine| {
             engine.check_timers(Instant::now());
             ending.is_finished()
         });
-        let (ended, other) = ending.join().unwrap();
+        let (ended, _other) = ending.join().unwrap();
         ended.unwrap();
         drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
-    /// What it has mapped is still there when its owner uses it for something else.
+    /// Its mapping is still there when the owner uses the memory for something else.
     #[test]
-    fn a_peer_that_was_given_up_copies_no_device_memory() {
+    fn given_up_peer_copies_no_device_memory() {
         let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
         let hasty = AgentConfig { cancel_grace: Duration::from_millis(50), ..config("b", Transport::Shm) };
-        let other = Agent::start(hasty).unwrap();
+        let other = Other::new(hasty);
         let region = other.register(memory).unwrap();
         let (mut engine, peer) = device_writer(&other);
         assert_eq!(engine.stats.device_copied_bytes, 3 * LEN as u64);
@@ -440,14 +408,12 @@ mod tests {
         assert!(test_memory::get(&memory).iter().all(|byte| *byte == 7), "memory that was deregistered was written to");
         drive(&mut engine, |engine| engine.peers.get(peer).is_err() && engine.transfers.get(write).is_none());
         assert_eq!(engine.stats.transfers_failed, 1);
-        drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     #[test]
-    fn a_peer_is_left_when_devices_copy_nothing_of_it_any_more() {
+    fn peer_is_left_after_its_device_copies() {
         let Some(memory) = test_memory::leaked(&vec![7; 3 * LEN]) else { return };
-        let other = Agent::start(config("b", Transport::Shm)).unwrap();
+        let other = other(Transport::Shm);
         other.register(memory).unwrap();
         for by_force in [false, true] {
             let (mut engine, peer) = device_writer(&other);
@@ -472,19 +438,48 @@ mod tests {
             });
             drive(&mut engine, |_| matches!(other.poll_event(), Some(Event::PeerLost { .. })));
         }
-        other.shutdown(Duration::from_secs(60)).unwrap();
+    }
+
+    /// It may be in the midst of a short copy, and cannot say any more when that has ended.
+    #[test]
+    fn deregistration_waits_for_a_given_up_peer() {
+        let other = other(Transport::Shm);
+        let (mut engine, peer) = reader(Transport::Shm, &other);
+        engine.effects.lose(peer, Error::new(ErrorKind::PeerDied, "test"));
+        engine.dispatch(Instant::now());
+        let region = RegionId::of_index(engine.shared.live.ids.salt(), 0);
+        let caller = deregister(&mut engine, region);
+        engine.check_timers(Instant::now());
+        assert_eq!((engine.holds.holders_of(0).collect::<Vec<_>>(), engine.stats().regions), (vec![peer], 3));
+        engine.check_timers(Instant::now() + engine.transfers.cancel_grace);
+        engine.dispatch(Instant::now());
+        caller.wait(Duration::ZERO).unwrap().unwrap();
     }
 
     #[test]
-    fn a_peer_that_is_given_up_is_told() {
+    fn region_that_ucx_has_mapped_outlives_newer_metadata() {
+        let other = other(Transport::Shm);
+        for _ in 0..2 {
+            other.register(MemoryRange::leaked(LEN)).unwrap();
+        }
+        let (mut engine, peer) = reader(Transport::Shm, &other);
+        engine.peers.get_mut(peer).unwrap().describe_as_mapped_by_ucx(0, DEVICE);
+        let mut newer = other.metadata().unwrap();
+        newer.regions[0] = RegionMetadata::unreachable(0);
+        assert_eq!(engine.connect(&newer, Instant::now()).unwrap(), peer);
+        assert!(engine.peers.get(peer).unwrap().len_of(0).is_none());
+        engine.on_revoked(peer, 0, Instant::now()).unwrap();
+        assert!(engine.peers.get(peer).is_err(), "UCX has it mapped until the connection ends");
+    }
+
+    #[test]
+    fn given_up_peer_is_told() {
         for transport in [Transport::Shm, Transport::Tcp] {
-            let other = Agent::start(config("b", transport)).unwrap();
+            let other = other(transport);
             let (mut engine, peer) = reader(transport, &other);
             engine.effects.lose(peer, Error::new(ErrorKind::Exhausted, "test"));
             engine.dispatch(Instant::now());
             drive(&mut engine, |_| matches!(other.poll_event(), Some(Event::PeerLost { .. })));
-            drop(engine);
-            other.shutdown(Duration::from_secs(60)).unwrap();
         }
     }
 }

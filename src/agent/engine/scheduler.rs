@@ -55,7 +55,7 @@ impl Engine {
             self.peers.note_reading(peer_id);
         }
         let now = Instant::now();
-        // What the path has noted comes first: the operation that it has ended, for one.
+        // Effects that the path has noted come first: the end of an operation, for one.
         self.dispatch(now);
         match posted {
             Ok(_) => self.transfers.settle(id, &mut self.effects),
@@ -78,7 +78,7 @@ impl Engine {
             transfer,
             windows,
             peer,
-            regions: &mut self.regions,
+            regions: &self.regions,
             operations: &mut self.operations,
             rpc: &self.rpc,
             copy_pool: &mut self.copy_pool,
@@ -97,21 +97,23 @@ impl Engine {
 #[allow(clippy::unwrap_used, clippy::indexing_slicing)]
 mod tests {
     use std::sync::Arc;
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
-    use super::super::tests::{DEVICE, LEN, begin_one, config, drive, plan, read, start, turn};
+    use super::super::tests::{
+        DEVICE, LEN, Other, begin_one, config, connect, drive, other, plan, read, start, turn, undriven,
+    };
     use super::super::ucx_settings::CAN_REFUSE;
     use super::*;
     use crate::agent::command::Shared;
     use crate::agent::core::stats::AgentStats;
     use crate::agent::rpc::client::Chunk;
     use crate::agent::transfers::Load;
-    use crate::agent::{Agent, AgentConfig, Direction, Transport, Window};
+    use crate::agent::{AgentConfig, Direction, Transport, Window};
     use crate::mem::MemoryRange;
     use crate::proto::ids::Incarnation;
     use crate::proto::wire::MemoryKind;
 
-    /// What was asked for by messages: the kind of memory here, bytes.
+    /// The chunks that were asked for by messages: the kind of memory here, bytes.
     fn asked(engine: &Engine) -> Vec<(Vec<MemoryKind>, u64)> {
         let chunks = engine.rpc.borrow();
         let kinds = |chunk: &Chunk| {
@@ -123,15 +125,13 @@ mod tests {
     }
 
     #[test]
-    fn a_transfer_is_split_where_the_kind_of_memory_changes() {
+    fn transfer_splits_where_the_memory_changes() {
         for transport in [Transport::Tcp, Transport::Shm] {
-            let other = Agent::start(config("b", transport)).unwrap();
+            let other = other(transport);
             other.register(MemoryRange::leaked(3 * LEN)).unwrap();
-            let shared = Arc::new(Shared::new(1).unwrap());
-            let mut engine = Engine::new(config("a", transport), Incarnation(77), &shared).unwrap();
+            let mut engine = undriven(config("a", transport), 77);
             let regions = [(); 3].map(|()| engine.register(MemoryRange::leaked(LEN)).unwrap());
-            let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-            drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+            let peer = connect(&mut engine, &other);
             let before = engine.stats;
             // The memory of a device could not be told from the host's by whatever moves it here, so nothing is driven.
             engine.regions.describe_as(regions[1], DEVICE);
@@ -148,21 +148,19 @@ mod tests {
                 assert_eq!(asked(&engine), [(device, len)]);
                 assert_eq!(engine.stats.copied_bytes - before.copied_bytes, 2 * len);
             }
-            drop(engine);
-            other.shutdown(Duration::from_secs(60)).unwrap();
         }
     }
 
     /// Moves every byte of the plan over a connection that is taken for one with one-sided lanes, and looks whether the right
-    /// bytes are everywhere. Returns the engine, its peer, how the counters were before, and the other agent.
+    /// bytes are everywhere. Returns the other agent, the engine, its peer, and how the counters were before.
     fn move_one_sided(
         transport: Transport,
         direction: Direction,
         window: Window,
-    ) -> (Engine, PeerId, AgentStats, Agent) {
+    ) -> (Other, Engine, PeerId, AgentStats) {
         let filled =
             |seed: usize, len: usize| -> Vec<u8> { (0..len).map(|at| (at * 31 + at / 251 + seed) as u8).collect() };
-        let other = Agent::start(config("b", transport)).unwrap();
+        let other = other(transport);
         let far = MemoryRange::leaked_with(filled(7, 3 * LEN));
         other.register(far).unwrap();
         let shared = Arc::new(Shared::new(1).unwrap());
@@ -172,8 +170,7 @@ mod tests {
         for range in near {
             engine.register(range).unwrap();
         }
-        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        let peer = connect(&mut engine, &other);
         engine.peers.get_mut(peer).unwrap().describe_as_one_sided();
         assert_eq!(paths::route(engine.peers.get(peer).unwrap()).unwrap().host, "one-sided (UCX)");
 
@@ -196,18 +193,16 @@ mod tests {
         assert!(far.leaked_bytes() == remote, "{direction:?}: the bytes of the other side");
         assert_eq!(engine.transfers.in_flight().operations, 0);
         assert_eq!((engine.stats.transfers_done, engine.stats.transfers_failed), (before.transfers_done + 1, 0));
-        (engine, peer, before, other)
+        (other, engine, peer, before)
     }
 
     #[test]
-    fn an_endpoint_counts_until_it_is_closed() {
-        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
+    fn endpoint_counts_until_closed() {
+        let other = other(Transport::Tcp);
+        let mut engine = undriven(config("a", Transport::Tcp), 77);
         let counts = |engine: &Engine| (engine.stats().peers, engine.stats().endpoints);
         assert_eq!(counts(&engine), (0, 0));
-        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        let peer = connect(&mut engine, &other);
         assert_eq!(counts(&engine), (1, 1));
         engine.disconnect(peer, Instant::now()).unwrap();
         assert_eq!(counts(&engine), (0, 1), "its goodbye is on its way");
@@ -215,23 +210,20 @@ mod tests {
             engine.check_timers(Instant::now());
             counts(engine) == (0, 0)
         });
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     /// While it connects, UCX ends an operation that it refuses only later, when others of the transfer are posted or over.
     #[test]
-    fn operations_that_are_taken_back_are_posted_again() {
-        let other = Agent::start(config("b", Transport::Tcp)).unwrap();
+    fn operations_taken_back_are_posted_again() {
+        let other = other(Transport::Tcp);
         let far: Vec<u8> = (0..3 * LEN).map(|at| (at * 37 + at / 241) as u8).collect();
         other.register(MemoryRange::leaked_with(far.clone())).unwrap();
-        let shared = Arc::new(Shared::new(1).unwrap());
-        let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(77), &shared).unwrap();
+        let mut engine = undriven(config("a", Transport::Tcp), 77);
         let near = [(); 3].map(|()| MemoryRange::leaked(LEN));
         for range in near {
             engine.register(range).unwrap();
         }
-        let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-        drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+        let peer = connect(&mut engine, &other);
         let id = read(&mut engine, peer);
         assert_eq!(engine.transfers.begin_turn(peer), Some(id));
         // As a path does that posts operations which UCX has not ended.
@@ -268,16 +260,13 @@ mod tests {
         engine.transfers.take_back(id, operation, &mut engine.effects, Instant::now());
         engine.dispatch(Instant::now());
         assert_eq!((engine.transfers.len(), engine.stats.transfers_failed), (0, 1));
-        drop(engine);
-        other.shutdown(Duration::from_secs(60)).unwrap();
     }
 
     /// Engines that no thread drives answer nothing.
     #[test]
     fn peers_without_room_take_no_turns() {
         let make = |number| {
-            let shared = Arc::new(Shared::new(number).unwrap());
-            let mut engine = Engine::new(config("a", Transport::Tcp), Incarnation(number), &shared).unwrap();
+            let mut engine = undriven(config("a", Transport::Tcp), number);
             for _ in 0..3 {
                 engine.register(MemoryRange::leaked(3 * LEN)).unwrap();
             }
@@ -318,13 +307,11 @@ mod tests {
     fn the_one_sided_path_moves_every_byte() {
         let wide = AgentConfig::default().peer_window;
         for (direction, window) in [(Direction::Read, wide), (Direction::Write, wide), (Direction::Read, NARROW)] {
-            let (engine, _, before, other) = move_one_sided(Transport::Shm, direction, window);
+            let (_other, engine, _, before) = move_one_sided(Transport::Shm, direction, window);
             let stats = engine.stats;
             assert_eq!(stats.one_sided_bytes - before.one_sided_bytes, 3 * LEN as u64);
             assert_eq!(stats.operations - before.operations, 12);
             assert_eq!(stats.served_bytes, before.served_bytes);
-            drop(engine);
-            other.shutdown(Duration::from_secs(60)).unwrap();
         }
     }
 
@@ -335,7 +322,7 @@ mod tests {
         for (direction, window) in
             [(Direction::Read, wide), (Direction::Write, wide), (Direction::Read, NARROW), (Direction::Write, NARROW)]
         {
-            let (engine, peer, before, other) = move_one_sided(Transport::Tcp, direction, window);
+            let (_other, engine, peer, before) = move_one_sided(Transport::Tcp, direction, window);
             let stats = engine.stats;
             if engine.context.library().info().number >= CAN_REFUSE {
                 assert_eq!(stats.one_sided_bytes, before.one_sided_bytes);
@@ -346,8 +333,6 @@ mod tests {
                 eprintln!("skipped: {} cannot be told not to emulate", engine.context.library().info());
                 assert_eq!(stats.one_sided_bytes - before.one_sided_bytes, 3 * LEN as u64);
             }
-            drop(engine);
-            other.shutdown(Duration::from_secs(60)).unwrap();
         }
     }
 }

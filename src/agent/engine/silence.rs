@@ -8,7 +8,7 @@ use crate::agent::rpc::liveness::Silence;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sys::ended::has_ended;
 
-/// How often the peers that owe answers are looked at.
+/// How often the peers that owe answers are checked.
 const LOOK: Duration = Duration::from_secs(1);
 
 impl Engine {
@@ -58,7 +58,7 @@ impl Engine {
         }
     }
 
-    /// When peers are to be looked at again, if any owes an answer.
+    /// When peers are checked again, if any owes an answer.
     pub(super) fn silence_deadline(&self) -> Option<Instant> {
         (!self.rpc.borrow().is_idle()).then_some(self.silence_look)
     }
@@ -78,15 +78,11 @@ impl Engine {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::sync::Arc;
-
-    use super::super::tests::{config, drive, read, turn};
+    use super::super::tests::{config, drive, read, turn, undriven};
     use super::*;
-    use crate::agent::command::Shared;
     use crate::agent::core::event::Event;
     use crate::agent::{AgentConfig, Transport};
     use crate::mem::MemoryRange;
-    use crate::proto::ids::Incarnation;
 
     /// Two engines that no thread drives. The first reads from the other, which does not know it yet.
     struct Pair {
@@ -99,8 +95,7 @@ mod tests {
         fn reading(key: Option<&std::path::Path>) -> Pair {
             let make = |number| {
                 let config = AgentConfig { key_file: key.map(Into::into), ..config("a", Transport::Tcp) };
-                let shared = Arc::new(Shared::new(number).unwrap());
-                let mut engine = Engine::new(config, Incarnation(number), &shared).unwrap();
+                let mut engine = undriven(config, number);
                 for _ in 0..3 {
                     engine.register(MemoryRange::leaked(3 * super::super::tests::LEN)).unwrap();
                 }

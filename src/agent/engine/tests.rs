@@ -7,9 +7,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Engine;
-use crate::agent::command::Shared;
+use crate::agent::command::{Command, Shared};
 use crate::agent::core::frame::{FRAME_BYTES, Frame, FrameKind};
-use crate::agent::core::ids::{PeerId, TransferId};
+use crate::agent::core::ids::{PeerId, RegionId, TransferId};
+use crate::agent::core::reply::{Answer, answer};
 use crate::agent::core::request::TransferRequest;
 use crate::agent::peers::hello::Hello;
 use crate::agent::{Agent, AgentConfig, Direction, Transport};
@@ -28,15 +29,39 @@ pub(super) fn config(name: &str, transport: Transport) -> AgentConfig {
         transport,
         rehearse: false,
         copy_threads: 1,
-        // Whoever is asked may stand still for a while on a busy machine.
+        // A peer that is asked may stand still for a while on a busy machine.
         cancel_grace: Duration::from_secs(60),
         ..AgentConfig::default()
     }
 }
 
-/// An agent with a thread, to connect to.
-pub(super) fn other(transport: Transport) -> Agent {
-    Agent::start(config("b", transport)).unwrap()
+/// An agent with a thread, to connect to. It is to shut down well at the end, when the engine is gone.
+pub(super) struct Other(Agent);
+
+impl Other {
+    pub(super) fn new(config: AgentConfig) -> Other {
+        Other(Agent::start(config).unwrap())
+    }
+}
+
+impl std::ops::Deref for Other {
+    type Target = Agent;
+
+    fn deref(&self) -> &Agent {
+        &self.0
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let ended = self.0.shutdown(Duration::from_secs(60));
+        assert!(ended.is_ok() || std::thread::panicking(), "{ended:?}");
+    }
+}
+
+/// As [`Other`], over a transport.
+pub(super) fn other(transport: Transport) -> Other {
+    Other::new(config("b", transport))
 }
 
 /// Reads region 0 of the peer into three regions one after the other, each in four runs.
@@ -65,7 +90,7 @@ pub(super) fn drive(engine: &mut Engine, mut holds: impl FnMut(&mut Engine) -> b
     }
 }
 
-/// What its thread does in a turn, but for timers and what copy threads have done.
+/// Does what its thread does in a turn, but for timers and ended copies.
 pub(super) fn turn(engine: &mut Engine) {
     let now = Instant::now();
     engine.worker.progress();
@@ -90,15 +115,33 @@ pub(super) fn read(engine: &mut Engine, peer: PeerId) -> TransferId {
     start(engine, peer, Direction::Read)
 }
 
+/// An engine that no thread drives, of this incarnation.
+pub(super) fn undriven(config: AgentConfig, incarnation: u64) -> Engine {
+    let shared = Arc::new(Shared::new(incarnation).unwrap());
+    Engine::new(config, Incarnation(incarnation), &shared).unwrap()
+}
+
+/// Connects an engine that no thread drives to an agent, until that has said hello.
+pub(super) fn connect(engine: &mut Engine, other: &Agent) -> PeerId {
+    let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
+    drive(engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+    peer
+}
+
+/// Begins to deregister a region.
+pub(super) fn deregister(engine: &mut Engine, region: RegionId) -> Answer<()> {
+    let (reply, caller) = answer();
+    engine.serve(Command::Deregister { region, reply }, Instant::now());
+    caller
+}
+
 /// An engine that no thread drives, with the three regions of [`plan`], connected to `other`.
 pub(super) fn reader(transport: Transport, other: &Agent) -> (Engine, PeerId) {
-    let shared = Arc::new(Shared::new(1).unwrap());
-    let mut engine = Engine::new(config("a", transport), Incarnation(77), &shared).unwrap();
+    let mut engine = undriven(config("a", transport), 77);
     for _ in 0..3 {
         engine.register(MemoryRange::leaked(LEN)).unwrap();
     }
-    let peer = engine.connect(&other.metadata().unwrap(), Instant::now()).unwrap();
-    drive(&mut engine, |engine| engine.peers.get(peer).unwrap().is_ready());
+    let peer = connect(&mut engine, other);
     (engine, peer)
 }
 
@@ -126,10 +169,7 @@ pub(super) fn hello(
 
 #[test]
 fn late_hello_does_not_roll_a_connection_back() {
-    let make = |number| {
-        let shared = Arc::new(Shared::new(number).unwrap());
-        Engine::new(config("a", Transport::Tcp), Incarnation(number), &shared).unwrap()
-    };
+    let make = |number| undriven(config("a", Transport::Tcp), number);
     let (mut engine, other) = (make(8), make(7));
     let address = other.metadata().address;
     let take = |engine: &mut Engine, hello: ([u8; FRAME_BYTES], Vec<u8>)| {
@@ -160,7 +200,7 @@ fn late_hello_does_not_roll_a_connection_back() {
 }
 
 /// Drives the engine until an agent's deregistration has ended well in a thread, and returns that agent.
-pub(super) fn until_deregistered(engine: &mut Engine, ending: JoinHandle<(Result<()>, Agent)>) -> Agent {
+pub(super) fn until_deregistered(engine: &mut Engine, ending: JoinHandle<(Result<()>, Other)>) -> Other {
     drive(engine, |engine| {
         engine.reap_copies(Instant::now());
         engine.check_timers(Instant::now());

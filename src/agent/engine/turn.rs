@@ -11,12 +11,12 @@ use crate::agent::core::request::TransferRequest;
 use crate::agent::thread::callers::Callers;
 use crate::error::{Error, ErrorKind, Result};
 
-/// How long UCX may be driven before commands and timers are looked at and further requests are sent, while no message
+/// How long UCX may be driven before commands and timers are checked and further requests are sent, while no message
 /// comes. With CMA, one progress call copies up to about 4 MiB.
 const PROGRESS_TIME: Duration = Duration::from_micros(100);
 /// Commands served per turn.
 const COMMANDS_PER_TURN: usize = 256;
-/// What UCX gets to end the last operations when a shutdown's time is already up.
+/// The time that UCX gets to end the last operations when a shutdown's is up.
 const LAST_CHANCE: Duration = Duration::from_millis(100);
 
 /// What threads use in turn.
@@ -55,7 +55,7 @@ impl Driven {
     /// The progress thread's turn. `is_woken`: the driver is to have one too.
     pub(super) fn turn(&mut self, is_woken: bool) -> Turned {
         self.engine.stats.turns += 1;
-        // What the thread was woken for goes out before UCX is driven, which takes its time.
+        // Commands that woke the thread go out before UCX is driven, which takes its time.
         let mut any = self.serve_commands(Instant::now());
         if any {
             self.engine.post_transfers();
@@ -143,7 +143,7 @@ impl Driven {
         self.engine.reap_copies(now);
         self.engine.reap_completions(now);
         self.shared.publish(&mut self.engine.events);
-        // Who polls sees to what is under way. UCX stays armed: nothing was taken from it.
+        // The caller that polls drives what is under way. UCX stays armed: nothing was taken from it.
         let is_under_way = self.engine.transfers.len() > 0 || self.engine.worker.in_flight() > 0;
         let is_seen_to = self.callers.drive() || !is_under_way;
         self.shared.has_commands() || !is_seen_to
@@ -162,7 +162,7 @@ impl Driven {
         while self.engine.worker.progress() {
             any = true;
             now = Instant::now();
-            // What has come is answered before UCX looks for more, which over TCP takes a system call.
+            // Messages that have come are answered before UCX looks for more, which over TCP takes a system call.
             if self.engine.worker.has_messages() || now.saturating_duration_since(begin) >= PROGRESS_TIME {
                 break;
             }
@@ -232,7 +232,7 @@ impl Driven {
         // And all of it for those that may copy its memory: nobody else can say that they do not any more.
         let idle = self.engine.transfers.len() == 0
             && !serves
-            && !self.engine.revocations.are_open()
+            && self.engine.holds.holders().next().is_none()
             && self.engine.events.is_empty()
             && self.driver.as_ref().is_none_or(|driver| driver.finished());
         if !idle {
@@ -247,13 +247,12 @@ impl Driven {
         self.engine.peers.len() == 0 && self.engine.peers.have_closed()
     }
 
-    /// Frees everything, or, if UCX does not let go, leaves it alive for ever. `in_time`: no transfer is left.
+    /// Frees everything, or, if UCX does not release it, leaves it alive for ever. `in_time`: no transfer is left.
     pub(super) fn finish(mut self, in_time: bool) -> Result<()> {
         let now = Instant::now();
         let mut why = "transfers were still in flight".to_owned();
         if !in_time {
-            let holders = self.engine.revocations.holders();
-            let holders: Vec<&str> = holders.iter().map(|peer| self.engine.peers.name(*peer)).collect();
+            let holders: Vec<&str> = self.engine.holds.holders().map(|peer| self.engine.peers.name(peer)).collect();
             if !holders.is_empty() {
                 why = format!(
                     "the agents {holders:?}, which may copy its memory, had not said that they do not any more"
@@ -272,7 +271,7 @@ impl Driven {
         let closing = self.engine.closing;
         let Engine { mut peers, worker, regions, context, config, mut staged, mut device_copies, copy_pool, .. } =
             self.engine;
-        // What they have under way is waited for before its memory is given up.
+        // Their copies end before the memory is given up.
         let is_staged = staged.finish();
         let is_copied = device_copies.finish();
         let is_over = is_staged & is_copied;
@@ -341,15 +340,14 @@ mod tests {
     const LEN: usize = 4 * LIGHT_BYTES as usize;
 
     #[test]
-    fn memory_that_is_in_use_when_time_is_up_is_not_said_to_be_free() {
+    fn memory_in_use_at_the_deadline_is_not_free() {
         let other = Agent::start(tests::config("b", Transport::Tcp)).unwrap();
         other.register(MemoryRange::leaked(3 * tests::LEN)).unwrap();
         let (mut engine, peer) = tests::reader(Transport::Tcp, &other);
         let id = tests::read(&mut engine, peer);
         let _under_way = tests::begin_one(&mut engine, peer, id);
         let region = RegionId::of_index(engine.shared.live.ids.salt(), 0);
-        let (reply, caller) = answer();
-        engine.serve(Command::Deregister { region, reply }, Instant::now());
+        let caller = tests::deregister(&mut engine, region);
         Driven::new(engine, None, &Arc::new(Callers::new(Instant::now()))).finish(false).unwrap_err();
         let error = caller.wait(Duration::ZERO).unwrap().unwrap_err();
         assert!(error.message().contains("must stay alive"), "{error}");
@@ -434,7 +432,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_light_is_over_when_the_caller_returns() {
+    fn light_transfer_is_over_when_the_caller_returns() {
         let mut pair = Pair::new(Transport::Shm);
         let read = pair.read(4096);
         assert!(!pair.driven.serve_at_once(), "nothing is left to the progress thread");
@@ -467,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_take_long_is_left_to_the_progress_thread_and_overtaken_by_nothing() {
+    fn long_transfers_keep_their_place() {
         let mut pair = Pair::new(Transport::Shm);
         let (reply, answered) = answer();
         pair.driven.shared.queue(Command::Metadata { reply });
@@ -496,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_caller_that_polls_drives_until_it_gets_something_long_to_do() {
+    fn polling_caller_drives_light_work_only() {
         let mut pair = Pair::new(Transport::Tcp);
         for stands_aside in [false, true] {
             if stands_aside {

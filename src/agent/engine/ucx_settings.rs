@@ -257,7 +257,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_makes_ucx_connect_with_a_call_that_blocks() {
+    fn ucx_connects_without_blocking() {
         let ucx = [("TCP_CONN_NB".to_owned(), "n".to_owned())].into();
         let config = AgentConfig { ucx, ..AgentConfig::default() };
         let settings = settings_if_known(&config, CAN_REFUSE);
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn segments_are_long_on_both_sides_unless_older_protocols_send() {
+    fn segments_are_long_on_both_sides() {
         let of = |config: &AgentConfig, name: &str| {
             let settings = settings_if_known(config, CAN_REFUSE);
             let mut values = settings.into_iter().filter_map(|(known, value)| (known == name).then_some(value));

@@ -61,7 +61,7 @@ pub(crate) struct Copied {
 }
 
 /// A job that a copy thread has.
-struct Running {
+struct StartedJob {
     peer: PeerId,
     process: Process,
     /// As of its job.
@@ -69,13 +69,13 @@ struct Running {
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     waiting: VecDeque<Job>,
     copied: Vec<Copied>,
     /// Copy threads that wait for a job.
     asleep: usize,
-    /// What the others do, by the copy thread's number.
-    running: BTreeMap<u64, Running>,
+    /// The jobs of the others, by the copy thread's number.
+    running: BTreeMap<u64, StartedJob>,
     /// Threads that there are.
     live: usize,
     /// How many there should be for what the progress thread may copy too.
@@ -83,7 +83,7 @@ struct State {
     closed: bool,
 }
 
-impl State {
+impl PoolState {
     /// Tells whether a copy thread copies memory of this process of which a page may never come.
     fn is_held(&self, process: Process) -> bool {
         self.running.values().any(|running| running.is_apart && running.process == process)
@@ -115,8 +115,8 @@ impl State {
 }
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct PoolShared {
+    state: Mutex<PoolState>,
     job: Condvar,
     /// Whether `copied` may hold something, for a look without the lock.
     news: AtomicBool,
@@ -129,7 +129,7 @@ pub(crate) struct CopyPool {
     threads: Vec<JoinHandle<()>>,
     /// How many of them were made.
     made: u64,
-    shared: Arc<Shared>,
+    shared: Arc<PoolShared>,
     waker: Waker,
     /// Batches to use again.
     spare: Vec<Batch>,
@@ -177,8 +177,17 @@ impl CopyPool {
     }
 
     /// Takes out the jobs of a stopped transfer that no copy thread has begun.
-    pub(crate) fn withdraw(&mut self, transfer: TransferId, effects: &mut Effects) {
-        for Job { batch, is_apart, .. } in self.take_of(transfer) {
+    pub(crate) fn cancel(&mut self, transfer: TransferId, effects: &mut Effects) {
+        if self.outstanding == 0 {
+            return;
+        }
+        let mut state = lock(&self.shared.state);
+        let (taken, kept): (VecDeque<Job>, _) =
+            std::mem::take(&mut state.waiting).into_iter().partition(|job| job.transfer == transfer);
+        state.waiting = kept;
+        drop(state);
+        self.outstanding = self.outstanding.saturating_sub(taken.len());
+        for Job { batch, is_apart, .. } in taken {
             let windowed = (!is_apart).then_some(batch.bytes() as u64);
             self.give_back(batch);
             effects.push(Effect::OperationEnded(OperationEnd {
@@ -271,18 +280,9 @@ impl CopyPool {
         Some(job)
     }
 
-    fn take_of(&mut self, transfer: TransferId) -> Vec<Job> {
-        if self.outstanding == 0 {
-            return Vec::new();
-        }
-        let taken = take_where(&mut lock(&self.shared.state).waiting, |job| job.transfer == transfer);
-        self.outstanding = self.outstanding.saturating_sub(taken.len());
-        taken
-    }
-
-    /// What the copy threads have done since the last time.
+    /// Takes the jobs that copy threads have done since the last time.
     pub(crate) fn reap(&mut self) -> Vec<Copied> {
-        // Cleared first: whoever adds to the list afterwards raises it again.
+        // Cleared first: a thread that adds to the list afterwards raises it again.
         if self.outstanding == 0 || !self.shared.news.swap(false, Ordering::AcqRel) {
             return Vec::new();
         }
@@ -334,20 +334,13 @@ impl Drop for CopyPool {
     }
 }
 
-/// Takes some jobs out of a queue.
-fn take_where(queue: &mut VecDeque<Job>, wanted: impl FnMut(&Job) -> bool) -> Vec<Job> {
-    let (taken, kept): (Vec<Job>, Vec<Job>) = std::mem::take(queue).into_iter().partition(wanted);
-    *queue = kept.into();
-    taken
-}
-
 /// A copy thread.
-fn run(shared: &Shared, waker: &Waker, number: u64) {
+fn run(shared: &PoolShared, waker: &Waker, number: u64) {
     let mut state = lock(&shared.state);
     loop {
         if let Some(job) = state.take() {
             let Job { peer, is_apart, .. } = job;
-            state.running.insert(number, Running { peer, process: job.neighbour.process(), is_apart });
+            state.running.insert(number, StartedJob { peer, process: job.neighbour.process(), is_apart });
             drop(state);
             let copied = job.run();
             state = lock(&shared.state);
@@ -382,7 +375,7 @@ mod tests {
     use crate::sys::process::{ProcessPlace, Witness};
 
     #[test]
-    fn a_process_holds_one_thread_at_a_time() {
+    fn process_holds_one_thread() {
         let (ids, here) = (Live::new(1).ids, ProcessPlace::here().unwrap());
         let witnesses = [7, 8].map(|incarnation| (incarnation, Witness::new(incarnation, b"address")));
         let [one, other] = witnesses.each_ref().map(|(incarnation, witness)| {
@@ -398,10 +391,10 @@ mod tests {
             batch: Batch::default(),
             is_apart,
         });
-        let mut state = State { waiting: jobs.into(), ..State::default() };
-        let taken = |state: &mut State, number: u64| {
+        let mut state = PoolState { waiting: jobs.into(), ..PoolState::default() };
+        let taken = |state: &mut PoolState, number: u64| {
             let Job { peer, neighbour, is_apart, .. } = state.take()?;
-            state.running.insert(number, Running { peer, process: neighbour.process(), is_apart });
+            state.running.insert(number, StartedJob { peer, process: neighbour.process(), is_apart });
             Some((neighbour.process().1, is_apart))
         };
         assert_eq!([1, 2, 3].map(|number| taken(&mut state, number)), [Some((7, true)), Some((8, true)), None]);

@@ -5,9 +5,9 @@ use std::sync::{Arc, Weak};
 
 use crate::agent::core::effect::{Effect, Effects, OperationEnd};
 use crate::agent::core::ids::{PeerId, TransferId};
-use crate::agent::core::revocations::Traces;
 use crate::agent::core::stats::PathBytes;
 use crate::agent::peers::imports::Importing;
+use crate::agent::revocation::releases::Traces;
 use crate::agent::thread::waker::Waker;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
@@ -19,20 +19,20 @@ use crate::sys::process::Neighbour;
 /// From which length on pieces are left to the driver: none are, whose copies within a device are no faster.
 const LONG_BYTES: u64 = u64::MAX;
 
-/// What one device has under way.
+/// The copies of one device.
 struct Device {
     copier: Copier,
     /// The batches under way, in the order of their ends.
-    running: VecDeque<Running>,
+    running: VecDeque<StartedBatch>,
     /// Made when memory is to be mapped for it. Dropped after the copier, whose batches hold mappings.
     unmapper: Option<Unmapper>,
 }
 
 /// Whose a batch is.
-pub(super) struct Running {
+pub(super) struct StartedBatch {
     pub(super) transfer: TransferId,
     pub(super) peer: PeerId,
-    /// Of whose memory it reads, if it does.
+    /// The owner of the memory that it reads, if it does.
     pub(super) read_from: Option<Arc<Neighbour>>,
     pub(super) bytes: u64,
 }
@@ -74,7 +74,7 @@ impl DeviceCopies {
         }
     }
 
-    /// What it takes to map a peer's region for a device.
+    /// The means to map a peer's region for a device.
     ///
     /// # Errors
     /// What the driver says when the copier is to be made, or the system when the thread is.
@@ -100,7 +100,7 @@ impl DeviceCopies {
 
     /// Hands a device's batch to it, an operation of a transfer; of how many bytes it fills in. Returns how many are under way now, and
     /// what the driver said.
-    pub(super) fn launch(&mut self, device: u32, batch: Running) -> (u64, Result<()>) {
+    pub(super) fn launch(&mut self, device: u32, batch: StartedBatch) -> (u64, Result<()>) {
         let Some(Device { copier, running, .. }) = self.devices.get_mut(&device) else { return (0, Ok(())) };
         let bytes = copier.bytes();
         if bytes == 0 {
@@ -110,7 +110,7 @@ impl DeviceCopies {
         match copier.launch() {
             (true, launched) => {
                 // Some of it may be under way where the driver refused, and none of it counts.
-                running.push_back(Running { bytes: if launched.is_ok() { bytes } else { 0 }, ..batch });
+                running.push_back(StartedBatch { bytes: if launched.is_ok() { bytes } else { 0 }, ..batch });
                 self.running += 1;
                 (bytes, launched)
             }
@@ -154,7 +154,7 @@ impl DeviceCopies {
         let mut any = false;
         for Device { copier, running, .. } in self.devices.values_mut() {
             while let Some(result) = copier.next_ended() {
-                let Some(Running { transfer, peer, read_from, bytes }) = running.pop_front() else { break };
+                let Some(StartedBatch { transfer, peer, read_from, bytes }) = running.pop_front() else { break };
                 self.running = self.running.saturating_sub(1);
                 any = true;
                 // A peer that has given this side up may use its memory for something else meanwhile.

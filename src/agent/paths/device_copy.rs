@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use super::device_copies::Running;
+use super::device_copies::StartedBatch;
 use super::{Path, Profile, Turn};
 use crate::agent::core::event::Direction;
 use crate::agent::peers::Peer;
@@ -14,7 +14,7 @@ use crate::mem::cuda::copier::Pairs;
 use crate::proto::plan::Segment;
 use crate::proto::wire::MemoryKind;
 
-/// What one launch copies at most: a fraction of a millisecond, after which another transfer has its turn.
+/// The most that one launch copies: a fraction of a millisecond, after which another transfer has its turn.
 const QUANTUM_BYTES: u64 = 64 << 20;
 
 pub(super) struct DeviceCopy;
@@ -54,7 +54,7 @@ impl Path for DeviceCopy {
             }
         }
         let read_from = owner.filter(|_| turn.transfer.direction() == Direction::Read);
-        let batch = Running { transfer: turn.id, peer: turn.peer.id, read_from, bytes: 0 };
+        let batch = StartedBatch { transfer: turn.id, peer: turn.peer.id, read_from, bytes: 0 };
         let (bytes, launched) = turn.device_copies.launch(device, batch);
         if bytes > 0 {
             turn.transfer.begin(operations, Instant::now());

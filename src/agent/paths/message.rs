@@ -10,11 +10,10 @@ use crate::agent::core::frame::FrameKind;
 use crate::agent::core::in_flight::Operations;
 use crate::agent::core::iov::{self, Iov};
 use crate::agent::core::limits::{CHUNK_BYTES, CHUNK_PIECES, GATHERED_BYTES, PART_BYTES};
-use crate::agent::core::regions::Regions;
 use crate::agent::peers::Peer;
 use crate::agent::rpc::client::{Chunk, Client, Service};
 use crate::agent::rpc::server::Payload;
-use crate::agent::rpc::staged::Then;
+use crate::agent::rpc::staged::Continuation;
 use crate::agent::rpc::wire::Piece;
 use crate::agent::transfers::Lack;
 use crate::error::{Error, Result};
@@ -74,12 +73,12 @@ impl Path for Message {
         let chunk = Chunk { transfer: turn.id, peer: turn.peer.id, service, local, bytes };
         let (kind, mut data) = chunk.request(&remote);
         if service == Service::Write && iov::device_of(&chunk.local).is_some() {
-            turn.staged.read(chunk.local.clone(), Then::Ask { chunk, request: data });
+            turn.staged.read(chunk.local.clone(), Continuation::Ask { chunk, request: data });
         } else {
             if service == Service::Write {
                 iov::gather(&chunk.local, &mut data)?;
             }
-            ask(turn.peer, chunk, kind, data, turn.rpc, turn.operations, turn.regions).map_err(|(_, error)| error)?;
+            ask(turn.peer, chunk, kind, data, turn.rpc, turn.operations).map_err(|(_, error)| error)?;
         }
         turn.enter_flight(bytes, now);
         turn.stats.operations += 1;
@@ -95,12 +94,11 @@ pub(crate) fn ask(
     data: Vec<u8>,
     rpc: &RefCell<Client>,
     operations: &mut Operations,
-    regions: &mut Regions,
 ) -> std::result::Result<(), (Chunk, Error)> {
     let departure = peer.flow.depart(Instant::now());
     let number = rpc.borrow().next_number();
     let posted = peer.identity().and_then(|from| {
-        peer.post_rpc(kind, number, Payload::Bytes(data), 0, operations, regions)?;
+        peer.post_rpc(kind, number, Payload::Bytes(data), 0, operations)?;
         Ok(from)
     });
     match posted {

@@ -22,7 +22,7 @@ use super::core::regions::Regions;
 use super::core::route::Route;
 use super::core::stats::{AgentStats, PathBytes};
 use super::peers::Peer;
-use super::peers::reach::Pair;
+use super::peers::reach::MemoryPair;
 use super::rpc::client::Client;
 use super::rpc::staged::Staged;
 use super::transfers::{Lack, Transfer, Windows};
@@ -31,7 +31,7 @@ use crate::mem::MemoryRange;
 use crate::proto::plan::Operation;
 use crate::proto::wire::MemoryKind;
 
-/// What a path must know to say whether it carries an operation.
+/// The facts by which a path says whether it carries an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Profile {
     /// The memory of this side.
@@ -51,22 +51,22 @@ pub(crate) struct Profile {
 }
 
 impl Profile {
-    fn pair(&self) -> Pair {
-        Pair::of(self.local, self.remote)
+    fn pair(&self) -> MemoryPair {
+        MemoryPair::of(self.local, self.remote)
     }
 
     fn are_hosts(&self) -> bool {
-        self.pair() == Pair::Host
+        self.pair() == MemoryPair::Host
     }
 }
 
-/// What a path has to post with: the transfer whose turn it is, its peer, and what operations take.
+/// The means of a path to post: the transfer whose turn it is, its peer, and what operations take.
 pub(crate) struct Turn<'a> {
     pub(crate) id: TransferId,
     pub(crate) transfer: &'a mut Transfer,
     pub(crate) windows: &'a mut Windows,
     pub(crate) peer: &'a mut Peer,
-    pub(crate) regions: &'a mut Regions,
+    pub(crate) regions: &'a Regions,
     pub(crate) operations: &'a mut Operations,
     pub(crate) rpc: &'a RefCell<Client>,
     pub(crate) copy_pool: &'a mut CopyPool,
@@ -79,7 +79,7 @@ pub(crate) struct Turn<'a> {
 }
 
 impl Turn<'_> {
-    /// What there is to know of the transfer's next operation; `None` when all are posted.
+    /// The profile of the transfer's next operation; `None` when all are posted.
     fn profile(&self) -> Option<Profile> {
         let operation = self.transfer.next()?;
         let local = self.regions.range(operation.local_region).map_or(MemoryKind::Host, MemoryRange::kind);
@@ -88,8 +88,9 @@ impl Turn<'_> {
             local,
             remote,
             gathered: self.transfer.is_gathered(),
-            is_refused: self.peer.has_refused(Pair::of(local, remote), operation.remote_region)
-                || Pair::of(local, remote) == Pair::Device && self.peer.is_mapped_in_part(operation.remote_region),
+            is_refused: self.peer.has_refused(MemoryPair::of(local, remote), operation.remote_region)
+                || MemoryPair::of(local, remote) == MemoryPair::Device
+                    && self.peer.is_mapped_in_part(operation.remote_region),
             is_filled_by_kernel: self.peer.is_filled_by_kernel(operation.remote_region),
             is_importable: match local {
                 MemoryKind::Cuda { device } => self.peer.is_importable(operation.remote_region, device),
@@ -170,17 +171,17 @@ pub(crate) fn post(turn: &mut Turn<'_>) -> Result<u64> {
 
 /// The name of the path for long runs between memory of these kinds.
 pub(crate) fn between(peer: &Peer, local: MemoryKind, remote: MemoryKind) -> &'static str {
-    // Who has connected to this side proves it only when it has this side's hello.
-    if Pair::of(local, remote) == Pair::Host && peer.locality.is_unproved() {
+    // A peer that has connected to this side proves it only when it has this side's hello.
+    if MemoryPair::of(local, remote) == MemoryPair::Host && peer.locality.is_unproved() {
         return process_vm::UNPROVED;
     }
     let through = |is_refused| {
         let (is_filled_by_kernel, gathered, digest) = (true, false, false);
-        let is_importable = Pair::of(local, remote) == Pair::Device && peer.is_all_importable();
+        let is_importable = MemoryPair::of(local, remote) == MemoryPair::Device && peer.is_all_importable();
         let profile = Profile { local, remote, gathered, is_filled_by_kernel, is_importable, is_refused, digest };
         choose(peer, profile).name()
     };
-    match peer.refused(Pair::of(local, remote), remote) {
+    match peer.refused(MemoryPair::of(local, remote), remote) {
         (refused, all) if refused == all => through(all > 0),
         (1.., _) if through(false) == one_sided::NAME => "one-sided (UCX), some regions served by messages",
         _ => through(false),

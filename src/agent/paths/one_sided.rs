@@ -13,7 +13,7 @@ use crate::mem::ucx_error;
 use crate::proto::wire::MemoryKind;
 use crate::ucx::{Posted, Status, UcxError};
 
-/// What one transfer may post before the next one of the same peer gets its turn.
+/// The most that one transfer posts before the next one of the same peer gets its turn.
 const QUANTUM_OPERATIONS: u32 = 8;
 const QUANTUM_BYTES: u64 = 1 << 20;
 

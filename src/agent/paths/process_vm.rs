@@ -15,7 +15,7 @@ use crate::proto::plan::CopyPlan;
 use crate::proto::wire::MemoryKind;
 use crate::sys::process::Batch;
 
-/// What one call copies: some 50 us of work, so that others and new commands wait for little, and enough that the call
+/// The most that one call copies: some 50 us of work, so that others and new commands wait for little, and enough that the call
 /// itself does not count.
 const QUANTUM_BYTES: u64 = 512 << 10;
 const QUANTUM_PIECES: usize = 128;
@@ -66,7 +66,7 @@ impl Path for ProcessVm {
         turn.stats.operations += batch.len() as u64;
         let bytes = batch.bytes() as u64;
         let helped = turn.transfer.next().is_some() && turn.transfer.age(now) >= HELP_AFTER;
-        // What may be stuck for ever takes no room in the windows of others; copy threads take little of it at a time.
+        // A copy that may hang for ever takes no room in the windows of others; copy threads take little of it at a time.
         if is_apart {
             turn.transfer.enter_flight();
         } else {

@@ -16,7 +16,7 @@ const MAX_SILENT: usize = 1024;
 /// not taken yet. Whose message passes that is cut off.
 const MAX_WAITING_BYTES: u64 = 1 << 30;
 
-/// What one peer may have waiting whatever the others have.
+/// Bytes that one peer may have waiting whatever the others have.
 const FREE_BYTES: usize = 1 << 20;
 
 /// Peers that came by themselves, by age; also those that have gone or have spoken since.
@@ -53,7 +53,7 @@ impl Peers {
         Ok(())
     }
 
-    /// Drops from the list who has gone or spoken, if it is long; gives its length.
+    /// Drops from the list the peers that have gone or spoken, if it is long; returns its length.
     fn silent_peers(&mut self) -> usize {
         if self.admission.0.len() >= MAX_SILENT || self.len() >= MAX_SILENT / 4 {
             let peers = &self.by_id;
@@ -96,12 +96,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn half_of_the_descriptors_are_left_to_others() {
+    fn half_the_descriptors_are_left() {
         assert_eq!([peers_for(1024), peers_for(10), peers_for(1 << 20)], [512, 64, 1 << 19]);
     }
 
     #[test]
-    fn what_others_hold_counts_against_who_holds_much() {
+    fn held_bytes_count_against_large_holders() {
         let much = MAX_WAITING_BYTES + 1;
         let fits = |own, all, unread| check_bytes(own, all, unread).is_ok();
         assert!(fits(FREE_BYTES, much, MAX_WAITING_BYTES) && fits(FREE_BYTES + 1, much - 1, 0));

@@ -20,7 +20,7 @@ use crate::proto::ids::Incarnation;
 use crate::sys::ended::has_ended;
 use crate::ucx::{Endpoint, Posted};
 
-/// What the goodbye and what was posted before it get to leave; then the endpoint is closed by force.
+/// The time for the goodbye and all that was posted before it; then the endpoint is closed by force.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// An endpoint that is left but not yet closed.
@@ -96,11 +96,12 @@ impl ClosingEndpoints {
 }
 
 impl Peer {
-    /// What becomes of it where this side gives it up; `None` if it has left, or its process or connection has ended.
+    /// Its state where this side gives it up; `None` if it has left, is on another host, or its process or connection
+    /// has ended.
     pub(super) fn given_up(&self) -> Option<GivenUp> {
         let Locality { is_near, on_this_host, .. } = self.locality;
         let process = self.locality.process();
-        let goes_on = self.connection.listens() && !process.is_some_and(has_ended);
+        let goes_on = (is_near || on_this_host) && self.connection.listens() && !process.is_some_and(has_ended);
         goes_on.then_some(GivenUp { process, is_near, on_this_host })
     }
 }
@@ -108,7 +109,7 @@ impl Peer {
 impl Peers {
     /// Says goodbye to a peer that was taken out of the table.
     pub(super) fn close(&mut self, mut peer: Peer, io: &mut Io<'_>) {
-        // What fails here is closed by force, which is what dropping the endpoint does.
+        // A failure here closes the endpoint by force, as dropping it does.
         if !peer.is_ready() {
             return self.tell_undelivered(
                 &peer.name,

@@ -102,7 +102,7 @@ impl Peers {
         })?;
         // A failed endpoint does not tell any more.
         let lanes = endpoint.describe();
-        // UCX takes a millisecond for it. Who connects to many ranks would leave the first without an answer as long.
+        // UCX takes a millisecond for it. With many ranks to connect to, the first would wait for an answer as long.
         io.worker.progress();
         if let Some(status) = endpoint.failure() {
             return Err(Error::new(
@@ -119,7 +119,7 @@ impl Peers {
         };
         let (number, challenge) = (draw()?, (draw()?, draw()?));
         let id = io.live.ids.peer()?;
-        let (own, is_keyed) = (self.local.incarnation, self.secrets.is_keyed());
+        let (own, is_keyed) = (self.local.incarnation, self.are_keyed());
         Ok(Peer {
             id,
             name,

@@ -13,7 +13,7 @@ use crate::mem::ucx_error;
 use crate::proto::ids::Incarnation;
 use crate::proto::wire::OLDEST;
 use crate::secret::{Channel, Initiator};
-use crate::ucx::{Endpoint, Posted, UcxError};
+use crate::ucx::{Endpoint, Part, Posted, UcxError};
 
 /// A connection and what waits to go over it.
 pub(crate) struct Connection {
@@ -93,7 +93,7 @@ impl Connection {
         self.remote == Some(number)
     }
 
-    /// Whether there is somebody to hear what this side says at the end.
+    /// Whether the peer hears what this side says at the end.
     pub(super) fn listens(&self) -> bool {
         self.remote.is_some() && !self.has_left && self.endpoint.failure().is_none()
     }
@@ -129,18 +129,40 @@ impl Connection {
         operations: &mut Operations,
     ) -> Result<bool> {
         let (header, data) = self.wrap(frame, data)?;
-        let token = operations.insert(operation);
-        let posted = self.endpoint.send_am(AM_ID, &header, data, token);
-        if !matches!(posted, Ok(Posted::Pending)) {
-            operations.remove(token);
-        }
-        self.sent(posted)
+        self.begin(operation, operations, |endpoint, token| endpoint.send_am(AM_ID, &header, data, token))
     }
 
-    /// What UCX says of a frame: whether it is in flight.
-    pub(super) fn sent(&self, posted: std::result::Result<Posted, UcxError>) -> Result<bool> {
-        let posted = posted.map_err(|e| ucx_error(e).context(format!("sending to agent {}", self.endpoint.name())))?;
-        Ok(matches!(posted, Posted::Pending))
+    /// As [`Connection::send`], without a key, for data that UCX sends from where it is.
+    pub(super) fn send_parts(
+        &mut self,
+        frame: Frame,
+        parts: &[Part],
+        operation: InFlight,
+        operations: &mut Operations,
+    ) -> Result<bool> {
+        let header = frame.encode();
+        self.begin(operation, operations, |endpoint, token| endpoint.send_am_parts(AM_ID, &header, parts, token))
+    }
+
+    /// Flushes what was written over it. Returns whether that is in flight.
+    pub(crate) fn flush(&self, operation: InFlight, operations: &mut Operations) -> Result<bool> {
+        self.begin(operation, operations, Endpoint::flush)
+    }
+
+    fn begin(
+        &self,
+        operation: InFlight,
+        operations: &mut Operations,
+        post: impl FnOnce(&Endpoint, u64) -> std::result::Result<Posted, UcxError>,
+    ) -> Result<bool> {
+        let token = operations.insert(operation);
+        let posted = post(&self.endpoint, token);
+        let is_in_flight = matches!(posted, Ok(Posted::Pending));
+        if !is_in_flight {
+            operations.remove(token);
+        }
+        let posted = posted.map_err(|e| ucx_error(e).context(format!("sending to agent {}", self.endpoint.name())));
+        posted.map(|_| is_in_flight)
     }
 
     /// Sends a hello or a message, which waits until messages may go out. `reserved` bytes of the send queue are given back when

@@ -1,4 +1,4 @@
-//! What was counted of peers that are not connected any more.
+//! Traffic of peers that are not connected any more.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -42,7 +42,7 @@ impl Departed {
         }
     }
 
-    /// What is counted of a connection that ended lately: its transfers end after it.
+    /// The traffic of a connection that ended lately: its transfers end after it.
     pub(super) fn traffic(&mut self, id: PeerId) -> Option<&mut Traffic> {
         let (_, name) = self.connections.iter().rev().find(|(gone, _)| *gone == id)?;
         if !self.by_name.contains_key(name) {
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_of_a_name_grows_and_the_longest_gone_is_forgotten() {
+    fn counters_grow_and_the_oldest_name_goes() {
         let mut departed = Departed::default();
         let ten = Traffic::of(Direction::Read, 10, true);
         let id = |n: usize| PeerId::from_raw(n as u64);

@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_has_ended_is_refused_and_one_that_lives_is_not() {
+    fn ended_process_is_refused() {
         let mut child = Command::new("true").spawn().unwrap();
         let mut gone = Gone::default();
         gone.note(Incarnation(1), child.id());

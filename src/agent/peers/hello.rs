@@ -41,14 +41,13 @@ pub(crate) struct Hello {
     /// Whether the sender knows that memory may be in use for longer than an answer takes.
     #[serde(default)]
     pub(crate) uses: bool,
-    /// The sender's regions that it has deregistered, whatever metadata the receiver has: first and last of
-    /// each run.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) withdrawn: Vec<(u32, u32)>,
+    /// The sender's regions that it has revoked, whatever metadata the receiver has: first and last of each run.
+    #[serde(rename = "withdrawn", default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) revoked: Vec<(u32, u32)>,
     /// Whether there are more of them: the receiver then uses no memory of the sender's by itself.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) withdrew_more: bool,
-    /// What the receiver is to write into its witness for this connection, before the sender copies its memory. `None` of a
+    #[serde(rename = "withdrew_more", default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) revoked_more: bool,
+    /// The words that the receiver writes into its witness for this connection, before the sender copies its memory. `None` of a
     /// sender that knows nothing of it: its own witness has no answers either.
     #[serde(default)]
     pub(crate) challenge: Option<Challenge>,
@@ -119,10 +118,10 @@ impl Peers {
 
     /// Decides whether a peer may use memory of this side by itself, before it is sent a hello or given an answer.
     fn trust(&mut self, id: PeerId) -> Result<()> {
-        let Peers { by_id, withdrawn, .. } = self;
+        let Peers { by_id, revoked, .. } = self;
         let locality = &mut by_id.get_mut(id).ok_or_else(|| id.unknown())?.locality;
-        if withdrawn.is_cut(locality.is_near) {
-            locality.is_told_part = true;
+        if revoked.are_cut(locality.is_near) {
+            locality.knows_part = true;
             // Nor is it one for an older peer, which looks for no answer.
             locality.witness.end();
         }
@@ -142,8 +141,8 @@ impl Peers {
             process: self.local.place.as_ref().map(|here| locality.witness.place(here)),
             revocations: true,
             uses: true,
-            withdrawn: self.withdrawn.told(locality.is_near),
-            withdrew_more: locality.is_told_part,
+            revoked: self.revoked.named(locality.is_near),
+            revoked_more: locality.knows_part,
             challenge: Some(locality.challenge),
             versions: Versions::OURS,
         })
@@ -151,7 +150,7 @@ impl Peers {
 
     /// Takes a hello that arrived.
     pub(super) fn on_hello(&mut self, frame: Frame, data: &[u8], io: &mut Io<'_>) -> Result<()> {
-        let (hello, exchange) = self.open_hello(frame, data, io.now)?;
+        let (hello, exchange) = self.open_hello(frame, data)?;
         hello.check(frame)?;
         // The answer to a sealed hello has that one's number. In clear an older kvferry has none.
         if frame.kind == FrameKind::SealedHello || frame.kind == FrameKind::Hello && frame.sequence != 0 {
@@ -244,7 +243,7 @@ impl Peers {
         peer.connection.remote = Some(hello.connection);
         peer.connection.version = hello.versions.common();
         peer.reach = Reach::of(&peer.connection.endpoint.describe());
-        if peer.locality.is_told_part && !hello.uses && peer.reach.by_cuda_ipc {
+        if peer.locality.knows_part && !hello.uses && peer.reach.by_cuda_ipc {
             let error = Error::new(
                 ErrorKind::Incompatible,
                 format!(
@@ -255,7 +254,7 @@ impl Peers {
             io.effects.lose(id, error.clone());
             return Err(error);
         }
-        if hello.withdrew_more {
+        if hello.revoked_more {
             peer.reach = peer.reach.without_cuda_ipc();
             log::info!(
                 "agent {}: agent {} has deregistered more regions than it can list: its memory goes by messages",
@@ -263,7 +262,11 @@ impl Peers {
                 peer.name
             );
         }
-        peer.withdraw(&hello.withdrawn);
+        for (first, last) in &hello.revoked {
+            // UCX is given no device memory before the hello, and a hello is too short for too many runs: so there is
+            // no connection to be ended for that.
+            let _ = peer.take_revoked(*first..=*last);
+        }
         if peer.locality.learn(hello, local.place.as_ref()) {
             log::info!(
                 "agent {}: agent {} is of an older kvferry and cannot prove which process it is: its memory goes by \
@@ -291,8 +294,8 @@ impl Hello {
             process: None,
             revocations: true,
             uses: false,
-            withdrawn: Vec::new(),
-            withdrew_more: false,
+            revoked: Vec::new(),
+            revoked_more: false,
             challenge: None,
             versions: Versions::OURS,
         }
@@ -319,12 +322,12 @@ mod tests {
     }
 
     #[test]
-    fn a_hello_survives_the_wire_and_foreign_bytes_are_refused() {
+    fn hello_survives_the_wire() {
         let hello = Hello {
             process: ProcessPlace::here().map(|here| Witness::new(3, &[1]).place(&here)),
             uses: true,
-            withdrawn: vec![(3, 5)],
-            withdrew_more: true,
+            revoked: vec![(3, 5)],
+            revoked_more: true,
             challenge: Some((6, 7)),
             ..Hello::older((Incarnation(3), 4), Some(5), &[1, 2, 3])
         };
@@ -337,8 +340,8 @@ mod tests {
         let older = wire::encode("hello", OLDEST, &older).unwrap();
         let decoded = Hello::decode(&older).unwrap();
         assert_eq!((decoded.revocations, decoded.challenge), (false, None));
-        assert!(!decoded.uses && !decoded.withdrew_more);
-        // What a build of version 4 says speaks only that.
+        assert!(!decoded.uses && !decoded.revoked_more);
+        // A build of version 4 speaks only that.
         let text = older.windows(7).position(|bytes| bytes == b"\xa6speaks").unwrap();
         let before = [&[0x84], &older[1..text], &older[text + 10..]].concat();
         let before = Hello::decode(&before).unwrap();

@@ -14,8 +14,8 @@ use crate::proto::ids::Incarnation;
 /// always remembered.
 const MAX_REMEMBERED: usize = 65_536;
 
-/// Who says hello: an incarnation and a digest of its address. Without a key anybody may claim an incarnation, and must not keep
-/// its owner, which has another address, from being heard.
+/// The sender of a hello: an incarnation and a digest of its address. Without a key anybody may claim an incarnation, and
+/// must not keep its owner, which has another address, from being heard.
 type Sender = (Incarnation, u64);
 
 /// The last hello of this agent, and of every agent that sent one.
@@ -79,7 +79,7 @@ mod tests {
     const ADDRESS: &[u8] = b"address";
 
     #[test]
-    fn a_hello_counts_once_and_only_above_the_last() {
+    fn hello_counts_only_above_the_last() {
         let mut seen = HelloNumbers::default();
         let gone = |_| false;
         let (a, b) = ((Incarnation(1), ADDRESS), (Incarnation(2), ADDRESS));
@@ -90,13 +90,13 @@ mod tests {
         seen.take(b, 1, gone).unwrap();
         seen.take(a, 4, gone).unwrap();
         assert!(seen.take(a, 3, gone).is_err() && seen.take(b, 1, gone).is_err());
-        // Whoever claims another's incarnation has another address.
+        // A peer that claims another's incarnation has another address.
         seen.take((Incarnation(1), b"elsewhere"), u64::MAX, gone).unwrap();
         seen.take(a, 5, gone).unwrap();
     }
 
     #[test]
-    fn agents_that_are_gone_are_forgotten_at_a_bound_and_connected_ones_never() {
+    fn connected_agents_are_never_forgotten() {
         let mut seen = HelloNumbers::default();
         let connected = |agent: Incarnation| agent.0 <= 10;
         for agent in 1..=2 * MAX_REMEMBERED as u64 {

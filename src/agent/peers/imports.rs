@@ -1,18 +1,18 @@
-//! Device memory of a peer on this host, as this process reaches it, and the regions that a peer has deregistered.
+//! Device memory of a peer on this host, as this process reaches it, and the regions that a peer has revoked.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use super::Peer;
 use super::peer::{MAX_RUNS, RemoteRegion};
-use crate::agent::core::revocations::Traces;
+use crate::agent::revocation::releases::Traces;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::PrimaryContext;
 use crate::mem::cuda::ipc::Imported;
 use crate::mem::cuda::unmapper::Unmapper;
 use crate::proto::wire::MemoryKind;
 
-/// What it takes to map a peer's memory for a device.
+/// The means to map a peer's memory for a device.
 pub(crate) struct Importing<'a> {
     pub(crate) context: &'a Arc<PrimaryContext>,
     pub(crate) unmapper: &'a Unmapper,
@@ -110,12 +110,12 @@ impl Peer {
         }
     }
 
-    /// The peer has deregistered its regions of a run of indices: nothing more is read or written there.
+    /// The peer has revoked its regions of a run of indices: nothing more is read or written there.
     ///
     /// # Errors
     /// [`ErrorKind::PeerDied`] where UCX has mapped one of them, which it goes on doing until the connection ends, and
     /// where not all can be remembered that the peer has deregistered.
-    pub(crate) fn revoke(&mut self, run: RangeInclusive<u32>) -> Result<()> {
+    pub(crate) fn take_revoked(&mut self, run: RangeInclusive<u32>) -> Result<()> {
         if run.is_empty() {
             return Ok(());
         }
@@ -151,15 +151,6 @@ impl Peer {
     pub(super) fn is_mapped_by_ucx(&self, (region, rkey): &RemoteRegion) -> bool {
         // It may also have mapped what no lane of the connection is for.
         (self.reach.by_cuda_ipc || region.handle.is_some()) && region.kind != MemoryKind::Host && rkey.is_some()
-    }
-
-    /// Takes note of the regions that the peer's hello calls withdrawn, before anything of them is mapped.
-    pub(super) fn withdraw(&mut self, runs: &[(u32, u32)]) {
-        for (first, last) in runs {
-            // UCX is given no device memory before the hello, and a hello is too short for too many runs: so there is
-            // no connection to be ended for that.
-            let _ = self.revoke(*first..=*last);
-        }
     }
 }
 

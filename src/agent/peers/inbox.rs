@@ -12,16 +12,16 @@ const MAX_HELD_BYTES: usize = 256 << 20;
 
 /// A message, or the goodbye that ends the connection.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Item {
+pub(crate) enum InboxItem {
     Data(Vec<u8>),
     Goodbye,
 }
 
-impl Item {
+impl InboxItem {
     fn len(&self) -> usize {
         match self {
-            Item::Data(data) => data.len(),
-            Item::Goodbye => 0,
+            InboxItem::Data(data) => data.len(),
+            InboxItem::Goodbye => 0,
         }
     }
 }
@@ -30,7 +30,7 @@ impl Item {
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     next: u64,
-    held: BTreeMap<u64, Item>,
+    held: BTreeMap<u64, InboxItem>,
     held_bytes: usize,
 }
 
@@ -41,7 +41,7 @@ impl Inbox {
     }
 
     /// Takes message number `sequence` and returns those whose turn has come. `Err`: too many are held back.
-    pub(crate) fn take(&mut self, sequence: u64, item: Item) -> Result<Vec<Item>> {
+    pub(crate) fn take(&mut self, sequence: u64, item: InboxItem) -> Result<Vec<InboxItem>> {
         // Beside numbers of the past: a second one of a number that is held.
         if sequence < self.next || self.held.contains_key(&sequence) {
             return Err(Error::corrupt(format!("message {sequence} came twice")));
@@ -85,21 +85,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_come_out_in_order_whatever_the_order_of_arrival() {
+    fn messages_come_out_in_order() {
         let mut inbox = Inbox::default();
-        let item = |byte| Item::Data(vec![byte]);
+        let item = |byte| InboxItem::Data(vec![byte]);
         assert!(inbox.take(1, item(1)).unwrap().is_empty());
-        assert!(inbox.take(3, Item::Goodbye).unwrap().is_empty());
+        assert!(inbox.take(3, InboxItem::Goodbye).unwrap().is_empty());
         assert!(inbox.take(2, item(2)).unwrap().is_empty());
-        assert_eq!(inbox.take(0, item(0)).unwrap(), [item(0), item(1), item(2), Item::Goodbye]);
+        assert_eq!(inbox.take(0, item(0)).unwrap(), [item(0), item(1), item(2), InboxItem::Goodbye]);
         assert_eq!(inbox.take(4, item(4)).unwrap(), [item(4)]);
         assert_eq!(inbox.held_bytes, 0);
     }
 
     #[test]
-    fn a_number_that_came_before_is_refused() {
+    fn repeated_number_is_refused() {
         let mut inbox = Inbox::default();
-        let empty = || Item::Data(Vec::new());
+        let empty = || InboxItem::Data(Vec::new());
         inbox.take(0, empty()).unwrap();
         inbox.take(5, empty()).unwrap();
         assert_eq!(inbox.take(0, empty()).unwrap_err().kind(), ErrorKind::Corrupt);
@@ -109,13 +109,13 @@ mod tests {
     #[test]
     fn holding_back_has_a_bound() {
         let mut inbox = Inbox::default();
-        let refused = (1..).find_map(|number| inbox.take(number, Item::Data(Vec::new())).err()).unwrap();
+        let refused = (1..).find_map(|number| inbox.take(number, InboxItem::Data(Vec::new())).err()).unwrap();
         assert_eq!(refused.kind(), ErrorKind::Exhausted);
         assert!(refused.message().contains("message 0 is missing"), "{refused}");
     }
 
     #[test]
-    fn the_send_queue_has_a_bound_but_takes_one_large_message() {
+    fn send_queue_takes_one_large_message() {
         let unsent = std::sync::atomic::AtomicU64::new(0);
         reserve(&unsent, 500, 100).unwrap();
         assert_eq!(reserve(&unsent, 1, 100).unwrap_err().kind(), ErrorKind::Exhausted);

@@ -19,25 +19,24 @@ pub(crate) struct Locality {
     /// The peer's process, if this one may copy its memory.
     pub(crate) neighbour: Option<Arc<Neighbour>>,
     /// Where the peer says that it is, until its witness there has proved that.
-    claimed: Option<ProcessPlace>,
+    pub(super) claimed: Option<ProcessPlace>,
     /// The peer's process here, as it says in answer to this side's hello, which only it got.
     answered_by: Option<u32>,
-    /// What the peer's witness must hold.
+    /// The words that the peer's witness must hold.
     pub(super) challenge: Challenge,
-    /// By what the peer knows this process.
+    /// The words by which the peer knows this process.
     pub(super) witness: Witness,
     /// The peer's challenge, as long as it is not answered.
     unanswered: Option<Challenge>,
-    /// Whether the peer lets go of memory of this side when it is asked to.
+    /// Whether the peer releases regions of this side when it is asked to.
     pub(crate) takes_revocations: bool,
     /// Whether the peer waits for this side's answer where it is told that its memory is in use.
     pub(crate) knows_uses: bool,
-    /// Regions of this side that were deregistered since the peer was sent a hello, and before it has said its own. As long as it
-    /// has not let them go, it gets no answer to its challenge, and so copies nothing of this side by itself.
-    pub(crate) untold: BTreeSet<u32>,
-    /// Whether the peer was not told all regions of this side that were deregistered before: it gets no answer either, however
-    /// long.
-    pub(super) is_told_part: bool,
+    /// Regions of this side that were revoked since the peer was sent a hello, and before it has said its own. As long as it has
+    /// not released them, it gets no answer to its challenge, and so copies nothing of this side by itself.
+    pub(crate) revoked_during_hello: BTreeSet<u32>,
+    /// Whether a hello could not name all regions that were revoked before: the peer gets no answer either, however long.
+    pub(super) knows_part: bool,
 }
 
 /// The number of the process that says that it is at a place, if this one knows it by the same. It lives, as it has just said
@@ -59,8 +58,8 @@ impl Locality {
             unanswered: None,
             takes_revocations: false,
             knows_uses: false,
-            untold: BTreeSet::new(),
-            is_told_part: false,
+            revoked_during_hello: BTreeSet::new(),
+            knows_part: false,
         }
     }
 
@@ -72,35 +71,34 @@ impl Locality {
         self.on_this_host = places.is_some_and(|(theirs, own)| theirs.shares_host_with(own));
         self.answered_by = hello.seen.and(places).and_then(|(theirs, own)| living_beside(theirs, own));
         // Where UCX would copy its memory by CMA, so may this process itself, with many pieces a call.
-        self.claimed = hello.process.clone().filter(|_| self.is_near && !hello.withdrew_more);
+        self.claimed = hello.process.clone().filter(|_| self.is_near && !hello.revoked_more);
         hello.challenge.is_none() && self.claimed.take().is_some()
     }
 
     /// Writes the peer's challenge where the peer looks for it, when it knows which regions are gone.
     pub(crate) fn take_challenge(&mut self, hello: &Hello) {
         self.knows_uses = hello.uses;
-        let knows_uses = self.knows_uses;
-        self.untold.retain(|region| can_know(knows_uses, *region));
-        self.unanswered = hello.challenge.filter(|_| !self.is_told_part);
+        self.revoked_during_hello.retain(|region| can_know(hello.uses, *region));
+        self.unanswered = hello.challenge.filter(|_| !self.knows_part);
         self.answer_challenge();
     }
 
     fn answer_challenge(&mut self) {
-        if let Some(challenge) = self.unanswered.take_if(|_| self.untold.is_empty()) {
+        if let Some(challenge) = self.unanswered.take_if(|_| self.revoked_during_hello.is_empty()) {
             self.witness.answer(challenge);
         }
     }
 
-    /// The peer has let a region of this side go.
+    /// The peer has released a region of this side.
     pub(crate) fn has_released(&mut self, region: u32) {
-        if self.untold.remove(&region) {
+        if self.revoked_during_hello.remove(&region) {
             self.answer_challenge();
         }
     }
 
-    /// Whether the peer can know of a region of this side.
-    pub(crate) fn can_know(&self, region: u32) -> bool {
-        can_know(self.knows_uses, region)
+    /// Whether the peer, which has said hello, releases a region of this side when it is asked to.
+    pub(crate) fn can_release(&self, region: u32) -> bool {
+        self.takes_revocations && can_know(self.knows_uses, region)
     }
 
     /// Whether the peer's memory is copied as soon as it has proved which process it is.
@@ -119,7 +117,7 @@ impl Locality {
         self.neighbour.as_ref().is_some_and(|neighbour| u32::try_from(neighbour.process().0) == Ok(std::process::id()))
     }
 
-    /// Looks whether the process at the place that the peer named has answered this side's challenge. A peer that was connected
+    /// Checks whether the process at the place that the peer named has answered this side's challenge. A peer that was connected
     /// to by this side has, when it says hello; one that has connected answers when it has this side's hello.
     pub(super) fn find_neighbour(&mut self, (name, incarnation): (&str, Incarnation), own_address: &[u8]) {
         let Some(place) = &self.claimed else { return };
@@ -136,12 +134,6 @@ impl Locality {
             Err(error) => log::debug!("memory of agent {name} goes by messages: {error}"),
         }
     }
-
-    /// Takes the peer for a stranger to this host, for tests of what follows from that.
-    #[cfg(test)]
-    pub(crate) fn describe_as_elsewhere(&mut self) {
-        (self.claimed, self.neighbour) = (None, None);
-    }
 }
 
 /// Whether a peer can know of a region. Those of releases without `uses` take no such index for a region's, and lose the
@@ -156,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn process_that_is_not_here_is_on_a_clone() {
+    fn missing_process_is_on_a_clone() {
         let here = ProcessPlace::here().unwrap();
         assert_eq!(living_beside(&here, &here), Some(std::process::id()));
         let mut other = std::process::Command::new("true").spawn().unwrap();

@@ -19,9 +19,8 @@ pub(crate) mod inbox;
 pub(crate) mod locality;
 mod peer;
 pub(crate) mod reach;
-pub(crate) mod secure;
+mod secure;
 mod table;
-mod withdrawn;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -33,11 +32,9 @@ use self::close::ClosingEndpoints;
 use self::departed::Departed;
 use self::gone::Gone;
 use self::hello_numbers::HelloNumbers;
-use self::inbox::{Item, reserve};
+use self::inbox::{InboxItem, reserve};
 pub(crate) use self::peer::Peer;
-use self::secure::Secrets;
 use self::table::PeerTable;
-use self::withdrawn::Withdrawn;
 use super::core::effect::{Effect, Effects};
 use super::core::event::Event;
 use super::core::frame::{Frame, FrameKind};
@@ -46,10 +43,12 @@ use super::core::in_flight::Operations;
 use super::core::live::Live;
 use super::core::route::{self, Route};
 use super::core::stats::{AgentStats, PeerStats, Traffic};
+use super::revocation::revoked::RevokedRegions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log_limit::LogLimit;
 use crate::net::local_addresses;
 use crate::proto::ids::Incarnation;
+use crate::secret::Key;
 use crate::sys::process::ProcessPlace;
 use crate::ucx::{self, Worker};
 
@@ -67,7 +66,7 @@ pub(crate) struct Local {
     pub(crate) connect_timeout: Duration,
 }
 
-/// What connecting to peers and talking to them takes, beside the peers.
+/// The means to connect to peers and to talk to them, beside the peers.
 pub(crate) struct Io<'a> {
     pub(crate) worker: &'a Worker,
     pub(crate) operations: &'a mut Operations,
@@ -82,7 +81,7 @@ pub(crate) struct Io<'a> {
 /// All connections.
 pub(crate) struct Peers {
     local: Local,
-    secrets: Secrets,
+    key: Option<Key>,
     hello_numbers: HelloNumbers,
     by_id: PeerTable,
     by_incarnation: HashMap<Incarnation, PeerId>,
@@ -91,24 +90,24 @@ pub(crate) struct Peers {
     closing: ClosingEndpoints,
     /// While the agent ends: until when messages that were sent before may leave.
     flush_until: Option<Instant>,
-    /// What connections counted that are over.
+    /// The traffic of connections that are over.
     departed: Departed,
     gone: Gone,
-    /// What hellos say of regions that were deregistered.
-    pub(crate) withdrawn: Withdrawn,
+    /// The regions that hellos call revoked.
+    pub(crate) revoked: RevokedRegions,
     /// Whether no more are connected to.
     is_shut: bool,
     /// Whether none are connected to for now.
     is_paused: bool,
-    /// Of messages that are dropped.
+    /// Limits the log of dropped messages.
     drop_log: LogLimit,
 }
 
 impl Peers {
-    pub(crate) fn new(local: Local, secrets: Secrets) -> Self {
+    pub(crate) fn new(local: Local, key: Option<Key>) -> Self {
         Peers {
             local,
-            secrets,
+            key,
             hello_numbers: HelloNumbers::default(),
             by_id: PeerTable::default(),
             by_incarnation: HashMap::new(),
@@ -118,7 +117,7 @@ impl Peers {
             flush_until: None,
             departed: Departed::default(),
             gone: Gone::default(),
-            withdrawn: Withdrawn::default(),
+            revoked: RevokedRegions::default(),
             is_shut: false,
             is_paused: false,
             drop_log: LogLimit::default(),
@@ -178,7 +177,7 @@ impl Peers {
 
     /// Whether what is sent is sealed.
     pub(crate) fn are_keyed(&self) -> bool {
-        self.secrets.is_keyed()
+        self.key.is_some()
     }
 
     /// The next time at which a peer must have said hello, or an endpoint is closed by force.
@@ -233,7 +232,7 @@ impl Peers {
         Some(peer)
     }
 
-    /// What is counted of a peer, also after its connection is over: its transfers end then.
+    /// The traffic of a peer, also after its connection is over: its transfers end then.
     pub(crate) fn traffic(&mut self, id: PeerId) -> Option<&mut Traffic> {
         match self.by_id.get_mut(id) {
             Some(peer) => Some(&mut peer.traffic),
@@ -249,7 +248,7 @@ impl Peers {
         }
         for peer in self.by_id.all() {
             let (told, sum) = by_name.entry(&peer.name).or_default();
-            // Of several, one that is in use.
+            // One of several that is in use.
             let rank = |peer: &Peer| (peer.is_ready(), peer.vouched);
             if told.is_none_or(|other| rank(peer) >= rank(other)) {
                 *told = Some(peer);
@@ -262,7 +261,7 @@ impl Peers {
         by_name.into_iter().map(told).collect()
     }
 
-    /// Looks again whether a peer of this host has proved which process it is.
+    /// Checks again whether a peer of this host has proved which process it is.
     pub(crate) fn find_neighbour(&mut self, id: PeerId) -> Result<()> {
         let Peer { name, incarnation, locality, .. } = self.by_id.get_mut(id).ok_or_else(|| id.unknown())?;
         locality.find_neighbour((name, *incarnation), &self.local.address);
@@ -335,7 +334,7 @@ impl Peers {
         io: &mut Io<'_>,
     ) -> Result<Option<(PeerId, Frame, Vec<u8>)>> {
         let frame = Frame::decode(header)?;
-        let (frame, data) = self.unwrap(frame, header, data, io.now)?;
+        let (frame, data) = self.unwrap(frame, header, data)?;
         if matches!(frame.kind, FrameKind::Hello | FrameKind::SealedHello | FrameKind::SealedAnswer) {
             return self.on_hello(frame, &data, io).map(|()| None);
         }
@@ -349,8 +348,8 @@ impl Peers {
         peer.silent = false;
         peer.liveness.heard(io.now);
         let item = match frame.kind {
-            FrameKind::Goodbye => Item::Goodbye,
-            FrameKind::Data => Item::Data(data),
+            FrameKind::Goodbye => InboxItem::Goodbye,
+            FrameKind::Data => InboxItem::Data(data),
             _ => return Ok(Some((id, frame, data))),
         };
         let due = self.by_id.take_message(id, frame.sequence, item);
@@ -362,11 +361,11 @@ impl Peers {
         })?;
         for item in due {
             match item {
-                Item::Data(data) => {
+                InboxItem::Data(data) => {
                     io.stats.messages_received += 1;
                     io.effects.push(Effect::Tell(Event::Message { peer: id, data }));
                 }
-                Item::Goodbye => {
+                InboxItem::Goodbye => {
                     self.get_mut(id)?.connection.has_left = true;
                     io.effects.lose(id, Error::new(ErrorKind::PeerDied, "the peer closed the connection"));
                 }
@@ -457,15 +456,18 @@ impl Peers {
         if self.deadline().is_none_or(|deadline| deadline > now) {
             return;
         }
+        let hint = match self.key {
+            Some(_) => " Has it the same key (key_file, KVFERRY_KEY_FILE)?",
+            None => " If it has a key (key_file, KVFERRY_KEY_FILE), this agent needs it too",
+        };
         for peer in self.by_id.overdue(now) {
             let error = Error::new(
                 ErrorKind::Unreachable,
                 format!(
-                    "agent {} did not answer within {:?}: is it running, and the network open ({})?{}",
+                    "agent {} did not answer within {:?}: is it running, and the network open ({})?{hint}",
                     peer.name,
                     self.local.connect_timeout,
-                    tried(&peer.connection.first_lanes),
-                    self.secrets.hint()
+                    tried(&peer.connection.first_lanes)
                 ),
             );
             effects.lose(peer.id, error);

@@ -8,13 +8,12 @@ use std::time::Instant;
 
 use super::connection::Connection;
 use super::locality::Locality;
-use super::reach::{Pair, Reach};
-use crate::agent::core::frame::{AM_ID, Frame, FrameKind};
+use super::reach::{MemoryPair, Reach};
+use crate::agent::core::frame::{Frame, FrameKind};
 use crate::agent::core::ids::PeerId;
 use crate::agent::core::in_flight::{InFlight, Operations};
-use crate::agent::core::regions::Regions;
-use crate::agent::core::runs::Runs;
 use crate::agent::core::stats::Traffic;
+use crate::agent::revocation::revoked::Runs;
 use crate::agent::rpc::flow_control::FlowControl;
 use crate::agent::rpc::liveness::Liveness;
 use crate::agent::rpc::server::{Payload, Server};
@@ -27,7 +26,7 @@ use crate::proto::ids::Incarnation;
 use crate::proto::wire::DeviceHandle;
 use crate::proto::wire::limits::MAX_REGIONS;
 use crate::proto::wire::{AgentMetadata, AgentRegion, MemoryKind, RegionMetadata};
-use crate::ucx::{self, Posted, Rkey};
+use crate::ucx::{self, Rkey};
 
 /// A region of the peer's, and its rkey if UCX has it.
 pub(super) type RemoteRegion = (RegionMetadata, Option<Rc<Rkey>>);
@@ -39,7 +38,7 @@ pub(super) const MAX_RUNS: usize = MAX_REGIONS + 1;
 /// So many regions of a pair of memories UCX may refuse before none is tried any more: it writes an error to its log for each.
 const REFUSALS: usize = 4;
 
-/// What this process has mapped of a peer's device memory, and what the peer has deregistered (`imports.rs`).
+/// A peer's device memory that this process has mapped, and the regions that the peer has revoked (`imports.rs`).
 #[derive(Default)]
 pub(crate) struct Imports {
     /// Whether nothing is to be mapped.
@@ -50,20 +49,13 @@ pub(crate) struct Imports {
     pub(super) refused: BTreeSet<(u32, u32)>,
     /// True once the log has said so of any.
     pub(super) are_logged: bool,
-    /// Of these, those that the device does not reach.
+    /// Those of them that the device does not reach.
     pub(super) unreached: BTreeSet<(u32, u32)>,
     /// Regions that the peer has deregistered, whatever its metadata says; bounded by [`MAX_RUNS`].
     pub(super) revoked: Runs,
 }
 
 impl Imports {
-    /// Forgets all but those of these regions.
-    fn retain(&mut self, regions: &BTreeSet<u32>) {
-        self.mapped.retain(|(region, _), _| regions.contains(region));
-        self.refused.retain(|(region, _)| regions.contains(region));
-        self.unreached.retain(|(region, _)| regions.contains(region));
-    }
-
     /// Forgets what is mapped of regions that are gone, and what is not.
     pub(super) fn forget(&mut self, run: &RangeInclusive<u32>) {
         self.mapped.retain(|(region, _), _| !run.contains(region));
@@ -86,10 +78,10 @@ pub(crate) struct Peer {
     /// Which pairs of memory the connection moves one-sided; known when it is ready.
     pub(super) reach: Reach,
     /// Regions of the peer's that UCX has refused to move one-sided, though there are lanes for such memory.
-    pub(super) refused: BTreeSet<(Pair, u32)>,
-    /// What this process has mapped of its device memory.
+    pub(super) refused: BTreeSet<(MemoryPair, u32)>,
+    /// Its device memory that this process has mapped.
     pub(super) imports: Imports,
-    /// What was moved from and to it over this connection.
+    /// Bytes and transfers over this connection.
     pub(crate) traffic: Traffic,
     pub(crate) server: Server,
     pub(crate) flow: FlowControl,
@@ -121,24 +113,16 @@ impl Peer {
         payload: Payload,
         held: u64,
         operations: &mut Operations,
-        regions: &mut Regions,
     ) -> Result<()> {
         let frame = self.connection.frame(kind, sequence);
         let is_in_flight = match payload {
             Payload::Bytes(data) => {
-                let operation = InFlight::Rpc { peer: self.id, held, regions: Vec::new() };
+                let operation = InFlight::Rpc { peer: self.id, held, holds: Vec::new() };
                 self.connection.send(frame, data, operation, operations)
             }
-            Payload::Parts { parts, regions: used } => {
-                regions.enter(&used);
-                let token = operations.insert(InFlight::Rpc { peer: self.id, held, regions: used });
-                let posted = self.connection.endpoint.send_am_parts(AM_ID, &frame.encode(), &parts, token);
-                if !matches!(posted, Ok(Posted::Pending))
-                    && let Some(InFlight::Rpc { regions: used, .. }) = operations.remove(token)
-                {
-                    regions.leave(&used);
-                }
-                self.connection.sent(posted)
+            Payload::Parts { parts, holds } => {
+                let operation = InFlight::Rpc { peer: self.id, held, holds };
+                self.connection.send_parts(frame, &parts, operation, operations)
             }
         };
         if is_in_flight? {
@@ -162,7 +146,7 @@ impl Peer {
     }
 
     /// Whether the connection has lanes that move such memory one-sided.
-    pub(crate) fn is_direct(&self, pair: Pair) -> bool {
+    pub(crate) fn is_direct(&self, pair: MemoryPair) -> bool {
         self.reach.has(pair)
     }
 
@@ -176,23 +160,23 @@ impl Peer {
     }
 
     /// Whether UCX has refused to move the memory of its region `index` one-sided.
-    pub(crate) fn has_refused(&self, pair: Pair, index: u32) -> bool {
-        // Of nearly every peer.
+    pub(crate) fn has_refused(&self, pair: MemoryPair, index: u32) -> bool {
+        // Nearly every peer has refused none.
         !self.refused.is_empty() && (self.refused.contains(&(pair, index)) || self.has_refused_all(pair))
     }
 
-    fn has_refused_all(&self, pair: Pair) -> bool {
+    fn has_refused_all(&self, pair: MemoryPair) -> bool {
         self.refused.iter().filter(|(known, _)| *known == pair).count() >= REFUSALS
     }
 
     /// UCX does not move the memory of its region `index` one-sided: what the two devices can register, for one, is known
     /// to nobody else.
-    pub(crate) fn refuse(&mut self, pair: Pair, index: u32) {
+    pub(crate) fn refuse(&mut self, pair: MemoryPair, index: u32) {
         if !self.refused.iter().any(|(known, _)| *known == pair) {
             let memory = match pair {
-                Pair::Host => "host memory",
-                Pair::Device => "device memory",
-                Pair::Mixed => "host and device memory",
+                MemoryPair::Host => "host memory",
+                MemoryPair::Device => "device memory",
+                MemoryPair::Mixed => "host and device memory",
             };
             log::warn!(
                 "agent {} has {memory} that no transport of the connection ({}) moves without its processor, first region \
@@ -205,15 +189,16 @@ impl Peer {
     }
 
     /// How many of its regions UCX has refused to move one-sided, of how many that have memory of this kind.
-    pub(crate) fn refused(&self, pair: Pair, remote: MemoryKind) -> (usize, usize) {
+    pub(crate) fn refused(&self, pair: MemoryPair, remote: MemoryKind) -> (usize, usize) {
         let kind = std::mem::discriminant(&remote);
         let of_kind = || self.kinds().filter(|(_, other)| std::mem::discriminant(other) == kind);
         let all = of_kind().count();
         if self.has_refused_all(pair) {
             return (all, all);
         }
-        let is_refused =
-            |index: u32| self.refused.contains(&(pair, index)) || pair == Pair::Device && self.is_mapped_in_part(index);
+        let is_refused = |index: u32| {
+            self.refused.contains(&(pair, index)) || pair == MemoryPair::Device && self.is_mapped_in_part(index)
+        };
         (of_kind().filter(|(index, _)| is_refused(*index)).count(), all)
     }
 
@@ -222,10 +207,10 @@ impl Peer {
     #[cfg(test)]
     pub(crate) fn describe_as_one_sided(&mut self) {
         self.reach.host = true;
-        self.locality.describe_as_elsewhere();
+        (self.locality.claimed, self.locality.neighbour) = (None, None);
     }
 
-    /// What memory its region `index` is.
+    /// The kind of memory of its region `index`.
     pub(crate) fn kind(&self, index: u32) -> Option<MemoryKind> {
         self.regions.get(&index).map(|(region, _)| region.kind)
     }
@@ -272,24 +257,40 @@ impl Peer {
     /// Takes the regions of (newer) metadata; rkeys of unchanged ones are kept.
     pub(super) fn update_regions(&mut self, metadata: &AgentMetadata) -> Result<()> {
         let mut regions = BTreeMap::new();
-        let mut kept = BTreeSet::new();
         for (index, region) in metadata.indexed() {
             let taken = match self.regions.get(&index).filter(|(known, _)| known == region) {
-                Some(known) => {
-                    kept.insert(index);
-                    Some(known.clone())
-                }
+                Some(known) => Some(known.clone()),
                 None => self
                     .unpack(index, region)
                     .map_err(|e| e.context(format!("region {index} of the metadata of agent {}", metadata.name)))?,
             };
             regions.extend(taken.map(|region| (index, region)));
         }
-        self.regions = regions;
         self.removed.clear();
-        self.refused.retain(|(_, index)| kept.contains(index));
-        self.imports.retain(&kept);
+        for (index, before) in std::mem::replace(&mut self.regions, regions) {
+            let now = self.regions.get(&index);
+            if now.is_none_or(|(region, _)| *region != before.0) {
+                let is_kept = now.is_none() && self.may_be_revoked(&before);
+                self.forget_uses(index);
+                if is_kept {
+                    self.regions.insert(index, before);
+                    self.removed.insert(index);
+                }
+            }
+        }
         Ok(())
+    }
+
+    /// Whether a region must be known although it is not used any more. One that UCX has mapped must be until its owner revokes
+    /// it, since the connection has to end then. Only owners on this host do.
+    fn may_be_revoked(&self, region: &RemoteRegion) -> bool {
+        (self.locality.on_this_host || self.reach.by_cuda_ipc) && self.is_mapped_by_ucx(region)
+    }
+
+    /// Forgets what was found out about the memory of its region `index`.
+    fn forget_uses(&mut self, index: u32) {
+        self.imports.forget(&(index..=index));
+        self.refused.retain(|(_, known)| *known != index);
     }
 
     /// Takes one region, which was registered after the metadata that the peer was connected by.
@@ -332,7 +333,6 @@ impl Peer {
             .map_err(|e| e.context(format!("region {index} of agent {}", self.name)))?;
         let Some(region) = region else { return Ok(()) };
         self.regions.insert(index, region);
-        self.refused.retain(|(_, known)| *known != index);
         Ok(())
     }
 
@@ -370,16 +370,11 @@ impl Peer {
         if !self.removed.contains(&index) {
             return;
         }
-        self.imports.forget(&(index..=index));
-        // One that UCX has mapped is known until its owner asks for it, since the connection has to end then. Only owners
-        // on this host ask.
-        let may_be_asked_for = self.locality.on_this_host || self.reach.by_cuda_ipc;
-        if may_be_asked_for && self.regions.get(&index).is_some_and(|region| self.is_mapped_by_ucx(region)) {
-            return;
+        self.forget_uses(index);
+        if !self.regions.get(&index).is_some_and(|region| self.may_be_revoked(region)) {
+            self.regions.remove(&index);
+            self.removed.remove(&index);
         }
-        self.regions.remove(&index);
-        self.removed.remove(&index);
-        self.refused.retain(|(_, known)| *known != index);
     }
 
     /// A region as metadata describes it; `None` for one that is gone.

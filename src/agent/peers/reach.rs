@@ -1,10 +1,10 @@
-//! What the transports of a connection reach, read from UCX's description of its lanes.
+//! The memory that a connection's transports reach, read from UCX's description of its lanes.
 
 use crate::proto::wire::MemoryKind;
 
-/// What the memory on the two sides of an operation is.
+/// The kinds of memory on the two sides of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Pair {
+pub(crate) enum MemoryPair {
     /// Host memory on both sides.
     Host,
     /// Device memory on both sides.
@@ -13,17 +13,17 @@ pub(crate) enum Pair {
     Mixed,
 }
 
-impl Pair {
-    pub(crate) fn of(local: MemoryKind, remote: MemoryKind) -> Pair {
+impl MemoryPair {
+    pub(crate) fn of(local: MemoryKind, remote: MemoryKind) -> MemoryPair {
         match (local, remote) {
-            (MemoryKind::Host, MemoryKind::Host) => Pair::Host,
-            (MemoryKind::Cuda { .. }, MemoryKind::Cuda { .. }) => Pair::Device,
-            _ => Pair::Mixed,
+            (MemoryKind::Host, MemoryKind::Host) => MemoryPair::Host,
+            (MemoryKind::Cuda { .. }, MemoryKind::Cuda { .. }) => MemoryPair::Device,
+            _ => MemoryPair::Mixed,
         }
     }
 }
 
-/// What a connection's transports move one-sided, that is without the peer's processor.
+/// The memory that a connection's transports move one-sided, that is without the peer's processor.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Reach {
     /// Between host memory and host memory.
@@ -58,11 +58,11 @@ impl Reach {
         Reach { device: self.mixed, by_cuda_ipc: false, ..self }
     }
 
-    pub(super) fn has(self, pair: Pair) -> bool {
+    pub(super) fn has(self, pair: MemoryPair) -> bool {
         match pair {
-            Pair::Host => self.host,
-            Pair::Device => self.device,
-            Pair::Mixed => self.mixed,
+            MemoryPair::Host => self.host,
+            MemoryPair::Device => self.device,
+            MemoryPair::Mixed => self.mixed,
         }
     }
 }
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_connection_reaches_is_read_from_its_lanes() {
+    fn lanes_tell_what_a_connection_reaches() {
         let reach = |host, device, mixed| Reach { host, device, mixed, by_cuda_ipc: false };
         for (lanes, expected) in [
             ("tcp/lo, tcp/eth0", reach(false, false, false)),

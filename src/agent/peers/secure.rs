@@ -8,8 +8,6 @@
 //! A sealed hello names the life of the agent that it is for. With the number that every hello has
 //! ([`HelloNumbers`](super::hello_numbers::HelloNumbers)), a captured one is worth nothing.
 
-use std::time::{Duration, Instant};
-
 use super::hello::{Exchange, Hello};
 use super::{Peer, Peers};
 use crate::agent::core::frame::{FRAME_BYTES, Frame, FrameKind};
@@ -17,47 +15,9 @@ use crate::agent::core::ids::PeerId;
 use crate::agent::core::limits::MAX_MESSAGE_BYTES;
 use crate::error::{Error, Result};
 use crate::proto::ids::Incarnation;
-use crate::secret::{Initiator, Key, Protocol, Responder};
+use crate::secret::{Initiator, Protocol, Responder};
 
-/// A complaint about what others send is logged at most so often.
-const COMPLAINT_INTERVAL: Duration = Duration::from_secs(60);
-
-/// What an agent with a key keeps beside its peers.
-#[derive(Debug)]
-pub(crate) struct Secrets {
-    key: Option<Key>,
-    complained: Option<Instant>,
-}
-
-impl Secrets {
-    pub(crate) fn new(key: Option<Key>) -> Secrets {
-        Secrets { key, complained: None }
-    }
-
-    pub(crate) fn is_keyed(&self) -> bool {
-        self.key.is_some()
-    }
-
-    /// What a peer that did not answer may be lacking, for an error's text.
-    pub(crate) fn hint(&self) -> &'static str {
-        match self.key {
-            Some(_) => " Has it the same key (key_file, KVFERRY_KEY_FILE)?",
-            None => " If it has a key (key_file, KVFERRY_KEY_FILE), this agent needs it too",
-        }
-    }
-
-    /// Logs what others do wrong, at most once a minute.
-    fn complain(&mut self, agent: &str, text: &Error, now: Instant) {
-        if self.complained.is_none_or(|at| now.duration_since(at) >= COMPLAINT_INTERVAL) {
-            self.complained = Some(now);
-            log::warn!(
-                "agent {agent}: a message was dropped: {text} (further ones in the next minute are only counted)"
-            );
-        }
-    }
-}
-
-/// What a sealed hello holds: the life of the agent that it is for, then the hello.
+/// The contents of a sealed hello: the incarnation of the agent that it is for, then the hello.
 fn join(to: Incarnation, hello: &Hello) -> Result<Vec<u8>> {
     Ok([to.0.to_le_bytes().as_slice(), &hello.encode()?].concat())
 }
@@ -72,24 +32,16 @@ fn divide(payload: &[u8], own: Incarnation) -> Result<Hello> {
 
 impl Peers {
     /// Makes of an arrived frame what it is in clear. Hellos and answers to them stay as they are.
-    pub(super) fn unwrap(
-        &mut self,
-        frame: Frame,
-        header: &[u8],
-        data: Vec<u8>,
-        now: Instant,
-    ) -> Result<(Frame, Vec<u8>)> {
+    pub(super) fn unwrap(&mut self, frame: Frame, header: &[u8], data: Vec<u8>) -> Result<(Frame, Vec<u8>)> {
         let sealed = matches!(frame.kind, FrameKind::SealedHello | FrameKind::SealedAnswer | FrameKind::Sealed);
-        if sealed != self.secrets.is_keyed() {
-            let error = Error::corrupt(if sealed {
+        if sealed != self.are_keyed() {
+            return Err(Error::corrupt(if sealed {
                 "it is sealed, and this agent has no key: give both the same one (key_file, KVFERRY_KEY_FILE)"
             } else {
                 "it is in clear, and this agent has a key: give both the same one (key_file, KVFERRY_KEY_FILE)"
-            });
-            self.secrets.complain(&self.local.name, &error, now);
-            return Err(error);
+            }));
         }
-        // What a header may not say, and the channel would not cover.
+        // The channel does not cover these bits.
         if sealed && frame.encode() != header {
             return Err(Error::corrupt("a header with bits set that have no meaning"));
         }
@@ -115,12 +67,10 @@ impl Peers {
     }
 
     /// Reads a hello, or the answer to one.
-    pub(super) fn open_hello(&mut self, frame: Frame, data: &[u8], now: Instant) -> Result<(Hello, Exchange)> {
-        match (frame.kind, &self.secrets.key) {
+    pub(super) fn open_hello(&mut self, frame: Frame, data: &[u8]) -> Result<(Hello, Exchange)> {
+        match (frame.kind, &self.key) {
             (FrameKind::SealedHello, Some(key)) => {
-                let read = Responder::read(key, Protocol::Agent, &frame.encode(), data);
-                let (responder, payload) =
-                    read.inspect_err(|error| self.secrets.complain(&self.local.name, error, now))?;
+                let (responder, payload) = Responder::read(key, Protocol::Agent, &frame.encode(), data)?;
                 // It begins an exchange, whatever it repeats.
                 let hello = Hello { seen: None, ..divide(&payload, self.local.incarnation)? };
                 Ok((hello, Exchange::Begun(Box::new(responder), frame.sequence)))
@@ -146,9 +96,9 @@ impl Peers {
         hello: &Hello,
         exchange: Option<Exchange>,
     ) -> Result<(Frame, Vec<u8>)> {
-        let Peers { by_id, hello_numbers, secrets, .. } = self;
+        let Peers { by_id, hello_numbers, key, .. } = self;
         let Peer { connection, incarnation, .. } = by_id.get_mut(id).ok_or_else(|| id.unknown())?;
-        match (exchange, &secrets.key) {
+        match (exchange, key) {
             (Some(Exchange::Begun(responder, number)), _) => {
                 let (message, channel) = responder.answer(&hello.encode()?)?;
                 connection.take_channel(channel);
@@ -172,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sealed_hello_is_for_one_life_of_one_agent() {
+    fn sealed_hello_names_its_receiver() {
         let hello = Hello::older((Incarnation(3), 4), None, &[1, 2, 3]);
         let payload = join(Incarnation(9), &hello).unwrap();
         assert_eq!(divide(&payload, Incarnation(9)).unwrap(), hello);

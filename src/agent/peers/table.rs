@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
-use super::inbox::Item;
+use super::inbox::InboxItem;
 use super::peer::Peer;
 use crate::agent::core::ids::PeerId;
 use crate::error::Result;
@@ -106,7 +106,7 @@ impl PeerTable {
     }
 
     /// Takes a message of a peer and returns those whose turn has come, as [`Inbox::take`](super::inbox::Inbox::take).
-    pub(super) fn take_message(&mut self, id: PeerId, sequence: u64, item: Item) -> Result<Vec<Item>> {
+    pub(super) fn take_message(&mut self, id: PeerId, sequence: u64, item: InboxItem) -> Result<Vec<InboxItem>> {
         let peer = self.by_id.get_mut(&id).ok_or_else(|| id.unknown())?;
         let before = peer.connection.inbox.held_bytes() as u64;
         let due = peer.connection.inbox.take(sequence, item);

@@ -18,7 +18,7 @@ use crate::proto::ids::Incarnation;
 use crate::proto::wire::MemoryKind;
 use crate::ucx::MessageSink;
 
-/// What a chunk asks of the peer.
+/// The service that a chunk asks of the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Service {
     Read,
@@ -58,7 +58,7 @@ impl Chunk {
     }
 
     /// The same where nothing was asked for, because the transfer was stopped before.
-    pub(crate) fn withdrawn(&self) -> OperationEnd {
+    pub(crate) fn cancelled(&self) -> OperationEnd {
         OperationEnd {
             transfer: self.transfer,
             windowed: Some(self.bytes),
@@ -90,7 +90,7 @@ struct Asked {
     /// The peer's incarnation and its number for the connection, which its reply must have.
     from: (Incarnation, u64),
     departure: Departure,
-    /// What came of putting the reply in place, if that was done while it arrived.
+    /// The result of putting the reply in place, if that was done while it arrived.
     placed: Option<Result<()>>,
 }
 
@@ -203,7 +203,7 @@ impl MessageSink for Placer {
             && asked.from == (frame.incarnation, frame.connection)
             && asked.placed.is_none()
             && local.iter().all(|iov| iov.range.kind() == MemoryKind::Host);
-        // What is wrong with another one is said when it is taken in turn.
+        // An error of another one is told when it is taken in turn.
         if expected {
             asked.placed = Some(iov::scatter(local, data));
         }

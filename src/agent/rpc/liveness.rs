@@ -20,14 +20,14 @@ struct Question {
     has_left: bool,
 }
 
-/// What is known of one peer's being alive.
+/// The signs of life of one peer.
 #[derive(Debug)]
 pub(crate) struct Liveness {
     heard: Instant,
     question: Option<Question>,
 }
 
-/// What to do about a peer that owes answers.
+/// The next step about a peer that owes answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Silence {
     /// Nothing: it has been heard lately.

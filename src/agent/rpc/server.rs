@@ -15,9 +15,10 @@ use std::sync::Arc;
 
 use super::wire::{Piece, read_request, total, write_request};
 use crate::agent::core::frame::FrameKind;
+use crate::agent::core::ids::PeerId;
 use crate::agent::core::iov::{self, Iov};
 use crate::agent::core::limits::{MAX_WAITING, PART_BYTES};
-use crate::agent::core::regions::Regions;
+use crate::agent::core::regions::{Hold, Regions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::proto::wire::MemoryKind;
 use crate::ucx::{MAX_PARTS, Part, Worker};
@@ -31,7 +32,7 @@ const MAX_STAGED_READS: usize = 64;
 /// Bytes of answers of any kind to one peer that UCX may hold. A peer that keeps to its window, and whoever deregisters all
 /// regions at once, stays far below; one that asks on and takes no answers is cut off.
 const MAX_UNSENT: u64 = 64 << 20;
-/// What a message costs besides its payload, in bytes: UCX's request, the header, the operation's entry.
+/// The cost of a message besides its payload, in bytes: UCX's request, the header, the operation's entry.
 const MESSAGE_COST: u64 = 512;
 
 /// A read that a peer asked for.
@@ -41,22 +42,22 @@ pub(crate) struct ReadRequest {
     pub(crate) bytes: u64,
 }
 
-/// What is to be served to one peer.
+/// The requests of one peer that are to be served.
 #[derive(Default)]
 pub(crate) struct Server {
     waiting: VecDeque<ReadRequest>,
     /// Requests that a device has yet to do something for with its memory.
     staged: usize,
-    /// What answers cost that UCX is not done with, in bytes.
+    /// The cost of the answers that UCX is not done with, in bytes.
     unsent: u64,
 }
 
-/// What a request or reply holds.
+/// The contents of a request or reply.
 pub(crate) enum Payload {
     /// Bytes of its own.
     Bytes(Vec<u8>),
     /// Parts of registered regions, which UCX sends from where they are.
-    Parts { parts: Vec<Part>, regions: Vec<u32> },
+    Parts { parts: Vec<Part>, holds: Vec<Hold> },
 }
 
 impl Payload {
@@ -103,7 +104,7 @@ impl Server {
         self.waiting.pop_front()
     }
 
-    /// What an answer counts as while UCX holds it.
+    /// The cost of an answer while UCX holds it.
     ///
     /// # Errors [`ErrorKind::Exhausted`] for a peer that takes no answers.
     pub(crate) fn cost(&self, answer: &Payload) -> Result<u64> {
@@ -140,16 +141,21 @@ pub(crate) fn is_request(kind: FrameKind) -> bool {
     matches!(kind, FrameKind::ReadRequest | FrameKind::WriteRequest | FrameKind::DigestRequest)
 }
 
-/// What a read asked for: as parts where UCX can send those (`in_place`), else gathered into a buffer.
-pub(crate) fn read(request: &ReadRequest, regions: &Regions, worker: &Worker, in_place: bool) -> Result<Payload> {
+/// The bytes that a peer's read asks for: as parts where UCX can send those (`in_place`), else gathered into a buffer.
+pub(crate) fn read(
+    request: &ReadRequest,
+    peer: PeerId,
+    regions: &Regions,
+    worker: &Worker,
+    in_place: bool,
+) -> Result<Payload> {
     let iovs = locate(regions, &request.pieces)?;
     let long = request.bytes >= PART_BYTES.saturating_mul(iovs.len() as u64);
     let hosts = || iovs.iter().all(|iov| iov.range.kind() == MemoryKind::Host);
     if in_place && long && (1..=MAX_PARTS).contains(&iovs.len()) && hosts() {
         let parts = request.pieces.iter().map(|piece| part_of(regions, piece)).collect::<Option<_>>();
         let gone = || Error::new(ErrorKind::Internal, "a region that was found has no registration");
-        let regions = request.pieces.iter().map(|piece| piece.region).collect();
-        return Ok(Payload::Parts { parts: parts.ok_or_else(gone)?, regions });
+        return Ok(Payload::Parts { parts: parts.ok_or_else(gone)?, holds: hold(regions, &request.pieces, peer) });
     }
     let mut bytes = worker.buffer(usize::try_from(request.bytes).unwrap_or(0));
     iov::gather(&iovs, &mut bytes)?;
@@ -195,6 +201,11 @@ pub(crate) fn locate(regions: &Regions, pieces: &[Piece]) -> Result<Vec<Iov>> {
     pieces.iter().map(place).collect()
 }
 
+/// The uses by a peer of the regions that pieces are of.
+pub(crate) fn hold(regions: &Regions, pieces: &[Piece], peer: PeerId) -> Vec<Hold> {
+    pieces.iter().filter_map(|piece| regions.hold(piece.region, peer)).collect()
+}
+
 /// A refusal's frame and text.
 pub(crate) fn refusal(error: &Error) -> (FrameKind, Vec<u8>) {
     (FrameKind::Refusal, error.message().as_bytes().to_vec())
@@ -207,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_wait_while_devices_have_enough_to_do_for_a_peer() {
+    fn reads_wait_for_busy_devices() {
         let mut server = Server::default();
         // Of no bytes, they cost nothing else.
         for chunk in 0..100 {
@@ -225,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_wait_while_ucx_holds_enough_of_a_peers_replies() {
+    fn reads_wait_for_unsent_replies() {
         let mut server = Server::default();
         let piece = Piece { region: 0, offset: 0, len: 512 << 10 };
         for chunk in 0..12 {

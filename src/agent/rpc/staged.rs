@@ -9,17 +9,18 @@ use super::client::Chunk;
 use crate::agent::core::ids::{PeerId, TransferId};
 use crate::agent::core::iov::{self, Iov};
 use crate::agent::core::refusals::Refusals;
+use crate::agent::core::regions::Hold;
 use crate::error::{Error, ErrorKind, Result};
 use crate::mem::cuda::staging::{Stage, Ticket};
 
-/// What is to be done when the bytes are there.
-pub(crate) enum Then {
-    /// They answer a read of a peer's, of so many bytes, from these regions.
-    Reply { peer: PeerId, number: u64, bytes: u64, regions: Vec<u32> },
-    /// A peer's write to these regions is confirmed.
-    Written { peer: PeerId, number: u64, regions: Vec<u32> },
-    /// Their digest answers a peer's question about these regions.
-    Digest { peer: PeerId, number: u64, regions: Vec<u32> },
+/// What to run once the bytes have arrived.
+pub(crate) enum Continuation {
+    /// They answer a read of a peer, of so many bytes.
+    Reply { peer: PeerId, number: u64, bytes: u64, holds: Vec<Hold> },
+    /// A write of a peer is confirmed.
+    Written { peer: PeerId, number: u64, holds: Vec<Hold> },
+    /// Their digest answers a question of a peer.
+    Digest { peer: PeerId, number: u64, holds: Vec<Hold> },
     /// The peer is asked to write them: they belong behind what the request has already.
     Ask { chunk: Chunk, request: Vec<u8> },
     /// A chunk that was asked for is over.
@@ -28,54 +29,60 @@ pub(crate) enum Then {
     Compare { chunk: Chunk, theirs: Vec<u8> },
 }
 
-impl Then {
-    /// The peer that has asked for it, and the regions that it uses until it is over.
-    fn of_peer(&self) -> Option<(PeerId, &[u32])> {
+impl Continuation {
+    /// The peer that it is for.
+    fn peer(&self) -> PeerId {
         match self {
-            Then::Reply { peer, regions, .. }
-            | Then::Written { peer, regions, .. }
-            | Then::Digest { peer, regions, .. } => Some((*peer, regions)),
-            Then::Ask { .. } | Then::Placed(_) | Then::Compare { .. } => None,
+            Continuation::Reply { peer, .. }
+            | Continuation::Written { peer, .. }
+            | Continuation::Digest { peer, .. } => *peer,
+            Continuation::Ask { chunk, .. } | Continuation::Placed(chunk) | Continuation::Compare { chunk, .. } => {
+                chunk.peer
+            }
         }
     }
 
     /// The chunk of a transfer of this side that it is for.
     fn chunk(&self) -> Option<&Chunk> {
         match self {
-            Then::Ask { chunk, .. } | Then::Placed(chunk) | Then::Compare { chunk, .. } => Some(chunk),
-            Then::Reply { .. } | Then::Written { .. } | Then::Digest { .. } => None,
+            Continuation::Ask { chunk, .. } | Continuation::Placed(chunk) | Continuation::Compare { chunk, .. } => {
+                Some(chunk)
+            }
+            Continuation::Reply { .. } | Continuation::Written { .. } | Continuation::Digest { .. } => None,
         }
     }
 
     fn into_chunk(self) -> Option<Chunk> {
         match self {
-            Then::Ask { chunk, .. } | Then::Placed(chunk) | Then::Compare { chunk, .. } => Some(chunk),
-            Then::Reply { .. } | Then::Written { .. } | Then::Digest { .. } => None,
+            Continuation::Ask { chunk, .. } | Continuation::Placed(chunk) | Continuation::Compare { chunk, .. } => {
+                Some(chunk)
+            }
+            Continuation::Reply { .. } | Continuation::Written { .. } | Continuation::Digest { .. } => None,
         }
     }
 
-    /// What the bytes that were read are to be appended to, of those that `buffer` makes for so many bytes.
+    /// The buffer that the bytes which were read are appended to; `buffer` makes one for so many bytes.
     fn begin(&mut self, buffer: impl Fn(usize) -> Vec<u8>) -> Option<Vec<u8>> {
         match self {
-            Then::Reply { bytes, .. } => Some(buffer(usize::try_from(*bytes).unwrap_or(0))),
-            Then::Ask { request, .. } => Some(std::mem::take(request)),
-            Then::Digest { .. } | Then::Compare { .. } => Some(Vec::new()),
-            Then::Written { .. } | Then::Placed(_) => None,
+            Continuation::Reply { bytes, .. } => Some(buffer(usize::try_from(*bytes).unwrap_or(0))),
+            Continuation::Ask { request, .. } => Some(std::mem::take(request)),
+            Continuation::Digest { .. } | Continuation::Compare { .. } => Some(Vec::new()),
+            Continuation::Written { .. } | Continuation::Placed(_) => None,
         }
     }
 }
 
-/// What has no room yet.
+/// A copy that waits for room.
 struct Waiting {
     iovs: Vec<Iov>,
-    /// Of a write.
+    /// The bytes of a write.
     data: Option<Vec<u8>>,
-    then: Then,
+    then: Continuation,
 }
 
 struct Device {
     stage: Stage,
-    under_way: BTreeMap<Ticket, Then>,
+    under_way: BTreeMap<Ticket, Continuation>,
     waiting: VecDeque<Waiting>,
 }
 
@@ -84,7 +91,7 @@ struct Device {
 pub(crate) struct Staged {
     devices: BTreeMap<u32, Device>,
     refusals: Refusals,
-    /// What has failed at once, to be told with the others.
+    /// Those that failed at once, to be told with the others.
     failed: Vec<Ended>,
 }
 
@@ -103,16 +110,16 @@ impl Staged {
 
     /// Copies parts of registered ranges of one device ([`iov::device_of`]), which the caller keeps registered until
     /// [`Staged::reap`] has told the end.
-    pub(crate) fn read(&mut self, iovs: Vec<Iov>, then: Then) {
+    pub(crate) fn read(&mut self, iovs: Vec<Iov>, then: Continuation) {
         self.begin(iovs, None, then);
     }
 
     /// Puts bytes in place, likewise.
-    pub(crate) fn write(&mut self, iovs: Vec<Iov>, data: &[u8], then: Then) {
+    pub(crate) fn write(&mut self, iovs: Vec<Iov>, data: &[u8], then: Continuation) {
         self.begin(iovs, Some(data), then);
     }
 
-    fn begin(&mut self, iovs: Vec<Iov>, data: Option<&[u8]>, then: Then) {
+    fn begin(&mut self, iovs: Vec<Iov>, data: Option<&[u8]>, then: Continuation) {
         let begun = self.device_of(&iovs, data).and_then(|device| {
             let begun = if device.waiting.is_empty() { device.stage.begin(&iovs, data)? } else { None };
             Ok((device, begun))
@@ -143,29 +150,24 @@ impl Staged {
         self.devices.values_mut().fold(true, |is_over, device| device.stage.finish() & is_over)
     }
 
-    /// Begins nothing more that a lost peer has asked for, or that is to be asked of it. Returns the regions that are not used for
-    /// it any more, and the chunks that nothing more comes of.
-    pub(crate) fn forget(&mut self, lost: PeerId) -> (Vec<u32>, Vec<Chunk>) {
-        let of_lost = self.withdraw_where(|then| {
-            then.of_peer().is_some_and(|(peer, _)| peer == lost) || then.chunk().is_some_and(|chunk| chunk.peer == lost)
-        });
-        let regions = of_lost.iter().filter_map(Then::of_peer).flat_map(|(_, regions)| regions).copied().collect();
-        (regions, of_lost.into_iter().filter_map(Then::into_chunk).collect())
+    /// Begins nothing more that a lost peer has asked for, or that is to be asked of it. Returns the chunks that nothing more
+    /// comes of.
+    pub(crate) fn forget(&mut self, lost: PeerId) -> Vec<Chunk> {
+        self.cancel_where(|then| then.peer() == lost)
     }
 
     /// Begins nothing more of a transfer that was stopped. Returns the chunks that nothing more comes of.
-    pub(crate) fn withdraw(&mut self, transfer: TransferId) -> Vec<Chunk> {
-        let stopped = self.withdraw_where(|then| then.chunk().is_some_and(|chunk| chunk.transfer == transfer));
-        stopped.into_iter().filter_map(Then::into_chunk).collect()
+    pub(crate) fn cancel(&mut self, transfer: TransferId) -> Vec<Chunk> {
+        self.cancel_where(|then| then.chunk().is_some_and(|chunk| chunk.transfer == transfer))
     }
 
-    fn withdraw_where(&mut self, which: impl Fn(&Then) -> bool) -> Vec<Then> {
+    fn cancel_where(&mut self, which: impl Fn(&Continuation) -> bool) -> Vec<Chunk> {
         let mut taken = Vec::new();
         for device in self.devices.values_mut() {
             let (those, others) = std::mem::take(&mut device.waiting).into_iter().partition(|work| which(&work.then));
             device.waiting = others;
             let those: VecDeque<Waiting> = those;
-            taken.extend(those.into_iter().map(|work| work.then));
+            taken.extend(those.into_iter().filter_map(|work| work.then.into_chunk()));
         }
         taken
     }
@@ -176,7 +178,7 @@ impl Staged {
         !self.failed.is_empty() || self.devices.values().any(is_busy)
     }
 
-    /// What has ended since the last time. `buffer` makes one for so many bytes that were read.
+    /// Takes those that have ended since the last time. `buffer` makes one for so many bytes that were read.
     pub(crate) fn reap(&mut self, buffer: impl Fn(usize) -> Vec<u8>) -> Vec<Ended> {
         let mut ended = std::mem::take(&mut self.failed);
         for device in self.devices.values_mut() {
@@ -206,5 +208,5 @@ impl Staged {
     }
 }
 
-/// What has ended, and how: with the bytes of a read.
-pub(crate) type Ended = (Then, Result<Vec<u8>>);
+/// One that has ended, and how: with the bytes of a read.
+pub(crate) type Ended = (Continuation, Result<Vec<u8>>);

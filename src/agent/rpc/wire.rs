@@ -93,7 +93,7 @@ mod tests {
     use crate::error::ErrorKind;
 
     #[test]
-    fn a_piece_follows_only_the_one_that_ends_where_it_begins() {
+    fn piece_follows_only_its_neighbour() {
         let piece = |region, offset, len| Piece { region, offset, len };
         assert!(piece(1, 12, 3).follows(&piece(1, 4, 8)));
         for before in [piece(2, 4, 8), piece(1, 4, 7), piece(1, 12, 3), piece(1, u64::MAX, 13)] {
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_has_the_bytes_of_its_pieces_and_no_more_than_a_chunk() {
+    fn write_request_has_exactly_its_bytes() {
         let piece = Piece { region: 0, offset: 0, len: 4 };
         let request = |pieces: &[Piece], bytes: usize| {
             let mut data = encode_pieces(pieces, bytes);
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_survive_the_wire_and_cut_lists_are_refused() {
+    fn pieces_survive_the_wire() {
         let pieces = [
             Piece { region: 1, offset: u64::MAX, len: 3 },
             Piece { region: u32::MAX, offset: 7, len: u32::MAX },

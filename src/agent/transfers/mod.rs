@@ -18,7 +18,7 @@ use super::core::event::Direction;
 use super::core::id_map::IdMap;
 use super::core::ids::{PeerId, TransferId};
 use super::core::limits::{CHUNK_BYTES, MAX_LIGHT};
-use super::core::regions::Regions;
+use super::core::regions::{Hold, Regions};
 use super::core::request::{TransferRequest, is_light};
 use super::peers::Peer;
 use crate::error::{Error, ErrorKind, Result};
@@ -29,7 +29,7 @@ use crate::proto::wire::MemoryKind;
 
 pub(crate) struct Transfer {
     user_data: u64,
-    /// What is sent to the peer at its end, if it succeeds.
+    /// The message that goes to the peer at its end, if it succeeds.
     message: Option<Vec<u8>>,
     peer: PeerId,
     /// The peer's life: its regions are the same over all connections.
@@ -45,11 +45,9 @@ pub(crate) struct Transfer {
     /// Operations to post again, by another path, after all others.
     again: Vec<Operation>,
     /// Local regions that it uses, each once.
-    regions: Vec<u32>,
+    holds: Vec<Hold>,
     /// Regions of the peer's, likewise.
     remote_regions: Vec<u32>,
-    /// Those of them that the peer has deregistered meanwhile, and over which connection it asks for them.
-    let_go: Vec<(PeerId, u32)>,
     in_flight: u32,
     posted: u64,
     /// Bytes moved.
@@ -68,7 +66,7 @@ pub(crate) struct Transfer {
     gathered: bool,
     /// Whether it takes some microseconds at most.
     is_light: bool,
-    /// What is left to do to prove that the right bytes came.
+    /// The proof that the right bytes came.
     proof: Proof,
 }
 
@@ -233,12 +231,12 @@ impl Transfers {
         self.table.len()
     }
 
-    /// What is in flight for all of them.
+    /// The load in flight of all of them.
     pub(crate) fn in_flight(&self) -> Load {
         self.windows.total()
     }
 
-    #[cfg(test)]
+    /// A transfer, until it is over.
     pub(crate) fn get(&self, id: TransferId) -> Option<&Transfer> {
         self.table.get(&id)
     }
@@ -264,35 +262,36 @@ impl Transfers {
         &mut self,
         request: TransferRequest,
         peer: &Peer,
-        regions: &mut Regions,
+        regions: &Regions,
         effects: &mut Effects,
     ) -> Result<()> {
         let TransferRequest { id, direction, plan, message, user_data, .. } = request;
-        let each_once = |region: fn(&Segment) -> u32| {
-            let mut regions: Vec<u32> = plan.segments.iter().map(region).collect();
-            regions.sort_unstable();
-            regions.dedup();
-            regions
-        };
-        let (used, remote_regions) =
-            (each_once(|segment| segment.local_region), each_once(|segment| segment.remote_region));
-        for region in &used {
-            regions.live_range(*region)?;
+        let mut holds = Vec::<Hold>::new();
+        for Segment { local_region, .. } in plan.segments.iter() {
+            // Most follow one of the same region.
+            if holds.last().is_none_or(|last| last.region != *local_region) {
+                regions.live_range(*local_region)?;
+                holds.extend(regions.hold(*local_region, peer.id));
+            }
         }
+        holds.sort_unstable_by_key(|hold| hold.region);
+        holds.dedup_by_key(|hold| hold.region);
+        let mut remote_regions: Vec<u32> = plan.segments.iter().map(|segment| segment.remote_region).collect();
+        remote_regions.sort_unstable();
+        remote_regions.dedup();
         for region in &remote_regions {
             peer.check_region(*region)?;
         }
         plan.check(|region| regions.live_len(region), |region| peer.len_of(region))?;
         let bytes = plan.bytes();
         let is_light = is_light(&plan);
-        let reaches_all = |local: &u32| match regions.range(*local).map(MemoryRange::kind) {
+        let reaches_all = |hold: &Hold| match regions.range(hold.region).map(MemoryRange::kind) {
             Some(MemoryKind::Cuda { device }) => {
                 remote_regions.iter().all(|region| peer.is_importable(*region, device))
             }
             _ => false,
         };
-        let by_device = used.iter().all(reaches_all);
-        regions.enter(&used);
+        let by_device = holds.iter().all(reaches_all);
         let transfer = Transfer {
             user_data,
             message,
@@ -305,9 +304,8 @@ impl Transfers {
             is_ordered: !by_device,
             next: None,
             again: Vec::new(),
-            regions: used,
+            holds,
             remote_regions,
-            let_go: Vec::new(),
             in_flight: 0,
             posted: 0,
             bytes: 0,
@@ -483,9 +481,7 @@ impl Transfers {
             bytes: transfer.bytes,
             operations: transfer.posted,
             posted,
-            regions: transfer.regions,
             remote_regions: transfer.remote_regions,
-            let_go: transfer.let_go,
         }));
     }
 
@@ -517,28 +513,20 @@ impl Transfers {
     /// Stops the transfers that use a local region.
     pub(crate) fn stop_users_of(&mut self, region: u32, effects: &mut Effects, now: Instant) {
         let error = Error::new(ErrorKind::Cancelled, "a region that it uses was deregistered");
-        self.stop_where(|transfer| transfer.regions.contains(&region), &error, effects, now);
+        self.stop_where(|transfer| transfer.holds.iter().any(|hold| hold.region == region), &error, effects, now);
     }
 
     /// Stops the transfers that read or write a region that its owner deregisters, those of earlier connections with it, and
-    /// returns how many there are. The end of each says that it was one ([`TransferEnd::let_go`]).
+    /// returns them.
     pub(crate) fn stop_users_there(
         &mut self,
-        (peer, owner): (PeerId, Incarnation),
+        owner: Incarnation,
         region: u32,
         effects: &mut Effects,
         now: Instant,
-    ) -> usize {
-        let mut users = 0;
-        for transfer in self.table.values_mut().filter(|transfer| transfer.reaches(owner, region)) {
-            transfer.let_go.push((peer, region));
-            users += 1;
-        }
-        if users > 0 {
-            let error = Error::not_found(format!("the peer has deregistered its region {region}"));
-            self.stop_where(|transfer| transfer.reaches(owner, region), &error, effects, now);
-        }
-        users
+    ) -> Vec<TransferId> {
+        let error = Error::not_found(format!("the peer has deregistered its region {region}"));
+        self.stop_where(|transfer| transfer.reaches(owner, region), &error, effects, now)
     }
 
     /// Tells whether any transfer over the connection to a peer reads or writes a region of it.
@@ -559,11 +547,18 @@ impl Transfers {
         self.stop_where(|_| true, error, effects, now);
     }
 
-    fn stop_where(&mut self, which: impl Fn(&Transfer) -> bool, error: &Error, effects: &mut Effects, now: Instant) {
+    fn stop_where(
+        &mut self,
+        which: impl Fn(&Transfer) -> bool,
+        error: &Error,
+        effects: &mut Effects,
+        now: Instant,
+    ) -> Vec<TransferId> {
         let ids: Vec<TransferId> = self.table.iter().filter(|(_, t)| which(t)).map(|(id, _)| *id).collect();
-        for id in ids {
-            self.stop(id, error.clone(), effects, now);
+        for id in &ids {
+            self.stop(*id, error.clone(), effects, now);
         }
+        ids
     }
 
     /// Makes room where peers stand still, and gives up the peers of stopped transfers whose operations did not end by

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn room_in_the_total_goes_to_the_longest_starved() {
+    fn longest_starved_peer_gets_the_room() {
         let mut queues = queues(3);
         for peer in 1..=3 {
             assert_eq!(turn(&mut queues, false, false, Some(Lack::Total)), Some((peer, false)));
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_passed_over_is_tried_in_the_next_round() {
+    fn skipped_peer_is_tried_next_round() {
         let mut queues = queues(2);
         assert_eq!(turn(&mut queues, false, false, None), Some((1, false)));
         queues.park(queues.ready.front().copied().unwrap());
