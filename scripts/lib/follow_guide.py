@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from demo_lib.common import DEPS, ROOT
-from demo_lib.engines import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
-from demo_lib.model import make_model
-from demo_lib.ports import free_port
+from lab.common import DEPS, ROOT
+from lab.ports import free_port
+from lab.servers.model import make_model
+from lab.servers.specs import KV_CACHE_BYTES, MAX_MODEL_LEN, server_environment
 
 LIMIT_S = 600
 """For each block, on a slow machine."""
@@ -81,7 +81,7 @@ class Follower:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                # A process group but no session: why, says demo_lib.servers.
+                # A process group but no session: why, says lab.servers.server.
                 preexec_fn=os.setpgrp,
             )
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 import pytest
-from rdma_lib import __main__ as rdma_vm
-from rdma_lib import machine, packages
+from lab.rdma import __main__ as rdma_vm
+from lab.rdma import machine, packages
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chaos_lib import firewall, parent
-from chaos_lib.engine import Done, Setup
-from chaos_lib.options import Options
+from lab.engines.engine import Done, Setup
+from lab.faults import firewall, series
+from lab.faults.options import Options
 
 READ_S = 0.005
 
@@ -100,7 +100,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     def set_shut(shut: bool) -> None:
         made.shut = shut
 
-    monkeypatch.setattr(parent, "time", clock)
+    monkeypatch.setattr(series, "time", clock)
     monkeypatch.setattr(firewall, "time", clock)
     monkeypatch.setattr(firewall, "hosts", hosts)
     monkeypatch.setattr(firewall, "Child", lambda setup: FakeChild(made, setup))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from chaos_lib.matrix_judge import (
+from lab.matrix.judge import (
     Aftermath,
     Cell,
     EngineAfter,
@@ -16,7 +16,7 @@ from chaos_lib.matrix_judge import (
     judge_request,
     merge,
 )
-from chaos_lib.matrix_table import words
+from lab.matrix.table import words
 
 EXPECTED = (5, 6, 7, 8)
 RIGHT = Outcome("decode", 200, (EXPECTED,), EXPECTED)

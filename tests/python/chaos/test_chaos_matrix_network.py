@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chaos_lib.matrix_network import dropped_packets
 from commands import ROOT, skip
+from lab.matrix.network import dropped_packets
 
 LISTING = """\
 Chain INPUT (policy DROP 7 packets, 420 bytes)
@@ -22,7 +22,7 @@ Chain INPUT (policy DROP 7 packets, 420 bytes)
 PROBE = """
 import json, socket, subprocess, sys
 from pathlib import Path
-from chaos_lib.matrix_network import Network
+from lab.matrix.network import Network
 
 CONNECT = '''
 import socket, sys
@@ -63,7 +63,7 @@ def test_packets_of_rules_that_drop_are_counted() -> None:
 def test_the_firewall_drops_what_it_should_and_counts_it(tmp_path: Path) -> None:
     # In a process of its own, which goes into another network namespace.
     words = (sys.executable, "-c", PROBE, str(tmp_path))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from demo_lib import cache_check
-from demo_lib.cache_check import CacheCheck, Held, RankCache, block_sizes, check_prompt, compare
+from lab.demo import cache_check
+from lab.demo.cache_check import CacheCheck, Held, RankCache, block_sizes, check_prompt, compare
 
 TOKENS = 20
 WIDTH = 6

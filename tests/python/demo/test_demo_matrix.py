@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from demo_lib.cache_check import CacheCheck
-from demo_lib.matrix import PAIRS, Outcome, describe, find_causes, format_table, server_logs
-from demo_lib.report import Result, Row
+from lab.demo.cache_check import CacheCheck
+from lab.demo.report import Result, Row
+from lab.demo.shapes import PAIRS, Outcome, describe, find_causes, format_table, server_logs
 
 
 def row(name: str = "p00", equal: bool = True, error: str = "", cache: CacheCheck | None = None) -> Row:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from demo_lib.matrix import PAIRS
-from demo_lib.options import Shape, parse_options, parse_shape
+from lab.demo.options import Shape, parse_options, parse_shape
+from lab.demo.shapes import PAIRS
 
 
 @pytest.mark.parametrize(

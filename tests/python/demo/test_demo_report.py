@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from demo_lib import report
-from demo_lib.connectors import CONNECTORS
-from demo_lib.options import parse_options
-from demo_lib.report import Receive, Row
+from lab.demo import report
+from lab.demo.options import parse_options
+from lab.demo.report import Receive, Row
+from lab.servers.connectors import CONNECTORS
 from pair import pair, until
 
 

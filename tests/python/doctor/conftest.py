@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from demo_lib.ports import free_port
 from doctor_command import Told, doctor
+from lab.ports import free_port
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from demo_lib.ports import free_port
 from doctor_command import doctor
 from kvferry import Listener
 from kvferry.cli import doctor as cli
@@ -16,6 +15,7 @@ from kvferry.cli import main
 from kvferry.cli.config import any_config
 from kvferry.doctor import child
 from kvferry.doctor.examine import Asked
+from lab.ports import free_port
 
 
 def test_wrong_options() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from demo_lib.ports import free_port
 from doctor_command import Told, doctor
 from kvferry import Listener, Worker
 from kvferry.cli import main
+from lab.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from demo_lib.model import make_model
 from kvferry.cli.key import write_key
+from lab.servers.model import make_model
 from rdma_side import sent_packets
 
 PROMPTS = 3

@@ -7,13 +7,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from chaos_lib import matrix, matrix_case, matrix_rows_servers
-from chaos_lib.matrix import Matrix
-from chaos_lib.matrix_client import Prompt, Reply
-from chaos_lib.matrix_judge import Cell, EngineAfter
-from chaos_lib.matrix_pair import ROLES
-from chaos_lib.matrix_peers import PEERS
-from chaos_lib.matrix_rows import Row, all_rows
+from lab.matrix import case as matrix_case
+from lab.matrix import rows_servers as matrix_rows_servers
+from lab.matrix import run as matrix
+from lab.matrix.client import Prompt, Reply
+from lab.matrix.judge import Cell, EngineAfter
+from lab.matrix.pair import ROLES
+from lab.matrix.peers import PEERS
+from lab.matrix.rows import Row, all_rows
+from lab.matrix.run import Matrix
 
 TOKENS = (5, 6, 7, 8)
 KEYS = 14

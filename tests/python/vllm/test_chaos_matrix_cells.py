@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from chaos_lib import matrix
-from chaos_lib.matrix_case import Case
-from chaos_lib.matrix_client import Reply
-from chaos_lib.matrix_judge import EngineAfter, Verdict
-from chaos_lib.matrix_network import Host
-from chaos_lib.matrix_pair import Pair
-from chaos_lib.matrix_peers import PEERS
-from chaos_lib.matrix_rows import Row
-from demo_lib.ports import free_port
-from demo_lib.servers import ServerFailed
+from lab.matrix import run as matrix
+from lab.matrix.case import Case
+from lab.matrix.client import Reply
+from lab.matrix.judge import EngineAfter, Verdict
+from lab.matrix.network import Host
+from lab.matrix.pair import Pair
+from lab.matrix.peers import PEERS
+from lab.matrix.rows import Row
+from lab.ports import free_port
+from lab.servers.server import ServerFailed
 from mini_matrix import FAILED, GONE, HUNG, KEYS, RIGHT, TOKENS, WRONG, MiniMatrix
 
 

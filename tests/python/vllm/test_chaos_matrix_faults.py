@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from chaos_lib.matrix_judge import Verdict
+from lab.matrix.judge import Verdict
 from mini_matrix import FAILED, HUNG, RIGHT, SHORT, MiniMatrix
 
 AFTER_THE_READ = ("lease-after", "p-killed-after")

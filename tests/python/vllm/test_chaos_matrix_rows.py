@@ -6,10 +6,10 @@ import inspect
 from typing import Any
 
 import pytest
-from chaos_lib.matrix_case import Reference
-from chaos_lib.matrix_client import Prompt, body
-from chaos_lib.matrix_rows import all_rows, row
-from chaos_lib.matrix_rows_requests import OUT_OF_RANGE, _moved, _other_type
+from lab.matrix.case import Reference
+from lab.matrix.client import Prompt, body
+from lab.matrix.rows import all_rows, row
+from lab.matrix.rows_requests import OUT_OF_RANGE, _moved, _other_type
 
 
 def test_each_fault_has_a_row_that_says_what_it_does() -> None:

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp comes with vLLM")
 
 from aiohttp import web
-from demo_lib.client import Answer, complete
-from demo_lib.proxy import Proxy, open_session
-from demo_lib.workload import Prompt
+from lab.demo.workload import Prompt
+from lab.servers.client import Answer, complete
+from lab.servers.proxy import Proxy, open_session
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ENDS_WITHIN_S = 60.0

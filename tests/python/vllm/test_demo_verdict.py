@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from demo_lib.client import Answer
-from demo_lib.verdict import check_aborted
-from demo_lib.workload import make_workload
+from lab.demo.verdict import check_aborted
+from lab.demo.workload import make_workload
+from lab.servers.client import Answer
 
 
 def test_a_request_that_fails_before_its_client_leaves_is_a_failure() -> None:

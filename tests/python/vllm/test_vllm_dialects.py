@@ -26,9 +26,9 @@ from typing import Any
 
 import kvferry
 import pytest
-from demo_lib.ports import free_port
 from kvferry.vllm import bootstrap, bootstrap_port, dialects, scheduler
 from kvferry.vllm.config import parse_options
+from lab.ports import free_port
 from test_vllm_engines import Pair, prompt
 
 ASKED = {

@@ -15,13 +15,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from demo_lib.engines import Outputs, engine_spec
-from demo_lib.model import make_model
-from demo_lib.options import Options, Shape
-from demo_lib.proxy import open_session
-from demo_lib.servers import Server, ServerGroup, ServerSpec, available_gib
 from kvferry import stats, trace
 from kvferry.vllm.stats import PREFIX
+from lab.demo.options import Options, Shape
+from lab.servers.model import make_model
+from lab.servers.proxy import open_session
+from lab.servers.server import Server, ServerGroup, ServerSpec, available_gib
+from lab.servers.specs import Outputs, engine_spec
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,7 +36,7 @@ METRICS = [metric for metric in stats.metrics() if metric.scope == "worker"]
 
 
 class Kvferry:
-    """The connector as `demo_lib.connectors.Connector` gives it to servers, with a short lease: one that runs out in
+    """The connector as `lab.servers.connectors.Connector` gives it to servers, with a short lease: one that runs out in
     seconds."""
 
     def __init__(self, folder: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_lib.engine import thread_count
 from kvferry.vllm import worker as worker_module
+from lab.engines.engine import thread_count
 from mini_ranks import SECONDS, Engine, ended, hand_over, load, model, over, prefilled
 from test_vllm_states import HERE, THERE, Stateful
 

@@ -1,1 +1,0 @@
-"""Series of faults and load against real engines: what `scripts/chaos` runs."""

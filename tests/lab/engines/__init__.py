@@ -1,0 +1,1 @@
+"""Engines of workers and scheduler sides, without vLLM, in processes of their own."""

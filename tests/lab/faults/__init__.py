@@ -1,0 +1,1 @@
+"""Series of faults and load: what `scripts/chaos` runs."""

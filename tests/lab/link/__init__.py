@@ -1,0 +1,1 @@
+"""Hand-overs over a link that is limited: `scripts/bench-link`."""

@@ -1,0 +1,1 @@
+"""The fault matrix: the same faults against several connectors of real vLLM servers."""

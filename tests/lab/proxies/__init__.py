@@ -1,0 +1,1 @@
+"""Proxies of the field before real servers."""

@@ -1,0 +1,1 @@
+"""vLLM servers on CPU: how they are started, asked and ended."""
